@@ -1,0 +1,82 @@
+# `make demo` and `make test` do all their own set-up. To use a certain Python: make PYTHON=python3.13 test
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+EXTRAS := tests,pictures
+WORKERS := 2
+# What runs on the oldest supported jax: the tests marked `contract` in these files.
+CONTRACT_TESTS := tests
+
+PY := .venv/bin/python
+PY_0112 := .venv-0112/bin/python
+PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet
+
+.PHONY: help .venv .venv-0112 demo test test-0112 lint mutants bench clean distclean
+
+help:
+	@echo "make demo | test | lint | bench | mutants | test-0112 | .venv | .venv-0112 | clean | distclean"
+
+demo: .venv
+	$(PY) -m experiments.block_map_demo
+
+test: .venv
+	$(PY) -m pytest -n $(WORKERS)
+
+test-0112: .venv-0112
+	$(PY_0112) -m pytest -n $(WORKERS) -m contract $(CONTRACT_TESTS)
+
+lint: .venv/.made-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+mutants: .venv
+	$(PY) tests/mutants.py
+
+bench: .venv
+	$(PY) -m experiments.bookkeeping
+
+# clean leaves the environments, distclean leaves a fresh clone.
+clean:
+	rm -rf .cache build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-0112
+
+# Environments. The stamp is touched last, so that an interrupted installation is done again.
+.venv: .venv/.made
+.venv-0112: .venv-0112/.made
+
+.venv/.made: pyproject.toml Makefile
+	@$(call make_venv,.venv)
+	$(PY) $(PIP_INSTALL) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+.venv/.made-dev: .venv/.made
+	$(PY) $(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+.venv-0112/.made: pyproject.toml Makefile
+	@$(call make_venv,.venv-0112)
+	$(PY_0112) $(PIP_INSTALL) jax==0.11.2 --editable '.[tests]'
+	@touch $@
+
+# A candidate counts when it runs here (a pyenv shim may exist and refuse), is new enough and can make environments.
+# An environment counts when it is one, whole: a broken one is made anew, and never is anything installed outside it.
+runs = >/dev/null 2>&1 -c
+usable = $(runs) 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))'
+whole = $(runs) 'import sys, pip; sys.exit(sys.version_info < (3, 12) or sys.prefix == sys.base_prefix)'
+
+define make_venv
+if $(1)/bin/python $(whole); then exit 0; fi; \
+for candidate in "$(PYTHON)" python3.12 python3.13 python3.14 python3 python \
+    "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.*/bin/python3 /usr/local/bin/python3 /usr/bin/python3; do \
+  if [ -n "$$candidate" ] && "$$candidate" $(usable); then \
+    echo "making $(1) with $$("$$candidate" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
+    exec "$$candidate" -m venv --clear $(1); \
+  fi; \
+done; \
+echo "No Python of at least 3.12 with the venv and ensurepip modules was found: install one, or name it with make PYTHON=/path/to/python." >&2; \
+exit 1
+endef

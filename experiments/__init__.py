@@ -1,0 +1,1 @@
+"""Demos, benchmarks and studies; each file opens with its question, its command and its measured answer."""

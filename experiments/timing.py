@@ -1,0 +1,71 @@
+"""What every experiment says about a figure: a median and a spread, on which machine, in a readable table.
+
+Only the standard library, because the peers' own interpreters import it too; tables use rich where it is.
+"""
+
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and spread of repeated calls, in microseconds."""
+    ordered = sorted(seconds)
+
+    def quantile_us(fraction: float) -> float:
+        return 1e6 * ordered[round(fraction * (len(ordered) - 1))]
+
+    return {
+        "median_us": 1e6 * statistics.median(ordered),
+        "p10_us": quantile_us(0.1),
+        "p90_us": quantile_us(0.9),
+        "num_calls": len(ordered),
+    }
+
+
+def machine() -> dict[str, str | int]:
+    """CPU model and the cores that this process may use."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line.partition(":")[2]
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        cpu = models[0].strip() if models else cpu
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": cpu, "num_cores": num_cores, "system": platform.system()}
+
+
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table; cells that read "holds" or "does not hold" are coloured on a terminal."""
+    if sys.stdout.isatty():
+        try:
+            return _show_rich(title, header, rows)
+        except ImportError:
+            pass
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    print(f"\n{title}")
+    for row in (header, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        print("  " + "  ".join(cells).rstrip())
+
+
+def _show_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {"holds": "[green]holds[/green]", "does not hold": "[bold red]does not hold[/bold red]"}
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*(colours.get(cell, cell) for cell in row))
+    Console().print(table)

@@ -1,0 +1,96 @@
+"""KV caches as values: one immutable pytree, and pure functions that allocate, append, fork and free.
+
+See `Cache` for the state, `CacheConfig` for sizes and options, and `cache.py` for the operations.
+"""
+
+import logging as _logging
+
+from kvcache_jax.attention import attend, attention
+from kvcache_jax.cache import (
+    allocate,
+    append,
+    donate,
+    extend,
+    fork,
+    free,
+    gather,
+    init,
+    reorder,
+    reset,
+    set_priority,
+    touch,
+    truncate,
+    write,
+)
+from kvcache_jax.checks import check_invariants
+from kvcache_jax.config import (
+    CacheConfig,
+    FullAttention,
+    LayerGroup,
+    LayerKind,
+    SlidingWindow,
+    describe,
+    memory_bytes,
+)
+from kvcache_jax.state import Admission, AttentionPlan, BlockPool, Cache, Control, Counter, KVPool, Step
+from kvcache_jax.stats import (
+    Stats,
+    active_seq_ids,
+    idle_seq_ids,
+    needs_eviction,
+    num_available_blocks,
+    num_blocks_needed,
+    stats,
+    utilization,
+)
+from kvcache_jax.status import Status, StatusError, raise_for_status
+
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Admission",
+    "AttentionPlan",
+    "BlockPool",
+    "Cache",
+    "CacheConfig",
+    "Control",
+    "Counter",
+    "FullAttention",
+    "KVPool",
+    "LayerGroup",
+    "LayerKind",
+    "SlidingWindow",
+    "Stats",
+    "Status",
+    "StatusError",
+    "Step",
+    "active_seq_ids",
+    "allocate",
+    "append",
+    "attend",
+    "attention",
+    "check_invariants",
+    "describe",
+    "donate",
+    "extend",
+    "fork",
+    "free",
+    "gather",
+    "idle_seq_ids",
+    "init",
+    "memory_bytes",
+    "needs_eviction",
+    "num_available_blocks",
+    "num_blocks_needed",
+    "raise_for_status",
+    "reorder",
+    "reset",
+    "set_priority",
+    "stats",
+    "touch",
+    "truncate",
+    "utilization",
+    "write",
+]

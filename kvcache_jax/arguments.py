@@ -1,0 +1,131 @@
+"""Checks and conversions of what callers pass in; every refusal names got, expected and the fix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
+from jax.typing import ArrayLike
+
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.state import Cache, KVPool, Step
+
+IntRows = ArrayLike | Sequence[int]
+"""What row operations accept for an i32[n]."""
+
+Layer = int | jax.Array | tuple[int, int | jax.Array]
+"""A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array:
+    """`values` as i32[n]. Integers beyond 32 bits saturate instead of wrapping into a valid id."""
+    values = jnp.asarray(_saturated(name, values))
+    if values.ndim != 1:
+        raise ValueError(f"{name} has shape {values.shape}, expected one integer per row, [n]")
+    if num_rows is not None and values.shape[0] != num_rows:
+        raise ValueError(
+            f"{name} has {values.shape[0]} rows, expected {num_rows}, as many as the call's other arguments"
+        )
+    if values.shape[0] == 0:
+        raise ValueError(f"{name} is empty, expected at least one row")
+    return values
+
+
+def _saturated(name: str, values: Any) -> Any:
+    if not isinstance(values, jax.Array):
+        values = np.asarray(values)
+    if not jnp.issubdtype(values.dtype, np.integer):
+        raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
+    if values.dtype == np.int32:
+        return values
+    numpy = jnp if isinstance(values, jax.Array) else np
+    if values.dtype.itemsize >= 4:
+        values = numpy.clip(values, max(_INT32.min, np.iinfo(values.dtype).min), _INT32.max)
+    return values.astype(np.int32)
+
+
+def static_count(name: str, value: Any, limit: int, limit_name: str) -> int:
+    """`value` as a Python int in `[1, limit]`."""
+    if isinstance(value, Tracer | bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}, expected a Python int: it is a shape")
+    if not 1 <= value <= limit:
+        raise ValueError(f"{name} is {value}, expected 1 <= {name} <= {limit_name} = {limit}")
+    return int(value)
+
+
+def token_ids(values: Any, *shape: int | None) -> jax.Array:
+    """Token ids as i32 of the given shape; None stands for any length."""
+    values = jnp.asarray(_saturated("tokens", values))
+    fits = len(values.shape) == len(shape)
+    fits = fits and all(want in (None, got) for got, want in zip(values.shape, shape, strict=True))
+    if not fits:
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"tokens has shape {values.shape}, expected ({expected})")
+    return values
+
+
+def namespace_words(values: Any, num_rows: int) -> jax.Array:
+    """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
+    if values is None:
+        return jnp.zeros((num_rows, 4), jnp.uint32)
+    values = jnp.asarray(values)
+    if values.dtype != jnp.uint32 or values.shape not in ((4,), (num_rows, 4)):
+        raise ValueError(
+            f"namespace is {values.dtype}{values.shape}, expected uint32 (4,) or ({num_rows}, 4)"
+        )
+    return jnp.broadcast_to(values, (num_rows, 4))
+
+
+def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array]:
+    """(group, i32[] index in the group) of `layer`: an int, a traced index, or `(group, index)`."""
+    if isinstance(layer, tuple):
+        group_id, index = layer
+        if not 0 <= group_id < len(config.groups):
+            raise ValueError(f"group is {group_id}, expected 0 <= group < {len(config.groups)}")
+    elif isinstance(layer, int | np.integer):
+        group_id, index = config.locate(int(layer))
+    else:
+        group_id, index = 0, layer
+        if len(config.groups) > 1:
+            raise ValueError(
+                f"layer is an array and the config has {len(config.groups)} layer groups, "
+                "expected a Python int or (group, index in the group)"
+            )
+    num_layers = config.groups[group_id].num_layers
+    if isinstance(index, int | np.integer) and not 0 <= index < num_layers:
+        raise ValueError(f"index in group {group_id} is {index}, expected 0 <= index < {num_layers}")
+    index = jnp.asarray(index)
+    if index.shape or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"layer is {index.dtype}{list(index.shape)}, expected an integer scalar")
+    index = index.astype(jnp.int32)
+    checkify.debug_check(
+        (index >= 0) & (index < num_layers), "layer index {index} is outside the group's layers", index=index
+    )
+    return group_id, index
+
+
+def pool_of(cache: Cache, group_id: int) -> KVPool:
+    """The group's pool, or an error for a cache without storage."""
+    if not cache.pools:
+        raise ValueError(
+            "the cache was built with storage=False and holds no keys and values; build it with storage=True"
+        )
+    return cache.pools[group_id]
+
+
+def new_keys_values(pool: KVPool, k: Any, v: Any, step: Step) -> None:
+    """Checks the keys and values of one layer against the step and the pool."""
+    expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
+    for name, values in (("k", k), ("v", v)):
+        if values.shape != expected:
+            raise ValueError(
+                f"{name} has shape {values.shape}, expected {expected}: "
+                "the step's tokens, num_kv_heads, head_dim"
+            )
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")

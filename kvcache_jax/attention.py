@@ -1,0 +1,221 @@
+"""Attention on a cache: what a model calls, the choice of implementation, padded and packed queries."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.custom_batching import custom_vmap
+
+from kvcache_jax import arguments, attention_xla, storage
+from kvcache_jax.arguments import Layer
+from kvcache_jax.cache import write
+from kvcache_jax.config import IMPLEMENTATIONS, LayerGroup, SlidingWindow
+from kvcache_jax.state import Cache, KVPool, Step
+
+AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
+
+
+@jax.named_scope("kvcache.attend")
+def attend(
+    cache: Cache,
+    layer: Layer,
+    q: jax.Array,
+    step: Step,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> AttentionOutput:
+    """Causal attention of the step's queries over what their rows hold; the reading half of `attention`."""
+    _, out = _attend(cache, layer, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
+    return out
+
+
+@jax.named_scope("kvcache.attention")
+def attention(
+    cache: Cache,
+    layer: Layer,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    step: Step,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> tuple[Cache, AttentionOutput]:
+    """Stores the new keys and values of one layer and attends: what a model's layer calls.
+
+    Query head `i` reads key/value head `i // (num_q_heads / num_kv_heads)`. A query sees the tokens of
+    its row up to its own position, in a window group those in reach.
+
+    Args:
+      cache: Not changed, unless donated.
+      layer: Model layer; or a traced index if all layers form one group; or (group, index in it).
+      q: `[n, max_new, num_q_heads, head_dim]`, or `[num_tokens, ...]` for a packed step.
+      k: `[n, max_new, num_kv_heads, head_dim]`, or packed likewise.
+      v: Like `k`.
+      step: From `extend`; the same for all layers.
+      scale: Of the logits. Default: `head_dim ** -0.5`.
+      soft_cap: Bounds the scaled logits, `soft_cap * tanh(logits / soft_cap)`.
+      sink_logits: `[num_q_heads]`, a logit per head that takes weight and adds nothing.
+      return_lse: Also return the log of the sum of exponentials (sink included), f32
+        `[n, max_new, num_q_heads]`, so that partial results can be merged.
+      implementation: "xla" or None; overrides the config.
+
+    Returns:
+      The cache and `out` like `q` (or `(out, lse)`): 0 (and -inf) for padding and failed rows.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: the layer, shapes, dtypes or options do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [3])
+      >>> cache, step = kv.extend(cache, [3, 0], max_new=3)
+      >>> q, kv_new = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 3, 1, 8))
+      >>> cache, out = kv.attention(cache, 0, q, kv_new, kv_new, step)
+      >>> out.shape, out[:, 0, 0, 0].tolist()
+      ((2, 3, 4, 8), [1.0, 0.0])
+    """
+    cache = write(cache, layer, k, v, step)
+    return _attend(cache, layer, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
+
+
+def _attend(
+    cache: Cache,
+    layer: Layer,
+    q: jax.Array,
+    step: Step,
+    scale: float | None,
+    soft_cap: float | None,
+    sink_logits: jax.Array | None,
+    return_lse: bool,
+    implementation: str | None,
+) -> tuple[Cache, AttentionOutput]:
+    """Reads one layer; the pool is handed through (see `attention_xla.attend`)."""
+    group_id, index = arguments.locate_layer(cache.config, layer)
+    group, pool = cache.config.groups[group_id], arguments.pool_of(cache, group_id)
+    num_kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
+    _check_queries(q, step, num_kv_heads, head_dim)
+    _check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    choose_implementation(cache.config.implementation, implementation)
+    _refuse_unbatched_cache(jax.lax.stop_gradient(q), cache.control.clock)
+
+    shape = q.shape
+    is_packed = step.cu_query_lens is not None
+    grouped = q.reshape(-1, 1 if is_packed else shape[1], num_kv_heads, shape[-2] // num_kv_heads, head_dim)
+    if sink_logits is not None:
+        sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
+    block_pool = cache.control.block_pools[group_id]
+    (k, v), out, lse = attention_xla.attend(
+        _static_options(group, block_pool.num_blocks, head_dim, scale, soft_cap),
+        (pool.k, pool.v),
+        grouped,
+        sink_logits,
+        block_pool.block_table,
+        index,
+        _queries(step, group_id, block_pool.num_blocks * group.block_size),
+    )
+    cache = storage.with_pool(cache, group_id, KVPool(k=k, v=v))
+    out = out.reshape(shape).astype(q.dtype)
+    return cache, (out, lse.reshape(shape[:-1])) if return_lse else out
+
+
+def choose_implementation(configured: str | None, asked: str | None) -> str:
+    """The path to take; a named one runs or raises."""
+    for name in (asked, configured):
+        if name not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation is {name!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}"
+            )
+    name = asked or configured or "xla"
+    if name != "xla":
+        raise NotImplementedError(f"implementation {name!r} is not available yet; use 'xla' or None")
+    return name
+
+
+def _static_options(
+    group: LayerGroup, num_blocks: int, head_dim: int, scale: float | None, soft_cap: float | None
+) -> attention_xla.Options:
+    kind = group.kind
+    is_window = isinstance(kind, SlidingWindow)
+    return attention_xla.Options(
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        window=kind.window if is_window else None,
+        num_sink_tokens=kind.num_sink_tokens if is_window else 0,
+        num_sink_blocks=group.num_sink_blocks,
+        num_blocks=num_blocks,
+    )
+
+
+def _queries(step: Step, group_id: int, nowhere: int) -> attention_xla.Queries:
+    """The step's queries as rows; a packed step has one row per token."""
+    plan, is_query = step.plans[group_id], step.slots[group_id] < nowhere
+    if step.cu_query_lens is None:
+        return attention_xla.Queries(
+            step.seq_ids, plan.first_column, plan.num_columns, step.positions, is_query
+        )
+    order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
+    row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right").astype(jnp.int32)
+
+    def per_token(values: jax.Array) -> jax.Array:
+        return values.at[row].get(mode="fill", fill_value=0)
+
+    return attention_xla.Queries(
+        per_token(step.seq_ids),
+        per_token(plan.first_column),
+        jnp.where(is_query, per_token(plan.num_columns), 0),
+        step.positions[:, None],
+        is_query[:, None],
+    )
+
+
+@custom_vmap
+def _refuse_unbatched_cache(q: jax.Array, clock: jax.Array) -> jax.Array:
+    """Does nothing, except under a `vmap` that maps the queries and not the cache."""
+    return clock
+
+
+@_refuse_unbatched_cache.def_vmap
+def _(axis_size: int, in_batched: list[bool], q: jax.Array, clock: jax.Array) -> tuple[jax.Array, bool]:
+    is_q_batched, is_cache_batched = in_batched
+    if is_q_batched and not is_cache_batched:
+        raise ValueError(
+            f"vmap maps q over {axis_size} elements and got one cache, expected a cache per element: "
+            "every element would write the same slots; use rows of one cache (seq_ids), "
+            "or map over stacked caches too, jax.tree.map(lambda x: jnp.stack([x] * n), cache)"
+        )
+    return clock, is_cache_batched
+
+
+def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -> None:
+    tokens = step.positions.shape
+    heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
+    if q.shape[:-2] != tokens or q.shape[-1] != head_dim or not heads_divide:
+        raise ValueError(
+            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', head_dim)} "
+            f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q has dtype {q.dtype}, expected a floating dtype")
+
+
+def _check_options(scale: Any, soft_cap: Any, sink_logits: jax.Array | None, num_q_heads: int) -> None:
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if isinstance(value, Tracer):
+            raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
+    if sink_logits is not None and sink_logits.shape != (num_q_heads,):
+        raise ValueError(
+            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
+        )

@@ -1,0 +1,476 @@
+"""The operations: pure functions from a cache to a new cache and what came of it.
+
+Row operations take `seq_ids i32[n]`; `seq_id == max_seqs` skips the entry. n rows mean n successive
+one-row calls, in order. A row that fails is exactly as it was and its status says why.
+
+Operations that move no keys or values (`allocate`, `fork`, `free`, `truncate`, `reorder`, the row
+edits) are jitted over the control state and hand the pools on by reference. `extend`, `write`,
+`append` and `attention` update pools: call them inside a function wrapped by `donate`. Called
+eagerly, they copy the pools.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
+
+from kvcache_jax import arguments, rows, storage
+from kvcache_jax.arguments import IntRows, Layer
+from kvcache_jax.config import CacheConfig, describe
+from kvcache_jax.extend import extend_control, packed_tokens, padded_tokens
+from kvcache_jax.state import Admission, Cache, Control, Step, empty_control, empty_pools
+
+_log = logging.getLogger("kvcache_jax")
+_DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)
+
+
+def donate(fn: Callable) -> Callable:
+    """`jax.jit` that donates the first argument, the cache: its pools are updated in place.
+
+    The cache passed in is gone afterwards; keep a `fork` of a row to be able to come back to it.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=32))
+      >>> cache, _ = kv.allocate(cache, [0], [5])
+      >>> step_fn = kv.donate(lambda cache, num_new: kv.extend(cache, num_new, max_new=5))
+      >>> cache, step = step_fn(cache, jnp.array([5, 0]))
+      >>> cache.context_len.tolist()
+      [5, 0]
+    """
+    return jax.jit(fn, donate_argnums=0)
+
+
+def init(
+    config: CacheConfig, *, sharding: Sharding | PartitionSpec | None = None, storage: bool = True
+) -> Cache:
+    """Builds an empty cache, where it will live.
+
+    Args:
+      config: Kinds, sizes, options.
+      sharding: Of the pools `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
+        heads may be split. The control state is replicated. A `PartitionSpec` refers to the current mesh.
+      storage: False builds the control state alone, for planning and for replaying traces.
+
+    Returns:
+      A cache with all rows idle, all blocks free and all keys and values 0.
+
+    Raises:
+      ValueError: `sharding` splits another axis than the heads.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=32))
+      Cache(1 groups, 1 layers, float32; blocks 0/4 used, 0 B of 4.0 KiB; rows 0/2 active;
+        allocations 0, forks 0, frees 0, copies 0)
+    """
+
+    def build() -> Cache:
+        hash_key = jnp.array(_DEFAULT_HASH_KEY, jnp.uint32)
+        return Cache(
+            control=empty_control(config, hash_key),
+            pools=empty_pools(config) if storage else (),
+            config=config,
+        )
+
+    control_sharding = sharding
+    if isinstance(sharding, NamedSharding | PartitionSpec):
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        if any(axis is not None for i, axis in enumerate(spec) if i != 1):
+            raise ValueError(
+                f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
+            )
+        replicated = PartitionSpec()
+        control_sharding = (
+            NamedSharding(sharding.mesh, replicated) if isinstance(sharding, NamedSharding) else replicated
+        )
+    cache = jax.eval_shape(build)
+    out_shardings = Cache(
+        control=jax.tree.map(lambda _: control_sharding, cache.control),
+        pools=jax.tree.map(lambda _: sharding, cache.pools),
+        config=config,
+    )
+    cache = jax.jit(build, out_shardings=None if sharding is None else out_shardings)()
+    _log.info("init: %s", describe(config))
+    return cache
+
+
+def reset(cache: Cache) -> Cache:
+    """Ends all rows and forgets all contents; the pools' buffers are reused as they are."""
+    return dataclasses.replace(cache, control=_reset(cache.control, config=cache.config))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _reset(control: Control, config: CacheConfig) -> Control:
+    return empty_control(config, control.hash_key)
+
+
+@jax.named_scope("kvcache.allocate")
+def allocate(
+    cache: Cache,
+    seq_ids: IntRows,
+    num_tokens: IntRows,
+    *,
+    tokens: ArrayLike | None = None,
+    namespace: ArrayLike | None = None,
+    priority: IntRows | None = None,
+    reuse: bool = True,
+) -> tuple[Cache, Admission]:
+    """Starts rows and reserves the blocks of their whole prompts.
+
+    `extend` uses the reserved blocks first. A window group reserves no more than a row may hold.
+    `context_len` is then `num_cached`; nothing is written yet.
+
+    Args:
+      cache: Not changed.
+      seq_ids: i32[n], idle rows.
+      num_tokens: i32[n], prompt lengths; 0 starts an empty row.
+      tokens: i32[n, P], the prompts, for prefix reuse.
+      namespace: u32[4] or u32[n, 4], who may share the rows' blocks. Default: all zero.
+      priority: i32[n], for eviction policies. Default: 0.
+      reuse: Look for cached prefixes; without prefix caching there are none.
+
+    Returns:
+      The cache and an `Admission` with `status` (SEQ_IN_USE, TOO_LONG, BAD_LENGTH, OUT_OF_BLOCKS,
+      SKIPPED, BAD_SEQ_ID) and `num_cached`. A row that fails takes nothing; smaller rows behind it
+      may still succeed.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, admission = kv.allocate(cache, [0, 1], [40, 20])
+      >>> [kv.Status(s).name for s in admission.status.tolist()]
+      ['OK', 'OUT_OF_BLOCKS']
+    """
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    num_rows = seq_ids.shape[0]
+    num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
+    if tokens is not None:
+        arguments.token_ids(tokens, num_rows, None)
+    priority = (
+        jnp.zeros_like(seq_ids) if priority is None else arguments.int_column("priority", priority, num_rows)
+    )
+    namespace = arguments.namespace_words(namespace, num_rows)
+    control, status = _allocate(cache.control, seq_ids, num_tokens, namespace, priority, config=cache.config)
+    del reuse  # Nothing is cached by content yet.
+    return dataclasses.replace(cache, control=control), Admission(
+        status=status, num_cached=jnp.zeros_like(status)
+    )
+
+
+@jax.named_scope("kvcache.extend")
+def extend(
+    cache: Cache,
+    num_new: IntRows,
+    *,
+    max_new: int | None = None,
+    num_tokens: int | None = None,
+    seq_ids: IntRows | None = None,
+    tokens: ArrayLike | None = None,
+) -> tuple[Cache, Step]:
+    """Reserves slots for the next tokens of each row, copying a shared last block first.
+
+    Blocks reserved by `allocate` are used first; blocks that left a window go back. Call it inside a
+    donated jit: called eagerly it copies the pools.
+
+    Args:
+      cache: Not changed, unless donated.
+      num_new: i32[n], new tokens per row; 0 leaves the row alone, even an idle one.
+      max_new: Width of padded token arrays, `[n, max_new]`.
+      num_tokens: In place of `max_new`: length of packed token arrays, `[num_tokens]`, in which rows
+        lie end to end in the order of `seq_ids`.
+      seq_ids: i32[n]. Default: all rows, n = max_seqs.
+      tokens: i32[n, max_new] or i32[num_tokens], for prefix caching.
+
+    Returns:
+      The cache and a `Step`. `status`: OUT_OF_BLOCKS, TOO_LONG, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
+      BAD_LENGTH, BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
+
+    Raises:
+      ValueError, TypeError: both or none of `max_new` and `num_tokens`, or shapes that do not fit.
+
+    Example:
+      >>> import jax, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [1], [3])
+      >>> cache, step = kv.extend(cache, [0, 3], max_new=4)
+      >>> step.slots[0].tolist()  # 64 = 4 blocks * 16 tokens is nowhere
+      [[64, 64, 64, 64], [0, 1, 2, 64]]
+    """
+    if (max_new is None) == (num_tokens is None):
+        raise ValueError(
+            f"got max_new={max_new} and num_tokens={num_tokens}, expected one: padded or packed tokens"
+        )
+    limit = cache.config.query_len_limit
+    if max_new is not None:
+        max_new = arguments.static_count("max_new", max_new, limit, "max_query_len")
+    if num_tokens is not None:
+        num_tokens = arguments.static_count("num_tokens", num_tokens, 2**31 - 1, "the largest index")
+    if seq_ids is None:
+        seq_ids = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    num_new = arguments.int_column("num_new", num_new, seq_ids.shape[0])
+    if tokens is not None:
+        arguments.token_ids(tokens, *((seq_ids.shape[0], max_new) if num_tokens is None else (num_tokens,)))
+    return _extend(cache, seq_ids, num_new, max_new=max_new, num_tokens=num_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("max_new", "num_tokens"))
+def _extend(
+    cache: Cache, seq_ids: jax.Array, num_new: jax.Array, max_new: int | None, num_tokens: int | None
+) -> tuple[Cache, Step]:
+    if num_tokens is not None:
+        new_tokens = packed_tokens(num_new, num_tokens)
+        max_new = min(num_tokens, cache.config.query_len_limit)
+    else:
+        assert max_new is not None
+        new_tokens = padded_tokens(seq_ids.shape[0], max_new)
+    control, step, copies = extend_control(cache.control, seq_ids, num_new, new_tokens, max_new, cache.config)
+    pools = cache.pools
+    if pools:
+        pools = tuple(
+            storage.copy_blocks(pool, copied, block_pool.num_blocks)
+            for pool, copied, block_pool in zip(pools, copies, control.block_pools, strict=True)
+        )
+    return dataclasses.replace(cache, control=control, pools=pools), step
+
+
+@jax.named_scope("kvcache.write")
+def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) -> Cache:
+    """Stores the step's keys and values of one layer in the slots that `extend` reserved.
+
+    Args:
+      cache: Not changed, unless donated.
+      layer: As in `attention`.
+      k: `[n, max_new, num_kv_heads, head_dim]`, or `[num_tokens, ...]` for a packed step; cast to the
+        cache's dtype.
+      v: Likewise.
+      step: From `extend`.
+
+    Returns:
+      The cache. Padding and failed rows are written nowhere.
+
+    Raises:
+      ValueError, TypeError: the layer, shapes or dtypes do not fit.
+    """
+    group_id, index = arguments.locate_layer(cache.config, layer)
+    pool = arguments.pool_of(cache, group_id)
+    arguments.new_keys_values(pool, k, v, step)
+    num_blocks = cache.control.block_pools[group_id].num_blocks
+    return storage.with_pool(
+        cache, group_id, storage.store_tokens(pool, index, k, v, step.slots[group_id], num_blocks)
+    )
+
+
+@jax.named_scope("kvcache.append")
+def append(
+    cache: Cache,
+    k: jax.Array | Sequence[jax.Array],
+    v: jax.Array | Sequence[jax.Array],
+    num_new: IntRows,
+    *,
+    seq_ids: IntRows | None = None,
+    tokens: ArrayLike | None = None,
+) -> tuple[Cache, Step]:
+    """`extend`, then `write` of all layers.
+
+    Args:
+      cache: Not changed, unless donated.
+      k: `[num_layers, n, T, num_kv_heads, head_dim]`; or a sequence, one array per layer.
+      v: Likewise.
+      num_new: i32[n], new tokens per row, at most T.
+      seq_ids: i32[n]. Default: all rows.
+      tokens: i32[n, T], for prefix caching.
+
+    Returns:
+      The cache and the `Step` of `extend`.
+    """
+    num_layers = cache.config.num_layers
+    if len(k) != num_layers or len(v) != num_layers:
+        raise ValueError(f"k and v have {len(k)} and {len(v)} layers, expected num_layers = {num_layers}")
+    if k[0].ndim != 4:
+        raise ValueError(f"k has shape {k[0].shape} per layer, expected (n, T, num_kv_heads, head_dim)")
+    cache, step = extend(cache, num_new, max_new=k[0].shape[1], seq_ids=seq_ids, tokens=tokens)
+    for layer in range(num_layers):
+        cache = write(cache, layer, k[layer], v[layer], step)
+    return cache, step
+
+
+@jax.named_scope("kvcache.fork")
+def fork(cache: Cache, src_ids: IntRows, dst_ids: IntRows) -> tuple[Cache, jax.Array]:
+    """Starts rows that share all tokens of other rows; takes no block and copies nothing.
+
+    Blocks that the source reserved and has not filled stay with the source. The first write into a
+    shared last block copies it (see `extend`).
+
+    Args:
+      cache: Not changed.
+      src_ids: i32[n], active rows.
+      dst_ids: i32[n], idle rows.
+
+    Returns:
+      The cache and status i32[n]: SEQ_NOT_ACTIVE (source), SEQ_IN_USE (destination), SKIPPED, BAD_SEQ_ID.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [3])
+      >>> cache, status = kv.fork(cache, [0, 0], [1, 0])
+      >>> [kv.Status(s).name for s in status.tolist()]
+      ['OK', 'SEQ_IN_USE']
+    """
+    src_ids = arguments.int_column("src_ids", src_ids)
+    dst_ids = arguments.int_column("dst_ids", dst_ids, src_ids.shape[0])
+    return _on_control(cache, _fork(cache.control, src_ids, dst_ids, config=cache.config))
+
+
+@jax.named_scope("kvcache.reorder")
+def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache, jax.Array]:
+    """Lets each row continue from a parent as it was before the call, as beam search does.
+
+    Takes no block; blocks that only replaced rows held come back.
+
+    Args:
+      cache: Not changed.
+      seq_ids: i32[n], active rows, each at most once.
+      parent_ids: i32[n], active rows; the same parent may serve several rows.
+
+    Returns:
+      The cache and status i32[n]: SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
+    """
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    parent_ids = arguments.int_column("parent_ids", parent_ids, seq_ids.shape[0])
+    return _on_control(cache, _reorder(cache.control, seq_ids, parent_ids, config=cache.config))
+
+
+@jax.named_scope("kvcache.truncate")
+def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, jax.Array]:
+    """Drops tokens from the end of rows; blocks left without a token, reserved ones too, go back.
+
+    A row of a window group that is longer than the window can be rolled back by at most
+    `max_rollback` tokens.
+
+    Args:
+      cache: Not changed.
+      seq_ids: i32[n], active rows.
+      new_len: i32[n], tokens to keep.
+
+    Returns:
+      The cache and status i32[n]: TOO_LONG (`new_len` exceeds the row), BAD_LENGTH, WINDOW_LOST,
+      SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
+    """
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    new_len = arguments.int_column("new_len", new_len, seq_ids.shape[0])
+    return _on_control(cache, _truncate(cache.control, seq_ids, new_len, config=cache.config))
+
+
+@jax.named_scope("kvcache.free")
+def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
+    """Ends rows; blocks that no other row holds are free again.
+
+    Args:
+      cache: Not changed.
+      seq_ids: i32[n], active rows.
+
+    Returns:
+      The cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
+    """
+    return _on_control(cache, _free(cache.control, arguments.int_column("seq_ids", seq_ids)))
+
+
+@jax.named_scope("kvcache.touch")
+def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
+    """Marks rows as just used. Returns the cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID."""
+    return _on_control(cache, _touch(cache.control, arguments.int_column("seq_ids", seq_ids)))
+
+
+@jax.named_scope("kvcache.set_priority")
+def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cache, jax.Array]:
+    """Sets rows' priority, i32[n]. Returns the cache and status i32[n], as `touch`."""
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    priority = arguments.int_column("priority", priority, seq_ids.shape[0])
+    return _on_control(cache, _touch(cache.control, seq_ids, priority))
+
+
+@jax.named_scope("kvcache.gather")
+def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A row's keys and values as contiguous arrays.
+
+    Args:
+      cache: Not changed.
+      seq_id: i32[], a row.
+      layer: As in `attention`.
+
+    Returns:
+      `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length
+      and, in a window group, where tokens were given back; length 0 for idle rows and ids out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [3])
+      >>> cache, _ = kv.append(cache, jnp.ones((1, 2, 3, 1, 8)), jnp.ones((1, 2, 3, 1, 8)), [3, 0])
+      >>> k, v, length = kv.gather(cache, 0, layer=0)
+      >>> k.shape, int(length), float(k.sum())
+      ((64, 1, 8), 3, 24.0)
+    """
+    group_id, index = arguments.locate_layer(cache.config, layer)
+    pool = arguments.pool_of(cache, group_id)
+    seq_id = arguments.int_column("seq_id", jnp.asarray(seq_id)[None])[0]
+    return _gather(
+        pool, cache.control, seq_id, index, group_id=group_id, max_seq_len=cache.config.max_seq_len
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("group_id", "max_seq_len"))
+def _gather(
+    pool: Any, control: Control, seq_id: jax.Array, index: jax.Array, group_id: int, max_seq_len: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    block_pool = control.block_pools[group_id]
+    is_row = (seq_id >= 0) & (seq_id < control.max_seqs)
+    length = jnp.where(is_row, control.context_len.at[seq_id].get(mode="clip"), 0)
+    ids = block_pool.block_table.at[seq_id].get(mode="clip")
+    block = storage.block_rows(ids, index, block_pool.num_blocks, pool.k.shape[0])
+    k, v = storage.load_row(pool, block, length, max_seq_len)
+    return k, v, length
+
+
+def _on_control(cache: Cache, outcome: tuple[Control, jax.Array]) -> tuple[Cache, jax.Array]:
+    control, status = outcome
+    return dataclasses.replace(cache, control=control), status
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _allocate(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    return rows.each_row(functools.partial(rows.allocate_row, config=config), control, *columns)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _fork(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    return rows.each_row(functools.partial(rows.fork_row, config=config), control, *columns)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _truncate(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    return rows.each_row(functools.partial(rows.truncate_row, config=config), control, *columns)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _reorder(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    return rows.reorder_rows(control, *columns, config=config)
+
+
+@jax.jit
+def _free(control: Control, seq_ids: jax.Array) -> tuple[Control, jax.Array]:
+    return rows.each_row(rows.free_row, control, seq_ids)
+
+
+@jax.jit
+def _touch(control: Control, *columns: jax.Array) -> tuple[Control, jax.Array]:
+    return rows.each_row(rows.edit_row, control, *columns)

@@ -1,0 +1,286 @@
+"""Rows start, fork, roll back and end: the one-row forms of the operations on control state.
+
+Each takes the control state and scalars and returns `(control, status)`; a row that fails comes back
+as it was. `each_row` makes the n-row operation of it: n successive one-row calls.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax import block_pool
+from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.state import BlockPool, Control, Counter, count_events
+from kvcache_jax.status import Status
+
+
+def each_row(operation: Callable, control: Control, *columns: jax.Array) -> tuple[Control, jax.Array]:
+    """Applies a one-row operation to the rows of `columns` (`[n, ...]` each), in order."""
+    if columns[0].shape[0] == 1:
+        control, result = operation(control, *(column[0] for column in columns))
+        return control, result[None]
+    return lax.scan(lambda control, row: operation(control, *row), control, columns)
+
+
+def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:
+    """i32 status: that of the first check whose condition holds, else OK."""
+    status = jnp.asarray(Status.OK, jnp.int32)
+    for condition, failure in reversed(checks):
+        status = jnp.where(condition, jnp.int32(failure), status)
+    return status
+
+
+def check_seq_ids(control: Control, *seq_ids: jax.Array) -> tuple[tuple[jax.Array, Status], ...]:
+    """The checks for ids that name a row: not left empty, not out of range."""
+    is_empty = [ids == control.max_seqs for ids in seq_ids]
+    is_outside = [(ids < 0) | (ids > control.max_seqs) for ids in seq_ids]
+    return (any_of(is_outside), Status.BAD_SEQ_ID), (any_of(is_empty), Status.SKIPPED)
+
+
+def any_of(masks: list[jax.Array]) -> jax.Array:
+    """Elementwise or."""
+    result = masks[0]
+    for mask in masks[1:]:
+        result = result | mask
+    return result
+
+
+def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
+    """Blocks that hold `num_tokens` tokens."""
+    return (num_tokens + block_size - 1) // block_size
+
+
+def allocate_row(
+    control: Control,
+    seq_id: jax.Array,
+    num_tokens: jax.Array,
+    namespace: jax.Array,
+    priority: jax.Array,
+    *,
+    config: CacheConfig,
+) -> tuple[Control, jax.Array]:
+    """Starts a row and reserves its first `num_tokens` tokens; a window group no more than it may hold."""
+    need = [
+        jnp.minimum(num_blocks_for(num_tokens, group.block_size), group.max_held_blocks)
+        for group in config.groups
+    ]
+    lacks = [n > block_pool.num_available(pool) for n, pool in zip(need, control.block_pools, strict=True)]
+    status = first_failure(
+        *check_seq_ids(control, seq_id),
+        (control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_IN_USE),
+        (num_tokens < 0, Status.BAD_LENGTH),
+        (num_tokens > config.max_seq_len, Status.TOO_LONG),
+        (any_of(lacks), Status.OUT_OF_BLOCKS),
+    )
+    ok = status == Status.OK
+    row = jnp.where(ok, seq_id, control.max_seqs)
+    pools = []
+    for pool, num_blocks in zip(control.block_pools, need, strict=True):
+        is_wanted = ok & (jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) < num_blocks)
+        pool, ids = block_pool.take(pool, is_wanted)
+        pools.append(dataclasses.replace(pool, block_table=pool.block_table.at[row].set(ids, mode="drop")))
+    clock = control.clock + ok.astype(jnp.uint32)
+    return dataclasses.replace(
+        control,
+        is_active=control.is_active.at[row].set(True, mode="drop"),
+        priority=control.priority.at[row].set(priority, mode="drop"),
+        namespace=control.namespace.at[row].set(namespace, mode="drop"),
+        last_used=control.last_used.at[row].set(clock, mode="drop"),
+        clock=clock,
+        counters=count_events(control, {Counter.ALLOCATIONS: ok}),
+        block_pools=tuple(pools),
+    ), status
+
+
+def fork_row(
+    control: Control, src_id: jax.Array, dst_id: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Starts row `dst_id` on the blocks that hold the tokens of `src_id`."""
+    status = first_failure(
+        *check_seq_ids(control, src_id, dst_id),
+        (~control.is_active.at[src_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (control.is_active.at[dst_id].get(mode="clip"), Status.SEQ_IN_USE),
+    )
+    ok = status == Status.OK
+    row = jnp.where(ok, dst_id, control.max_seqs)
+    pools = []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        ids = jnp.where(ok, token_blocks(pool, group, control.context_len, src_id), pool.num_blocks)
+        ids, block_table = block_pool.read_first(ids, pool.block_table)
+        pool = block_pool.share(pool, ids)
+        pools.append(dataclasses.replace(pool, block_table=block_table.at[row].set(ids, mode="drop")))
+    clock = control.clock + ok.astype(jnp.uint32)
+
+    def inherit(field: jax.Array) -> jax.Array:
+        return field.at[row].set(field.at[src_id].get(mode="clip"), mode="drop")
+
+    return dataclasses.replace(
+        control,
+        is_active=control.is_active.at[row].set(True, mode="drop"),
+        context_len=inherit(control.context_len),
+        priority=inherit(control.priority),
+        namespace=inherit(control.namespace),
+        last_used=control.last_used.at[row].set(clock, mode="drop"),
+        clock=clock,
+        counters=count_events(control, {Counter.FORKS: ok}),
+        block_pools=tuple(pools),
+    ), status
+
+
+def truncate_row(
+    control: Control, seq_id: jax.Array, new_len: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Drops the tokens from `new_len` on; blocks without a token left, reserved ones too, go back."""
+    context_len = control.context_len.at[seq_id].get(mode="clip")
+    is_lost = [
+        _window_is_lost(pool, group, seq_id, context_len, new_len)
+        for pool, group in zip(control.block_pools, config.groups, strict=True)
+    ]
+    status = first_failure(
+        *check_seq_ids(control, seq_id),
+        (~control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (new_len < 0, Status.BAD_LENGTH),
+        (new_len > context_len, Status.TOO_LONG),
+        (any_of(is_lost), Status.WINDOW_LOST),
+    )
+    row = jnp.where(status == Status.OK, seq_id, control.max_seqs)
+    pools = [
+        _drop_columns(pool, row, num_blocks_for(new_len, group.block_size))
+        for pool, group in zip(control.block_pools, config.groups, strict=True)
+    ]
+    return dataclasses.replace(
+        control,
+        context_len=control.context_len.at[row].set(new_len, mode="drop"),
+        block_pools=tuple(pools),
+    ), status
+
+
+def free_row(control: Control, seq_id: jax.Array) -> tuple[Control, jax.Array]:
+    """Ends a row: all its blocks lose this owner."""
+    status = first_failure(
+        *check_seq_ids(control, seq_id),
+        (~control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+    )
+    ok = status == Status.OK
+    row = jnp.where(ok, seq_id, control.max_seqs)
+
+    def clear(field: jax.Array) -> jax.Array:
+        return field.at[row].set(jnp.zeros_like(field[0]), mode="drop")
+
+    return dataclasses.replace(
+        control,
+        is_active=clear(control.is_active),
+        context_len=clear(control.context_len),
+        priority=clear(control.priority),
+        namespace=clear(control.namespace),
+        last_used=clear(control.last_used),
+        counters=count_events(control, {Counter.FREES: ok}),
+        block_pools=tuple(_drop_columns(pool, row, jnp.int32(0)) for pool in control.block_pools),
+    ), status
+
+
+def reorder_rows(
+    control: Control, seq_ids: jax.Array, parent_ids: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Row `seq_ids[i]` continues from `parent_ids[i]` as it was before the call; i32[n] both.
+
+    All rows at once, because a parent may itself be replaced. New owners come before old ones go, so
+    a block that only changes hands is never free in between.
+    """
+    checks = check_seq_ids(control, seq_ids, parent_ids)
+    is_row = ~any_of([condition for condition, _ in checks])
+    status = first_failure(
+        *checks,
+        (is_repeated(seq_ids, is_row, control.max_seqs), Status.DUPLICATE_SEQ_ID),
+        (~control.is_active.at[seq_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (~control.is_active.at[parent_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+    )
+    moves = (status == Status.OK) & (seq_ids != parent_ids)
+    row = jnp.where(moves, seq_ids, control.max_seqs)
+    pools = []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        new_ids = token_blocks(pool, group, control.context_len, parent_ids)
+        new_ids = jnp.where(moves[:, None], new_ids, pool.num_blocks)
+        old_ids = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
+        pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids)
+        pools.append(
+            dataclasses.replace(pool, block_table=pool.block_table.at[row].set(new_ids, mode="drop"))
+        )
+
+    def inherit(field: jax.Array) -> jax.Array:
+        return field.at[row].set(field.at[parent_ids].get(mode="clip"), mode="drop")
+
+    clock = control.clock + moves.any().astype(jnp.uint32)
+    return dataclasses.replace(
+        control,
+        context_len=inherit(control.context_len),
+        priority=inherit(control.priority),
+        namespace=inherit(control.namespace),
+        last_used=control.last_used.at[row].set(clock, mode="drop"),
+        clock=clock,
+        block_pools=tuple(pools),
+    ), status
+
+
+def edit_row(
+    control: Control, seq_id: jax.Array, priority: jax.Array | None = None
+) -> tuple[Control, jax.Array]:
+    """Sets a row's priority, or with None marks the row as just used."""
+    status = first_failure(
+        *check_seq_ids(control, seq_id),
+        (~control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+    )
+    ok = status == Status.OK
+    row = jnp.where(ok, seq_id, control.max_seqs)
+    if priority is not None:
+        return dataclasses.replace(
+            control, priority=control.priority.at[row].set(priority, mode="drop")
+        ), status
+    clock = control.clock + ok.astype(jnp.uint32)
+    last_used = control.last_used.at[row].set(clock, mode="drop")
+    return dataclasses.replace(control, last_used=last_used, clock=clock), status
+
+
+def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array:
+    """bool[n], masked entries whose id already stands in an earlier masked entry."""
+    order = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
+    rows = jnp.where(mask, seq_ids, max_seqs)
+    first = jnp.full(max_seqs, seq_ids.shape[0], jnp.int32).at[rows].min(order, mode="drop")
+    return mask & (first.at[rows].get(mode="fill", fill_value=0) < order)
+
+
+def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq_ids: jax.Array) -> jax.Array:
+    """i32[..., max_blocks_per_seq], the rows' blocks that hold tokens; nowhere for reserved ones."""
+    num_held = num_blocks_for(context_len.at[seq_ids].get(mode="clip"), group.block_size)
+    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+    return jnp.where(
+        columns < num_held[..., None], pool.block_table.at[seq_ids].get(mode="clip"), pool.num_blocks
+    )
+
+
+def _drop_columns(pool: BlockPool, row: jax.Array, first_column: jax.Array) -> BlockPool:
+    """Releases the row's blocks from `first_column` on; `row == max_seqs` changes nothing."""
+    entries = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
+    entries, block_table = block_pool.read_first(entries, pool.block_table)
+    is_dropped = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) >= first_column
+    pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks))
+    kept = jnp.where(is_dropped, pool.num_blocks, entries)
+    return dataclasses.replace(pool, block_table=block_table.at[row].set(kept, mode="drop"))
+
+
+def _window_is_lost(
+    pool: BlockPool, group: LayerGroup, seq_id: jax.Array, context_len: jax.Array, new_len: jax.Array
+) -> jax.Array:
+    """bool[], whether a row of the group cannot be rolled back to `new_len`."""
+    kind = group.kind
+    if not isinstance(kind, SlidingWindow):
+        return jnp.bool_(False)
+    is_beyond = (context_len > kind.window) & (context_len - new_len > kind.max_rollback)
+    # The next token reaches back to here; behind the sinks, what is held is contiguous up to the tail.
+    column = jnp.maximum(new_len - kind.window + 1, 0) // group.block_size
+    is_read = (column >= group.num_sink_blocks) & (column * group.block_size < new_len)
+    entry = pool.block_table.at[seq_id, column].get(mode="fill", fill_value=pool.num_blocks)
+    return is_beyond | (is_read & (entry == pool.num_blocks))

@@ -1,0 +1,282 @@
+"""The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from kvcache_jax.config import CacheConfig, config_from_json, config_to_json, format_bytes
+from kvcache_jax.pytree import Static, pytree_dataclass
+
+
+class Counter(enum.IntEnum):
+    """Index into `Control.counters`."""
+
+    ALLOCATIONS = 0
+    """Rows started by `allocate`."""
+    FORKS = 1
+    """Rows started by `fork`."""
+    FREES = 2
+    """Rows ended by `free`."""
+    COPIES = 3
+    """Blocks copied because a row wrote into a block with other owners."""
+
+
+@pytree_dataclass()
+class BlockPool:
+    """Who holds which block of one layer group.
+
+    "Nowhere" is `num_blocks`, one past the last block. `max_blocks_per_seq` columns of `block_size`
+    tokens reach `max_seq_len`.
+
+    Attributes:
+      block_table: i32[max_seqs, max_blocks_per_seq], block that holds tokens
+        `[column * block_size, (column + 1) * block_size)` of the row, or nowhere. Columns past the
+        tokens held are blocks reserved by `allocate`, then nowhere. A window group has a hole of
+        nowhere between its sinks and the tokens in reach.
+      ref_count: i32[num_blocks], table entries that point at the block; 0 = free.
+      free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
+        out on top; the rest is unspecified.
+      num_free: i32[], free blocks.
+      peak_used: i32[], most blocks that were referenced at the same time.
+    """
+
+    block_table: jax.Array
+    ref_count: jax.Array
+    free_stack: jax.Array
+    num_free: jax.Array
+    peak_used: jax.Array
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool; also the id that means nowhere."""
+        return self.ref_count.shape[-1]
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of the block table."""
+        return self.block_table.shape[-1]
+
+
+@pytree_dataclass()
+class KVPool:
+    """Keys and values of one layer group; block `b` of the group's layer `l` is at `l * num_blocks + b`.
+
+    Attributes:
+      k: dtype[num_layers * num_blocks, num_kv_heads, block_size, head_dim], keys.
+      v: the same for values.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+@pytree_dataclass()
+class Control:
+    """Everything but the keys and values: small integers.
+
+    Clock and counters are taken modulo 2**32 and compared by difference.
+
+    Attributes:
+      is_active: bool[max_seqs], the row holds a sequence.
+      context_len: i32[max_seqs], tokens held; 0 for idle rows.
+      priority: i32[max_seqs], higher is worth more to eviction policies; 0 for idle rows.
+      namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
+      last_used: u32[max_seqs], clock of the last allocate, extend, fork into the row, or touch.
+      clock: u32[], advances by one with each call that used a row.
+      counters: u32[len(Counter)], events since `init`; see `Counter`.
+      hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
+      block_pools: one BlockPool per layer group.
+    """
+
+    is_active: jax.Array
+    context_len: jax.Array
+    priority: jax.Array
+    namespace: jax.Array
+    last_used: jax.Array
+    clock: jax.Array
+    counters: jax.Array
+    hash_key: jax.Array
+    block_pools: tuple[BlockPool, ...]
+
+    @property
+    def max_seqs(self) -> int:
+        """Rows; also the seq_id that means nowhere."""
+        return self.is_active.shape[-1]
+
+
+@pytree_dataclass(Static("config", config_to_json, config_from_json))
+class Cache:
+    """A KV cache: pass it in, get a new one back. Old states stay valid unless donated.
+
+    Attributes:
+      control: Control, who holds what.
+      pools: one KVPool per layer group; empty when built with `storage=False`.
+      config: CacheConfig (static): kinds and options. Sizes are read from the arrays.
+    """
+
+    control: Control
+    pools: tuple[KVPool, ...]
+    config: CacheConfig
+
+    @property
+    def context_len(self) -> jax.Array:
+        """i32[max_seqs], tokens that each row holds."""
+        return self.control.context_len
+
+    @property
+    def is_active(self) -> jax.Array:
+        """bool[max_seqs], which rows hold a sequence."""
+        return self.control.is_active
+
+    @property
+    def max_seqs(self) -> int:
+        """Rows."""
+        return self.control.max_seqs
+
+    def __repr__(self) -> str:
+        return _summary(self)
+
+
+@pytree_dataclass()
+class Admission:
+    """What `allocate` did, per row of the call.
+
+    Attributes:
+      status: i32[n], see `Status`.
+      num_cached: i32[n], first tokens whose keys and values are already there; computation starts
+        behind them.
+    """
+
+    status: jax.Array
+    num_cached: jax.Array
+
+
+@pytree_dataclass()
+class AttentionPlan:
+    """Which columns of a group's block table each row of a step reads; shared by all its layers.
+
+    Attributes:
+      first_column: i32[n], first column in reach of the row's new tokens, behind the sink columns.
+      num_columns: i32[n], columns to read: the sink columns, then those from `first_column` on.
+    """
+
+    first_column: jax.Array
+    num_columns: jax.Array
+
+
+@pytree_dataclass()
+class Step:
+    """The slots that one `extend` reserved: where the new tokens go and what they attend to.
+
+    For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
+    the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.
+
+    Attributes:
+      status: i32[n], see `Status`.
+      seq_ids: i32[n], rows of the block table; `max_seqs` where there is none.
+      query_len: i32[n], new tokens.
+      context_len: i32[n], tokens held, the new ones included.
+      positions: i32[tokens], position in the sequence; unspecified where there is no token.
+      slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
+        `num_blocks * block_size`.
+      plans: per group AttentionPlan.
+      cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included), else None.
+    """
+
+    status: jax.Array
+    seq_ids: jax.Array
+    query_len: jax.Array
+    context_len: jax.Array
+    positions: jax.Array
+    slots: tuple[jax.Array, ...]
+    plans: tuple[AttentionPlan, ...]
+    cu_query_lens: jax.Array | None
+
+
+class BlockCopies(NamedTuple):
+    """Blocks of one group whose contents go along before a row writes into them.
+
+    Attributes:
+      src: i32[n], block ids; entries at `[0, num_copies)` count.
+      dst: i32[n], likewise.
+      num_copies: i32[].
+    """
+
+    src: jax.Array
+    dst: jax.Array
+    num_copies: jax.Array
+
+
+def empty_control(config: CacheConfig, hash_key: jax.Array) -> Control:
+    """A control state in which every row is idle and every block is free."""
+
+    def ints(*shape: int, fill: int = 0) -> jax.Array:
+        return jnp.full(shape, fill, jnp.int32)
+
+    max_seqs = config.max_seqs
+    return Control(
+        is_active=jnp.zeros(max_seqs, bool),
+        context_len=ints(max_seqs),
+        priority=ints(max_seqs),
+        namespace=jnp.zeros((max_seqs, 4), jnp.uint32),
+        last_used=jnp.zeros(max_seqs, jnp.uint32),
+        clock=jnp.zeros((), jnp.uint32),
+        counters=jnp.zeros(len(Counter), jnp.uint32),
+        hash_key=hash_key,
+        block_pools=tuple(
+            BlockPool(
+                block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
+                ref_count=ints(group.num_blocks),
+                # Popped from the end, so the lowest ids go first.
+                free_stack=jnp.arange(group.num_blocks, dtype=jnp.int32)[::-1],
+                num_free=ints(fill=group.num_blocks),
+                peak_used=ints(),
+            )
+            for group in config.groups
+        ),
+    )
+
+
+def empty_pools(config: CacheConfig) -> tuple[KVPool, ...]:
+    """Zeroed keys and values of every group."""
+    pools = []
+    for group in config.groups:
+        kind = group.kind
+        shape = (group.num_layers * group.num_blocks, kind.num_kv_heads, group.block_size, kind.head_dim)
+        pools.append(KVPool(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype)))
+    return tuple(pools)
+
+
+def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
+    """`control.counters` with each count of `events` added."""
+    added = [events.get(counter, 0) for counter in Counter]
+    return control.counters + jnp.stack([jnp.asarray(n).astype(jnp.uint32) for n in added])
+
+
+def _summary(cache: Cache) -> str:
+    """Two lines with the figures that a person asks for first; shapes only while tracing."""
+    control, config = cache.control, cache.config
+    size = f"{len(config.groups)} groups, {config.num_layers} layers, {config.dtype.name}"
+    leaves = jax.tree.leaves(control)
+    is_concrete = all(
+        isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves
+    )
+    if not is_concrete or control.is_active.ndim != 1:
+        table = ", ".join(f"block_table {pool.block_table.shape}" for pool in control.block_pools)
+        return f"Cache({size}; {table})"
+    used = [pool.num_blocks - int(pool.num_free) for pool in control.block_pools]
+    blocks = ", ".join(f"{u}/{pool.num_blocks}" for u, pool in zip(used, control.block_pools, strict=True))
+    used_bytes = sum(u * group.block_bytes for u, group in zip(used, config.groups, strict=True))
+    total_bytes = sum(group.num_blocks * group.block_bytes for group in config.groups)
+    memory = f"{format_bytes(used_bytes)} of {format_bytes(total_bytes)}" if cache.pools else "no storage"
+    counters = ", ".join(
+        f"{c.name.lower()} {n}" for c, n in zip(Counter, np.asarray(control.counters), strict=True)
+    )
+    rows = int(np.asarray(control.is_active).sum())
+    return (
+        f"Cache({size}; blocks {blocks} used, {memory}; rows {rows}/{control.max_seqs} active;\n  {counters})"
+    )

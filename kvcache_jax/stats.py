@@ -1,0 +1,189 @@
+"""Questions about a cache; nothing here changes it."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax import arguments, block_pool
+from kvcache_jax.arguments import IntRows
+from kvcache_jax.block_pool import num_true
+from kvcache_jax.pytree import pytree_dataclass
+from kvcache_jax.rows import num_blocks_for
+from kvcache_jax.state import BlockPool, Cache, Counter
+
+
+@pytree_dataclass()
+class Stats:
+    """Figures of a cache at one moment, summed over layer groups; see `Counter` for the events.
+
+    Attributes:
+      num_active_seqs: i32[], rows that hold a sequence.
+      num_blocks_total: i32[].
+      num_blocks_free: i32[], neither referenced nor cached.
+      num_blocks_cached: i32[], published and without owner.
+      num_blocks_used: i32[], referenced by at least one row.
+      num_blocks_shared: i32[], referenced by two rows or more.
+      num_blocks_published: i32[], findable by content.
+      num_refs: i32[], references of all rows.
+      peak_used: i32[], sum of each group's highest number of referenced blocks.
+      num_allocations: u32[], rows started by allocate.
+      num_forks: u32[], rows started by fork.
+      num_frees: u32[], rows ended.
+      num_copies: u32[], blocks copied on write.
+      bytes_used: f32[], keys and values of referenced blocks.
+      bytes_cached: f32[], of cached blocks.
+      bytes_total: f32[], of all blocks.
+    """
+
+    num_active_seqs: jax.Array
+    num_blocks_total: jax.Array
+    num_blocks_free: jax.Array
+    num_blocks_cached: jax.Array
+    num_blocks_used: jax.Array
+    num_blocks_shared: jax.Array
+    num_blocks_published: jax.Array
+    num_refs: jax.Array
+    peak_used: jax.Array
+    num_allocations: jax.Array
+    num_forks: jax.Array
+    num_frees: jax.Array
+    num_copies: jax.Array
+    bytes_used: jax.Array
+    bytes_cached: jax.Array
+    bytes_total: jax.Array
+
+
+@jax.jit
+def stats(cache: Cache) -> Stats:
+    """The cache's figures as a pytree of scalars; usable inside jit.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [20])
+      >>> figures = kv.stats(cache)
+      >>> int(figures.num_blocks_used), int(figures.num_blocks_free)
+      (2, 2)
+    """
+    pools, counters = cache.control.block_pools, cache.control.counters
+
+    def total(count: Callable[[BlockPool], jax.Array | int]) -> jax.Array:
+        return sum((jnp.int32(count(pool)) for pool in pools), start=jnp.int32(0))
+
+    def num_bytes(count: Callable[[BlockPool], jax.Array | int]) -> jax.Array:
+        sizes = [group.block_bytes for group in cache.config.groups]
+        parts = [jnp.float32(count(pool)) * size for pool, size in zip(pools, sizes, strict=True)]
+        return sum(parts, start=jnp.float32(0))
+
+    def num_used(pool: BlockPool) -> jax.Array:
+        return pool.num_blocks - pool.num_free
+
+    nothing = jnp.int32(0)
+    return Stats(
+        num_active_seqs=num_true(cache.control.is_active),
+        num_blocks_total=total(lambda pool: pool.num_blocks),
+        num_blocks_free=total(lambda pool: pool.num_free),
+        num_blocks_cached=nothing,
+        num_blocks_used=total(num_used),
+        num_blocks_shared=total(lambda pool: num_true(pool.ref_count > 1)),
+        num_blocks_published=nothing,
+        num_refs=total(lambda pool: jnp.sum(pool.ref_count, dtype=jnp.int32)),
+        peak_used=total(lambda pool: pool.peak_used),
+        num_allocations=counters[Counter.ALLOCATIONS],
+        num_forks=counters[Counter.FORKS],
+        num_frees=counters[Counter.FREES],
+        num_copies=counters[Counter.COPIES],
+        bytes_used=num_bytes(num_used),
+        bytes_cached=jnp.float32(0),
+        bytes_total=num_bytes(lambda pool: pool.num_blocks),
+    )
+
+
+@jax.jit
+def utilization(cache: Cache) -> jax.Array:
+    """f32[], referenced / total blocks of the fullest layer group."""
+    used = [1 - pool.num_free.astype(jnp.float32) / pool.num_blocks for pool in cache.control.block_pools]
+    return functools.reduce(jnp.maximum, used)
+
+
+def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
+    """bool[], whether `utilization` reached `threshold`."""
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold}, expected 0 <= threshold <= 1")
+    return utilization(cache) >= threshold
+
+
+def num_available_blocks(cache: Cache, *, group: int | None = None) -> jax.Array:
+    """i32[], blocks that can be handed out, of one layer group or (None) of all together."""
+    pools = _selected(cache, group)
+    return sum((block_pool.num_available(pool) for _, pool in pools), start=jnp.int32(0))
+
+
+def num_blocks_needed(
+    cache: Cache, num_new: IntRows, seq_ids: IntRows | None = None, *, group: int | None = None
+) -> jax.Array:
+    """Blocks that an `extend` would take for each row alone, a copied last block included.
+
+    Args:
+      cache: Not changed.
+      num_new: i32[n], new tokens per row.
+      seq_ids: i32[n]. Default: all rows.
+      group: A layer group, or None for the sum over all. Each group must have room for itself.
+
+    Returns:
+      i32[n]; 0 for idle rows and ids that name no row.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [20])
+      >>> kv.num_blocks_needed(cache, [40, 40]).tolist()
+      [1, 0]
+    """
+    if seq_ids is None:
+        seq_ids = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    num_new = arguments.int_column("num_new", num_new, seq_ids.shape[0])
+    is_row = (seq_ids >= 0) & (seq_ids < cache.max_seqs) & cache.is_active.at[seq_ids].get(mode="clip")
+    context_len = cache.context_len.at[seq_ids].get(mode="clip")
+    num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
+    needed = jnp.zeros_like(num_new)
+    for layer_group, pool in _selected(cache, group):
+        block_size = layer_group.block_size
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        first = num_blocks_for(context_len, block_size)[:, None]
+        end = num_blocks_for(context_len + num_new, block_size)[:, None]
+        entries = pool.block_table.at[seq_ids].get(mode="clip")
+        is_new = (columns >= first) & (columns < end) & (entries == pool.num_blocks)
+        tail = pool.block_table.at[seq_ids, context_len // block_size].get(
+            mode="fill", fill_value=pool.num_blocks
+        )
+        copies_tail = (num_new > 0) & (context_len % block_size > 0) & (block_pool.ref_counts(pool, tail) > 1)
+        needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)
+    return needed
+
+
+def idle_seq_ids(cache: Cache, n: int) -> jax.Array:
+    """i32[n], the first idle rows, padded with `max_seqs`."""
+    n = arguments.static_count("n", n, cache.max_seqs, "max_seqs")
+    return _first_rows(~cache.is_active, n)
+
+
+def active_seq_ids(cache: Cache) -> jax.Array:
+    """i32[max_seqs], the active rows, padded with `max_seqs`."""
+    return _first_rows(cache.is_active, cache.max_seqs)
+
+
+def _first_rows(mask: jax.Array, n: int) -> jax.Array:
+    return jnp.flatnonzero(mask, size=n, fill_value=mask.shape[0]).astype(jnp.int32)
+
+
+def _selected(cache: Cache, group: int | None):
+    pairs = list(zip(cache.config.groups, cache.control.block_pools, strict=True))
+    if group is None:
+        return pairs
+    if not 0 <= group < len(pairs):
+        raise ValueError(f"group is {group}, expected 0 <= group < {len(pairs)}")
+    return [pairs[group]]

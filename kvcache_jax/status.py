@@ -1,0 +1,64 @@
+"""What an operation reports per row, and the error that host-side code makes of it."""
+
+import enum
+
+import numpy as np
+
+
+class Status(enum.IntEnum):
+    """Outcome of one row of an operation; a row whose status is not `OK` is exactly as it was."""
+
+    OK = 0
+    """Done (or nothing was asked of the row)."""
+    SKIPPED = 1
+    """`seq_id == max_seqs`: the caller left this place empty."""
+    OUT_OF_BLOCKS = 2
+    """The block pool of some layer group holds too few free blocks."""
+    TOO_LONG = 3
+    """More tokens than `max_seq_len`, than the call's `max_new`, or (truncate) than the row holds."""
+    SEQ_IN_USE = 4
+    """The row to start is active; free it first."""
+    SEQ_NOT_ACTIVE = 5
+    """The row holds no sequence; allocate or fork into it first."""
+    BAD_SEQ_ID = 6
+    """Outside `[0, max_seqs]`."""
+    DUPLICATE_SEQ_ID = 7
+    """The row occurs earlier in the same call, and the earlier one won."""
+    BAD_LENGTH = 8
+    """A negative number of tokens."""
+    WINDOW_LOST = 9
+    """Keys that a sliding window needs at the shorter length were given back; see `max_rollback`."""
+
+
+class StatusError(RuntimeError):
+    """Some row of an operation did not succeed; `statuses` holds all rows' outcomes."""
+
+    def __init__(self, statuses: np.ndarray, operation: str):
+        failures = [
+            f"row {i}: {Status(int(status)).name}"
+            for i, status in enumerate(statuses)
+            if status not in (Status.OK, Status.SKIPPED)
+        ]
+        super().__init__(
+            f"{operation} failed for {len(failures)} of {len(statuses)} rows ({'; '.join(failures)})"
+        )
+        self.statuses = statuses
+
+
+def raise_for_status(status, operation: str = "the operation") -> None:
+    """Raises `StatusError` unless every row is `OK` or `SKIPPED`. Host side: waits for the device.
+
+    Args:
+      status: i32[n], as returned by an operation.
+      operation: What was tried, for the message.
+
+    Raises:
+      StatusError: names each failed row and its status.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.raise_for_status([kv.Status.OK, kv.Status.SKIPPED], "fork")
+    """
+    statuses = np.atleast_1d(np.asarray(status))
+    if not np.isin(statuses, (Status.OK, Status.SKIPPED)).all():
+        raise StatusError(statuses, operation)

@@ -1,0 +1,29 @@
+"""The tests' jax: eight host devices, strict dtype promotion, a compilation cache that outlives the run."""
+
+import os
+import pathlib
+
+# Read when jax is imported or starts its backend, so they stand before the import.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import hypothesis.configuration
+import jax
+
+CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
+
+# Compiled programs are kept, tiny ones too. The cache's key leaves out source positions and scope names, so
+# a cached executable may carry older ones: test labels on `lowered.as_text(debug_info=True)`.
+jax.config.update("jax_compilation_cache_dir", str(CACHE_DIR / "jax" / jax.__version__))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# `pytest --hypothesis-profile=thorough` looks longer, and elsewhere each time.
+hypothesis.configuration.set_hypothesis_home_dir(CACHE_DIR / "hypothesis")
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("ci")

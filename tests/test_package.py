@@ -1,0 +1,342 @@
+"""The shape of the package: who imports whom, what an import costs, what ships, what every file keeps to."""
+
+import ast
+import dataclasses
+import enum
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+import types
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LAYERS = ("pallas_kernels", "kvcache_jax", "models", "experiments")  # each may import those before it
+SOURCE_FOLDERS = (*LAYERS, "tests")
+SHIPPED = ("pallas_kernels", "kvcache_jax")
+KERNEL_CALLERS = ("kvcache_jax/attention.py", "kvcache_jax/storage.py")
+# Third-party packages of the wheel, and the files that may use one more, inside a function.
+DEPENDENCIES = {"jax", "numpy"}
+OPTIONAL_IMPORTS = {"kvcache_jax/picture.py": {"matplotlib"}}
+MAX_LINES = 500
+
+pytestmark = pytest.mark.contract
+
+
+def source_files(*folders: str) -> list[pathlib.Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+# --- imports ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One import: the absolute name of what is imported, its line, and whether it waits inside a function."""
+
+    name: str
+    line: int
+    is_deferred: bool
+
+
+def read_imports(file: str, source: str) -> list[Import]:
+    """Reads every import of a file; `file` is its path from the repository's root, with forward slashes.
+
+    `from a import b` counts as `a.b`, for b may be a module. Relative imports are resolved. Calls of
+    `importlib.import_module` and `__import__` count too; a computed name reads as "?".
+    """
+    package = file.split("/")[:-1]
+    found = []
+
+    def visit(node: ast.AST, is_deferred: bool) -> None:
+        names = []
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                base = package[: max(0, len(package) - node.level + 1)] if node.level else []
+                base = base + (node.module.split(".") if node.module else [])
+                names = [".".join([*base, alias.name]) for alias in node.names]
+            case ast.Call() if ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+                match node.args:
+                    case [ast.Constant(value=str(name)), *_] if not name.startswith("."):
+                        names = [name]
+                    case _:
+                        names = ["?"]
+        found.extend(Import(name, getattr(node, "lineno", 0), is_deferred) for name in names)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for field, child in ast.iter_fields(node):
+            # Decorators and default values run with the module; only the body waits.
+            for item in child if isinstance(child, list) else [child]:
+                if isinstance(item, ast.AST):
+                    visit(item, is_deferred or (is_function and field == "body"))
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def import_violations(file: str, source: str) -> list[str]:
+    """Returns one sentence for each import of a layer's file that breaks a rule."""
+    layer = file.split("/")[0]
+    violations = []
+    for entry in read_imports(file, source):
+        top = entry.name.split(".")[0]
+        where = f"{file}:{entry.line} imports {entry.name}"
+        if top == "?":
+            violations.append(f"{where}: a computed name cannot be checked")
+        elif top == "tests":
+            violations.append(f"{where}: nothing imports the tests")
+        elif top in LAYERS:
+            if LAYERS.index(top) > LAYERS.index(layer):
+                violations.append(f"{where}: {layer} stands before {top}")
+            elif layer == "kvcache_jax" and top == "pallas_kernels":
+                if file not in KERNEL_CALLERS:
+                    violations.append(f"{where}: only {' and '.join(KERNEL_CALLERS)} call kernels")
+                elif not entry.is_deferred:
+                    violations.append(f"{where}: kernels are imported inside a function")
+        elif layer == "kvcache_jax" and "pallas" in entry.name.split("."):
+            violations.append(f"{where}: Pallas belongs to pallas_kernels")
+        elif layer in SHIPPED and top not in DEPENDENCIES and top not in sys.stdlib_module_names:
+            if top not in OPTIONAL_IMPORTS.get(file, ()):
+                violations.append(f"{where}: the wheel depends on jax and numpy alone")
+            elif not entry.is_deferred:
+                violations.append(f"{where}: optional packages are imported inside a function")
+    return violations
+
+
+def test_imports_point_down_the_layers():
+    files = source_files(*LAYERS)
+    assert {"kvcache_jax", "pallas_kernels"} <= {path.relative_to(ROOT).parts[0] for path in files}
+    violations = []
+    for path in files:
+        violations += import_violations(path.relative_to(ROOT).as_posix(), path.read_text())
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("pallas_kernels/a.py", "import kvcache_jax", "stands before"),
+        ("pallas_kernels/mosaic_gpu/a.py", "from ...kvcache_jax import cache", "stands before"),
+        ("kvcache_jax/a.py", "def f():\n  from models.decoder import Decoder", "stands before"),
+        ("kvcache_jax/a.py", "from .. import models", "stands before"),
+        ("models/a.py", "class A:\n  def f(self):\n    import experiments.study", "stands before"),
+        ("models/a.py", "import importlib\nimportlib.import_module('experiments')", "stands before"),
+        ("experiments/a.py", "from tests import oracle", "nothing imports the tests"),
+        ("kvcache_jax/a.py", "__import__('mod' + 'els')", "computed name"),
+        ("kvcache_jax/cache.py", "def f():\n  import pallas_kernels", "call kernels"),
+        ("kvcache_jax/sub/attention.py", "def f():\n  import pallas_kernels", "call kernels"),
+        ("kvcache_jax/attention.py", "from pallas_kernels import reference", "inside a function"),
+        ("kvcache_jax/storage.py", "if True:\n  import pallas_kernels.reference as r", "inside a function"),
+        ("kvcache_jax/attention.py", "def f(r=__import__('pallas_kernels')): pass", "inside a function"),
+        ("kvcache_jax/attention.py", "def f():\n  from jax.experimental import pallas as pl", "belongs to"),
+        ("kvcache_jax/a.py", "def f():\n  import chex", "jax and numpy alone"),
+        ("pallas_kernels/a.py", "import optax", "jax and numpy alone"),
+        ("kvcache_jax/picture.py", "import matplotlib.pyplot as plt", "inside a function"),
+    ],
+)
+def test_a_forbidden_import_is_found(file, source, expected):
+    [violation] = import_violations(file, source)
+    assert expected in violation
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("pallas_kernels/a.py", "import jax.experimental.pallas as pl\nfrom . import reference"),
+        ("kvcache_jax/a.py", "import os, numpy as np\nfrom jax import lax\nfrom .b import c"),
+        ("kvcache_jax/attention.py", "def f():\n  def g():\n    from pallas_kernels import reference"),
+        ("kvcache_jax/storage.py", "async def f():\n  import pallas_kernels"),
+        ("kvcache_jax/picture.py", "def figure():\n  import matplotlib.pyplot as plt"),
+        ("models/a.py", "import flax, kvcache_jax as kv, pallas_kernels"),
+        ("experiments/a.py", "import models, kvcache_jax, rich"),
+    ],
+)
+def test_an_allowed_import_passes(file, source):
+    assert import_violations(file, source) == []
+
+
+# --- the cost of an import ---
+
+IMPORT_SCRIPT = """
+    import importlib, pkgutil, sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in {blocked}:
+                raise ImportError(f"{{name}} is blocked")
+
+    sys.meta_path.insert(0, Blocker())
+    import jax, jax.numpy, numpy
+    before = set(sys.modules)
+
+    package = importlib.import_module({package!r})
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+
+    from jax._src import xla_bridge
+    assert not xla_bridge._backends, f"started backends: {{list(xla_bridge._backends)}}"
+    new = set(sys.modules) - before
+    assert package.__name__ in new
+    kernels = sorted(name for name in new if {{"pallas", "pallas_kernels"}} & set(name.split(".")))
+    assert not kernels, f"imported kernels: {{kernels}}"
+    allowed = {{package.__name__, "jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "scipy"}}
+    foreign = sorted({{name.split(".")[0] for name in new}} - allowed - sys.stdlib_module_names)
+    assert not foreign, f"imported foreign packages: {{foreign}}"
+"""
+BLOCKED = "flax chex optax orbax safetensors tokenizers matplotlib rich hypothesis pytest".split()
+
+
+def import_alone(package: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
+    """Imports the package and all its modules in a fresh interpreter where no jax platform can start."""
+    environment = os.environ | {"JAX_PLATFORMS": "none_may_start", "PYTHONPATH": str(folder)}
+    script = textwrap.dedent(IMPORT_SCRIPT.format(blocked=BLOCKED, package=package))
+    command = [sys.executable, "-W", "error", "-c", script]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_import_needs_jax_and_numpy_alone_and_starts_nothing():
+    result = import_alone("kvcache_jax", ROOT)
+    assert result.returncode == 0, result.stderr
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import chex", "chex is blocked"),
+        ("import jax.numpy as jnp; zero = jnp.zeros(3)", "none_may_start"),
+        ("import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()", "started backends"),
+        ("import jax.experimental.pallas", "imported kernels"),
+        ("import packaging", "imported foreign packages: ['packaging']"),
+    ],
+)
+def test_a_costly_import_is_found(tmp_path, source, expected):
+    (tmp_path / "culprit").mkdir()
+    (tmp_path / "culprit" / "__init__.py").touch()
+    (tmp_path / "culprit" / "inner.py").write_text(source)
+    result = import_alone("culprit", tmp_path)
+    assert result.returncode != 0
+    assert expected in result.stderr
+
+
+def test_the_suite_runs_on_eight_host_devices_with_strict_promotion():
+    assert len(jax.devices("cpu")) == 8
+    with pytest.raises(jax.dtypes.TypePromotionError, match="strict"):
+        jax.numpy.add(jax.numpy.arange(3), jax.numpy.ones(3))
+
+
+# --- what ships ---
+
+
+def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
+    assert project["name"] == "kvcache_jax"
+    assert project["requires-python"] == ">=3.12"
+    assert project["license"] == "Apache-2.0"
+    assert project["dependencies"] == ["jax>=0.11.2", "numpy"]
+    assert set(project["optional-dependencies"]) == {"models", "training", "tests", "pictures", "dev"}
+    assert pyproject["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": sorted(SHIPPED)}
+    for package in SHIPPED:
+        assert (ROOT / package / "__init__.py").is_file()
+        assert (ROOT / package / "py.typed").is_file()
+
+
+# --- what every file keeps to ---
+
+
+def undocumented(namespace: types.ModuleType) -> list[str]:
+    """Returns the names in `__all__` without a docstring of their own, neither inherited nor generated."""
+    missing = []
+    for name in namespace.__all__:
+        value = getattr(namespace, name)
+        if name == "__version__":
+            continue
+        own = vars(value).get("__doc__") if isinstance(value, type) else getattr(value, "__doc__", None)
+        is_generated = isinstance(value, type) and own is not None and own.startswith(f"{value.__name__}(")
+        has_own_place = isinstance(value, type | types.ModuleType) or callable(value)
+        if not (own or "").strip() or is_generated or not has_own_place:
+            missing.append(name)
+    return missing
+
+
+def test_every_public_name_has_a_docstring():
+    import kvcache_jax
+
+    assert kvcache_jax.__all__
+    assert len(set(kvcache_jax.__all__)) == len(kvcache_jax.__all__)
+    assert (kvcache_jax.__doc__ or "").strip()
+    assert undocumented(kvcache_jax) == []
+
+
+def test_a_missing_docstring_is_found():
+    @dataclasses.dataclass
+    class Generated:
+        x: int
+
+    class Inherited(enum.IntEnum):
+        OK = 0
+
+    class Documented:
+        """Says what it is."""
+
+    def silent():
+        pass
+
+    @jax.jit
+    def documented():
+        """Says what it does."""
+
+    names = dict(Generated=Generated, Inherited=Inherited, silent=silent, CONSTANT=3)
+    fine = dict(Documented=Documented, documented=documented, inspect=inspect, __version__="0")
+    namespace = types.SimpleNamespace(**names, **fine, __all__=[*names, *fine])
+    assert undocumented(namespace) == list(names)  # pyright: ignore[reportArgumentType]
+
+
+def too_long(text: str) -> bool:
+    return len(text.splitlines()) > MAX_LINES
+
+
+def test_no_source_file_is_too_long():
+    assert too_long("\n" * (MAX_LINES + 1)) and not too_long("\n" * MAX_LINES)
+    assert [str(path) for path in source_files(*SOURCE_FOLDERS) if too_long(path.read_text())] == []
+
+
+# A folder at the root of somebody's machine; example.org/home/ and a/work/ are none.
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:work|root|home|Users|opt|mnt)(?:/|\b)")
+
+
+def repository_files() -> list[pathlib.Path]:
+    """Every file of the repository; environments, caches and builds are not of it."""
+    generated = {".git", ".cache", "__pycache__", "build", "dist"}
+    found = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in generated and not name.startswith(".venv")]
+        folders[:] = [name for name in folders if not name.endswith((".egg-info", "_cache", ".hypothesis"))]
+        found += [pathlib.Path(folder, name) for name in files]
+    return sorted(found)
+
+
+def test_no_file_names_a_path_of_a_machine():
+    files = repository_files()
+    assert {"Makefile", "README.md", "run", "test_package.py"} <= {path.name for path in files}
+    named = []
+    for path in files:
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+            if MACHINE_PATH.search(line):
+                named.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not named, "\n".join(named)
+
+
+def test_a_path_of_a_machine_is_found():
+    for folder in ("work", "root", "home", "Users"):
+        assert MACHINE_PATH.search(f"see /{folder}/somebody/file.py")
+        assert MACHINE_PATH.search(f'open("/{folder}/file.py")')
+        assert not MACHINE_PATH.search(f"https://example.org/{folder}/file.py and src/{folder}/file.py")

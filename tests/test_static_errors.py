@@ -1,0 +1,266 @@
+"""What is known at trace time raises, and says what it got and what it expected."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import says, statuses
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+
+STATIC_ERRORS = (ValueError, TypeError, NotImplementedError)
+
+
+def started(config, lengths=None):
+    cache = kv.init(config)
+    cache, _ = kv.allocate(cache, list(range(config.max_seqs)), lengths or [1] * config.max_seqs)
+    return cache
+
+
+SMALL = kv.CacheConfig(
+    layers=[kv.FullAttention(num_kv_heads=2, head_dim=8)] * 2,
+    num_blocks=6,
+    block_size=4,
+    max_seqs=3,
+    max_seq_len=20,
+    max_query_len=7,
+)
+MIXED = kv.CacheConfig(
+    layers=[
+        kv.FullAttention(num_kv_heads=2, head_dim=8),
+        kv.SlidingWindow(num_kv_heads=2, head_dim=8, window=5),
+    ],
+    num_blocks=6,
+    block_size=4,
+    max_seqs=3,
+    max_seq_len=20,
+    max_query_len=7,
+)
+
+
+@pytest.fixture(scope="module")
+def small():
+    cache = started(SMALL)
+    return kv.extend(cache, [1, 1, 1], max_new=2)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+# name -> (shapes of q, k, v; what the message names); right are n=3, max_new=2, 4 and 2 heads, dim 8
+Q, K = (3, 2, 4, 8), (3, 2, 2, 8)
+ATTENTION_ERRORS = {
+    "q without a head axis": ((3, 2, 8), K, K, ("3, 2, 8",)),
+    "q without a token axis": ((3, 4, 8), K, K, ("3, 4, 8",)),
+    "q with a fifth axis": ((1, *Q), K, K, ("1, 3, 2, 4, 8",)),
+    "q heads not a multiple of kv heads": ((3, 2, 3, 8), K, K, (3, 2)),
+    "fewer q heads than kv heads": ((3, 2, 1, 8), K, K, (1, 2)),
+    "q head_dim": ((3, 2, 4, 6), K, K, (6, 8)),
+    "q rows": ((4, 2, 4, 8), K, K, (4, 3)),
+    "q max_new": ((3, 1, 4, 8), K, K, (1, 2)),
+    "k rank": (Q, (3, 2, 8), K, ("3, 2, 8",)),
+    "k heads": (Q, (3, 2, 4, 8), (3, 2, 4, 8), (4, 2)),
+    "k head_dim": (Q, (3, 2, 2, 5), K, (5, 8)),
+    "v head_dim": (Q, K, (3, 2, 2, 5), (5, 8)),
+    "v heads": (Q, K, (3, 2, 1, 8), (1, 2)),
+    "k rows": (Q, (2, 2, 2, 8), (2, 2, 2, 8), (2, 3)),
+    "k max_new": (Q, (3, 3, 2, 8), (3, 3, 2, 8), (3, 2)),
+    "k and v differ": (Q, K, (3, 1, 2, 8), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION_ERRORS)
+def test_attention_refuses_wrong_shapes(small, case):
+    cache, step = small
+    q, k, v, match = ATTENTION_ERRORS[case]
+    with pytest.raises(STATIC_ERRORS, match=says(*match)):
+        kv.attention(cache, 0, zeros(*q), zeros(*k), zeros(*v), step)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_attention_refuses_integers(small, position):
+    cache, step = small
+    arrays = [zeros(*Q), zeros(*K), zeros(*K)]
+    arrays[position] = arrays[position].astype(np.int32)
+    with pytest.raises(STATIC_ERRORS, match=says("int32")):
+        kv.attention(cache, 0, *arrays, step)
+
+
+def test_attention_refuses_bad_options(small):
+    cache, step = small
+    good = (zeros(*Q), zeros(*K), zeros(*K), step)
+    with pytest.raises(STATIC_ERRORS, match="nonsense"):
+        kv.attention(cache, 0, *good, implementation="nonsense")
+    with pytest.raises(
+        STATIC_ERRORS, match="mosaic_gpu"
+    ):  # named implementations run or raise, they never fall back
+        kv.attention(cache, 0, *good, implementation="mosaic_gpu")
+    with pytest.raises(STATIC_ERRORS, match=says(3, 4)):
+        kv.attention(cache, 0, *good, sink_logits=zeros(3))
+    with pytest.raises(STATIC_ERRORS, match="nonsense"):
+        kv.CacheConfig(layers=SMALL.layers, num_blocks=6, implementation="nonsense")
+
+
+@pytest.mark.parametrize("layer", [2, -1, 7])
+def test_layer_out_of_range(small, layer):
+    cache, step = small
+    with pytest.raises(STATIC_ERRORS, match=says(layer, 2)):
+        kv.attention(cache, layer, zeros(*Q), zeros(*K), zeros(*K), step)
+    with pytest.raises(STATIC_ERRORS, match=says(layer, 2)):
+        kv.write(cache, layer, zeros(*K), zeros(*K), step)
+    with pytest.raises(STATIC_ERRORS, match=says(layer, 2)):
+        kv.attend(cache, layer, zeros(*Q), step)
+    with pytest.raises(STATIC_ERRORS, match=says(layer, 2)):
+        kv.gather(cache, 0, layer)
+
+
+def test_traced_layer_with_several_groups():
+    cache = started(MIXED)
+    cache, step = kv.extend(cache, [1, 1, 1], max_new=2)
+
+    def run(cache, layer, step):
+        return kv.attention(cache, layer, zeros(*Q), zeros(*K), zeros(*K), step)
+
+    with pytest.raises(STATIC_ERRORS, match="(?i)group"):
+        jax.eval_shape(run, cache, jnp.int32(0), step)
+    with pytest.raises(STATIC_ERRORS, match="2"):
+        jax.eval_shape(lambda cache, layer, step: run(cache, (2, layer), step), cache, jnp.int32(0), step)
+    jax.eval_shape(lambda cache, layer, step: run(cache, (1, layer), step), cache, jnp.int32(0), step)
+
+
+def test_extend_refuses_bad_arguments(small):
+    cache, _ = small
+    good = [1, 1, 1]
+    for arguments, match in (
+        ({}, ("max_new", "num_tokens")),
+        ({"max_new": 2, "num_tokens": 6}, ("max_new", "num_tokens")),
+        ({"max_new": 8}, (8, 7)),  # more than max_query_len
+        ({"max_new": 0}, (0,)),
+        ({"max_new": -3}, (-3,)),
+        ({"num_tokens": -1}, (-1,)),
+        ({"max_new": 2, "seq_ids": [0, 1]}, (2, 3)),
+        ({"max_new": 2, "seq_ids": [[0, 1, 2]]}, ("1, 3",)),
+        ({"max_new": 2, "seq_ids": np.array([0.0, 1.0, 2.0], np.float32)}, ("float32",)),
+    ):
+        with pytest.raises(STATIC_ERRORS, match=says(*match)):
+            kv.extend(cache, good, **arguments)
+    with pytest.raises(STATIC_ERRORS, match=says("float32")):
+        kv.extend(cache, np.ones(3, np.float32), max_new=2)
+    with pytest.raises(STATIC_ERRORS, match=says(2, 3)):
+        kv.extend(cache, [1, 1], max_new=2)  # seq_ids=None means all three rows
+    with pytest.raises(STATIC_ERRORS, match=says(5, 3)):
+        kv.extend(cache, [1] * 5, max_new=2)
+
+
+ROW_CALLS = {
+    "allocate": kv.allocate,
+    "fork": lambda cache, targets, sources: kv.fork(cache, sources, targets),
+    "reorder": kv.reorder,
+    "truncate": kv.truncate,
+    "free": lambda cache, seq_ids, _: kv.free(cache, seq_ids),
+    "touch": lambda cache, seq_ids, _: kv.touch(cache, seq_ids),
+    "set_priority": kv.set_priority,
+}
+
+
+@pytest.mark.parametrize("operation", ROW_CALLS)
+def test_row_operations_refuse_bad_ids(small, operation):
+    cache, _ = small
+    call = ROW_CALLS[operation]
+    with pytest.raises(STATIC_ERRORS, match=says("float32")):
+        call(cache, np.zeros(2, np.float32), np.zeros(2, np.int32))
+    with pytest.raises(STATIC_ERRORS, match=says("1, 2")):
+        call(cache, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32))
+    if operation not in ("free", "touch"):
+        with pytest.raises(STATIC_ERRORS, match=says("float32")):
+            call(cache, np.zeros(2, np.int32), np.zeros(2, np.float32))
+        with pytest.raises(STATIC_ERRORS, match=says(2, 3)):
+            call(cache, [0, 1], [0, 0, 0])
+
+
+def test_append_refuses_wrong_shapes(small):
+    cache, _ = small
+    good = zeros(2, *K)
+    for keys, values, match in (
+        (zeros(3, *K), zeros(3, *K), (3, 2)),  # layers
+        (good, zeros(2, 3, 2, 2, 5), (5, 8)),
+        (zeros(2, 3, 2, 4, 8), good, (4, 2)),
+        (zeros(2, 4, 2, 2, 8), zeros(2, 4, 2, 2, 8), (4, 3)),
+        (zeros(2, 3, 8, 2, 8), zeros(2, 3, 8, 2, 8), (8, 7)),  # more than max_query_len
+        (good.astype(np.int32), good.astype(np.int32), ("int32",)),
+    ):
+        with pytest.raises(STATIC_ERRORS, match=says(*match)):
+            kv.append(cache, keys, values, [1, 1, 1])
+
+
+def test_storage_free_caches_have_nothing_to_attend():
+    cache = kv.init(SMALL, storage=False)
+    cache, admission = kv.allocate(cache, [0, 1, 2], [3, 1, 1])
+    assert statuses(admission.status) == [Status.OK] * 3
+    cache, step = kv.extend(cache, [1, 1, 1], max_new=2)
+    assert statuses(step.status) == [Status.OK] * 3
+    with pytest.raises(STATIC_ERRORS, match="storage"):
+        kv.attention(cache, 0, zeros(*Q), zeros(*K), zeros(*K), step)
+    with pytest.raises(STATIC_ERRORS, match="storage"):
+        kv.gather(cache, 0, 0)
+
+
+LAYER = kv.FullAttention(num_kv_heads=2, head_dim=8)
+SIZES = dict(layers=[LAYER], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16)
+
+
+@pytest.mark.parametrize("field", ["num_blocks", "block_size", "max_seqs", "max_seq_len", "max_query_len"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_config_refuses_sizes_below_one(field, value):
+    with pytest.raises(STATIC_ERRORS, match=says(field, value)):
+        kv.CacheConfig(**(SIZES | {field: value}))
+
+
+@pytest.mark.parametrize(
+    "kind, sizes",
+    [
+        (kv.FullAttention, {"num_kv_heads": 0, "head_dim": 8}),
+        (kv.FullAttention, {"num_kv_heads": -1, "head_dim": 8}),
+        (kv.FullAttention, {"head_dim": 0, "num_kv_heads": 2}),
+        (kv.FullAttention, {"num_blocks": 0, "num_kv_heads": 2, "head_dim": 8}),
+        (kv.FullAttention, {"block_size": -4, "num_kv_heads": 2, "head_dim": 8}),
+        (kv.SlidingWindow, {"window": 0, "num_kv_heads": 2, "head_dim": 8}),
+        (kv.SlidingWindow, {"window": -5, "num_kv_heads": 2, "head_dim": 8}),
+        (kv.SlidingWindow, {"num_sink_tokens": -1, "window": 4, "num_kv_heads": 2, "head_dim": 8}),
+        (kv.SlidingWindow, {"max_rollback": -2, "window": 4, "num_kv_heads": 2, "head_dim": 8}),
+    ],
+)
+def test_layer_kinds_refuse_sizes_below_one(kind, sizes):
+    field, value = next(iter(sizes.items()))
+    with pytest.raises(STATIC_ERRORS, match=says(field, value)):
+        kv.CacheConfig(**(SIZES | {"layers": [kind(**sizes)]}))
+
+
+def test_config_refuses_what_does_not_fit():
+    with pytest.raises(STATIC_ERRORS, match="layer"):
+        kv.CacheConfig(**(SIZES | {"layers": []}))
+    block_bytes = kv.CacheConfig(**SIZES).groups[0].block_bytes
+    assert block_bytes == 2 * 4 * 2 * 8 * 4
+    budget = {name: size for name, size in SIZES.items() if name != "num_blocks"} | {
+        "memory_budget": block_bytes
+    }
+    assert kv.CacheConfig(**budget).groups[0].num_blocks == 1
+    with pytest.raises(STATIC_ERRORS, match=says(block_bytes - 1, block_bytes)):
+        kv.CacheConfig(**(budget | {"memory_budget": block_bytes - 1}))
+    with pytest.raises(STATIC_ERRORS, match=says("num_blocks", "memory_budget")):
+        kv.CacheConfig(**(SIZES | {"memory_budget": 100 * block_bytes}))
+    with pytest.raises(STATIC_ERRORS, match=r"(?s)2147483648|2\*\*31|2\^31|2147483647|int32"):
+        kv.CacheConfig(**(SIZES | {"layers": [LAYER] * 2, "num_blocks": 2**30}))
+    with pytest.raises(STATIC_ERRORS, match=says("int8")):
+        kv.CacheConfig(**SIZES, dtype=jnp.int8)
+    window = kv.SlidingWindow(num_kv_heads=2, head_dim=8, window=4)
+    with pytest.raises(STATIC_ERRORS, match="(?i)full"):
+        kv.CacheConfig(**(SIZES | {"layers": [window]}), enable_prefix_caching=True)
+
+
+def test_batched_queries_need_a_batched_cache(small):
+    cache, step = small
+    with pytest.raises(STATIC_ERRORS, match="(?i)vmap|batch"):
+        jax.vmap(lambda q: kv.attend(cache, 0, q, step))(zeros(5, *Q))
