@@ -41,31 +41,31 @@ def machine() -> dict[str, str | int]:
     return {"cpu": cpu, "num_cores": num_cores, "system": platform.system()}
 
 
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; cells that read "holds" or "does not hold" are coloured on a terminal."""
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
+    """Prints a table whose first `num_text` columns are words; a terminal shows verdicts in colour."""
     if sys.stdout.isatty():
         try:
-            return _show_rich(title, header, rows)
+            return _show_rich(title, header, rows, num_text)
         except ImportError:
             pass
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     print(f"\n{title}")
     for row in (header, *rows):
         cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
+            cell.ljust(width) if i < num_text else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  " + "  ".join(cells).rstrip())
 
 
-def _show_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _show_rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     colours = {"holds": "[green]holds[/green]", "does not hold": "[bold red]does not hold[/bold red]"}
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right")
+        table.add_column(name, justify="left" if i < num_text else "right")
     for row in rows:
         table.add_row(*(colours.get(cell, cell) for cell in row))
     Console().print(table)

@@ -5,6 +5,7 @@ See `Cache` for the state, `CacheConfig` for sizes and options, and `cache.py` f
 
 import logging as _logging
 
+from kvcache_jax import testing
 from kvcache_jax.attention import attend, attention
 from kvcache_jax.cache import (
     allocate,
@@ -89,6 +90,7 @@ __all__ = [
     "reset",
     "set_priority",
     "stats",
+    "testing",
     "touch",
     "truncate",
     "utilization",

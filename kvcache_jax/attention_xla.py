@@ -170,21 +170,48 @@ def _forward(options, pools, q, sink_logits, block_table, layer, queries):
     return out, jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
 
 
+class _Saved(NamedTuple):
+    """What the backward pass reads: a pool of its own with the blocks of one layer that may be read.
+
+    Later layers write elsewhere in the pools, so keeping these blocks is enough. Keeping the pools
+    themselves would make every later write copy them.
+    """
+
+    rows: jax.Array  # i32[m], where the blocks stand in the pools, or past their end
+    k: jax.Array  # [m, h, s, d]
+    v: jax.Array
+    block_table: jax.Array  # of block ids in this pool
+    table_row: jax.Array  # i32[r]
+
+
+def _save(options: Options, pools, block_table: jax.Array, layer: jax.Array, queries: Queries) -> _Saved:
+    """Keeps the rows' blocks, or the whole layer where that is less (at most one pool over all layers)."""
+    num_rows = queries.table_row.shape[0]
+    num_entries = num_rows * block_table.shape[-1]
+    if num_entries < options.num_blocks:
+        ids = block_table.at[queries.table_row].get(mode="fill", fill_value=options.num_blocks).reshape(-1)
+        order = jnp.arange(num_entries, dtype=jnp.int32)
+        table = jnp.where(ids < options.num_blocks, order, num_entries).reshape(num_rows, -1)
+        table_row = jnp.arange(num_rows, dtype=jnp.int32)
+    else:
+        ids = jnp.arange(options.num_blocks, dtype=jnp.int32)
+        table, table_row = block_table, queries.table_row
+    rows = block_rows(ids, layer, options.num_blocks, pools[0].shape[0])
+    k, v = (pool.at[rows].get(mode="clip") for pool in pools)
+    return _Saved(rows, k, v, table, table_row)
+
+
 def _attend_fwd(options, pools, q, sink_logits, block_table, layer, queries):
     out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
-    # Later layers write elsewhere in the pools. Keeping this layer's part costs one pool in all;
-    # keeping the pools themselves would make every later write copy them.
-    own = tuple(_layer_part(pool, layer, options.num_blocks) for pool in pools)
-    return (pools, out, lse), (own, q, sink_logits, block_table, layer, queries, out, lse)
+    saved = _save(options, pools, block_table, layer, queries)
+    return (pools, out, lse), (saved, q, sink_logits, queries, out, lse)
 
 
-def _layer_part(pool: jax.Array, layer: jax.Array, num_blocks: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(pool, layer * num_blocks, num_blocks)
-
-
-def _attend_bwd(options, saved, grads):
-    (k_part, v_part), q, sink_logits, block_table, layer, queries, out, lse = saved
+def _attend_bwd(options, residuals, grads):
+    saved, q, sink_logits, queries, out, lse = residuals
     pool_grads, grad_out, grad_lse = grads
+    options = dataclasses.replace(options, num_blocks=saved.rows.shape[0])
+    queries = queries._replace(table_row=saved.table_row)
     q32 = q.astype(jnp.float32)
     is_empty = jnp.isneginf(lse)
     safe_lse = jnp.where(is_empty, 0, lse)
@@ -194,27 +221,25 @@ def _attend_bwd(options, saved, grads):
 
     def add_tile(i, state):
         grad_q, grad_k, grad_v = state
-        rows, is_seen = _tile(options, k_part, block_table, jnp.zeros_like(layer), queries, i)
+        rows, is_seen = _tile(options, saved.k, saved.block_table, jnp.int32(0), queries, i)
         mask = is_seen[:, :, None, None]
-        k, v = _load(k_part, rows, is_seen), _load(v_part, rows, is_seen)
+        k, v = _load(saved.k, rows, is_seen), _load(saved.v, rows, is_seen)
         logits, slope = _logits(options, q32, k)
         weights = jnp.where(mask, jnp.exp(logits - jnp.moveaxis(safe_lse, 1, 3)[:, None, ..., None]), 0)
         grad_weights = jnp.einsum("rthgd,rbhsd->rbhgts", grad_out, v)
         grad_logits = weights * (grad_weights - jnp.moveaxis(delta, 1, 3)[:, None, ..., None])
         grad_logits = jnp.where(mask, grad_logits * slope * options.scale, 0)
         grad_q += jnp.einsum("rbhgts,rbhsd->rthgd", grad_logits, k)
-        tile_k = jnp.einsum("rbhgts,rthgd->rbhsd", grad_logits, q32)
-        tile_v = jnp.einsum("rbhgts,rthgd->rbhsd", weights, grad_out)
-        grad_k = grad_k.at[rows].add(tile_k.astype(grad_k.dtype), mode="drop")
-        grad_v = grad_v.at[rows].add(tile_v.astype(grad_v.dtype), mode="drop")
+        grad_k = grad_k.at[rows].add(jnp.einsum("rbhgts,rthgd->rbhsd", grad_logits, q32), mode="drop")
+        grad_v = grad_v.at[rows].add(jnp.einsum("rbhgts,rthgd->rbhsd", weights, grad_out), mode="drop")
         return grad_q, grad_k, grad_v
 
-    parts = tuple(_layer_part(grad, layer, options.num_blocks).astype(jnp.float32) for grad in pool_grads)
-    num_tiles = _num_tiles(k_part, block_table, queries)
-    grad_q, *parts = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *parts))
+    no_grads = tuple(jnp.zeros_like(blocks, jnp.float32) for blocks in (saved.k, saved.v))
+    num_tiles = _num_tiles(saved.k, saved.block_table, queries)
+    grad_q, *block_grads = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *no_grads))
     pool_grads = tuple(
-        lax.dynamic_update_slice_in_dim(grad, part.astype(grad.dtype), layer * options.num_blocks, axis=0)
-        for grad, part in zip(pool_grads, parts, strict=True)
+        grad.at[saved.rows].add(blocks.astype(grad.dtype), mode="drop")
+        for grad, blocks in zip(pool_grads, block_grads, strict=True)
     )
     grad_sinks = None
     if sink_logits is not None:

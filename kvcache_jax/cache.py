@@ -23,7 +23,8 @@ from jax.typing import ArrayLike
 from kvcache_jax import arguments, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.config import CacheConfig, describe
-from kvcache_jax.extend import extend_control, packed_tokens, padded_tokens
+from kvcache_jax.demand import packed_tokens, padded_tokens
+from kvcache_jax.extend import extend_control
 from kvcache_jax.state import Admission, Cache, Control, Step, empty_control, empty_pools
 
 _log = logging.getLogger("kvcache_jax")

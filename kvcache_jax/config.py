@@ -312,7 +312,7 @@ def _spend(budget: int, groups: list[LayerGroup], max_seqs: int) -> list[LayerGr
             smallest = ceil_div(row_bytes, group.max_held_blocks) + budget - left
             raise ValueError(
                 f"memory_budget is {budget} bytes, expected at least {max(smallest, group.block_bytes)}: "
-                f"one block of {group.num_layers} x {type(group.kind).__name__} takes {group.block_bytes} bytes; "
+                f"a block of {group.num_layers} x {type(group.kind).__name__} takes {group.block_bytes}; "
                 "raise the budget or lower block_size"
             )
         planned[group.kind] = dataclasses.replace(group, num_blocks=num_blocks)

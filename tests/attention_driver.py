@@ -6,9 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import assert_same, poison, statuses
 
 import kvcache_jax as kv
+from tests.helpers import assert_same, poison, statuses
 
 
 def dense_attention(q, k, v, *, window=None, num_sink_tokens=0, scale=None, soft_cap=None, sink_logits=None):

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_driver import TOLERANCE, AttentionDriver, dense_attention, fragment
-from helpers import assert_same, poison, statuses, table
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from tests.attention_driver import TOLERANCE, AttentionDriver, dense_attention, fragment
+from tests.helpers import assert_same, poison, statuses, table
 
 NUM_KV_HEADS = 2
 MAX_SEQ_LEN = 27
@@ -103,7 +103,9 @@ def test_attention_against_dense_float64(case):
         return_lse,
         packed,
     ) = case
-    config = config_of(dtype=dtype, head_dim=head_dim, block_size=block_size, width=width, window=window)
+    config = config_of(
+        dtype=dtype, head_dim=head_dim, block_size=block_size, width=width, window=window, num_layers=1
+    )
     num_q_heads = NUM_KV_HEADS * group_size
     sink_logits = np.linspace(-1.5, 2.0, num_q_heads) if has_sink_logits else None
     driver = AttentionDriver(

@@ -9,7 +9,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+from tests.helpers import (
     TokenDriver,
     append,
     assert_invariants,
@@ -26,9 +29,6 @@ from helpers import (
     table,
     token_vectors,
 )
-
-import kvcache_jax as kv
-from kvcache_jax import Status
 
 
 def tiny_config(**sizes):

@@ -7,7 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from helpers import (
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+from tests.helpers import (
     TokenDriver,
     assert_invariants,
     assert_same,
@@ -17,9 +20,6 @@ from helpers import (
     poison,
     statuses,
 )
-
-import kvcache_jax as kv
-from kvcache_jax import Status
 
 
 def tiny_config(**sizes):
@@ -215,6 +215,26 @@ def test_successive_rows_of_one_call(crowded, operation):
             crowded.cache, [seq_id, NUM_ROWS, other], [argument, argument, other_argument]
         )
         assert_same(leaf_bytes(want), leaf_bytes(cache))
+
+
+@pytest.mark.parametrize("wide", [2**32, 2**32 + 4, 2**40 + 1, -(2**32), -(2**33) + 4])
+def test_integers_beyond_32_bits_never_wrap_into_a_valid_one(crowded, wide):
+    """2**32 + 4 cut to 32 bits would be row 4, or 4 tokens."""
+    before = leaf_bytes(crowded.cache)
+    too_much = Status.TOO_LONG if wide > 0 else Status.BAD_LENGTH
+    for operation, seq_id, argument, expected in (
+        *((operation, wide, VALID_ARGUMENT.get(operation, 2), Status.BAD_SEQ_ID) for operation in CALLS),
+        ("fork", 6, wide, Status.BAD_SEQ_ID),
+        ("reorder", 3, wide, Status.BAD_SEQ_ID),
+        ("allocate", 6, wide, too_much),
+        ("extend", 4, wide, too_much),
+        ("truncate", 4, wide, too_much),
+    ):
+        cache, status = CALLS[operation](crowded.cache, [seq_id], [argument])
+        assert statuses(status) == [expected], operation
+        assert_same(before, leaf_bytes(cache))
+    cache, status = kv.free(crowded.cache, np.array([2**32 - 1], np.uint32))
+    assert statuses(status) == [Status.BAD_SEQ_ID]
 
 
 def test_all_rows_at_once_fail_alone(crowded):

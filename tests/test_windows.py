@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 import pytest
-from attention_driver import AttentionDriver
-from helpers import assert_invariants, assert_same, leaf_bytes, num_free, poison, statuses, table
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from tests.attention_driver import AttentionDriver
+from tests.helpers import assert_invariants, assert_same, leaf_bytes, num_free, poison, statuses, table
 
 WIDTH = 5  # max_query_len of every configuration here
 
@@ -80,25 +80,29 @@ class WindowDriver(AttentionDriver):
 
 LAYERS = {
     "window 6": window_layer(6),
-    "window 6, rollback 3": window_layer(6, max_rollback=3),
     "window 7, 5 sinks": window_layer(7, num_sink_tokens=5),
     "window 1": window_layer(1),
     "window 3, 4 sinks, rollback 2": window_layer(3, num_sink_tokens=4, max_rollback=2),
 }
 
 
-def config_of(kind, *, block_size=4, num_rows=2, max_seqs=4, max_seq_len=80, **sizes):
+def config_of(kind, *, block_size=4, num_rows=2, max_seqs=4, max_seq_len=80, num_layers=1):
     """A pool of exactly what `num_rows` rows may hold at most."""
     probe = kv.CacheConfig(layers=[kind], num_blocks=1, block_size=block_size)
     return kv.CacheConfig(
-        layers=[kind] * 2,
+        layers=[kind] * num_layers,
         num_blocks=num_rows * most_blocks(probe.groups[0]),
         block_size=block_size,
         max_seqs=max_seqs,
         max_seq_len=max_seq_len,
         max_query_len=WIDTH,
-        **sizes,
     )
+
+
+def speculative_config(block_size, num_sink_tokens):
+    """Window 6, of which 3 tokens may be taken back, and room for four rows: shared by several tests."""
+    kind = window_layer(6, num_sink_tokens=num_sink_tokens, max_rollback=3)
+    return config_of(kind, block_size=block_size, num_rows=4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -123,26 +127,6 @@ def test_long_prompt_and_long_decode_in_a_bounded_pool(name):
     assert num_free(driver.cache) == driver.config.groups[0].num_blocks
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-def test_other_block_sizes(block_size):
-    driver = WindowDriver(
-        config_of(window_layer(5, num_sink_tokens=2, max_rollback=1), block_size=block_size, max_seq_len=40)
-    )
-    driver.start(0, 23)
-    driver.start(3, 6)
-    for new_lens in (
-        {0: 5, 3: 1},
-        {0: 5},
-        {0: 4, 3: 5},
-        {0: 5, 3: 2},
-        {0: 4, 3: 5},
-        {0: 1, 3: 1},
-        {0: 1, 3: 5},
-        {3: 4, 0: 1},
-    ):
-        driver.step(new_lens)
-
-
 def test_blocks_that_left_the_window_come_back_at_the_next_extend():
     """Window 4, block 2, one token a step: in steady state each step that takes a block gives one back."""
     config = config_of(window_layer(4), block_size=2, num_rows=3)
@@ -160,10 +144,10 @@ def test_blocks_that_left_the_window_come_back_at_the_next_extend():
     assert int(kv.stats(driver.cache).peak_used) <= 2 * most_blocks(config.groups[0])
 
 
-@pytest.mark.parametrize("num_sink_tokens", [0, 3])
-def test_forks_of_windowed_rows(num_sink_tokens):
+@pytest.mark.parametrize("block_size, num_sink_tokens", [(4, 0), (3, 5)])
+def test_forks_of_windowed_rows(block_size, num_sink_tokens):
     """Forks diverge in the middle of a block; one rolls on while the other waits with the older blocks."""
-    config = config_of(window_layer(6, num_sink_tokens=num_sink_tokens, max_rollback=2), num_rows=4)
+    config = speculative_config(block_size, num_sink_tokens)
     driver = WindowDriver(config)
     driver.start(0, 18)
     for count in (5, 5, 5, 3):
@@ -191,8 +175,7 @@ def test_forks_of_windowed_rows(num_sink_tokens):
 @pytest.mark.parametrize("block_size, num_sink_tokens", [(4, 0), (1, 2), (3, 5)])
 def test_truncate_within_the_rollback_then_decode(block_size, num_sink_tokens):
     """Speculative decoding: after every step up to `max_rollback` tokens go, and others come instead."""
-    kind = window_layer(6, num_sink_tokens=num_sink_tokens, max_rollback=3)
-    driver = WindowDriver(config_of(kind, block_size=block_size, max_seq_len=70))
+    driver = WindowDriver(speculative_config(block_size, num_sink_tokens))
     driver.start(2, 5)
     driver.step({2: 5})
     driver.start(0, 22)
@@ -210,7 +193,7 @@ def test_truncate_within_the_rollback_then_decode(block_size, num_sink_tokens):
 
 
 def test_truncate_beyond_the_rollback_is_window_lost():
-    driver = WindowDriver(config_of(window_layer(6, num_sink_tokens=1, max_rollback=3)))
+    driver = WindowDriver(speculative_config(3, 5))
     driver.start(1, 6)
     driver.start(3, 17)
     for new_lens in ({1: 5, 3: 5}, {3: 5, 1: 1}, {3: 4}, {3: 3}):
@@ -234,10 +217,10 @@ def test_truncate_beyond_the_rollback_is_window_lost():
     driver.step({3: 4, 1: 1})
 
 
-@pytest.mark.parametrize("max_rollback", [0, 2])
+@pytest.mark.parametrize("max_rollback", [0, 3])
 def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
     """Each alone is within the rollback, together they are not: OK must mean that all keys are there."""
-    driver = WindowDriver(config_of(window_layer(5, max_rollback=max_rollback), block_size=2))
+    driver = WindowDriver(speculative_config(4, 0) if max_rollback else config_of(LAYERS["window 6"]))
     driver.start(0, 30)
     for _ in range(6):
         driver.step({0: 5})
@@ -315,7 +298,7 @@ def test_two_windows_of_different_lengths():
 
 def test_sink_tokens_stay():
     """The first tokens stay where they were written, and every later query sees them."""
-    config = config_of(window_layer(4, num_sink_tokens=6), num_rows=3)
+    config = config_of(LAYERS["window 7, 5 sinks"])
     driver = WindowDriver(config)
     driver.start(1, 3)
     driver.step({1: 3})
@@ -332,8 +315,8 @@ def test_sink_tokens_stay():
 
 
 def test_allocate_of_a_prompt_longer_than_the_pool():
-    """The reservation is bounded like the row: 75 tokens start in a pool of one window's blocks."""
-    config = config_of(window_layer(6), num_rows=1)
+    """The reservation is bounded like the row: 75 tokens start in a pool of far fewer."""
+    config = config_of(LAYERS["window 6"])
     assert config.groups[0].num_blocks * 4 < 75
     cache = kv.init(config)
     cache, admission = kv.allocate(cache, [0], [75])

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 """Question: what does levanter's pager, in-jit like ours, cost for the same decode step?
 
 Command: python -m experiments.bookkeeping --peers [--peers-python PYTHON_WITH_LEVANTER]
@@ -25,13 +26,13 @@ except Exception as error:  # the answer to "why skipped"
     MISSING = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def record(figure: str, what: str, seconds: list[float], steps_per_call: int) -> dict:
-    per_step = summary([second / steps_per_call for second in seconds])
+def record(variant: str, figure: str, seconds: list[float], steps_per_call: int = 1) -> dict:
     return {
         "operation": "extend",
-        "what": what,
+        "variant": variant,
+        "calls": "SequenceTable.allocate_for_seq, donated",
         "figure": figure,
-        **per_step,
+        **summary([second / steps_per_call for second in seconds]),
         "steps_per_call": steps_per_call,
     }
 
@@ -71,15 +72,16 @@ def decode_step(state):
     return (sequences, pages), batch.new_token_dests.array.sum()
 
 
-def time_calls(fn, state, num_calls: int, num_steps: int, sizes: dict) -> list[float]:
-    state, _ = jax.block_until_ready(fn(state))
+def time_calls(fn, sizes: dict, num_calls: int, steps_per_call: int = 1) -> list[float]:
+    jax.block_until_ready(fn(new_state(sizes)))
+    state = jax.block_until_ready(new_state(sizes))
     seconds = []
     for _ in range(num_calls):
         start = time.perf_counter()
         state, checksum = jax.block_until_ready(fn(state))
         seconds.append(time.perf_counter() - start)
     advanced = np.asarray(state[0].seq_lens.array) - np.asarray(sizes["context_lens"])
-    assert (advanced == (num_calls + 1) * num_steps).all(), "levanter: rows did not advance"
+    assert (advanced == num_calls * steps_per_call).all(), "levanter: rows did not advance"
     num_held = int((np.asarray(state[1].page_ref_counts.array) == 1).sum())
     expected = -(-np.asarray(state[0].seq_lens.array) // sizes["block_size"]).sum()
     assert num_held == expected, f"levanter: {num_held} pages for tokens of {expected}"
@@ -90,7 +92,6 @@ def main() -> dict:
     sizes = json.loads(sys.argv[1])
     if MISSING:
         return {"peer": "levanter", "skipped": MISSING}
-    what = f"{len(sizes['context_lens'])} rows: SequenceTable.allocate_for_seq, donated"
     num_steps = 16
     one = jax.jit(decode_step, donate_argnums=0)
 
@@ -102,10 +103,14 @@ def main() -> dict:
         return jax.lax.fori_loop(0, num_steps, body, (state, jnp.int32(0)))
 
     many = jax.jit(steps, donate_argnums=0)
+    some_take = "16 rows take a page"
     records = [
-        record("separate call", what, time_calls(one, new_state(sizes), 30, 1, sizes), 1),
-        record("in a loop", what, time_calls(many, new_state(sizes), 5, num_steps, sizes), num_steps),
+        record(some_take, "separate call", time_calls(one, sizes, 30)),
+        record(some_take, "in a loop", time_calls(many, sizes, 5, num_steps), num_steps),
     ]
+    at_boundary = [sizes["block_size"] * (n // sizes["block_size"]) for n in sizes["context_lens"]]
+    all_take = [time_calls(one, {**sizes, "context_lens": at_boundary}, 1)[0] for _ in range(5)]
+    records.append(record("all rows take a page", "separate call", all_take))
     names = ("marin-levanter", "levanter")
     versions = [d.version for d in metadata.distributions() if d.metadata["Name"] in names]
     version = versions[0] if versions else "unknown"

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
 """Question: what does vLLM's v1 KV cache manager (plain Python, on the host) cost for the same bookkeeping?
 
 Command: python -m experiments.bookkeeping --peers [--peers-python PYTHON_WITH_VLLM]
@@ -26,8 +27,9 @@ except Exception as error:  # an engine has many ways not to import; each is the
     MISSING = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def record(operation: str, what: str, seconds: list[float]) -> dict:
-    return {"operation": operation, "what": what, "figure": "call", **summary(seconds)}
+def record(operation: str, calls: str, enable_caching: bool, seconds: list[float]) -> dict:
+    variant = f"prefix caching {'on' if enable_caching else 'off'}"
+    return {"operation": operation, "variant": variant, "calls": calls, "figure": "call", **summary(seconds)}
 
 
 def new_manager(sizes: dict, enable_caching: bool) -> "KVCacheManager":
@@ -48,7 +50,7 @@ def new_manager(sizes: dict, enable_caching: bool) -> "KVCacheManager":
 
 
 def new_request(sizes: dict, name: str, num_tokens: int, seed: int, enable_caching: bool) -> "Request":
-    """A request of distinct tokens; with caching its blocks are hashed here, as the engine does on arrival."""
+    """A request of its own tokens; with caching its blocks are hashed here, as on arrival in the engine."""
     return Request(
         request_id=name,
         prompt_token_ids=[(seed * 1_000_003 + position * 7919) % 50_000 for position in range(num_tokens)],
@@ -132,25 +134,19 @@ def main() -> dict:
     if MISSING:
         return {"peer": "vllm", "skipped": MISSING}
     init_none_hash(sha256)
-    rows = f"{len(sizes['context_lens'])} rows"
     records = []
-    for enable_caching in (False, True):
-        caching = "prefix caching on" if enable_caching else "prefix caching off"
-        alone, with_tokens = time_decode_steps(sizes, enable_caching)
-        records.append(
-            record("extend", f"{rows}: new_step_starts, allocate_slots(request, 1) each; {caching}", alone)
-        )
-        note = "and append_output_token_ids (hashes full blocks)"
-        records.append(record("extend with tokens", f"{rows}: the same {note}; {caching}", with_tokens))
-    for enable_caching in (False, True):
-        seconds = time_prompts(sizes, enable_caching)
-        calls = "get_computed_blocks and allocate_slots"
-        caching = "prefix caching on" if enable_caching else "prefix caching off"
-        prompt = f"{sizes['prompt_len']}-token prompt"
-        records.append(record("allocate, uncached", f"{prompt}: {calls}; {caching}", seconds["uncached"]))
-        if enable_caching:
-            records.append(record("allocate, cached", f"{prompt}: {calls}; {caching}", seconds["cached"]))
-            records.append(record("hash the prompt", f"{prompt}: building the Request", seconds["hash"]))
+    for caching in (False, True):
+        alone, with_tokens = time_decode_steps(sizes, caching)
+        calls = "new_step_starts; for each row allocate_slots(request, 1)"
+        records.append(record("extend", calls, caching, alone))
+        calls += ", append_output_token_ids"
+        records.append(record("extend and append the tokens", calls, caching, with_tokens))
+        seconds = time_prompts(sizes, caching)
+        calls = "get_computed_blocks, allocate_slots"
+        records.append(record("allocate, uncached", calls, caching, seconds["uncached"]))
+        if caching:
+            records.append(record("allocate, cached", calls, caching, seconds["cached"]))
+            records.append(record("hash the prompt", "Request", caching, seconds["hash"]))
     return {"peer": "vllm", "version": vllm.__version__, "python": sys.version.split()[0], "records": records}
 
 

@@ -1,0 +1,155 @@
+"""What `experiments.bookkeeping` times: one entry of `OPERATIONS` each, and the states they start from."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvcache_jax as kv
+
+NUM_ROWS, BLOCK_SIZE, MAX_SEQ_LEN, NUM_BLOCKS = 256, 16, 8192, 65_536
+FLOOR, CALL, LOOP, ABOVE_FLOOR = "dispatch floor", "separate call", "in a loop", "call above floor"
+SOME = np.arange(64, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """How much the rows hold: a row up to `max_blocks` blocks, a prompt `prompt_len` tokens."""
+
+    name: str
+    max_blocks: int
+    prompt_len: int
+
+    def __str__(self) -> str:
+        return f"rows of at most {self.max_blocks} blocks, prompt of {self.prompt_len:,} tokens"
+
+
+FULL = Workload("full", max_blocks=256, prompt_len=8192)
+# Fits into the smallest pool, so that growth compares the same rows in pools of any size.
+SMALL = Workload("small", max_blocks=4, prompt_len=1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation to time.
+
+    Attributes:
+      name: As printed; sizes that differ between the workloads stand in the title.
+      lens: workload -> tokens that each row holds beforehand, -1 = idle.
+      step: (cache, i, prompt_len) -> (cache, result): the `i`-th step; `result` is or has the status.
+      num_steps: Steps that one prepared state has room for, in the full and in the small workload.
+      bars: Figure -> microseconds that it may take, full workload.
+    """
+
+    name: str
+    lens: Callable[[Workload], np.ndarray]
+    step: Callable[[kv.Cache, jax.Array, jax.Array], tuple[kv.Cache, Any]]
+    num_steps: tuple[int, int]
+    bars: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def steps_of(self, workload: Workload) -> int:
+        return self.num_steps[0 if workload is FULL else 1]
+
+
+def different_lens(workload: Workload) -> np.ndarray:
+    """Rows of different lengths, as many at each offset in a block: 16 of 256 take a block each step."""
+    shuffled = 101 * np.arange(NUM_ROWS) % NUM_ROWS
+    return 1 + 17 * shuffled % (BLOCK_SIZE * workload.max_blocks)
+
+
+def full_lens(workload: Workload) -> np.ndarray:
+    return np.full(NUM_ROWS, BLOCK_SIZE * workload.max_blocks)
+
+
+def half_lens(workload: Workload) -> np.ndarray:
+    return full_lens(workload) // 2
+
+
+def some_lens(workload: Workload) -> np.ndarray:
+    """64 rows, full but for a few tokens; the others idle."""
+    rows = np.arange(NUM_ROWS)
+    return np.where(rows < len(SOME), full_lens(workload) - rows % BLOCK_SIZE, -1)
+
+
+def no_lens(workload: Workload) -> np.ndarray:
+    return np.full(NUM_ROWS, -1)
+
+
+def extend(cache, i, prompt_len):
+    return kv.extend(cache, jnp.ones(NUM_ROWS, jnp.int32), max_new=1)
+
+
+def allocate(cache, i, prompt_len):
+    return kv.allocate(cache, i[None], prompt_len[None])
+
+
+def fork(cache, i, prompt_len):
+    return kv.fork(cache, jnp.asarray(SOME), len(SOME) * (i + 1) + SOME)
+
+
+def reorder(cache, i, prompt_len):
+    """In beams of four each goes on from the one before it, so 16 rows' blocks come free."""
+    return kv.reorder(cache, jnp.asarray(SOME), jnp.asarray(np.maximum(SOME - 1, SOME // 4 * 4)))
+
+
+def free(cache, i, prompt_len):
+    return kv.free(cache, len(SOME) * i + SOME)
+
+
+def truncate(cache, i, prompt_len):
+    return kv.truncate(cache, jnp.asarray(SOME), cache.context_len[: len(SOME)] - BLOCK_SIZE)
+
+
+OPERATIONS = (
+    Operation(
+        "extend 256 rows, 16 take a block", different_lens, extend, (400, 16), {LOOP: 40, ABOVE_FLOOR: 100}
+    ),
+    Operation("extend 256 rows, all take a block", half_lens, extend, (1, 1)),
+    Operation("allocate a prompt, uncached", no_lens, allocate, (120, 14), {CALL: 1000}),
+    Operation("fork 64 rows", some_lens, fork, (3, 3), {CALL: 1000}),
+    Operation("reorder 64 rows", some_lens, reorder, (3, 3), {CALL: 2000}),
+    Operation("free 64 rows", full_lens, free, (4, 4), {CALL: 1500}),
+    Operation("truncate 64 rows by a block", some_lens, truncate, (200, 3)),
+)
+
+
+def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cache:
+    """The state before the operation's first step; its blocks lie scattered over the pool."""
+    config = kv.CacheConfig(
+        layers=[kv.FullAttention(num_kv_heads=1, head_dim=64)],
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_seqs=NUM_ROWS,
+        max_seq_len=MAX_SEQ_LEN,
+    )
+    cache = kv.init(config, storage=False)
+    (pool,) = cache.control.block_pools
+    order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
+    cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
+    lens = jnp.asarray(operation.lens(workload), jnp.int32)
+    cache, status = _fill(cache, lens, max_new=BLOCK_SIZE * (workload.max_blocks + NUM_ROWS // BLOCK_SIZE))
+    require_ok(status, f"preparing {operation.name}")
+    return cache
+
+
+@functools.partial(jax.jit, static_argnames="max_new")
+def _fill(cache: kv.Cache, lens: jax.Array, max_new: int) -> tuple[kv.Cache, jax.Array]:
+    rows = jnp.where(lens < 0, cache.max_seqs, jnp.arange(cache.max_seqs))
+    cache, _ = kv.allocate(cache, rows, jnp.maximum(lens, 0))
+    cache, step = kv.extend(cache, jnp.maximum(lens, 0), max_new=max_new)
+    return cache, step.status
+
+
+def status_of(result: Any) -> jax.Array:
+    return getattr(result, "status", result)
+
+
+def require_ok(status: jax.Array, what: str) -> None:
+    worst = int(np.max(np.asarray(status)))
+    if worst != kv.Status.OK:
+        raise RuntimeError(f"{what}: a row failed with {kv.Status(worst).name}")

@@ -1,0 +1,199 @@
+"""What new tokens ask of the block pools, and which rows get it.
+
+The definition is sequential: the rows grow one after the other, each giving back the blocks that left
+its window, then taking what it needs or failing. Almost always every row fits and no tail is shared;
+then all rows proceed at once. Otherwise `_walk` decides row by row.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax import block_pool
+from kvcache_jax.block_pool import num_true
+from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.state import BlockPool, Control
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """The new tokens as the caller laid them out, flat.
+
+    Attributes:
+      row: i32[tokens], index of the token's row in the call, `n` for padding.
+      offset: i32[tokens], place among the row's new tokens.
+      starts: i32[n + 1], the row's tokens are `[starts[i], starts[i + 1])`.
+      shape: Shape of the caller's token arrays.
+      is_packed: Whether rows lie end to end.
+    """
+
+    row: jax.Array
+    offset: jax.Array
+    starts: jax.Array
+    shape: tuple[int, ...]
+    is_packed: bool
+
+    def spread(self, per_row: jax.Array, fill: int) -> jax.Array:
+        """i32[tokens], each token's row's entry of `per_row i32[n]`; `fill` for padding."""
+        return per_row.at[self.row].get(mode="fill", fill_value=fill)
+
+
+def padded_tokens(num_rows: int, max_new: int) -> NewTokens:
+    """Tokens in `[num_rows, max_new]` arrays."""
+    order = jnp.arange(num_rows * max_new, dtype=jnp.int32)
+    starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * max_new
+    return NewTokens(order // max_new, order % max_new, starts, (num_rows, max_new), is_packed=False)
+
+
+def packed_tokens(num_new: jax.Array, num_tokens: int) -> NewTokens:
+    """Tokens end to end in `[num_tokens]` arrays, `num_new[i]` of row `i`."""
+    ends = jnp.cumsum(jnp.clip(num_new, 0, num_tokens + 1), dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+    order = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, order, side="right").astype(jnp.int32)
+    return NewTokens(row, order - starts[row], starts, (num_tokens,), is_packed=True)
+
+
+class Demand(NamedTuple):
+    """What the rows of one call ask of one layer group.
+
+    Attributes:
+      num_blocks: i32[n], blocks per row, copies not counted.
+      tail: i32[n], the partly filled block that the row's first new token goes into, or nowhere.
+      first_kept: i32[n], first table column behind the sinks that stays in reach.
+    """
+
+    num_blocks: jax.Array
+    tail: jax.Array
+    first_kept: jax.Array
+
+
+def needs_block(pool: BlockPool, group: LayerGroup, token_rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """bool[tokens], the token is the first of a block that its row does not hold yet."""
+    # Outside the table nothing is needed, so the fill value is any block.
+    entry = pool.block_table.at[token_rows, positions // group.block_size].get(mode="fill", fill_value=0)
+    return (positions % group.block_size == 0) & (entry == pool.num_blocks)
+
+
+def demand_of(
+    pool: BlockPool,
+    group: LayerGroup,
+    seq_ids: jax.Array,
+    context_len: jax.Array,
+    num_new: jax.Array,
+    tokens: NewTokens,
+) -> Demand:
+    """What rows of `context_len` tokens need for `num_new` more (0 for rows that do not grow)."""
+    token_rows = tokens.spread(seq_ids, pool.block_table.shape[0])
+    positions = tokens.spread(context_len, 0) + tokens.offset
+    is_token = tokens.offset < tokens.spread(num_new, 0)
+    opens_block = is_token & needs_block(pool, group, token_rows, positions)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(opens_block, dtype=jnp.int32)])
+    num_blocks = jnp.diff(before.at[tokens.starts].get(mode="clip"))
+    has_tail = (num_new > 0) & (context_len % group.block_size > 0)
+    tail = pool.block_table.at[seq_ids, context_len // group.block_size].get(
+        mode="fill", fill_value=pool.num_blocks
+    )
+    return Demand(
+        num_blocks, jnp.where(has_tail, tail, pool.num_blocks), first_kept_column(group, context_len)
+    )
+
+
+def first_kept_column(group: LayerGroup, context_len: jax.Array) -> jax.Array:
+    """First column behind the sinks that rows of `context_len` tokens still need, rollback included."""
+    if not isinstance(group.kind, SlidingWindow):
+        return jnp.zeros_like(context_len)
+    first_len = context_len + 1 - group.kind.window - group.kind.max_rollback
+    return jnp.maximum(jnp.maximum(first_len, 0) // group.block_size, group.num_sink_blocks)
+
+
+def decide(
+    control: Control, demands: list[Demand], seq_ids: jax.Array, wants: jax.Array, config: CacheConfig
+) -> tuple[Control, jax.Array, jax.Array]:
+    """Which of the rows that want to grow do.
+
+    Returns:
+      The control state unchanged, but to be used from here on: the walk counts on its arrays in place.
+      bool[n], the row grows. bool[groups, n], it must copy its tail first.
+    """
+    fits, is_shared = jnp.bool_(True), jnp.bool_(False)
+    for pool, demand in zip(control.block_pools, demands, strict=True):
+        fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
+        is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
+
+    def walk(state):
+        ref_counts, _, _, _ = state
+        ref_counts, grows, copies = _walk(ref_counts, control, demands, seq_ids, wants, config)
+        return ref_counts, grows, copies, jnp.bool_(False)
+
+    # At most one trip; `lax.cond` would copy the counts that it passes through.
+    ref_counts = tuple(pool.ref_count for pool in control.block_pools)
+    nothing_to_copy = jnp.zeros((len(demands), *wants.shape), bool)
+    state = ref_counts, wants, nothing_to_copy, ~fits | is_shared
+    ref_counts, grows, copies, _ = lax.while_loop(lambda state: state[3], walk, state)
+    pools = tuple(
+        dataclasses.replace(pool, ref_count=ref_count)
+        for pool, ref_count in zip(control.block_pools, ref_counts, strict=True)
+    )
+    return dataclasses.replace(control, block_pools=pools), grows, copies
+
+
+def _walk(
+    ref_counts: tuple[jax.Array, ...],
+    control: Control,
+    demands: list[Demand],
+    seq_ids: jax.Array,
+    wants: jax.Array,
+    config: CacheConfig,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """`decide` one row after the other, counting owners down on the way and up again at the end.
+
+    Only owners and free blocks are followed: a block taken here is neither shared nor given back in
+    the same call, so its id does not matter.
+    """
+
+    def walk_row(state, row):
+        ref_counts, free = state
+        seq_id, wants_row, row_demands = row
+        grows, copies, let_go, left, counts = wants_row, [], [], [], []
+        for g, demand in enumerate(row_demands):
+            pool = control.block_pools[g]
+            leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
+            owners = ref_counts[g].at[jnp.append(leaving, demand.tail)].get(mode="fill", fill_value=0)
+            owners, ref_count = block_pool.read_first(owners, ref_counts[g])
+            num_back, copies_tail = num_true(owners[:-1] == 1), owners[-1] > 1
+            need = demand.num_blocks + copies_tail.astype(jnp.int32)
+            grows &= need <= free[g] + num_back
+            copies.append(copies_tail)
+            let_go.append(jnp.append(leaving, jnp.where(copies_tail, demand.tail, pool.num_blocks)))
+            left.append(free[g] + num_back - need)
+            counts.append(ref_count)
+        let_go = [
+            jnp.where(grows, ids, pool.num_blocks)
+            for ids, pool in zip(let_go, control.block_pools, strict=True)
+        ]
+        free = jnp.where(grows, jnp.stack(left), free)
+        return (add_owners(counts, let_go, -1), free), (grows, jnp.stack(copies) & grows, let_go)
+
+    def add_owners(ref_counts, let_go, change: int):
+        return tuple(
+            counts.at[ids].add(change, mode="drop") for counts, ids in zip(ref_counts, let_go, strict=True)
+        )
+
+    free = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+    (ref_counts, _), walked = lax.scan(walk_row, (ref_counts, free), (seq_ids, wants, demands))
+    grows, copies, let_go = walked
+    return add_owners(ref_counts, let_go, 1), grows, copies.T
+
+
+def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: jax.Array) -> jax.Array:
+    """i32[any], the row's blocks that left its window, and nowheres."""
+    if not isinstance(group.kind, SlidingWindow):
+        return jnp.full(0, pool.num_blocks, jnp.int32)
+    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+    is_leaving = (columns >= group.num_sink_blocks) & (columns < first_kept)
+    entries = pool.block_table.at[seq_id].get(mode="fill", fill_value=pool.num_blocks)
+    return jnp.where(is_leaving, entries, pool.num_blocks)

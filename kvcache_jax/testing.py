@@ -1,0 +1,317 @@
+"""Checks for code that uses a cache, and for the cache itself.
+
+* The token test: a fake model stores each token's id as its key and value, and every slot that
+  attention would read is compared with the tokens expected there. It finds stale, aliased, leaked
+  and misordered blocks without any arithmetic.
+* `Oracle` and `check_against_oracle`: a dict-of-lists model that predicts statuses, counts and sharing.
+* `poison`: NaN in every slot that holds no token, so that a stray read shows.
+* `check_forward`: takes a model's step and checks that caching changes nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.cache import allocate, donate, extend, fork, init, write
+from kvcache_jax.config import CacheConfig, memory_bytes
+from kvcache_jax.oracle import Oracle, OracleRow
+from kvcache_jax.state import Cache, Counter, KVPool, Step
+from kvcache_jax.status import raise_for_status
+
+__all__ = [
+    "Oracle",
+    "OracleRow",
+    "check_against_oracle",
+    "check_forward",
+    "check_tokens",
+    "poison",
+    "token_codes",
+    "write_tokens",
+]
+
+Forward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+
+
+def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value: bool) -> Any:
+    """Numbers that tell a token, its layer and its head, exact in every storage dtype.
+
+    Args:
+      tokens: int[...], ids below 2**14; numpy or jax.
+      layer: Model layer.
+      num_heads: Heads to make codes for.
+      head_dim: Width; the code repeats every five places.
+      is_value: Values differ from keys.
+
+    Returns:
+      f32[..., num_heads, head_dim]: token % 128, token // 128, layer, head, is_value, ...
+    """
+    numpy = jnp if isinstance(tokens, jax.Array) else np
+    heads = numpy.arange(num_heads)
+    shape = (*tokens.shape, num_heads)
+    low, high = (tokens % 128)[..., None], (tokens // 128)[..., None]
+    parts = [low, high, numpy.full((), layer), heads, numpy.full((), int(is_value))]
+    code = numpy.stack([numpy.broadcast_to(part, shape).astype(numpy.float32) for part in parts], axis=-1)
+    return numpy.take(code, numpy.arange(head_dim) % len(parts), axis=-1)
+
+
+def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
+    """Writes each new token's code as its key and value in every layer.
+
+    Args:
+      cache: Not changed, unless donated.
+      tokens: int, shaped like `step.positions`.
+      step: From `extend`.
+    """
+    for layer, kind in enumerate(cache.config.layers):
+        k, v = (
+            token_codes(tokens, layer, kind.num_kv_heads, kind.head_dim, is_value)
+            for is_value in (False, True)
+        )
+        cache = write(cache, layer, k, v, step)
+    return cache
+
+
+def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[str]:
+    """The token test on every slot that a row holds, all layers and heads.
+
+    Args:
+      cache: Filled by `write_tokens`.
+      expected: The tokens of each active row.
+
+    Returns:
+      One sentence per row and layer that reads something else; empty if all is well.
+    """
+    found = []
+    table = [np.asarray(pool.block_table) for pool in cache.control.block_pools]
+    pools = [(np.asarray(pool.k), np.asarray(pool.v)) for pool in cache.pools]
+    for layer, kind in enumerate(cache.config.layers):
+        group_id, index = cache.config.locate(layer)
+        block_size, num_blocks = (
+            cache.config.groups[group_id].block_size,
+            cache.control.block_pools[group_id].num_blocks,
+        )
+        for row, tokens in expected.items():
+            positions = np.arange(len(tokens))
+            blocks = table[group_id][row, positions // block_size]
+            held = blocks < num_blocks
+            where = index * num_blocks + blocks[held], slice(None), positions[held] % block_size
+            for is_value, pool in enumerate(pools[group_id]):
+                want = token_codes(
+                    np.asarray(tokens)[held], layer, kind.num_kv_heads, kind.head_dim, bool(is_value)
+                )
+                wrong = (pool[where].astype(np.float32) != want).any(axis=(1, 2))
+                if wrong.any():
+                    at = positions[held][wrong].tolist()
+                    found.append(
+                        f"row {row} reads wrong {'values' if is_value else 'keys'} in layer {layer} at {at}"
+                    )
+    return found
+
+
+def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
+    """Compares rows, lengths, free blocks, copies and the sharing of blocks.
+
+    Returns:
+      One sentence per difference; empty if the cache is the oracle's up to the names of blocks.
+    """
+    found = []
+    active = np.flatnonzero(np.asarray(cache.is_active)).tolist()
+    if active != sorted(oracle.rows):
+        return [f"rows {active} are active, expected {sorted(oracle.rows)}"]
+    lengths = np.asarray(cache.context_len)
+    found += [
+        f"row {row} holds {lengths[row]} tokens, expected {len(oracle.rows[row].tokens)}"
+        for row in active
+        if lengths[row] != len(oracle.rows[row].tokens)
+    ]
+    copies = int(cache.control.counters[Counter.COPIES])
+    if copies != oracle.num_copies % 2**32:
+        found.append(f"{copies} blocks were copied, expected {oracle.num_copies}")
+    for g, pool in enumerate(cache.control.block_pools):
+        if int(pool.num_free) != oracle.num_free(g):
+            found.append(f"group {g} has {int(pool.num_free)} free blocks, expected {oracle.num_free(g)}")
+        table, names, taken = np.asarray(pool.block_table), {}, {}
+        for row in active:
+            expected = oracle.rows[row].tables[g]
+            columns = np.flatnonzero(table[row] < pool.num_blocks).tolist()
+            if columns != sorted(expected):
+                found.append(f"group {g}: row {row} holds columns {columns}, expected {sorted(expected)}")
+                continue
+            for column in columns:
+                block, name = int(table[row, column]), expected[column]
+                if names.setdefault(name, block) != block or taken.setdefault(block, name) != name:
+                    found.append(f"group {g}: row {row} column {column} is not shared as expected")
+    return found
+
+
+@jax.jit
+def poison(cache: Cache) -> Cache:
+    """NaN in every slot that holds no token of any row: free blocks, reserved ones, unfilled tails."""
+    pools = []
+    for group, control, pool in zip(cache.config.groups, cache.control.block_pools, cache.pools, strict=True):
+        num_slots = control.num_blocks * group.block_size
+        positions = jnp.arange(control.max_blocks_per_seq * group.block_size, dtype=jnp.int32)
+        blocks = jnp.repeat(control.block_table, group.block_size, axis=1)
+        slots = blocks * group.block_size + positions % group.block_size
+        is_token = (positions < cache.context_len[:, None]) & (blocks < control.num_blocks)
+        holds_token = (
+            jnp.zeros(num_slots, bool).at[jnp.where(is_token, slots, num_slots)].set(True, mode="drop")
+        )
+        mask = holds_token.reshape(1, control.num_blocks, 1, group.block_size, 1)
+
+        def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:
+            layers = values.reshape(-1, mask.shape[1], *values.shape[1:])
+            return jnp.where(mask, layers, jnp.full_like(layers, jnp.nan)).reshape(values.shape)
+
+        pools.append(KVPool(k=spoil(pool.k), v=spoil(pool.v)))
+    return dataclasses.replace(cache, pools=tuple(pools))
+
+
+def check_forward(
+    forward: Forward,
+    config: CacheConfig,
+    *,
+    vocab_size: int,
+    num_tokens: int = 23,
+    seed: int = 0,
+    atol: float = 1e-4,
+) -> None:
+    """Checks that a model's step computes the same however its tokens reach the cache.
+
+    * one token at a time == the whole sequence in one call on an empty cache (cached == uncached);
+    * uneven chunks, beside rows of other lengths, == the whole;
+    * a fork that goes its own way neither sees nor disturbs its source;
+    * all slots without a token hold NaN throughout;
+    * one compiled program per chunk width, whatever the lengths and rows;
+    * the compiled step, with the cache donated, makes no copy of a pool.
+
+    Args:
+      forward: `(tokens i32[n, T], cache, step) -> (logits [n, T, vocab_size], cache)`; bind parameters
+        with `functools.partial`.
+      config: At least 3 rows, which fit `num_tokens` each.
+      vocab_size: Tokens are drawn below it.
+      num_tokens: Length of the test sequence.
+      seed: Of the tokens.
+      atol: Largest difference of two logits that should be equal.
+
+    Raises:
+      AssertionError: names what differs and by how much.
+    """
+    if config.max_seqs < 3 or config.max_seq_len < num_tokens:
+        raise ValueError(
+            f"config has {config.max_seqs} rows of {config.max_seq_len} tokens, expected 3 of {num_tokens}"
+        )
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(vocab_size, size=num_tokens)
+    at = num_tokens // 2
+    other = np.concatenate([tokens[:at], rng.integers(vocab_size, size=num_tokens - at)])
+    runner = _Runner(forward, config)
+
+    whole, whole_other = runner.run(tokens, [num_tokens]), runner.run(other, [num_tokens])
+    _assert_close(runner.run(tokens, [1] * num_tokens), whole, atol, "token by token differs from one call")
+    chunks = [1, 5, 2, num_tokens - 8]
+    _assert_close(runner.run(tokens, chunks, beside=other), whole, atol, "chunks differ from one call")
+    source, branch = runner.run_fork(tokens, other, at)
+    _assert_close(source, whole[at:], atol, "the source of a fork differs")
+    _assert_close(branch, whole_other[at:], atol, "a fork differs from a row of its own")
+    runner.assert_compiled_once_per_width()
+    runner.assert_no_pool_copy()
+
+
+class _Runner:
+    """Feeds token sequences to a model's step and keeps count of its programs."""
+
+    def __init__(self, forward: Forward, config: CacheConfig):
+        self.config = config
+        self.widths: set[int] = set()
+
+        def step_fn(cache: Cache, tokens: jax.Array, num_new: jax.Array):
+            cache, step = extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
+            logits, cache = forward(tokens, cache, step)
+            return cache, (logits, step.status)
+
+        self.step_fn = donate(step_fn)
+
+    def feed(self, cache: Cache, pieces: Mapping[int, np.ndarray], width: int) -> tuple[Cache, np.ndarray]:
+        """One call: `pieces` are the new tokens of some rows. Returns logits [max_seqs, width, vocab]."""
+        tokens, num_new = (
+            np.zeros((self.config.max_seqs, width), np.int32),
+            np.zeros(self.config.max_seqs, np.int32),
+        )
+        for row, piece in pieces.items():
+            tokens[row, : len(piece)], num_new[row] = piece, len(piece)
+        self.widths.add(width)
+        cache, (logits, status) = self.step_fn(poison(cache), jnp.asarray(tokens), jnp.asarray(num_new))
+        raise_for_status(status, "extend")
+        return cache, np.asarray(logits.astype(jnp.float32))
+
+    def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
+        """Logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
+        cache = init(self.config)
+        cache, _ = allocate(cache, [1], [len(tokens)])
+        if beside is not None:
+            cache, _ = allocate(cache, [0], [0])
+            cache, _ = self.feed(cache, {0: beside[:3]}, max(chunks))
+        logits, start = [], 0
+        for size in chunks:
+            pieces = {1: tokens[start : start + size]}
+            if beside is not None:
+                pieces[0] = beside[3 + start : 4 + start]
+            cache, out = self.feed(cache, pieces, max(chunks))
+            logits.append(out[1, :size])
+            start += size
+        return np.concatenate(logits)
+
+    def run_fork(self, tokens: np.ndarray, other: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
+        """Logits from `at` on of a row and of its fork, fed in turn."""
+        cache, _ = allocate(init(self.config), [2], [at])
+        cache, _ = self.feed(cache, {2: tokens[:at]}, len(tokens))
+        cache, status = fork(cache, [2], [0])
+        raise_for_status(status, "fork")
+        logits = []
+        for i in range(at, len(tokens)):
+            cache, branch = self.feed(cache, {0: other[i : i + 1]}, 1)
+            cache, source = self.feed(cache, {2: tokens[i : i + 1]}, 1)
+            logits.append((source[2, 0], branch[0, 0]))
+        source, branch = zip(*logits, strict=True)
+        return np.stack(source), np.stack(branch)
+
+    def assert_compiled_once_per_width(self) -> None:
+        num_programs = self.step_fn._cache_size()  # pyright: ignore
+        assert num_programs == len(self.widths), (
+            f"{num_programs} programs for {len(self.widths)} chunk widths"
+        )
+
+    def assert_no_pool_copy(self) -> None:
+        used, pool_bytes = zip(*(self._compiled_bytes(scale) for scale in (1, 8)), strict=True)
+        growth, pool_growth = used[1] - used[0], pool_bytes[1] - pool_bytes[0]
+        assert growth < 0.01 * pool_growth, (
+            f"the compiled step uses {growth} bytes more when its pools grow by {pool_growth}: "
+            "a pool is copied; keep one version of the cache and donate it"
+        )
+
+    def _compiled_bytes(self, scale: int) -> tuple[int, int]:
+        """Bytes that a compiled decode step uses beside its donated cache, and the bytes of the pools."""
+        kinds = {
+            group.kind: dataclasses.replace(group.kind, num_blocks=scale * group.num_blocks)
+            for group in self.config.groups
+        }
+        layers = [kinds[kind] for kind in self.config.layers]
+        config = dataclasses.replace(self.config, layers=layers, num_blocks=None, memory_budget=None)
+        cache = jax.eval_shape(functools.partial(init, config))
+        rows = jax.ShapeDtypeStruct((config.max_seqs,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)
+        memory = self.step_fn.lower(cache, tokens, rows).compile().memory_analysis()  # pyright: ignore
+        not_reused = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.temp_size_in_bytes + not_reused, memory_bytes(config)
+
+
+def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str) -> None:
+    difference = np.abs(got - expected).max()
+    # Not "difference > atol": NaN must fail.
+    assert difference <= atol, f"{what}: logits differ by {difference}, expected at most {atol}"

@@ -1,0 +1,129 @@
+"""Breaks the library on purpose, one mutation of `mutations.py` at a time, and demands that a test fails.
+
+    python tests/mutants.py                # all of them, as `make mutants` does
+    python tests/mutants.py name [name]    # some
+
+Each mutant is a copy of the repository with one text replaced, in a folder of its own, on which the tests
+that ought to notice run. A mutant counts as killed if one of them fails by an assertion or hangs. A mutant
+that survives, crashes, or whose text is not found exactly once (somebody edited the library: adapt the
+mutation) is a failure, and so are tests that already fail on the copy without a mutation.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from mutations import MUTATIONS, Mutation
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WORKERS = 2
+TIMEOUT = 120.0
+# What pytest's summary says of a test that noticed something; any other exception is a crash of the mutant.
+NOTICED = ("AssertionError", "assert ", "Failed: DID NOT RAISE")
+
+
+class Copy:
+    """The repository without its caches, in a temporary folder; a context manager."""
+
+    def __enter__(self) -> "Copy":
+        self._folder = tempfile.TemporaryDirectory(prefix="mutant-")
+        self.root = pathlib.Path(self._folder.name) / "tree"
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
+        shutil.copytree(ROOT, self.root, ignore=left_out)
+        # Compiled programs are found by content, so mutants may share them with the original and each other.
+        programs = ROOT / ".cache" / "jax"
+        programs.mkdir(parents=True, exist_ok=True)
+        (self.root / ".cache").mkdir()
+        (self.root / ".cache" / "jax").symlink_to(programs)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
+
+    def run(self, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs this interpreter in the copy, which goes before an installed kvcache_jax."""
+        changes = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
+        environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"} | changes
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+
+    def test(self, tests: Sequence[str], *options: str, timeout: float | None = None):
+        ids = [f"tests/{test}" for test in tests]
+        return self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *ids, timeout=timeout)
+
+
+def stale(mutation: Mutation) -> str | None:
+    """Why the mutation cannot be applied, or None."""
+    file = ROOT / mutation.file
+    count = file.read_text().count(mutation.old) if file.is_file() else 0
+    if count == 1 and mutation.old != mutation.new:
+        return None
+    return f"STALE     {mutation.name}: its text occurs {count} times in {mutation.file}, expected once"
+
+
+def check_unmutated(mutations: Sequence[Mutation]) -> str | None:
+    """What is wrong with the copy as it is, or None: the tests must run on it, and pass."""
+    tests = sorted({test for mutation in mutations for test in mutation.tests})
+    with Copy() as copy:
+        found = copy.run("-c", "import kvcache_jax; print(kvcache_jax.__file__)").stdout.strip()
+        if not pathlib.Path(found).is_relative_to(copy.root):
+            return f"the tests would import {found or 'nothing'}, not the copy in {copy.root}"
+        result = copy.test(tests, "-n", str(WORKERS))
+    return None if result.returncode == 0 else f"without any mutation:\n{result.stdout}{result.stderr}"
+
+
+def try_mutant(mutation: Mutation) -> tuple[bool, str]:
+    """(killed, the line to print)."""
+    start = time.monotonic()
+    with Copy() as copy:
+        file = copy.root / mutation.file
+        file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        try:
+            result = copy.test(mutation.tests, "-x", "--tb=line", timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return True, f"killed    {mutation.name}  by hanging for {TIMEOUT:.0f} s in {mutation.tests}"
+    seconds = f"({time.monotonic() - start:.1f} s)"
+    if result.returncode == 0:
+        return False, f"SURVIVED  {mutation.name}  {', '.join(mutation.tests)}  {seconds}"
+    failure = re.search(r"^(?:FAILED|ERROR) (tests/.+?) - (.*)$", result.stdout, flags=re.MULTILINE)
+    if result.returncode == 1 and failure and failure[2].startswith(NOTICED):
+        return True, f"killed    {mutation.name}  by {failure[1]}  {seconds}"
+    why = failure[0] if failure else f"pytest's exit status is {result.returncode}\n{result.stdout}"
+    return False, f"CRASHED   {mutation.name}  {why}  {seconds}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Shows that each mutation of the library fails a test.")
+    parser.add_argument("names", nargs="*", metavar="name", help="mutations to try (default: all)")
+    names = parser.parse_args(arguments).names
+    unknown = set(names) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        parser.error(f"no mutation is named {', '.join(sorted(unknown))}")
+    mutations = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
+    errors = [error for error in map(stale, mutations) if error]
+    if not errors and (error := check_unmutated(mutations)):
+        errors.append(error)
+    num_killed = 0
+    if not errors:
+        with concurrent.futures.ThreadPoolExecutor(WORKERS) as executor:
+            for is_killed, line in executor.map(try_mutant, mutations):
+                print(line, flush=True)
+                num_killed += is_killed
+    print(*errors, sep="\n", end="\n" if errors else "")
+    num_failed = len(mutations) - num_killed
+    print(f"{num_killed} passed, {num_failed} failed")
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Gradients through the cache against a dense reference, and what they cost in memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+HEADS, GROUP, DIM, BLOCK = 2, 2, 5, 4
+CHUNKS = (5, 3, 1)
+LENGTHS = ((5, 3, 1), (4, 1, 1), (2, 0, 1))
+
+
+def inputs(num_layers, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shape = (num_layers, 3, sum(CHUNKS))
+    q = jax.random.normal(keys[0], (*shape, HEADS * GROUP, DIM))
+    k = jax.random.normal(keys[1], (*shape, HEADS, DIM))
+    return q, k, jax.random.normal(keys[2], k.shape)
+
+
+def dense(q, k, v, lengths, *, window=None, num_sink_tokens=0, sink_logits=None, soft_cap=None):
+    """One layer, one row; `q`, `k`, `v` hold the row's tokens end to end."""
+    n = sum(lengths)
+    q, k, v = q[:n], k[:n], v[:n]
+    k, v = jnp.repeat(k, GROUP, axis=1), jnp.repeat(v, GROUP, axis=1)
+    logits = jnp.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    i, j = jnp.arange(n)[:, None], jnp.arange(n)
+    seen = j <= i
+    if window is not None:
+        seen &= (i - j < window) | (j < num_sink_tokens)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    if sink_logits is not None:
+        sinks = jnp.broadcast_to(sink_logits[:, None, None], (*logits.shape[:2], 1))
+        logits = jnp.concatenate([logits, sinks], axis=-1)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - lse[..., None])[..., :n]
+    return jnp.einsum("hts,shd->thd", weights, v), lse.T
+
+
+def paged(cache, q, k, v, sinks, soft_cap):
+    """All layers and chunks through the cache; the rows' tokens come back end to end."""
+    outs, lses, start = [[] for _ in LENGTHS], [[] for _ in LENGTHS], 0
+    for i, width in enumerate(CHUNKS):
+        num_new = jnp.array([lengths[i] for lengths in LENGTHS] + [0])
+        cache, step = kv.extend(cache, num_new, max_new=width)
+        part = slice(start, start + width)
+        layers = []
+        for layer in range(q.shape[0]):
+            pad = functools.partial(jnp.pad, pad_width=((0, 1), (0, 0), (0, 0), (0, 0)))
+            new = [pad(x[layer, :, part]) for x in (q, k, v)]
+            cache, out = kv.attention(
+                cache, layer, *new, step, sink_logits=sinks, soft_cap=soft_cap, return_lse=True
+            )
+            layers.append(out)
+        for row, lengths in enumerate(LENGTHS):
+            outs[row].append(jnp.stack([out[row, : lengths[i]] for out, _ in layers]))
+            lses[row].append(jnp.stack([lse[row, : lengths[i]] for _, lse in layers]))
+        start += width
+    join = functools.partial(jnp.concatenate, axis=1)
+    return [join(x) for x in outs], [join(x) for x in lses], cache
+
+
+def end_to_end(x, row):
+    """The row's tokens of `x [layers, rows, tokens, ...]` without the padding of each chunk."""
+    starts = np.cumsum((0, *CHUNKS[:-1]))
+    return jnp.concatenate([x[:, row, s : s + n] for s, n in zip(starts, LENGTHS[row], strict=True)], axis=1)
+
+
+FULL = kv.FullAttention(HEADS, DIM)
+WINDOW = kv.SlidingWindow(HEADS, DIM, window=3, num_sink_tokens=1, block_size=2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "soft_cap"), [([FULL] * 2, None), ([FULL, WINDOW], 1.5), ([WINDOW] * 2, None)]
+)
+def test_gradients_equal_a_dense_reference(kinds, soft_cap):
+    config = kv.CacheConfig(
+        kinds, num_blocks=16, block_size=BLOCK, max_seqs=4, max_seq_len=16, max_query_len=5
+    )
+    q, k, v = inputs(len(kinds))
+    sinks = jnp.linspace(-1.0, 1.0, HEADS * GROUP)
+    targets = jax.random.normal(jax.random.key(7), q.shape)
+
+    def score(outs, lses):
+        total = 0.0
+        for row in range(3):
+            total += (outs[row] * end_to_end(targets, row)).sum() + (jnp.sin(3 * lses[row])).sum()
+        return total
+
+    def paged_score(q, k, v, sinks):
+        cache, _ = kv.allocate(kv.init(config), [0, 1, 2], [9, 6, 3])
+        outs, lses, _ = paged(testing.poison(cache), q, k, v, sinks, soft_cap)
+        return score(outs, lses)
+
+    def dense_score(q, k, v, sinks):
+        outs, lses = [], []
+        for row, lengths in enumerate(LENGTHS):
+            layers = []
+            for layer, kind in enumerate(kinds):
+                window = {} if kind == FULL else dict(window=3, num_sink_tokens=1)
+                tokens = [end_to_end(x, row)[layer] for x in (q, k, v)]
+                layers.append(dense(*tokens, lengths, sink_logits=sinks, soft_cap=soft_cap, **window))
+            outs.append(jnp.stack([out for out, _ in layers]))
+            lses.append(jnp.stack([lse for _, lse in layers]))
+        return score(outs, lses)
+
+    value, grads = jax.jit(jax.value_and_grad(paged_score, argnums=(0, 1, 2, 3)))(q, k, v, sinks)
+    expected_value, expected = jax.value_and_grad(dense_score, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for name, got, want in zip("qkvs", grads, expected, strict=True):
+        assert np.abs(want).max() > 0.1
+        np.testing.assert_allclose(got, want, atol=1e-4, err_msg=name)
+
+
+def test_gradients_flow_into_the_pools_through_forks_and_copies():
+    """A learned prefix: two rows share it by fork, one of them copies its last block on write."""
+    config = kv.CacheConfig([FULL] * 2, num_blocks=8, block_size=BLOCK, max_seqs=3, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0], [6])
+    key = jax.random.key(1)
+    new = jax.random.normal(key, (2, 3, 1, HEADS, DIM))
+    queries = jax.random.normal(jax.random.key(2), (2, 3, 1, HEADS * GROUP, DIM))
+
+    def branches(prefix):
+        tokens = jnp.zeros((2, 3, 6, HEADS, DIM)).at[:, 0].set(prefix)
+        filled, _ = kv.append(testing.poison(cache), tokens, 2 * tokens, [6, 0, 0])
+        filled, _ = kv.fork(filled, [0, 0], [1, 2])
+        filled, step = kv.extend(filled, [1, 0, 1], max_new=1)
+        outs = []
+        for layer in range(2):
+            filled, out = kv.attention(filled, layer, queries[layer], new[layer], new[layer], step)
+            outs.append(out)
+        assert filled.pools[0].k.shape[0] == 16
+        return jnp.stack(outs)
+
+    def dense_branches(prefix):
+        outs = []
+        for row in (0, 2):
+            layers = []
+            for layer in range(2):
+                k = jnp.concatenate([prefix[layer], new[layer, row]])
+                v = jnp.concatenate([2 * prefix[layer], new[layer, row]])
+                q = jnp.zeros((7, HEADS * GROUP, DIM)).at[6].set(queries[layer, row, 0])
+                layers.append(dense(q, k, v, (7,))[0][6])
+            outs.append(jnp.stack(layers))
+        return jnp.stack(outs)
+
+    prefix = jax.random.normal(key, (2, 6, HEADS, DIM))
+    weights = jax.random.normal(jax.random.key(3), (2, 2, HEADS * GROUP, DIM))
+    got = jax.grad(lambda p: (branches(p)[:, (0, 2), 0].swapaxes(0, 1) * weights).sum())(prefix)
+    want = jax.grad(lambda p: (dense_branches(p) * weights).sum())(prefix)
+    assert np.abs(want).max() > 0.1
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_a_slot_that_is_overwritten_passes_no_gradient_to_what_it_held():
+    config = kv.CacheConfig([FULL], num_blocks=4, block_size=BLOCK, max_seqs=1, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0], [2])
+
+    def read(old, new):
+        first, _ = kv.append(cache, old[None, None], old[None, None], [2])
+        first, _ = kv.truncate(first, [0], [1])
+        second, _ = kv.append(first, new[None, None], new[None, None], [1])
+        k, _, _ = kv.gather(second, 0, 0)
+        return k[:3].sum()
+
+    old, new = jnp.ones((2, HEADS, DIM)), jnp.ones((1, HEADS, DIM))
+    grad_old, grad_new = jax.grad(read, argnums=(0, 1))(old, new)
+    np.testing.assert_array_equal(grad_old[0], 1.0)
+    np.testing.assert_array_equal(grad_old[1], 0.0)
+    np.testing.assert_array_equal(grad_new, 1.0)
+
+
+def gradient_bytes(num_layers, num_blocks):
+    """Temporary bytes of a compiled gradient through `num_layers` scanned layers, and bytes of the pools."""
+    kind = kv.FullAttention(2, 8)
+    config = kv.CacheConfig(
+        [kind] * num_layers, num_blocks=num_blocks, block_size=16, max_seqs=2, max_seq_len=64
+    )
+
+    def loss(prefix, x, cache):
+        cache, _ = kv.append(cache, prefix, prefix, [5, 5])
+        cache, step = kv.extend(cache, [3, 3], max_new=3)
+
+        def layer_fn(carry, layer):
+            cache, x = carry
+            kv_new = x[:, :, :2]
+            cache, out = kv.attention(cache, layer, x, kv_new, kv_new, step)
+            return (cache, jnp.tanh(out)), None
+
+        (_, x), _ = jax.lax.scan(layer_fn, (cache, x), jnp.arange(num_layers))
+        return (x**2).sum()
+
+    cache = jax.eval_shape(lambda: kv.allocate(kv.init(config), [0, 1], [8, 8])[0])
+    prefix = jax.ShapeDtypeStruct((num_layers, 2, 5, 2, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((2, 3, 4, 8), jnp.float32)
+    memory = jax.jit(jax.grad(loss)).lower(prefix, x, cache).compile().memory_analysis()
+    return memory.temp_size_in_bytes, kv.memory_bytes(config)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("num_layers", [4, 16])
+def test_the_gradient_needs_at_most_three_pools(num_layers):
+    (small, small_pool), (large, large_pool) = (gradient_bytes(num_layers, n) for n in (128, 1024))
+    pools = (large - small) / (large_pool - small_pool)
+    assert pools <= 3, f"{pools:.2f} pools of temporary memory at {num_layers} layers"
+
+
+def test_forward_mode_raises():
+    config = kv.CacheConfig([FULL], num_blocks=4, block_size=BLOCK, max_seqs=1, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0], [1])
+
+    def read(q):
+        _, step = kv.extend(cache, [1], max_new=1)
+        return kv.attend(cache, 0, q, step)
+
+    q = jnp.ones((1, 1, HEADS * GROUP, DIM))
+    with pytest.raises(TypeError, match="jvp"):
+        jax.jvp(read, (q,), (q,))
+
+
+def test_config_is_not_differentiated():
+    """Integers of the control state have no gradient, and none is asked for."""
+    config = kv.CacheConfig([FULL], num_blocks=4, block_size=BLOCK, max_seqs=1, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0], [1])
+
+    def read(pools, k):
+        filled, _ = kv.append(dataclasses.replace(cache, pools=pools), k, k, [1])
+        return kv.gather(filled, 0, 0)[0].sum()
+
+    k = jnp.ones((1, 1, 1, HEADS, DIM))
+    grad_pools, grad_k = jax.grad(read, argnums=(0, 1))(cache.pools, k)
+    np.testing.assert_array_equal(grad_k, 1.0)
+    np.testing.assert_array_equal(grad_pools[0].k, 0.0)
