@@ -1,8 +1,14 @@
 """Question: what does the bookkeeping of the cache cost, without any keys and values?
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON] [--workers N]
-Machine: TODO
-Answer:  TODO
+Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
+Answer:  a decode step's `extend` of 256 rows takes 27 us inside a loop and 177 us as a separate call, 141 us
+  of them above the dispatch floor; with one XLA worker 9, 78 and 46 us. As separate calls: a prompt of 8,192
+  tokens 84 us, fork of 64 rows 286, reorder 618, free of 64 rows of 256 blocks 375, truncate 300. 64 times
+  the blocks cost at most 1.10x, 1,024 times at most 2.3x. The control state is 1.06 MB.
+  Beside it (--peers): vLLM 0.33's manager 1,014 us for the same step with prefix caching off, 1,059 with it
+  on, and 39 us for the prompt (a slice of a list) with it off, 479 with it on; levanter's pager 1,392 us when
+  16 of the rows take a page and 16,880 us when all do, where `extend` takes 309.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
 order, `max_seq_len` 8,192. Each operation is timed as
@@ -49,13 +55,10 @@ from experiments.bookkeeping_operations import (
 )
 from experiments.bookkeeping_report import show
 from experiments.peers import run_peers
-from experiments.timing import machine, summary
+from experiments.timing import machine, revision, summary
 
-GROWTH = {
-    1_024: None,
-    NUM_BLOCKS: 1.5,
-    1_048_576: 3.0,
-}  # blocks -> times as long as in the first pool, at most
+SMALLEST_POOL = 1_024
+GROWTH = {NUM_BLOCKS: 1.5, 1_048_576: 3.0}  # blocks -> at most this many times the smallest pool's time
 
 
 @functools.cache
@@ -205,7 +208,7 @@ def bars_of(
                 add(
                     f"{timing.operation.name}, {figure}, {pools}",
                     ratio,
-                    GROWTH[timing.num_blocks] or 1.0,
+                    GROWTH[timing.num_blocks],
                     "x",
                 )
     grown = {kind: memory["8N"][kind] - memory["N"][kind] for kind in memory["N"]}
@@ -242,8 +245,8 @@ def main() -> None:
     for operation in OPERATIONS:
         full.append(Timing(operation, FULL, NUM_BLOCKS))
         measure(full[-1:], args.seconds)
-        growth.append([Timing(operation, SMALL, num_blocks) for num_blocks in GROWTH])
-        measure(growth[-1], args.seconds * len(GROWTH))
+        growth.append([Timing(operation, SMALL, num_blocks) for num_blocks in (SMALLEST_POOL, *GROWTH)])
+        measure(growth[-1], args.seconds * len(growth[-1]))
     memory = {"N": decode_step_bytes(256), "8N": decode_step_bytes(8 * 256)}
     sizes = {
         "num_blocks": NUM_BLOCKS,
@@ -255,6 +258,7 @@ def main() -> None:
     peers = run_peers(sizes, args.peers_python) if args.peers else []
     report = {
         "machine": machine(),
+        "revision": revision(),
         "workers": args.workers or "one per core",
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,

@@ -6,6 +6,7 @@ Only the standard library, because the peers' own interpreters import it too; ta
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,17 @@ def machine() -> dict[str, str | int]:
         cpu = models[0].strip() if models else cpu
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"cpu": cpu, "num_cores": num_cores, "system": platform.system()}
+
+
+def revision() -> str:
+    """Commit of the working tree, with a plus if it was changed since; empty outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True
+        ).stdout.strip()
+    except OSError:
+        return ""
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:

@@ -33,6 +33,7 @@ from kvcache_jax.config import (
     describe,
     memory_bytes,
 )
+from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.state import Admission, AttentionPlan, BlockPool, Cache, Control, Counter, KVPool, Step
 from kvcache_jax.stats import (
     Stats,
@@ -72,9 +73,11 @@ __all__ = [
     "append",
     "attend",
     "attention",
+    "block_map",
     "check_invariants",
     "describe",
     "donate",
+    "draw_block_map",
     "extend",
     "fork",
     "free",

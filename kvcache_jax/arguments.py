@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from kvcache_jax.config import CacheConfig
@@ -103,10 +102,10 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array]:
     if index.shape or not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"layer is {index.dtype}{list(index.shape)}, expected an integer scalar")
     index = index.astype(jnp.int32)
-    checkify.debug_check(
-        (index >= 0) & (index < num_layers), "layer index {index} is outside the group's layers", index=index
-    )
-    return group_id, index
+    # A traced index out of range must not reach another layer: past the end, writes are dropped and
+    # reads are NaN. A `checkify.debug_check` would say more, and no program with one can be exported.
+    is_layer = (index >= 0) & (index < num_layers)
+    return group_id, jnp.where(is_layer, index, num_layers)
 
 
 def pool_of(cache: Cache, group_id: int) -> KVPool:

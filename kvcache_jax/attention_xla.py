@@ -81,8 +81,12 @@ def attend(
     Returns:
       (pools, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
     """
-    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
-    return pools, out, lse
+    return _handed_through(pools, *_forward(options, pools, q, sink_logits, block_table, layer, queries))
+
+
+def _handed_through(pools, out: jax.Array, lse: jax.Array):
+    """Fences the pools behind the reads, so that the next layer's write happens in place."""
+    return lax.optimization_barrier((pools, out, lse))
 
 
 def _tile(
@@ -126,10 +130,11 @@ def _num_tiles(pool: jax.Array, block_table: jax.Array, queries: Queries) -> jax
 def _load(pool: jax.Array, rows: jax.Array, is_seen: jax.Array) -> jax.Array:
     """f32[r, b, h, s, d], a tile of keys or values; 0 where no query looks.
 
-    Slots that nobody owns may hold anything: 0 * NaN would poison a sum even at weight 0.
+    Slots that nobody owns may hold anything: 0 * NaN would poison a sum even at weight 0. A layer
+    that does not exist reads NaN.
     """
     is_read = is_seen.any(axis=2)[:, :, None, :, None]
-    tile = pool.at[rows].get(mode="clip")
+    tile = pool.at[rows].get(mode="fill", fill_value=jnp.nan)
     return jnp.where(is_read, tile, jnp.zeros((), tile.dtype)).astype(jnp.float32)
 
 
@@ -204,7 +209,7 @@ def _save(options: Options, pools, block_table: jax.Array, layer: jax.Array, que
 def _attend_fwd(options, pools, q, sink_logits, block_table, layer, queries):
     out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
     saved = _save(options, pools, block_table, layer, queries)
-    return (pools, out, lse), (saved, q, sink_logits, queries, out, lse)
+    return _handed_through(pools, out, lse), (saved, q, sink_logits, queries, out, lse)
 
 
 def _attend_bwd(options, residuals, grads):

@@ -4,6 +4,7 @@
 keys and values and reads them back with `kv.gather`. Slots that no row owns are NaN: a read of one shows.
 """
 
+import contextlib
 import dataclasses
 import re
 
@@ -264,6 +265,13 @@ class TokenDriver:
             if status == kv.Status.OK:
                 del self.texts[seq_id]
         return found
+
+    @contextlib.contextmanager
+    def unchanged(self, *seq_ids):
+        """Demands that these rows, their tables and their contents are bit-identical afterwards."""
+        before = [row_snapshot(self.cache, seq_id) for seq_id in seq_ids]
+        yield
+        assert [row_snapshot(self.cache, seq_id) for seq_id in seq_ids] == before
 
     def check(self):
         """Poisons the pools, then compares the rows, every key and every value with the texts."""

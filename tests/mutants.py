@@ -1,7 +1,7 @@
 """Breaks the library on purpose, one mutation of `mutations.py` at a time, and demands that a test fails.
 
-    python tests/mutants.py                # all of them, as `make mutants` does
-    python tests/mutants.py name [name]    # some
+    python tests/mutants.py                  # all of them, as `make mutants` does
+    python tests/mutants.py window rollback  # those with one of these words in their names
 
 Each mutant is a copy of the repository with one text replaced, in a folder of its own, on which the tests
 that ought to notice run. A mutant counts as killed if one of them fails by an assertion or hangs. A mutant
@@ -11,6 +11,7 @@ mutation) is a failure, and so are tests that already fail on the copy without a
 
 import argparse
 import concurrent.futures
+import functools
 import os
 import pathlib
 import re
@@ -31,13 +32,16 @@ NOTICED = ("AssertionError", "assert ", "Failed: DID NOT RAISE")
 
 
 class Copy:
-    """The repository without its caches, in a temporary folder; a context manager."""
+    """A folder's files without its caches, in a temporary folder; a context manager."""
+
+    def __init__(self, source: pathlib.Path):
+        self._source = source
 
     def __enter__(self) -> "Copy":
         self._folder = tempfile.TemporaryDirectory(prefix="mutant-")
-        self.root = pathlib.Path(self._folder.name) / "tree"
+        self.root = pathlib.Path(self._folder.name).resolve() / "tree"
         left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
-        shutil.copytree(ROOT, self.root, ignore=left_out)
+        shutil.copytree(self._source, self.root, ignore=left_out)
         # Compiled programs are found by content, so mutants may share them with the original and each other.
         programs = ROOT / ".cache" / "jax"
         programs.mkdir(parents=True, exist_ok=True)
@@ -62,39 +66,37 @@ class Copy:
         return self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *ids, timeout=timeout)
 
 
-def stale(mutation: Mutation) -> str | None:
+def why_stale(root: pathlib.Path, mutation: Mutation) -> str | None:
     """Why the mutation cannot be applied, or None."""
-    file = ROOT / mutation.file
+    file = root / mutation.file
     count = file.read_text().count(mutation.old) if file.is_file() else 0
     if count == 1 and mutation.old != mutation.new:
         return None
     return f"STALE     {mutation.name}: its text occurs {count} times in {mutation.file}, expected once"
 
 
-def check_unmutated(mutations: Sequence[Mutation]) -> str | None:
-    """What is wrong with the copy as it is, or None: the tests must run on it, and pass."""
-    tests = sorted({test for mutation in mutations for test in mutation.tests})
-    with Copy() as copy:
-        found = copy.run("-c", "import kvcache_jax; print(kvcache_jax.__file__)").stdout.strip()
-        if not pathlib.Path(found).is_relative_to(copy.root):
-            return f"the tests would import {found or 'nothing'}, not the copy in {copy.root}"
-        result = copy.test(tests, "-n", str(WORKERS))
-    return None if result.returncode == 0 else f"without any mutation:\n{result.stdout}{result.stderr}"
+def why_unfit(copy: Copy, mutations: Sequence[Mutation]) -> str | None:
+    """What is wrong with the copy before any mutation, or None: its own library must pass the tests."""
+    found = copy.run("-c", "import kvcache_jax; print(kvcache_jax.__file__)").stdout.strip()
+    if not pathlib.Path(found).is_relative_to(copy.root):
+        return f"the tests would import {found or 'nothing'}, expected the copy in {copy.root}"
+    result = copy.test(sorted({mutation.test for mutation in mutations}), "-n", str(WORKERS))
+    return None if result.returncode == 0 else f"Without any mutation:\n{result.stdout}{result.stderr}"
 
 
-def try_mutant(mutation: Mutation) -> tuple[bool, str]:
+def try_mutant(source: pathlib.Path, mutation: Mutation) -> tuple[bool, str]:
     """(killed, the line to print)."""
     start = time.monotonic()
-    with Copy() as copy:
+    with Copy(source) as copy:
         file = copy.root / mutation.file
         file.write_text(file.read_text().replace(mutation.old, mutation.new))
         try:
-            result = copy.test(mutation.tests, "-x", "--tb=line", timeout=TIMEOUT)
+            result = copy.test([mutation.test], "-x", "--tb=line", timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
-            return True, f"killed    {mutation.name}  by hanging for {TIMEOUT:.0f} s in {mutation.tests}"
+            return True, f"killed    {mutation.name}  by hanging for {TIMEOUT:.0f} s in tests/{mutation.test}"
     seconds = f"({time.monotonic() - start:.1f} s)"
     if result.returncode == 0:
-        return False, f"SURVIVED  {mutation.name}  {', '.join(mutation.tests)}  {seconds}"
+        return False, f"SURVIVED  {mutation.name}  tests/{mutation.test}  {seconds}"
     failure = re.search(r"^(?:FAILED|ERROR) (tests/.+?) - (.*)$", result.stdout, flags=re.MULTILINE)
     if result.returncode == 1 and failure and failure[2].startswith(NOTICED):
         return True, f"killed    {mutation.name}  by {failure[1]}  {seconds}"
@@ -103,23 +105,25 @@ def try_mutant(mutation: Mutation) -> tuple[bool, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Shows that each mutation of the library fails a test.")
-    parser.add_argument("names", nargs="*", metavar="name", help="mutations to try (default: all)")
-    names = parser.parse_args(arguments).names
-    unknown = set(names) - {mutation.name for mutation in MUTATIONS}
-    if unknown:
-        parser.error(f"no mutation is named {', '.join(sorted(unknown))}")
-    mutations = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
-    errors = [error for error in map(stale, mutations) if error]
-    if not errors and (error := check_unmutated(mutations)):
-        errors.append(error)
+    parser = argparse.ArgumentParser(description="Shows that every mutation of the library fails a test.")
+    parser.add_argument("words", nargs="*", metavar="word", help="only mutations with it in their names")
+    words = parser.parse_args(arguments).words or [""]
+    mutations = [mutation for mutation in MUTATIONS if any(word in mutation.name for word in words)]
+    if not mutations:
+        parser.error(f"no mutation has {' or '.join(words)} in its name")
     num_killed = 0
-    if not errors:
-        with concurrent.futures.ThreadPoolExecutor(WORKERS) as executor:
-            for is_killed, line in executor.map(try_mutant, mutations):
-                print(line, flush=True)
-                num_killed += is_killed
-    print(*errors, sep="\n", end="\n" if errors else "")
+    with Copy(ROOT) as original:
+        errors = [error for mutation in mutations if (error := why_stale(original.root, mutation))]
+        if not errors and (error := why_unfit(original, mutations)):
+            errors.append(error)
+        for error in errors:
+            print(error)
+        if not errors:
+            attempt = functools.partial(try_mutant, original.root)
+            with concurrent.futures.ThreadPoolExecutor(WORKERS) as executor:
+                for is_killed, line in executor.map(attempt, mutations):
+                    print(line, flush=True)
+                    num_killed += is_killed
     num_failed = len(mutations) - num_killed
     print(f"{num_killed} passed, {num_failed} failed")
     return int(num_failed > 0)

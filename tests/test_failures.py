@@ -217,6 +217,37 @@ def test_successive_rows_of_one_call(crowded, operation):
         assert_same(leaf_bytes(want), leaf_bytes(cache))
 
 
+def test_rows_are_served_in_the_order_of_the_call(crowded):
+    """Not in the order of their ids; and each sees what the rows before it left."""
+    cache, admission = kv.allocate(crowded.cache, [7, 1, 5], [8, 8, 3])  # 2 + 2 + 1 blocks, 3 are free
+    assert statuses(admission.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OK]
+    cache, status = kv.fork(crowded.cache, [6, 1, 0, 5, 4], [1, 5, 7, 6, 7])
+    assert statuses(status) == [
+        Status.SEQ_NOT_ACTIVE,
+        Status.SEQ_NOT_ACTIVE,  # row 1 was not started by the call before
+        Status.OK,
+        Status.SEQ_NOT_ACTIVE,
+        Status.SEQ_IN_USE,
+    ]
+    cache, status = kv.truncate(crowded.cache, [0, 4, 0, 0], [6, 4, 7, 2])
+    assert statuses(status) == [Status.OK, Status.OK, Status.TOO_LONG, Status.OK]
+    assert np.asarray(cache.context_len)[[0, 2, 4]].tolist() == [2, 7, 4]
+    cache, status = kv.reorder(crowded.cache, [0, 3, 2], [6, 0, 4])  # row 0 fails, row 3 takes what it holds
+    assert statuses(status) == [Status.SEQ_NOT_ACTIVE, Status.OK, Status.OK]
+    assert np.asarray(cache.context_len)[[0, 2, 3, 4]].tolist() == [7, 5, 7, 5]
+    assert_invariants(cache)
+
+    # Three owners of a tail and one block: whoever stands first in the call gets the copy.
+    cache, _ = kv.fork(crowded.cache, [0], [6])
+    cache, admission = kv.allocate(cache, [1], [8])
+    assert statuses(admission.status) == [Status.OK] and num_free(cache) == 1
+    for order in ([6, 0, 2], [2, 6, 0], [0, 2, 6]):
+        new, step = kv.extend(cache, [1, 1, 1], max_new=16, seq_ids=order)
+        assert statuses(step.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OUT_OF_BLOCKS]
+        assert np.asarray(new.context_len)[order].tolist() == [8, 7, 7]
+        assert_invariants(new)
+
+
 @pytest.mark.parametrize("wide", [2**32, 2**32 + 4, 2**40 + 1, -(2**32), -(2**33) + 4])
 def test_integers_beyond_32_bits_never_wrap_into_a_valid_one(crowded, wide):
     """2**32 + 4 cut to 32 bits would be row 4, or 4 tokens."""

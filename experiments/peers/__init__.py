@@ -27,14 +27,18 @@ def _run_peer(peer: str, sizes: dict, pythons: Sequence[str]) -> dict:
         try:
             done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=90, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            reasons.append(f"{Path(python).name}: {error}")
+            reasons.append(f"{_name(python)}: {error}")
             continue
         lines = done.stdout.strip().splitlines()
         if done.returncode == 0 and lines:
             report = json.loads(lines[-1])
             if "records" in report:
                 return report
-            reasons.append(f"{Path(python).name}: {report['skipped']}")
+            reasons.append(f"{_name(python)}: {report['skipped']}")
         else:
-            reasons.append(f"{Path(python).name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+            reasons.append(f"{_name(python)}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     return {"peer": peer, "skipped": "; ".join(reasons)}
+
+
+def _name(python: str) -> str:
+    return "here" if python == sys.executable else python

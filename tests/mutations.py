@@ -1,0 +1,503 @@
+"""The mutations that `mutants.py` tries, each with the quickest test that ought to notice it.
+
+A mutation changes behaviour: what only costs time, or what another line makes up for, proves nothing here.
+Its old text is short, so that edits around it leave it valid, and occurs once in its file.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One text of the library, replaced.
+
+    Attributes:
+      name: What the mutant does wrong.
+      file: From the repository's root.
+      old: Occurs exactly once in the file.
+      new: Takes its place.
+      test: Id below `tests/` of the test that must fail; with several parameters, one must.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def _in(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
+    """Mutations of one module: (name, old, new, test)."""
+    return [Mutation(name, f"kvcache_jax/{module}.py", *rest) for name, *rest in mutations]
+
+
+BUDGET = "test_cases.py::test_case_a_sizes_from_a_memory_budget"
+NOTHING_TO_DO = "test_cases.py::test_case_e_nothing_to_do_and_block_boundaries"
+PADDING = "test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
+MAX_LEN = "test_cases.py::test_case_h_row_at_max_seq_len[100]"
+FORK = "test_cases.py::test_case_i_fork_takes_no_block"
+RESERVED = "test_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
+BRANCHES = "test_cases.py::test_case_k_three_branches_of_one_row"
+REORDER = "test_cases.py::test_case_m_reorder_with_duplicates"
+TRUNCATE = "test_cases.py::test_case_n_truncate"
+SPARE_BLOCK = "test_cases.py::test_case_ee_three_writers_and_one_spare_block[3]"
+
+FAILED_ROW = "test_failures.py::test_a_failed_row_changes_nothing"
+OTHER_ROWS = "test_failures.py::test_the_other_rows_of_the_call_proceed[extend]"
+REPEATED_ROW = "test_failures.py::test_successive_rows_of_one_call"
+PACKED_END = "test_failures.py::test_packed_rows_past_the_end_fail"
+COPY_NEEDS_BLOCK = "test_failures.py::test_a_copy_needs_a_block_too"
+WIDE_INTEGERS = "test_failures.py::test_integers_beyond_32_bits_never_wrap_into_a_valid_one[4294967300]"
+WINDOW_LOST = "test_failures.py::test_window_lost_leaves_both_groups"
+
+DENSE = "test_attention_blind.py::test_attention_against_dense_float64"
+PADDED = f"{DENSE}[float32-1-64-16-1-None-False-None-None-True-False]"
+PACKED = f"{DENSE}[float32-2-8-4-7-None-False-None-None-True-True]"
+GROUPED_HEADS = f"{DENSE}[float32-8-8-16-3-None-False-2.5-0.3-True-False]"
+WINDOW = f"{DENSE}[float32-1-8-16-7-(5, 0)-False-None-0.3-False-False]"
+SINKS = f"{DENSE}[float32-2-8-1-3-(9, 3)-True-2.5-0.3-True-False]"
+HALVES = "test_attention_blind.py::test_write_and_attend_are_the_halves_of_attention"
+
+BOUNDED = "test_windows.py::test_long_prompt_and_long_decode_in_a_bounded_pool"
+LONG_PROMPT = "test_windows.py::test_allocate_of_a_prompt_longer_than_the_pool"
+ROLLBACK = "test_windows.py::test_truncate_within_the_rollback_then_decode[4-0]"
+LOST_TWICE = "test_windows.py::test_repeated_truncates_see_the_right_keys_or_fail[2]"
+WINDOW_FORKS = "test_windows.py::test_forks_of_windowed_rows[0]"
+
+GRADIENTS = "test_gradients.py::test_gradients_equal_a_dense_reference[kinds1-1.5]"
+PREFIX_GRADIENTS = "test_gradients.py::test_gradients_flow_into_the_pools_through_forks_and_copies"
+OVERWRITTEN = "test_gradients.py::test_a_slot_that_is_overwritten_passes_no_gradient_to_what_it_held"
+
+OPTIONS = "test_static_errors.py::test_attention_refuses_bad_options"
+VMAP = "test_static_errors.py::test_batched_queries_need_a_batched_cache"
+PICTURE = "test_picture.py::test_owners_shared_reserved_and_free_blocks"
+
+TILES = "test_mutant_gaps.py::test_attention_over_several_tiles"
+TILE_GRADIENTS = "test_mutant_gaps.py::test_gradients_over_several_tiles"
+GATHER = "test_mutant_gaps.py::test_gather_is_zero_where_no_token_is"
+COPIED = "test_mutant_gaps.py::test_a_copied_block_passes_no_gradient_to_what_stood_there"
+ROW_FIELDS = "test_mutant_gaps.py::test_priority_namespace_and_recency_follow_the_rows"
+FIGURES = "test_mutant_gaps.py::test_figures"
+DONATED = "test_mutant_gaps.py::test_donation_reuses_the_pools_and_reset_keeps_them"
+INVARIANTS = "test_mutant_gaps.py::test_broken_states_are_found"
+STATUS = "test_mutant_gaps.py::test_failed_rows_raise"
+
+STORAGE = _in(
+    "storage",
+    (
+        "keys and values swapped on write",
+        "KVPool(k=_store(pool.k, block, offset, k), v=_store(pool.v, block, offset, v))",
+        "KVPool(k=_store(pool.k, block, offset, v), v=_store(pool.v, block, offset, k))",
+        BRANCHES,
+    ),
+    ("block id shifted on write", "block_rows(slots //", "block_rows(1 + slots //", BRANCHES),
+    ("offset shifted on write", "offset = slots %", "offset = (1 + slots) %", BRANCHES),
+    ("layer left out of a block's place", "layer * num_blocks + block_ids", "block_ids", HALVES),
+    (
+        "nowhere mapped after the layer shift",
+        "jnp.where(block_ids < num_blocks, layer * num_blocks + block_ids, num_rows)",
+        "layer * num_blocks + block_ids",
+        PADDING,
+    ),
+    ("copy without the contents", ".set(pool[layers + src[i]])", ".set(pool[layers + dst[i]])", BRANCHES),
+    (
+        "copy of the first layer only",
+        "jnp.arange(pool.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks",
+        "jnp.zeros(1, jnp.int32)",
+        BRANCHES,
+    ),
+    (
+        "gather not masked",
+        "jnp.where(is_token[:, None, None], tokens, jnp.zeros((), tokens.dtype))",
+        "tokens",
+        GATHER,
+    ),
+    (
+        "backward: overwritten slots keep their gradient",
+        'return grad.at[block, :, offset].set(jnp.zeros_like(grad_values), mode="drop")',
+        "return grad",
+        OVERWRITTEN,
+    ),
+    (
+        "backward: overwritten blocks keep their gradient",
+        ".at[layers + dst[i]].set(jnp.zeros_like(moved))",
+        "",
+        COPIED,
+    ),
+    ("backward: copies return no gradient", ".add(moved)", ".add(0 * moved)", PREFIX_GRADIENTS),
+)
+
+ATTENTION = _in(
+    "attention_xla",
+    ("keys and values swapped in attention", "k_pool, v_pool = pools", "v_pool, k_pool = pools", PADDED),
+    ("no causal mask", "is_seen = key_pos <= query_pos", "is_seen = key_pos >= 0", GROUPED_HEADS),
+    ("tokens do not see themselves", "key_pos <= query_pos", "key_pos < query_pos", PADDED),
+    ("no window mask", "(key_pos > query_pos - options.window) |", "(key_pos >= 0) |", WINDOW),
+    ("window one token longer", "query_pos - options.window)", "query_pos - options.window - 1)", WINDOW),
+    ("sink tokens masked", "(key_pos < options.num_sink_tokens)", "(key_pos < 0)", SINKS),
+    (
+        "sink columns not read",
+        "jnp.where(nth < options.num_sink_blocks, nth, behind_sinks)",
+        "behind_sinks",
+        SINKS,
+    ),
+    (
+        "NaN of unowned slots read",
+        "jnp.where(is_read, tile, jnp.zeros((), tile.dtype)).astype",
+        "tile.astype",
+        PADDED,
+    ),
+    ("scale left out", "k) * options.scale", "k)", PADDED),
+    ("soft cap left out", "if options.soft_cap is None:", "if True:", GROUPED_HEADS),
+    ("sink logits left out", "peak = peak * 0 + sink_logits", "pass", SINKS),
+    (
+        "log-sum-exp without the sink logits",
+        "-jnp.inf, peak + jnp.log(total))",
+        "-jnp.inf, peak + jnp.log(total if sink_logits is None else total - jnp.exp(sink_logits - peak)))",
+        SINKS,
+    ),
+    (
+        "log-sum-exp of padding is that of the sinks",
+        "(total == 0) | ~queries.is_query[:, :, None, None]",
+        "total == 0",
+        SINKS,
+    ),
+    ("first tile read again and again", "nth = i * _tile_blocks", "nth = 0 * _tile_blocks", TILES),
+    ("last tile not read", "queries.num_columns.max() + tile_blocks - 1", "queries.num_columns.max()", TILES),
+    ("weights of earlier tiles not rescaled", "total = total * decay +", "total = total +", TILES),
+    ("values of earlier tiles not rescaled", "out * decay[..., None] + update", "out + update", TILES),
+    ("backward: sign of the sinks' gradient", "-jnp.sum(sink_weights", "jnp.sum(sink_weights", GRADIENTS),
+    ("backward: scale left out", "slope * options.scale", "slope", GRADIENTS),
+    ("backward: slope of the soft cap left out", "slope * options.scale", "options.scale", GRADIENTS),
+    ("backward: sign of the log-sum-exp", "out) - grad_lse)", "out) + grad_lse)", GRADIENTS),
+    ("backward: only the last tile counts", "grad_q += jnp", "grad_q = jnp", TILE_GRADIENTS),
+) + _in(
+    "attention",
+    (
+        "wrong head mapping",
+        "shape[1], num_kv_heads, shape[-2] // num_kv_heads, head_dim)",
+        "shape[1], shape[-2] // num_kv_heads, num_kv_heads, head_dim).swapaxes(2, 3)",
+        GROUPED_HEADS,
+    ),
+    ("default scale left out", "1 / math.sqrt(head_dim) if", "1.0 if", PADDED),
+    ("packed tokens ask for the row before", 'order, side="right")', 'order, side="left")', PACKED),
+    ("named implementation falls back", 'if name != "xla":', "if False:", OPTIONS),
+    ("queries mapped over one cache", "if is_q_batched and not is_cache_batched:", "if False:", VMAP),
+)
+
+EXTEND = _in(
+    "extend",
+    (
+        "failed row advances",
+        'context_len=control.context_len.at[rows].set(new_len, mode="drop")',
+        'context_len=control.context_len.at[seq_ids].set(context_len + wanted_len, mode="drop")',
+        f"{FAILED_ROW}[extend]",
+    ),
+    ("clock advances on an empty call", "grows.any().astype(jnp.uint32)", "jnp.uint32(1)", NOTHING_TO_DO),
+    (
+        "duplicate ids accepted",
+        "(is_repeated(seq_ids, is_row & grows, control.max_seqs), Status.DUPLICATE_SEQ_ID),",
+        "",
+        f"{REPEATED_ROW}[extend]",
+    ),
+    ("idle rows grow", "(grows & ~control.is_active.at[seq_ids]", "(~control.is_active.at[seq_ids]", PADDING),
+    ("one token too many", "num_new > config.max_seq_len", "num_new > 1 + config.max_seq_len", MAX_LEN),
+    ("packed tokens past the end", "((num_new > max_new) | ends_outside)", "(num_new > max_new)", PACKED_END),
+    (
+        "padding has slots",
+        "jnp.where(is_token, slot, pool.num_blocks * group.block_size)",
+        "slot",
+        GROUPED_HEADS,
+    ),
+    (
+        "shared block leaves a window twice",
+        "block_pool.release_repeated(pool, entries)",
+        "block_pool.release(pool, entries)",
+        WINDOW_FORKS,
+    ),
+    (
+        "window read from one token later",
+        "context_len + 1 - window, 0)",
+        "context_len + 2 - window, 0)",
+        ROLLBACK,
+    ),
+) + _in(
+    "demand",
+    ("write into a shared block", "owners[-1] > 1", "owners[-1] > 99", BRANCHES),
+    ("copy by the one owner", "owners[-1] > 1", "owners[-1] > 0", BRANCHES),
+    (
+        "copy needs no block",
+        "demand.num_blocks + copies_tail.astype(jnp.int32)",
+        "demand.num_blocks",
+        SPARE_BLOCK,
+    ),
+    (
+        "failed writer owns no longer",
+        "jnp.where(grows, ids, pool.num_blocks)",
+        "ids",
+        SPARE_BLOCK,
+    ),
+    ("failed row uses up blocks", "jnp.where(grows, jnp.stack(left), free)", "jnp.stack(left)", OTHER_ROWS),
+    ("last block not handed out", "grows &= need <=", "grows &= need <", COPY_NEEDS_BLOCK),
+    (
+        "one block too many promised",
+        "dtype=jnp.int32) <= block_pool.num_available(pool)",
+        "dtype=jnp.int32) <= 1 + block_pool.num_available(pool)",
+        f"{FAILED_ROW}[extend]",
+    ),
+    ("reserved blocks not used", "& (entry == pool.num_blocks)", "", RESERVED),
+    ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
+    (
+        "window drops a column too many",
+        "jnp.maximum(first_len, 0) // group.block_size,",
+        "jnp.maximum(first_len, 0) // group.block_size + 1,",
+        ROLLBACK,
+    ),
+    (
+        "window drops a column too few",
+        "jnp.maximum(first_len, 0) // group.block_size,",
+        "jnp.maximum(first_len, 0) // group.block_size - 1,",
+        f"{BOUNDED}[window 6]",
+    ),
+    (
+        "max_rollback ignored",
+        "- group.kind.window - group.kind.max_rollback",
+        "- group.kind.window",
+        ROLLBACK,
+    ),
+)
+
+ROWS = _in(
+    "rows",
+    (
+        "negative ids not refused",
+        "(ids < 0) | (ids > control.max_seqs)",
+        "ids > control.max_seqs",
+        f"{FAILED_ROW}[free]",
+    ),
+    (
+        "allocate takes one block too many",
+        "[n > block_pool",
+        "[n > 1 + block_pool",
+        f"{FAILED_ROW}[allocate]",
+    ),
+    ("window reserves its whole prompt", "group.max_held_blocks)", "2**30)", LONG_PROMPT),
+    (
+        "prompt one token too long",
+        "num_tokens > config.max_seq_len",
+        "num_tokens > 1 + config.max_seq_len",
+        MAX_LEN,
+    ),
+    ("negative prompt", "(num_tokens < 0, Status.BAD_LENGTH),", "", f"{FAILED_ROW}[allocate]"),
+    ("fork without new owners", "pool = block_pool.share(pool, ids)", "pass", FORK),
+    (
+        "fork shares reserved blocks",
+        "token_blocks(pool, group, control.context_len, src_id)",
+        'pool.block_table.at[src_id].get(mode="clip")',
+        RESERVED,
+    ),
+    (
+        "fork into an active row",
+        '(control.is_active.at[dst_id].get(mode="clip"), Status.SEQ_IN_USE),',
+        "",
+        f"{FAILED_ROW}[fork]",
+    ),
+    (
+        "truncate keeps reserved blocks",
+        "_drop_columns(pool, row, num_blocks_for(new_len, group.block_size))",
+        "_drop_columns(pool, row, jnp.where(new_len < context_len, "
+        "num_blocks_for(new_len, group.block_size), pool.max_blocks_per_seq))",
+        TRUNCATE,
+    ),
+    (
+        "truncate drops the last block",
+        "_drop_columns(pool, row, num_blocks_for(new_len, group.block_size))",
+        "_drop_columns(pool, row, new_len // group.block_size)",
+        TRUNCATE,
+    ),
+    (
+        "truncate to more than there is",
+        "new_len > context_len, Status",
+        "new_len > 1 + context_len, Status",
+        f"{FAILED_ROW}[truncate]",
+    ),
+    ("rollback beyond max_rollback", "return is_beyond |", "return", WINDOW_LOST),
+    ("second rollback finds nothing lost", "| (is_read & (entry == pool.num_blocks))", "", LOST_TWICE),
+    (
+        "freed row keeps its length",
+        "context_len=clear(control.context_len)",
+        "context_len=control.context_len",
+        BRANCHES,
+    ),
+    (
+        "reorder releases before it shares",
+        "block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids)",
+        "block_pool.share(block_pool.release_repeated(pool, old_ids), new_ids)",
+        REORDER,
+    ),
+    (
+        "reorder releases a dropped block twice",
+        "block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids)",
+        "block_pool.release(block_pool.share(pool, new_ids), old_ids)",
+        REORDER,
+    ),
+    (
+        "touch leaves no mark",
+        'last_used = control.last_used.at[row].set(clock, mode="drop")',
+        "last_used = control.last_used",
+        ROW_FIELDS,
+    ),
+    (
+        "priority not set",
+        'priority=control.priority.at[row].set(priority, mode="drop")\n        ), status',
+        "priority=control.priority\n        ), status",
+        ROW_FIELDS,
+    ),
+) + _in(
+    "block_pool",
+    (
+        "one block handed out twice",
+        "pool.num_free - 1 - rank_true(mask)",
+        "pool.num_free - 1 - 0 * rank_true(mask)",
+        RESERVED,
+    ),
+    (
+        "free blocks miscounted",
+        "num_free = pool.num_free - num_true(mask)",
+        "num_free = pool.num_free - 2 * num_true(mask)",
+        FORK,
+    ),
+    ("released blocks are lost", "num_free=pool.num_free + num_true(mask))", "num_free=pool.num_free)", FORK),
+    (
+        "block free while others own it",
+        "ref_count=ref_count), block_ids, is_last)",
+        "ref_count=ref_count), block_ids, block_ids < pool.num_blocks)",
+        FORK,
+    ),
+    ("block that several rows drop freed twice", "block_ids, is_first)", "block_ids, is_last)", REORDER),
+    (
+        "peak forgotten",
+        "jnp.maximum(pool.peak_used, pool.num_blocks - num_free)",
+        "pool.num_blocks - num_free",
+        FIGURES,
+    ),
+)
+
+CACHE = (
+    _in(
+        "cache",
+        (
+            "reorder one row after the other",
+            "return rows.reorder_rows(control, *columns, config=config)",
+            "def one(control, *row):\n"
+            "        control, status = rows.reorder_rows(control, *(x[None] for x in row), config=config)\n"
+            "        return control, status[0]\n"
+            "    return rows.each_row(one, control, *columns)",
+            REORDER,
+        ),
+        (
+            "append writes the first layer's keys",
+            "write(cache, layer, k[layer],",
+            "write(cache, layer, k[0],",
+            BRANCHES,
+        ),
+        (
+            "gather clips ids",
+            'jnp.where(is_row, control.context_len.at[seq_id].get(mode="clip"), 0)',
+            'control.context_len.at[seq_id].get(mode="clip")',
+            GATHER,
+        ),
+        ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED),
+        (
+            "reset forgets nothing",
+            "return empty_control(config, control.hash_key)",
+            "return control",
+            DONATED,
+        ),
+    )
+    + _in(
+        "arguments",
+        (
+            "wide integers wrap",
+            "if values.dtype.itemsize >= 4:",
+            "if values.dtype.itemsize > 8:",
+            WIDE_INTEGERS,
+        ),
+    )
+    + _in(
+        "config",
+        ("memory plan without the values", "token_bytes = 2 *", "token_bytes = 1 *", BUDGET),
+        (
+            "window may hold a block less",
+            "ceil_div(reach, block_size) + 1 +",
+            "ceil_div(reach, block_size) +",
+            f"{BOUNDED}[window 6, rollback 3]",
+        ),
+    )
+    + _in(
+        "stats",
+        (
+            "copies not needed",
+            "is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)",
+            "is_new, axis=1, dtype=jnp.int32)",
+            COPY_NEEDS_BLOCK,
+        ),
+        ("own blocks count as shared", "pool.ref_count > 1)", "pool.ref_count > 0)", FORK),
+        (
+            "utilization of the emptiest group",
+            "functools.reduce(jnp.maximum, used)",
+            "functools.reduce(jnp.minimum, used)",
+            FIGURES,
+        ),
+        (
+            "eviction only above the threshold",
+            "utilization(cache) >= threshold",
+            "utilization(cache) > threshold",
+            FIGURES,
+        ),
+        (
+            "active rows called idle",
+            "_first_rows(~cache.is_active, n)",
+            "_first_rows(cache.is_active, n)",
+            FIGURES,
+        ),
+    )
+    + _in(
+        "status",
+        ("one good row hides the others", "Status.SKIPPED)).all()", "Status.SKIPPED)).any()", STATUS),
+    )
+    + _in(
+        "checks",
+        (
+            "lost blocks not found",
+            "(times_free == 0) & (ref_count == 0)",
+            "(times_free < 0) & (ref_count == 0)",
+            INVARIANTS,
+        ),
+        ("missing owners not found", "entries != ref_count", "entries > ref_count", INVARIANTS),
+        ("blocks free twice not found", "times_free > 1", "times_free > 2", INVARIANTS),
+        (
+            "free blocks in use not found",
+            "(times_free > 0) & (ref_count > 0)",
+            "(times_free > 1) & (ref_count > 0)",
+            INVARIANTS,
+        ),
+        (
+            "missing columns not found",
+            "np.flatnonzero(needed & ~is_held)",
+            "np.flatnonzero(needed & is_held & False)",
+            INVARIANTS,
+        ),
+    )
+    + _in(
+        "block_view",
+        (
+            "shared blocks drawn as owned",
+            'state[ref_count > 1] = "shared"',
+            'state[ref_count > 2] = "shared"',
+            PICTURE,
+        ),
+    )
+)
+
+MUTATIONS = STORAGE + ATTENTION + EXTEND + ROWS + CACHE

@@ -1,0 +1,234 @@
+"""What a mutant showed that no other test noticed (`mutants.py`)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.attention_driver import AttentionDriver
+from tests.helpers import assert_same, leaf_bytes, poison
+
+HEADS, GROUP, DIM = 2, 2, 5
+FULL = kv.FullAttention(HEADS, DIM)
+
+
+# --- contexts longer than a tile of 256 tokens ---
+
+
+@pytest.mark.parametrize("kind", [FULL, kv.SlidingWindow(HEADS, DIM, window=300, num_sink_tokens=20)])
+def test_attention_over_several_tiles(kind):
+    config = kv.CacheConfig(
+        [kind], num_blocks=90, block_size=16, max_seqs=4, max_seq_len=640, max_query_len=110
+    )
+    driver = AttentionDriver(config, num_q_heads=HEADS * GROUP, width=110, sink_logits=[0.5, -1, 2, 0])
+    driver.start(2, 600)
+    driver.start(0, 40)
+    for new_lens in ({2: 110, 0: 31}, {2: 109}, {2: 110, 0: 1}, {2: 110}, {2: 110, 0: 3}, {2: 1, 0: 1}):
+        driver.step(new_lens)
+
+
+def test_gradients_over_several_tiles():
+    num_tokens = 520
+    config = kv.CacheConfig([FULL], num_blocks=40, block_size=16, max_seqs=2, max_seq_len=600)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (3, HEADS * GROUP, DIM))
+    k, v = (jax.random.normal(key, (num_tokens, HEADS, DIM)) for key in keys[1:3])
+    weights = jax.random.normal(keys[3], q.shape)
+
+    def paged(q, k, v):
+        cache, _ = kv.allocate(kv.init(config), [1], [num_tokens])
+        rows = [jnp.stack([jnp.zeros_like(x), x]) for x in (k, v)]
+        cache, _ = kv.append(cache, *(x[None, :, :-3] for x in rows), [0, num_tokens - 3])
+        cache, step = kv.extend(cache, [0, 3], max_new=3)
+        q = jnp.stack([jnp.zeros_like(q), q])
+        _, out = kv.attention(cache, 0, q, *(x[:, -3:] for x in rows), step)
+        return (out[1] * weights).sum()
+
+    def dense(q, k, v):
+        k, v = (jnp.repeat(x, GROUP, axis=1) for x in (k, v))
+        logits = jnp.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
+        is_seen = jnp.arange(num_tokens) <= num_tokens - 3 + jnp.arange(3)[:, None]
+        weight = jax.nn.softmax(jnp.where(is_seen, logits, -jnp.inf), axis=-1)
+        return (jnp.einsum("hts,shd->thd", weight, v) * weights).sum()
+
+    # Flat scores leave every token its part of the gradient.
+    got, expected = (jax.grad(f, argnums=(0, 1, 2))(q / 4, k, v) for f in (paged, dense))
+    for name, one, other in zip("qkv", got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+# --- contents ---
+
+
+def test_gather_is_zero_where_no_token_is():
+    window = kv.SlidingWindow(HEADS, DIM, window=3, num_sink_tokens=2, block_size=2)
+    config = kv.CacheConfig(
+        [FULL, window], num_blocks=12, block_size=4, max_seqs=3, max_seq_len=18, max_query_len=7
+    )
+    cache, _ = kv.allocate(poison(kv.init(config)), [1], [17])
+    for count in (7, 4):
+        ones = [jnp.ones((3, count, HEADS, DIM))] * 2
+        cache, _ = kv.append(cache, ones, ones, [0, count, 0])
+    cache = poison(cache)
+    for layer, held in ((0, [*range(11)]), (1, [0, 1, *range(4, 11)])):
+        expected = np.zeros(18)
+        expected[held] = 1
+        k, v, length = kv.gather(cache, 1, layer)
+        assert int(length) == 11
+        for half in (k, v):
+            assert half.shape == (18, HEADS, DIM)
+            np.testing.assert_array_equal(half, np.broadcast_to(expected[:, None, None], half.shape))
+        for row in (0, 2, 3, -1, -2, 2**31 - 1):
+            k, v, length = kv.gather(cache, row, layer)
+            assert int(length) == 0 and not np.asarray(k).any() and not np.asarray(v).any(), row
+
+
+def test_a_copied_block_passes_no_gradient_to_what_stood_there():
+    config = kv.CacheConfig([FULL] * 2, num_blocks=4, block_size=4, max_seqs=2, max_seq_len=8)
+    cache, _ = kv.allocate(kv.init(config), [0], [3])
+
+    def read(pools, k):
+        filled, _ = kv.append(dataclasses.replace(cache, pools=pools), k, k, [3, 0])
+        filled, _ = kv.fork(filled, [0], [1])
+        filled, _ = kv.extend(filled, [0, 1], max_new=1)
+        assert int(kv.stats(filled).num_copies) == 1
+        return kv.gather(filled, 1, 1)[0][:3].sum()
+
+    grad_pools, grad_k = jax.grad(read, argnums=(0, 1))(cache.pools, jnp.ones((2, 2, 3, HEADS, DIM)))
+    np.testing.assert_array_equal(grad_k[1, 0], 1.0)
+    assert float(grad_k.sum()) == 3 * HEADS * DIM
+    np.testing.assert_array_equal(grad_pools[0].k, 0.0)
+
+
+# --- rows ---
+
+
+def test_priority_namespace_and_recency_follow_the_rows():
+    config = kv.CacheConfig([FULL], num_blocks=9, block_size=4, max_seqs=5, max_seq_len=16)
+    words = np.arange(8, dtype=np.uint32).reshape(2, 4) + 1
+
+    def fields(cache):
+        control = cache.control
+        return control.priority.tolist(), control.namespace[:, 0].tolist()
+
+    def order(cache):
+        """Rows from the least to the most recently used."""
+        age = np.asarray(cache.control.clock - cache.control.last_used).astype(int)
+        return sorted(np.flatnonzero(np.asarray(cache.is_active)).tolist(), key=lambda row: -age[row])
+
+    cache, _ = kv.allocate(kv.init(config), [3, 1], [2, 5], namespace=words, priority=[7, -2])
+    assert fields(cache) == ([0, -2, 0, 7, 0], [0, 5, 0, 1, 0]) and order(cache) == [3, 1]
+    cache, _ = kv.fork(cache, [3, 1], [0, 4])
+    assert fields(cache) == ([7, -2, 0, 7, -2], [1, 5, 0, 1, 5]) and order(cache) == [3, 1, 0, 4]
+    cache, _ = kv.touch(cache, [1, 3])
+    assert order(cache) == [0, 4, 1, 3]
+    cache, _ = kv.set_priority(cache, [4, 2], [9, 9])
+    assert fields(cache)[0] == [7, -2, 0, 7, 9] and order(cache) == [0, 4, 1, 3]
+    cache, _ = kv.extend(cache, [1, 0, 0, 0, 0], max_new=1)
+    assert order(cache) == [4, 1, 3, 0]
+    cache, _ = kv.reorder(cache, [1], [4])
+    cache, _ = kv.reorder(cache, [3], [0])
+    assert fields(cache) == ([7, 9, 0, 7, 9], [1, 5, 0, 1, 5]) and order(cache) == [4, 0, 1, 3]
+    cache, _ = kv.free(cache, [4, 3, 1, 0])
+    assert fields(cache) == ([0] * 5, [0] * 5)
+
+
+def test_failed_rows_raise():
+    kv.raise_for_status([kv.Status.OK, kv.Status.SKIPPED])
+    with pytest.raises(kv.StatusError, match=r"extend failed for 2 of 3 rows \(row 0: .*; row 2: TOO_LONG"):
+        kv.raise_for_status(jnp.array([kv.Status.OUT_OF_BLOCKS, kv.Status.OK, kv.Status.TOO_LONG]), "extend")
+
+
+# --- figures ---
+
+
+def test_figures():
+    small = kv.FullAttention(1, 3, num_blocks=5, block_size=4)
+    config = kv.CacheConfig([FULL, small], num_blocks=20, block_size=2, max_seqs=4, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [3, 1], [8, 7])  # 4 + 4 of 20 blocks and 2 + 2 of 5
+    assert float(kv.utilization(cache)) == pytest.approx(0.8)
+    assert [bool(kv.needs_eviction(cache, float(t))) for t in (0.9, kv.utilization(cache), 0.5)] == [0, 1, 1]
+    assert [int(kv.num_available_blocks(cache, group=group)) for group in (None, 0, 1)] == [13, 12, 1]
+    assert kv.active_seq_ids(cache).tolist() == [1, 3, 4, 4]
+    assert kv.idle_seq_ids(cache, 3).tolist() == [0, 2, 4]
+    cache, _ = kv.extend(cache, [0, 3, 0, 0], max_new=3)
+    cache, _ = kv.fork(cache, [1], [0])
+    cache, _ = kv.extend(cache, [1, 0, 0, 0], max_new=3)
+    cache, _ = kv.free(cache, [3])
+    figures = {name: int(value) for name, value in vars(kv.stats(cache)).items()}
+    block_bytes = [group.block_bytes for group in config.groups]
+    assert figures == dict(
+        num_active_seqs=2,
+        num_blocks_total=25,
+        num_blocks_free=25 - 8,
+        num_blocks_cached=0,
+        num_blocks_used=5 + 3,
+        num_blocks_shared=1,
+        num_blocks_published=0,
+        num_refs=4 + 2 + 2 + 1,
+        peak_used=9 + 5,
+        num_allocations=2,
+        num_forks=1,
+        num_frees=1,
+        num_copies=2,
+        bytes_used=5 * block_bytes[0] + 3 * block_bytes[1],
+        bytes_cached=0,
+        bytes_total=20 * block_bytes[0] + 5 * block_bytes[1],
+    )
+
+
+def test_donation_reuses_the_pools_and_reset_keeps_them():
+    config = kv.CacheConfig([FULL], num_blocks=9, block_size=4, max_seqs=2, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [1], [2])
+    old, address = cache, cache.pools[0].k.unsafe_buffer_pointer()
+    cache, _ = kv.donate(lambda cache: kv.extend(cache, [0, 2], max_new=2))(cache)
+    assert old.pools[0].k.is_deleted() and cache.pools[0].k.unsafe_buffer_pointer() == address
+    fresh = kv.reset(cache)
+    assert fresh.pools[0].k is cache.pools[0].k
+    assert_same(leaf_bytes(kv.init(config).control), leaf_bytes(fresh.control))
+
+
+# --- the checker ---
+
+
+def break_pool(cache, **fields):
+    pool = dataclasses.replace(cache.control.block_pools[0], **fields)
+    return dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
+
+
+def break_rows(cache, **fields):
+    return dataclasses.replace(cache, control=dataclasses.replace(cache.control, **fields))
+
+
+# Row 0 holds blocks 0 and 1 with 6 tokens, row 2 shares them; blocks 2 to 4 are free, 2 on top of the stack.
+BREAKS = {
+    "block 3 is lost": lambda c, p: break_pool(c, free_stack=p.free_stack.at[:2].set([4, 2]), num_free=2),
+    "block 0 has ref_count 1 and 2 table": lambda c, p: break_pool(c, ref_count=p.ref_count.at[0].set(1)),
+    "block 2 has ref_count 1 and 0 table": lambda c, p: break_pool(c, ref_count=p.ref_count.at[2].set(1)),
+    "block 2 is 2 times on": lambda c, p: break_pool(c, free_stack=p.free_stack.at[0].set(2)),
+    "block 1 is free and has": lambda c, p: break_pool(c, free_stack=p.free_stack.at[0].set(1)),
+    "an id that is no block": lambda c, p: break_pool(c, free_stack=p.free_stack.at[0].set(5)),
+    "num_free is 6": lambda c, p: break_pool(c, num_free=p.num_free + 3),
+    "peak_used is 1": lambda c, p: break_pool(c, peak_used=p.peak_used - 1),
+    "the block table holds -1": lambda c, p: break_pool(c, block_table=p.block_table.at[1, 0].set(-1)),
+    "row 1 is idle and holds": lambda c, p: break_pool(c, block_table=p.block_table.at[1, 0].set(0)),
+    "row 2 of 6 tokens lacks": lambda c, p: break_pool(c, block_table=p.block_table.at[2, 1].set(5)),
+    "row 2 holds a block twice": lambda c, p: break_pool(c, block_table=p.block_table.at[2, 1].set(0)),
+    "row 2 reserves block 1": lambda c, p: break_rows(c, context_len=c.context_len.at[2].set(4)),
+    "row 0 has context_len 17": lambda c, p: break_rows(c, context_len=c.context_len.at[0].set(17)),
+    "row 1 is idle and its priority": lambda c, p: break_rows(c, priority=c.control.priority.at[1].set(1)),
+}
+
+
+@pytest.mark.parametrize("sentence", BREAKS)
+def test_broken_states_are_found(sentence):
+    config = kv.CacheConfig([FULL], num_blocks=5, block_size=4, max_seqs=3, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0], [6])
+    cache, _ = kv.extend(cache, [6, 0, 0], max_new=6)
+    cache, _ = kv.fork(cache, [0], [2])
+    assert kv.check_invariants(cache) == []
+    broken = BREAKS[sentence](cache, cache.control.block_pools[0])
+    assert any(sentence in violation for violation in kv.check_invariants(broken))

@@ -1,0 +1,124 @@
+"""Heads split over eight devices: same result, no collective on a pool, pools never gathered."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+pytestmark = pytest.mark.contract
+
+HEADS, DIM, LAYERS = 8, 4, 3
+COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
+KINDS = [
+    kv.FullAttention(HEADS, DIM),
+    kv.SlidingWindow(HEADS, DIM, window=5, num_sink_tokens=1, block_size=2),
+    kv.FullAttention(HEADS, DIM),
+]
+CONFIG = kv.CacheConfig(KINDS, num_blocks=16, block_size=4, max_seqs=3, max_seq_len=32)
+POOL_SPEC = P(None, "heads", None, None)
+TOKEN_SPEC = P(None, None, None, "heads", None)
+
+
+def make_inputs(num_q_heads=2 * HEADS):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (LAYERS, 3, 3, num_q_heads, DIM))
+    return q, *(jax.random.normal(key, (LAYERS, 3, 3, HEADS, DIM)) for key in keys[1:])
+
+
+def forward(cache, q, k, v, num_new):
+    cache, step = kv.extend(cache, num_new, max_new=q.shape[2])
+    outs = []
+    for layer in range(LAYERS):
+        cache, out = kv.attention(cache, layer, q[layer], k[layer], v[layer], step)
+        outs.append(out)
+    return cache, jnp.stack(outs), step.status
+
+
+def run(step_fn, cache, q, k, v):
+    """Prefill, fork, copy-on-write, decode past the window; all outputs."""
+    cache, _ = kv.allocate(cache, [0, 1], [3, 2])
+    cache, out, status = step_fn(cache, q, k, v, jnp.array([3, 2, 0]))
+    outs = [out]
+    cache, _ = kv.fork(cache, [0], [2])
+    for i in range(7):
+        token = [x[:, :, i % 3 : i % 3 + 1] for x in (q, k, v)]
+        cache, out, status = step_fn(cache, *token, jnp.ones(3, jnp.int32))
+        assert not status.any()
+        outs.append(out)
+    assert int(kv.stats(cache).num_copies) == 2
+    assert kv.check_invariants(cache) == []
+    return cache, outs
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run(kv.donate(forward), testing.poison(kv.init(CONFIG)), *make_inputs())[1]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_heads_split_over_devices(axis_type, expected):
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        cache = testing.poison(kv.init(CONFIG, sharding=NamedSharding(mesh, POOL_SPEC)))
+        inputs = [jax.device_put(x, NamedSharding(mesh, TOKEN_SPEC)) for x in make_inputs()]
+        step_fn = kv.donate(forward)
+        program = step_fn.lower(cache, *inputs, jnp.array([3, 2, 0])).compile()
+        assert not COLLECTIVE.findall(program.as_text())
+        cache, outs = run(step_fn, cache, *inputs)
+    for pool in cache.pools:
+        assert pool.k.sharding.shard_shape(pool.k.shape)[1] == 1
+        assert pool.v.sharding.shard_shape(pool.v.shape)[1] == 1
+    assert cache.context_len.sharding.is_fully_replicated
+    for out, want in zip(outs, expected, strict=True):
+        assert out.sharding.shard_shape(out.shape)[3] == 2
+        np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_inside_shard_map(expected):
+    """The local pool has one head, though the config says eight: sizes come from the arrays."""
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
+    cache = testing.poison(kv.init(CONFIG, sharding=NamedSharding(mesh, POOL_SPEC)))
+    specs = jax.tree.map(lambda _: P(), cache.control), jax.tree.map(lambda _: POOL_SPEC, cache.pools)
+    cache_spec = kv.Cache(control=specs[0], pools=specs[1], config=CONFIG)
+    local = jax.shard_map(
+        forward,
+        mesh=mesh,
+        in_specs=(cache_spec, TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC, P()),
+        out_specs=(cache_spec, TOKEN_SPEC, P()),
+        check_vma=False,
+    )
+    _, outs = run(kv.donate(local), cache, *make_inputs())
+    for out, want in zip(outs, expected, strict=True):
+        np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_one_cache_per_device():
+    """Data parallel: a stack of independent caches, one on each device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    caches = jax.tree.map(lambda x: jnp.stack([x] * 8), kv.init(CONFIG))
+    caches = jax.device_put(caches, NamedSharding(mesh, P("data")))
+    lengths = jnp.arange(1, 25, dtype=jnp.int32).reshape(8, 3)
+
+    @jax.jit
+    def fill(caches, lengths):
+        return jax.vmap(lambda c, n: kv.allocate(c, jnp.arange(3), n)[0])(caches, lengths)
+
+    filled = fill(caches, lengths)
+    for i in range(8):
+        alone, _ = kv.allocate(kv.init(CONFIG), jnp.arange(3), lengths[i])
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], filled.control), alone.control
+        )
+
+
+def test_only_the_heads_may_be_split():
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="only the heads split"):
+        kv.init(CONFIG, sharding=NamedSharding(mesh, P("heads")))

@@ -1,0 +1,314 @@
+"""The operations under jit, scan, while_loop, vmap and export; what they cost and what they keep."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+pytestmark = pytest.mark.contract
+
+KIND = kv.FullAttention(2, 8)
+CONFIG = kv.CacheConfig([KIND] * 2, num_blocks=24, block_size=4, max_seqs=4, max_seq_len=40)
+WINDOW = kv.SlidingWindow(1, 8, window=5, num_sink_tokens=2, block_size=2, max_rollback=1)
+GROUPED = kv.CacheConfig([KIND, WINDOW], num_blocks=30, block_size=4, max_seqs=4, max_seq_len=40)
+BOTH = pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["full", "grouped"])
+
+
+def append_tokens(cache, tokens, num_new):
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1])
+    return testing.write_tokens(cache, tokens, step), step
+
+
+def script(cache):
+    """Every operation once, on states that matter to it. Returns the cache and all results."""
+    results = []
+
+    def note(pair):
+        results.append(pair[1])
+        return pair[0]
+
+    cache = note(kv.allocate(cache, [2, 0, 1], [9, 6, 1]))
+    tokens = jnp.arange(28, dtype=jnp.int32).reshape(4, 7)
+    cache = note(append_tokens(cache, tokens, jnp.array([6, 1, 7, 2])))
+    cache = note(kv.fork(cache, [2, 0], [3, 4]))
+    cache = note(append_tokens(cache, tokens[:, :1], jnp.array([1, 0, 1, 1])))
+    cache = note(kv.reorder(cache, [0, 3], [3, 2]))
+    cache = note(kv.truncate(cache, [0, 2], [7, 8]))
+    cache = note(append_tokens(cache, tokens[:, :2], jnp.array([2, 2, 0, 1])))
+    cache = note(kv.touch(cache, [1, 4]))
+    cache = note(kv.set_priority(cache, [1, 2], [5, 6]))
+    cache = note(kv.free(cache, [1, 1]))
+    results += [kv.gather(cache, 0, 1), kv.stats(cache), kv.num_blocks_needed(cache, [3, 3, 3, 3])]
+    return cache, results
+
+
+def assert_equal_bits(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@BOTH
+def test_jit_equals_eager(config):
+    eager = script(kv.init(config))
+    assert kv.check_invariants(eager[0]) == []
+    assert_equal_bits(jax.jit(script)(kv.init(config)), eager)
+
+
+@BOTH
+def test_vmap_over_independent_caches(config):
+    """Each element does something else; rare branches (copies, failures) run for some and not for others."""
+    firsts = [[3, 0, 0, 0], [9, 4, 1, 8], [0, 0, 30, 2]]
+    seconds = [[1, 0, 0, 1], [2, 2, 0, 0], [0, 0, 9, 2]]
+
+    def run(cache, first, second):
+        cache, admission = kv.allocate(cache, [0, 1, 2, 3], first)
+        cache, one = append_tokens(cache, jnp.arange(40, dtype=jnp.int32).reshape(1, 40).repeat(4, 0), first)
+        cache, freed = kv.free(cache, [3])
+        cache, forked = kv.fork(cache, [0], [3])
+        cache, two = append_tokens(cache, jnp.full((4, 9), 7, jnp.int32), second)
+        cache, truncated = kv.truncate(cache, [0, 2], [1, 29])
+        return cache, (admission, one, freed, forked, two, truncated)
+
+    caches = jax.tree.map(lambda x: jnp.stack([x] * 3), kv.init(config))
+    batched = jax.jit(jax.vmap(run))(caches, jnp.array(firsts), jnp.array(seconds))
+    single = jax.jit(run)
+    for i in range(3):
+        alone = single(kv.init(config), jnp.array(firsts[i]), jnp.array(seconds[i]))
+        assert kv.check_invariants(alone[0]) == []
+        assert_equal_bits(jax.tree.map(lambda x, i=i: x[i], batched), alone)
+
+
+def test_scan_and_while_loop_equal_single_calls():
+    start, _ = kv.allocate(kv.init(GROUPED), [0, 1, 3], [3, 0, 9])
+    tokens = jnp.arange(4 * 12, dtype=jnp.int32).reshape(12, 4, 1)
+    new = jnp.array([[1, i % 2, 1, 1] for i in range(12)], jnp.int32)
+
+    def one(cache, x):
+        cache, step = append_tokens(cache, *x)
+        return cache, step.status
+
+    step_fn = jax.jit(one)
+    expected, statuses = start, []
+    for i in range(12):
+        expected, status = step_fn(expected, (tokens[i], new[i]))
+        statuses.append(status)
+    scanned = jax.jit(lambda cache: jax.lax.scan(one, cache, (tokens, new)))(start)
+    assert_equal_bits(scanned, (expected, jnp.stack(statuses)))
+
+    def body(state):
+        i, cache = state
+        return i + 1, one(cache, (tokens[i], new[i]))[0]
+
+    looped = jax.jit(lambda c: jax.lax.while_loop(lambda s: s[1].context_len[0] < 12, body, (0, c))[1])(start)
+    assert_equal_bits(looped, expected)
+
+
+def test_nothing_recompiles_whatever_the_lengths():
+    step_fn = kv.donate(lambda cache, tokens, n: append_tokens(cache, tokens, n)[0])
+    cache = kv.init(GROUPED)
+    tokens = jnp.zeros((4, 2), jnp.int32)
+    programs = None
+    for i in range(14):
+        cache, _ = kv.allocate(cache, [i % 4, (i + 1) % 4], [i, 2 * i])
+        cache = step_fn(cache, tokens, jnp.array([2, i % 3, 1, 0]))
+        cache, _ = kv.fork(cache, [i % 4, 0], [(i + 2) % 4, 3])
+        cache, _ = kv.truncate(cache, [i % 4, 1], [i // 2, 0])
+        cache, _ = kv.reorder(cache, [0, 1], [i % 2, 0])
+        cache, _ = kv.free(cache, [(3 * i) % 4, (i + 3) % 4])
+        jitted = [
+            step_fn,
+            *(getattr(kv.cache, f"_{name}") for name in ("allocate", "fork", "truncate", "reorder", "free")),
+        ]
+        sizes = [fn._cache_size() for fn in jitted]
+        programs = programs or sizes
+        assert sizes == programs
+
+
+def test_control_operations_hand_the_pools_on_by_reference():
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [7, 3])
+    cache, _ = append_tokens(cache, jnp.ones((4, 3), jnp.int32), [3, 3, 0, 0])
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)]
+    for name, args in {
+        "allocate": ([3], [2]),
+        "fork": ([0], [2]),
+        "reorder": ([0, 1], [1, 0]),
+        "truncate": ([0], [1]),
+        "touch": ([0],),
+        "set_priority": ([0], [3]),
+        "free": ([0],),
+    }.items():
+        cache, result = getattr(kv, name)(cache, *args)
+        assert not jax.tree.leaves(result)[0].any(), name
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == pointers, name
+    cache = kv.reset(cache)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == pointers
+    assert_equal_bits(cache.control, kv.init(GROUPED).control)
+
+
+def compiled_bytes(make_cache, step_fn, num_blocks):
+    """Bytes a compiled step needs beside its donated cache, and bytes of its pools."""
+    cache = jax.eval_shape(make_cache, num_blocks) if num_blocks is None else make_cache(num_blocks)
+    memory = kv.donate(step_fn).lower(cache).compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return beside, sum(leaf.nbytes for leaf in jax.tree.leaves(cache.pools))
+
+
+def decode(cache):
+    cache, step = kv.extend(cache, jnp.ones(4, jnp.int32), max_new=1)
+    total = jnp.zeros(())
+    for layer in range(2):
+        x = jnp.full((4, 1, 1 if isinstance(cache.config.layers[layer], kv.SlidingWindow) else 2, 8), 2.0)
+        cache, out = kv.attention(cache, layer, x, x, x, step)
+        total += out.sum()
+    return cache, total, step.status
+
+
+def decode_scan(cache):
+    """The layers in a scan: the pool is carried, never sliced."""
+    cache, step = kv.extend(cache, jnp.ones(4, jnp.int32), max_new=1)
+
+    def layer_fn(carry, layer):
+        cache, x = carry
+        cache, x = kv.attention(cache, layer, x, x, x, step)
+        return (cache, x), None
+
+    (cache, x), _ = jax.lax.scan(layer_fn, (cache, jnp.ones((4, 1, 2, 8))), jnp.arange(2))
+    return cache, x, step.status
+
+
+def decode_loop(cache):
+    return jax.lax.fori_loop(0, 5, lambda i, c: decode(c)[0], cache)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "step_fn"),
+    [
+        ([KIND] * 2, decode),
+        ([KIND, WINDOW], decode),
+        ([KIND] * 2, decode_scan),
+        ([KIND, WINDOW], decode_loop),
+    ],
+    ids=["full", "grouped", "scan", "loop"],
+)
+def test_the_compiled_step_copies_no_pool_and_no_array_of_blocks(kinds, step_fn):
+    def make_cache(num_blocks):
+        scaled = [dataclasses.replace(kind, num_blocks=num_blocks) for kind in kinds]
+        return kv.init(kv.CacheConfig(scaled, block_size=4, max_seqs=4, max_seq_len=40))
+
+    (small, small_pools), (large, large_pools) = (compiled_bytes(make_cache, step_fn, n) for n in (256, 2048))
+    grown_blocks = len(set(kinds)) * (2048 - 256)
+    assert large - small < 0.01 * (large_pools - small_pools)
+    # Not even one i32 per block.
+    assert large - small < 4 * grown_blocks, (large - small) / grown_blocks
+
+
+@pytest.mark.parametrize("name", ["free", "fork", "reorder", "allocate", "truncate"])
+def test_control_operations_copy_no_array_of_blocks(name):
+    args = {
+        "free": ([0, 1],),
+        "fork": ([0, 1], [2, 3]),
+        "reorder": ([0, 1], [1, 0]),
+        "allocate": ([0, 1], [9, 30]),
+        "truncate": ([0, 1], [3, 1]),
+    }[name]
+
+    def make_cache(num_blocks):
+        return kv.init(
+            kv.CacheConfig([KIND], num_blocks=num_blocks, block_size=4, max_seqs=4, max_seq_len=40)
+        )
+
+    small, large = (
+        compiled_bytes(make_cache, lambda c: getattr(kv, name)(c, *args), n)[0] for n in (256, 2048)
+    )
+    assert large - small < 4 * (2048 - 256)
+
+
+def test_a_step_and_a_cache_survive_export():
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [5, 9])
+    tokens, num_new = jnp.arange(8, dtype=jnp.int32).reshape(4, 2), jnp.array([2, 1, 0, 0])
+    exported = jax.export.export(jax.jit(append_tokens))(cache, tokens, num_new)
+    restored = jax.export.deserialize(exported.serialize())
+    got, expected = restored.call(cache, tokens, num_new), append_tokens(cache, tokens, num_new)
+    assert isinstance(got[0], kv.Cache) and isinstance(got[1], kv.Step)
+    assert got[0].config == GROUPED and hash(got[0].config) == hash(GROUPED)
+    assert_equal_bits(got, expected)
+
+
+def test_clock_and_counters_wrap():
+    cache = kv.init(CONFIG)
+    almost = jnp.full_like(cache.control.counters, 2**32 - 1)
+    control = dataclasses.replace(cache.control, clock=jnp.uint32(2**32 - 1), counters=almost)
+    cache = dataclasses.replace(cache, control=control)
+    cache, _ = kv.allocate(cache, [0], [3])
+    assert int(cache.control.clock) == 0 and int(cache.control.last_used[0]) == 0
+    cache, _ = append_tokens(cache, jnp.ones((4, 3), jnp.int32), [3, 0, 0, 0])
+    cache, _ = kv.fork(cache, [0], [1])
+    assert cache.control.last_used.tolist() == [1, 2, 0, 0]
+    cache, _ = append_tokens(cache, jnp.ones((4, 1), jnp.int32), [1, 0, 0, 0])
+    cache, _ = kv.free(cache, [0])
+    assert cache.control.counters.tolist() == [0, 0, 0, 0]
+    assert kv.check_invariants(cache) == []
+
+
+def test_x64_changes_no_dtype():
+    plain = script(kv.init(GROUPED))
+    with jax.enable_x64(True):
+        wide = script(kv.init(GROUPED))
+    assert_equal_bits(wide, plain)
+
+
+def test_operations_are_labelled_for_profilers():
+    def every(cache):
+        cache, _ = kv.allocate(cache, [0], [3])
+        cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+        x = jnp.ones((4, 1, 2, 8))
+        cache, _ = kv.attention(cache, 0, x, x, x, step)
+        return kv.free(cache, [0])
+
+    text = jax.jit(every).lower(kv.init(CONFIG)).as_text(debug_info=True)
+    for name in ("allocate", "extend", "write", "attention", "free"):
+        assert f"kvcache.{name}" in text
+
+
+def test_a_vmapped_query_on_one_cache_is_refused():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [1])
+    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+    q = jnp.ones((5, 4, 1, 2, 8))
+    with pytest.raises(ValueError, match="vmap maps q over 5 elements and got one cache"):
+        jax.vmap(lambda q: kv.attend(cache, 0, q, step))(q)
+    with pytest.raises(ValueError, match="expected a cache per element"):
+        jax.vmap(jax.jit(lambda q: kv.attention(cache, 0, q, q, q, step)[1]))(q)
+
+
+def test_a_traced_layer_that_does_not_exist_writes_nowhere_and_reads_nan():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [1])
+    x = jnp.ones((4, 1, 2, 8))
+
+    @jax.jit
+    def attend_at(cache, layer):
+        cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+        return kv.attention(cache, layer, x, x, x, step)
+
+    for layer in (-1, 2, 2**31 - 1):
+        after, out = attend_at(cache, layer)
+        assert np.isnan(out[0]).all() and not np.asarray(out[1:]).any()
+        assert_equal_bits(after.pools, cache.pools)
+    assert not np.isnan(attend_at(cache, 1)[1]).any()
+
+
+def test_init_logs_its_sizes_and_is_silent_by_default(caplog, capfd):
+    with caplog.at_level(logging.INFO, logger="kvcache_jax"):
+        kv.init(CONFIG)
+    assert "24 blocks of 4 tokens" in caplog.text
+    logging.getLogger("kvcache_jax").setLevel(logging.NOTSET)
+    kv.init(CONFIG)
+    assert capfd.readouterr().err == ""
