@@ -106,14 +106,14 @@ def truncate(cache, i, prompt_len):
 
 OPERATIONS = (
     Operation(
-        "extend 256 rows, 16 take a block", different_lens, extend, (400, 16), {LOOP: 40, ABOVE_FLOOR: 100}
+        "extend 256 rows, 16 take a block", different_lens, extend, (100, 16), {LOOP: 40, ABOVE_FLOOR: 100}
     ),
     Operation("extend 256 rows, all take a block", half_lens, extend, (1, 1)),
-    Operation("allocate a prompt, uncached", no_lens, allocate, (120, 14), {CALL: 1000}),
+    Operation("allocate a prompt, uncached", no_lens, allocate, (60, 14), {CALL: 1000}),
     Operation("fork 64 rows", some_lens, fork, (3, 3), {CALL: 1000}),
     Operation("reorder 64 rows", some_lens, reorder, (3, 3), {CALL: 2000}),
     Operation("free 64 rows", full_lens, free, (4, 4), {CALL: 1500}),
-    Operation("truncate 64 rows by a block", some_lens, truncate, (200, 3)),
+    Operation("truncate 64 rows by a block", some_lens, truncate, (50, 3)),
 )
 
 

@@ -18,9 +18,10 @@ def num_true(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.int32)
 
 
-def rank_true(mask: jax.Array) -> jax.Array:
-    """i32 like `mask`: how many true entries come before each, in row-major order."""
-    return jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape) - mask.astype(jnp.int32)
+def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """i32[n], how many true entries of bool[n] come before each, and i32[], how many there are."""
+    up_to = jnp.cumsum(mask, dtype=jnp.int32)
+    return up_to - mask.astype(jnp.int32), up_to[-1]
 
 
 def read_first(values: jax.Array, array: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -46,14 +47,15 @@ def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
 
     Args:
       pool: Holds at least as many free blocks; the caller has checked.
-      mask: bool[...], where a block is wanted.
+      mask: bool[n], where a block is wanted.
 
     Returns:
-      The pool, and i32[...] block ids, nowhere where `mask` is false.
+      The pool, and i32[n] block ids, nowhere where `mask` is false.
     """
-    top = pool.num_free - 1 - rank_true(mask)
+    rank, num_taken = rank_true(mask)
+    top = pool.num_free - 1 - rank
     ids = jnp.where(mask, pool.free_stack.at[top].get(mode="clip"), pool.num_blocks)
-    num_free = pool.num_free - num_true(mask)
+    num_free = pool.num_free - num_taken
     return dataclasses.replace(
         pool,
         ref_count=pool.ref_count.at[ids].set(1, mode="drop"),
@@ -95,6 +97,7 @@ def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 
 def _push(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
     """Puts the masked ids, which differ, on the free stack."""
-    place = jnp.where(mask, pool.num_free + rank_true(mask), pool.num_blocks)
+    rank, num_freed = rank_true(mask)
+    place = jnp.where(mask, pool.num_free + rank, pool.num_blocks)
     free_stack = pool.free_stack.at[place].set(block_ids, mode="drop")
-    return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_true(mask))
+    return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed)

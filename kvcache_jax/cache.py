@@ -213,25 +213,25 @@ def extend(
         max_new = arguments.static_count("max_new", max_new, limit, "max_query_len")
     if num_tokens is not None:
         num_tokens = arguments.static_count("num_tokens", num_tokens, 2**31 - 1, "the largest index")
-    if seq_ids is None:
-        seq_ids = jnp.arange(cache.max_seqs, dtype=jnp.int32)
-    seq_ids = arguments.int_column("seq_ids", seq_ids)
-    num_new = arguments.int_column("num_new", num_new, seq_ids.shape[0])
+    if seq_ids is not None:
+        seq_ids = arguments.int_column("seq_ids", seq_ids)
+    num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
+    num_new = arguments.int_column("num_new", num_new, num_rows)
     if tokens is not None:
-        arguments.token_ids(tokens, *((seq_ids.shape[0], max_new) if num_tokens is None else (num_tokens,)))
+        arguments.token_ids(tokens, *((num_rows, max_new) if num_tokens is None else (num_tokens,)))
     return _extend(cache, seq_ids, num_new, max_new=max_new, num_tokens=num_tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("max_new", "num_tokens"))
 def _extend(
-    cache: Cache, seq_ids: jax.Array, num_new: jax.Array, max_new: int | None, num_tokens: int | None
+    cache: Cache, seq_ids: jax.Array | None, num_new: jax.Array, max_new: int | None, num_tokens: int | None
 ) -> tuple[Cache, Step]:
     if num_tokens is not None:
         new_tokens = packed_tokens(num_new, num_tokens)
         max_new = min(num_tokens, cache.config.query_len_limit)
     else:
         assert max_new is not None
-        new_tokens = padded_tokens(seq_ids.shape[0], max_new)
+        new_tokens = padded_tokens(num_new.shape[0], max_new)
     control, step, copies = extend_control(cache.control, seq_ids, num_new, new_tokens, max_new, cache.config)
     pools = cache.pools
     if pools:

@@ -38,7 +38,9 @@ class NewTokens:
 
     def spread(self, per_row: jax.Array, fill: int) -> jax.Array:
         """i32[tokens], each token's row's entry of `per_row i32[n]`; `fill` for padding."""
-        return per_row.at[self.row].get(mode="fill", fill_value=fill)
+        if self.is_packed:
+            return per_row.at[self.row].get(mode="fill", fill_value=fill)
+        return jnp.broadcast_to(per_row[:, None], self.shape).reshape(-1)
 
 
 def padded_tokens(num_rows: int, max_new: int) -> NewTokens:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_pool
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.demand import NewTokens, decide, demand_of, needs_block
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
@@ -17,17 +16,34 @@ from kvcache_jax.status import Status
 
 def extend_control(
     control: Control,
-    seq_ids: jax.Array,
+    seq_ids: jax.Array | None,
     num_new: jax.Array,
     tokens: NewTokens,
     max_new: int,
     config: CacheConfig,
 ) -> tuple[Control, Step, tuple[BlockCopies, ...]]:
-    """Reserves the slots; the caller carries out the copies before anything is written."""
-    status = _check(control, seq_ids, num_new, tokens, max_new, config)
-    is_row = (seq_ids >= 0) & (seq_ids < control.max_seqs)
-    seq_ids = jnp.where(is_row, seq_ids, control.max_seqs)
+    """Reserves the slots; the caller carries out the copies before anything is written.
+
+    `seq_ids` None stands for all rows, of which none is out of range or repeated.
+    """
+    id_checks = ()
+    if seq_ids is None:
+        seq_ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    else:
+        is_row = (seq_ids >= 0) & (seq_ids < control.max_seqs)
+        repeated = is_repeated(seq_ids, is_row & (num_new > 0), control.max_seqs)
+        id_checks = (*check_seq_ids(control, seq_ids), (repeated, Status.DUPLICATE_SEQ_ID))
+        seq_ids = jnp.where(is_row, seq_ids, control.max_seqs)
     context_len = control.context_len.at[seq_ids].get(mode="fill", fill_value=0)
+    is_active = control.is_active.at[seq_ids].get(mode="fill", fill_value=False)
+    ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
+    is_too_long = (num_new > max_new) | ends_outside | (num_new > config.max_seq_len - context_len)
+    status = first_failure(
+        *id_checks,
+        (num_new < 0, Status.BAD_LENGTH),
+        ((num_new > 0) & ~is_active, Status.SEQ_NOT_ACTIVE),
+        ((num_new > 0) & is_too_long, Status.TOO_LONG),
+    )
     wants = (status == Status.OK) & (num_new > 0)
     wanted_len = jnp.where(wants, num_new, 0)
     demands = [
@@ -84,29 +100,6 @@ def extend_control(
     return control, step, tuple(copies)
 
 
-def _check(
-    control: Control,
-    seq_ids: jax.Array,
-    num_new: jax.Array,
-    tokens: NewTokens,
-    max_new: int,
-    config: CacheConfig,
-) -> jax.Array:
-    """i32[n], each row's status but for the blocks."""
-    grows = num_new > 0
-    is_row = (seq_ids >= 0) & (seq_ids < control.max_seqs)
-    context_len = control.context_len.at[seq_ids].get(mode="fill", fill_value=0)
-    ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
-    return first_failure(
-        *check_seq_ids(control, seq_ids),
-        (num_new < 0, Status.BAD_LENGTH),
-        (is_repeated(seq_ids, is_row & grows, control.max_seqs), Status.DUPLICATE_SEQ_ID),
-        (grows & ~control.is_active.at[seq_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
-        (grows & ((num_new > max_new) | ends_outside), Status.TOO_LONG),
-        (grows & (num_new > config.max_seq_len - context_len), Status.TOO_LONG),
-    )
-
-
 def _drop_out_of_reach(
     pool: BlockPool, group: LayerGroup, rows: jax.Array, first_kept: jax.Array
 ) -> BlockPool:
@@ -159,11 +152,12 @@ def _take_copies(
 
     unused = jnp.full_like(tail, nowhere)
     pool, dst, _ = lax.while_loop(lambda state: state[2], take_copies, (pool, unused, copies_tail.any()))
-    place = jnp.where(copies_tail, block_pool.rank_true(copies_tail), tail.shape[0])
+    rank, num_copies = block_pool.rank_true(copies_tail)
+    place = jnp.where(copies_tail, rank, tail.shape[0])
     return pool, BlockCopies(
         src=unused.at[place].set(tail, mode="drop"),
         dst=unused.at[place].set(dst, mode="drop"),
-        num_copies=num_true(copies_tail),
+        num_copies=num_copies,
     )
 
 

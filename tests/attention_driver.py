@@ -248,15 +248,14 @@ class AttentionDriver:
 def fragment(cache, lengths=(13, 5, 9, 2, 17)):
     """Mixes the free stack: allocates and frees rows in an odd order until block ids come out permuted."""
     max_seqs = cache.config.max_seqs
-    lengths = [min(length, cache.config.max_seq_len) for length in lengths]
-    order = [3, 0, 4, 1, 2]
     for shift in range(3):
-        seq_ids = [(i + shift) % max_seqs for i in range(min(5, max_seqs))]
-        cache, admission = kv.allocate(cache, seq_ids, lengths[: len(seq_ids)])
-        started = [
-            s for s, status in zip(seq_ids, statuses(admission.status), strict=True) if status == kv.Status.OK
-        ]
-        for i in order:
+        started = []
+        for i, length in enumerate(lengths[:max_seqs]):
+            seq_id = (i + shift) % max_seqs
+            cache, admission = kv.allocate(cache, [seq_id], [min(length, cache.config.max_seq_len)])
+            if statuses(admission.status) == [kv.Status.OK]:
+                started.append(seq_id)
+        for i in (3, 0, 4, 1, 2):
             if i < len(started):
                 cache, _ = kv.free(cache, [started[(i + shift) % len(started)]])
     assert not np.asarray(cache.is_active).any()

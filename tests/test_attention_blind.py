@@ -241,13 +241,13 @@ def test_absent_sink_logits_and_very_low_ones_agree():
     driver, new_lens, cache, step, q, k, v = state_and_step(config_of(), 4)
     cache = kv.write(cache, 0, k[0], v[0], step)
     out, lse = kv.attend(cache, 0, q[0], step, return_lse=True)
-    low = np.full(4, -1e30, np.float32)
+    low = jnp.full(4, -1e30, jnp.float32)
     out_low, lse_low = kv.attend(cache, 0, q[0], step, sink_logits=low, return_lse=True)
     np.testing.assert_allclose(out_low, out, rtol=1e-6, atol=1e-6)
     real = np.arange(3)[None, :] < np.asarray(step.query_len)[:, None]
     np.testing.assert_allclose(np.asarray(lse_low)[real], np.asarray(lse)[real], rtol=1e-6, atol=1e-6)
     # One head's sink takes weight from that head only.
-    one = np.array([-1e30, 4.0, -1e30, -1e30], np.float32)
+    one = jnp.array([-1e30, 4.0, -1e30, -1e30], jnp.float32)
     out_one, lse_one = (
         np.asarray(x) for x in kv.attend(cache, 0, q[0], step, sink_logits=one, return_lse=True)
     )
@@ -278,6 +278,7 @@ def test_other_rows_and_padding_do_not_matter():
         array[5, 2:] = -1e9
         array[6] = 3.0
         array[[1, 3, 4]] = 1e20
+    q, k, v = (jnp.asarray(array) for array in (q, k, v))
     second = np.array(kv.attention(cache, 0, q, k, v, step)[1])
     assert first[[2, 5]].tobytes() == second[[2, 5]].tobytes()
     assert (second[[1, 3, 4, 6]] == 0).all() and (second[5, 2:] == 0).all() and (second[2, 1:] == 0).all()

@@ -4,6 +4,7 @@ A failed row must leave exactly the state that a skipped one leaves, bit by bit.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ VALID_ARGUMENT = {
     "set_priority": 1,
 }
 
-FAILURES = [
+FAILURES: list[Any] = [
     # Three blocks are free; with the partners' shares taken there are two.
     ("allocate", 6, 13, Status.OUT_OF_BLOCKS),
     ("allocate", 6, 24, Status.OUT_OF_BLOCKS),

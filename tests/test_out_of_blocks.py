@@ -152,8 +152,11 @@ def run_script(driver, model, held_by_others=()):
             assert driver.allocate({arguments[0]: arguments[1]}) == wanted, (operation, arguments)
         else:
             wanted = {arguments[0]: getattr(model, operation)(*arguments)}
-            call = {"fork": driver.fork, "truncate": driver.truncate}.get(operation)
-            found = driver.free(*arguments) if operation == "free" else call([arguments[0]], [arguments[1]])
+            if operation == "free":
+                found = driver.free(*arguments)
+            else:
+                call = driver.fork if operation == "fork" else driver.truncate
+                found = call([arguments[0]], [arguments[1]])
             assert found == list(wanted.values()), (operation, arguments)
         if Status.OK not in wanted.values():
             assert_same(before, leaf_bytes(driver.cache))

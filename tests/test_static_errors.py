@@ -1,5 +1,7 @@
 """What is known at trace time raises, and says what it got and what it expected."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,7 @@ def small():
     return kv.extend(cache, [1, 1, 1], max_new=2)
 
 
-def zeros(*shape, dtype=np.float32):
+def zeros(*shape, dtype=np.float32) -> Any:
     return np.zeros(shape, dtype)
 
 
@@ -85,7 +87,7 @@ def test_attention_refuses_integers(small, position):
     arrays = [zeros(*Q), zeros(*K), zeros(*K)]
     arrays[position] = arrays[position].astype(np.int32)
     with pytest.raises(STATIC_ERRORS, match=says("int32")):
-        kv.attention(cache, 0, *arrays, step)
+        kv.attention(cache, 0, arrays[0], arrays[1], arrays[2], step)
 
 
 def test_attention_refuses_bad_options(small):
@@ -210,14 +212,19 @@ def test_storage_free_caches_have_nothing_to_attend():
 
 
 LAYER = kv.FullAttention(num_kv_heads=2, head_dim=8)
-SIZES = dict(layers=[LAYER], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16)
+
+
+def small_config(**changes: Any):
+    sizes: dict[str, Any] = dict(layers=[LAYER], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16)
+    sizes.update(changes)
+    return kv.CacheConfig(**sizes)
 
 
 @pytest.mark.parametrize("field", ["num_blocks", "block_size", "max_seqs", "max_seq_len", "max_query_len"])
 @pytest.mark.parametrize("value", [0, -3])
 def test_config_refuses_sizes_below_one(field, value):
     with pytest.raises(STATIC_ERRORS, match=says(field, value)):
-        kv.CacheConfig(**(SIZES | {field: value}))
+        small_config(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -237,29 +244,26 @@ def test_config_refuses_sizes_below_one(field, value):
 def test_layer_kinds_refuse_sizes_below_one(kind, sizes):
     field, value = next(iter(sizes.items()))
     with pytest.raises(STATIC_ERRORS, match=says(field, value)):
-        kv.CacheConfig(**(SIZES | {"layers": [kind(**sizes)]}))
+        small_config(layers=[kind(**sizes)])
 
 
 def test_config_refuses_what_does_not_fit():
     with pytest.raises(STATIC_ERRORS, match="layer"):
-        kv.CacheConfig(**(SIZES | {"layers": []}))
-    block_bytes = kv.CacheConfig(**SIZES).groups[0].block_bytes
+        small_config(layers=[])
+    block_bytes = small_config().groups[0].block_bytes
     assert block_bytes == 2 * 4 * 2 * 8 * 4
-    budget = {name: size for name, size in SIZES.items() if name != "num_blocks"} | {
-        "memory_budget": block_bytes
-    }
-    assert kv.CacheConfig(**budget).groups[0].num_blocks == 1
+    assert small_config(num_blocks=None, memory_budget=block_bytes).groups[0].num_blocks == 1
     with pytest.raises(STATIC_ERRORS, match=says(block_bytes - 1, block_bytes)):
-        kv.CacheConfig(**(budget | {"memory_budget": block_bytes - 1}))
+        small_config(num_blocks=None, memory_budget=block_bytes - 1)
     with pytest.raises(STATIC_ERRORS, match=says("num_blocks", "memory_budget")):
-        kv.CacheConfig(**(SIZES | {"memory_budget": 100 * block_bytes}))
+        small_config(memory_budget=100 * block_bytes)
     with pytest.raises(STATIC_ERRORS, match=r"(?s)2147483648|2\*\*31|2\^31|2147483647|int32"):
-        kv.CacheConfig(**(SIZES | {"layers": [LAYER] * 2, "num_blocks": 2**30}))
+        small_config(layers=[LAYER] * 2, num_blocks=2**30)
     with pytest.raises(STATIC_ERRORS, match=says("int8")):
-        kv.CacheConfig(**SIZES, dtype=jnp.int8)
+        small_config(dtype=jnp.int8)
     window = kv.SlidingWindow(num_kv_heads=2, head_dim=8, window=4)
     with pytest.raises(STATIC_ERRORS, match="(?i)prefix.caching"):
-        kv.CacheConfig(**(SIZES | {"layers": [window]}), enable_prefix_caching=True)
+        small_config(layers=[window], enable_prefix_caching=True)
 
 
 def test_batched_queries_need_a_batched_cache(small):

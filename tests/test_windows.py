@@ -41,10 +41,10 @@ class WindowDriver(AttentionDriver):
     def __init__(self, config, **options):
         super().__init__(config, num_q_heads=4, width=WIDTH, **options)
 
-    def step(self, new_lens, **options):
+    def step(self, new_lens, expected=None, twice=False):
         before = {seq_id: self.length(seq_id) for seq_id in self.history}
-        result = super().step(new_lens, **options)
-        failed = options.get("expected") or {}
+        result = super().step(new_lens, expected, twice)
+        failed = expected or {}
         self.check_blocks(
             before, {seq_id for seq_id, count in new_lens.items() if count and seq_id not in failed}
         )
