@@ -2,13 +2,14 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON] [--workers N]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 27 us inside a loop and 177 us as a separate call, 141 us
-  of them above the dispatch floor; with one XLA worker 9, 78 and 46 us. As separate calls: a prompt of 8,192
-  tokens 84 us, fork of 64 rows 286, reorder 618, free of 64 rows of 256 blocks 375, truncate 300. 64 times
-  the blocks cost at most 1.10x, 1,024 times at most 2.3x. The control state is 1.06 MB.
-  Beside it (--peers): vLLM 0.33's manager 1,014 us for the same step with prefix caching off, 1,059 with it
-  on, and 39 us for the prompt (a slice of a list) with it off, 479 with it on; levanter's pager 1,392 us when
-  16 of the rows take a page and 16,880 us when all do, where `extend` takes 309.
+Answer:  a decode step's `extend` of 256 rows takes 16 us inside a loop and 159 us as a separate call, 125 of
+  them above the dispatch floor; with one XLA worker 9, 71 and 40 us. As separate calls: a prompt of 8,192
+  tokens 71 us, fork of 64 rows 281, reorder 552, free of 64 rows of 256 blocks 267, truncate 239. 64 times
+  the blocks cost at most 1.12x, 1,024 times 2.6x (one worker: 1.19x). The control state is 1.06 MB; the
+  temporaries of a decode step (2.2 MB) do not grow with the pool.
+  Beside it (--peers): vLLM 0.33's manager 1,034 us for the same step with prefix caching off, 1,055 with it
+  on; for the prompt 40 us with it off (a slice of a list), 482 with it on. Levanter's pager 1,345 us when 16
+  of the rows take a page and 16,258 us when all do, where `extend` takes 288.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
 order, `max_seq_len` 8,192. Each operation is timed as

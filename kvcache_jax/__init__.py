@@ -7,6 +7,7 @@ import logging as _logging
 
 from kvcache_jax import testing
 from kvcache_jax.attention import attend, attention
+from kvcache_jax.beam import Beam, beam_search
 from kvcache_jax.cache import (
     allocate,
     append,
@@ -33,7 +34,10 @@ from kvcache_jax.config import (
     describe,
     memory_bytes,
 )
+from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
 from kvcache_jax.picture import block_map, draw_block_map
+from kvcache_jax.sampling import SamplingParams, sampling_params
+from kvcache_jax.score import score
 from kvcache_jax.state import Admission, AttentionPlan, BlockPool, Cache, Control, Counter, KVPool, Step
 from kvcache_jax.stats import (
     Stats,
@@ -54,15 +58,21 @@ __version__ = "0.1.0"
 __all__ = [
     "Admission",
     "AttentionPlan",
+    "Beam",
     "BlockPool",
     "Cache",
     "CacheConfig",
     "Control",
     "Counter",
+    "Draft",
     "FullAttention",
+    "GenerateResult",
+    "Generation",
     "KVPool",
     "LayerGroup",
     "LayerKind",
+    "Look",
+    "SamplingParams",
     "SlidingWindow",
     "Stats",
     "Status",
@@ -73,6 +83,7 @@ __all__ = [
     "append",
     "attend",
     "attention",
+    "beam_search",
     "block_map",
     "check_invariants",
     "describe",
@@ -82,6 +93,7 @@ __all__ = [
     "fork",
     "free",
     "gather",
+    "generate",
     "idle_seq_ids",
     "init",
     "memory_bytes",
@@ -91,6 +103,8 @@ __all__ = [
     "raise_for_status",
     "reorder",
     "reset",
+    "sampling_params",
+    "score",
     "set_priority",
     "stats",
     "testing",

@@ -30,14 +30,14 @@ def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array
         raise ValueError(
             f"{name} has {values.shape[0]} rows, expected {num_rows}, as many as the call's other arguments"
         )
-    if values.shape[0] == 0:
-        raise ValueError(f"{name} is empty, expected at least one row")
     return values
 
 
 def _saturated(name: str, values: Any) -> Any:
     if not isinstance(values, jax.Array):
         values = np.asarray(values)
+    if values.size == 0:
+        raise ValueError(f"{name} is empty, expected at least one row")
     if not jnp.issubdtype(values.dtype, np.integer):
         raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
     if values.dtype == np.int32:

@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout: config.json, *.safetensors, and tokenizer.json where there is one.
 
 Reads Llama 3.x, Qwen2/2.5, Qwen3 and Mistral as they are published, and writes a model as the one of these
-families that has its options, so that other programs can open it. Whatever does not fit is a
+families that has its options, so that other programs can open it too. What does not fit is a
 `CheckpointError` that names the file, the tensor or the option; nothing is skipped, padded or guessed.
 
     decoder = checkpoint.load(folder)
@@ -9,13 +9,12 @@ families that has its options, so that other programs can open it. Whatever does
     checkpoint.save(folder, decoder, tokenizer)
 """
 
+import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -25,239 +24,244 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from models.decoder import Decoder, DecoderConfig, Llama3Scaling
+from models.config_json import CheckpointError, JsonObject, read_config, write_config
+from models.decoder import Decoder, DecoderConfig
 from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_TOKENIZER = "tokenizer.json"
+__all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save"]
 
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
+_FLOATS = ("F32", "BF16", "F16")
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded or saved as it is; the message names what is wrong with it."""
-
-
-# --- what callers use ---
+# Names in the files of what `Decoder` holds, the last part (kernel, scale, bias) left out.
+_EMBEDDING, _UNEMBEDDING = "model.embed_tokens", "lm_head"
+_OUTER = {"embedding": _EMBEDDING, "unembedding": _UNEMBEDDING, "norm": "model.norm"}
+_INNER = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 
 
 def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None) -> Decoder:
     """Reads a model.
 
     Args:
-      folder: With config.json and model.safetensors, or model.safetensors.index.json and its shards.
-      dtype: Of the computation. Default: what config.json says, or float32.
-      param_dtype: Of the parameters; the file's are converted. Default: `dtype`.
+      folder: Has config.json and model.safetensors, or model.safetensors.index.json and its shards.
+      dtype: Of the computation. Default: what config.json says, else float32.
+      param_dtype: Of the parameters, which are converted to it. Default: `dtype`.
 
     Raises:
-      CheckpointError: a file is missing, truncated or unreadable; a tensor is missing, misshapen or unknown;
-        the architecture or an option is not supported.
+      CheckpointError: a file is missing, truncated or no such file; a tensor is missing, misshapen or
+        unknown; the architecture or an option is not implemented.
     """
     folder = pathlib.Path(folder)
     config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
     abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    wanted = [(*_stored(path), leaf.shape) for path, leaf in leaves]
-    files = _tensor_files(folder)
-    with _Reader(folder) as reader:
-        _check_names(files, {name for name, _, _ in wanted}, config)
+    wanted = [(*_file_name(path), leaf.shape) for path, leaf in leaves]
+    with contextlib.ExitStack() as stack:
+        stored = _open(folder, stack)
+        _check_names(folder, stored, [name for name, _, _ in wanted], config)
         for name, is_transposed, shape in wanted:
-            reader.check(files[name], name, shape[::-1] if is_transposed else shape)
+            stored[name].check(shape[::-1] if is_transposed else shape)
         values = []
         for name, is_transposed, _ in wanted:
-            value = reader.read(files[name], name)
+            value = stored[name].read()
             values.append(jnp.asarray(value.T if is_transposed else value, config.param_dtype))
-        if config.tie_embeddings and _UNEMBEDDING in files:
-            _check_tied(reader, files)
     return jax.tree.unflatten(structure, values)
 
 
 def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer | None = None) -> None:
-    """Writes a model, bit for bit; `load` reads it back. Files of a model that is there are replaced.
+    """Writes a model bit for bit, so that `load` gives it back; replaces the one that is there.
 
     Args:
-      folder: Made if it is not there.
+      folder: Made where it is missing.
       decoder: Its options must be those of a supported family.
-      tokenizer: Written as tokenizer.json, unless its tokens are bytes; its stop tokens go into config.json.
+      tokenizer: Becomes tokenizer.json, unless tokens are bytes; its stop tokens go into config.json.
 
     Raises:
-      CheckpointError: no family has the model's options; says which do not go together.
+      CheckpointError: no family has the model's options.
     """
     folder = pathlib.Path(folder)
-    values = _to_json(decoder.config)
+    values = write_config(decoder.config)
     if tokenizer is not None and tokenizer.stop_tokens:
         values["eos_token_id"] = list(tokenizer.stop_tokens)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(decoder)
     tensors = {}
-    for path, value in leaves:
-        name, is_transposed = _stored(path)
-        # safetensors writes memory as it lies: a transposed view would be written untransposed.
-        tensors[name] = np.ascontiguousarray(np.asarray(value).T if is_transposed else np.asarray(value))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(decoder)[0]:
+        name, is_transposed = _file_name(path)
+        # safetensors writes memory as it lies: a transposed view would come back untransposed.
+        tensors[name] = np.ascontiguousarray(np.asarray(leaf).T if is_transposed else np.asarray(leaf))
     folder.mkdir(parents=True, exist_ok=True)
+    for name in (_INDEX, _TOKENIZER, "generation_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(values, indent=2) + "\n"))
     if isinstance(tokenizer, FileTokenizer):
-        _replace(folder / _TOKENIZER, tokenizer.inner.to_str().encode())
-    else:
-        (folder / _TOKENIZER).unlink(missing_ok=True)
-    _replace(folder / "config.json", json.dumps(values, indent=2).encode())
-    (folder / _INDEX).unlink(missing_ok=True)
-    _replace(folder / _WEIGHTS, safetensors.numpy.save(tensors, metadata={"format": "pt"}))
-
-
-def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The checkpoint's tokeniser; bytes if it has none.
-
-    Raises:
-      CheckpointError: tokenizer.json is unreadable or has more tokens than the model; or there is none and
-        the model has no token for every byte, or comes with another kind of tokeniser.
-    """
-    folder = pathlib.Path(folder)
-    vocab_size = load_config(folder).vocab_size
-    stop_tokens = _stop_tokens(folder)
-    if (folder / _TOKENIZER).exists():
-        try:
-            tokenizer = FileTokenizer(folder / _TOKENIZER, stop_tokens)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        if tokenizer.vocab_size > vocab_size:
-            raise CheckpointError(
-                f"{folder / _TOKENIZER} has token ids up to {tokenizer.vocab_size - 1}, expected them below the "
-                f"model's vocab_size = {vocab_size}"
-            )
-        return tokenizer
-    for name in ("tokenizer.model", "vocab.json", "tekken.json"):
-        if (folder / name).exists():
-            raise CheckpointError(f"{folder} has {name}, expected {_TOKENIZER}: convert it")
-    if vocab_size < ByteTokenizer.vocab_size:
-        raise CheckpointError(
-            f"{folder} has no {_TOKENIZER} and vocab_size = {vocab_size}, expected at least "
-            f"{ByteTokenizer.vocab_size} for a model of bytes"
-        )
-    return ByteTokenizer(stop_tokens)
+        _replace(folder / _TOKENIZER, lambda path: tokenizer.inner.save(str(path)))
+    # Other programs refuse weights whose metadata does not say "pt".
+    _replace(
+        folder / _WEIGHTS, lambda path: safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    )
 
 
 def load_config(
     folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None
 ) -> DecoderConfig:
-    """Reads config.json alone; arguments and errors as in `load`."""
-    path = pathlib.Path(folder) / "config.json"
-    config = _from_json(_Options(path, _read_json(path)), dtype)
-    return dataclasses.replace(config, param_dtype=config.dtype if param_dtype is None else param_dtype)
+    """Reads config.json alone; arguments and errors are those of `load`."""
+    return read_config(pathlib.Path(folder) / _CONFIG, dtype, param_dtype)
 
 
-# --- config.json ---
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
+    """Reads the checkpoint's tokeniser; bytes if it has none.
+
+    Raises:
+      CheckpointError: tokenizer.json is broken or has more tokens than the model; or there is none, and the
+        model has fewer tokens than there are bytes or comes with a tokeniser of another format.
+    """
+    folder = pathlib.Path(folder)
+    vocab_size, stop_tokens = load_config(folder).vocab_size, _stop_tokens(folder)
+    path = folder / _TOKENIZER
+    if path.exists():
+        try:
+            tokenizer = FileTokenizer(path, stop_tokens)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if tokenizer.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"{path} has token ids up to {tokenizer.vocab_size - 1}, "
+                f"expected them below the model's vocab_size = {vocab_size}"
+            )
+        return tokenizer
+    for name in _OTHER_TOKENIZERS:
+        if (folder / name).exists():
+            raise CheckpointError(f"{folder} has {name}, expected {_TOKENIZER}: convert it first")
+    if vocab_size < ByteTokenizer.vocab_size:
+        raise CheckpointError(
+            f"{folder} has no {_TOKENIZER} and vocab_size is {vocab_size}, "
+            f"expected at least {ByteTokenizer.vocab_size} where tokens are bytes"
+        )
+    return ByteTokenizer(stop_tokens)
+
+
+def _stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"  # where it is, it knows better: chats end with other tokens
+    for values in (JsonObject(path if path.exists() else folder / _CONFIG), JsonObject(folder / _CONFIG)):
+        stop_tokens = values.get("eos_token_id", (int, list), [])
+        stop_tokens = stop_tokens if isinstance(stop_tokens, list) else [stop_tokens]
+        if not all(type(token) is int for token in stop_tokens):
+            raise values.error("eos_token_id", "a token id or a list of them")
+        if stop_tokens:
+            return tuple(stop_tokens)
+    return ()
+
+
+# --- tensors and their files ---
+
+
+def _file_name(path: tuple[Any, ...]) -> tuple[str, bool]:
+    """Name in the files of a leaf of `Decoder`, and whether it is stored transposed, `[out, in]`."""
+    *modules, last = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value").split(".")
+    if not modules:
+        return f"{_OUTER[last]}.weight", False
+    kind = "bias" if last == "bias" else "weight"
+    if modules[0] == "layers":
+        return f"model.layers.{modules[1]}.{_INNER['.'.join(modules[2:])]}.{kind}", last == "kernel"
+    return f"{_OUTER['.'.join(modules)]}.{kind}", last == "kernel"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Family:
-    """What a `model_type` implies without saying so."""
+class _Tensor:
+    """One tensor of an open file; nothing of it is read before `read`."""
 
-    architecture: str
-    use_qkv_bias: bool = False
-    use_qk_norm: bool = False
-    windows: str = "none"  # "none", "all" layers, or "some"
-    head_dim: int | None = None  # where config.json is silent; None: hidden_size / num_attention_heads
+    name: str
+    path: pathlib.Path
+    file: Any
 
+    def check(self, shape: tuple[int, ...]) -> None:
+        stored = self.file.get_slice(self.name)
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(
+                f"{self.path}: {self.name} has shape {tuple(stored.get_shape())}, expected {shape}"
+            )
+        if stored.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"{self.path}: {self.name} has dtype {stored.get_dtype()}, "
+                f"expected one of {', '.join(_FLOATS)}"
+            )
 
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
-    "mistral": _Family("MistralForCausalLM", windows="all"),
-    "qwen2": _Family("Qwen2ForCausalLM", use_qkv_bias=True, windows="some"),
-    "qwen3": _Family("Qwen3ForCausalLM", use_qk_norm=True, windows="some", head_dim=128),
-}
-# Options that the families' published code has and this model has not: the only values it can honour.
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "quantization_config": None,
-    "use_mrope": False,
-    "partial_rotary_factor": 1.0,
-}
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
 
 
-class _Options:
-    """A JSON object whose entries are asked for with their type; errors name the file and the entry."""
+def _open(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Tensor]:
+    """Every tensor of the checkpoint by name; the files stay open as long as `stack`."""
+    if (folder / _WEIGHTS).exists():
+        return _open_file(folder / _WEIGHTS, stack)
+    if not (folder / _INDEX).exists():
+        raise CheckpointError(f"{folder} has no {_WEIGHTS} and no {_INDEX}")
+    index = JsonObject(folder / _INDEX)
+    shard_of = index.get("weight_map", dict)
+    tensors = {}
+    for shard in sorted(set(map(str, shard_of.values()))):
+        if pathlib.PurePath(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index.path} names {shard!r}, expected a safetensors file beside it")
+        if not (folder / shard).exists():
+            raise CheckpointError(f"{folder} has no {shard}, which {_INDEX} names")
+        held, listed = _open_file(folder / shard, stack), {n for n in shard_of if shard_of[n] == shard}
+        if held.keys() != listed:
+            raise CheckpointError(
+                f"{folder / shard} and {_INDEX} differ: only one of them has {_few(held.keys() ^ listed)}"
+            )
+        tensors |= held
+    return tensors
 
-    def __init__(self, path: pathlib.Path, values: Mapping[str, Any], prefix: str = ""):
-        self.path, self.values, self.prefix = path, values, prefix
 
-    def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        """The entry; `default` where it is missing or null, and an error without a default."""
-        value = self.values.get(name)
-        if value is None:
-            if default is ...:
-                raise CheckpointError(f"{self.path} has no {self.prefix}{name}")
-            return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise self.error(name, names)
-        return value
-
-    def error(self, name: str, expected: Any) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: {self.prefix}{name} is {self.values.get(name)!r}, expected {expected}"
-        )
-
-
-def _from_json(options: _Options, dtype: Any) -> DecoderConfig:
-    model_type = options.get("model_type", str)
-    family = _FAMILIES.get(model_type)
-    if family is None:
-        raise options.error("model_type", f"one of {', '.join(_FAMILIES)}")
-    if options.get("architectures", list, [family.architecture]) != [family.architecture]:
-        raise options.error("architectures", [family.architecture])
-    for name, only in _FIXED.items():
-        if options.get(name, object, only) != only:
-            raise options.error(name, f"{only!r}, the only value that is implemented")
-    if dtype is None:
-        name = "torch_dtype" if "torch_dtype" in options.values else "dtype"
-        dtype = options.get(name, str, "float32")
-        if dtype not in ("float32", "bfloat16"):
-            raise options.error(name, "float32 or bfloat16; or choose one: load(folder, dtype=...)")
-    hidden_size, num_heads = options.get("hidden_size", int), options.get("num_attention_heads", int)
-    if hidden_size % max(num_heads, 1) and options.get("head_dim", int, family.head_dim) is None:
-        raise options.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}, or head_dim")
-    rope_theta, rope_scaling = _rope(options)
+def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Tensor]:
     try:
-        return DecoderConfig(
-            vocab_size=options.get("vocab_size", int),
-            hidden_size=hidden_size,
-            mlp_size=options.get("intermediate_size", int),
-            num_layers=options.get("num_hidden_layers", int),
-            num_q_heads=num_heads,
-            num_kv_heads=options.get("num_key_value_heads", int),
-            head_dim=options.get("head_dim", int, family.head_dim or hidden_size // max(num_heads, 1)),
-            max_seq_len=options.get("max_position_embeddings", int),
-            windows=_windows(options, family),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            norm_eps=options.get("rms_norm_eps", (float, int)),
-            use_qkv_bias=family.use_qkv_bias,
-            use_qk_norm=family.use_qk_norm,
-            tie_embeddings=options.get("tie_word_embeddings", bool, False),
-            dtype=dtype,
-        )
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{options.path}: {error}") from error
+        file = stack.enter_context(safetensors.safe_open(path, framework="np"))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}"
+        ) from error
+    return {name: _Tensor(name, path, file) for name in file.keys()}
 
 
-def _rope(options: _Options) -> tuple[float, Llama3Scaling | None]:
-    """`rope_theta` and `rope_scaling`, or both in `rope_parameters` (transformers 5)."""
-    name = "rope_parameters" if options.values.get("rope_parameters") else "rope_scaling"
-    rope = _Options(options.path, options.get(name, dict, {}), f"{name}.")
-    theta = float(rope.get("rope_theta", (float, int), options.get("rope_theta", (float, int), 10_000.0)))
-    type_name = "type" if "type" in rope.values and "rope_type" not in rope.values else "rope_type"
-    rope_type = rope.get(type_name, str, "default")
-    factor_is_left_out = rope.get("partial_rotary_factor", (float, int), 1.0) == 1.0
-    if not factor_is_left_out:
-        raise rope.error("partial_rotary_factor", "1.0, the only value that is implemented")
-    if rope_type == "default" and not any(isinstance(value, dict) for value in rope.values.values()):
-        return theta, None
-    if rope_type != "llama3":
-        raise rope.error(type_name, "default or llama3, the same for all layers")
-    return theta, Llama3Scaling(
-        factor=rope.get("factor", (float, int)),
-        low_freq_factor=rope.get("low_freq_factor", (float, int)),
-        high_freq_factor=rope.get("high_freq_factor", (float, int)),
-        original_max_seq_len=rope.get("original_max_position_embeddings", int),
-    )
+def _check_names(
+    folder: pathlib.Path, stored: dict[str, _Tensor], wanted: list[str], config: DecoderConfig
+) -> None:
+    missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted)
+    if missing:
+        raise CheckpointError(f"{folder} has no tensor {_few(missing)}")
+    embedding, unembedding = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
+    if config.tie_embeddings and unembedding in unknown:
+        # Some programs write a tied matrix twice.
+        stored[unembedding].check((config.vocab_size, config.hidden_size))
+        if not np.array_equal(stored[unembedding].read(), stored[embedding].read()):
+            raise CheckpointError(
+                f"{folder}: {unembedding} differs from {embedding}, expected them equal: "
+                "tie_word_embeddings is true"
+            )
+        unknown -= {unembedding}
+    if unknown:
+        raise CheckpointError(f"{folder} has the unknown tensor {_few(unknown)}")
+
+
+def _few(names: Collection[str]) -> str:
+    shown, num_more = sorted(names)[:3], len(names) - 3
+    return ", ".join(shown) + (f" and {num_more} more" if num_more > 0 else "")
+
+
+def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
+    """Writes beside the file and then takes its place, so that an interruption leaves no half of one."""
+    part = path.with_name(f"{path.name}.part")
+    write(part)
+    os.replace(part, path)

@@ -15,7 +15,6 @@
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -39,13 +38,19 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_seq_len: int
 
+    def __post_init__(self):
+        _check_positive(self, "factor", "low_freq_factor", "original_max_seq_len")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not high > low:
+            raise ValueError(f"high_freq_factor is {high}, expected above low_freq_factor = {low}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes and options; hashable, the static part of a `Decoder`.
 
     Attributes:
-      vocab_size: Token ids are below it; others have NaN for logits.
+      vocab_size: Token ids are below it; another id turns its row's logits into NaN.
       hidden_size: Width of the residual stream.
       mlp_size: Width inside an MLP.
       num_layers: Layers.
@@ -53,7 +58,7 @@ class DecoderConfig:
       num_kv_heads: Key and value heads.
       head_dim: Width of a head, even; need not be `hidden_size / num_q_heads`.
       max_seq_len: Longest sequence that the model is meant for.
-      windows: Per layer the tokens in reach, None for all of them. Default: None everywhere.
+      windows: Per layer the tokens in reach, None for all of them; empty if it is None everywhere.
       rope_theta: Base of the rotations' wavelengths.
       rope_scaling: Llama 3.1's; None for plain rotations.
       norm_eps: Added to the mean square in every norm.
@@ -83,26 +88,22 @@ class DecoderConfig:
     param_dtype: Any = jnp.float32
 
     def __post_init__(self):
-        object.__setattr__(self, "windows", tuple(self.windows) or (None,) * self.num_layers)
+        is_windowed = any(window is not None for window in self.windows)
+        object.__setattr__(self, "windows", tuple(self.windows) if is_windowed else ())
         for name in ("dtype", "param_dtype"):
             dtype = jnp.dtype(getattr(self, name))
             if dtype not in (jnp.float32, jnp.bfloat16):
                 raise ValueError(f"{name} is {dtype}, expected float32 or bfloat16")
             object.__setattr__(self, name, dtype)
-        for name in ("vocab_size", "hidden_size", "mlp_size", "num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_q_heads is {self.num_q_heads}, "
-                f"expected a multiple of num_kv_heads = {self.num_kv_heads}"
-            )
+        _check_positive(self, "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads")
+        _check_positive(self, "num_kv_heads", "head_dim", "max_seq_len", "rope_theta")
+        heads = self.num_q_heads, self.num_kv_heads
+        if heads[0] % heads[1]:
+            raise ValueError(f"num_q_heads is {heads[0]}, expected a multiple of num_kv_heads = {heads[1]}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, expected an even number: halves are rotated")
-        if len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows has {len(self.windows)} entries, expected num_layers = {self.num_layers}"
-            )
+        if len(self.windows) not in (0, self.num_layers):
+            raise ValueError(f"windows has {len(self.windows)} entries, expected {self.num_layers} or none")
 
 
 def cache_config(config: DecoderConfig, *, max_rollback: int = 0, **sizes: Any) -> kv.CacheConfig:
@@ -118,7 +119,7 @@ def cache_config(config: DecoderConfig, *, max_rollback: int = 0, **sizes: Any) 
         kv.FullAttention(config.num_kv_heads, config.head_dim)
         if window is None
         else kv.SlidingWindow(config.num_kv_heads, config.head_dim, window=window, max_rollback=max_rollback)
-        for window in config.windows
+        for window in config.windows or (None,) * config.num_layers
     ]
     sizes = {"dtype": config.dtype, "max_seq_len": min(config.max_seq_len, 8192)} | sizes
     return kv.CacheConfig(layers, **sizes)
@@ -130,9 +131,9 @@ def forward(
     """Stores the step's tokens in the cache and predicts the token after each of them.
 
     Args:
-      decoder: A pytree: pass it through `jax.jit`, differentiate with respect to it.
-      tokens: i32[...], shaped like `step.positions`; anything where there is no token.
-      cache: Built for `cache_config(decoder.config)`; updated in place if the caller donates it.
+      decoder: The parameters, a pytree: pass it through `jax.jit`, differentiate with respect to it.
+      tokens: i32[...], shaped like `step.positions`; any id of the vocabulary where there is no token.
+      cache: Built from `cache_config(decoder.config)`; updated in place if the caller donates it.
       step: From `kv.extend`.
 
     Returns:
@@ -144,7 +145,7 @@ def forward(
 class Decoder(nnx.Module):
     """Embedding, layers, norm, logits.
 
-    Parameters have `param_dtype`; matrices are `[in, out]`, the embeddings `[vocab_size, hidden_size]`.
+    Parameters have `param_dtype`; matrices are `[in, out]`, embeddings `[vocab_size, hidden_size]`.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
@@ -229,17 +230,10 @@ class MLP(nnx.Module):
 class Linear(nnx.Module):
     """A matrix, and a bias if asked for, in the dtype of what comes in."""
 
-    # nnx.Linear keeps its initialisers in the pytree's static part: to jit and optax, two models of one config
-    # would then be of two types.
+    # nnx.Linear keeps its initialisers in the pytree's static part: two models of one config would then be of
+    # two types to jit and optax.
     def __init__(
-        self,
-        config: DecoderConfig,
-        rngs: nnx.Rngs,
-        in_size: int,
-        out_size: int,
-        *,
-        use_bias: bool = False,
-        gain: float = 1.0,
+        self, config: DecoderConfig, rngs: nnx.Rngs, in_size: int, out_size: int, gain=1.0, use_bias=False
     ):
         self.kernel = _normal(config, rngs, (in_size, out_size), gain * in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros(out_size, config.param_dtype)) if use_bias else None
@@ -284,11 +278,17 @@ def rope_frequencies(config: DecoderConfig) -> np.ndarray:
     frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     scaling = config.rope_scaling
     if scaling is not None:
-        num_waves = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # within the original context
+        num_waves = scaling.original_max_seq_len * frequencies / (2 * np.pi)  # within the original context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         share_kept = np.clip((num_waves - low) / (high - low), 0, 1)
         frequencies = frequencies * (share_kept + (1 - share_kept) / scaling.factor)
     return frequencies.astype(np.float32)
+
+
+def _check_positive(owner: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(owner, name) > 0:
+            raise ValueError(f"{name} is {getattr(owner, name)}, expected a positive number")
 
 
 def _normal(config: DecoderConfig, rngs: nnx.Rngs, shape: tuple[int, int], std: float) -> nnx.Param:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a checkpoint's own tokenizer.json, or bytes; and text as it comes, token by token."""
+"""Text to tokens and back: a checkpoint's tokenizer.json, or bytes; and text as it comes, token by token."""
 
 import os
 import pathlib
@@ -76,7 +76,8 @@ class FileTokenizer:
 class TextStream:
     """Text as its tokens come; holds back a character until its last byte is there.
 
-    What `push` and `finish` return, joined, is `tokenizer.decode` of all tokens.
+    What `push` and `finish` return, joined, is `tokenizer.decode` of all tokens. (One exception: where bytes
+    are a fallback, an invalid one spoils those before it, and they may have been shown.)
     """
 
     def __init__(self, tokenizer: Tokenizer):

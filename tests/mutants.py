@@ -80,8 +80,11 @@ def why_unfit(copy: Copy, mutations: Sequence[Mutation]) -> str | None:
     found = copy.run("-c", "import kvcache_jax; print(kvcache_jax.__file__)").stdout.strip()
     if not pathlib.Path(found).is_relative_to(copy.root):
         return f"the tests would import {found or 'nothing'}, expected the copy in {copy.root}"
-    result = copy.test(sorted({mutation.test for mutation in mutations}), "-n", str(WORKERS))
-    return None if result.returncode == 0 else f"Without any mutation:\n{result.stdout}{result.stderr}"
+    tests = sorted({mutation.test for mutation in mutations})
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as executor:
+        results = list(executor.map(copy.test, (tests[i::WORKERS] for i in range(min(WORKERS, len(tests))))))
+    texts = [result.stdout + result.stderr for result in results if result.returncode != 0]
+    return "\n".join(["Without any mutation:", *texts]) if texts else None
 
 
 def try_mutant(source: pathlib.Path, mutation: Mutation) -> tuple[bool, str]:

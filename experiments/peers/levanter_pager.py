@@ -4,8 +4,8 @@
 Command: python -m experiments.bookkeeping --peers [--peers-python PYTHON_WITH_LEVANTER]
    alone: python -m experiments.peers.levanter_pager '{"num_blocks": 65536, ...}'
 Machine: 2 virtual cores of an Intel Xeon; marin-levanter 0.2.227.dev, jax 0.12.0
-Answer:  it searches the pool anew for each page, so the pages taken make the cost: 1,392 us for a decode
-  step in which 16 of 256 rows take a page (1,200 inside a loop), 16,880 us when all take one.
+Answer:  it searches the pool anew for each page, so the pages taken make the cost: 1,345 us for a decode
+  step in which 16 of 256 rows take a page (1,172 inside a loop), 16,258 us when all take one.
 """
 
 import dataclasses

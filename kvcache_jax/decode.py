@@ -1,0 +1,416 @@
+"""Decoding for anybody's model: prompts in, tokens out, with prompts prefilled once and shared by fork.
+
+The host admits requests, collects results and streams; everything between two looks of the host is
+one compiled loop (`decode_loop`).
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax import decode_loop
+from kvcache_jax.cache import allocate, fork, free, init
+from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
+from kvcache_jax.decode_loop import DecodeState, Drafting, Forward
+from kvcache_jax.sampling import sampling_params
+from kvcache_jax.state import Cache
+from kvcache_jax.status import Status
+
+_FINISH_REASONS = {
+    decode_loop.STOPPED: "stop",
+    decode_loop.LENGTH: "length",
+    decode_loop.OUT_OF_BLOCKS: "out_of_blocks",
+}
+
+
+@dataclasses.dataclass
+class Generation:
+    """One continuation of one prompt.
+
+    Attributes:
+      prompt_id: Index of the prompt in the call.
+      sample_id: Index among the prompt's samples.
+      tokens: New tokens; the stop token, if one ended it, is the last.
+      logprobs: Log-probability of each under the model's own distribution.
+      finish_reason: "stop", "length" or "out_of_blocks".
+    """
+
+    prompt_id: int
+    sample_id: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclasses.dataclass
+class GenerateResult:
+    """What `generate` returns.
+
+    Attributes:
+      generations: One per prompt and sample, in that order.
+      cache: The cache at the end, all rows idle; its counters tell forks and copies.
+      num_steps: Calls of the model in the decode loop.
+      num_drafted: Draft tokens proposed.
+      num_accepted: Draft tokens accepted.
+      timeline: One entry per look of the host: what was then in use.
+    """
+
+    generations: list[Generation]
+    cache: Cache
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    timeline: list["Look"]
+
+
+@dataclasses.dataclass
+class Look:
+    """The cache as the host saw it between two segments.
+
+    Attributes:
+      num_steps: Decode steps so far.
+      num_blocks_used: Referenced blocks, all groups.
+      num_refs: Table entries that point at them; the difference is what sharing saves.
+      num_active_seqs: Rows that hold a sequence.
+      owners: Per group, i32[max_seqs, max_blocks_per_seq], the block table.
+    """
+
+    num_steps: int
+    num_blocks_used: int
+    num_refs: int
+    num_active_seqs: int
+    owners: list[np.ndarray]
+
+
+@dataclasses.dataclass
+class Draft:
+    """A draft model for speculative decoding.
+
+    Attributes:
+      forward: As the target's, same vocabulary.
+      params: Its parameters.
+      config: Of its cache; `max_seqs` and `max_seq_len` like the target's.
+    """
+
+    forward: Forward
+    params: Any
+    config: CacheConfig
+
+
+def generate(
+    forward: Forward,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    config: CacheConfig,
+    *,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    stop_tokens: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    detokenize: Callable[[list[int]], str] | None = None,
+    num_drafts: int = 0,
+    draft: Draft | None = None,
+    chunk_len: int = 128,
+    look_every: int | None = None,
+    on_tokens: Callable[[int, int, list[int]], None] | None = None,
+) -> GenerateResult:
+    """Continues prompts with a model that keeps its keys and values in a cache.
+
+    Requests wait until rows and blocks are free, so there may be more of them than rows. A prompt is
+    prefilled once; its samples fork from it. A row that runs out of blocks ends with what it has.
+
+    Args:
+      forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
+        function, so that compiled programs are found again.
+      params: Passed on to `forward`.
+      prompts: Token ids, each prompt at least one.
+      config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
+      max_new_tokens: Per continuation.
+      num_samples: Continuations per prompt.
+      temperature: 0 is greedy. See `SamplingParams` for this and the next three.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: 0 is off.
+      seed: Of all draws. A continuation depends on it and on its prompt and sample numbers, not on what
+        else is decoded beside it.
+      stop_tokens: Ids that end a continuation.
+      stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
+      detokenize: Tokens to text, for `stop_strings`.
+      num_drafts: Draft tokens per step: speculative decoding, by `draft` or else by n-gram lookup.
+      draft: The draft model.
+      chunk_len: Most prompt tokens of a row in one call of the model.
+      look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
+        default 8 with streaming or stop strings, otherwise no limit.
+      on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
+
+    Returns:
+      A `GenerateResult`.
+
+    Raises:
+      ValueError: for empty prompts, prompts that can never fit, bad options; names got and expected.
+    """
+    request_rows = _Requests(prompts, num_samples)
+    _check(request_rows, config, max_new_tokens, num_drafts, draft, stop_strings, detokenize, chunk_len)
+    chunk_len = min(chunk_len, config.query_len_limit)
+    is_watching = on_tokens is not None or bool(stop_strings)
+    look_every = look_every or (8 if is_watching else np.iinfo(np.int32).max)
+    drafting = Drafting(num_drafts, draft.forward if draft else None) if num_drafts else None
+    draft_params = draft.params if draft else None
+
+    stops = jnp.array(list(stop_tokens) or [-1], jnp.int32)
+    host = _Host(request_rows, config, stop_strings, detokenize, on_tokens)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    state = _empty_state(config, draft.config if draft else None, stops, options)
+    while request_rows.waiting or host.running:
+        state, admitted = _admit(state, request_rows, host, max_new_tokens, seed)
+        if admitted:
+            state = _prefill(forward, params, draft, state, host, admitted, chunk_len)
+        state = decode_loop.decode(
+            forward, params, draft_params, state, jnp.int32(look_every), drafting=drafting
+        )
+        state = host.look(state)
+    return GenerateResult(
+        generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
+        cache=state.cache,
+        num_steps=int(state.num_steps),
+        num_drafted=int(state.num_drafted),
+        num_accepted=int(state.num_accepted),
+        timeline=host.timeline,
+    )
+
+
+class _Requests:
+    """The prompts that wait, each with the number of its samples."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int):
+        self.prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        self.num_samples = num_samples
+        self.waiting = deque(range(len(self.prompts)))
+
+
+class _Host:
+    """Which row decodes what, and the results so far."""
+
+    def __init__(self, requests: _Requests, config: CacheConfig, stop_strings, detokenize, on_tokens):
+        self.requests, self.config = requests, config
+        self.stop_strings, self.detokenize, self.on_tokens = list(stop_strings), detokenize, on_tokens
+        self.running: dict[int, tuple[int, int]] = {}
+        self.num_streamed: dict[int, int] = {}
+        self.done: list[Generation] = []
+        self.timeline: list[Look] = []
+
+    def look(self, state: DecodeState) -> DecodeState:
+        """Streams what is new, collects the rows that ended and frees them."""
+        reason, length, prompt_len, history, logprobs = (
+            np.asarray(x)
+            for x in (state.reason, state.length, state.prompt_len, state.history, state.logprobs)
+        )
+        self._note(state)
+        ended = []
+        for row, (prompt_id, sample_id) in list(self.running.items()):
+            tokens = history[row, prompt_len[row] : length[row]].tolist()
+            cut = self._stop_at(tokens)
+            tokens = tokens if cut is None else tokens[:cut]
+            new = tokens[self.num_streamed[row] :]
+            if new and self.on_tokens:
+                self.on_tokens(prompt_id, sample_id, new)
+            self.num_streamed[row] += len(new)
+            if cut is None and reason[row] == decode_loop.RUNNING:
+                continue
+            why = "stop" if cut is not None else _FINISH_REASONS[int(reason[row])]
+            scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
+            self.done.append(Generation(prompt_id, sample_id, tokens, scores, why))
+            ended.append(row)
+            del self.running[row]
+        return self._free(state, ended)
+
+    def _stop_at(self, tokens: list[int]) -> int | None:
+        """Number of tokens that complete the first stop string, if any does."""
+        if not self.stop_strings or self.detokenize is None:
+            return None
+        text = self.detokenize(tokens)
+        if not any(stop in text for stop in self.stop_strings):
+            return None
+        for end in range(1, len(tokens) + 1):
+            if any(stop in self.detokenize(tokens[:end]) for stop in self.stop_strings):
+                return end
+        return None
+
+    def _free(self, state: DecodeState, rows: list[int]) -> DecodeState:
+        if not rows:
+            return state
+        ids = np.full(self.config.max_seqs, self.config.max_seqs, np.int32)
+        ids[: len(rows)] = rows
+        cache, _ = free(state.cache, ids)
+        draft_cache = state.draft_cache
+        if draft_cache is not None:
+            draft_cache, _ = free(draft_cache, ids)
+        reason = state.reason.at[ids].set(decode_loop.IDLE, mode="drop")
+        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, reason=reason)
+
+    def _note(self, state: DecodeState) -> None:
+        pools = state.cache.control.block_pools
+        tables = [np.asarray(pool.block_table) for pool in pools]
+        refs = sum(int((t < p.num_blocks).sum()) for t, p in zip(tables, pools, strict=True))
+        used = sum(p.num_blocks - int(p.num_free) for p in pools)
+        active = int(np.asarray(state.cache.is_active).sum())
+        self.timeline.append(Look(int(state.num_steps), used, refs, active, tables))
+
+
+def _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, detokenize, chunk_len) -> None:
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 1),
+        ("num_samples", requests.num_samples, 1),
+        ("num_drafts", num_drafts, 0),
+        ("chunk_len", chunk_len, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}, expected at least {least}")
+    if requests.num_samples > config.max_seqs:
+        raise ValueError(
+            f"num_samples is {requests.num_samples}, expected at most max_seqs = {config.max_seqs}"
+        )
+    for i, prompt in enumerate(requests.prompts):
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"prompt {i} has shape {prompt.shape}, expected at least one token id")
+        if len(prompt) >= config.max_seq_len:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, expected fewer than max_seq_len = {config.max_seq_len}"
+            )
+        for group in config.groups:
+            need = min(ceil_div(len(prompt), group.block_size), group.max_held_blocks)
+            if need > group.num_blocks:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens and needs {need} blocks, "
+                    f"expected at most num_blocks = {group.num_blocks}; raise num_blocks"
+                )
+    if stop_strings and detokenize is None:
+        raise ValueError("stop_strings are given without detokenize, expected a function from tokens to text")
+    if draft is not None and not num_drafts:
+        raise ValueError("draft is given with num_drafts = 0, expected at least 1")
+    if num_drafts >= config.query_len_limit:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
+        )
+    configs = [config, *([draft.config] if draft else [])]
+    for kind in (kind for c in configs for kind in c.layers):
+        if isinstance(kind, SlidingWindow) and kind.max_rollback < num_drafts:
+            raise ValueError(
+                f"a window layer has max_rollback = {kind.max_rollback}, "
+                f"expected at least num_drafts = {num_drafts} for speculative decoding"
+            )
+    if draft and (draft.config.max_seqs, draft.config.max_seq_len) != (config.max_seqs, config.max_seq_len):
+        raise ValueError(
+            f"the draft's cache has {draft.config.max_seqs} rows of {draft.config.max_seq_len} tokens, "
+            f"expected {config.max_seqs} of {config.max_seq_len} like the target's"
+        )
+
+
+def _empty_state(config: CacheConfig, draft_config: CacheConfig | None, stops, options) -> DecodeState:
+    rows, width = config.max_seqs, config.max_seq_len
+    return DecodeState(
+        cache=init(config),
+        draft_cache=init(draft_config) if draft_config else None,
+        history=jnp.zeros((rows, width), jnp.int32),
+        prompt_len=jnp.zeros(rows, jnp.int32),
+        length=jnp.zeros(rows, jnp.int32),
+        max_len=jnp.zeros(rows, jnp.int32),
+        logprobs=jnp.zeros((rows, width), jnp.float32),
+        reason=jnp.full(rows, decode_loop.IDLE, jnp.int32),
+        sampling=sampling_params(rows, **options),
+        stop_tokens=stops,
+        num_steps=jnp.int32(0),
+        num_drafted=jnp.int32(0),
+        num_accepted=jnp.int32(0),
+    )
+
+
+def _admit(
+    state: DecodeState, requests: _Requests, host: _Host, max_new_tokens: int, seed: int
+) -> tuple[DecodeState, dict[int, list[int]]]:
+    """Starts rows for prompts that wait, first come first served; {first row: rows of all samples}."""
+    admitted: dict[int, list[int]] = {}
+    cache = state.cache
+    idle = [row for row in range(host.config.max_seqs) if row not in host.running]
+    history, seeds = np.array(state.history), np.array(state.sampling.seed)
+    prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
+    while requests.waiting and len(idle) >= requests.num_samples:
+        prompt_id = requests.waiting[0]
+        prompt = requests.prompts[prompt_id]
+        cache, admission = allocate(cache, [idle[0]], [len(prompt)])
+        if int(admission.status[0]) != Status.OK:
+            break
+        requests.waiting.popleft()
+        rows, idle = idle[: requests.num_samples], idle[requests.num_samples :]
+        admitted[rows[0]] = rows
+        for sample_id, row in enumerate(rows):
+            host.running[row], host.num_streamed[row] = (prompt_id, sample_id), 0
+            history[row, : len(prompt)] = prompt
+            prompt_len[row] = len(prompt)
+            max_len[row] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
+            seeds[row] = np.random.SeedSequence([seed, prompt_id, sample_id]).generate_state(1)[0]
+    if not admitted:
+        return dataclasses.replace(state, cache=cache), {}
+    started = [row for rows in admitted.values() for row in rows]
+    length = np.array(state.length)
+    length[started] = prompt_len[started]
+    return dataclasses.replace(
+        state,
+        cache=cache,
+        history=jnp.asarray(history),
+        prompt_len=jnp.asarray(prompt_len),
+        length=jnp.asarray(length),
+        max_len=jnp.asarray(max_len),
+        sampling=dataclasses.replace(state.sampling, seed=jnp.asarray(seeds)),
+    ), admitted
+
+
+def _prefill(
+    forward: Forward,
+    params: Any,
+    draft: Draft | None,
+    state: DecodeState,
+    host: _Host,
+    admitted: dict[int, list[int]],
+    chunk_len: int,
+) -> DecodeState:
+    """Computes the admitted prompts, forks their samples and draws the first tokens."""
+    max_seqs = host.config.max_seqs
+    firsts = np.zeros(max_seqs, bool)
+    firsts[list(admitted)] = True
+    lengths = jnp.where(firsts, state.prompt_len, 0)
+    cache, logits, failed = decode_loop.prefill(
+        forward, params, state.cache, state.history, lengths, chunk_len=chunk_len
+    )
+    draft_cache = state.draft_cache
+    if draft is not None and draft_cache is not None:
+        # A prompt that the draft's cache has no room for is decoded without drafts.
+        ids = np.where(firsts, np.arange(max_seqs), max_seqs)
+        draft_cache, admission = allocate(draft_cache, ids, np.asarray(state.prompt_len))
+        lengths = jnp.where(admission.status == Status.OK, state.prompt_len, 0)
+        draft_chunk = min(chunk_len, draft.config.query_len_limit)
+        draft_cache, _, _ = decode_loop.prefill(
+            draft.forward, draft.params, draft_cache, state.history, lengths, chunk_len=draft_chunk
+        )
+    source = np.arange(max_seqs)
+    src_ids, dst_ids = np.full(max_seqs, max_seqs), np.full(max_seqs, max_seqs)
+    forks = [(first, row) for first, rows in admitted.items() for row in rows[1:]]
+    for i, (first, row) in enumerate(forks):
+        src_ids[i], dst_ids[i], source[row] = first, row, first
+    if forks:
+        cache, _ = fork(cache, src_ids, dst_ids)
+        if draft_cache is not None:
+            draft_cache, _ = fork(draft_cache, src_ids, dst_ids)
+    started = np.zeros(max_seqs, bool)
+    started[[row for rows in admitted.values() for row in rows]] = True
+    state = dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
+    return decode_loop.begin(state, logits[source], jnp.asarray(started), failed[source])

@@ -1,0 +1,328 @@
+"""The device side of decoding, for anybody's model: prefill in chunks, then decode in one while loop.
+
+A model is `forward(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`, the same
+function for prefill, chunks and decode. All rows of the cache take part in every call; idle rows have
+no new tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.cache import extend, truncate
+from kvcache_jax.pytree import pytree_dataclass
+from kvcache_jax.sampling import (
+    SamplingParams,
+    accept_drafts,
+    filtered_logprobs,
+    ngram_drafts,
+    row_keys,
+    sample,
+)
+from kvcache_jax.state import Cache, Step
+from kvcache_jax.stats import num_available_blocks, num_blocks_needed
+from kvcache_jax.status import Status
+
+Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+
+RUNNING, STOPPED, LENGTH, OUT_OF_BLOCKS, IDLE = range(5)
+"""Why a row is not running, or that it is."""
+
+
+@pytree_dataclass()
+class DecodeState:
+    """Everything that decoding carries from step to step.
+
+    Attributes:
+      cache: The target model's.
+      draft_cache: The draft model's; None without one.
+      history: i32[max_seqs, max_seq_len], each row's prompt and what was generated.
+      prompt_len: i32[max_seqs].
+      length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
+      max_len: i32[max_seqs], length at which the row ends.
+      logprobs: f32[max_seqs, max_seq_len], of each generated token, under the model's own distribution.
+      reason: i32[max_seqs], RUNNING, STOPPED, LENGTH, OUT_OF_BLOCKS or IDLE.
+      sampling: SamplingParams of each row.
+      stop_tokens: i32[any], ids that end a row; -1 for none.
+      num_steps: i32[], model calls of the decode loop.
+      num_drafted: i32[], draft tokens proposed.
+      num_accepted: i32[], draft tokens that the model accepted.
+    """
+
+    cache: Cache
+    draft_cache: Cache | None
+    history: jax.Array
+    prompt_len: jax.Array
+    length: jax.Array
+    max_len: jax.Array
+    logprobs: jax.Array
+    reason: jax.Array
+    sampling: SamplingParams
+    stop_tokens: jax.Array
+    num_steps: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Where draft tokens come from (static).
+
+    Attributes:
+      num_drafts: Proposed per step.
+      forward: The draft model's; None looks up n-grams in the row's own history.
+      ngram: Longest n-gram to look up.
+    """
+
+    num_drafts: int
+    forward: Forward | None = None
+    ngram: int = 3
+
+
+class Drafts(NamedTuple):
+    """Proposals for one step: tokens i32[n, D], how many there are i32[n], their log-probabilities or None."""
+
+    tokens: jax.Array
+    num_drafts: jax.Array
+    logprobs: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
+def prefill(
+    forward: Forward,
+    params: Any,
+    cache: Cache,
+    prompts: jax.Array,
+    prompt_len: jax.Array,
+    *,
+    chunk_len: int,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Feeds every row from its `context_len` to its `prompt_len`, `chunk_len` tokens at a time.
+
+    Args:
+      forward: The model (static).
+      params: Its parameters.
+      cache: Donated.
+      prompts: i32[max_seqs, max_seq_len].
+      prompt_len: i32[max_seqs]; rows that are already there do not take part.
+      chunk_len: Most tokens of a row in one call.
+
+    Returns:
+      The cache; logits f32[max_seqs, vocab] of each row's last prompt token, 0 for the others; and
+      bool[max_seqs], rows that ran out of blocks.
+    """
+
+    def feed(state):
+        cache, last_logits, failed = state
+        left = jnp.where(failed, 0, prompt_len - cache.context_len)
+        num_new = jnp.clip(left, 0, chunk_len)
+        at = cache.context_len[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
+        tokens = jnp.take_along_axis(prompts, jnp.minimum(at, prompts.shape[1] - 1), axis=1)
+        cache, step = extend(cache, num_new, max_new=chunk_len, tokens=tokens)
+        logits, cache = forward(params, tokens, cache, step)
+        is_last = (step.query_len > 0) & (step.context_len == prompt_len)
+        last = jnp.maximum(step.query_len - 1, 0)
+        ends = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
+        last_logits = jnp.where(is_last[:, None], ends, last_logits)
+        return cache, last_logits, failed | (step.status != Status.OK)
+
+    def is_left(state):
+        cache, _, failed = state
+        return (~failed & (cache.context_len < prompt_len)).any()
+
+    last_logits = jnp.zeros((cache.max_seqs, vocab_size(forward, params, cache)), jnp.float32)
+    return lax.while_loop(is_left, feed, (cache, last_logits, jnp.zeros_like(prompt_len, bool)))
+
+
+def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
+    """Width of the model's logits."""
+
+    def one_token(params: Any, cache: Cache) -> jax.Array:
+        zeros = jnp.zeros(cache.max_seqs, jnp.int32)
+        cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
+        return forward(params, zeros[:, None], cache, step)[0]
+
+    return jax.eval_shape(one_token, params, cache).shape[-1]
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def begin(state: DecodeState, logits: jax.Array, rows: jax.Array, failed: jax.Array) -> DecodeState:
+    """Draws the first token of each row in `rows` (bool[max_seqs]) from its prompt's last logits."""
+    token, logprob = sample(logits, state.sampling, state.length)
+    reason = jnp.where(rows, jnp.where(failed, OUT_OF_BLOCKS, RUNNING), state.reason)
+    state = dataclasses.replace(state, reason=reason.astype(jnp.int32))
+    emitted = jnp.where(rows & ~failed, 1, 0)
+    return _emit(state, token[:, None], logprob[:, None], emitted)
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "drafting"), donate_argnames="state")
+def decode(
+    forward: Forward,
+    params: Any,
+    draft_params: Any,
+    state: DecodeState,
+    max_steps: jax.Array,
+    *,
+    drafting: Drafting | None,
+) -> DecodeState:
+    """Decodes until a row ends, so that its blocks can go to others, or for `max_steps` steps.
+
+    Args:
+      forward: The model (static).
+      params: Its parameters.
+      draft_params: The draft model's, or None.
+      state: Donated.
+      max_steps: i32[].
+      drafting: Speculative decoding, or None (static).
+    """
+    was_running = state.reason == RUNNING
+    first_step = state.num_steps
+
+    def goes_on(state: DecodeState) -> jax.Array:
+        has_ended = was_running & (state.reason != RUNNING)
+        return was_running.any() & ~has_ended.any() & (state.num_steps - first_step < max_steps)
+
+    def body(state: DecodeState) -> DecodeState:
+        if drafting is None:
+            return _decode_one(forward, params, state)
+        return _decode_drafted(forward, params, draft_params, state, drafting)
+
+    return lax.while_loop(goes_on, body, state)
+
+
+def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeState:
+    """One token for every running row."""
+    tokens = _last_token(state)[:, None]
+    num_new = (state.reason == RUNNING).astype(jnp.int32)
+    cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
+    logits, cache = forward(params, tokens, cache, step)
+    token, logprob = sample(logits[:, 0].astype(jnp.float32), state.sampling, state.length)
+    state = _end_failed(dataclasses.replace(state, cache=cache, num_steps=state.num_steps + 1), step.status)
+    return _emit(state, token[:, None], logprob[:, None], step.query_len)
+
+
+def _decode_drafted(
+    forward: Forward, params: Any, draft_params: Any, state: DecodeState, drafting: Drafting
+) -> DecodeState:
+    """One call of the model on the last token and its drafts; keeps the accepted ones and one more.
+
+    References:
+      Fast Inference from Transformers via Speculative Decoding (Leviathan et al.; arXiv:2211.17192).
+      Prompt Lookup Decoding (Saxena, 2023) for drafts from the row's own history.
+    """
+    running = state.reason == RUNNING
+    num_new = jnp.where(running, 1 + drafting.num_drafts, 0)
+    # Drafts never cost a row its next token: where they do not fit, nobody drafts in this step.
+    has_room = (state.cache.context_len + num_new <= state.cache.config.max_seq_len).all()
+    for group in range(len(state.cache.config.groups)):
+        needed = num_blocks_needed(state.cache, num_new, group=group)
+        has_room &= jnp.sum(needed, dtype=jnp.int32) <= num_available_blocks(state.cache, group=group)
+    state, drafts = _draft(draft_params, state, drafting)
+    count = jnp.where(running & has_room, jnp.minimum(drafts.num_drafts, state.max_len - state.length - 1), 0)
+    count = jnp.maximum(count, 0)
+
+    tokens = jnp.concatenate([_last_token(state)[:, None], drafts.tokens], axis=1)
+    before = state.cache.context_len
+    num_new = jnp.where(running, 1 + count, 0)
+    cache, step = extend(state.cache, num_new, max_new=1 + drafting.num_drafts, tokens=tokens)
+    logits, cache = forward(params, tokens, cache, step)
+    logits = logits.astype(jnp.float32)
+
+    num_rows, width, _ = logits.shape
+    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), state.sampling)
+    target = filtered_logprobs(logits.reshape(num_rows * width, -1), wide).reshape(logits.shape)
+    keys = row_keys(state.sampling, state.length)
+    num_accepted, next_token = accept_drafts(target, drafts.tokens, count, drafts.logprobs, keys)
+    emitted = jnp.concatenate([drafts.tokens, jnp.zeros_like(next_token)[:, None]], axis=1)
+    emitted = emitted.at[jnp.arange(num_rows, dtype=jnp.int32), num_accepted].set(next_token)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
+
+    # The cache holds the last token and the accepted drafts; the newly drawn token is fed next time.
+    grew = step.query_len > 0
+    ids = jnp.arange(num_rows, dtype=jnp.int32)
+    rows = jnp.where(grew, ids, num_rows)
+    cache, _ = truncate(cache, rows, before + 1 + num_accepted)
+    draft_cache = state.draft_cache
+    if draft_cache is not None:
+        draft_len = jnp.minimum(draft_cache.context_len, before + 1 + num_accepted)
+        draft_cache, _ = truncate(draft_cache, jnp.where(draft_cache.is_active, ids, num_rows), draft_len)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        draft_cache=draft_cache,
+        num_steps=state.num_steps + 1,
+        num_drafted=state.num_drafted + jnp.sum(jnp.where(grew, count, 0), dtype=jnp.int32),
+        num_accepted=state.num_accepted + jnp.sum(jnp.where(grew, num_accepted, 0), dtype=jnp.int32),
+    )
+    return _emit(_end_failed(state, step.status), emitted, logprobs, jnp.where(grew, 1 + num_accepted, 0))
+
+
+def _draft(draft_params: Any, state: DecodeState, drafting: Drafting) -> tuple[DecodeState, Drafts]:
+    """Proposes the tokens that follow each row's history."""
+    if drafting.forward is None:
+        tokens, count = ngram_drafts(state.history, state.length, drafting.num_drafts, drafting.ngram)
+        return state, Drafts(tokens, count, None)
+    forward, cache = drafting.forward, state.draft_cache
+    assert cache is not None
+    is_drafting = (state.reason == RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
+
+    def propose(carry, i):
+        cache, token, is_drafting = carry
+        cache, step = extend(cache, is_drafting.astype(jnp.int32), max_new=1, tokens=token[:, None])
+        logits, cache = forward(draft_params, token[:, None], cache, step)
+        logits = logits[:, 0].astype(jnp.float32)
+        logprobs = filtered_logprobs(logits, state.sampling)
+        # A stream of its own: the target's accept test must not share the draft's randomness.
+        keys = jax.vmap(jax.random.fold_in)(
+            row_keys(state.sampling, state.length + i), jnp.full_like(token, 1)
+        )
+        token = jax.vmap(jax.random.categorical)(keys, logprobs).astype(jnp.int32)
+        is_drafting &= step.query_len > 0
+        return (cache, token, is_drafting), (token, logprobs, is_drafting)
+
+    # One step more than drafts: it feeds the last draft, so that the draft's cache never lags behind.
+    steps = jnp.arange(drafting.num_drafts + 1, dtype=jnp.int32)
+    (cache, _, _), (tokens, logprobs, proposed) = lax.scan(
+        propose, (cache, _last_token(state), is_drafting), steps
+    )
+    num_proposed = jnp.sum(proposed[:-1], axis=0, dtype=jnp.int32)
+    drafts = Drafts(tokens[:-1].T, num_proposed, jnp.moveaxis(logprobs[:-1], 0, 1))
+    return dataclasses.replace(state, draft_cache=cache), drafts
+
+
+def _last_token(state: DecodeState) -> jax.Array:
+    return jnp.take_along_axis(state.history, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
+
+
+def _end_failed(state: DecodeState, status: jax.Array) -> DecodeState:
+    """Ends running rows that `extend` could not grow."""
+    failed = (state.reason == RUNNING) & (status != Status.OK)
+    why = jnp.where(status == Status.TOO_LONG, LENGTH, OUT_OF_BLOCKS)
+    return dataclasses.replace(state, reason=jnp.where(failed, why, state.reason).astype(jnp.int32))
+
+
+def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens: jax.Array) -> DecodeState:
+    """Appends `num_tokens i32[n]` of `tokens [n, T]` to the rows, up to a stop token or `max_len`."""
+    order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    num_tokens = jnp.minimum(num_tokens, state.max_len - state.length)
+    is_stop = (tokens[..., None] == state.stop_tokens).any(axis=-1) & (order < num_tokens[:, None])
+    stops = is_stop.any(axis=1)
+    num_tokens = jnp.where(stops, jnp.argmax(is_stop, axis=1).astype(jnp.int32) + 1, num_tokens)
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    nowhere = state.history.shape[1]
+    at = jnp.where(order < num_tokens[:, None], state.length[:, None] + order, nowhere)
+    length = state.length + jnp.maximum(num_tokens, 0)
+    ends = jnp.where(stops, STOPPED, jnp.where(length >= state.max_len, LENGTH, RUNNING))
+    grows = num_tokens > 0
+    return dataclasses.replace(
+        state,
+        history=state.history.at[rows, at].set(tokens, mode="drop"),
+        logprobs=state.logprobs.at[rows, at].set(logprobs, mode="drop"),
+        length=length,
+        reason=jnp.where(grows & (state.reason == RUNNING), ends, state.reason).astype(jnp.int32),
+    )

@@ -1,0 +1,125 @@
+"""Log-probabilities of continuations that share a context: the context is computed once and forked."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvcache_jax.cache import allocate, extend, fork, free, init
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_loop import Forward, prefill
+from kvcache_jax.state import Cache
+from kvcache_jax.status import Status, raise_for_status
+
+
+def score(
+    forward: Forward,
+    params: Any,
+    context: Sequence[int],
+    continuations: Sequence[Sequence[int]],
+    config: CacheConfig,
+    *,
+    chunk_len: int = 128,
+) -> list[np.ndarray]:
+    """How likely a model finds each continuation of one context, token by token.
+
+    Args:
+      forward: As in `generate`.
+      params: Passed on to `forward`.
+      context: Token ids, at least one.
+      continuations: Token ids of each; an empty one scores as an empty array.
+      config: Of the cache. There may be more continuations than rows; they take turns.
+      chunk_len: Most tokens of a row in one call of the model.
+
+    Returns:
+      f32[len(continuation)] log-probabilities, per continuation.
+
+    Raises:
+      ValueError: nothing to condition on, or a continuation too long for a row.
+      StatusError: the cache has too few blocks for a continuation alone.
+    """
+    if not len(context):
+        raise ValueError("context is empty, expected at least one token id")
+    if config.max_seqs < 2:
+        raise ValueError(
+            f"max_seqs is {config.max_seqs}, expected at least 2: the context and a continuation"
+        )
+    longest = len(context) + max((len(tokens) for tokens in continuations), default=0)
+    if longest > config.max_seq_len:
+        raise ValueError(
+            f"context and continuation have {longest} tokens, expected at most max_seq_len = {config.max_seq_len}"
+        )
+    chunk_len = min(chunk_len, config.query_len_limit)
+    # All but the context's last token: feeding that one gives the first continuation token its logits.
+    shared_len = len(context) - 1
+    history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
+    history[:, : len(context)] = context
+    cache, admission = allocate(init(config), [0], [shared_len])
+    raise_for_status(admission.status, "allocating the context")
+    prompt_len = np.zeros(config.max_seqs, np.int32)
+    prompt_len[0] = shared_len
+    cache, _, failed = prefill(forward, params, cache, history, prompt_len, chunk_len=chunk_len)
+    raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the context")
+
+    results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(continuations))}
+    waiting = [i for i in range(len(continuations)) if len(continuations[i])]
+    wave_len = config.max_seqs - 1
+    while waiting:
+        wave = waiting[:wave_len]
+        rows = np.arange(1, len(wave) + 1)
+        length = np.zeros(config.max_seqs, np.int32)
+        for row, i in zip(rows, wave, strict=True):
+            tokens = continuations[i]
+            history[row, len(context) : len(context) + len(tokens)] = tokens
+            length[row] = len(context) + len(tokens)
+        ids = np.full(wave_len, config.max_seqs)
+        ids[: len(wave)] = rows
+        cache, _ = fork(cache, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
+        cache, logprobs, failed = _score_rows(forward, params, cache, history, length, chunk_len=chunk_len)
+        cache, _ = free(cache, ids)
+        logprobs, failed = np.asarray(logprobs), np.asarray(failed)
+        if failed[rows].all():
+            raise_for_status([Status.OUT_OF_BLOCKS], f"scoring continuation {wave[0]}")
+        if failed.any():
+            # Fewer at a time leave each other more blocks.
+            wave_len = max(1, len(wave) // 2)
+        for row, i in zip(rows, wave, strict=True):
+            if not failed[row]:
+                results[i] = logprobs[row, len(context) : length[row]]
+                waiting.remove(i)
+    return [results[i] for i in range(len(continuations))]
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
+def _score_rows(
+    forward: Forward, params: Any, cache: Cache, history: jax.Array, length: jax.Array, *, chunk_len: int
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Feeds rows up to `length - 1`; f32[max_seqs, max_seq_len] log-probability of each token fed after."""
+    rows = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
+    nowhere = history.shape[1]
+
+    def feed(state):
+        cache, logprobs, failed = state
+        num_new = jnp.where(failed, 0, jnp.clip(length - 1 - cache.context_len, 0, chunk_len))
+        at = cache.context_len[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
+        tokens = jnp.take_along_axis(history, jnp.minimum(at, nowhere - 1), axis=1)
+        targets = jnp.take_along_axis(history, jnp.minimum(at + 1, nowhere - 1), axis=1)
+        cache, step = extend(cache, num_new, max_new=chunk_len, tokens=tokens)
+        logits, cache = forward(params, tokens, cache, step)
+        all_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
+        is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
+        logprobs = logprobs.at[rows, jnp.where(is_fed, at + 1, nowhere)].set(found, mode="drop")
+        return cache, logprobs, failed | (step.status != Status.OK)
+
+    def is_left(state):
+        cache, _, failed = state
+        return (~failed & (cache.context_len < length - 1)).any()
+
+    return lax.while_loop(
+        is_left, feed, (cache, jnp.zeros(history.shape, jnp.float32), jnp.zeros_like(length, bool))
+    )

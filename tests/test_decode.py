@@ -1,0 +1,326 @@
+"""generate, score and beam_search against the same model without a cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import VOCAB, config, dense_logits, forward, make_params
+
+import kvcache_jax as kv
+from kvcache_jax import decode_loop
+
+PARAMS = make_params()
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6], [15, 0, 15, 0, 15]]
+LENGTH = 48
+
+
+@functools.cache
+def dense_fn():
+    return jax.jit(dense_logits)
+
+
+def next_logits(tokens, params=PARAMS):
+    """Logits after `tokens`; padding behind them changes nothing in a causal model."""
+    padded = np.zeros(LENGTH, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(dense_fn()(params, padded))[len(tokens) - 1]
+
+
+def logprobs_of(tokens):
+    logits = next_logits(tokens)
+    return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+
+def greedy(prompt, num_new):
+    tokens, scores = list(prompt), []
+    for _ in range(num_new):
+        logprobs = logprobs_of(tokens)
+        tokens.append(int(logprobs.argmax()))
+        scores.append(float(logprobs.max()))
+    return tokens[len(prompt) :], scores
+
+
+def generate(prompts=PROMPTS, sizes=None, **options):
+    return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **{"max_new_tokens": 9, **options})
+
+
+def check_idle(result):
+    assert kv.check_invariants(result.cache) == []
+    assert not np.asarray(result.cache.is_active).any()
+    assert all(int(pool.num_free) == pool.num_blocks for pool in result.cache.control.block_pools)
+
+
+@pytest.mark.parametrize("chunk_len", [3, 128])
+def test_greedy_equals_the_model_without_a_cache(chunk_len):
+    """Five prompts on four rows: one waits."""
+    result = generate(chunk_len=chunk_len)
+    for i, prompt in enumerate(PROMPTS):
+        tokens, scores = greedy(prompt, 9)
+        got = result.generations[i]
+        assert (got.prompt_id, got.sample_id, got.finish_reason) == (i, 0, "length")
+        assert got.tokens == tokens
+        np.testing.assert_allclose(got.logprobs, scores, atol=1e-4)
+    check_idle(result)
+
+
+def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
+    options = dict(num_samples=3, temperature=1.3, top_k=9, seed=5)
+    alone = generate([PROMPTS[2]], **options)
+    beside = generate([PROMPTS[2], PROMPTS[0]], **options)
+    samples = [g.tokens for g in alone.generations]
+    assert len({tuple(tokens) for tokens in samples}) == 3
+    assert [g.tokens for g in beside.generations[:3]] == samples
+    assert [g.tokens for g in generate([PROMPTS[2]], **{**options, "seed": 6}).generations] != samples
+    figures = kv.stats(alone.cache)
+    assert (int(figures.num_allocations), int(figures.num_forks)) == (1, 2)
+    # 11 tokens in blocks of 4: the tail is copied for all but the last writer.
+    assert int(figures.num_copies) == 2
+    for generation in alone.generations:
+        prefix = list(PROMPTS[2])
+        for token, logprob in zip(generation.tokens, generation.logprobs, strict=True):
+            logprobs = logprobs_of(prefix)
+            assert (logprobs > logprobs[token]).sum() < 9
+            np.testing.assert_allclose(logprob, logprobs[token], atol=1e-4)
+            prefix.append(token)
+    check_idle(beside)
+
+
+def test_stop_tokens_end_a_row_and_free_it_for_the_next():
+    plain = {i: greedy(prompt, 9)[0] for i, prompt in enumerate(PROMPTS)}
+    # A token that some of the rows draw and some do not.
+    stops = [next(t for t in range(VOCAB) if 0 < sum(t in tokens for tokens in plain.values()) < len(plain))]
+    result = generate(stop_tokens=stops)
+    for i, generation in enumerate(result.generations):
+        hits = [k for k, token in enumerate(plain[i]) if token in stops]
+        expected = plain[i][: hits[0] + 1] if hits else plain[i]
+        assert generation.tokens == expected
+        assert generation.finish_reason == ("stop" if hits else "length")
+    assert {g.finish_reason for g in result.generations} == {"stop", "length"}
+    check_idle(result)
+
+
+def test_stop_strings_cut_at_the_token_that_completes_them():
+    plain, _ = greedy(PROMPTS[0], 9)
+    detokenize = lambda tokens: "".join(f"<{token}>" for token in tokens)  # noqa: E731
+    stop = f"{plain[4]}><{plain[5]}"
+    streamed = []
+    result = generate(
+        stop_strings=[stop],
+        detokenize=detokenize,
+        look_every=4,
+        on_tokens=lambda prompt_id, sample_id, tokens: streamed.append((prompt_id, sample_id, tokens)),
+    )
+    assert stop in detokenize(plain[:6]) and stop not in detokenize(plain[:5])
+    assert result.generations[0].tokens == plain[:6]
+    assert result.generations[0].finish_reason == "stop"
+    for generation in result.generations:
+        pieces = [tokens for prompt_id, _, tokens in streamed if prompt_id == generation.prompt_id]
+        assert sum(pieces, []) == generation.tokens
+    assert len(streamed) > len(PROMPTS)
+    check_idle(result)
+
+
+def test_a_row_without_blocks_ends_with_its_tokens_intact():
+    """Three rows of 7, 1 and 4 tokens need 2 + 1 + 1 blocks of 5; the last one goes to whoever asks first."""
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+    result = generate(prompts, {"num_blocks": 5}, max_new_tokens=20)
+    reasons = [g.finish_reason for g in result.generations]
+    assert "out_of_blocks" in reasons
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        expected, _ = greedy(prompt, 20)
+        assert 0 < len(generation.tokens) <= 20
+        assert generation.tokens == expected[: len(generation.tokens)]
+        if generation.finish_reason == "out_of_blocks":
+            # It got as far as its blocks: the last token drawn is not stored any more.
+            assert (len(prompt) + len(generation.tokens) - 1) % 4 == 0
+    check_idle(result)
+
+
+def test_max_seq_len_ends_a_row():
+    result = generate([PROMPTS[2]], {"max_seq_len": 14, "max_seqs": 2}, max_new_tokens=30)
+    assert result.generations[0].finish_reason == "length"
+    assert result.generations[0].tokens == greedy(PROMPTS[2], 3)[0]
+
+
+def other_forward(params, tokens, cache, step):
+    return forward(params, tokens, cache, step)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 10}], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kind", ["ngram", "weak draft", "itself"])
+def test_speculative_greedy_decoding_gives_the_same_tokens(kind, sizes):
+    draft = None
+    if kind != "ngram":
+        params = PARAMS if kind == "itself" else make_params(seed=1)
+        draft = kv.Draft(other_forward, params, config())
+    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3]]
+    result = generate(prompts, sizes, num_drafts=3, draft=draft, max_new_tokens=12)
+    if sizes:
+        assert {g.finish_reason for g in result.generations} == {"length", "out_of_blocks"}
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        expected, scores = greedy(prompt, 12)
+        assert generation.tokens == expected[: len(generation.tokens)]
+        np.testing.assert_allclose(generation.logprobs, scores[: len(generation.tokens)], atol=1e-4)
+        assert len(generation.tokens) == 12 or generation.finish_reason == "out_of_blocks"
+    assert 0 <= result.num_accepted <= result.num_drafted
+    if kind == "itself":
+        assert result.num_accepted == result.num_drafted
+    if not sizes:
+        assert result.num_drafted > 0
+        assert all(g.finish_reason == "length" for g in result.generations)
+    if kind == "itself" and not sizes:
+        assert result.num_steps == 3  # 11 tokens after the first, four a step
+    check_idle(result)
+
+
+def test_speculative_sampling_accepts_everything_from_the_model_itself():
+    draft = kv.Draft(other_forward, PARAMS, config())
+    result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)
+    assert result.num_accepted >= 0.98 * result.num_drafted > 0
+    assert all(len(g.tokens) == 12 for g in result.generations)
+    weak = kv.Draft(other_forward, make_params(seed=1), config())
+    result = generate(num_drafts=3, draft=weak, temperature=0.9, max_new_tokens=12)
+    assert 0 < result.num_accepted < 0.9 * result.num_drafted
+
+
+def test_speculative_decoding_rolls_windows_back():
+    window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
+    layers = [window, kv.FullAttention(2, 4)]
+    plain = generate(PROMPTS[:3], {"layers": layers} and {}, max_new_tokens=12)
+    cfg = kv.CacheConfig(layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, max_query_len=16)
+    expected = kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=12)
+    got = kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=12, num_drafts=3)
+    assert [g.tokens for g in got.generations] == [g.tokens for g in expected.generations]
+    assert [g.tokens for g in expected.generations[:3]] != [g.tokens for g in plain.generations]
+    assert got.num_steps < expected.num_steps
+    short = kv.CacheConfig([kv.SlidingWindow(2, 4, window=6)] * 2, num_blocks=64, max_seqs=4, max_seq_len=48)
+    with pytest.raises(ValueError, match="max_rollback = 0, expected at least num_drafts = 3"):
+        kv.generate(forward, PARAMS, PROMPTS, short, max_new_tokens=2, num_drafts=3)
+
+
+def test_other_prompts_compile_nothing():
+    generate([[1, 2, 3], [4]], max_new_tokens=3)
+    sizes = [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)]
+    generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 20, [2, 3], [5]], max_new_tokens=5, seed=3)
+    assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": [[1], []]}, "prompt 1 has shape"),
+        ({"prompts": [[1] * 48]}, "prompt 0 has 48 tokens, expected fewer than max_seq_len = 48"),
+        (
+            {"prompts": [[1] * 30], "sizes": {"num_blocks": 7}},
+            "needs 8 blocks, expected at most num_blocks = 7",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"num_samples": 5}, "num_samples is 5, expected at most max_seqs = 4"),
+        ({"num_drafts": -1}, "num_drafts is -1"),
+        ({"stop_strings": ["x"]}, "without detokenize"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_bad_input_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(**options)
+
+
+def test_score_equals_the_model_without_a_cache():
+    context = PROMPTS[2]
+    continuations = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
+    for sizes in ({}, {"num_blocks": 6}, {"max_seqs": 2}):
+        got = kv.score(forward, PARAMS, context, continuations, config(**sizes), chunk_len=4)
+        for tokens, scores in zip(continuations, got, strict=True):
+            prefix, expected = list(context), []
+            for token in tokens:
+                expected.append(logprobs_of(prefix)[token])
+                prefix.append(token)
+            assert scores.shape == (len(tokens),)
+            np.testing.assert_allclose(scores, expected, atol=1e-4)
+    (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config())
+    np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
+    with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
+        kv.score(forward, PARAMS, context, [[1] * 20], config(num_blocks=4))
+    with pytest.raises(ValueError, match="context is empty"):
+        kv.score(forward, PARAMS, [], [[1]], config())
+
+
+def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
+    """The same search on lists; returns (tokens, logprob) best first."""
+    beams, done = [([], 0.0)], []
+
+    def rank(hypothesis):
+        return hypothesis[1] / len(hypothesis[0]) ** length_penalty
+
+    for _ in range(max_new):
+        options = [
+            (tokens + [token], total + float(logprob))
+            for tokens, total in beams
+            for token, logprob in enumerate(logprobs_of([*prompt, *tokens]))
+        ]
+        options.sort(key=lambda option: -option[1])
+        done += [option for option in options[:num_beams] if option[0][-1] in stops]
+        done = sorted(done, key=rank, reverse=True)[:num_beams]
+        beams = [option for option in options if option[0][-1] not in stops][:num_beams]
+        longest = max_new if length_penalty > 0 else len(beams[0][0])
+        if len(done) == num_beams and rank(done[-1]) >= beams[0][1] / longest**length_penalty:
+            beams = []
+            break
+    return sorted(done + beams, key=rank, reverse=True)[:num_beams]
+
+
+@pytest.mark.parametrize(
+    ("num_beams", "stops", "penalty"), [(2, [], 1.0), (2, [3, 8], 0.0), (1, [], 1.0), (2, [3, 8, 2, 9], 2.0)]
+)
+def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    found = kv.beam_search(
+        forward,
+        PARAMS,
+        prompts,
+        config(),
+        max_new_tokens=6,
+        num_beams=num_beams,
+        stop_tokens=stops,
+        length_penalty=penalty,
+    )
+    for prompt, beams in zip(prompts, found, strict=True):
+        expected = slow_beam_search(prompt, num_beams, 6, stops, penalty)
+        assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
+        np.testing.assert_allclose(
+            [beam.logprob for beam in beams], [total for _, total in expected], atol=1e-3
+        )
+        for beam in beams:
+            assert beam.finish_reason == ("stop" if beam.tokens[-1] in stops else "length")
+    if num_beams == 1:
+        assert found[0][0].tokens == greedy(prompts[0], 6)[0]
+
+
+def test_enough_beams_find_the_best_of_all():
+    sizes = dict(max_seqs=VOCAB, num_blocks=80)
+    (beams,) = kv.beam_search(
+        forward, PARAMS, [PROMPTS[3]], config(**sizes), max_new_tokens=2, num_beams=VOCAB
+    )
+    first = logprobs_of(PROMPTS[3])
+    totals = np.stack([first[a] + logprobs_of([*PROMPTS[3], a]) for a in range(VOCAB)])
+    best = np.unravel_index(totals.argmax(), totals.shape)
+    assert beams[0].tokens == [int(token) for token in best]
+    np.testing.assert_allclose(beams[0].logprob, totals.max(), atol=1e-4)
+
+
+def test_beam_search_without_blocks_returns_what_it_had():
+    (beams,) = kv.beam_search(
+        forward, PARAMS, [PROMPTS[3]], config(num_blocks=3), max_new_tokens=12, num_beams=2
+    )
+    assert {beam.finish_reason for beam in beams} == {"out_of_blocks"}
+    expected = slow_beam_search(PROMPTS[3], 2, len(beams[0].tokens), [], 1.0)
+    assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
+
+
+def test_jitted_forward_is_asked_for_its_vocabulary_once():
+    cache = kv.init(config())
+    assert decode_loop.vocab_size(forward, PARAMS, cache) == VOCAB
+    assert jnp.asarray(dense_fn()(PARAMS, np.zeros(LENGTH, np.int32))).shape == (LENGTH, VOCAB)
