@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from kvcache_jax.config import CacheConfig
@@ -117,7 +118,38 @@ def pool_of(cache: Cache, group_id: int) -> KVPool:
     return cache.pools[group_id]
 
 
-def new_keys_values(pool: KVPool, k: Any, v: Any, step: Step) -> None:
+def group_ids(config: CacheConfig, group: int | None) -> list[int]:
+    """The layer group, or all of them for None."""
+    num_groups = len(config.groups)
+    if group is None:
+        return list(range(num_groups))
+    if group not in range(num_groups):
+        raise ValueError(f"group is {group!r}, expected 0 <= group < {num_groups}; see config.groups")
+    return [group]
+
+
+def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
+    """Raises under a `vmap` that maps `values` and not the cache: all elements would use the same slots."""
+
+    @custom_vmap
+    def check(values: jax.Array, clock: jax.Array) -> jax.Array:
+        return clock
+
+    @check.def_vmap
+    def _(axis_size: int, in_batched: list[bool], values: jax.Array, clock: jax.Array):
+        is_mapped, is_cache_mapped = in_batched
+        if is_mapped and not is_cache_mapped:
+            raise ValueError(
+                f"vmap maps {name} over {axis_size} elements and got one cache, expected one per element: "
+                "every element would write the same slots; use rows of one cache (seq_ids), "
+                "or map over stacked caches too, jax.tree.map(lambda x: jnp.stack([x] * n), cache)"
+            )
+        return check(values, clock), is_cache_mapped
+
+    check(jax.lax.stop_gradient(values), cache.control.clock)
+
+
+def new_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
     """Checks the keys and values of one layer against the step and the pool."""
     expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
     for name, values in (("k", k), ("v", v)):
@@ -128,3 +160,4 @@ def new_keys_values(pool: KVPool, k: Any, v: Any, step: Step) -> None:
             )
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
+        refuse_shared_cache(name, values, cache)

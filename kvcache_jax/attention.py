@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.custom_batching import custom_vmap
 
 from kvcache_jax import arguments, attention_xla, storage
 from kvcache_jax.arguments import Layer
@@ -107,7 +106,7 @@ def _attend(
     _check_queries(q, step, num_kv_heads, head_dim)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
     choose_implementation(cache.config.implementation, implementation)
-    _refuse_unbatched_cache(jax.lax.stop_gradient(q), cache.control.clock)
+    arguments.refuse_shared_cache("q", q, cache)
 
     shape = q.shape
     is_packed = step.cu_query_lens is not None
@@ -177,24 +176,6 @@ def _queries(step: Step, group_id: int, nowhere: int) -> attention_xla.Queries:
         step.positions[:, None],
         is_query[:, None],
     )
-
-
-@custom_vmap
-def _refuse_unbatched_cache(q: jax.Array, clock: jax.Array) -> jax.Array:
-    """Does nothing, except under a `vmap` that maps the queries and not the cache."""
-    return clock
-
-
-@_refuse_unbatched_cache.def_vmap
-def _(axis_size: int, in_batched: list[bool], q: jax.Array, clock: jax.Array) -> tuple[jax.Array, bool]:
-    is_q_batched, is_cache_batched = in_batched
-    if is_q_batched and not is_cache_batched:
-        raise ValueError(
-            f"vmap maps q over {axis_size} elements and got one cache, expected a cache per element: "
-            "every element would write the same slots; use rows of one cache (seq_ids), "
-            "or map over stacked caches too, jax.tree.map(lambda x: jnp.stack([x] * n), cache)"
-        )
-    return clock, is_cache_batched
 
 
 def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from kvcache_jax.arguments import group_ids
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.state import Cache
 
@@ -45,9 +46,7 @@ class GroupView(NamedTuple):
 
 def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]:
     """The layer group, or all for None; `caller` is named in errors."""
-    num_groups = len(cache.config.groups)
-    if group is not None and group not in range(num_groups):
-        raise ValueError(f"group is {group!r}, expected 0 <= group < {num_groups}; see config.groups")
+    ids = group_ids(cache.config, group)
     for leaf in jax.tree.leaves(cache.control):
         if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray | np.generic):
             raise TypeError(
@@ -59,7 +58,7 @@ def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]
             f"{caller} got a batched cache, is_active has shape {cache.control.is_active.shape}, expected "
             "(max_seqs,): draw one at a time, jax.tree.map(lambda x: x[i], cache)"
         )
-    return [_group_view(cache, g) for g in range(num_groups) if group in (None, g)]
+    return [_group_view(cache, g) for g in ids]
 
 
 def _group_view(cache: Cache, group_id: int) -> GroupView:

@@ -85,7 +85,7 @@ class Drafting:
 
 
 class Drafts(NamedTuple):
-    """Proposals for one step: tokens i32[n, D], how many there are i32[n], their log-probabilities or None."""
+    """Proposals for one step: tokens i32[n, D], how many i32[n], their log-probabilities or None."""
 
     tokens: jax.Array
     num_drafts: jax.Array

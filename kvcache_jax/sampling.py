@@ -253,7 +253,7 @@ def accept_drafts(
     (n, most), vocab = drafts.shape, target.shape[2]
     num_drafts = _with_shape("num_drafts", num_drafts, (n,), "one per row of draft_tokens")
     keys = _with_shape("keys", keys, (n,), "one typed key per row, as `row_keys` makes them")
-    columns = [target.astype(jnp.float32), drafts.astype(jnp.int32), num_drafts, keys]
+    columns = [target.astype(jnp.float32), drafts.astype(jnp.int32), num_drafts.astype(jnp.int32), keys]
     if draft_logprobs is not None:
         draft = _with_shape("draft_logprobs", draft_logprobs, (n, most, vocab), "(n, D, vocab)")
         columns.append(draft.astype(jnp.float32))
@@ -269,7 +269,6 @@ def _accept_row(
 ) -> tuple[jax.Array, jax.Array]:
     """`accept_drafts` for one row; `draft` are the log-probabilities, `drafts` the tokens."""
     most, vocab = drafts.shape[0], target.shape[1]
-    num_drafts = jnp.clip(num_drafts, 0, most).astype(jnp.int32)
     accept_key, draw_key = jax.random.split(jax.random.fold_in(key, _VERIFICATION))
     place = jnp.arange(most, dtype=jnp.int32)
     ratio = target[place, drafts]

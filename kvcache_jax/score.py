@@ -51,7 +51,7 @@ def score(
     longest = len(context) + max((len(tokens) for tokens in continuations), default=0)
     if longest > config.max_seq_len:
         raise ValueError(
-            f"context and continuation have {longest} tokens, expected at most max_seq_len = {config.max_seq_len}"
+            f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = min(chunk_len, config.query_len_limit)
     # All but the context's last token: feeding that one gives the first continuation token its logits.

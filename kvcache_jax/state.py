@@ -263,7 +263,8 @@ def _summary(cache: Cache) -> str:
     size = f"{len(config.groups)} groups, {config.num_layers} layers, {config.dtype.name}"
     leaves = jax.tree.leaves(control)
     is_concrete = all(
-        isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves
+        isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, Tracer)
+        for leaf in leaves
     )
     if not is_concrete or control.is_active.ndim != 1:
         table = ", ".join(f"block_table {pool.block_table.shape}" for pool in control.block_pools)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kvcache_jax import arguments, block_pool
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
+from kvcache_jax.config import LayerGroup
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.rows import num_blocks_for
 from kvcache_jax.state import BlockPool, Cache, Counter
@@ -180,10 +181,6 @@ def _first_rows(mask: jax.Array, n: int) -> jax.Array:
     return jnp.flatnonzero(mask, size=n, fill_value=mask.shape[0]).astype(jnp.int32)
 
 
-def _selected(cache: Cache, group: int | None):
-    pairs = list(zip(cache.config.groups, cache.control.block_pools, strict=True))
-    if group is None:
-        return pairs
-    if not 0 <= group < len(pairs):
-        raise ValueError(f"group is {group}, expected 0 <= group < {len(pairs)}")
-    return [pairs[group]]
+def _selected(cache: Cache, group: int | None) -> list[tuple[LayerGroup, BlockPool]]:
+    groups, pools = cache.config.groups, cache.control.block_pools
+    return [(groups[g], pools[g]) for g in arguments.group_ids(cache.config, group)]

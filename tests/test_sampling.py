@@ -18,7 +18,7 @@ from kvcache_jax.sampling import (
     sample,
     sampling_params,
 )
-from tests.helpers import assert_same, says
+from tests.helpers import says
 
 SEEDS = (0, 1, 2)
 NUM_DRAWS, VOCAB, MAX_DRAFTS = 60_000, 16, 3
@@ -110,11 +110,10 @@ def test_filters_match_oracle(vocab, kind):
     num_compared = 0
     for row, found in enumerate(logprobs):
         expected, margin = oracle(logits[row], **{name: column[row] for name, column in options.items()})
-        if margin < 1e-5:
-            continue  # rounding may decide
-        num_compared += 1
-        np.testing.assert_allclose(np.exp(found), expected, rtol=1e-4, atol=1e-7)
-        np.testing.assert_array_equal(found > -80, expected > np.exp(-80))
+        if margin > 1e-5:  # else rounding may decide
+            num_compared += 1
+            np.testing.assert_allclose(np.exp(found), expected, rtol=1e-4, atol=1e-7)
+            np.testing.assert_array_equal(found > -80, expected > np.exp(-80))
     assert num_compared > 0.7 * n
 
 
@@ -127,7 +126,6 @@ def test_filters_at_their_boundaries():
     assert kept([1, 2, 0, 2, 1, 1], top_k=4) == [0, 1, 3, 4]
     assert kept([0] * 8, top_p=0.25) == [0, 1]
     assert kept([0] * 10, top_p=0.3) == [0, 1, 2]
-    assert kept([5, 0, 0], top_p=1e-9) == [0]
     assert kept([1, 3, 3], min_p=1.0) == [1, 2]
     # Top-p sees what top-k and min-p left, renormalised: 0.4 of 1 is less than 0.56, 0.4 of 0.7 is not.
     weights = np.log([0.4, 0.3, 0.2, 0.1])
@@ -144,7 +142,8 @@ def test_greedy_is_the_first_argmax_alone_and_among_others():
     np.testing.assert_array_equal(greedy, expected)
     np.testing.assert_allclose(logprob, np.log(softmax(logits))[position, expected], rtol=1e-5)
     mixed = sampling_params(40, temperature=[0.0, 5.0] * 20, top_p=0.9)
-    np.testing.assert_array_equal(sample(logits, mixed, position)[0][::2], expected[::2])
+    is_expected = sample(logits, mixed, position)[0] == expected
+    assert is_expected[::2].all() and not is_expected[1::2].all()
 
 
 def test_logits_that_are_no_numbers_show_in_the_logprob():
@@ -189,9 +188,9 @@ def test_a_draw_depends_on_its_row_alone():
         np.testing.assert_array_equal(token, whole[0][np.array(rows)])
         np.testing.assert_allclose(logprob, whole[1][np.array(rows)], rtol=1e-6)
     assert len({int(part([0], [place])[0][0]) for place in range(30)}) > 5
-    # Nor does it depend on the generator that the user's program prefers.
+    # Nor does it depend on the generator that the user's program prefers (of a shape not compiled before).
     with jax.default_prng_impl("rbg"):
-        assert_same(sample(logits, params, position), whole)
+        np.testing.assert_array_equal(part(range(11), position[:11])[0], whole[0][:11])
 
 
 def test_seeds_of_rows():
@@ -297,9 +296,13 @@ def test_speculation_at_its_edges():
     # A draft model equal to the target is always right; more drafts than there are count as all.
     accepted, token = accept_drafts(target, jnp.full((n, 2), likely), jnp.full(n, 9), target[:, :2], keys)
     assert (accepted == 2).all() and len(set(token.tolist())) > 5
+    # If rounding leaves nothing of max(p - q, 0), the target is drawn from.
+    two = jnp.full(n, 2)
+    accepted, token = accept_drafts(target, jnp.full((n, 2), likely), two, target[:, :2] + 0.1, keys)
+    assert len(set(token[accepted < 2].tolist())) > 5
     # What is no token is rejected, and the target drawn from as it is.
     for nothing in (-1, VOCAB, 2**31 - 1):
-        accepted, token = accept_drafts(target, jnp.full((n, 2), nothing), jnp.full(n, 2), None, keys)
+        accepted, token = accept_drafts(target, jnp.full((n, 2), nothing), two, None, keys)
         assert (accepted == 0).all() and (P[0][token] > 0).all() and likely in token
     # A rejected draft is not drawn again, and what stands past num_drafts is not read.
     target = target.at[:, 2:].set(jnp.nan)
@@ -356,10 +359,9 @@ def test_transforms_change_nothing(monkeypatch):
     plain = [everything(*arguments) for arguments in several]
     with jax.enable_x64(True):
         assert_close(everything(*several[0]), plain[0])
-    stacked, expected = (
-        jax.tree.map(lambda *leaves: jnp.stack(leaves)[None], *each) for each in (several, plain)
-    )
-    assert_close(jax.lax.map(lambda arguments: jax.vmap(everything)(*arguments), stacked), expected)
+    stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves)[None])
+    found = jax.lax.map(lambda arguments: jax.vmap(everything)(*arguments), stack(*several))
+    assert_close(found, stack(*plain))
     monkeypatch.setitem(globals(), "PUBLIC", [fn.__wrapped__ for fn in PUBLIC])  # without jit
     assert_close(everything(*several[0]), plain[0])
 
@@ -390,12 +392,10 @@ def test_wrong_arguments_are_named():
         (lambda: sample(drafts, params, count), "logits", "int32", "floating"),
         (lambda: sample(logits, params, one), "position", "1,", "2,", "one per row"),
         (lambda: accept(target, drafts[:, :0], count, None), "draft_tokens", "2, 0", "at least 1"),
-        (lambda: accept(target[:, 1:], drafts, count, None), "2, 3, 5", "n, D + 1, vocab"),
         (lambda: accept(target, drafts, one, None), "num_drafts", "1,", "2,"),
         (lambda: accept(target, drafts, count, target), "draft_logprobs", "2, 4, 5", "2, 3, 5"),
         (lambda: accept_drafts(target, drafts, count, None, keys[:1]), "keys", "1,", "2,", "row_keys"),
         (lambda: ngram_drafts(logits, count, 3), "tokens", "float32", "integers"),
-        (lambda: ngram_drafts(drafts, one, 3), "length", "1,", "2,"),
         (lambda: ngram_drafts(drafts, count, 0), "num_drafts", "0", "at least 1"),
     ]:
         with pytest.raises((TypeError, ValueError), match=says(*words)):

@@ -285,8 +285,10 @@ def test_a_vmapped_query_on_one_cache_is_refused():
     q = jnp.ones((5, 4, 1, 2, 8))
     with pytest.raises(ValueError, match="vmap maps q over 5 elements and got one cache"):
         jax.vmap(lambda q: kv.attend(cache, 0, q, step))(q)
-    with pytest.raises(ValueError, match="expected a cache per element"):
+    with pytest.raises(ValueError, match="expected one per element"):
         jax.vmap(jax.jit(lambda q: kv.attention(cache, 0, q, q, q, step)[1]))(q)
+    with pytest.raises(ValueError, match="vmap maps k over 5 elements and got one cache"):
+        jax.vmap(lambda k: kv.write(cache, 0, k, k, step).pools[0].k.sum())(q)
 
 
 def test_a_traced_layer_that_does_not_exist_writes_nowhere_and_reads_nan():

@@ -1,0 +1,134 @@
+"""The host side of decoding: which row decodes what, what has come of it, and when a row is done."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvcache_jax import decode_loop
+from kvcache_jax.cache import free
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_loop import DecodeState
+
+_FINISH_REASONS = {
+    decode_loop.STOPPED: "stop",
+    decode_loop.LENGTH: "length",
+    decode_loop.OUT_OF_BLOCKS: "out_of_blocks",
+}
+
+
+@dataclasses.dataclass
+class Generation:
+    """One continuation of one prompt.
+
+    Attributes:
+      prompt_id: Index of the prompt in the call.
+      sample_id: Index among the prompt's samples.
+      tokens: New tokens; the stop token, if one ended it, is the last.
+      logprobs: Log-probability of each under the model's own distribution.
+      finish_reason: "stop", "length" or "out_of_blocks".
+    """
+
+    prompt_id: int
+    sample_id: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclasses.dataclass
+class Look:
+    """The cache as the host saw it between two segments.
+
+    Attributes:
+      num_steps: Decode steps so far.
+      num_blocks_used: Referenced blocks, all groups.
+      num_refs: Table entries that point at them; the difference is what sharing saves.
+      num_active_seqs: Rows that hold a sequence.
+      owners: Per group, i32[max_seqs, max_blocks_per_seq], the block table.
+    """
+
+    num_steps: int
+    num_blocks_used: int
+    num_refs: int
+    num_active_seqs: int
+    owners: list[np.ndarray]
+
+
+class Requests:
+    """The prompts that wait, each with the number of its samples."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int):
+        self.prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        self.num_samples = num_samples
+        self.waiting = deque(range(len(self.prompts)))
+
+
+class Host:
+    """Which row decodes what, and the results so far."""
+
+    def __init__(self, requests: Requests, config: CacheConfig, stop_strings, detokenize, on_tokens):
+        self.requests, self.config = requests, config
+        self.stop_strings, self.detokenize, self.on_tokens = list(stop_strings), detokenize, on_tokens
+        self.running: dict[int, tuple[int, int]] = {}
+        self.num_streamed: dict[int, int] = {}
+        self.done: list[Generation] = []
+        self.timeline: list[Look] = []
+
+    def look(self, state: DecodeState) -> DecodeState:
+        """Streams what is new, collects the rows that ended and frees them."""
+        reason, length, prompt_len, history, logprobs = (
+            np.asarray(x)
+            for x in (state.reason, state.length, state.prompt_len, state.history, state.logprobs)
+        )
+        self._note(state)
+        ended = []
+        for row, (prompt_id, sample_id) in list(self.running.items()):
+            tokens = history[row, prompt_len[row] : length[row]].tolist()
+            cut = self._stop_at(tokens)
+            tokens = tokens if cut is None else tokens[:cut]
+            new = tokens[self.num_streamed[row] :]
+            if new and self.on_tokens:
+                self.on_tokens(prompt_id, sample_id, new)
+            self.num_streamed[row] += len(new)
+            if cut is None and reason[row] == decode_loop.RUNNING:
+                continue
+            why = "stop" if cut is not None else _FINISH_REASONS[int(reason[row])]
+            scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
+            self.done.append(Generation(prompt_id, sample_id, tokens, scores, why))
+            ended.append(row)
+            del self.running[row]
+        return self._free(state, ended)
+
+    def _stop_at(self, tokens: list[int]) -> int | None:
+        """Number of tokens that complete the first stop string, if any does."""
+        if not self.stop_strings or self.detokenize is None:
+            return None
+        text = self.detokenize(tokens)
+        if not any(stop in text for stop in self.stop_strings):
+            return None
+        for end in range(1, len(tokens) + 1):
+            if any(stop in self.detokenize(tokens[:end]) for stop in self.stop_strings):
+                return end
+        return None
+
+    def _free(self, state: DecodeState, rows: list[int]) -> DecodeState:
+        if not rows:
+            return state
+        ids = np.full(self.config.max_seqs, self.config.max_seqs, np.int32)
+        ids[: len(rows)] = rows
+        cache, _ = free(state.cache, ids)
+        draft_cache = state.draft_cache
+        if draft_cache is not None:
+            draft_cache, _ = free(draft_cache, ids)
+        reason = state.reason.at[ids].set(decode_loop.IDLE, mode="drop")
+        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, reason=reason)
+
+    def _note(self, state: DecodeState) -> None:
+        pools = state.cache.control.block_pools
+        tables = [np.asarray(pool.block_table) for pool in pools]
+        refs = sum(int((t < p.num_blocks).sum()) for t, p in zip(tables, pools, strict=True))
+        used = sum(p.num_blocks - int(p.num_free) for p in pools)
+        active = int(np.asarray(state.cache.is_active).sum())
+        self.timeline.append(Look(int(state.num_steps), used, refs, active, tables))
