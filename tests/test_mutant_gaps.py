@@ -9,7 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from tests.attention_driver import AttentionDriver
-from tests.helpers import assert_same, leaf_bytes, poison
+from tests.helpers import assert_invariants, assert_same, leaf_bytes, num_free, poison, statuses
 
 HEADS, GROUP, DIM = 2, 2, 5
 FULL = kv.FullAttention(HEADS, DIM)
@@ -37,27 +37,32 @@ def test_gradients_over_several_tiles():
     q = jax.random.normal(keys[0], (3, HEADS * GROUP, DIM))
     k, v = (jax.random.normal(key, (num_tokens, HEADS, DIM)) for key in keys[1:3])
     weights = jax.random.normal(keys[3], q.shape)
+    sinks = jnp.linspace(1.0, 4.0, HEADS * GROUP)
 
-    def paged(q, k, v):
+    def paged(q, k, v, sinks):
         cache, _ = kv.allocate(kv.init(config), [1], [num_tokens])
         rows = [jnp.stack([jnp.zeros_like(x), x]) for x in (k, v)]
         cache, _ = kv.append(cache, *(x[None, :, :-3] for x in rows), [0, num_tokens - 3])
         cache, step = kv.extend(cache, [0, 3], max_new=3)
         q = jnp.stack([jnp.zeros_like(q), q])
-        _, out = kv.attention(cache, 0, q, *(x[:, -3:] for x in rows), step)
-        return (out[1] * weights).sum()
+        new = [x[:, -3:] for x in rows]
+        options = dict(sink_logits=sinks, soft_cap=1.5, scale=0.4, return_lse=True)
+        _, (out, lse) = kv.attention(cache, 0, q, *new, step, **options)
+        return (out[1] * weights).sum() + jnp.sin(lse[1]).sum()
 
-    def dense(q, k, v):
+    def dense(q, k, v, sinks):
         k, v = (jnp.repeat(x, GROUP, axis=1) for x in (k, v))
-        logits = jnp.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
+        logits = 1.5 * jnp.tanh(jnp.einsum("thd,shd->hts", q, k) * (0.4 / 1.5))
         is_seen = jnp.arange(num_tokens) <= num_tokens - 3 + jnp.arange(3)[:, None]
-        weight = jax.nn.softmax(jnp.where(is_seen, logits, -jnp.inf), axis=-1)
-        return (jnp.einsum("hts,shd->thd", weight, v) * weights).sum()
+        logits = jnp.where(is_seen, logits, -jnp.inf)
+        sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:2], 1))
+        lse = jax.nn.logsumexp(jnp.concatenate([logits, sinks], axis=-1), axis=-1)
+        out = jnp.einsum("hts,shd->thd", jnp.exp(logits - lse[..., None]), v)
+        return (out * weights).sum() + jnp.sin(lse).sum()
 
-    # Flat scores leave every token its part of the gradient.
-    got, expected = (jax.grad(f, argnums=(0, 1, 2))(q / 4, k, v) for f in (paged, dense))
-    for name, one, other in zip("qkv", got, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=name)
+    got, expected = (jax.grad(f, argnums=(0, 1, 2, 3))(q, k, v, sinks) for f in (paged, dense))
+    for name, one, other in zip("qkvs", got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
 # --- contents ---
@@ -136,6 +141,17 @@ def test_priority_namespace_and_recency_follow_the_rows():
     assert fields(cache) == ([0] * 5, [0] * 5)
 
 
+def test_reorder_gives_back_what_several_rows_dropped():
+    config = kv.CacheConfig([FULL], num_blocks=9, block_size=4, max_seqs=4, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0, 3], [6, 5])
+    cache, _ = kv.extend(cache, [6, 0, 0, 5], max_new=6)
+    cache, _ = kv.fork(cache, [0, 0], [2, 1])
+    cache, status = kv.reorder(cache, [2, 0, 1], [3, 3, 3])
+    assert statuses(status) == [kv.Status.OK] * 3
+    assert num_free(cache) == 7
+    assert_invariants(cache)
+
+
 def test_failed_rows_raise():
     kv.raise_for_status([kv.Status.OK, kv.Status.SKIPPED])
     with pytest.raises(kv.StatusError, match=r"extend failed for 2 of 3 rows \(row 0: .*; row 2: TOO_LONG"):
@@ -158,23 +174,24 @@ def test_figures():
     cache, _ = kv.fork(cache, [1], [0])
     cache, _ = kv.extend(cache, [1, 0, 0, 0], max_new=3)
     cache, _ = kv.free(cache, [3])
+    cache, _ = kv.allocate(cache, [2], [1])
     figures = {name: int(value) for name, value in vars(kv.stats(cache)).items()}
     block_bytes = [group.block_bytes for group in config.groups]
     assert figures == dict(
-        num_active_seqs=2,
+        num_active_seqs=3,
         num_blocks_total=25,
-        num_blocks_free=25 - 8,
+        num_blocks_free=25 - 10,
         num_blocks_cached=0,
-        num_blocks_used=5 + 3,
+        num_blocks_used=6 + 4,
         num_blocks_shared=1,
         num_blocks_published=0,
-        num_refs=4 + 2 + 2 + 1,
+        num_refs=(4 + 2 + 1) + (2 + 1 + 1),
         peak_used=9 + 5,
-        num_allocations=2,
+        num_allocations=3,
         num_forks=1,
         num_frees=1,
         num_copies=2,
-        bytes_used=5 * block_bytes[0] + 3 * block_bytes[1],
+        bytes_used=6 * block_bytes[0] + 4 * block_bytes[1],
         bytes_cached=0,
         bytes_total=20 * block_bytes[0] + 5 * block_bytes[1],
     )
