@@ -42,6 +42,13 @@ class NewTokens:
             return per_row.at[self.row].get(mode="fill", fill_value=fill)
         return jnp.broadcast_to(per_row[:, None], self.shape).reshape(-1)
 
+    def count(self, mask: jax.Array) -> jax.Array:
+        """i32[n], each row's tokens for which `mask bool[tokens]` is true."""
+        if self.is_packed:
+            before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(mask, dtype=jnp.int32)])
+            return jnp.diff(before.at[self.starts].get(mode="clip"))
+        return jnp.sum(mask.reshape(self.shape), axis=1, dtype=jnp.int32)
+
 
 def padded_tokens(num_rows: int, max_new: int) -> NewTokens:
     """Tokens in `[num_rows, max_new]` arrays."""
@@ -93,15 +100,12 @@ def demand_of(
     positions = tokens.spread(context_len, 0) + tokens.offset
     is_token = tokens.offset < tokens.spread(num_new, 0)
     opens_block = is_token & needs_block(pool, group, token_rows, positions)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(opens_block, dtype=jnp.int32)])
-    num_blocks = jnp.diff(before.at[tokens.starts].get(mode="clip"))
     has_tail = (num_new > 0) & (context_len % group.block_size > 0)
     tail = pool.block_table.at[seq_ids, context_len // group.block_size].get(
         mode="fill", fill_value=pool.num_blocks
     )
-    return Demand(
-        num_blocks, jnp.where(has_tail, tail, pool.num_blocks), first_kept_column(group, context_len)
-    )
+    tail = jnp.where(has_tail, tail, pool.num_blocks)
+    return Demand(tokens.count(opens_block), tail, first_kept_column(group, context_len))
 
 
 def first_kept_column(group: LayerGroup, context_len: jax.Array) -> jax.Array:

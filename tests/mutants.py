@@ -103,7 +103,7 @@ def try_mutant(source: pathlib.Path, mutation: Mutation) -> tuple[bool, str]:
     failure = re.search(r"^(?:FAILED|ERROR) (tests/.+?) - (.*)$", result.stdout, flags=re.MULTILINE)
     if result.returncode == 1 and failure and failure[2].startswith(NOTICED):
         return True, f"killed    {mutation.name}  by {failure[1]}  {seconds}"
-    why = failure[0] if failure else f"pytest's exit status is {result.returncode}\n{result.stdout}"
+    why = failure[0] if failure else f"pytest's exit status is {result.returncode}\n{result.stdout[-2000:]}"
     return False, f"CRASHED   {mutation.name}  {why}  {seconds}"
 
 

@@ -282,13 +282,13 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
         PARAMS,
         prompts,
         config(),
-        max_new_tokens=6,
+        max_new_tokens=10,
         num_beams=num_beams,
         stop_tokens=stops,
         length_penalty=penalty,
     )
     for prompt, beams in zip(prompts, found, strict=True):
-        expected = slow_beam_search(prompt, num_beams, 6, stops, penalty)
+        expected = slow_beam_search(prompt, num_beams, 10, stops, penalty)
         assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
         np.testing.assert_allclose(
             [beam.logprob for beam in beams], [total for _, total in expected], atol=1e-3
@@ -296,7 +296,7 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
         for beam in beams:
             assert beam.finish_reason == ("stop" if beam.tokens[-1] in stops else "length")
     if num_beams == 1:
-        assert found[0][0].tokens == greedy(prompts[0], 6)[0]
+        assert found[0][0].tokens == greedy(prompts[0], 10)[0]
 
 
 def test_enough_beams_find_the_best_of_all():
