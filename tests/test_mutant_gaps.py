@@ -41,13 +41,13 @@ def test_gradients_over_several_tiles():
 
     def paged(q, k, v, sinks):
         cache, _ = kv.allocate(kv.init(config), [1], [num_tokens])
-        rows = [jnp.stack([jnp.zeros_like(x), x]) for x in (k, v)]
-        cache, _ = kv.append(cache, *(x[None, :, :-3] for x in rows), [0, num_tokens - 3])
+        q, k, v = (jnp.stack([jnp.zeros_like(x), x]) for x in (q, k, v))
+        cache, _ = kv.append(cache, k[None, :, :-3], v[None, :, :-3], [0, num_tokens - 3])
         cache, step = kv.extend(cache, [0, 3], max_new=3)
-        q = jnp.stack([jnp.zeros_like(q), q])
-        new = [x[:, -3:] for x in rows]
-        options = dict(sink_logits=sinks, soft_cap=1.5, scale=0.4, return_lse=True)
-        _, (out, lse) = kv.attention(cache, 0, q, *new, step, **options)
+        new = q, k[:, -3:], v[:, -3:]
+        _, (out, lse) = kv.attention(
+            cache, 0, *new, step, scale=0.4, soft_cap=1.5, sink_logits=sinks, return_lse=True
+        )
         return (out[1] * weights).sum() + jnp.sin(lse[1]).sum()
 
     def dense(q, k, v, sinks):
