@@ -423,7 +423,8 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
-    seq_id = arguments.int_column("seq_id", jnp.asarray(seq_id)[None])[0]
+    column = seq_id[None] if isinstance(seq_id, jax.Array) else [seq_id]
+    seq_id = arguments.int_column("seq_id", column)[0]
     return _gather(
         pool, cache.control, seq_id, index, group_id=group_id, max_seq_len=cache.config.max_seq_len
     )

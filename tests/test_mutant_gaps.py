@@ -86,7 +86,7 @@ def test_gather_is_zero_where_no_token_is():
         for half in (k, v):
             assert half.shape == (18, HEADS, DIM)
             np.testing.assert_array_equal(half, np.broadcast_to(expected[:, None, None], half.shape))
-        for row in (0, 2, 3, -1, -2, 2**31 - 1):
+        for row in (0, 2, 3, -1, -2, 2**31 - 1, np.int64(2**32 + 1), 2**40 + 1):
             k, v, length = kv.gather(cache, row, layer)
             assert int(length) == 0 and not np.asarray(k).any() and not np.asarray(v).any(), row
 
