@@ -1,0 +1,148 @@
+"""The checks that users get must pass on good code and notice bad code."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import VOCAB, config, forward, make_params
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+PARAMS = make_params()
+check = functools.partial(testing.check_forward, config=config(), vocab_size=VOCAB, num_tokens=12)
+
+
+def model(tokens, cache, step):
+    return forward(PARAMS, tokens, cache, step)
+
+
+def test_a_good_model_passes():
+    check(model)
+
+
+def with_call_positions(tokens, cache, step):
+    """Takes a token's place in the call for its place in the sequence."""
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return forward(PARAMS, tokens, cache, dataclasses.replace(step, positions=places))
+
+
+def with_neighbours(tokens, cache, step):
+    """Lets the rows of a call see each other."""
+    logits, cache = forward(PARAMS, tokens, cache, step)
+    return logits + 0.1 * jnp.nan_to_num(logits).mean(axis=0, keepdims=True), cache
+
+
+def with_a_second_version(tokens, cache, step):
+    """Goes on using the cache from before the writes."""
+    logits, written = forward(PARAMS, tokens, cache, step)
+    extra = kv.attend(cache, 0, jnp.ones((*tokens.shape, 4, 4)), step)
+    return logits + 0 * jnp.nan_to_num(extra).sum(axis=(2, 3))[..., None], written
+
+
+@pytest.mark.parametrize(
+    ("bad_model", "message"),
+    [
+        (with_call_positions, "differs"),
+        (with_neighbours, "chunks differ|token by token differs"),
+        (with_a_second_version, "a pool is copied"),
+    ],
+)
+def test_a_bad_model_is_named(bad_model, message):
+    with pytest.raises(AssertionError, match=message):
+        check(bad_model)
+
+
+def test_too_small_a_config_is_refused():
+    with pytest.raises(ValueError, match="expected 3 of 12"):
+        check(model, config=config(max_seqs=2))
+
+
+def filled():
+    """A cache and its oracle after the same calls: row 0 forked to 2, one copy made."""
+    cache, oracle = testing.poison(kv.init(config())), testing.Oracle(config())
+    tokens = [[7, 8, 9, 1, 2], [3], [], []]
+    padded = np.zeros((4, 5), np.int32)
+    for row, ids in enumerate(tokens):
+        padded[row, : len(ids)] = ids
+    cache, _ = kv.allocate(cache, [0, 1], [5, 9])
+    oracle.allocate([0, 1], [5, 9])
+    cache, step = kv.extend(cache, [5, 1, 0, 0], max_new=5)
+    cache = testing.write_tokens(cache, jnp.asarray(padded), step)
+    oracle.extend(range(4), tokens)
+    cache, _ = kv.fork(cache, [0], [2])
+    oracle.fork([0], [2])
+    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+    cache = testing.write_tokens(cache, jnp.full((4, 1), 13), step)
+    oracle.extend([0], [[13]])
+    return cache, oracle
+
+
+def expected(oracle):
+    return {row: r.tokens for row, r in oracle.rows.items()}
+
+
+def test_the_oracle_agrees_and_the_tokens_are_there():
+    cache, oracle = filled()
+    assert testing.check_against_oracle(cache, oracle) == []
+    assert testing.check_tokens(cache, expected(oracle)) == []
+    assert testing.check_tokens(testing.poison(cache), expected(oracle)) == []
+    assert oracle.num_copies == 1
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_the_token_test_notices_one_wrong_number(name):
+    cache, oracle = filled()
+    block = int(cache.control.block_pools[0].block_table[2, 1])
+    pool = cache.pools[0]
+    spoiled = getattr(pool, name).at[64 + block, 1, 0, 3].add(1)
+    cache = dataclasses.replace(cache, pools=(dataclasses.replace(pool, **{name: spoiled}),))
+    what = "keys" if name == "k" else "values"
+    assert testing.check_tokens(cache, expected(oracle)) == [f"row 2 reads wrong {what} in layer 1 at [4]"]
+
+
+def test_the_oracle_notices_lengths_rows_counts_and_sharing():
+    cache, oracle = filled()
+    shorter, _ = kv.truncate(cache, [1], [0])
+    assert any(
+        "row 1 holds 0 tokens, expected 1" in line for line in testing.check_against_oracle(shorter, oracle)
+    )
+    freed, _ = kv.free(cache, [2])
+    assert testing.check_against_oracle(freed, oracle) == ["rows [0, 1] are active, expected [0, 1, 2]"]
+    unshared = jax.tree.map(lambda x: x, cache)
+    pool = cache.control.block_pools[0]
+    table = pool.block_table.at[2, 0].set(pool.free_stack[0])
+    control = dataclasses.replace(cache.control, block_pools=(dataclasses.replace(pool, block_table=table),))
+    unshared = dataclasses.replace(cache, control=control)
+    assert testing.check_against_oracle(unshared, oracle) == [
+        "group 0: row 2 column 0 is not shared as expected"
+    ]
+    counters = cache.control.counters.at[kv.Counter.COPIES].add(1)
+    counted = dataclasses.replace(cache, control=dataclasses.replace(cache.control, counters=counters))
+    assert testing.check_against_oracle(counted, oracle) == ["2 blocks were copied, expected 1"]
+
+
+def test_poison_spares_exactly_the_tokens():
+    cache, oracle = filled()
+    poisoned = testing.poison(cache)
+    num_tokens = 6 + 1 + 1  # rows 0 and 2 share four tokens
+    for pool in poisoned.pools:
+        for values in (pool.k, pool.v):
+            held = ~np.isnan(np.asarray(values)).any(axis=(1, 3))
+            assert held.sum() == 2 * num_tokens
+    assert len(expected(oracle)[0]) == 6
+
+
+def test_codes_tell_tokens_layers_heads_and_halves_apart():
+    tokens = np.arange(0, 2**14, 97)
+    codes = [
+        testing.token_codes(tokens, layer, 2, 5, is_value) for layer in range(3) for is_value in (False, True)
+    ]
+    rows = np.concatenate([code.reshape(-1, 5) for code in codes])
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        np.testing.assert_array_equal(np.asarray(jnp.asarray(rows).astype(dtype).astype(jnp.float32)), rows)
+    np.testing.assert_array_equal(testing.token_codes(jnp.asarray(tokens), 1, 2, 5, True), codes[3])
