@@ -2,14 +2,15 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON] [--workers N]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 16 us inside a loop and 159 us as a separate call, 125 of
-  them above the dispatch floor; with one XLA worker 9, 71 and 40 us. As separate calls: a prompt of 8,192
-  tokens 71 us, fork of 64 rows 281, reorder 552, free of 64 rows of 256 blocks 267, truncate 239. 64 times
-  the blocks cost at most 1.12x, 1,024 times 2.6x (one worker: 1.19x). The control state is 1.06 MB; the
-  temporaries of a decode step (2.2 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 1,034 us for the same step with prefix caching off, 1,055 with it
-  on; for the prompt 40 us with it off (a slice of a list), 482 with it on. Levanter's pager 1,345 us when 16
-  of the rows take a page and 16,258 us when all do, where `extend` takes 288.
+Answer:  a decode step's `extend` of 256 rows takes 13 us inside a loop and 187 us as a separate call, 156 of
+  them above the dispatch floor (that misses its bar of 100); with one XLA worker 9, 139 and 109 us. As
+  separate calls: a prompt of 8,192 tokens 74 us, fork of 64 rows 307, reorder 529, free of 64 rows of 256
+  blocks 317, truncate 288. 64 times the blocks cost at most 1.13x, 1,024 times 2.5x (one worker: 1.22x).
+  The control state is 1.06 MB; the temporaries of a decode step (2.2 MB) do not grow with the pool.
+  Beside it (--peers): vLLM 0.33's manager 990 us for the same step with prefix caching off, 1,040 with it
+  on; for the prompt 39 us with it off (a slice of a list), 449 with it on. Levanter's pager 1,405 us when 16
+  of the rows take a page and 15,918 us when all do, where `extend` takes 222.
+Record:  experiments/results/bookkeeping.json, and bookkeeping_one_worker.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
 order, `max_seq_len` 8,192. Each operation is timed as
