@@ -160,6 +160,8 @@ def _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, de
     for i, prompt in enumerate(requests.prompts):
         if prompt.ndim != 1 or not len(prompt):
             raise ValueError(f"prompt {i} has shape {prompt.shape}, expected at least one token id")
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise TypeError(f"prompt {i} has dtype {prompt.dtype}, expected integer token ids")
         if len(prompt) >= config.max_seq_len:
             raise ValueError(
                 f"prompt {i} has {len(prompt)} tokens, expected fewer than max_seq_len = {config.max_seq_len}"

@@ -60,7 +60,7 @@ class Requests:
     """The prompts that wait, each with the number of its samples."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int):
-        self.prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        self.prompts = [np.asarray(prompt) for prompt in prompts]
         self.num_samples = num_samples
         self.waiting = deque(range(len(self.prompts)))
 
