@@ -12,6 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import hypothesis
 import hypothesis.configuration
 import jax
+import pytest
 
 CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
 
@@ -27,3 +28,10 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE_DIR / "hypothesis")
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drop_programs():
+    """Unloads each file's programs: thousands of them reach the kernel's limit of memory maps per process."""
+    yield
+    jax.clear_caches()
