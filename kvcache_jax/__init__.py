@@ -36,9 +36,21 @@ from kvcache_jax.config import (
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
 from kvcache_jax.picture import block_map, draw_block_map
+from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import score
-from kvcache_jax.state import Admission, AttentionPlan, BlockPool, Cache, Control, Counter, KVPool, Step
+from kvcache_jax.state import (
+    Admission,
+    AttentionPlan,
+    BlockPool,
+    Cache,
+    CachedBlocks,
+    Control,
+    Counter,
+    KVPool,
+    PrefixIndex,
+    Step,
+)
 from kvcache_jax.stats import (
     Stats,
     active_seq_ids,
@@ -62,6 +74,7 @@ __all__ = [
     "BlockPool",
     "Cache",
     "CacheConfig",
+    "CachedBlocks",
     "Control",
     "Counter",
     "Draft",
@@ -72,6 +85,7 @@ __all__ = [
     "LayerGroup",
     "LayerKind",
     "Look",
+    "PrefixIndex",
     "SamplingParams",
     "SlidingWindow",
     "Stats",
@@ -86,9 +100,11 @@ __all__ = [
     "beam_search",
     "block_map",
     "check_invariants",
+    "commit",
     "describe",
     "donate",
     "draw_block_map",
+    "evict",
     "extend",
     "fork",
     "free",
@@ -96,13 +112,16 @@ __all__ = [
     "generate",
     "idle_seq_ids",
     "init",
+    "lookup",
     "memory_bytes",
+    "namespace",
     "needs_eviction",
     "num_available_blocks",
     "num_blocks_needed",
     "raise_for_status",
     "reorder",
     "reset",
+    "reset_prefix_cache",
     "sampling_params",
     "score",
     "set_priority",

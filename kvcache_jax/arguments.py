@@ -69,6 +69,15 @@ def token_ids(values: Any, *shape: int | None) -> jax.Array:
     return values
 
 
+def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
+    """With prefix caching, blocks must never be of unknown content."""
+    if tokens is None and cache.config.enable_prefix_caching:
+        raise TypeError(
+            f"{operation} got no tokens and the cache has enable_prefix_caching=True, "
+            "expected tokens=, the ids by which blocks are found again"
+        )
+
+
 def namespace_words(values: Any, num_rows: int) -> jax.Array:
     """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
     if values is None:

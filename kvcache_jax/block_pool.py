@@ -1,16 +1,17 @@
 """Blocks change hands: take, share, release. Pure functions on one group's `BlockPool`.
 
-A block is free (on the stack, `ref_count` 0) or referenced; it is in exactly one of the two states.
-The block table itself is edited by the callers, in the same step as the counts.
+A block is in exactly one of three states: free (on the stack), referenced, or cached (published and
+without owner). The block table itself is edited by the callers, in the same step as the counts.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.state import BlockPool
+from kvcache_jax.state import BlockPool, CachedBlocks
 
 
 def num_true(mask: jax.Array) -> jax.Array:
@@ -24,8 +25,8 @@ def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return up_to - mask.astype(jnp.int32), up_to[-1]
 
 
-def read_first(values: jax.Array, array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`values`, read from `array`, and `array`, to be written only after the read.
+def read_first(values: Any, array: jax.Array) -> tuple[Any, jax.Array]:
+    """`values` (a pytree), read from `array`, and `array`, to be written only after the read.
 
     Without the fence XLA may plan the write first and keep a copy of the whole array for the read.
     """
@@ -33,8 +34,13 @@ def read_first(values: jax.Array, array: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def num_available(pool: BlockPool) -> jax.Array:
-    """i32[], blocks that can be handed out."""
-    return pool.num_free
+    """i32[], blocks that can be handed out: free ones, and cached ones once they are evicted."""
+    return pool.num_free if pool.cached is None else pool.num_free + pool.cached.num_cached
+
+
+def num_used(pool: BlockPool) -> jax.Array:
+    """i32[], referenced blocks."""
+    return pool.num_blocks - num_available(pool)
 
 
 def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
@@ -42,43 +48,69 @@ def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     return pool.ref_count.at[block_ids].get(mode="fill", fill_value=0)
 
 
+def is_published(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
+    """Bool like `block_ids`; False for nowhere."""
+    if pool.cached is None:
+        return jnp.zeros(block_ids.shape, bool)
+    return pool.cached.is_published.at[block_ids].get(mode="fill", fill_value=False)
+
+
 def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
     """Hands out one block per true entry, each with one owner.
 
     Args:
-      pool: Holds at least as many free blocks; the caller has checked.
+      pool: Holds at least as many free blocks; the caller has checked, and evicted.
       mask: bool[n], where a block is wanted.
 
     Returns:
       The pool, and i32[n] block ids, nowhere where `mask` is false.
     """
     rank, num_taken = rank_true(mask)
-    top = pool.num_free - 1 - rank
-    ids = jnp.where(mask, pool.free_stack.at[top].get(mode="clip"), pool.num_blocks)
-    num_free = pool.num_free - num_taken
-    return dataclasses.replace(
-        pool,
-        ref_count=pool.ref_count.at[ids].set(1, mode="drop"),
-        num_free=num_free,
-        peak_used=jnp.maximum(pool.peak_used, pool.num_blocks - num_free),
-    ), ids
+    ids = next_free(pool, mask, rank, num_taken)
+    return own(pool, ids, num_taken), ids
+
+
+def next_free(pool: BlockPool, mask: jax.Array, rank: jax.Array, num_taken: jax.Array) -> jax.Array:
+    """The `rank[i]`-th of `num_taken` blocks that are handed out together, nowhere where not masked.
+
+    From the top of the stack; where all of it goes, from the bottom, so that what was evicted for these
+    blocks comes last, in the order of its eviction.
+    """
+    place = jnp.where(num_taken == pool.num_free, rank, pool.num_free - 1 - rank)
+    return jnp.where(mask, pool.free_stack.at[place].get(mode="clip"), pool.num_blocks)
+
+
+def own(pool: BlockPool, block_ids: jax.Array, num_taken: jax.Array) -> BlockPool:
+    """Gives the blocks on top of the stack, `num_taken` of them, one owner each; nowhere is skipped."""
+    ref_count = pool.ref_count.at[block_ids].set(1, mode="drop")
+    return _note_peak(dataclasses.replace(pool, ref_count=ref_count, num_free=pool.num_free - num_taken))
 
 
 def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    """Adds one owner to each block of `block_ids` (any shape, nowhere is skipped)."""
+    """Adds one owner to each referenced block of `block_ids` (any shape, nowhere is skipped)."""
     return dataclasses.replace(pool, ref_count=pool.ref_count.at[block_ids].add(1, mode="drop"))
 
 
+def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
+    """`share` for i32[n] blocks that differ and may be cached: those are referenced again."""
+    assert pool.cached is not None
+    is_cached = (block_ids < pool.num_blocks) & (pool.ref_count.at[block_ids].get(mode="clip") == 0)
+    is_cached, ref_count = read_first(is_cached, pool.ref_count)
+    cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_cached))
+    return _note_peak(share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids))
+
+
 def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    """Takes one owner from each block of `block_ids`; blocks without owner are free again.
+    """Takes one owner from each block of `block_ids`; those without owner are cached or free again.
 
     Args:
       pool: Counts at least one owner per occurrence.
-      block_ids: i32[n], nowhere is skipped. Ids must differ; see `release_repeated`.
+      block_ids: i32[n], nowhere is skipped. Ids must differ; see `release_repeated`. Of cached blocks
+        the first will be evicted first: pass a row's last block first.
     """
     ref_count = pool.ref_count.at[block_ids].add(-1, mode="drop")
     is_last = (block_ids < pool.num_blocks) & (ref_count.at[block_ids].get(mode="clip") == 0)
-    return _push(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
+    return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
 
 
 def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
@@ -92,12 +124,85 @@ def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     marked = ref_count.at[jnp.where(is_last, block_ids, pool.num_blocks)].min(mark, mode="drop")
     is_first = is_last & (marked.at[block_ids].get(mode="clip") == mark)
     ref_count = marked.at[jnp.where(is_first, block_ids, pool.num_blocks)].set(0, mode="drop")
-    return _push(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)
+    return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)
 
 
-def _push(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
-    """Puts the masked ids, which differ, on the free stack."""
+def put_on_free_stack(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
+    """Makes the masked blocks, which differ and have no owner, free."""
     rank, num_freed = rank_true(mask)
     place = jnp.where(mask, pool.num_free + rank, pool.num_blocks)
     free_stack = pool.free_stack.at[place].set(block_ids, mode="drop")
     return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed)
+
+
+def _put_back(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
+    """Makes the masked blocks, which differ and lost their last owner, cached or free."""
+    if pool.cached is None:
+        return put_on_free_stack(pool, block_ids, mask)
+    stays = mask & is_published(pool, block_ids)
+    pool = put_on_free_stack(pool, block_ids, mask & ~stays)
+    assert pool.cached is not None
+    return dataclasses.replace(pool, cached=_enqueue(pool.cached, pool.ref_count, block_ids, stays))
+
+
+def _enqueue(
+    cached: CachedBlocks, ref_count: jax.Array, block_ids: jax.Array, mask: jax.Array
+) -> CachedBlocks:
+    """Appends the masked blocks to the queue."""
+    length = jnp.uint32(cached.queue.shape[0])
+    rank, num_added = rank_true(mask)
+    added = num_added.astype(jnp.uint32)
+
+    # At most one trip: `lax.cond` would copy the queue that it passes through.
+    def sweep(state):
+        return _swept(state[0], ref_count), jnp.bool_(False)
+
+    is_full = cached.tail - cached.head + added > length
+    cached, _ = lax.while_loop(lambda state: state[1], sweep, (cached, is_full))
+    position = cached.tail + rank.astype(jnp.uint32)
+    place = jnp.where(mask, (position % length).astype(jnp.int32), cached.queue.shape[0])
+    return dataclasses.replace(
+        cached,
+        num_cached=cached.num_cached + num_added,
+        queue=cached.queue.at[place].set(block_ids, mode="drop"),
+        queued_at=cached.queued_at.at[jnp.where(mask, block_ids, ref_count.shape[0])].set(
+            position, mode="drop"
+        ),
+        tail=cached.tail + added,
+    )
+
+
+def queue_entries(
+    cached: CachedBlocks, ref_count: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the queue holds at `positions u32[n]`: i32[n] block ids, and bool[n] which of them are cached."""
+    place = (positions % jnp.uint32(cached.queue.shape[0])).astype(jnp.int32)
+    block_ids = cached.queue[place]
+    is_entry = positions - cached.head < cached.tail - cached.head
+    is_entry &= cached.queued_at.at[block_ids].get(mode="fill", fill_value=0) == positions
+    is_cached = cached.is_published.at[block_ids].get(mode="fill", fill_value=False)
+    is_cached &= ref_count.at[block_ids].get(mode="fill", fill_value=1) == 0
+    return block_ids, is_entry & is_cached
+
+
+def _swept(cached: CachedBlocks, ref_count: jax.Array) -> CachedBlocks:
+    """The queue without its stale entries."""
+    num_blocks, length = ref_count.shape[0], cached.queue.shape[0]
+    positions = cached.head + jnp.arange(length, dtype=jnp.uint32)
+    block_ids, is_kept = queue_entries(cached, ref_count, positions)
+    rank, num_kept = rank_true(is_kept)
+    return dataclasses.replace(
+        cached,
+        queue=jnp.full_like(cached.queue, num_blocks)
+        .at[jnp.where(is_kept, rank, length)]
+        .set(block_ids, mode="drop"),
+        queued_at=cached.queued_at.at[jnp.where(is_kept, block_ids, num_blocks)].set(
+            rank.astype(jnp.uint32), mode="drop"
+        ),
+        head=jnp.zeros_like(cached.head),
+        tail=num_kept.astype(jnp.uint32),
+    )
+
+
+def _note_peak(pool: BlockPool) -> BlockPool:
+    return dataclasses.replace(pool, peak_used=jnp.maximum(pool.peak_used, num_used(pool)))

@@ -24,7 +24,7 @@ from kvcache_jax import arguments, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.config import CacheConfig, describe
 from kvcache_jax.demand import packed_tokens, padded_tokens
-from kvcache_jax.extend import extend_control
+from kvcache_jax.extend import extend_control, record_tokens
 from kvcache_jax.state import Admission, Cache, Control, Step, empty_control, empty_pools
 
 _log = logging.getLogger("kvcache_jax")
@@ -121,7 +121,7 @@ def allocate(
     tokens: ArrayLike | None = None,
     namespace: ArrayLike | None = None,
     priority: IntRows | None = None,
-    reuse: bool = True,
+    reuse: ArrayLike = True,
 ) -> tuple[Cache, Admission]:
     """Starts rows and reserves the blocks of their whole prompts.
 
@@ -132,10 +132,10 @@ def allocate(
       cache: Not changed.
       seq_ids: i32[n], idle rows.
       num_tokens: i32[n], prompt lengths; 0 starts an empty row.
-      tokens: i32[n, P], the prompts, for prefix reuse.
+      tokens: i32[n, P], the prompts, `P` at least the longest; required with prefix caching, else unused.
       namespace: u32[4] or u32[n, 4], who may share the rows' blocks. Default: all zero.
       priority: i32[n], for eviction policies. Default: 0.
-      reuse: Look for cached prefixes; without prefix caching there are none.
+      reuse: bool[] or bool[n], look for cached prefixes; without prefix caching there are none.
 
     Returns:
       The cache and an `Admission` with `status` (SEQ_IN_USE, TOO_LONG, BAD_LENGTH, OUT_OF_BLOCKS,
@@ -152,17 +152,22 @@ def allocate(
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = seq_ids.shape[0]
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
-    if tokens is not None:
-        arguments.token_ids(tokens, num_rows, None)
+    arguments.require_tokens("allocate", tokens, cache)
+    tokens = (
+        jnp.zeros((num_rows, 0), jnp.int32) if tokens is None else arguments.token_ids(tokens, num_rows, None)
+    )
     priority = (
         jnp.zeros_like(seq_ids) if priority is None else arguments.int_column("priority", priority, num_rows)
     )
-    namespace = arguments.namespace_words(namespace, num_rows)
-    control, status = _allocate(cache.control, seq_ids, num_tokens, namespace, priority, config=cache.config)
-    del reuse  # Nothing is cached by content yet.
-    return dataclasses.replace(cache, control=control), Admission(
-        status=status, num_cached=jnp.zeros_like(status)
+    prompts = rows.Prompt(
+        num_tokens=num_tokens,
+        namespace=arguments.namespace_words(namespace, num_rows),
+        priority=priority,
+        tokens=tokens,
+        reuse=jnp.broadcast_to(jnp.asarray(reuse, bool), (num_rows,)),
     )
+    control, (status, num_cached) = _allocate(cache.control, seq_ids, prompts, config=cache.config)
+    return dataclasses.replace(cache, control=control), Admission(status=status, num_cached=num_cached)
 
 
 @jax.named_scope("kvcache.extend")
@@ -187,7 +192,7 @@ def extend(
       num_tokens: In place of `max_new`: length of packed token arrays, `[num_tokens]`, in which rows
         lie end to end in the order of `seq_ids`.
       seq_ids: i32[n]. Default: all rows, n = max_seqs.
-      tokens: i32[n, max_new] or i32[num_tokens], for prefix caching.
+      tokens: i32[n, max_new] or i32[num_tokens]; required with prefix caching, else unused.
 
     Returns:
       The cache and a `Step`. `status`: OUT_OF_BLOCKS, TOO_LONG, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
@@ -217,14 +222,22 @@ def extend(
         seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
     num_new = arguments.int_column("num_new", num_new, num_rows)
+    arguments.require_tokens("extend", tokens, cache)
     if tokens is not None:
-        arguments.token_ids(tokens, *((num_rows, max_new) if num_tokens is None else (num_tokens,)))
-    return _extend(cache, seq_ids, num_new, max_new=max_new, num_tokens=num_tokens)
+        tokens = arguments.token_ids(tokens, *((num_rows, max_new) if num_tokens is None else (num_tokens,)))
+    if cache.control.prefix_index is None:
+        tokens = None
+    return _extend(cache, seq_ids, num_new, tokens, max_new=max_new, num_tokens=num_tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("max_new", "num_tokens"))
 def _extend(
-    cache: Cache, seq_ids: jax.Array | None, num_new: jax.Array, max_new: int | None, num_tokens: int | None
+    cache: Cache,
+    seq_ids: jax.Array | None,
+    num_new: jax.Array,
+    tokens: jax.Array | None,
+    max_new: int | None,
+    num_tokens: int | None,
 ) -> tuple[Cache, Step]:
     if num_tokens is not None:
         new_tokens = packed_tokens(num_new, num_tokens)
@@ -233,6 +246,8 @@ def _extend(
         assert max_new is not None
         new_tokens = padded_tokens(num_new.shape[0], max_new)
     control, step, copies = extend_control(cache.control, seq_ids, num_new, new_tokens, max_new, cache.config)
+    if tokens is not None:
+        control = record_tokens(control, tokens, step, copies, cache.config)
     pools = cache.pools
     if pools:
         pools = tuple(
@@ -449,8 +464,10 @@ def _on_control(cache: Cache, outcome: tuple[Control, jax.Array]) -> tuple[Cache
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _allocate(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    return rows.each_row(functools.partial(rows.allocate_row, config=config), control, *columns)
+def _allocate(
+    control: Control, seq_ids: jax.Array, prompts: rows.Prompt, config: CacheConfig
+) -> tuple[Control, tuple[jax.Array, jax.Array]]:
+    return rows.each_row(functools.partial(rows.allocate_row, config=config), control, seq_ids, prompts)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -1,9 +1,15 @@
 """Does a cache keep its promises? Host-side, slow and independent of the code that keeps them."""
 
+import itertools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.config import LayerGroup, SlidingWindow
-from kvcache_jax.state import BlockPool, Cache
+from kvcache_jax.content_hash import block_hashes, root_hash
+from kvcache_jax.prefix_index import bucket_of
+from kvcache_jax.state import BlockPool, Cache, CachedBlocks, PrefixIndex
 
 
 def check_invariants(cache: Cache) -> list[str]:
@@ -25,7 +31,7 @@ def check_invariants(cache: Cache) -> list[str]:
     context_len = np.asarray(cache.control.context_len)
     violations = []
     for row in np.flatnonzero(~is_active):
-        for name in ("context_len", "priority", "last_used", "namespace"):
+        for name in ("context_len", "priority", "last_used", "namespace", "num_published"):
             if np.asarray(getattr(cache.control, name))[row].any():
                 violations.append(f"row {row} is idle and its {name} is not 0")
     for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len)):
@@ -40,11 +46,11 @@ def check_invariants(cache: Cache) -> list[str]:
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length)
             ]
-    return violations
+    return violations + _check_index(cache)
 
 
 def _check_counts(pool: BlockPool) -> list[str]:
-    """References, and the partition of the blocks into free and referenced."""
+    """References, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
     num_free, nowhere = int(pool.num_free), pool.num_blocks
@@ -61,14 +67,120 @@ def _check_counts(pool: BlockPool) -> list[str]:
     if ((free_ids < 0) | (free_ids >= nowhere)).any():
         return [*violations, "the free stack holds an id that is no block"]
     times_free = np.bincount(free_ids, minlength=nowhere)
+    is_published = np.zeros(nowhere, bool) if pool.cached is None else np.asarray(pool.cached.is_published)
+    is_cached = is_published & (ref_count == 0)
     for block in np.flatnonzero(times_free > 1):
         violations.append(f"block {block} is {times_free[block]} times on the free stack")
     for block in np.flatnonzero((times_free > 0) & (ref_count > 0)):
         violations.append(f"block {block} is free and has ref_count {ref_count[block]}")
-    for block in np.flatnonzero((times_free == 0) & (ref_count == 0)):
-        violations.append(f"block {block} is lost: neither free nor referenced")
-    if int(pool.peak_used) < nowhere - num_free:
-        violations.append(f"peak_used is {int(pool.peak_used)}, below the {nowhere - num_free} blocks in use")
+    for block in np.flatnonzero((times_free > 0) & is_published):
+        violations.append(f"block {block} is free and published")
+    for block in np.flatnonzero((times_free == 0) & (ref_count == 0) & ~is_cached):
+        violations.append(f"block {block} is lost: neither free nor referenced nor cached")
+    if int(pool.peak_used) < (ref_count > 0).sum():
+        violations.append(
+            f"peak_used is {int(pool.peak_used)}, below the {(ref_count > 0).sum()} blocks in use"
+        )
+    if pool.cached is not None:
+        violations += _check_queue(pool.cached, is_cached)
+    return violations
+
+
+def _check_queue(cached: CachedBlocks, is_cached: np.ndarray) -> list[str]:
+    """Every cached block is once in the queue, and nothing else is."""
+    violations = []
+    if int(cached.num_cached) != is_cached.sum():
+        violations.append(f"num_cached is {int(cached.num_cached)}, and {is_cached.sum()} blocks are cached")
+    queue, queued_at = np.asarray(cached.queue), np.asarray(cached.queued_at)
+    head, tail = int(cached.head), int(cached.tail)
+    if (tail - head) % 2**32 > len(queue):
+        return [*violations, f"the queue of {len(queue)} entries reaches from {head} to {tail}"]
+    positions = (head + np.arange((tail - head) % 2**32)) % 2**32
+    entries = queue[positions % len(queue)]
+    is_valid = entries < len(is_cached)
+    entries, positions = entries[is_valid], positions[is_valid]
+    listed = np.sort(entries[(queued_at[entries] == positions) & is_cached[entries]]).tolist()
+    if listed != np.flatnonzero(is_cached).tolist():
+        violations.append(f"the queue lists {listed}, and {np.flatnonzero(is_cached).tolist()} are cached")
+    return violations
+
+
+def _check_index(cache: Cache) -> list[str]:
+    """The index finds every published block and nothing else, and each entry says what its block holds."""
+    index, control = cache.control.prefix_index, cache.control
+    group_id = cache.config.indexed_group
+    pool = control.block_pools[group_id]
+    if index is None or pool.cached is None:
+        return []
+    nowhere = index.parent.shape[0]
+    buckets, parent = np.asarray(index.buckets), np.asarray(index.parent)
+    ref_count, is_published = np.asarray(pool.ref_count), np.asarray(pool.cached.is_published)
+    tokens, namespaces = np.asarray(index.block_tokens), np.asarray(index.namespace)
+    violations = []
+    entries = np.sort(buckets[buckets != nowhere]).tolist()
+    if entries != np.flatnonzero(is_published).tolist():
+        violations.append(
+            f"the index lists {entries}, and {np.flatnonzero(is_published).tolist()} are published"
+        )
+    contents: dict[tuple, int] = {}
+    depth = np.zeros(nowhere, np.int32)
+    for block in np.flatnonzero(is_published).tolist():
+        chain = [block]
+        while parent[chain[-1]] != nowhere and len(chain) <= nowhere:
+            chain.append(int(parent[chain[-1]]))
+        depth[block] = len(chain) - 1
+        for child, ancestor in itertools.pairwise(chain):
+            if not is_published[ancestor]:
+                violations.append(f"published block {child} has the unpublished parent {ancestor}")
+            if ref_count[child] > 0 and ref_count[ancestor] == 0:
+                violations.append(f"block {child} is referenced and its parent {ancestor} is not")
+        if (namespaces[chain] != namespaces[block]).any():
+            violations.append(f"the chain of block {block} crosses namespaces")
+        content = (*namespaces[block].tolist(), *tokens[chain[::-1]].reshape(-1).tolist())
+        if content in contents:
+            violations.append(f"blocks {contents[content]} and {block} are published for the same tokens")
+        contents[content] = block
+    hashes, bucket_ids = map(np.asarray, _expected_hashes(index, control.hash_key, depth))
+    for block in np.flatnonzero(is_published).tolist():
+        if (hashes[block] != np.asarray(index.block_hash)[block]).any():
+            violations.append(f"block {block} has another hash than its tokens")
+        elif block not in buckets[bucket_ids[block]]:
+            violations.append(f"block {block} is in the wrong bucket")
+    return violations + _check_published_rows(cache, parent, is_published)
+
+
+@jax.jit
+def _expected_hashes(
+    index: PrefixIndex, hash_key: jax.Array, depth: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of each block the hash that follows from its parent's, and its bucket."""
+    before = index.block_hash.at[index.parent].get(mode="clip")
+    is_root = (index.parent == index.parent.shape[0])[:, None]
+    before = jnp.where(is_root, root_hash(hash_key, index.namespace), before)
+    hashes = before + block_hashes(hash_key, index.block_tokens, depth * index.block_tokens.shape[1])
+    return hashes, bucket_of(index, hashes)
+
+
+def _check_published_rows(cache: Cache, parent: np.ndarray, is_published: np.ndarray) -> list[str]:
+    """Published blocks of a row follow each other, and reserved ones are not published."""
+    control, group_id, violations = cache.control, cache.config.indexed_group, []
+    table, nowhere = np.asarray(control.block_pools[group_id].block_table), len(is_published)
+    block_size = cache.config.groups[group_id].block_size
+    num_published = np.asarray(control.num_published)
+    for row, length in enumerate(np.asarray(control.context_len).tolist()):
+        blocks = table[row][table[row] < nowhere]
+        num_full = length // block_size
+        if not 0 <= num_published[row] <= num_full:
+            violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
+        if not is_published[blocks[: num_published[row]]].all():
+            violations.append(f"row {row} holds an unpublished block among its published ones")
+        if is_published[blocks[-(-length // block_size) :]].any():
+            violations.append(f"row {row} reserves a published block")
+        for before, block in itertools.pairwise([nowhere, *blocks.tolist()]):
+            if is_published[block] and parent[block] != before:
+                violations.append(
+                    f"row {row} holds block {block} behind {before}, its parent is {parent[block]}"
+                )
     return violations
 
 

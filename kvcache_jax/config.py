@@ -113,7 +113,8 @@ class CacheConfig:
         Default: `max_seq_len`.
       dtype: Storage of keys and values: float32, bfloat16 or float16.
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
-      enable_prefix_caching: Keep freed blocks findable by content.
+      enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
+        owner, until their place is needed. `allocate` and `extend` then want the tokens.
       implementation: Attention path: "xla", "mosaic_gpu", "mosaic_tpu", or None for the best that
         supports the call.
 
@@ -179,8 +180,16 @@ class CacheConfig:
                 f"implementation is {self.implementation!r}, "
                 f"expected None or one of {', '.join(IMPLEMENTATIONS)}"
             )
-        if self.enable_prefix_caching:
-            raise NotImplementedError("enable_prefix_caching=True is not available yet; leave it False")
+        if self.enable_prefix_caching and not any(isinstance(kind, FullAttention) for kind in self.layers):
+            raise ValueError(
+                "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
+                "its blocks are the ones that prefixes are found by"
+            )
+        if self.enable_prefix_caching and len(self.groups) > 1:
+            raise NotImplementedError(
+                f"enable_prefix_caching is True and there are {len(self.groups)} layer groups, "
+                "expected one: prefix caching over several groups is not available yet"
+            )
         for group in self.groups:
             _check_indices(group)
 
@@ -204,6 +213,12 @@ class CacheConfig:
         if self.memory_budget is not None:
             plans = _spend(self.memory_budget, plans, self.max_seqs)
         return tuple(plans)
+
+    @property
+    def indexed_group(self) -> int:
+        """The layer group by whose blocks prefixes are found: the first with full attention, else 0."""
+        is_full = [isinstance(group.kind, FullAttention) for group in self.groups]
+        return is_full.index(True) if True in is_full else 0
 
     def locate(self, layer: int) -> tuple[int, int]:
         """(group, index in the group) of a model layer."""

@@ -129,6 +129,7 @@ def decide(
     for pool, demand in zip(control.block_pools, demands, strict=True):
         fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
         is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
+        is_shared |= block_pool.is_published(pool, demand.tail).any()
 
     def walk(state):
         ref_counts, _, _, _ = state
@@ -170,11 +171,15 @@ def _walk(
             leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
             owners = ref_counts[g].at[jnp.append(leaving, demand.tail)].get(mode="fill", fill_value=0)
             owners, ref_count = block_pool.read_first(owners, ref_counts[g])
-            num_back, copies_tail = num_true(owners[:-1] == 1), owners[-1] > 1
+            # A published block is never written again, not even by its one owner.
+            copies_tail = (owners[-1] > 1) | block_pool.is_published(pool, demand.tail)
+            num_back = num_true(owners[:-1] == 1)
             need = demand.num_blocks + copies_tail.astype(jnp.int32)
             grows &= need <= free[g] + num_back
             copies.append(copies_tail)
             let_go.append(jnp.append(leaving, jnp.where(copies_tail, demand.tail, pool.num_blocks)))
+            # The original, published and without owner now, can be evicted for the rows that follow.
+            num_back += (copies_tail & (owners[-1] == 1)).astype(jnp.int32)
             left.append(free[g] + num_back - need)
             counts.append(ref_count)
         let_go = [

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool
+from kvcache_jax import block_pool, eviction
+from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.demand import NewTokens, decide, demand_of, needs_block
+from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
@@ -59,17 +60,30 @@ def extend_control(
     token_rows = tokens.spread(rows, control.max_seqs)
     positions = tokens.spread(context_len, 0) + tokens.offset
     is_token = tokens.offset < tokens.spread(query_len, 0)
+    control = _give_back(control, demands, rows, copies_tail, config)
+    need = [
+        jnp.sum(jnp.where(grows, demand.num_blocks, 0), dtype=jnp.int32) + num_true(copies_tail[g])
+        for g, demand in enumerate(demands)
+    ]
+    control = eviction.make_room(control, need, config)
     pools, slots, plans, copies = [], [], [], []
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
         columns = positions // group.block_size
-        pool = _drop_out_of_reach(pool, group, rows, demand.first_kept)
         opens_block = is_token & needs_block(pool, group, token_rows, positions)
-        pool, ids = block_pool.take(pool, opens_block)
-        table = pool.block_table.at[jnp.where(opens_block, token_rows, control.max_seqs), columns].set(
-            ids, mode="drop"
+        # In row order, a row's copy before its new blocks: a tail that was released above and evicted for a
+        # later row is then handed to a row whose copy comes after the one that reads it.
+        new_rank, num_opened = block_pool.rank_true(opens_block)
+        copy_rank, num_copies = block_pool.rank_true(copies_tail[g])
+        num_taken = num_opened + num_copies
+        rank = new_rank + tokens.spread(copy_rank + copies_tail[g].astype(jnp.int32), 0)
+        ids = block_pool.next_free(pool, opens_block, rank, num_taken)
+        rank = copy_rank + new_rank.at[tokens.starts[:-1]].get(mode="clip")
+        dst = block_pool.next_free(pool, copies_tail[g], rank, num_taken)
+        table_rows = jnp.where(opens_block, token_rows, control.max_seqs)
+        pool = _put(block_pool.own(pool, ids, num_opened), table_rows, columns, ids)
+        pool, copied = _take_copies(
+            pool, rows, context_len // group.block_size, demand.tail, copies_tail[g], dst, copy_rank
         )
-        pool = dataclasses.replace(pool, block_table=table)
-        pool, copied = _take_copies(pool, rows, context_len // group.block_size, demand.tail, copies_tail[g])
         block_ids = pool.block_table.at[token_rows, columns].get(mode="fill", fill_value=pool.num_blocks)
         slot = block_ids * group.block_size + positions % group.block_size
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
@@ -98,6 +112,44 @@ def extend_control(
         cu_query_lens=tokens.starts if tokens.is_packed else None,
     )
     return control, step, tuple(copies)
+
+
+def record_tokens(
+    control: Control, tokens: jax.Array, step: Step, copies: tuple[BlockCopies, ...], config: CacheConfig
+) -> Control:
+    """Notes which tokens the blocks of the indexed group hold; copied blocks hold those of the original."""
+    index, group_id = control.prefix_index, config.indexed_group
+    assert index is not None
+    src, dst, num_copies = copies[group_id]
+
+    def copy_block(i: jax.Array, block_tokens: jax.Array) -> jax.Array:
+        return block_tokens.at[dst[i]].set(block_tokens[src[i]])
+
+    block_tokens = lax.fori_loop(0, num_copies, copy_block, index.block_tokens)
+    block_size = config.groups[group_id].block_size
+    slots = step.slots[group_id]
+    block_tokens = block_tokens.at[slots // block_size, slots % block_size].set(tokens, mode="drop")
+    return dataclasses.replace(control, prefix_index=dataclasses.replace(index, block_tokens=block_tokens))
+
+
+def _give_back(
+    control: Control, demands: list[Demand], rows: jax.Array, copies_tail: jax.Array, config: CacheConfig
+) -> Control:
+    """Releases what left the windows of `rows`, and the last blocks that are to be copied."""
+    pools = []
+    for pool, group, demand, copies in zip(
+        control.block_pools, config.groups, demands, copies_tail, strict=True
+    ):
+        pool = _drop_out_of_reach(pool, group, rows, demand.first_kept)
+        tails = jnp.where(copies, demand.tail, pool.num_blocks)
+
+        # At most one trip, because `lax.cond` copies the big arrays that it passes through.
+        def release_tails(state, tails=tails):
+            return block_pool.release_repeated(state[0], tails), jnp.bool_(False)
+
+        pool, _ = lax.while_loop(lambda state: state[1], release_tails, (pool, copies.any()))
+        pools.append(pool)
+    return dataclasses.replace(control, block_pools=tuple(pools))
 
 
 def _drop_out_of_reach(
@@ -133,32 +185,37 @@ def _drop_out_of_reach(
 
 
 def _take_copies(
-    pool: BlockPool, rows: jax.Array, columns: jax.Array, tail: jax.Array, copies_tail: jax.Array
+    pool: BlockPool,
+    rows: jax.Array,
+    columns: jax.Array,
+    tail: jax.Array,
+    copies_tail: jax.Array,
+    dst: jax.Array,
+    rank: jax.Array,
 ) -> tuple[BlockPool, BlockCopies]:
-    """Gives each row that must copy its tail a block of its own in the tail's place.
+    """Gives each row that must copy its tail the block `dst` in the tail's place."""
+    num_copies = num_true(copies_tail)
 
-    A loop of at most one trip, because `lax.cond` copies the big arrays that it passes through.
-    """
-    nowhere = pool.num_blocks
+    def put_copies(state):
+        pool = block_pool.own(state[0], dst, num_copies)
+        table_rows = jnp.where(copies_tail, rows, pool.block_table.shape[0])
+        return _put(pool, table_rows, columns, dst), jnp.bool_(False)
 
-    def take_copies(state):
-        pool, _, _ = state
-        pool = block_pool.release_repeated(pool, jnp.where(copies_tail, tail, nowhere))
-        pool, dst = block_pool.take(pool, copies_tail)
-        table = pool.block_table.at[jnp.where(copies_tail, rows, pool.block_table.shape[0]), columns].set(
-            dst, mode="drop"
-        )
-        return dataclasses.replace(pool, block_table=table), dst, jnp.bool_(False)
-
-    unused = jnp.full_like(tail, nowhere)
-    pool, dst, _ = lax.while_loop(lambda state: state[2], take_copies, (pool, unused, copies_tail.any()))
-    rank, num_copies = block_pool.rank_true(copies_tail)
+    # At most one trip, because `lax.cond` copies the big arrays that it passes through.
+    pool, _ = lax.while_loop(lambda state: state[1], put_copies, (pool, num_copies > 0))
     place = jnp.where(copies_tail, rank, tail.shape[0])
+    unused = jnp.full_like(tail, pool.num_blocks)
     return pool, BlockCopies(
         src=unused.at[place].set(tail, mode="drop"),
         dst=unused.at[place].set(dst, mode="drop"),
         num_copies=num_copies,
     )
+
+
+def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Array) -> BlockPool:
+    """Enters blocks into the table; rows that are nowhere are skipped."""
+    table = pool.block_table.at[rows, columns].set(block_ids, mode="drop")
+    return dataclasses.replace(pool, block_table=table)
 
 
 def _plan(

@@ -14,14 +14,20 @@ from kvcache_jax.status import Status
 
 @dataclasses.dataclass
 class OracleRow:
-    """A sequence: its tokens, and per layer group the block of each table column."""
+    """A sequence: its tokens, per layer group the block of each table column, and what is published."""
 
     tokens: list[int]
     tables: list[dict[int, int]]
+    namespace: tuple[int, ...] = (0, 0, 0, 0)
+    num_published: int = 0
+
+
+Prefix = tuple[tuple[int, ...], tuple[int, ...]]
+"""A namespace and all tokens up to the end of a block: what a published block stands for."""
 
 
 class Oracle:
-    """Dict-of-lists model of a cache without prefix caching.
+    """Dict-of-lists model of a cache; blocks are evicted least recently used first.
 
     Operations take the arguments of their namesakes as Python lists and return a list of `Status`.
     Block ids are serial numbers; compare them by structure, not by value.
@@ -29,7 +35,11 @@ class Oracle:
     Attributes:
       rows: Active rows by seq_id.
       owners: Per layer group, how many table entries point at each block.
+      published: The block that stands for each published prefix.
+      cached: Published blocks without owner, the next to be evicted first.
       num_copies: Blocks copied on write so far.
+      num_evictions: Published blocks given up so far.
+      num_adoptions: Blocks given back by `commit` so far.
 
     Example:
       >>> import kvcache_jax as kv
@@ -42,16 +52,58 @@ class Oracle:
         self.config = config
         self.rows: dict[int, OracleRow] = {}
         self.owners: list[Multiset[int]] = [Multiset() for _ in config.groups]
-        self.num_copies = 0
+        self.published: dict[Prefix, int] = {}
+        self.cached: dict[int, None] = {}
+        self.num_copies = self.num_evictions = self.num_adoptions = 0
+        self._prefix_of: dict[int, Prefix] = {}
         self._next_block = 0
 
     def num_free(self, group_id: int) -> int:
+        """Blocks of a group that no row holds and that are not cached."""
+        return self.num_available(group_id) - len(self.cached) * (group_id == self.config.indexed_group)
+
+    def num_available(self, group_id: int) -> int:
         """Blocks of a group that no row holds."""
         return self.config.groups[group_id].num_blocks - len(self.owners[group_id])
 
-    def allocate(self, seq_ids: Sequence[int], num_tokens: Sequence[int]) -> list[Status]:
-        """See `kvcache_jax.allocate`."""
-        return [self._allocate(*row) for row in zip(seq_ids, num_tokens, strict=True)]
+    def allocate(
+        self,
+        seq_ids: Sequence[int],
+        num_tokens: Sequence[int],
+        prompts: Sequence[Sequence[int]] | None = None,
+        namespaces: Sequence[tuple[int, ...]] | None = None,
+    ) -> list[Status]:
+        """See `kvcache_jax.allocate`; with `prompts` it looks for cached prefixes."""
+        prompts = prompts or [()] * len(seq_ids)
+        namespaces = namespaces or [(0, 0, 0, 0)] * len(seq_ids)
+        return [self._allocate(*row) for row in zip(seq_ids, num_tokens, prompts, namespaces, strict=True)]
+
+    def commit(self, seq_ids: Sequence[int], final_len: Sequence[int]) -> list[Status]:
+        """See `kvcache_jax.commit`."""
+        seen: set[int] = set()
+        statuses = []
+        for seq_id, length in zip(seq_ids, final_len, strict=True):
+            status = self._check(seq_id)
+            if status == Status.OK:
+                status = Status.DUPLICATE_SEQ_ID if seq_id in seen else self._commit(seq_id, length)
+                seen.add(seq_id)
+            statuses.append(status)
+        return statuses
+
+    def evict(self, num_blocks: int) -> int:
+        """See `kvcache_jax.evict`."""
+        num_evicted = min(num_blocks, len(self.cached))
+        for _ in range(num_evicted):
+            self._evict_one()
+        return num_evicted
+
+    def reset_prefix_cache(self) -> int:
+        """See `kvcache_jax.reset_prefix_cache`."""
+        num_dropped = len(self.published)
+        self.published, self.cached, self._prefix_of = {}, {}, {}
+        for row in self.rows.values():
+            row.num_published = 0
+        return num_dropped
 
     def extend(self, seq_ids: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[Status]:
         """See `kvcache_jax.extend`; takes the tokens themselves."""
@@ -85,9 +137,8 @@ class Oracle:
                 elif seq_id != parent_id:
                     moves.append((seq_id, self._share(before[parent_id])))
             statuses.append(status)
-        for seq_id, row in moves:
-            self._release(before[seq_id])
-            self.rows[seq_id] = row
+        self._release([before[seq_id] for seq_id, _ in moves])
+        self.rows.update(moves)
         return statuses
 
     def truncate(self, seq_ids: Sequence[int], new_len: Sequence[int]) -> list[Status]:
@@ -103,7 +154,9 @@ class Oracle:
             return Status.BAD_SEQ_ID
         return Status.SKIPPED if self.config.max_seqs in seq_ids else Status.OK
 
-    def _allocate(self, seq_id: int, num_tokens: int) -> Status:
+    def _allocate(
+        self, seq_id: int, num_tokens: int, prompt: Sequence[int], namespace: tuple[int, ...]
+    ) -> Status:
         if status := self._check(seq_id):
             return status
         if seq_id in self.rows:
@@ -112,12 +165,55 @@ class Oracle:
             return Status.BAD_LENGTH
         if num_tokens > self.config.max_seq_len:
             return Status.TOO_LONG
+        if self.config.enable_prefix_caching and num_tokens > len(prompt):
+            return Status.BAD_LENGTH
+        hits, hit_len = self._find(prompt[:num_tokens], namespace)
         need = [
             min(ceil_div(num_tokens, group.block_size), group.max_held_blocks) for group in self.config.groups
         ]
-        if any(n > self.num_free(g) for g, n in enumerate(need)):
+        num_revived = sum(block in self.cached for block in hits)
+        if any(n - len(hits) > self.num_available(g) - num_revived for g, n in enumerate(need)):
             return Status.OUT_OF_BLOCKS
-        self.rows[seq_id] = OracleRow([], [{c: self._take(g) for c in range(n)} for g, n in enumerate(need)])
+        for block in hits:
+            self.cached.pop(block, None)
+            self.owners[self.config.indexed_group][block] += 1
+        tables = [
+            {c: hits[c] if c < len(hits) else self._take(g) for c in range(n)} for g, n in enumerate(need)
+        ]
+        self.rows[seq_id] = OracleRow(list(prompt[:hit_len]), tables, namespace, len(hits))
+        return Status.OK
+
+    def _find(self, prompt: Sequence[int], namespace: tuple[int, ...]) -> tuple[list[int], int]:
+        """Cached blocks of the prompt and the tokens in them, one short of the prompt at least."""
+        block_size = self.config.groups[self.config.indexed_group].block_size
+        hits: list[int] = []
+        while (end := (len(hits) + 1) * block_size) < len(prompt):
+            block = self.published.get((namespace, tuple(prompt[:end])))
+            if block is None:
+                break
+            hits.append(block)
+        return hits, len(hits) * block_size
+
+    def _commit(self, seq_id: int, final_len: int) -> Status:
+        if seq_id not in self.rows:
+            return Status.SEQ_NOT_ACTIVE
+        if final_len < 0:
+            return Status.BAD_LENGTH
+        row, group_id = self.rows[seq_id], self.config.indexed_group
+        block_size = self.config.groups[group_id].block_size
+        for column in range(row.num_published, min(final_len, len(row.tokens)) // block_size):
+            prefix = row.namespace, tuple(row.tokens[: (column + 1) * block_size])
+            private = row.tables[group_id][column]
+            block = self.published.setdefault(prefix, private)
+            self._prefix_of[block] = prefix
+            row.num_published = column + 1
+            if block != private:
+                self.num_adoptions += 1
+                self.cached.pop(block, None)
+                self.owners[group_id][block] += self.owners[group_id].pop(private)
+                for holder in self.rows.values():
+                    if holder.tables[group_id].get(column) == private:
+                        holder.tables[group_id][column] = block
         return Status.OK
 
     def _extend(self, seq_id: int, tokens: list[int]) -> Status:
@@ -136,15 +232,16 @@ class Oracle:
             columns = range(old_len // group.block_size, ceil_div(new_len, group.block_size))
             fresh = [column for column in columns if column not in table]
             tail = old_len // group.block_size if old_len % group.block_size else None
-            copied = [] if tail is None or owners[table[tail]] == 1 else [tail]
+            is_own = tail is None or (owners[table[tail]] == 1 and table[tail] not in self._prefix_of)
+            copied = [] if is_own else [tail]
             given_back = sum(owners[table[column]] == 1 for column in gone)
-            if len(fresh) + len(copied) > self.num_free(g) + given_back:
+            if len(fresh) + len(copied) > self.num_available(g) + given_back:
                 return Status.OUT_OF_BLOCKS
             plans.append((gone, fresh, copied))
         for g, (gone, fresh, copied) in enumerate(plans):
             for column in gone + copied:
                 self._let_go(g, row.tables[g].pop(column))
-            for column in fresh + copied:
+            for column in copied + fresh:
                 row.tables[g][column] = self._take(g)
             self.num_copies += len(copied)
         row.tokens += tokens
@@ -180,8 +277,11 @@ class Oracle:
                     return Status.WINDOW_LOST
         del row.tokens[new_len:]
         for g, group in enumerate(self.config.groups):
-            for column in [c for c in row.tables[g] if c >= ceil_div(new_len, group.block_size)]:
+            end = ceil_div(new_len, group.block_size)
+            for column in sorted((c for c in row.tables[g] if c >= end), reverse=True):
                 self._let_go(g, row.tables[g].pop(column))
+        indexed = self.config.groups[self.config.indexed_group]
+        row.num_published = min(row.num_published, new_len // indexed.block_size)
         return Status.OK
 
     def _free(self, seq_id: int) -> Status:
@@ -189,10 +289,12 @@ class Oracle:
             return status
         if seq_id not in self.rows:
             return Status.SEQ_NOT_ACTIVE
-        self._release(self.rows.pop(seq_id))
+        self._release([self.rows.pop(seq_id)])
         return Status.OK
 
     def _take(self, group_id: int) -> int:
+        if self.num_free(group_id) == 0:
+            self._evict_one()
         self._next_block += 1
         self.owners[group_id][self._next_block] = 1
         return self._next_block
@@ -201,6 +303,13 @@ class Oracle:
         self.owners[group_id][block] -= 1
         if not self.owners[group_id][block]:
             del self.owners[group_id][block]
+            if block in self._prefix_of:
+                self.cached[block] = None
+
+    def _evict_one(self) -> None:
+        block = next(iter(self.cached))
+        del self.cached[block], self.published[self._prefix_of.pop(block)]
+        self.num_evictions += 1
 
     def _share(self, row: OracleRow) -> OracleRow:
         """A second row on the blocks that hold the tokens of `row`."""
@@ -209,12 +318,17 @@ class Oracle:
             end = ceil_div(len(row.tokens), group.block_size)
             tables.append({column: block for column, block in row.tables[g].items() if column < end})
             self.owners[g].update(tables[g].values())
-        return OracleRow(list(row.tokens), tables)
+        return OracleRow(list(row.tokens), tables, row.namespace, row.num_published)
 
-    def _release(self, row: OracleRow) -> None:
-        for g, table in enumerate(row.tables):
-            for block in table.values():
-                self._let_go(g, block)
+    def _release(self, rows: Sequence[OracleRow]) -> None:
+        """Lets all blocks of the rows go, column by column from the last one."""
+        for g, group in enumerate(self.config.groups):
+            dropped = Multiset(block for row in rows for block in row.tables[g].values())
+            for column in reversed(range(group.max_blocks_per_seq)):
+                for row in rows:
+                    if (block := row.tables[g].get(column, 0)) in dropped:
+                        self.owners[g][block] -= dropped.pop(block) - 1
+                        self._let_go(g, block)
 
 
 def first_kept(group: LayerGroup, context_len: int) -> int:

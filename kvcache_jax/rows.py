@@ -6,22 +6,24 @@ as it was. `each_row` makes the n-row operation of it: n successive one-row call
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool
+from kvcache_jax import block_pool, eviction, prefix_index
+from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
 
-def each_row(operation: Callable, control: Control, *columns: jax.Array) -> tuple[Control, jax.Array]:
-    """Applies a one-row operation to the rows of `columns` (`[n, ...]` each), in order."""
-    if columns[0].shape[0] == 1:
-        control, result = operation(control, *(column[0] for column in columns))
-        return control, result[None]
+def each_row(operation: Callable, control: Control, *columns: Any) -> tuple[Control, Any]:
+    """Applies a one-row operation to the rows of `columns` (pytrees of `[n, ...]`), in order."""
+    if jax.tree.leaves(columns)[0].shape[0] == 1:
+        control, result = operation(control, *jax.tree.map(lambda column: column[0], columns))
+        return control, jax.tree.map(lambda leaf: leaf[None], result)
     return lax.scan(lambda control, row: operation(control, *row), control, columns)
 
 
@@ -53,46 +55,114 @@ def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
     return (num_tokens + block_size - 1) // block_size
 
 
+class Prompt(NamedTuple):
+    """What a row is to start with.
+
+    Attributes:
+      num_tokens: i32[].
+      namespace: u32[4].
+      priority: i32[].
+      tokens: i32[P] with prefix caching, else i32[0].
+      reuse: bool[], whether to look for a cached prefix.
+    """
+
+    num_tokens: jax.Array
+    namespace: jax.Array
+    priority: jax.Array
+    tokens: jax.Array
+    reuse: jax.Array
+
+
 def allocate_row(
-    control: Control,
-    seq_id: jax.Array,
-    num_tokens: jax.Array,
-    namespace: jax.Array,
-    priority: jax.Array,
-    *,
-    config: CacheConfig,
-) -> tuple[Control, jax.Array]:
-    """Starts a row and reserves its first `num_tokens` tokens; a window group no more than it may hold."""
-    need = [
-        jnp.minimum(num_blocks_for(num_tokens, group.block_size), group.max_held_blocks)
-        for group in config.groups
-    ]
-    lacks = [n > block_pool.num_available(pool) for n, pool in zip(need, control.block_pools, strict=True)]
+    control: Control, seq_id: jax.Array, prompt: Prompt, *, config: CacheConfig
+) -> tuple[Control, tuple[jax.Array, jax.Array]]:
+    """Starts a row on the cached prefix of its prompt and reserves the rest.
+
+    A window group reserves no more than a row may hold. The result is `(status, num_cached)`.
+    """
+    num_tokens = prompt.num_tokens
+    hits, num_cached = _find_hits(control, prompt, config)
+    need, lacks = [], []
+    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
+        num_blocks = jnp.minimum(num_blocks_for(num_tokens, group.block_size), group.max_held_blocks)
+        num_blocks -= num_true(ids < pool.num_blocks)
+        is_revived = (ids < pool.num_blocks) & (block_pool.ref_counts(pool, ids) == 0)
+        need.append(num_blocks)
+        lacks.append(num_blocks > block_pool.num_available(pool) - num_true(is_revived))
+    is_unknown = num_tokens > (prompt.tokens.shape[0] if control.prefix_index else config.max_seq_len)
     status = first_failure(
         *check_seq_ids(control, seq_id),
         (control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_IN_USE),
         (num_tokens < 0, Status.BAD_LENGTH),
         (num_tokens > config.max_seq_len, Status.TOO_LONG),
+        (is_unknown, Status.BAD_LENGTH),
         (any_of(lacks), Status.OUT_OF_BLOCKS),
     )
     ok = status == Status.OK
     row = jnp.where(ok, seq_id, control.max_seqs)
+    num_cached = jnp.where(ok, num_cached, 0)
+    need = [jnp.where(ok, n, 0) for n in need]
+    # Hits are held before anything is evicted.
+    hits = [jnp.where(ok, ids, pool.num_blocks) for ids, pool in zip(hits, control.block_pools, strict=True)]
+    if control.prefix_index is not None:
+        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
+        control = eviction.make_room(dataclasses.replace(control, block_pools=pools), need, config)
     pools = []
-    for pool, num_blocks in zip(control.block_pools, need, strict=True):
-        is_wanted = ok & (jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) < num_blocks)
-        pool, ids = block_pool.take(pool, is_wanted)
+    for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        first = num_cached // group.block_size
+        pool, new_ids = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks))
+        ids = jnp.minimum(ids, new_ids)
         pools.append(dataclasses.replace(pool, block_table=pool.block_table.at[row].set(ids, mode="drop")))
     clock = control.clock + ok.astype(jnp.uint32)
     return dataclasses.replace(
         control,
         is_active=control.is_active.at[row].set(True, mode="drop"),
-        priority=control.priority.at[row].set(priority, mode="drop"),
-        namespace=control.namespace.at[row].set(namespace, mode="drop"),
+        context_len=control.context_len.at[row].set(num_cached, mode="drop"),
+        priority=control.priority.at[row].set(prompt.priority, mode="drop"),
+        namespace=control.namespace.at[row].set(prompt.namespace, mode="drop"),
+        num_published=control.num_published.at[row].set(
+            num_cached // config.groups[config.indexed_group].block_size, mode="drop"
+        ),
         last_used=control.last_used.at[row].set(clock, mode="drop"),
         clock=clock,
-        counters=count_events(control, {Counter.ALLOCATIONS: ok}),
+        counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
-    ), status
+    ), (status, num_cached)
+
+
+def _find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
+    """Per group i32[max_blocks_per_seq] cached blocks by column, or nowhere; and their tokens."""
+    hits = [jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools]
+    if control.prefix_index is None:
+        return hits, jnp.int32(0)
+    group_id = config.indexed_group
+    pool, group = control.block_pools[group_id], config.groups[group_id]
+    found = prefix_index.find_prefix(
+        control.prefix_index, control.hash_key, prompt.tokens, prompt.num_tokens, prompt.namespace
+    )
+    found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
+    hits[group_id] = hits[group_id].at[: found.shape[0]].set(found)
+    return hits, num_true(found < pool.num_blocks) * group.block_size
+
+
+def _count_admission(
+    control: Control, ok: jax.Array, prompt: Prompt, num_cached: jax.Array, config: CacheConfig
+) -> jax.Array:
+    """The counters after an admission."""
+    block_size = config.groups[config.indexed_group].block_size
+    asked = ok & prompt.reuse if control.prefix_index is not None else jnp.bool_(False)
+    num_asked = jnp.where(asked, prompt.num_tokens, 0)
+    events = {
+        Counter.ALLOCATIONS: ok,
+        Counter.REQUEST_QUERIES: asked,
+        Counter.REQUEST_HITS: num_cached > 0,
+        Counter.BLOCK_QUERIES: num_asked // block_size,
+        Counter.BLOCK_HITS: num_cached // block_size,
+        Counter.TOKEN_QUERIES: num_asked,
+        Counter.TOKEN_HITS: num_cached,
+    }
+    return count_events(control, events)
 
 
 def fork_row(
@@ -123,6 +193,7 @@ def fork_row(
         context_len=inherit(control.context_len),
         priority=inherit(control.priority),
         namespace=inherit(control.namespace),
+        num_published=inherit(control.num_published),
         last_used=control.last_used.at[row].set(clock, mode="drop"),
         clock=clock,
         counters=count_events(control, {Counter.FORKS: ok}),
@@ -154,6 +225,9 @@ def truncate_row(
     return dataclasses.replace(
         control,
         context_len=control.context_len.at[row].set(new_len, mode="drop"),
+        num_published=control.num_published.at[row].min(
+            new_len // config.groups[config.indexed_group].block_size, mode="drop"
+        ),
         block_pools=tuple(pools),
     ), status
 
@@ -176,6 +250,7 @@ def free_row(control: Control, seq_id: jax.Array) -> tuple[Control, jax.Array]:
         context_len=clear(control.context_len),
         priority=clear(control.priority),
         namespace=clear(control.namespace),
+        num_published=clear(control.num_published),
         last_used=clear(control.last_used),
         counters=count_events(control, {Counter.FREES: ok}),
         block_pools=tuple(_drop_columns(pool, row, jnp.int32(0)) for pool in control.block_pools),
@@ -205,7 +280,8 @@ def reorder_rows(
         new_ids = token_blocks(pool, group, control.context_len, parent_ids)
         new_ids = jnp.where(moves[:, None], new_ids, pool.num_blocks)
         old_ids = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
-        pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids)
+        # Column by column from the last one, so that of what stays cached the ends go first.
+        pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])
         pools.append(
             dataclasses.replace(pool, block_table=pool.block_table.at[row].set(new_ids, mode="drop"))
         )
@@ -219,6 +295,7 @@ def reorder_rows(
         context_len=inherit(control.context_len),
         priority=inherit(control.priority),
         namespace=inherit(control.namespace),
+        num_published=inherit(control.num_published),
         last_used=control.last_used.at[row].set(clock, mode="drop"),
         clock=clock,
         block_pools=tuple(pools),
@@ -266,7 +343,7 @@ def _drop_columns(pool: BlockPool, row: jax.Array, first_column: jax.Array) -> B
     entries = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
     entries, block_table = block_pool.read_first(entries, pool.block_table)
     is_dropped = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) >= first_column
-    pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks))
+    pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[::-1])
     kept = jnp.where(is_dropped, pool.num_blocks, entries)
     return dataclasses.replace(pool, block_table=block_table.at[row].set(kept, mode="drop"))
 

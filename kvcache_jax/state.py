@@ -11,6 +11,9 @@ from jax.core import Tracer
 from kvcache_jax.config import CacheConfig, config_from_json, config_to_json, format_bytes
 from kvcache_jax.pytree import Static, pytree_dataclass
 
+# A bucket is compared at once. A full one refuses a block: now and then, if there is one bucket per block.
+_WAYS, _BUCKETS_PER_BLOCK = 8, 2
+
 
 class Counter(enum.IntEnum):
     """Index into `Control.counters`."""
@@ -22,12 +25,54 @@ class Counter(enum.IntEnum):
     FREES = 2
     """Rows ended by `free`."""
     COPIES = 3
-    """Blocks copied because a row wrote into a block with other owners."""
+    """Blocks copied because a row wrote into a block that was not its alone."""
+    EVICTIONS = 4
+    """Published blocks whose contents were given up for new ones."""
+    ADOPTIONS = 5
+    """Blocks given back by `commit` because their contents were already published."""
+    REQUEST_QUERIES = 6
+    """Rows for which `allocate` looked for a cached prefix."""
+    REQUEST_HITS = 7
+    """Those that found one."""
+    BLOCK_QUERIES = 8
+    """Full blocks of their prompts."""
+    BLOCK_HITS = 9
+    """Those that were reused."""
+    TOKEN_QUERIES = 10
+    """Tokens of their prompts."""
+    TOKEN_HITS = 11
+    """Those in reused blocks."""
+
+
+@pytree_dataclass()
+class CachedBlocks:
+    """What becomes of a block without owner: a published one stays, in the order of its release.
+
+    The queue is exact LRU at constant cost: a release appends the block, reuse only makes the entry stale,
+    and whoever evicts from the front skips stale entries. Positions in the queue count up modulo 2**32.
+
+    Attributes:
+      is_published: bool[num_blocks], the block's contents can be found.
+      num_cached: i32[], published blocks without owner.
+      queue: i32[power of two], block ids at `[head, tail)`, taken modulo its length.
+      queued_at: u32[num_blocks], position of the block's latest entry; earlier ones are stale.
+      head: u32[], position of the oldest entry.
+      tail: u32[], position of the next entry.
+    """
+
+    is_published: jax.Array
+    num_cached: jax.Array
+    queue: jax.Array
+    queued_at: jax.Array
+    head: jax.Array
+    tail: jax.Array
 
 
 @pytree_dataclass()
 class BlockPool:
     """Who holds which block of one layer group.
+
+    A block is free (on the stack), referenced (in a table) or cached (published, and in no table).
 
     "Nowhere" is `num_blocks`, one past the last block. `max_blocks_per_seq` columns of `block_size`
     tokens reach `max_seq_len`.
@@ -37,11 +82,12 @@ class BlockPool:
         `[column * block_size, (column + 1) * block_size)` of the row, or nowhere. Columns past the
         tokens held are blocks reserved by `allocate`, then nowhere. A window group has a hole of
         nowhere between its sinks and the tokens in reach.
-      ref_count: i32[num_blocks], table entries that point at the block; 0 = free.
+      ref_count: i32[num_blocks], table entries that point at the block; 0 = free or cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
       num_free: i32[], free blocks.
       peak_used: i32[], most blocks that were referenced at the same time.
+      cached: CachedBlocks; None without prefix caching.
     """
 
     block_table: jax.Array
@@ -49,6 +95,7 @@ class BlockPool:
     free_stack: jax.Array
     num_free: jax.Array
     peak_used: jax.Array
+    cached: CachedBlocks | None
 
     @property
     def num_blocks(self) -> int:
@@ -75,6 +122,28 @@ class KVPool:
 
 
 @pytree_dataclass()
+class PrefixIndex:
+    """Finds blocks of one layer group, the indexed one, by the tokens up to their end.
+
+    An entry is a published block's id, in the bucket of its hash. What it stands for is stored with the
+    block, and compared at every hit.
+
+    Attributes:
+      buckets: i32[num_buckets, ways], block ids, or nowhere.
+      block_tokens: i32[num_blocks, block_size], tokens of every block, as `extend` was told.
+      block_hash: u32[num_blocks, 2], of the tokens up to the block's end; of published blocks.
+      parent: i32[num_blocks], the published block before it, or nowhere at the start of a sequence.
+      namespace: u32[num_blocks, 4], in which the block was published.
+    """
+
+    buckets: jax.Array
+    block_tokens: jax.Array
+    block_hash: jax.Array
+    parent: jax.Array
+    namespace: jax.Array
+
+
+@pytree_dataclass()
 class Control:
     """Everything but the keys and values: small integers.
 
@@ -89,6 +158,8 @@ class Control:
       clock: u32[], advances by one with each call that used a row.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
+      num_published: i32[max_seqs], first blocks of the row that `commit` has published.
+      prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
     """
 
@@ -100,6 +171,8 @@ class Control:
     clock: jax.Array
     counters: jax.Array
     hash_key: jax.Array
+    num_published: jax.Array
+    prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
 
     @property
@@ -227,6 +300,8 @@ def empty_control(config: CacheConfig, hash_key: jax.Array) -> Control:
         clock=jnp.zeros((), jnp.uint32),
         counters=jnp.zeros(len(Counter), jnp.uint32),
         hash_key=hash_key,
+        num_published=ints(max_seqs),
+        prefix_index=empty_index(config) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(
                 block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
@@ -235,9 +310,35 @@ def empty_control(config: CacheConfig, hash_key: jax.Array) -> Control:
                 free_stack=jnp.arange(group.num_blocks, dtype=jnp.int32)[::-1],
                 num_free=ints(fill=group.num_blocks),
                 peak_used=ints(),
+                cached=_no_cached_blocks(group.num_blocks) if config.enable_prefix_caching else None,
             )
             for group in config.groups
         ),
+    )
+
+
+def _no_cached_blocks(num_blocks: int) -> CachedBlocks:
+    return CachedBlocks(
+        is_published=jnp.zeros(num_blocks, bool),
+        num_cached=jnp.zeros((), jnp.int32),
+        # Twice as long as there are blocks: half of it must be stale before it has to be swept.
+        queue=jnp.full(1 << (2 * num_blocks - 1).bit_length(), num_blocks, jnp.int32),
+        queued_at=jnp.zeros(num_blocks, jnp.uint32),
+        head=jnp.zeros((), jnp.uint32),
+        tail=jnp.zeros((), jnp.uint32),
+    )
+
+
+def empty_index(config: CacheConfig) -> PrefixIndex:
+    """An index in which nothing is published."""
+    group = config.groups[config.indexed_group]
+    num_blocks = group.num_blocks
+    return PrefixIndex(
+        buckets=jnp.full((_BUCKETS_PER_BLOCK * num_blocks, _WAYS), num_blocks, jnp.int32),
+        block_tokens=jnp.zeros((num_blocks, group.block_size), jnp.int32),
+        block_hash=jnp.zeros((num_blocks, 2), jnp.uint32),
+        parent=jnp.full(num_blocks, num_blocks, jnp.int32),
+        namespace=jnp.zeros((num_blocks, 4), jnp.uint32),
     )
 
 
@@ -269,14 +370,14 @@ def _summary(cache: Cache) -> str:
     if not is_concrete or control.is_active.ndim != 1:
         table = ", ".join(f"block_table {pool.block_table.shape}" for pool in control.block_pools)
         return f"Cache({size}; {table})"
-    used = [pool.num_blocks - int(pool.num_free) for pool in control.block_pools]
+    used = [int((np.asarray(pool.ref_count) > 0).sum()) for pool in control.block_pools]
     blocks = ", ".join(f"{u}/{pool.num_blocks}" for u, pool in zip(used, control.block_pools, strict=True))
     used_bytes = sum(u * group.block_bytes for u, group in zip(used, config.groups, strict=True))
     total_bytes = sum(group.num_blocks * group.block_bytes for group in config.groups)
     memory = f"{format_bytes(used_bytes)} of {format_bytes(total_bytes)}" if cache.pools else "no storage"
-    counters = ", ".join(
-        f"{c.name.lower()} {n}" for c, n in zip(Counter, np.asarray(control.counters), strict=True)
-    )
+    shown = Counter if control.prefix_index is not None else list(Counter)[: Counter.EVICTIONS]
+    counts = np.asarray(control.counters)
+    counters = ", ".join(f"{c.name.lower().replace('_', ' ')} {counts[c]}" for c in shown)
     rows = int(np.asarray(control.is_active).sum())
     return (
         f"Cache({size}; blocks {blocks} used, {memory}; rows {rows}/{control.max_seqs} active;\n  {counters})"

@@ -33,6 +33,11 @@ class Stats:
       num_forks: u32[], rows started by fork.
       num_frees: u32[], rows ended.
       num_copies: u32[], blocks copied on write.
+      num_evictions: u32[], published blocks whose contents were given up.
+      num_adoptions: u32[], blocks given back because their contents were already published.
+      num_request_queries, num_request_hits: u32[], rows that looked for a cached prefix; that found one.
+      num_block_queries, num_block_hits: u32[], full blocks of their prompts; those reused.
+      num_token_queries, num_token_hits: u32[], tokens of their prompts; those in reused blocks.
       bytes_used: f32[], keys and values of referenced blocks.
       bytes_cached: f32[], of cached blocks.
       bytes_total: f32[], of all blocks.
@@ -51,6 +56,14 @@ class Stats:
     num_forks: jax.Array
     num_frees: jax.Array
     num_copies: jax.Array
+    num_evictions: jax.Array
+    num_adoptions: jax.Array
+    num_request_queries: jax.Array
+    num_request_hits: jax.Array
+    num_block_queries: jax.Array
+    num_block_hits: jax.Array
+    num_token_queries: jax.Array
+    num_token_hits: jax.Array
     bytes_used: jax.Array
     bytes_cached: jax.Array
     bytes_total: jax.Array
@@ -78,26 +91,25 @@ def stats(cache: Cache) -> Stats:
         parts = [jnp.float32(count(pool)) * size for pool, size in zip(pools, sizes, strict=True)]
         return sum(parts, start=jnp.float32(0))
 
-    def num_used(pool: BlockPool) -> jax.Array:
-        return pool.num_blocks - pool.num_free
+    def num_cached(pool: BlockPool) -> jax.Array | int:
+        return 0 if pool.cached is None else pool.cached.num_cached
 
-    nothing = jnp.int32(0)
+    def num_published(pool: BlockPool) -> jax.Array | int:
+        return 0 if pool.cached is None else num_true(pool.cached.is_published)
+
     return Stats(
         num_active_seqs=num_true(cache.control.is_active),
         num_blocks_total=total(lambda pool: pool.num_blocks),
         num_blocks_free=total(lambda pool: pool.num_free),
-        num_blocks_cached=nothing,
-        num_blocks_used=total(num_used),
+        num_blocks_cached=total(num_cached),
+        num_blocks_used=total(block_pool.num_used),
         num_blocks_shared=total(lambda pool: num_true(pool.ref_count > 1)),
-        num_blocks_published=nothing,
+        num_blocks_published=total(num_published),
         num_refs=total(lambda pool: jnp.sum(pool.ref_count, dtype=jnp.int32)),
         peak_used=total(lambda pool: pool.peak_used),
-        num_allocations=counters[Counter.ALLOCATIONS],
-        num_forks=counters[Counter.FORKS],
-        num_frees=counters[Counter.FREES],
-        num_copies=counters[Counter.COPIES],
-        bytes_used=num_bytes(num_used),
-        bytes_cached=jnp.float32(0),
+        **{f"num_{counter.name.lower()}": counters[counter] for counter in Counter},
+        bytes_used=num_bytes(block_pool.num_used),
+        bytes_cached=num_bytes(num_cached),
         bytes_total=num_bytes(lambda pool: pool.num_blocks),
     )
 
@@ -105,7 +117,9 @@ def stats(cache: Cache) -> Stats:
 @jax.jit
 def utilization(cache: Cache) -> jax.Array:
     """f32[], referenced / total blocks of the fullest layer group."""
-    used = [1 - pool.num_free.astype(jnp.float32) / pool.num_blocks for pool in cache.control.block_pools]
+    used = [
+        block_pool.num_used(pool).astype(jnp.float32) / pool.num_blocks for pool in cache.control.block_pools
+    ]
     return functools.reduce(jnp.maximum, used)
 
 
@@ -161,7 +175,8 @@ def num_blocks_needed(
         tail = pool.block_table.at[seq_ids, context_len // block_size].get(
             mode="fill", fill_value=pool.num_blocks
         )
-        copies_tail = (num_new > 0) & (context_len % block_size > 0) & (block_pool.ref_counts(pool, tail) > 1)
+        is_kept = (block_pool.ref_counts(pool, tail) > 1) | block_pool.is_published(pool, tail)
+        copies_tail = (num_new > 0) & (context_len % block_size > 0) & is_kept
         needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)
     return needed
 

@@ -129,9 +129,13 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
         for row in active
         if lengths[row] != len(oracle.rows[row].tokens)
     ]
-    copies = int(cache.control.counters[Counter.COPIES])
-    if copies != oracle.num_copies % 2**32:
-        found.append(f"{copies} blocks were copied, expected {oracle.num_copies}")
+    for counter, expected in (
+        (Counter.COPIES, oracle.num_copies),
+        (Counter.EVICTIONS, oracle.num_evictions),
+        (Counter.ADOPTIONS, oracle.num_adoptions),
+    ):
+        if (count := int(cache.control.counters[counter])) != expected % 2**32:
+            found.append(f"{count} {counter.name.lower()}, expected {expected}")
     for g, pool in enumerate(cache.control.block_pools):
         if int(pool.num_free) != oracle.num_free(g):
             found.append(f"group {g} has {int(pool.num_free)} free blocks, expected {oracle.num_free(g)}")

@@ -1,0 +1,50 @@
+"""A keyed 64-bit hash of a prefix, of all its blocks at once.
+
+Every token is mixed with its position, and the hash of a prefix is the sum of its tokens' mixes on top of
+a root that stands for the namespace: a cumulative sum gives the hash of every block of a prompt in
+parallel, and a prefix grows from the hash of its last block. A hash only says where to look: what is found
+there is compared with the tokens themselves, so that a collision costs a hit and is never one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+_ODD = (0x9E3779B1, 0x85EBCA77)  # Two hashes of 32 bits side by side, each with a multiplier of its own.
+
+
+def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
+    """u32[..., 2], hash of the empty prefix in `namespace u32[..., 4]`."""
+    lanes = []
+    for lane, odd in enumerate(_ODD):
+        value = hash_key[lane]
+        for word in range(4):
+            value = _mix(value ^ namespace[..., word]) * jnp.uint32(odd)
+        lanes.append(value)
+    return jnp.stack(lanes, axis=-1)
+
+
+def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Array) -> jax.Array:
+    """u32[..., 2], what a block adds to the hash of the prefix before it.
+
+    Args:
+      hash_key: u32[2].
+      tokens: i32[..., block_size].
+      first_position: i32[...], position of the block's first token.
+    """
+    positions = first_position[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    tokens, positions = tokens.astype(jnp.uint32), positions.astype(jnp.uint32)
+    lanes = []
+    for lane, odd in enumerate(_ODD):
+        key, odd = hash_key[lane], jnp.uint32(odd)
+        mixed = _mix(_mix(tokens ^ key) ^ _mix(positions * odd + key))
+        lanes.append(jnp.sum(mixed, axis=-1, dtype=jnp.uint32))
+    return jnp.stack(lanes, axis=-1)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Spreads every bit over all 32 (the finaliser of MurmurHash3, Austin Appleby, public domain)."""
+    x ^= x >> 16
+    x *= jnp.uint32(0x85EBCA6B)
+    x ^= x >> 13
+    x *= jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,0 +1,199 @@
+"""The operations of the prefix cache: publish what rows computed, ask for it, forget it.
+
+`allocate` is the one that reuses; see `CacheConfig.enable_prefix_caching`.
+"""
+
+import dataclasses
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax import arguments, block_pool, eviction, prefix_index, publish
+from kvcache_jax.arguments import IntRows
+from kvcache_jax.block_pool import num_true
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.state import Cache, Control, empty_index
+
+
+def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
+    """Who may share cached blocks: rows of equal namespaces only. A 128-bit digest, compared exactly.
+
+    Args:
+      tenant: Who asks. Sharing across tenants would tell one what another has asked, by the time it takes.
+      adapter: What changes keys and values on top of the weights, such as a LoRA.
+      weights: The weights, by a name or a digest.
+
+    Returns:
+      u32[4], for `allocate` and `lookup`. All empty is the default namespace, 0.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> (kv.namespace(tenant="a") == kv.namespace(adapter="a")).all().item()
+      False
+    """
+    fields = {"tenant": tenant, "adapter": adapter, "weights": weights}
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}, expected a str")
+    if not any(fields.values()):
+        return np.zeros(4, np.uint32)
+    digest = hashlib.blake2b(digest_size=16, person=b"kvcache_jax")
+    for name, value in fields.items():
+        data = value.encode()
+        digest.update(f"{name}:{len(data)}:".encode() + data)
+    return np.frombuffer(digest.digest(), np.uint32).copy()
+
+
+@jax.named_scope("kvcache.commit")
+def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) -> tuple[Cache, jax.Array]:
+    """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
+
+    Call it after the keys and values of the tokens are written; steps made before are stale then, for a block
+    whose contents are already published is given back and the published one takes its place, in all rows.
+    Work follows what is new: committing a row that has nothing to publish costs nothing.
+
+    Args:
+      cache: Not changed, unless donated.
+      seq_ids: i32[n], active rows.
+      final_len: i32[n], tokens that will not be taken back, at most; such as without drafts. Default: all.
+
+    Returns:
+      The cache and status i32[n]: SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, BAD_LENGTH, SKIPPED, BAD_SEQ_ID.
+
+    Raises:
+      ValueError: the cache has no prefix caching.
+    """
+    _require_index("commit", cache)
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    if final_len is None:
+        final_len = jnp.full_like(seq_ids, np.iinfo(np.int32).max)
+    final_len = arguments.int_column("final_len", final_len, seq_ids.shape[0])
+    control, status = _commit(cache.control, seq_ids, final_len, config=cache.config)
+    return dataclasses.replace(cache, control=control), status
+
+
+@jax.named_scope("kvcache.lookup")
+def lookup(
+    cache: Cache, tokens: ArrayLike, num_tokens: IntRows, namespace: ArrayLike | None = None
+) -> jax.Array:
+    """How many tokens of each prompt `allocate` would find cached; changes nothing.
+
+    Args:
+      cache: Not changed.
+      tokens: i32[n, P], the prompts.
+      num_tokens: i32[n], their lengths.
+      namespace: u32[4] or u32[n, 4]. Default: all zero.
+
+    Returns:
+      i32[n]; at most `num_tokens - 1`, in whole blocks; 0 without prefix caching.
+    """
+    num_tokens = arguments.int_column("num_tokens", num_tokens)
+    tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
+    namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
+    if cache.control.prefix_index is None:
+        return jnp.zeros_like(num_tokens)
+    return _lookup(cache.control, tokens, num_tokens, namespaces, config=cache.config)
+
+
+@jax.named_scope("kvcache.evict")
+def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
+    """Gives up the contents of cached blocks, the least valuable first, and makes them free.
+
+    Args:
+      cache: Not changed.
+      num_blocks: i32[], how many.
+
+    Returns:
+      The cache and i32[], how many there were to evict, at most `num_blocks`.
+    """
+    num_blocks = arguments.int_column("num_blocks", jnp.reshape(jnp.asarray(num_blocks), (1,)))[0]
+    if cache.control.prefix_index is None:
+        return cache, jnp.zeros_like(num_blocks)
+    control, num_evicted = _evict(cache.control, num_blocks, config=cache.config)
+    return dataclasses.replace(cache, control=control), num_evicted
+
+
+@jax.named_scope("kvcache.reset_prefix_cache")
+def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
+    """Forgets all published contents; active rows keep their blocks and can publish them again.
+
+    Call it when the weights change.
+
+    Args:
+      cache: Not changed.
+
+    Returns:
+      The cache and i32[], how many blocks were published.
+    """
+    if cache.control.prefix_index is None:
+        return cache, jnp.int32(0)
+    control, num_dropped = _forget(cache.control, config=cache.config)
+    return dataclasses.replace(cache, control=control), num_dropped
+
+
+def _require_index(operation: str, cache: Cache) -> None:
+    if cache.control.prefix_index is None:
+        raise ValueError(
+            f"{operation} got a cache without prefix caching, expected one built with "
+            "CacheConfig(enable_prefix_caching=True)"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _commit(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    return publish.commit_rows(control, *columns, config=config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _lookup(
+    control: Control, tokens: jax.Array, num_tokens: jax.Array, namespaces: jax.Array, config: CacheConfig
+) -> jax.Array:
+    index = control.prefix_index
+    assert index is not None
+    max_blocks = control.block_pools[config.indexed_group].max_blocks_per_seq
+
+    def one(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array) -> jax.Array:
+        found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens, namespace)[:max_blocks]
+        return num_true(found < index.parent.shape[0]) * index.block_tokens.shape[1]
+
+    return jax.vmap(one)(tokens, num_tokens, namespaces)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _evict(control: Control, num_blocks: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    cached = control.block_pools[config.indexed_group].cached
+    assert cached is not None
+    num_evicted = jnp.clip(num_blocks, 0, cached.num_cached)
+    return eviction.evict(control, num_evicted, config), num_evicted
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _forget(control: Control, config: CacheConfig) -> tuple[Control, jax.Array]:
+    num_dropped = jnp.int32(0)
+    pools = []
+    for pool in control.block_pools:
+        cached = pool.cached
+        assert cached is not None
+        num_dropped += num_true(cached.is_published)
+        block_ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+        pool = block_pool.put_on_free_stack(pool, block_ids, cached.is_published & (pool.ref_count == 0))
+        cached = dataclasses.replace(
+            cached,
+            is_published=jnp.zeros_like(cached.is_published),
+            num_cached=jnp.zeros_like(cached.num_cached),
+            head=cached.tail,
+        )
+        pools.append(dataclasses.replace(pool, cached=cached))
+    index = control.prefix_index
+    assert index is not None
+    index = dataclasses.replace(empty_index(config), block_tokens=index.block_tokens)
+    return dataclasses.replace(
+        control,
+        num_published=jnp.zeros_like(control.num_published),
+        prefix_index=index,
+        block_pools=tuple(pools),
+    ), num_dropped

@@ -1,0 +1,114 @@
+"""The index of published blocks: find, insert, remove. Pure functions on a `PrefixIndex`.
+
+A lookup compares all entries of one bucket at once; there is no probing and no tombstone. Hashes only say
+where to look: a block counts as found when its tokens, its parent and its namespace are those asked for.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.content_hash import block_hashes, root_hash
+from kvcache_jax.state import PrefixIndex
+
+
+class Content(NamedTuple):
+    """What a block stands for.
+
+    Attributes:
+      tokens: i32[..., block_size].
+      hashes: u32[..., 2], of the tokens up to the block's end.
+      parent: i32[...], the published block before it, or nowhere.
+      namespace: u32[..., 4].
+    """
+
+    tokens: jax.Array
+    hashes: jax.Array
+    parent: jax.Array
+    namespace: jax.Array
+
+
+def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
+    """i32[...], the bucket for `hashes u32[..., 2]`."""
+    num_buckets = jnp.uint32(index.buckets.shape[0])
+    return ((hashes[..., 0] ^ (hashes[..., 1] * jnp.uint32(0x9E3779B1))) % num_buckets).astype(jnp.int32)
+
+
+def candidates(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
+    """i32[...], the published block with this hash, or nowhere; `matches` says whether it is the one."""
+    entries = index.buckets[bucket_of(index, hashes)]
+    stored = index.block_hash.at[entries].get(mode="fill", fill_value=0)
+    is_same = (entries < index.parent.shape[0]) & (stored == hashes[..., None, :]).all(axis=-1)
+    # No two published blocks have the same hash, see `insert`.
+    return jnp.min(jnp.where(is_same, entries, index.parent.shape[0]), axis=-1)
+
+
+def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.Array:
+    """bool[...], whether the published blocks stand for exactly this."""
+    nowhere = index.parent.shape[0]
+    is_same = block_ids < nowhere
+    is_same &= (index.block_tokens.at[block_ids].get(mode="clip") == content.tokens).all(axis=-1)
+    is_same &= index.parent.at[block_ids].get(mode="clip") == content.parent
+    return is_same & (index.namespace.at[block_ids].get(mode="clip") == content.namespace).all(axis=-1)
+
+
+def find_prefix(
+    index: PrefixIndex, hash_key: jax.Array, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
+) -> jax.Array:
+    """The longest published prefix of a prompt, in whole blocks, at least one token short of the prompt.
+
+    Args:
+      index: The index.
+      hash_key: u32[2].
+      tokens: i32[P].
+      num_tokens: i32[], how many of them are the prompt.
+      namespace: u32[4].
+
+    Returns:
+      i32[P // block_size] block ids, nowhere from the first miss on.
+    """
+    nowhere, block_size = index.block_tokens.shape
+    num_blocks = tokens.shape[0] // block_size
+    blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
+    order = jnp.arange(num_blocks, dtype=jnp.int32)
+    added = block_hashes(hash_key, blocks, order * block_size)
+    hashes = root_hash(hash_key, namespace) + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
+    found = candidates(index, hashes)
+    parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
+    is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
+    is_hit &= order < (num_tokens - 1) // block_size
+    return jnp.where(jnp.cumsum(~is_hit) == 0, found, nowhere)
+
+
+def free_way(index: PrefixIndex, buckets: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `rank[i]`-th empty place of bucket `buckets[i]`: way i32[n], and bool[n] whether there is one."""
+    is_empty = index.buckets.at[buckets].get(mode="clip") == index.parent.shape[0]
+    is_it = is_empty & (jnp.cumsum(is_empty, axis=-1, dtype=jnp.int32) == rank[:, None] + 1)
+    return jnp.argmax(is_it, axis=-1).astype(jnp.int32), is_it.any(axis=-1)
+
+
+def insert(
+    index: PrefixIndex, mask: jax.Array, block_ids: jax.Array, ways: jax.Array, content: Content
+) -> PrefixIndex:
+    """Enters the masked blocks, whose hashes are new and differ, at the free `ways` of their buckets."""
+    nowhere = index.parent.shape[0]
+    target = jnp.where(mask, block_ids, nowhere)
+    buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])
+    return dataclasses.replace(
+        index,
+        buckets=index.buckets.at[buckets, ways].set(block_ids, mode="drop"),
+        block_hash=index.block_hash.at[target].set(content.hashes, mode="drop"),
+        parent=index.parent.at[target].set(content.parent, mode="drop"),
+        namespace=index.namespace.at[target].set(content.namespace, mode="drop"),
+    )
+
+
+def remove(index: PrefixIndex, block_ids: jax.Array, mask: jax.Array) -> PrefixIndex:
+    """Takes the masked blocks, which are published, out of their buckets."""
+    nowhere = index.parent.shape[0]
+    buckets = bucket_of(index, index.block_hash.at[block_ids].get(mode="clip"))
+    ways = jnp.argmax(index.buckets[buckets] == block_ids[:, None], axis=-1)
+    buckets = jnp.where(mask, buckets, index.buckets.shape[0])
+    return dataclasses.replace(index, buckets=index.buckets.at[buckets, ways].set(nowhere, mode="drop"))

@@ -1,0 +1,233 @@
+"""Publication: full blocks become findable by their tokens, and equal ones become one.
+
+The blocks to publish, those of all rows end to end, are worked off in batches. Within a batch all are looked
+up at once. What depends on the order is settled then: of equal new blocks the first is published and the
+others adopt it, and a block that cannot be published ends its row's chain.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax import block_pool, prefix_index
+from kvcache_jax.block_pool import num_true
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.content_hash import block_hashes, root_hash
+from kvcache_jax.prefix_index import Content
+from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
+from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
+from kvcache_jax.status import Status
+
+_BATCH = 64
+
+
+class _Batch(NamedTuple):
+    """Blocks to publish, those of a row side by side and in order.
+
+    Attributes:
+      is_entry: bool[E].
+      row: i32[E], index in the call.
+      start: i32[E], the row's first entry.
+      column: i32[E], of the block table.
+      block_ids: i32[E]; nowhere where there is no entry.
+    """
+
+    is_entry: jax.Array
+    row: jax.Array
+    start: jax.Array
+    column: jax.Array
+    block_ids: jax.Array
+
+
+class _Verdict(NamedTuple):
+    """What becomes of each block of a batch.
+
+    Attributes:
+      is_done: bool[E], it is published, or its contents are already: by `canonical`.
+      is_new: bool[E], it is to be entered into the index itself.
+      canonical: i32[E], the published block with these contents.
+      content: Of each block, the canonical parent included.
+      way: i32[E], place in the bucket for a new one.
+    """
+
+    is_done: jax.Array
+    is_new: jax.Array
+    canonical: jax.Array
+    content: Content
+    way: jax.Array
+
+
+def commit_rows(
+    control: Control, seq_ids: jax.Array, final_len: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Publishes the full blocks of rows `seq_ids` i32[n] below `final_len` i32[n]."""
+    block_size = config.groups[config.indexed_group].block_size
+    checks = check_seq_ids(control, seq_ids)
+    is_row = ~(checks[0][0] | checks[1][0])
+    status = first_failure(
+        *checks,
+        (is_repeated(seq_ids, is_row, control.max_seqs), Status.DUPLICATE_SEQ_ID),
+        (~control.is_active.at[seq_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (final_len < 0, Status.BAD_LENGTH),
+    )
+    final_len = jnp.minimum(final_len, control.context_len.at[seq_ids].get(mode="clip"))
+    rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
+    num_full = jnp.where(status == Status.OK, final_len // block_size, 0)
+
+    def num_pending(control: Control, is_cut: jax.Array) -> jax.Array:
+        num_published = control.num_published.at[rows].get(mode="fill", fill_value=0)
+        return jnp.where(is_cut, 0, jnp.maximum(num_full - num_published, 0))
+
+    def publish_some(state):
+        control, is_cut = state
+        return _publish_batch(control, rows, num_pending(control, is_cut), is_cut, config)
+
+    is_cut = jnp.zeros(seq_ids.shape, bool)
+    control, _ = lax.while_loop(lambda state: num_pending(*state).any(), publish_some, (control, is_cut))
+    return control, status
+
+
+def _publish_batch(
+    control: Control, rows: jax.Array, num_pending: jax.Array, is_cut: jax.Array, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Publishes the first pending blocks; marks rows whose chain ended in `is_cut` bool[n]."""
+    group_id = config.indexed_group
+    pool, index = control.block_pools[group_id], control.prefix_index
+    assert index is not None
+    size = min(_BATCH, num_pending.shape[0] * pool.max_blocks_per_seq)
+    num_published = control.num_published.at[rows].get(mode="fill", fill_value=0)
+    batch = _first_pending(pool, rows, num_published, num_pending, size)
+    before = pool.block_table.at[rows, num_published - 1].get(mode="fill", fill_value=pool.num_blocks)
+    before = jnp.where(num_published > 0, before, pool.num_blocks)
+    verdict = _judge(control, index, batch, rows, before)
+
+    index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
+    pool = _mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
+    is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
+    # One private block may stand in several rows of the batch.
+    is_exchanged &= ~_stands_before(batch.block_ids, is_exchanged)
+    pool = _adopt(pool, is_exchanged, batch, verdict.canonical)
+
+    entry_rows = rows.at[batch.row].get(mode="clip")
+    done_rows = jnp.where(verdict.is_done, entry_rows, control.max_seqs)
+    cut_here = batch.is_entry & ~verdict.is_done
+    control = dataclasses.replace(
+        control,
+        num_published=control.num_published.at[done_rows].add(1, mode="drop"),
+        prefix_index=index,
+        block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
+        counters=count_events(control, {Counter.ADOPTIONS: num_true(is_exchanged)}),
+    )
+    return control, is_cut.at[jnp.where(cut_here, batch.row, is_cut.shape[0])].set(True, mode="drop")
+
+
+def _first_pending(
+    pool: BlockPool, rows: jax.Array, num_published: jax.Array, num_pending: jax.Array, size: int
+) -> _Batch:
+    ends = jnp.cumsum(num_pending, dtype=jnp.int32)
+    starts = ends - num_pending
+    order = jnp.arange(size, dtype=jnp.int32)
+    is_entry = order < ends[-1]
+    row = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)
+    start = starts.at[row].get(mode="clip")
+    column = num_published.at[row].get(mode="clip") + order - start
+    block_ids = pool.block_table.at[rows.at[row].get(mode="clip"), column].get(
+        mode="fill", fill_value=pool.num_blocks
+    )
+    return _Batch(is_entry, row, start, column, jnp.where(is_entry, block_ids, pool.num_blocks))
+
+
+def _judge(
+    control: Control, index: PrefixIndex, batch: _Batch, rows: jax.Array, before: jax.Array
+) -> _Verdict:
+    """Looks every block up; `before` i32[n] is the published block in front of each row's first entry."""
+    nowhere, block_size = index.block_tokens.shape
+    order = jnp.arange(batch.row.shape[0], dtype=jnp.int32)
+    namespace = control.namespace.at[rows.at[batch.row].get(mode="clip")].get(mode="clip")
+    tokens = index.block_tokens.at[batch.block_ids].get(mode="clip")
+
+    before = before.at[batch.row].get(mode="clip")
+    base = jnp.where(
+        (before < nowhere)[:, None],
+        index.block_hash.at[before].get(mode="clip"),
+        root_hash(control.hash_key, namespace),
+    )
+    added = block_hashes(control.hash_key, tokens, batch.column * block_size)
+    up_to = jnp.cumsum(added, axis=0, dtype=jnp.uint32)
+    hashes = base + up_to - (up_to - added).at[batch.start].get(mode="clip")
+
+    found = jnp.where(batch.is_entry, prefix_index.candidates(index, hashes), nowhere)
+    is_new = batch.is_entry & (found == nowhere)
+    is_equal = (hashes[:, None] == hashes).all(axis=-1) & is_new[:, None] & is_new
+    leader = jnp.where(is_new, jnp.argmax(is_equal, axis=1).astype(jnp.int32), order)
+    canonical = jnp.where(is_new, batch.block_ids[leader], found)
+    is_first = order == batch.start
+    parent = jnp.where(is_first, before, jnp.roll(canonical, 1))
+    content = Content(tokens, hashes, parent, namespace)
+
+    buckets = prefix_index.bucket_of(index, hashes)
+    is_new &= leader == order
+    goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_new
+    way, has_way = prefix_index.free_way(index, buckets, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
+    is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])
+    is_like_leader &= (namespace == namespace[leader]).all(axis=-1)
+    is_good = jnp.where(
+        found < nowhere, prefix_index.matches(index, found, content), is_like_leader & (has_way | ~is_new)
+    )
+
+    # A block is done if those before it in its row are, and its leader is.
+    def spread(state):
+        is_bad, _ = state
+        last_bad = lax.cummax(jnp.where(is_bad, order, -1))
+        spread_bad = (last_bad >= batch.start) | is_bad[leader]
+        return spread_bad, (spread_bad != is_bad).any()
+
+    is_bad, _ = lax.while_loop(lambda state: state[1], spread, (~is_good, jnp.bool_(True)))
+    is_done = batch.is_entry & ~is_bad
+    return _Verdict(is_done, is_new & is_done, canonical, content, way)
+
+
+def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """bool[E], whether an earlier masked entry has the same value."""
+    order = jnp.arange(values.shape[0], dtype=jnp.int32)
+    return ((values[:, None] == values) & (order[:, None] > order) & mask).any(axis=1)
+
+
+def _mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
+    assert pool.cached is not None
+    is_published = pool.cached.is_published.at[block_ids].set(True, mode="drop")
+    return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
+
+
+def _adopt(pool: BlockPool, mask: jax.Array, batch: _Batch, canonical: jax.Array) -> BlockPool:
+    """Puts the canonical block in the place of the masked ones, which differ, in every row that holds them.
+
+    In every row: a fork that kept the private block would hold the children of a block that it does not hold,
+    and that block could be evicted under them.
+    """
+
+    # At most one trip, and none in most steps; `lax.cond` would copy the big arrays.
+    def exchange(state):
+        pool, _ = state
+        nowhere = pool.num_blocks
+        old = jnp.where(mask, batch.block_ids, nowhere)
+        new = jnp.where(mask, canonical, nowhere)
+        num_owners = pool.ref_count.at[old].get(mode="fill", fill_value=0)
+        is_revived = mask & (pool.ref_count.at[new].get(mode="fill", fill_value=1) == 0)
+        is_revived &= ~_stands_before(new, is_revived)
+        (num_owners, is_revived), ref_count = block_pool.read_first((num_owners, is_revived), pool.ref_count)
+        ref_count = ref_count.at[new].add(num_owners, mode="drop").at[old].set(0, mode="drop")
+        entries = pool.block_table.at[:, batch.column].get(mode="fill", fill_value=nowhere)
+        is_held = mask & (entries == old)
+        holders = jnp.where(is_held, jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None], entries.shape[0])
+        holders, table = block_pool.read_first(holders, pool.block_table)
+        table = table.at[holders, batch.column].set(jnp.broadcast_to(new, entries.shape), mode="drop")
+        assert pool.cached is not None
+        cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
+        pool = dataclasses.replace(pool, block_table=table, ref_count=ref_count, cached=cached)
+        return block_pool.put_on_free_stack(pool, old, mask), jnp.bool_(False)
+
+    return lax.while_loop(lambda state: state[1], exchange, (pool, mask.any()))[0]
