@@ -8,12 +8,17 @@ if not fits(options):
 """
 
 import argparse
+import io
 import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+
+class InputError(ValueError):
+    """What a user gave does not fit; the message is for `Parser.error`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,17 +50,18 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """An argparse `type`: a finite number of at least `least` and at most `most`."""
+def number(least: float, most: float = math.inf, *, is_above: bool = False) -> Callable[[str], float]:
+    """An argparse `type`: a finite number of at least (`is_above`: more than) `least` and at most `most`."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not least <= value <= most or math.isinf(value):
+        if not least <= value <= most or math.isinf(value) or (is_above and value == least):
             limit = None if math.isinf(most) else most
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number {_range(least, limit)}")
+            expected = f"above {least:g} and at most {most:g}" if is_above else _range(least, limit)
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number {expected}")
         return value
 
     return parse
@@ -88,6 +94,8 @@ def wants_color(no_color: bool) -> bool:
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Ends the process with `main`'s exit code; quietly on Ctrl-C and when nobody reads the output."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         code = main()
         sys.stdout.flush()

@@ -13,6 +13,7 @@ def parse(*arguments):
     parser.add_argument("--count", type=command.integer(1))
     parser.add_argument("--rows", type=command.integer(0, 9))
     parser.add_argument("--share", type=command.number(0, 1))
+    parser.add_argument("--mass", type=command.number(0, 1, is_above=True))
     parser.add_argument("--heat", type=command.number(0))
     parser.add_argument("--picture", type=command.picture)
     return parser.parse_args(arguments)
@@ -46,6 +47,7 @@ def test_good_values_are_parsed(tmp_path):
         (["--rows", "10"], "argument --rows: got '10', expected an integer from 0 to 9"),
         (["--share", "2"], "argument --share: got '2', expected a number from 0 to 1"),
         (["--share", "nan"], "argument --share: got 'nan', expected a number from 0 to 1"),
+        (["--mass", "0"], "argument --mass: got '0', expected a number above 0 and at most 1"),
         (["--heat", "inf"], "argument --heat: got 'inf', expected a number of at least 0"),
         (["--heat=-1"], "argument --heat: got '-1', expected a number of at least 0"),
         (["--heat", "a\nb"], "argument --heat: got 'a\\nb', expected a number of at least 0"),
