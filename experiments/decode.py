@@ -191,7 +191,8 @@ def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every:
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
-    seconds = warm_up(job)
+    with view.compiling():
+        seconds = warm_up(job)
     with view:
         if job.options.beams:
             found = search(job, job.tokens, view.on_beams, look_every=8)
@@ -281,17 +282,17 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
 
 
 def make_view(job: Job, color: bool) -> decode_view.View:
-    """Says what is decoded by what; then the view that goes on from there."""
-    model, options = job.decoder.config, job.options
+    """Says what is decoded by what, and goes on from there."""
+    options, config = job.options, job.config
     num_params = sum(leaf.size for leaf in jax.tree.leaves(job.decoder))
-    print(
-        f"{options.checkpoint.name}: {num_params / 1e6:,.1f} M parameters, {np.dtype(model.dtype)}, "
-        f"on {jax.local_devices()[0].device_kind}\n{kv.describe(job.config)}\n",
-        flush=True,
+    device = jax.local_devices()[0].device_kind
+    heading = (
+        f"{options.checkpoint.name}: {num_params / 1e6:,.1f} M parameters, "
+        f"{np.dtype(job.decoder.config.dtype)}, on {device}\n{kv.describe(config)}"
     )
     prompts = [(prompt, len(tokens)) for prompt, tokens in zip(job.prompts, job.tokens, strict=True)]
-    num_samples = options.beams or options.samples
-    return decode_view.make_view(prompts, num_samples, job.tokenizer, color, job.config.groups[0].num_blocks)
+    num_samples, num_blocks = options.beams or options.samples, config.groups[0].num_blocks
+    return decode_view.make_view(heading, prompts, num_samples, job.tokenizer, color, num_blocks=num_blocks)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """What `experiments.decode` shows: text as it comes, and a table of figures."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,10 @@ class View:
 
     def __exit__(self, *_) -> None: ...
 
+    def compiling(self) -> contextlib.AbstractContextManager:
+        """Around the warm-up, before the view is entered."""
+        return contextlib.nullcontext()
+
     def on_tokens(self, prompt_id: int, sample_id: int, tokens: list[int]) -> None: ...
 
     def on_look(self, look: kv.Look) -> None: ...
@@ -47,13 +52,20 @@ class TextView(View):
     """Collects each continuation's text; plain: a lone one as it comes, several when each of them ends.
 
     Args:
+      heading: Goes before everything.
       prompts: Text and number of tokens of each.
       num_samples: Continuations of each.
     """
 
     def __init__(
-        self, prompts: Sequence[tuple[str, int]], num_samples: int, tokenizer: Tokenizer, color: bool
+        self,
+        heading: str,
+        prompts: Sequence[tuple[str, int]],
+        num_samples: int,
+        tokenizer: Tokenizer,
+        color: bool,
     ):
+        self.heading = heading
         self.prompts = [(visible(text), num_tokens) for text, num_tokens in prompts]
         self.tokenizer, self.color = tokenizer, color
         self.keys = [(p, s) for p in range(len(prompts)) for s in range(num_samples)]
@@ -65,6 +77,7 @@ class TextView(View):
         self.is_lone = len(self.keys) == 1
 
     def __enter__(self) -> View:
+        print(self.heading, end="\n\n")
         for prompt_id, (text, num_tokens) in enumerate(self.prompts):
             print(self._paint(f"prompt {prompt_id}, {num_tokens} tokens", "1"))
             print(self._paint(_indent(last_lines(text, _PROMPT_LINES)), "2"))
@@ -140,7 +153,11 @@ class LiveView(TextView):
         self.console = Console(highlight=False, color_system="auto" if self.color else None)
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
 
+    def compiling(self) -> contextlib.AbstractContextManager:
+        return self.console.status("compiling")
+
     def __enter__(self) -> View:
+        print(self.heading, end="\n\n", flush=True)
         self.live.__enter__()
         return self
 
@@ -227,19 +244,14 @@ class LiveView(TextView):
         return body.append(f"  [{self.notes[key]}]", style="dim") if self.notes[key] else body
 
 
-def make_view(
-    prompts: Sequence[tuple[str, int]], num_samples: int, tokenizer: Tokenizer, color: bool, num_blocks: int
-) -> View:
-    """Live in a terminal that can, plain elsewhere."""
+def make_view(*args: Any, num_blocks: int) -> View:
+    """Live in a terminal that can, plain elsewhere; arguments are those of `TextView` and `LiveView`."""
     if sys.stdout.isatty():
-        try:
-            view = LiveView(prompts, num_samples, tokenizer, color, num_blocks=num_blocks)
-        except ImportError:
-            pass
-        else:
+        with contextlib.suppress(ImportError):
+            view = LiveView(*args, num_blocks=num_blocks)
             if not view.console.is_dumb_terminal:
                 return view
-    return TextView(prompts, num_samples, tokenizer, color)
+    return TextView(*args)
 
 
 def _why(continuation: kv.Generation | kv.Beam) -> str:
