@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
-EXTRAS := tests,pictures,models
+EXTRAS := tests,training
 WORKERS := 2
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
