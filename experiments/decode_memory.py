@@ -21,7 +21,7 @@ NUM_ROWS, NUM_DRAWS = 32, 20
 BLOCK_SIZE = 16
 # Blocks of the prompt and of each sample's own tokens.
 PROMPTS = ((4, 4), (16, 4), (64, 8))
-NUM_SAMPLES = (1, 2, 4, 8, 16)
+NUM_SAMPLES = (2, 4, 8, 16)
 
 
 def memory_report(data: Path | None) -> dict:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments import command, dense_decoder, timing
+from experiments import command, corpus, dense_decoder, timing
 from experiments.decode_memory import memory_report
 from experiments.decode_speed_report import draw, show
 from experiments.decode_speed_sides import (
@@ -56,7 +56,6 @@ from experiments.decode_speed_sides import (
 from models import checkpoint
 from models.decoder import Decoder
 
-MODEL = Path(__file__).parent.parent / "models" / "stdlib_bytes"
 MAX_DIFFERENCE = 1e-4  # of logits between any two sides
 
 
@@ -198,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="folder with the Azure trace; default: KVCACHE_DATA_DIR"
     )
-    parser.add_argument("--checkpoint", type=Path, default=MODEL, metavar="DIR", help="another model")
+    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
     options = parser.parse_args(arguments)
     data = options.data or (
         Path(os.environ["KVCACHE_DATA_DIR"]) if "KVCACHE_DATA_DIR" in os.environ else None
