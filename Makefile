@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
-EXTRAS := tests,pictures,models
+EXTRAS := tests,training
 WORKERS := 2
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
@@ -12,12 +12,15 @@ PY := .venv/bin/python
 PY_0112 := .venv-0112/bin/python
 PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet
 
-.PHONY: help .venv .venv-0112 demo test test-0112 lint mutants bench clean distclean
+.PHONY: help .venv .venv-0112 demo block-map test test-0112 lint mutants bench clean distclean
 
 help:
-	@echo "make demo | test | lint | bench | mutants | test-0112 | .venv | .venv-0112 | clean | distclean"
+	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | .venv | .venv-0112 | clean | distclean"
 
 demo: .venv
+	$(PY) -m experiments.decode
+
+block-map: .venv
 	$(PY) -m experiments.block_map_demo
 
 test: .venv

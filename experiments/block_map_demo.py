@@ -7,10 +7,7 @@ A token is a word, and its keys and values are made from the word's number, so t
 each row's text back from the cache: a branch that writes leaves the others' words alone.
 """
 
-import argparse
 import dataclasses
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import kvcache_jax as kv
+from experiments import command
 from kvcache_jax.picture import block_map, draw_block_map
 
 CONFIG = kv.CacheConfig(
@@ -130,10 +128,6 @@ class Picture:
 
         self.path = path
         self.figure = Figure(figsize=(9, 1.15 * len(STEPS) + 0.5), layout="constrained")
-        if path.suffix[1:] not in self.figure.canvas.get_supported_filetypes():
-            raise ValueError(f"--picture {path}: the name must end in .png, .pdf or .svg")
-        if not path.parent.is_dir():
-            raise ValueError(f"--picture {path}: there is no folder {path.parent}")
         self.panels = iter(self.figure.subplots(len(STEPS), 1))
         self.legend: dict[str, Any] = {}
 
@@ -156,13 +150,6 @@ class Picture:
         self.figure.savefig(self.path, dpi=150)
 
 
-def wants_color(no_color: bool) -> bool:
-    """On in a terminal; NO_COLOR and FORCE_COLOR (any text) decide before it, --no-color before them."""
-    if no_color or os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
-
-
 def show_stats(cache: kv.Cache) -> None:
     figures = kv.stats(cache)
     print("kv.stats(cache)")
@@ -171,21 +158,14 @@ def show_stats(cache: kv.Cache) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.block_map_demo", description=(__doc__ or "").splitlines()[0]
+    parser = command.Parser("experiments.block_map_demo", __doc__)
+    parser.add_argument(
+        "--picture", type=command.picture, metavar="FILE", help="also draw a figure, one panel per step"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw a figure, one panel per step")
     parser.add_argument("--no-color", action="store_true", help="plain text, also in a terminal")
     options = parser.parse_args(arguments)
-    color = wants_color(options.no_color)
-    picture = None
-    if options.picture is not None:
-        try:
-            picture = Picture(options.picture)
-        except ImportError:
-            parser.error("--picture needs matplotlib: pip install 'kvcache_jax[pictures]'")
-        except ValueError as error:
-            parser.error(str(error))
+    color = command.wants_color(options.no_color)
+    picture = Picture(options.picture) if options.picture else None
 
     def bold(text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if color else text
@@ -216,4 +196,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(main)

@@ -7,7 +7,7 @@ import logging as _logging
 
 from kvcache_jax import testing
 from kvcache_jax.attention import attend, attention
-from kvcache_jax.beam import Beam, beam_search
+from kvcache_jax.beam import Beam, BeamResult, beam_search
 from kvcache_jax.cache import (
     allocate,
     append,
@@ -71,6 +71,7 @@ __all__ = [
     "Admission",
     "AttentionPlan",
     "Beam",
+    "BeamResult",
     "BlockPool",
     "Cache",
     "CacheConfig",

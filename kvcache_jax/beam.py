@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 
 from kvcache_jax.cache import allocate, extend, fork, init, reorder
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_host import Look, Stopwatch, look_at
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.state import Cache
 from kvcache_jax.status import Status, raise_for_status
@@ -25,15 +27,39 @@ class Beam:
 
     Attributes:
       tokens: New tokens; the stop token, if one ended it, is the last.
-      logprob: Sum of the tokens' log-probabilities.
+      logprobs: Log-probability of each.
+      logprob: Their sum.
       score: `logprob / len(tokens) ** length_penalty`, by which hypotheses are ranked.
-      finish_reason: "stop", "length" or "out_of_blocks".
+      finish_reason: "stop", "length" or "out_of_blocks"; "running" before the search has ended.
     """
 
     tokens: list[int]
+    logprobs: list[float]
     logprob: float
     score: float
     finish_reason: str
+
+
+@dataclasses.dataclass
+class BeamResult:
+    """What `beam_search` returns.
+
+    Attributes:
+      beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has what it had.
+      cache: The cache at the end: row `prompt_id * num_beams + i` still holds the prompt's i-th running
+        beam, so that `kv.stats` and `kv.block_map` tell what beams share.
+      num_steps: Calls of the model in the search.
+      prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
+      decode_seconds: Host clock around the search, likewise; callbacks do not count.
+      timeline: One entry per look of the host; its `running` is {row: (prompt_id, i)}.
+    """
+
+    beams: list[list[Beam]]
+    cache: Cache
+    num_steps: int
+    prefill_seconds: float
+    decode_seconds: float
+    timeline: list[Look]
 
 
 class _Search(NamedTuple):
@@ -44,14 +70,22 @@ class _Search(NamedTuple):
 
     cache: Cache
     tokens: jax.Array  # i32[p, b, t], of the running beams
+    logprobs: jax.Array  # f32[p, b, t], of the tokens
     logprob: jax.Array  # f32[p, b], sums; the best first
     done_tokens: jax.Array  # i32[p, b, t]
+    done_logprobs: jax.Array  # f32[p, b, t]
     done_logprob: jax.Array  # f32[p, b]
     done_score: jax.Array  # f32[p, b], _NEVER where there is none
     done_len: jax.Array  # i32[p, b]
     num_new: jax.Array  # i32[p], tokens of the running beams
     is_over: jax.Array  # bool[p], no running beam can still win
     is_failed: jax.Array  # bool[p], out of blocks
+    num_steps: jax.Array  # i32[], calls of the model
+
+    @property
+    def is_searching(self) -> jax.Array:
+        """bool[p]."""
+        return ~self.is_over & ~self.is_failed & (self.num_new < self.tokens.shape[-1])
 
 
 def beam_search(
@@ -65,7 +99,9 @@ def beam_search(
     length_penalty: float = 1.0,
     stop_tokens: Sequence[int] = (),
     chunk_len: int = 128,
-) -> list[list[Beam]]:
+    look_every: int | None = None,
+    on_look: Callable[[Look, list[list[Beam]]], None] | None = None,
+) -> BeamResult:
     """The `num_beams` best continuations of each prompt, found by beam search.
 
     A search ends when its beams cannot beat the finished hypotheses any more, or at `max_new_tokens`.
@@ -80,9 +116,11 @@ def beam_search(
       length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum.
       stop_tokens: Ids that finish a hypothesis.
       chunk_len: Most prompt tokens of a row in one call of the model.
+      look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
+      on_look: Called with each entry of the timeline and the hypotheses so far.
 
     Returns:
-      Per prompt, its hypotheses, best first. A search that runs out of blocks returns what it had.
+      A `BeamResult`.
 
     Raises:
       ValueError: bad sizes. StatusError: the prompts do not fit.
@@ -104,9 +142,46 @@ def beam_search(
             f"a prompt of {max(lengths)} and {max_new_tokens} new tokens, "
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
+    look_every = look_every or (8 if on_look else np.iinfo(np.int32).max)
+    prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
+    running = {row: divmod(row, num_beams) for row in range(num_rows)}
+    timeline = []
+
+    def look(state: _Search) -> list[list[Beam]]:
+        found = jax.device_get(state._replace(cache=None))
+        beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompts))]
+        seconds = time.perf_counter() - start
+        timeline.append(look_at(state.cache, int(state.num_steps), seconds, running))
+        if on_look:
+            on_look(timeline[-1], beams)
+        return beams
+
+    stops, penalty = jnp.array(list(stop_tokens) or [-1], jnp.int32), jnp.float32(length_penalty)
+    cache, logits = prefilling(_prefill, forward, params, prompts, config, num_beams, chunk_len)
+    state = prefilling(
+        _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
+    )
+    beams = look(state)
+    while bool(state.is_searching.any()):
+        state = searching(_search, forward, params, state, stops, penalty, jnp.int32(look_every))
+        beams = look(state)
+    return BeamResult(
+        beams, state.cache, int(state.num_steps), prefilling.seconds, searching.seconds, timeline
+    )
+
+
+def _prefill(
+    forward: Forward,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    config: CacheConfig,
+    num_beams: int,
+    chunk_len: int,
+) -> tuple[Cache, jax.Array]:
+    """The cache in which every beam holds its prompt, and the prompts' last logits f32[p, vocab]."""
+    firsts, lengths = np.arange(len(prompts)) * num_beams, [len(prompt) for prompt in prompts]
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     prompt_len = np.zeros(config.max_seqs, np.int32)
-    firsts = np.arange(len(prompts)) * num_beams
     for first, prompt in zip(firsts, prompts, strict=True):
         history[first, : len(prompt)], prompt_len[first] = prompt, len(prompt)
     cache, admission = allocate(init(config), firsts, lengths)
@@ -115,46 +190,35 @@ def beam_search(
     cache, logits, failed = prefill(forward, params, cache, history, prompt_len, chunk_len=chunk_len)
     raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the prompts")
     if num_beams > 1:
-        others = np.setdiff1d(np.arange(num_rows), firsts)
+        others = np.setdiff1d(np.arange(len(prompts) * num_beams), firsts)
         cache, _ = fork(cache, others // num_beams * num_beams, others)
-
-    found = _search(
-        forward,
-        params,
-        cache,
-        logits[firsts],
-        jnp.array(list(stop_tokens) or [-1], jnp.int32),
-        jnp.float32(length_penalty),
-        num_beams=num_beams,
-        max_new_tokens=max_new_tokens,
-    )
-    return [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompts))]
+    return cache, logits[firsts]
 
 
 def _hypotheses(found: _Search, prompt_id: int, length_penalty: float) -> list[Beam]:
-    """Finished hypotheses and running beams together, best first."""
+    """Finished hypotheses and running beams together, best first; `found` is in numpy."""
     beams = []
-    num_new, failed = int(found.num_new[prompt_id]), bool(found.is_failed[prompt_id])
-    for i in range(found.tokens.shape[1]):
-        if float(found.done_score[prompt_id, i]) > _NEVER / 2:
-            length = int(found.done_len[prompt_id, i])
-            tokens = np.asarray(found.done_tokens[prompt_id, i, :length]).tolist()
-            total = float(found.done_logprob[prompt_id, i])
-            beams.append(Beam(tokens, total, total / length**length_penalty, "stop"))
-        total = float(found.logprob[prompt_id, i])
-        if total > _NEVER / 2 and not bool(found.is_over[prompt_id]):
-            tokens = np.asarray(found.tokens[prompt_id, i, :num_new]).tolist()
-            why = "out_of_blocks" if failed else "length"
-            beams.append(Beam(tokens, total, total / num_new**length_penalty, why))
-    return sorted(beams, key=lambda beam: -beam.score)[: found.tokens.shape[1]]
+    _, num_beams, max_new_tokens = found.tokens.shape
+    num_new = int(found.num_new[prompt_id])
+    why = "length" if num_new == max_new_tokens else "running"
+    why = "out_of_blocks" if found.is_failed[prompt_id] else why
+
+    def add(tokens: Any, logprobs: Any, logprob: Any, length: int, why: str) -> None:
+        score = float(logprob) / length**length_penalty
+        beams.append(Beam(tokens[:length].tolist(), logprobs[:length].tolist(), float(logprob), score, why))
+
+    for i in range(num_beams):
+        at = prompt_id, i
+        if found.done_score[at] > _NEVER / 2:
+            length = int(found.done_len[at])
+            add(found.done_tokens[at], found.done_logprobs[at], found.done_logprob[at], length, "stop")
+        if found.logprob[at] > _NEVER / 2 and not found.is_over[prompt_id]:
+            add(found.tokens[at], found.logprobs[at], found.logprob[at], num_new, why)
+    return sorted(beams, key=lambda beam: -beam.score)[:num_beams]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("forward", "num_beams", "max_new_tokens"), donate_argnames="cache"
-)
-def _search(
-    forward: Forward,
-    params: Any,
+@functools.partial(jax.jit, static_argnames=("num_beams", "max_new_tokens"), donate_argnames="cache")
+def _begin(
     cache: Cache,
     logits: jax.Array,
     stop_tokens: jax.Array,
@@ -163,30 +227,44 @@ def _search(
     num_beams: int,
     max_new_tokens: int,
 ) -> _Search:
-    """Searches from the prompts' last logits `f32[p, vocab]`."""
+    """The search behind the first tokens, which come from the prompts' last logits `f32[p, vocab]`."""
     num_prompts, vocab = logits.shape
     shape = (num_prompts, num_beams)
     state = _Search(
         cache=cache,
         tokens=jnp.zeros((*shape, max_new_tokens), jnp.int32),
+        logprobs=jnp.zeros((*shape, max_new_tokens), jnp.float32),
         logprob=jnp.full(shape, _NEVER, jnp.float32).at[:, 0].set(0),
         done_tokens=jnp.zeros((*shape, max_new_tokens), jnp.int32),
+        done_logprobs=jnp.zeros((*shape, max_new_tokens), jnp.float32),
         done_logprob=jnp.zeros(shape, jnp.float32),
         done_score=jnp.full(shape, _NEVER, jnp.float32),
         done_len=jnp.zeros(shape, jnp.int32),
         num_new=jnp.zeros(num_prompts, jnp.int32),
         is_over=jnp.zeros(num_prompts, bool),
         is_failed=jnp.zeros(num_prompts, bool),
+        num_steps=jnp.int32(0),
     )
-    expand = functools.partial(_expand, stop_tokens=stop_tokens, length_penalty=length_penalty)
     wide = jnp.broadcast_to(logits[:, None], (*shape, vocab))
-    state, _ = expand(state, wide, jnp.ones(num_prompts, bool))
+    mask = jnp.ones(num_prompts, bool)
+    return _expand(state, wide, mask, stop_tokens=stop_tokens, length_penalty=length_penalty)[0]
 
-    def is_searching(state: _Search) -> jax.Array:
-        return ~state.is_over & ~state.is_failed & (state.num_new < max_new_tokens)
+
+@functools.partial(jax.jit, static_argnames="forward", donate_argnames="state")
+def _search(
+    forward: Forward,
+    params: Any,
+    state: _Search,
+    stop_tokens: jax.Array,
+    length_penalty: jax.Array,
+    max_steps: jax.Array,
+) -> _Search:
+    """Searches to the end, or for `max_steps` steps."""
+    shape = num_prompts, num_beams = state.tokens.shape[:2]
+    first_step = state.num_steps
 
     def step_fn(state: _Search) -> _Search:
-        searching = is_searching(state)
+        searching = state.is_searching
         max_seqs = state.cache.max_seqs
         last = jnp.take_along_axis(state.tokens, jnp.maximum(state.num_new - 1, 0)[:, None, None], axis=2)
         unused = max_seqs - num_prompts * num_beams
@@ -197,16 +275,21 @@ def _search(
         status = step.status[: num_prompts * num_beams].reshape(shape)
         failed = searching & (status != Status.OK).any(axis=1)
         searching &= ~failed
-        logits = logits[: num_prompts * num_beams, 0].astype(jnp.float32).reshape(*shape, vocab)
-        state = state._replace(cache=cache, is_failed=state.is_failed | failed)
-        state, parents = expand(state, logits, searching)
+        logits = logits[: num_prompts * num_beams, 0].astype(jnp.float32).reshape(*shape, -1)
+        state = state._replace(cache=cache, is_failed=state.is_failed | failed, num_steps=state.num_steps + 1)
+        state, parents = _expand(
+            state, logits, searching, stop_tokens=stop_tokens, length_penalty=length_penalty
+        )
         rows = jnp.arange(num_prompts * num_beams, dtype=jnp.int32).reshape(shape)
         moved = jnp.where(searching[:, None], rows, max_seqs)
         sources = rows[:, :1] + parents
         cache, _ = reorder(state.cache, moved.reshape(-1), sources.reshape(-1))
         return state._replace(cache=cache)
 
-    return lax.while_loop(lambda state: is_searching(state).any(), step_fn, state)
+    def goes_on(state: _Search) -> jax.Array:
+        return state.is_searching.any() & (state.num_steps - first_step < max_steps)
+
+    return lax.while_loop(goes_on, step_fn, state)
 
 
 def _expand(
@@ -215,22 +298,28 @@ def _expand(
     """Extends the beams of the masked prompts by one token; returns also their parents, i32[p, b]."""
     num_prompts, num_beams, vocab = logits.shape
     max_new_tokens = state.tokens.shape[-1]
-    totals = state.logprob[..., None] + jax.nn.log_softmax(logits, axis=-1)
+    scores = jax.nn.log_softmax(logits, axis=-1)
+    totals = state.logprob[..., None] + scores
     # Enough that num_beams candidates go on even if every stop token is among the best of every beam.
     num_candidates = min(num_beams * (1 + stop_tokens.shape[0]), num_beams * vocab)
     best, index = lax.top_k(totals.reshape(num_prompts, -1), num_candidates)
     parent, token = index // vocab, index % vocab
     is_stop = (token[..., None] == stop_tokens).any(axis=-1)
     at = jnp.broadcast_to(state.num_new[:, None, None], (num_prompts, num_candidates, 1))
-    tokens = jnp.take_along_axis(state.tokens, parent[..., None], axis=1)
-    tokens = jnp.where(jnp.arange(max_new_tokens, dtype=jnp.int32) == at, token[..., None], tokens)
+    is_new = jnp.arange(max_new_tokens, dtype=jnp.int32) == at
+
+    def grow(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(is_new, new[..., None], jnp.take_along_axis(old, parent[..., None], axis=1))
+
+    tokens = grow(state.tokens, token)
+    logprobs = grow(state.logprobs, jnp.take_along_axis(scores.reshape(num_prompts, -1), index, axis=1))
     num_new = state.num_new + 1
     scale = num_new.astype(jnp.float32) ** length_penalty
 
     rank = jnp.arange(num_candidates, dtype=jnp.int32)
     finishes = is_stop & (rank < num_beams) & (best > _NEVER / 2)
-    scores = jnp.where(finishes, best / scale[:, None], _NEVER)
-    done_score, kept = lax.top_k(jnp.concatenate([state.done_score, scores], axis=1), num_beams)
+    ranks = jnp.where(finishes, best / scale[:, None], _NEVER)
+    done_score, kept = lax.top_k(jnp.concatenate([state.done_score, ranks], axis=1), num_beams)
 
     def keep(old: jax.Array, new: jax.Array) -> jax.Array:
         both = jnp.concatenate([old, new], axis=1)
@@ -242,8 +331,10 @@ def _expand(
     reachable = logprob[:, 0] / last**length_penalty
     new_state = state._replace(
         tokens=jnp.take_along_axis(tokens, goes_on[..., None], axis=1),
+        logprobs=jnp.take_along_axis(logprobs, goes_on[..., None], axis=1),
         logprob=logprob,
         done_tokens=keep(state.done_tokens, tokens),
+        done_logprobs=keep(state.done_logprobs, logprobs),
         done_logprob=keep(state.done_logprob, best),
         done_score=done_score,
         done_len=keep(state.done_len, jnp.broadcast_to(num_new[:, None], best.shape)),
@@ -254,6 +345,6 @@ def _expand(
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-    fields = [name for name in _Search._fields if name not in ("cache", "is_failed")]
+    fields = [name for name in _Search._fields if name not in ("cache", "is_failed", "num_steps")]
     chosen = {name: choose(getattr(new_state, name), getattr(state, name)) for name in fields}
     return state._replace(**chosen), jnp.take_along_axis(parent, goes_on, axis=1)

@@ -14,7 +14,7 @@ import numpy as np
 from kvcache_jax import decode_loop
 from kvcache_jax.cache import allocate, fork, init
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
-from kvcache_jax.decode_host import Generation, Host, Look, Requests
+from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward
 from kvcache_jax.sampling import sampling_params
 from kvcache_jax.state import Cache
@@ -29,16 +29,22 @@ class GenerateResult:
       generations: One per prompt and sample, in that order.
       cache: The cache at the end, all rows idle; its counters tell forks and copies.
       num_steps: Calls of the model in the decode loop.
+      num_prompt_tokens: Computed in prefill; a prompt with many samples counts once.
       num_drafted: Draft tokens proposed.
       num_accepted: Draft tokens accepted.
-      timeline: One entry per look of the host: what was then in use.
+      prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
+      decode_seconds: Host clock around the decode loop, likewise; callbacks do not count.
+      timeline: One entry per look of the host: after every prefill, and as `look_every` says.
     """
 
     generations: list[Generation]
     cache: Cache
     num_steps: int
+    num_prompt_tokens: int
     num_drafted: int
     num_accepted: int
+    prefill_seconds: float
+    decode_seconds: float
     timeline: list[Look]
 
 
@@ -78,6 +84,7 @@ def generate(
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
+    on_look: Callable[[Look], None] | None = None,
 ) -> GenerateResult:
     """Continues prompts with a model that keeps its keys and values in a cache.
 
@@ -105,8 +112,9 @@ def generate(
       draft: The draft model.
       chunk_len: Most prompt tokens of a row in one call of the model.
       look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
-        default 8 with streaming or stop strings, otherwise no limit.
+        default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
+      on_look: Called with each entry of the timeline as it is made, behind that look's `on_tokens`.
 
     Returns:
       A `GenerateResult`.
@@ -117,29 +125,35 @@ def generate(
     requests = Requests(prompts, num_samples)
     _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, detokenize, chunk_len)
     chunk_len = min(chunk_len, config.query_len_limit)
-    is_watching = on_tokens is not None or bool(stop_strings)
+    is_watching = on_tokens is not None or on_look is not None or bool(stop_strings)
     look_every = look_every or (8 if is_watching else np.iinfo(np.int32).max)
     drafting = Drafting(num_drafts, draft.forward if draft else None) if num_drafts else None
     draft_params = draft.params if draft else None
 
     stops = jnp.array(list(stop_tokens) or [-1], jnp.int32)
-    host = Host(requests, config, stop_strings, detokenize, on_tokens)
+    host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
+    prefilling, decoding, num_prompt_tokens = Stopwatch(), Stopwatch(), 0
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     state = _empty_state(config, draft.config if draft else None, stops, options)
     while requests.waiting or host.running:
         state, admitted = _admit(state, requests, host, max_new_tokens, seed)
         if admitted:
-            state = _prefill(forward, params, draft, state, host, admitted, chunk_len)
-        state = decode_loop.decode(
-            forward, params, draft_params, state, jnp.int32(look_every), drafting=drafting
+            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len)
+            num_prompt_tokens += sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
+            host.note(state)
+        state = decoding(
+            decode_loop.decode, forward, params, draft_params, state, jnp.int32(look_every), drafting=drafting
         )
         state = host.look(state)
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,
         num_steps=int(state.num_steps),
+        num_prompt_tokens=num_prompt_tokens,
         num_drafted=int(state.num_drafted),
         num_accepted=int(state.num_accepted),
+        prefill_seconds=prefilling.seconds,
+        decode_seconds=decoding.seconds,
         timeline=host.timeline,
     )
 

@@ -1,15 +1,18 @@
 """The host side of decoding: which row decodes what, what has come of it, and when a row is done."""
 
 import dataclasses
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from kvcache_jax import decode_loop
 from kvcache_jax.cache import free
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_loop import DecodeState
+from kvcache_jax.state import Cache
 
 _FINISH_REASONS = {
     decode_loop.STOPPED: "stop",
@@ -39,21 +42,64 @@ class Generation:
 
 @dataclasses.dataclass
 class Look:
-    """The cache as the host saw it between two segments.
+    """The cache as the host saw it between two segments, before rows that ended were freed.
 
     Attributes:
       num_steps: Decode steps so far.
+      seconds: Host clock since the call began.
       num_blocks_used: Referenced blocks, all groups.
       num_refs: Table entries that point at them; the difference is what sharing saves.
       num_active_seqs: Rows that hold a sequence.
-      owners: Per group, i32[max_seqs, max_blocks_per_seq], the block table.
+      running: {row: (prompt_id, sample_id)}, what the rows decode.
+      ended: Continuations that came to their end at this look.
+      block_tables: Per group, i32[max_seqs, max_blocks_per_seq].
     """
 
     num_steps: int
+    seconds: float
     num_blocks_used: int
     num_refs: int
     num_active_seqs: int
-    owners: list[np.ndarray]
+    running: dict[int, tuple[int, int]]
+    ended: list[Generation]
+    block_tables: list[np.ndarray]
+
+
+class Stopwatch:
+    """Host seconds within device work."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__[T](self, work: Callable[..., T], *args, **kwargs) -> T:
+        """What `work` returns, once it is there."""
+        start = time.perf_counter()
+        result = jax.block_until_ready(work(*args, **kwargs))
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+def look_at(
+    cache: Cache,
+    num_steps: int,
+    seconds: float,
+    running: dict[int, tuple[int, int]],
+    ended: Sequence[Generation] = (),
+) -> Look:
+    """What the cache holds now."""
+    pools = cache.control.block_pools
+    tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
+    num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
+    return Look(
+        num_steps=num_steps,
+        seconds=seconds,
+        num_blocks_used=sum(pool.num_blocks - int(pool.num_free) for pool in pools),
+        num_refs=sum(num_refs),
+        num_active_seqs=int(np.asarray(cache.is_active).sum()),
+        running=dict(running),
+        ended=list(ended),
+        block_tables=tables,
+    )
 
 
 class Requests:
@@ -68,13 +114,23 @@ class Requests:
 class Host:
     """Which row decodes what, and the results so far."""
 
-    def __init__(self, requests: Requests, config: CacheConfig, stop_strings, detokenize, on_tokens):
+    def __init__(self, requests: Requests, config: CacheConfig, stop_strings, detokenize, on_tokens, on_look):
         self.requests, self.config = requests, config
-        self.stop_strings, self.detokenize, self.on_tokens = list(stop_strings), detokenize, on_tokens
+        self.stop_strings, self.detokenize = list(stop_strings), detokenize
+        self.on_tokens, self.on_look = on_tokens, on_look
         self.running: dict[int, tuple[int, int]] = {}
         self.num_streamed: dict[int, int] = {}
         self.done: list[Generation] = []
         self.timeline: list[Look] = []
+        self.start = time.perf_counter()
+
+    def note(self, state: DecodeState, ended: Sequence[Generation] = ()) -> None:
+        """Adds a look at the cache to the timeline."""
+        seconds = time.perf_counter() - self.start
+        look = look_at(state.cache, int(state.num_steps), seconds, self.running, ended)
+        self.timeline.append(look)
+        if self.on_look:
+            self.on_look(look)
 
     def look(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""
@@ -82,9 +138,8 @@ class Host:
             np.asarray(x)
             for x in (state.reason, state.length, state.prompt_len, state.history, state.logprobs)
         )
-        self._note(state)
-        ended = []
-        for row, (prompt_id, sample_id) in list(self.running.items()):
+        ended: dict[int, Generation] = {}
+        for row, (prompt_id, sample_id) in self.running.items():
             tokens = history[row, prompt_len[row] : length[row]].tolist()
             cut = self._stop_at(tokens)
             tokens = tokens if cut is None else tokens[:cut]
@@ -96,10 +151,12 @@ class Host:
                 continue
             why = "stop" if cut is not None else _FINISH_REASONS[int(reason[row])]
             scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
-            self.done.append(Generation(prompt_id, sample_id, tokens, scores, why))
-            ended.append(row)
+            ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
+        self.note(state, list(ended.values()))
+        self.done += ended.values()
+        for row in ended:
             del self.running[row]
-        return self._free(state, ended)
+        return self._free(state, list(ended))
 
     def _stop_at(self, tokens: list[int]) -> int | None:
         """Number of tokens that complete the first stop string, if any does."""
@@ -124,11 +181,3 @@ class Host:
             draft_cache, _ = free(draft_cache, ids)
         reason = state.reason.at[ids].set(decode_loop.IDLE, mode="drop")
         return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, reason=reason)
-
-    def _note(self, state: DecodeState) -> None:
-        pools = state.cache.control.block_pools
-        tables = [np.asarray(pool.block_table) for pool in pools]
-        refs = sum(int((t < p.num_blocks).sum()) for t, p in zip(tables, pools, strict=True))
-        used = sum(p.num_blocks - int(p.num_free) for p in pools)
-        active = int(np.asarray(state.cache.is_active).sum())
-        self.timeline.append(Look(int(state.num_steps), used, refs, active, tables))

@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 
 import kvcache_jax as kv
+from models.matmul import matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class DecoderConfig:
       tie_embeddings: Logits come from the token embedding, not from a matrix of their own.
       dtype: Of the computation, float32 or bfloat16. Norms, rotations and logits are float32 inside.
       param_dtype: Of the parameters, float32 or bfloat16.
+      matmul_dtype: Of the products in `Linear`, float32 or bfloat16; None for `dtype`.
     """
 
     vocab_size: int
@@ -86,11 +88,14 @@ class DecoderConfig:
     tie_embeddings: bool = False
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    matmul_dtype: Any = None
 
     def __post_init__(self):
         is_windowed = any(window is not None for window in self.windows)
         object.__setattr__(self, "windows", tuple(self.windows) if is_windowed else ())
-        for name in ("dtype", "param_dtype"):
+        for name in ("dtype", "param_dtype", "matmul_dtype"):
+            if name == "matmul_dtype" and self.matmul_dtype is None:
+                continue
             dtype = jnp.dtype(getattr(self, name))
             if dtype not in (jnp.float32, jnp.bfloat16):
                 raise ValueError(f"{name} is {dtype}, expected float32 or bfloat16")
@@ -228,18 +233,19 @@ class MLP(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix, and a bias if asked for, in the dtype of what comes in."""
+    """A matrix, and a bias if asked for; the result has the dtype of what comes in."""
 
     # nnx.Linear keeps its initialisers in the pytree's static part: two models of one config would then be of
     # two types to jit and optax.
     def __init__(
         self, config: DecoderConfig, rngs: nnx.Rngs, in_size: int, out_size: int, gain=1.0, use_bias=False
     ):
+        self.dtype = config.dtype if config.matmul_dtype is None else config.matmul_dtype
         self.kernel = _normal(config, rngs, (in_size, out_size), gain * in_size**-0.5)
         self.bias = nnx.Param(jnp.zeros(out_size, config.param_dtype)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = matmul(x, self.kernel[...], self.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

@@ -86,6 +86,30 @@ def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
     check_idle(beside)
 
 
+def test_the_timeline_tells_what_rows_held_and_when_they_ended():
+    """Three prompts of two samples on four rows: the third waits until the first has ended."""
+    looks = []
+    options = dict(num_samples=2, temperature=1.0, look_every=4, max_new_tokens=9)
+    result = generate([PROMPTS[2], PROMPTS[1], PROMPTS[4]], **options, on_look=looks.append)
+    assert looks == result.timeline and result.num_prompt_tokens == 11 + 1 + 5
+    first, last = looks[0], looks[-1]
+    # After the first prefill: 3 + 1 blocks, each held by two rows.
+    assert (first.num_steps, first.num_blocks_used, first.num_refs, first.num_active_seqs) == (0, 4, 8, 4)
+    assert first.running == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)} and first.ended == []
+    np.testing.assert_array_equal(first.block_tables[0][0, :3], first.block_tables[0][1, :3])
+    assert (first.block_tables[0] < 64).sum() == 8
+    assert set(last.running.values()) == {(2, 0), (2, 1)}
+    ended = [generation for look in looks for generation in look.ended]
+    assert len(ended) == 6 and sorted(ended, key=lambda g: (g.prompt_id, g.sample_id)) == result.generations
+    for look in looks:
+        assert {(g.prompt_id, g.sample_id) for g in look.ended} <= set(look.running.values())
+    assert [look.num_steps for look in looks] == [0, 4, 8, 8, 12, 16]
+    seconds = [look.seconds for look in looks]
+    assert seconds == sorted(seconds)
+    assert 0 < result.prefill_seconds + result.decode_seconds and min(seconds) > 0
+    assert result.prefill_seconds > 0 and result.decode_seconds > 0
+
+
 def test_stop_tokens_end_a_row_and_free_it_for_the_next():
     plain = {i: greedy(prompt, 9)[0] for i, prompt in enumerate(PROMPTS)}
     # A token that some of the rows draw and some do not.
@@ -290,7 +314,8 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
         stop_tokens=stops,
         length_penalty=penalty,
     )
-    for prompt, beams in zip(prompts, found, strict=True):
+    assert kv.check_invariants(found.cache) == []
+    for prompt, beams in zip(prompts, found.beams, strict=True):
         expected = slow_beam_search(prompt, num_beams, 10, stops, penalty)
         assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
         np.testing.assert_allclose(
@@ -298,15 +323,49 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
         )
         for beam in beams:
             assert beam.finish_reason == ("stop" if beam.tokens[-1] in stops else "length")
+            expected = [
+                logprobs_of([*prompt, *beam.tokens[:i]])[token] for i, token in enumerate(beam.tokens)
+            ]
+            np.testing.assert_allclose(beam.logprobs, expected, atol=1e-4)
     if num_beams == 1:
-        assert found[0][0].tokens == greedy(prompts[0], 10)[0]
+        assert found.beams[0][0].tokens == greedy(prompts[0], 10)[0]
+
+
+def test_beams_are_looked_at_while_they_are_searched():
+    seen = []
+    options = dict(max_new_tokens=10, num_beams=2, stop_tokens=[3, 8], length_penalty=0.0)
+    plain = kv.beam_search(forward, PARAMS, PROMPTS[:2], config(), **options)
+    found = kv.beam_search(
+        forward,
+        PARAMS,
+        PROMPTS[:2],
+        config(),
+        **options,
+        look_every=3,
+        on_look=lambda *look: seen.append(look),
+    )
+    assert found.beams == plain.beams == seen[-1][1]
+    assert found.num_steps == plain.num_steps == found.timeline[-1].num_steps == 7
+    assert [look.num_steps for look in plain.timeline] == [0, 7]
+    assert [look.num_steps for look, _ in seen] == [0, 3, 6, 7] and [
+        look for look, _ in seen
+    ] == found.timeline
+    first, beams = seen[0]
+    # The prompts' 2 + 1 blocks of 4, each held by both beams.
+    assert (first.num_blocks_used, first.num_refs, first.num_active_seqs) == (3, 6, 4)
+    assert first.running == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+    assert {len(beam.tokens) for hypotheses in beams for beam in hypotheses} == {1}
+    assert "running" in {beam.finish_reason for hypotheses in beams for beam in hypotheses}
+    figures = kv.stats(found.cache)
+    assert int(figures.num_active_seqs) == 4 and int(figures.num_forks) >= 2
+    assert int(figures.num_refs) > int(figures.num_blocks_used)
 
 
 def test_enough_beams_find_the_best_of_all():
     sizes = dict(max_seqs=VOCAB, num_blocks=80)
     (beams,) = kv.beam_search(
         forward, PARAMS, [PROMPTS[3]], config(**sizes), max_new_tokens=2, num_beams=VOCAB
-    )
+    ).beams
     first = logprobs_of(PROMPTS[3])
     totals = np.stack([first[a] + logprobs_of([*PROMPTS[3], a]) for a in range(VOCAB)])
     best = np.unravel_index(totals.argmax(), totals.shape)
@@ -317,7 +376,7 @@ def test_enough_beams_find_the_best_of_all():
 def test_beam_search_without_blocks_returns_what_it_had():
     (beams,) = kv.beam_search(
         forward, PARAMS, [PROMPTS[3]], config(num_blocks=3), max_new_tokens=12, num_beams=2
-    )
+    ).beams
     assert {beam.finish_reason for beam in beams} == {"out_of_blocks"}
     expected = slow_beam_search(PROMPTS[3], 2, len(beams[0].tokens), [], 1.0)
     assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]

@@ -1,0 +1,112 @@
+"""What the commands of this folder do alike: bad input is one sentence on standard error and exit code 2.
+
+parser = Parser("experiments.decode", __doc__)
+parser.add_argument("--samples", type=integer(1), default=1)
+options = parser.parse_args(arguments)
+if not fits(options):
+    parser.error("got this, expected that: do so")
+"""
+
+import argparse
+import io
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+class InputError(ValueError):
+    """What a user gave does not fit; the message is for `Parser.error`."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of `python -m MODULE`; `error` prints one line and ends the process."""
+
+    def __init__(self, module: str, doc: str | None):
+        super().__init__(
+            prog=f"python -m {module}",
+            description=(doc or "").split("\n", 1)[0],
+            allow_abbrev=False,  # an option that is added later must not change what a short name means
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.splitlines())}\n")
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse `type`: an integer of at least `least` and at most `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer {_range(least, most)}")
+        return value
+
+    return parse
+
+
+def number(least: float, most: float = math.inf, *, is_above: bool = False) -> Callable[[str], float]:
+    """An argparse `type`: a finite number of at least (`is_above`: more than) `least` and at most `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or math.isinf(value) or (is_above and value == least):
+            limit = None if math.isinf(most) else most
+            expected = f"above {least:g} and at most {most:g}" if is_above else _range(least, limit)
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number {expected}")
+        return value
+
+    return parse
+
+
+def picture(text: str) -> Path:
+    """An argparse `type`: a file that matplotlib can write."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise argparse.ArgumentTypeError(
+            "a picture needs matplotlib: pip install 'kvcache_jax[pictures]'"
+        ) from None
+    path = Path(text)
+    if path.suffix[1:] not in FigureCanvasBase.filetypes:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a name that ends in .png, .pdf or .svg")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, but there is no folder {path.parent}: make it first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder, expected a file name")
+    return path
+
+
+def wants_color(no_color: bool) -> bool:
+    """On in a terminal; NO_COLOR and FORCE_COLOR (any text) decide before it, --no-color before them."""
+    if no_color or os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Ends the process with `main`'s exit code; quietly on Ctrl-C and when nobody reads the output."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def _range(least: float, most: float | None) -> str:
+    return f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"

@@ -1,0 +1,250 @@
+"""Question: what does a decode step cost with paging, beside a dense static cache and beside none?
+
+Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
+Answer:  (to be measured)
+Record:  experiments/results/decode_speed.json, decode_speed.png
+
+One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
+room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
+in both layouts that JAX code has; and the same layers with no cache, over the whole context again. All get
+the same contexts and must give the same logits before anything is timed. The paged rows' blocks lie scattered
+over the pool.
+
+A step is timed as a decode loop runs it: NUM_STEPS of them in a jitted scan, each fed with the token that the
+one before it chose, the cache donated; the time is divided by their number. The sides take turns, and rows
+are rolled back between the turns, outside of the timed region. Compile time stands apart. The share of
+attention (bookkeeping and writes with it) is what a step takes longer than the same layers looking at no
+other token.
+"""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments import command, corpus, dense_decoder, timing
+from experiments.decode_memory import memory_report
+from experiments.decode_speed_report import draw, show
+from experiments.decode_speed_sides import (
+    BATCHES,
+    BLOCK_SIZE,
+    CALL,
+    DENSE,
+    FILLS,
+    FULL,
+    LOOP,
+    NUM_STEPS,
+    PAGED,
+    PARTS,
+    SHORT,
+    SIDES,
+    TABLES,
+    UNCACHED,
+    UNEVEN,
+    Case,
+    Contexts,
+    Side,
+    make_contexts,
+)
+from models import checkpoint
+from models.decoder import Decoder
+
+MAX_DIFFERENCE = 1e-4  # of logits between any two sides
+
+
+@functools.cache
+def jitted(side: Side) -> dict[str, Callable]:
+    """The two ways to run a side; each compiles once per shape, however full the rows are."""
+
+    def loop(decoder, tokens, state):
+        def body(carry, _):
+            logits, state = side.step(decoder, *carry)
+            return (jnp.argmax(logits, axis=-1).astype(jnp.int32), state), logits
+
+        (_, state), logits = lax.scan(body, (tokens, state), length=NUM_STEPS)
+        return logits, state
+
+    return {figure: jax.jit(fn, donate_argnums=2) for figure, fn in ((LOOP, loop), (CALL, side.step))}
+
+
+class Timing:
+    """The figures of one side on one case; each `round` adds a sample to all of them."""
+
+    def __init__(self, side: Side, case: Case, decoder: Decoder, contexts: Contexts, figures: Sequence[str]):
+        self.side, self.case, self.decoder = side, case, decoder
+        self.tokens = contexts.tokens[np.arange(len(case.lens)), case.start_lens]
+        self.state = side.start(decoder.config, case, contexts)
+        self.seconds: dict[str, list[float]] = {figure: [] for figure in figures}
+        self.round()
+        self.first_call_s = {figure: seconds.pop() for figure, seconds in self.seconds.items()}
+
+    def round(self) -> None:
+        for figure, seconds in self.seconds.items():
+            state = jax.block_until_ready(self.side.rewind(self.state, self.case.start_lens))
+            start = time.perf_counter()
+            logits, self.state = jax.block_until_ready(
+                jitted(self.side)[figure](self.decoder, self.tokens, state)
+            )
+            seconds.append(time.perf_counter() - start)
+            if figure == LOOP:
+                self.logits = logits  # [NUM_STEPS, b, vocab_size]
+
+    def records(self) -> list[dict]:
+        return [
+            {
+                "case": self.case._asdict(),
+                "side": self.side.name,
+                "figure": figure,
+                **timing.summary([s / (NUM_STEPS if figure == LOOP else 1) for s in seconds]),
+                "first_call_s": self.first_call_s[figure],
+            }
+            for figure, seconds in self.seconds.items()
+        ]
+
+
+def measure(
+    case: Case,
+    decoder: Decoder,
+    contexts: Contexts,
+    seconds: float,
+    parts: Sequence[Side] = (),
+    figures: Sequence[str] = (LOOP,),
+) -> list[dict]:
+    """Times the sides (and parts of a step) in turn, once the logits of all sides agree."""
+    contexts = contexts.cut(case)
+    timings = [Timing(side, case, decoder, contexts, figures) for side in (*SIDES, *parts)]
+    paged, *others = timings[: len(SIDES)]
+    for other in others:
+        check_equal(other.logits, paged.logits, f"{case.name}: {other.side.name}")
+    end, num_rounds = time.perf_counter() + seconds, 0
+    while num_rounds < 5 or time.perf_counter() < end:
+        for timed in timings:
+            timed.round()
+        num_rounds += 1
+    records = [record for timed in timings for record in timed.records()]
+    if parts:
+        records.append(measure_uncached(case, decoder, contexts, paged.logits[0], seconds))
+    return records
+
+
+def measure_uncached(
+    case: Case, decoder: Decoder, contexts: Contexts, expected: jax.Array, seconds: float
+) -> dict:
+    """One more token from the whole context again; as many calls as fit into `seconds`, at least one."""
+    lens = jnp.asarray(case.start_lens + 1)
+    inputs = decoder, contexts.tokens[:, : int(lens.max())], lens
+    start = time.perf_counter()
+    recompute = jax.jit(dense_decoder.recomputed_logits).lower(*inputs).compile()
+    compile_s, calls = time.perf_counter() - start, []
+    while not calls or sum(calls) < seconds:
+        start = time.perf_counter()
+        logits = jax.block_until_ready(recompute(*inputs))
+        calls.append(time.perf_counter() - start)
+        check_equal(logits, expected, f"{case.name}: {UNCACHED}")
+    figures = {**timing.summary(calls), "first_call_s": compile_s + calls[0]}
+    return {"case": case._asdict(), "side": UNCACHED, "figure": CALL, **figures}
+
+
+def check_equal(logits: jax.Array, expected: jax.Array, what: str) -> None:
+    difference = float(jnp.abs(logits - expected).max())
+    if not difference <= MAX_DIFFERENCE:  # NaN neither
+        raise RuntimeError(f"{what}: logits differ by {difference:.2g} from the paged cache's")
+
+
+def times_dense(records: Sequence[dict], case: Case) -> float:
+    """Time of a paged step in a loop, in those of the better dense layout."""
+    median_us = {
+        record["side"]: record["median_us"]
+        for record in records
+        if record["case"] == case._asdict() and record["figure"] == LOOP
+    }
+    return median_us[PAGED] / min(median_us[side] for side in DENSE)
+
+
+def bars_of(records: Sequence[dict], memory: dict) -> list[dict]:
+    """What must hold, beside what was measured."""
+    bars = []
+
+    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
+        holds = measured >= limit if is_least else measured <= limit
+        limit_name = "at_least" if is_least else "at_most"
+        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
+
+    add(f"{FULL.name}: times a dense step's time", times_dense(records, FULL), 1.2)
+    add(f"{SHORT.name}: times faster than a dense step", 1 / times_dense(records, SHORT), 5, is_least=True)
+    for record in memory["padding"]:
+        if record["block_size"] == BLOCK_SIZE:
+            add(f"slots without a token, blocks of {BLOCK_SIZE}", record["median"], 0.04)
+    errors = [abs(record["saved"] - record["closed_form"]) for record in memory["sharing"]]
+    add("blocks saved by samples, off the closed form", max(errors), 1e-9)
+    return bars
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.decode_speed", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--quick", action="store_true", help="the two cases that have a bar, and fewer rounds"
+    )
+    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder with the Azure trace; default: KVCACHE_DATA_DIR"
+    )
+    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
+    options = parser.parse_args(arguments)
+    data = options.data or (
+        Path(os.environ["KVCACHE_DATA_DIR"]) if "KVCACHE_DATA_DIR" in os.environ else None
+    )
+    if data is not None and not data.is_dir():
+        parser.error(f"there is no folder {data}: name one with --data or KVCACHE_DATA_DIR")
+    try:
+        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
+    except checkpoint.CheckpointError as error:
+        parser.error(str(error))
+    if decoder.config.windows:
+        parser.error(
+            f"{options.checkpoint} has sliding windows, which the dense cache beside it does not have"
+        )
+
+    start = time.perf_counter()
+    contexts = make_contexts(decoder)
+    seconds = 2.0 if options.quick else 10.0
+    records = []
+    for case in (FULL, SHORT):
+        records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL))
+    for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
+        records += measure(case, decoder, contexts, seconds / 2)
+    memory = memory_report(data)
+    report = {
+        "machine": timing.machine(),
+        "revision": timing.revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "seconds": time.perf_counter() - start,
+        "model": {"checkpoint": options.checkpoint.name, "num_parameters": num_parameters(decoder)},
+        "records": records,
+        "memory": memory,
+        "bars": bars_of(records, memory),
+    }
+    if options.picture:
+        draw(report, options.picture)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 0
+
+
+def num_parameters(decoder: Decoder) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(decoder))
+
+
+if __name__ == "__main__":
+    command.run(main)

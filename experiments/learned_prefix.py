@@ -1,0 +1,302 @@
+"""Question: can one train through the cache: a prefix that is stored once, forked, copied on write, attended?
+
+Command: python -m experiments.learned_prefix [--json] [--steps N] [--data DIR]
+Answer:  (to be measured)
+Record:  experiments/results/learned_prefix.json
+
+The decoder stays as it is. What is learned are the keys and values of PREFIX_LEN tokens that nobody wrote
+(prefix tuning): in every step they are appended to one row of an empty cache, that row is forked to the rows
+of the batch, each row copies the last, shared block when it extends by its own tokens, and the gradient comes
+back through all of that. They start as what the cache keeps of a piece of the text (`kv.gather`).
+
+The text is held-out source of the standard library in capital letters, which the model has hardly seen; with
+`--data DIR`, if DIR has it, tinyshakespeare.txt. What is measured was not trained on, by model or prefix.
+"""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import kvcache_jax as kv
+from experiments import bits_per_byte, command, corpus, dense_decoder, timing
+from models import checkpoint
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
+
+PREFIX_LEN, BLOCK_SIZE = 20, 16  # the prefix ends within a block
+NUM_ROWS, LENGTH = 8, 128
+SEEDS = (0, 1, 2)
+LEARNING_RATE = 0.03
+NUM_BATCHES = 8  # that are measured, of NUM_ROWS windows each
+SHAKESPEARE = "tinyshakespeare.txt"
+
+
+class Prefix(NamedTuple):
+    """Learned keys and values, f32[num_layers, prefix_len, num_kv_heads, head_dim]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def prefix_of(decoder: Decoder, tokens: jax.Array) -> Prefix:
+    """What a cache keeps of tokens i32[prefix_len]."""
+    config = cache_config(decoder.config, max_seqs=1, max_seq_len=len(tokens), block_size=BLOCK_SIZE)
+    cache, _ = kv.allocate(kv.init(config), [0], [len(tokens)])
+    cache, step = kv.extend(cache, [len(tokens)], max_new=len(tokens))
+    _, cache = forward(decoder, tokens[None], cache, step)
+    layers = [kv.gather(cache, 0, layer)[:2] for layer in range(decoder.config.num_layers)]
+    return Prefix(*map(jnp.stack, zip(*layers, strict=True)))
+
+
+def empty_cache(config: DecoderConfig, prefix_len: int, num_rows: int, length: int) -> kv.Cache:
+    """Row 0 is for the prefix; as many blocks as the batch needs when the others share it."""
+    shared, prefix_blocks = prefix_len // BLOCK_SIZE, -(-prefix_len // BLOCK_SIZE)
+    own_blocks = -(-(prefix_len + length) // BLOCK_SIZE) - shared
+    sizes = dict(
+        max_seqs=1 + num_rows, block_size=BLOCK_SIZE, num_blocks=prefix_blocks + num_rows * own_blocks
+    )
+    cache = kv.init(cache_config(config, **sizes, max_seq_len=prefix_len + length))
+    return kv.allocate(cache, [0], [prefix_len])[0]
+
+
+def losses(prefix: Prefix, decoder: Decoder, windows: jax.Array, cache: kv.Cache) -> jax.Array:
+    """Nats for each byte of the windows i32[n, T + 1] but their first, behind the prefix: f32[n, T]."""
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    rows = jnp.arange(1, 1 + len(tokens), dtype=jnp.int32)
+    cache, stored = kv.append(cache, prefix.k[:, None], prefix.v[:, None], [prefix.k.shape[1]], seq_ids=[0])
+    cache, forked = kv.fork(cache, jnp.zeros_like(rows), rows)
+    cache, step = kv.extend(
+        cache, jnp.full_like(rows, tokens.shape[1]), max_new=tokens.shape[1], seq_ids=rows
+    )
+    logits, _ = forward(decoder, tokens, cache, step)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    is_ok = [(status == kv.Status.OK).all() for status in (stored.status, forked, step.status)]
+    return jnp.where(jnp.stack(is_ok).all(), nats, jnp.nan)
+
+
+def dense_losses(prefix: Prefix, decoder: Decoder, windows: jax.Array) -> jax.Array:
+    """The same without a cache: the prefix stands before the rows' own keys and values."""
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        before = (jnp.broadcast_to(x[layer], (len(k), *x.shape[1:])) for x in prefix)
+        k, v = (jnp.concatenate(pair, axis=1) for pair in zip(before, (k, v), strict=True))
+        return dense_decoder.causal_attention(layer, q, k, v)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + prefix.k.shape[1], tokens.shape)
+    logits = dense_decoder.run(decoder, tokens, positions, attend)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+
+def gradient_error(decoder: Decoder, prefix: Prefix, windows: jax.Array, cache: kv.Cache) -> float:
+    """Largest difference to the dense reference's gradient, in its largest entry."""
+    through_cache = jax.jit(jax.grad(lambda *x: losses(*x).sum()))(prefix, decoder, windows, cache)
+    dense = jax.jit(jax.grad(lambda *x: dense_losses(*x).sum()))(prefix, decoder, windows)
+    errors = [
+        jnp.abs(got - want).max() / jnp.abs(want).max()
+        for got, want in zip(through_cache, dense, strict=True)
+    ]
+    return float(jnp.stack(errors).max())
+
+
+def gradient_pools(num_layers: int, is_full: bool) -> float:
+    """Temporary memory that the compiled gradient needs per byte of the pools.
+
+    By two compilations with the same rows and tokens, whose pools differ: what does not grow with them is
+    activations. `is_full`: the rows' tables grow with the pools, so that they could hold all blocks.
+    """
+    config = DecoderConfig(
+        vocab_size=16,
+        hidden_size=16,
+        mlp_size=16,
+        num_layers=num_layers,
+        num_q_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+    )
+    decoder = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    shape = (num_layers, PREFIX_LEN, config.num_kv_heads, config.head_dim)
+    prefix = jax.eval_shape(lambda: Prefix(jnp.zeros(shape), jnp.zeros(shape)))
+    windows = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    temporary, pools = [], []
+    for num_blocks in (128, 1024):
+        columns = num_blocks // windows.shape[0] if is_full else 4
+        sizes = dict(
+            max_seqs=3, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_seq_len=columns * BLOCK_SIZE
+        )
+        cache = jax.eval_shape(
+            lambda s=sizes: kv.allocate(kv.init(cache_config(config, **s)), [0], [PREFIX_LEN])[0]
+        )
+        gradient = jax.jit(jax.grad(lambda *x: losses(*x).mean()))
+        memory = gradient.lower(prefix, decoder, windows, cache).compile().memory_analysis()
+        assert memory is not None, "this platform's compiler does not report memory"
+        temporary.append(memory.temp_size_in_bytes)
+        pools.append(kv.memory_bytes(cache.config))
+    return (temporary[1] - temporary[0]) / (pools[1] - pools[0])
+
+
+@functools.partial(jax.jit, static_argnames="optimizer")
+def update(prefix, optimizer_state, decoder, windows, cache, *, optimizer):
+    """One step: the new prefix, the new state, the mean loss in nats."""
+    loss, gradient = jax.value_and_grad(lambda prefix: losses(prefix, decoder, windows, cache).mean())(prefix)
+    changes, optimizer_state = optimizer.update(gradient, optimizer_state)
+    return optax.apply_updates(prefix, changes), optimizer_state, loss
+
+
+def learn(
+    decoder: Decoder, text: np.ndarray, cache: kv.Cache, prefix: Prefix, seed: int, num_steps: int
+) -> tuple[Prefix, list[float]]:
+    """The prefix after so many updates on random windows of the text, and the bits per byte of each."""
+    num_rows = cache.max_seqs - 1
+    length = cache.config.max_seq_len - prefix.k.shape[1]
+    optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, num_steps))
+    optimizer_state, bits = optimizer.init(prefix), []
+    for step in range(num_steps):
+        windows = corpus.windows(text, seed, step, num_rows, length)
+        prefix, optimizer_state, loss = update(
+            prefix, optimizer_state, decoder, windows, cache, optimizer=optimizer
+        )
+        bits.append(float(loss) / math.log(2))
+    return prefix, bits
+
+
+def read_texts(data: Path | None) -> tuple[str, np.ndarray, np.ndarray]:
+    """What the text is, its bytes to learn from and its bytes to measure on."""
+    play = None if data is None else next(iter(sorted(data.rglob(SHAKESPEARE))), None)
+    if play is not None:
+        text = np.frombuffer(play.read_bytes(), np.uint8)
+        return SHAKESPEARE, text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    files = [file.upper() for file in corpus.held_out_files().values()]
+    learn_from, held_out = (b"".join(part) for part in (files[::2], files[1::2]))
+    name = "held-out standard library in capital letters"
+    return name, np.frombuffer(learn_from, np.uint8), np.frombuffer(held_out, np.uint8)
+
+
+def mean_bits(nats: Callable[[np.ndarray], jax.Array], text: np.ndarray) -> float:
+    """Bits per byte on windows of the text that are the same in every call."""
+    means = [
+        float(nats(corpus.windows(text, 0, batch, NUM_ROWS, LENGTH)).mean()) for batch in range(NUM_BATCHES)
+    ]
+    return float(np.mean(means)) / math.log(2)
+
+
+def measure(decoder: Decoder, data: Path | None, num_steps: int) -> dict:
+    name, learn_from, held_out = read_texts(data)
+    cache = empty_cache(decoder.config, PREFIX_LEN, NUM_ROWS, LENGTH)
+    nothing = bits_per_byte.empty_cache(decoder.config, NUM_ROWS, LENGTH)
+    with_prefix, without = jax.jit(losses), jax.jit(bits_per_byte.losses)
+    bits_without = mean_bits(lambda windows: without(decoder, windows, nothing), held_out)
+    seeds, error = [], 0.0
+    for seed in SEEDS:
+        windows = jnp.asarray(corpus.windows(learn_from, seed, num_steps, NUM_ROWS, LENGTH))
+        start = time.perf_counter()
+        first = jax.jit(prefix_of)(decoder, windows[0, :PREFIX_LEN])
+        error = max(error, gradient_error(decoder, first, windows, cache)) if seed == SEEDS[0] else error
+        prefix, bits = learn(decoder, learn_from, cache, first, seed, num_steps)
+        seeds.append(
+            {
+                "seed": seed,
+                "before": mean_bits(
+                    lambda windows, p=first: with_prefix(p, decoder, windows, cache), held_out
+                ),
+                "after": mean_bits(
+                    lambda windows, p=prefix: with_prefix(p, decoder, windows, cache), held_out
+                ),
+                "training_bits": bits,
+                "seconds": time.perf_counter() - start,
+            }
+        )
+    return {"text": name, "num_steps": num_steps, "without": bits_without, "seeds": seeds, "error": error}
+
+
+def bars_of(measured: dict, pools: dict[str, float]) -> list[dict]:
+    bars = [("gradient, off the dense reference", measured["error"], 1e-4)]
+    bars += [(f"temporary pools of the gradient, {name}", value, 3) for name, value in pools.items()]
+    bars += [
+        (f"bits per byte, seed {seed['seed']}", seed["after"], measured["without"])
+        for seed in measured["seeds"]
+    ]
+    return [
+        {"bar": bar, "measured": value, "at_most": limit, "holds": value <= limit}
+        for bar, value, limit in bars
+    ]
+
+
+def show(report: dict) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    host = report["machine"]
+    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    rows = [["none", f"{report['without']:.3f}", "", ""]] + [
+        [
+            f"{PREFIX_LEN} tokens, seed {seed['seed']}",
+            f"{seed['after']:.3f}",
+            f"{seed['before']:.3f}",
+            f"{seed['seconds']:.0f} s",
+        ]
+        for seed in report["seeds"]
+    ]
+    title = f"bits per byte, {report['text']}; {report['num_steps']} steps"
+    timing.show_table(title, ["prefix", "held-out text", "as it started", "time"], rows)
+    rows = [
+        [
+            bar["bar"],
+            f"{bar['measured']:.3g}",
+            f"{bar['at_most']:.3g}",
+            "holds" if bar["holds"] else "does not hold",
+        ]
+        for bar in report["bars"]
+    ]
+    timing.show_table("bars", ["bar", "measured", "at most", ""], rows)
+    num_failed = sum(not bar["holds"] for bar in report["bars"])
+    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.learned_prefix", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--steps", type=command.integer(1), default=100, help="updates per seed")
+    parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that")
+    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
+    options = parser.parse_args(arguments)
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"--data {options.data}: there is no such folder")
+    try:
+        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
+    except checkpoint.CheckpointError as error:
+        parser.error(str(error))
+    start = time.perf_counter()
+    measured = measure(decoder, options.data, options.steps)
+    pools = {
+        f"{num_layers} layers, {'tables as large as the pool' if is_full else 'smaller tables'}": slope
+        for num_layers in (4, 16)
+        for is_full in (False, True)
+        for slope in [gradient_pools(num_layers, is_full)]
+    }
+    report = {
+        "machine": timing.machine(),
+        "revision": timing.revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "seconds": time.perf_counter() - start,
+        **measured,
+        "gradient_pools": pools,
+        "bars": bars_of(measured, pools),
+    }
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,111 @@
+"""Bad input is one sentence on standard error and exit code 2, whatever the command."""
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments import command
+
+
+def parse(*arguments):
+    parser = command.Parser("experiments.nothing", "What it does.\n\nAnd how.")
+    parser.add_argument("--count", type=command.integer(1))
+    parser.add_argument("--rows", type=command.integer(0, 9))
+    parser.add_argument("--share", type=command.number(0, 1))
+    parser.add_argument("--mass", type=command.number(0, 1, is_above=True))
+    parser.add_argument("--heat", type=command.number(0))
+    parser.add_argument("--picture", type=command.picture)
+    return parser.parse_args(arguments)
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as error:
+        parse(*arguments)
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and not captured.out
+    prefix = "python -m experiments.nothing: "
+    assert captured.err.startswith(prefix)
+    return captured.err.removeprefix(prefix)
+
+
+def test_good_values_are_parsed(tmp_path):
+    options = parse("--count", "3", "--rows", "0", "--share", "1", "--heat", "1e3")
+    assert (options.count, options.rows, options.share, options.heat) == (3, 0, 1.0, 1000.0)
+    assert parse("--picture", f"{tmp_path}/a.png").picture == tmp_path / "a.png"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--colour"], "unrecognized arguments: --colour"),
+        (["--cou", "3"], "unrecognized arguments: --cou 3"),
+        (["--count"], "argument --count: expected one argument"),
+        (["--count", "0"], "argument --count: got '0', expected an integer of at least 1"),
+        (["--count", "2.5"], "argument --count: got '2.5', expected an integer of at least 1"),
+        (["--rows", "10"], "argument --rows: got '10', expected an integer from 0 to 9"),
+        (["--share", "2"], "argument --share: got '2', expected a number from 0 to 1"),
+        (["--share", "nan"], "argument --share: got 'nan', expected a number from 0 to 1"),
+        (["--mass", "0"], "argument --mass: got '0', expected a number above 0 and at most 1"),
+        (["--heat", "inf"], "argument --heat: got 'inf', expected a number of at least 0"),
+        (["--heat=-1"], "argument --heat: got '-1', expected a number of at least 0"),
+        (["--heat", "a\nb"], "argument --heat: got 'a\\nb', expected a number of at least 0"),
+        (["--bad\noption"], "unrecognized arguments: --bad option"),
+        (["--picture", "steps.xyz"], "expected a name that ends in .png, .pdf or .svg"),
+        (["--picture", "nowhere/steps.png"], "there is no folder nowhere: make it first"),
+    ],
+)
+def test_bad_values_are_one_sentence(capsys, arguments, message):
+    assert message in refusal(capsys, *arguments)
+
+
+def test_a_picture_is_a_file(capsys, tmp_path):
+    (tmp_path / "a.png").mkdir()
+    assert "which is a folder" in refusal(capsys, "--picture", f"{tmp_path}/a.png")
+
+
+def test_the_extra_for_pictures_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    message = refusal(capsys, "--picture", f"{tmp_path}/steps.png")
+    assert "a picture needs matplotlib: pip install 'kvcache_jax[pictures]'" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "no_color", "expected"),
+    [
+        ({}, False, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1"}, True, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
+        ({"NO_COLOR": ""}, False, False),
+    ],
+)
+def test_when_output_is_coloured(monkeypatch, environment, no_color, expected):
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert command.wants_color(no_color) == expected
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert command.wants_color(no_color) == (not no_color and not environment.get("NO_COLOR"))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return 1", 1),
+        ("return None", 0),
+        ("raise KeyboardInterrupt", 130),
+        ("[print('x' * 1000) for _ in range(1000)]", 141),
+    ],
+)
+def test_ends_quietly(body, code):
+    """A pipe that nobody reads is closed at once."""
+    program = f"from experiments import command\ndef main():\n    {body}\ncommand.run(main)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=30)) == (b"", code)
+    process.stderr.close()
