@@ -9,7 +9,7 @@ import numpy as np
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_index import bucket_of
-from kvcache_jax.state import BlockPool, Cache, CachedBlocks, PrefixIndex
+from kvcache_jax.state import BlockPool, Cache, CachedBlocks, Companions, PrefixIndex
 
 
 def check_invariants(cache: Cache) -> list[str]:
@@ -146,7 +146,31 @@ def _check_index(cache: Cache) -> list[str]:
             violations.append(f"block {block} has another hash than its tokens")
         elif block not in buckets[bucket_ids[block]]:
             violations.append(f"block {block} is in the wrong bucket")
+    for g, (companions, other) in enumerate(zip(index.companions, control.block_pools, strict=True)):
+        if companions is not None and other.cached is not None:
+            found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))
+            violations += [f"group {g}: {what}" for what in found]
     return violations + _check_published_rows(cache, parent, is_published)
+
+
+def _check_companions(companions: Companions, is_keeper: np.ndarray, is_published: np.ndarray) -> list[str]:
+    """The links between published blocks and those of another group agree in both directions."""
+    violations, block_ids, keeper = [], np.asarray(companions.block_ids), np.asarray(companions.keeper)
+    keepers, slots = np.nonzero(block_ids < len(is_published))
+    linked = block_ids[keepers, slots]
+    if len(np.unique(linked)) != len(linked):
+        violations.append(f"a block is the companion of several: {np.sort(linked).tolist()}")
+    published = np.flatnonzero(is_published).tolist()
+    if sorted(linked.tolist()) != published:
+        violations.append(f"{sorted(linked.tolist())} are companions, and {published} are published")
+    for block, companion in zip(keepers.tolist(), linked.tolist(), strict=True):
+        if not is_keeper[block]:
+            violations.append(f"block {companion} is the companion of the unpublished block {block}")
+        if keeper[companion] != block:
+            violations.append(f"block {companion} of block {block} names the keeper {keeper[companion]}")
+    for companion in np.flatnonzero((keeper < len(is_keeper)) & ~is_published):
+        violations.append(f"block {companion} is unpublished and names the keeper {keeper[companion]}")
+    return violations
 
 
 @jax.jit

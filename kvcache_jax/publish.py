@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool, prefix_index
+from kvcache_jax import block_pool, companions, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
@@ -105,7 +105,7 @@ def _publish_batch(
     verdict = _judge(control, index, batch, rows, before)
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
-    pool = _mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
+    pool = block_pool.mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
     is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
     # One private block may stand in several rows of the batch.
     is_exchanged &= ~_stands_before(batch.block_ids, is_exchanged)
@@ -121,6 +121,8 @@ def _publish_batch(
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
         counters=count_events(control, {Counter.ADOPTIONS: num_true(is_exchanged)}),
     )
+    is_first = verdict.is_done & ~_stands_before(verdict.canonical, verdict.is_done)
+    control = companions.link(control, is_first, entry_rows, batch.column, verdict.canonical, config)
     return control, is_cut.at[jnp.where(cut_here, batch.row, is_cut.shape[0])].set(True, mode="drop")
 
 
@@ -194,12 +196,6 @@ def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
     """bool[E], whether an earlier masked entry has the same value."""
     order = jnp.arange(values.shape[0], dtype=jnp.int32)
     return ((values[:, None] == values) & (order[:, None] > order) & mask).any(axis=1)
-
-
-def _mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    assert pool.cached is not None
-    is_published = pool.cached.is_published.at[block_ids].set(True, mode="drop")
-    return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
 
 
 def _adopt(pool: BlockPool, mask: jax.Array, batch: _Batch, canonical: jax.Array) -> BlockPool:
