@@ -247,8 +247,9 @@ def plan(
         unshared = cache_config(config, **sizes)
         num_blocks = options.num_blocks
         if num_blocks is None:
+            # The last token of a continuation is drawn and not stored.
             shared = max(
-                full + per_prompt * ceil_div(min(end, max_seq_len) - full * block_size, block_size)
+                full + per_prompt * ceil_div(min(end, max_seq_len) - 1 - full * block_size, block_size)
                 for full, end in ((len(p) // block_size, end) for p, end in zip(prompts, ends, strict=True))
             )
             num_blocks = min(rows // per_prompt * shared, max(group.num_blocks for group in unshared.groups))
