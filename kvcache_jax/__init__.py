@@ -38,13 +38,14 @@ from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
-from kvcache_jax.score import score
+from kvcache_jax.score import ScoreResult, score
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
     BlockPool,
     Cache,
     CachedBlocks,
+    Companions,
     Control,
     Counter,
     KVPool,
@@ -76,6 +77,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CachedBlocks",
+    "Companions",
     "Control",
     "Counter",
     "Draft",
@@ -88,6 +90,7 @@ __all__ = [
     "Look",
     "PrefixIndex",
     "SamplingParams",
+    "ScoreResult",
     "SlidingWindow",
     "Stats",
     "Status",
