@@ -139,7 +139,12 @@ def warm_up(job: Job) -> float:
             with contextlib.suppress(_WarmedUpError):
                 search(job, prompts, _stop_at_the_second_look, look_every=1)
         else:
-            generate(job, prompts[:1], max_new_tokens=2)
+            # As many prompts as start together; fewer, where others wait until rows are free. `generate` has
+            # a program for each power of two.
+            most = job.config.max_seqs // job.options.samples
+            sizes = [2**i for i in range(most.bit_length())] if len(prompts) > most else []
+            for num_prompts in {min(most, len(prompts)), *sizes}:
+                generate(job, prompts[:num_prompts], max_new_tokens=2)
     except NotImplementedError as error:
         raise InputError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
