@@ -35,7 +35,7 @@ from kvcache_jax.config import (
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
 from kvcache_jax.picture import block_map, draw_block_map
-from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
+from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import ScoreResult, score
 from kvcache_jax.state import (
@@ -115,6 +115,7 @@ __all__ = [
     "generate",
     "idle_seq_ids",
     "init",
+    "item_tokens",
     "lookup",
     "memory_bytes",
     "namespace",
