@@ -35,10 +35,26 @@ from kvcache_jax.config import (
     memory_bytes,
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.explain import explain
+from kvcache_jax.manager import Batch, CacheManager, Request
+from kvcache_jax.manager_errors import (
+    CacheError,
+    CacheLost,
+    DuplicateRequest,
+    ManagerBusy,
+    ManagerClosed,
+    OutOfBlocks,
+    OutOfRows,
+    OutOfSync,
+    TooLong,
+    UnknownRequest,
+    WindowLost,
+)
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import score
+from kvcache_jax.scrub import scrub
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
@@ -70,15 +86,20 @@ __version__ = "0.1.0"
 __all__ = [
     "Admission",
     "AttentionPlan",
+    "Batch",
     "Beam",
     "BeamResult",
     "BlockPool",
     "Cache",
     "CacheConfig",
+    "CacheError",
+    "CacheLost",
+    "CacheManager",
     "CachedBlocks",
     "Control",
     "Counter",
     "Draft",
+    "DuplicateRequest",
     "FullAttention",
     "GenerateResult",
     "Generation",
@@ -86,13 +107,22 @@ __all__ = [
     "LayerGroup",
     "LayerKind",
     "Look",
+    "ManagerBusy",
+    "ManagerClosed",
+    "OutOfBlocks",
+    "OutOfRows",
+    "OutOfSync",
     "PrefixIndex",
+    "Request",
     "SamplingParams",
     "SlidingWindow",
     "Stats",
     "Status",
     "StatusError",
     "Step",
+    "TooLong",
+    "UnknownRequest",
+    "WindowLost",
     "active_seq_ids",
     "allocate",
     "append",
@@ -106,6 +136,7 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
+    "explain",
     "extend",
     "fork",
     "free",
@@ -125,6 +156,7 @@ __all__ = [
     "reset_prefix_cache",
     "sampling_params",
     "score",
+    "scrub",
     "set_priority",
     "stats",
     "testing",

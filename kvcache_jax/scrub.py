@@ -1,0 +1,197 @@
+"""Leaving nothing behind: keys, values and tokens are overwritten, not only forgotten."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvcache_jax import arguments, block_pool
+from kvcache_jax.arguments import IntRows
+from kvcache_jax.block_pool import num_true
+from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, PrefixIndex, count_events
+
+
+@jax.named_scope("kvcache.scrub")
+def scrub(
+    cache: Cache, seq_ids: IntRows | None = None, *, namespace: ArrayLike | None = None
+) -> tuple[Cache, jax.Array]:
+    """Ends rows and overwrites what they own with zeros: keys, values and recorded tokens.
+
+    With `seq_ids`: the blocks that these rows hold and no other row does, published or not, and the cached
+    blocks that continue them. Blocks that another row holds stay as they are, findable if they were.
+
+    With `namespace`: all its rows end, and all their blocks go, and all that is cached in it. A free block
+    does not know whose it was, nor does the part of a block behind a row's last token: so every free block,
+    every reserved one and the empty rest of last blocks is overwritten too. Nothing of the namespace is left
+    in the pools. What rows of other namespaces hold, and what is cached in them, is not touched.
+
+    Overwritten blocks are free. Call it inside a donated jit: called eagerly it copies the pools.
+
+    Args:
+      cache: Not changed, unless donated.
+      seq_ids: i32[n], rows; those that are not active own nothing. Give this or `namespace`.
+      namespace: u32[4].
+
+    Returns:
+      The cache and i32[], how many blocks were overwritten, all groups.
+
+    Raises:
+      ValueError, TypeError: both or none of `seq_ids` and `namespace`, or what they do not accept.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [20])
+      >>> cache, num_blocks = kv.donate(kv.scrub)(cache, jnp.array([0]))
+      >>> int(num_blocks), cache.is_active.tolist()
+      (2, [False, False])
+    """
+    if (seq_ids is None) == (namespace is None):
+        raise ValueError("scrub got both or none of seq_ids and namespace, expected one of them")
+    control = cache.control
+    if seq_ids is not None:
+        seq_ids = arguments.int_column("seq_ids", seq_ids)
+        named = jnp.where(seq_ids < 0, control.max_seqs, seq_ids)
+        is_row = jnp.zeros_like(control.is_active).at[named].set(True, mode="drop") & control.is_active
+        words = None
+    else:
+        words = arguments.namespace_words(namespace, 1)[0]
+        is_row = (control.namespace == words).all(axis=-1) & control.is_active
+    masks = [_owned(cache, g, is_row, words) for g in range(len(control.block_pools))]
+    control = _end_rows(control, is_row)
+    control = _forget(control, masks, cache.config.indexed_group)
+    pools = []
+    for g, pool in enumerate(cache.pools):
+        pool = KVPool(k=_zero_blocks(pool.k, masks[g]), v=_zero_blocks(pool.v, masks[g]))
+        if words is not None:
+            pool = _zero_rests(pool, control, control.block_pools[g], cache.config.groups[g].block_size)
+        pools.append(pool)
+    num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))
+    return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
+
+
+def _owned(cache: Cache, group_id: int, is_row: jax.Array, words: jax.Array | None) -> jax.Array:
+    """bool[num_blocks], what is to be overwritten."""
+    control, pool = cache.control, cache.control.block_pools[group_id]
+    index = control.prefix_index if group_id == cache.config.indexed_group else None
+    nowhere = pool.num_blocks
+    entries = jnp.where(is_row[:, None], pool.block_table, nowhere)
+    num_refs = jnp.zeros_like(pool.ref_count).at[entries].add(1, mode="drop")
+    is_owned = (num_refs > 0) & (num_refs == pool.ref_count)
+    is_published = jnp.zeros_like(is_owned) if pool.cached is None else pool.cached.is_published
+    if words is not None:
+        # All but what holds tokens of other namespaces, in rows or cached.
+        block_size = cache.config.groups[group_id].block_size
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        is_other = control.is_active & ~is_row
+        is_filled = is_other[:, None] & (columns * block_size < control.context_len[:, None])
+        kept = jnp.where(is_filled, pool.block_table, nowhere)
+        is_kept = jnp.zeros_like(is_owned).at[kept].set(True, mode="drop")
+        if index is not None:
+            is_kept |= is_published & (index.namespace != words).any(axis=-1)
+        return ~is_kept
+    if index is None:
+        return is_owned
+    is_cached = is_published & (pool.ref_count == 0)
+
+    # Children of what goes go along: without their parent they are never found.
+    def grow(state):
+        is_owned, _ = state
+        behind = (
+            is_cached
+            & ~is_owned
+            & (is_published & is_owned).at[index.parent].get(mode="fill", fill_value=False)
+        )
+        return is_owned | behind, behind.any()
+
+    return lax.while_loop(lambda state: state[1], grow, (is_owned, jnp.bool_(True)))[0]
+
+
+def _end_rows(control: Control, is_row: jax.Array) -> Control:
+    """`free` for all masked rows."""
+    pools = []
+    for pool in control.block_pools:
+        entries = jnp.where(is_row[:, None], pool.block_table, pool.num_blocks)
+        table = jnp.where(is_row[:, None], pool.num_blocks, pool.block_table)
+        pool = block_pool.release_repeated(pool, entries.T[::-1])
+        pools.append(dataclasses.replace(pool, block_table=table))
+
+    def clear(field: jax.Array) -> jax.Array:
+        mask = is_row.reshape(-1, *[1] * (field.ndim - 1))
+        return jnp.where(mask, jnp.zeros_like(field), field)
+
+    names = "is_active", "context_len", "priority", "namespace", "last_used", "num_published"
+    return dataclasses.replace(
+        control,
+        **{name: clear(getattr(control, name)) for name in names},
+        counters=count_events(control, {Counter.FREES: num_true(is_row)}),
+        block_pools=tuple(pools),
+    )
+
+
+def _forget(control: Control, masks: list[jax.Array], group_id: int) -> Control:
+    """Takes the masked blocks, of which no row holds a token, out of the index, and their tokens too."""
+    index, pools = control.prefix_index, list(control.block_pools)
+    if index is None:
+        return control
+    pool, mask = pools[group_id], masks[group_id]
+    assert pool.cached is not None
+    is_dropped = mask & pool.cached.is_published
+    pool = block_pool.put_on_free_stack(pool, jnp.arange(pool.num_blocks, dtype=jnp.int32), is_dropped)
+    assert pool.cached is not None
+    pools[group_id] = dataclasses.replace(
+        pool,
+        cached=dataclasses.replace(
+            pool.cached,
+            is_published=pool.cached.is_published & ~mask,
+            num_cached=pool.cached.num_cached - num_true(is_dropped),
+        ),
+    )
+    nowhere = jnp.int32(pool.num_blocks)
+    is_gone = is_dropped.at[index.buckets].get(mode="fill", fill_value=False)
+    index = PrefixIndex(
+        buckets=jnp.where(is_gone, nowhere, index.buckets),
+        block_tokens=jnp.where(mask[:, None], 0, index.block_tokens),
+        block_hash=jnp.where(mask[:, None], jnp.uint32(0), index.block_hash),
+        parent=jnp.where(mask, nowhere, index.parent),
+        namespace=jnp.where(mask[:, None], jnp.uint32(0), index.namespace),
+    )
+    return dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))
+
+
+def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Zeros in the masked blocks of all layers, one block after the other: nothing else is moved."""
+    num_blocks = mask.shape[0]
+    layers = jnp.arange(values.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
+    rank, num_masked = block_pool.rank_true(mask)
+    order = jnp.arange(num_blocks, dtype=jnp.int32)
+    ids = jnp.zeros_like(rank).at[jnp.where(mask, rank, num_blocks)].set(order, mode="drop")
+    return lax.fori_loop(
+        0, num_masked, lambda i, values: values.at[layers + ids[i]].set(jnp.zeros((), values.dtype)), values
+    )
+
+
+def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
+    """Zeros behind the last token of every row, where no other row has a token."""
+    columns = control.context_len // block_size
+    rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    tails = blocks.block_table.at[rows, columns].get(mode="fill", fill_value=blocks.num_blocks)
+    # Forks of different lengths may share a last block: the longest counts.
+    num_tokens = jnp.zeros_like(blocks.ref_count).at[tails].max(control.context_len % block_size, mode="drop")
+    num_layers = pool.k.shape[0] // blocks.num_blocks
+    offsets = jnp.arange(block_size, dtype=jnp.int32)
+
+    def clear(values: jax.Array) -> jax.Array:
+        def clear_row(row: jax.Array, values: jax.Array) -> jax.Array:
+            tail = tails[row]
+            layers = jnp.arange(num_layers, dtype=jnp.int32) * blocks.num_blocks
+            where = jnp.where(tail < blocks.num_blocks, layers + tail, values.shape[0])
+            is_rest = offsets >= num_tokens.at[tail].get(mode="clip")
+            offset = jnp.where(is_rest, offsets, block_size)
+            return values.at[where[:, None], :, offset].set(jnp.zeros((), values.dtype), mode="drop")
+
+        return lax.fori_loop(0, control.max_seqs, clear_row, values)
+
+    return KVPool(k=clear(pool.k), v=clear(pool.v))
