@@ -16,6 +16,7 @@ CONFIG = kv.CacheConfig(
     max_seq_len=48,
     enable_prefix_caching=True,
 )
+NOTHING = "Nothing is cached in this namespace: never committed, or evicted."
 ELSEWHERE = "More of it is cached in another namespace, where this one may not look."
 
 
@@ -39,52 +40,34 @@ def two_texts():
     return user
 
 
+ALL = "That is all that can be: the last token is always computed, and blocks have 4 tokens."
+DIFFERS = "At position {} the prompt has token {}, where the nearest cached sequence has {}."
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "num_cached", "why"),
     [
-        (
-            [1, 2, 3, 4, 5, 9, 7, 8, 9],
-            "4 of 9 tokens are cached. At position 5 the prompt has token 9, where the nearest cached sequence has 6.",
-        ),
-        (
-            [1, 2, 3, 4, 5, 6, 17, 9, 9],
-            "4 of 9 tokens are cached. At position 7 the prompt has token 9, where the nearest cached sequence "
-            "has 18.",
-        ),
-        (
-            [9, 2, 3, 4, 5],
-            "0 of 5 tokens are cached. At position 0 the prompt has token 9, where the nearest cached sequence has 1.",
-        ),
-        (
-            [1, 2, 3, 4, 5, 6, 7, 8, 9],
-            "8 of 9 tokens are cached. That is all that can be: the last token is always computed, and blocks "
-            "have 4 tokens.",
-        ),
-        (
-            [1, 2, 3, 4, 5, 6, 7, 8],
-            "4 of 8 tokens are cached. That is all that can be: the last token is always computed, and blocks "
-            "have 4 tokens.",
-        ),
-        (
-            [1, 2, 3, 4],
-            "0 of 4 tokens are cached. That is all that can be: the last token is always computed, and blocks "
-            "have 4 tokens.",
-        ),
-        ([], "0 of 0 tokens are cached: the prompt is empty."),
-        (
-            [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],
-            "8 of 13 tokens are cached. No cached sequence goes on behind position 8: never committed, or evicted.",
-        ),
+        ([1, 2, 3, 4, 5, 9, 7, 8, 9], 4, DIFFERS.format(5, 9, 6)),
+        ([1, 2, 3, 4, 5, 6, 17, 9, 9], 4, DIFFERS.format(7, 9, 18)),
+        ([9, 2, 3, 4, 5], 0, DIFFERS.format(0, 9, 1)),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8, ALL),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 4, ALL),
+        ([1, 2, 3, 4], 0, ALL),
+        (list(range(1, 14)), 8, "No cached sequence goes on behind position 8: never committed, or evicted."),
     ],
 )
-def test_where_a_prompt_leaves_what_is_cached(two_texts, text, expected):
-    assert explain(two_texts, text) == expected
+def test_where_a_prompt_leaves_what_is_cached(two_texts, text, num_cached, why):
+    assert explain(two_texts, text) == f"{num_cached} of {len(text)} tokens are cached. {why}"
+
+
+def test_an_empty_prompt(two_texts):
+    assert explain(two_texts, []) == "0 of 0 tokens are cached: the prompt is empty."
 
 
 def test_what_was_evicted_or_is_not_committed():
     user = PrefixUser(CONFIG)
     text = list(range(1, 14))
-    nothing = "0 of 13 tokens are cached. Nothing is cached in this namespace: never committed, or evicted."
+    nothing = f"0 of 13 tokens are cached. {NOTHING}"
     assert explain(user, text) == nothing
     user.admit(0, text)
     user.fill(0)
@@ -107,23 +90,15 @@ def test_other_namespaces_are_not_described():
     user = PrefixUser(CONFIG)
     text = list(range(1, 14))
     user.start(0, text, TENANT_A)
-    said = explain(user, text, TENANT_B)
-    assert said == (
-        f"0 of 13 tokens are cached. Nothing is cached in this namespace: never committed, or evicted. {ELSEWHERE}"
-    )
+    assert explain(user, text, TENANT_B) == f"0 of 13 tokens are cached. {NOTHING} {ELSEWHERE}"
     user.start(1, [1, 2, 3, 4, 5, 96, 97, 98, 99], TENANT_B)
-    assert explain(user, text, TENANT_B) == (
-        "4 of 13 tokens are cached. At position 5 the prompt has token 6, where the nearest cached sequence has 96. "
-        + ELSEWHERE
-    )
+    said = explain(user, text, TENANT_B)
+    assert said == f"4 of 13 tokens are cached. {DIFFERS.format(5, 6, 96)} {ELSEWHERE}"
     # It has the same or less: nothing to say. Its tokens are never named.
-    assert ELSEWHERE not in explain(user, [1, 2, 3, 4, 9, 9, 9, 9, 9], TENANT_B)
-    assert ELSEWHERE not in explain(user, [1, 2, 3, 4, 5, 96, 97, 98, 3], TENANT_A)
-    assert " 6." not in explain(user, [1, 2, 3, 4, 5, 95, 7, 8, 9], TENANT_B)
-    held = explain(user, [1, 2, 3, 4, 5, 6, 7, 9, 9], kv.namespace(tenant="c"))
-    assert held == (
-        f"0 of 9 tokens are cached. Nothing is cached in this namespace: never committed, or evicted. {ELSEWHERE}"
-    )
+    for other in ([1, 2, 3, 4, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 9, 9, 9]):
+        said = explain(user, other, TENANT_B)
+        assert said.endswith("has 5." if other[4] == 9 else "has 96.")
+    assert explain(user, [9] * 9, kv.namespace(tenant="c")) == f"0 of 9 tokens are cached. {NOTHING}"
 
 
 def test_without_prefix_caching():

@@ -1,4 +1,4 @@
-"""Case cc: with a hash of 4 bits nearly everything collides, and still no prompt gets foreign keys and values."""
+"""Case cc: with a hash of 4 bits nearly all prompts collide, and none gets foreign keys and values."""
 
 import jax
 import jax.numpy as jnp

@@ -163,7 +163,7 @@ def test_operations_hand_the_pools_on_by_reference():
 
 
 def test_lookup_has_no_side_effect():
-    """Asking neither counts as a use nor holds anything: the state, and what is evicted next, are the same."""
+    """Asking neither counts as a use nor holds anything: the state and what goes next are the same."""
     cache, _ = script(kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0]))
     before = leaf_bytes(cache)
     for namespace in (TENANT_A, TENANT_B, None):
