@@ -53,7 +53,7 @@ from kvcache_jax.manager_errors import (
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
-from kvcache_jax.score import score
+from kvcache_jax.score import ScoreResult, score
 from kvcache_jax.scrub import scrub
 from kvcache_jax.state import (
     Admission,
@@ -61,6 +61,7 @@ from kvcache_jax.state import (
     BlockPool,
     Cache,
     CachedBlocks,
+    Companions,
     Control,
     Counter,
     KVPool,
@@ -96,6 +97,7 @@ __all__ = [
     "CacheLost",
     "CacheManager",
     "CachedBlocks",
+    "Companions",
     "Control",
     "Counter",
     "Draft",
@@ -115,6 +117,7 @@ __all__ = [
     "PrefixIndex",
     "Request",
     "SamplingParams",
+    "ScoreResult",
     "SlidingWindow",
     "Stats",
     "Status",

@@ -1,0 +1,159 @@
+"""Replaying a trace: hits equal those of an LRU in plain Python, and bad input is one sentence."""
+
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from experiments import trace_replay
+from experiments.traces import read_trace
+
+TOKENS_PER_ID = 512
+LONGEST = 9
+
+
+def make_requests(seed=0, num_requests=130):
+    """Chains through a random tree, the way conversations grow and share a system prompt; ids far apart."""
+    rng = np.random.default_rng(seed)
+    children, chains, num_nodes = {}, [], 0
+    for _ in range(num_requests):
+        chain, node = [], 0
+        for _ in range(rng.integers(1, LONGEST + 1)):
+            known = children.setdefault(node, [])
+            if known and rng.random() < 0.75:
+                node = known[rng.integers(len(known))]
+            else:
+                num_nodes += 1
+                node = 10**12 + num_nodes * 1_000_003 % 9_999_991
+                known.append(node)
+            chain.append(node)
+        chains.append(chain)
+    return [
+        {
+            "timestamp": i,
+            "input_length": TOKENS_PER_ID * len(chain) - int(rng.integers(TOKENS_PER_ID)),
+            "output_length": 3,
+            "hash_ids": chain,
+        }
+        for i, chain in enumerate(chains)
+    ]
+
+
+def write(folder, requests):
+    path = folder / "trace.jsonl"
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return path
+
+
+def lru_hits(requests, num_blocks):
+    """Hits and evictions of a dict in the order of release, ends before beginnings."""
+    cached, hits, num_evictions = OrderedDict(), [], 0
+    for request in requests:
+        chain = request["hash_ids"]
+        num_hits = next((i for i, block in enumerate(chain) if block not in cached), len(chain))
+        for block in chain[:num_hits]:
+            del cached[block]
+        while len(cached) + len(chain) > num_blocks:
+            cached.popitem(last=False)
+            num_evictions += 1
+        for block in reversed(chain):
+            cached[block] = None
+        hits.append(num_hits)
+    return hits, num_evictions
+
+
+def run(capsys, *arguments):
+    assert trace_replay.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_hits_equal_those_of_a_dict(tmp_path, capsys):
+    requests = make_requests()
+    path, sizes = write(tmp_path, requests), [LONGEST, 25, 60]
+    report = json.loads(run(capsys, "--trace", path, "--blocks", *sizes[::-1], "infinite", "--json"))
+    num_distinct = len({block for request in requests for block in request["hash_ids"]})
+    assert report["trace"]["num_distinct"] == num_distinct
+    assert [record["num_blocks"] for record in report["records"]] == [*sizes, num_distinct]
+    rates = []
+    for record in report["records"]:
+        hits, num_evictions = lru_hits(requests, record["num_blocks"])
+        num_ids = [len(request["hash_ids"]) for request in requests]
+        lengths = [request["input_length"] for request in requests]
+        tokens = [min(n * TOKENS_PER_ID, length) for n, length in zip(hits, lengths, strict=True)]
+        assert record["hit_rate_blocks"] == pytest.approx(sum(hits) / sum(num_ids))
+        assert record["hit_rate_tokens"] == pytest.approx(sum(tokens) / sum(lengths))
+        assert record["num_evictions"] == num_evictions
+        half = len(requests) // 2
+        assert record["halves"][1]["hit_rate_blocks"] == pytest.approx(sum(hits[half:]) / sum(num_ids[half:]))
+        rates.append(record["hit_rate_blocks"])
+    assert rates == sorted(rates) and len(set(rates)) == len(rates)  # the sizes make a difference
+    assert report["records"][0]["num_evictions"] > 0 == report["records"][-1]["num_evictions"]
+
+
+def test_the_replayed_cache_is_sound(tmp_path):
+    """Nothing is cut: what was published and not evicted is there."""
+    requests = make_requests(seed=1, num_requests=41)
+    trace = read_trace(write(tmp_path, requests), TOKENS_PER_ID)
+    shares = []
+    record = trace_replay.replay(trace, 20, "lru", shares.append)
+    assert record["hit_rate_blocks"] == sum(lru_hits(requests, 20)[0]) / trace.num_ids.sum()
+    assert shares == sorted(shares) and shares[-1] == 1 and len(shares) > 10
+
+
+def test_the_table_and_the_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = write(tmp_path, make_requests(num_requests=20))
+    shown = run(capsys, "--trace", path, "--blocks", 20, "--picture", tmp_path / "rates.png")
+    assert "trace.jsonl: 20 requests" in shown and "lru" in shown
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+GOOD = {"hash_ids": [1, 2], "input_length": 1000}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        (None, [], "which cannot be read"),
+        (None, [], "github.com/kvcache-ai/Mooncake"),
+        ("", [], "which is empty, expected one request per line"),
+        ("a b", [], "trace.jsonl, line 1 is 'a b', expected a JSON object"),
+        (json.dumps(GOOD) + "\n3", [], "line 2 has hash_ids None and input_length None"),
+        (json.dumps(GOOD | {"hash_ids": []}), [], "expected a list of integers and an integer"),
+        (json.dumps(GOOD | {"hash_ids": [1, "x"]}), [], "expected a list of integers and an integer"),
+        (json.dumps(GOOD | {"hash_ids": [1, 2**63]}), [], "expected a list of integers and an integer"),
+        (json.dumps(GOOD | {"input_length": 1025}), [], "2 hash_ids for 1025 tokens, expected 3"),
+        (json.dumps(GOOD), ["--tokens-per-id", "400"], "2 hash_ids for 1000 tokens, expected 3"),
+        (json.dumps(GOOD), ["--blocks", "1"], "got --blocks 1, expected at least 2"),
+        (json.dumps(GOOD), ["--blocks", "many"], "got 'many', expected an integer from 1 to"),
+        (json.dumps(GOOD), ["--policy", "newest"], "invalid choice: 'newest'"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, capsys, text, arguments, said):
+    path = tmp_path / "trace.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        trace_replay.main(["--trace", str(path), "--blocks", "5", *arguments])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("name", "hit_rate"), [("conversation_trace.jsonl", 0.0445), ("synthetic_trace.jsonl", 0.0841)]
+)
+def test_the_published_figure_of_a_real_trace(name, hit_rate):
+    folder = os.environ.get("KVCACHE_DATA_DIR")
+    path = Path(folder or "") / "traces" / name
+    if not folder or not path.exists():
+        pytest.skip(
+            f"KVCACHE_DATA_DIR names no folder with traces/{name} (of github.com/kvcache-ai/Mooncake)"
+        )
+    record = trace_replay.replay(read_trace(path, TOKENS_PER_ID), 1_000, "lru")
+    assert round(record["hit_rate_blocks"], 4) == hit_rate
