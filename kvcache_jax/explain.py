@@ -51,15 +51,15 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
     said = [f"{found} of {num_tokens} tokens are cached."]
     most = (num_tokens - 1) // view.block_size
     chain = _chain(view, tokens, most, words)
-    if len(chain) == most:
+    if found < len(chain) * view.block_size:
+        said.append(
+            f"The first layer group with full attention has {len(chain) * view.block_size}, but another has "
+            "let go of blocks that are needed at that length, or none of its blocks ends there."
+        )
+    elif len(chain) == most:
         said.append(
             f"That is all that can be: the last token is always computed, and blocks have {view.block_size} "
             "tokens."
-        )
-    elif found < len(chain) * view.block_size:
-        said.append(
-            f"The blocks of {len(chain) * view.block_size} tokens are there, but not what sliding windows "
-            "would need at that length."
         )
     else:
         said.append(_why_not_more(view, tokens, num_tokens, len(chain), chain, words))

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from kvcache_jax import block_pool, prefix_cache
 from kvcache_jax import cache as operations
 from kvcache_jax.block_pool import num_true
+from kvcache_jax.companions import usable_prefix
 from kvcache_jax.prefix_index import find_prefix
+from kvcache_jax.rows import num_blocks_for
 from kvcache_jax.state import Admission, Cache, Step
 from kvcache_jax.stats import Stats, num_blocks_needed, stats, utilization
 from kvcache_jax.status import Status
@@ -63,17 +65,22 @@ def admit(
 def shortage(
     cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Blocks that an admission takes out of those available, and those; i32[groups] both."""
+    """Blocks that an admission takes out of those available, cached ones too; and those. i32[groups] both."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     cache, _ = operations.free(cache, freed[None])
+    control, num_cached = cache.control, jnp.int32(0)
+    hits = [jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools]
+    if control.prefix_index is not None:
+        found = find_prefix(control.prefix_index, control.hash_key, *prompt[:3])
+        pool = control.block_pools[cache.config.indexed_group]
+        found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
+        hits, num_cached = usable_prefix(control, found, cache.config)
     needed, available = [], []
-    for g, (group, pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
-        num_blocks = jnp.minimum(-(-prompt.num_tokens // group.block_size), group.max_held_blocks)
-        if cache.control.prefix_index is not None and g == cache.config.indexed_group:
-            found = find_prefix(cache.control.prefix_index, cache.control.hash_key, *prompt[:3])
-            is_held = prompt.reuse & (block_pool.ref_counts(pool, found) > 0)
-            num_blocks -= num_true(is_held)
-        needed.append(num_blocks)
+    for ids, group, pool in zip(hits, cache.config.groups, control.block_pools, strict=True):
+        is_hit = ids < pool.num_blocks
+        num_new = num_blocks_for(prompt.num_tokens, group.block_size) - num_cached // group.block_size
+        num_new = jnp.minimum(num_new, group.max_held_blocks - num_true(is_hit))
+        needed.append(num_new + num_true(is_hit & (block_pool.ref_counts(pool, ids) == 0)))
         available.append(block_pool.num_available(pool))
     return jnp.stack(needed), jnp.stack(available)
 

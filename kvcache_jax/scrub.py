@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, block_pool
+from kvcache_jax import arguments, block_pool, eviction
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
-from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, PrefixIndex, count_events
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, count_events
 
 
 @jax.named_scope("kvcache.scrub")
@@ -59,9 +60,8 @@ def scrub(
     else:
         words = arguments.namespace_words(namespace, 1)[0]
         is_row = (control.namespace == words).all(axis=-1) & control.is_active
-    masks = [_owned(cache, g, is_row, words) for g in range(len(control.block_pools))]
-    control = _end_rows(control, is_row)
-    control = _forget(control, masks, cache.config.indexed_group)
+    masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
+    control = _forget(_end_rows(control, is_row), masks, cache.config)
     pools = []
     for g, pool in enumerate(cache.pools):
         pool = KVPool(k=_zero_blocks(pool.k, masks[g]), v=_zero_blocks(pool.v, masks[g]))
@@ -72,41 +72,53 @@ def scrub(
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
 
 
-def _owned(cache: Cache, group_id: int, is_row: jax.Array, words: jax.Array | None) -> jax.Array:
-    """bool[num_blocks], what is to be overwritten."""
-    control, pool = cache.control, cache.control.block_pools[group_id]
-    index = control.prefix_index if group_id == cache.config.indexed_group else None
-    nowhere = pool.num_blocks
-    entries = jnp.where(is_row[:, None], pool.block_table, nowhere)
-    num_refs = jnp.zeros_like(pool.ref_count).at[entries].add(1, mode="drop")
-    is_owned = (num_refs > 0) & (num_refs == pool.ref_count)
-    is_published = jnp.zeros_like(is_owned) if pool.cached is None else pool.cached.is_published
-    if words is not None:
-        # All but what holds tokens of other namespaces, in rows or cached.
-        block_size = cache.config.groups[group_id].block_size
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-        is_other = control.is_active & ~is_row
-        is_filled = is_other[:, None] & (columns * block_size < control.context_len[:, None])
-        kept = jnp.where(is_filled, pool.block_table, nowhere)
-        is_kept = jnp.zeros_like(is_owned).at[kept].set(True, mode="drop")
-        if index is not None:
-            is_kept |= is_published & (index.namespace != words).any(axis=-1)
-        return ~is_kept
+def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
+    """Per group bool[num_blocks]: what only these rows hold, and the cached blocks that go with it."""
+    index, masks = cache.control.prefix_index, []
+    for pool in cache.control.block_pools:
+        entries = jnp.where(is_row[:, None], pool.block_table, pool.num_blocks)
+        num_refs = jnp.zeros_like(pool.ref_count).at[entries].add(1, mode="drop")
+        masks.append((num_refs > 0) & (num_refs == pool.ref_count))
     if index is None:
-        return is_owned
-    is_cached = is_published & (pool.ref_count == 0)
+        return masks
+    group_id = cache.config.indexed_group
+
+    def is_cached(g: int) -> jax.Array:
+        pool = cache.control.block_pools[g]
+        assert pool.cached is not None
+        return pool.cached.is_published & (pool.ref_count == 0)
 
     # Children of what goes go along: without their parent they are never found.
     def grow(state):
-        is_owned, _ = state
-        behind = (
-            is_cached
-            & ~is_owned
-            & (is_published & is_owned).at[index.parent].get(mode="fill", fill_value=False)
-        )
-        return is_owned | behind, behind.any()
+        mask, _ = state
+        behind = is_cached(group_id) & ~mask & mask.at[index.parent].get(mode="fill", fill_value=False)
+        return mask | behind, behind.any()
 
-    return lax.while_loop(lambda state: state[1], grow, (is_owned, jnp.bool_(True)))[0]
+    mask, _ = lax.while_loop(lambda state: state[1], grow, (masks[group_id], jnp.bool_(True)))
+    for g, companions in enumerate(index.companions):
+        if companions is None:
+            masks[g] = mask
+        else:
+            masks[g] |= is_cached(g) & mask.at[companions.keeper].get(mode="fill", fill_value=False)
+    return masks
+
+
+def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
+    """Per group bool[num_blocks]: all but what holds tokens of other namespaces, in rows or cached."""
+    control, index, masks = cache.control, cache.control.prefix_index, []
+    is_other = control.is_active & ~is_row
+    for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        is_filled = is_other[:, None] & (columns * group.block_size < control.context_len[:, None])
+        kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
+        is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
+        if index is not None and pool.cached is not None:
+            namespace, companions = index.namespace, index.companions[g]
+            if companions is not None:
+                namespace = namespace.at[companions.keeper].get(mode="clip")
+            is_kept |= pool.cached.is_published & (namespace != words).any(axis=-1)
+        masks.append(~is_kept)
+    return masks
 
 
 def _end_rows(control: Control, is_row: jax.Array) -> Control:
@@ -131,34 +143,27 @@ def _end_rows(control: Control, is_row: jax.Array) -> Control:
     )
 
 
-def _forget(control: Control, masks: list[jax.Array], group_id: int) -> Control:
+def _forget(control: Control, masks: list[jax.Array], config: CacheConfig) -> Control:
     """Takes the masked blocks, of which no row holds a token, out of the index, and their tokens too."""
-    index, pools = control.prefix_index, list(control.block_pools)
-    if index is None:
+    if control.prefix_index is None:
         return control
-    pool, mask = pools[group_id], masks[group_id]
-    assert pool.cached is not None
-    is_dropped = mask & pool.cached.is_published
-    pool = block_pool.put_on_free_stack(pool, jnp.arange(pool.num_blocks, dtype=jnp.int32), is_dropped)
-    assert pool.cached is not None
-    pools[group_id] = dataclasses.replace(
-        pool,
-        cached=dataclasses.replace(
-            pool.cached,
-            is_published=pool.cached.is_published & ~mask,
-            num_cached=pool.cached.num_cached - num_true(is_dropped),
-        ),
-    )
-    nowhere = jnp.int32(pool.num_blocks)
-    is_gone = is_dropped.at[index.buckets].get(mode="fill", fill_value=False)
-    index = PrefixIndex(
-        buckets=jnp.where(is_gone, nowhere, index.buckets),
+    # The indexed group last: it takes what still hangs on its blocks along.
+    for g in sorted(range(len(masks)), key=lambda g: g == config.indexed_group):
+        pool = control.block_pools[g]
+        assert pool.cached is not None
+        order = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+        block_ids = jnp.where(masks[g] & pool.cached.is_published, order, pool.num_blocks)
+        control = eviction.forget(control, g, block_ids, pool, config)
+    index, mask = control.prefix_index, masks[config.indexed_group]
+    assert index is not None
+    index = dataclasses.replace(
+        index,
         block_tokens=jnp.where(mask[:, None], 0, index.block_tokens),
         block_hash=jnp.where(mask[:, None], jnp.uint32(0), index.block_hash),
-        parent=jnp.where(mask, nowhere, index.parent),
+        parent=jnp.where(mask, jnp.int32(mask.shape[0]), index.parent),
         namespace=jnp.where(mask[:, None], jnp.uint32(0), index.namespace),
     )
-    return dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))
+    return dataclasses.replace(control, prefix_index=index)
 
 
 def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:

@@ -206,26 +206,25 @@ def test_compiled_operations_copy_no_array_of_blocks(name):
 # --- the queue's positions count modulo 2**32 ---
 
 
-@pytest.mark.parametrize("start", [2**32 - 2, 2**32 - 17, 2**31 - 9])
+@pytest.mark.parametrize("start", [2**32 - 1, 2**32 - 4, 2**31 - 3])
 def test_the_queue_wraps(start):
     """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
     rng, driver = np.random.default_rng(start % 97), PrefixDriver(prefix_config(num_blocks=17))
     pool = driver.cache.control.block_pools[0]
     position = jnp.uint32(start)
     cached = dataclasses.replace(pool.cached, head=position, tail=position)
-    control = dataclasses.replace(
-        driver.cache.control, block_pools=(dataclasses.replace(pool, cached=cached),)
-    )
+    pool = dataclasses.replace(pool, cached=cached)
+    control = dataclasses.replace(driver.cache.control, block_pools=(pool,))
     driver.cache = dataclasses.replace(driver.cache, control=control)
-    seen = set()
-    for _ in range(250):
+    seen = []
+    for _ in range(500):
         driver.apply(*random_prefix_operation(rng, driver))
         cached = driver.cache.control.block_pools[0].cached
-        seen.add((int(cached.head) >= start, int(cached.tail) >= start))
-    assert (True, True) in seen and (False, False) in seen
+        seen.append((int(cached.head), int(cached.tail)))
+    assert any((head - start) % 2**32 > 8 for head, _ in seen), "the queue did not move on"
     if start > 2**31:
-        assert (True, False) in seen, "the queue never reached around"
-    assert driver.oracle.num_evictions > 3
+        assert any(head > tail for head, tail in seen), "the queue never reached around"
+    assert driver.oracle.num_evictions > 8
 
 
 # --- what is refused when the program is traced ---
