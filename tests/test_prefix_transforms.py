@@ -211,8 +211,8 @@ def test_the_queue_wraps(start):
     """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
     rng, driver = np.random.default_rng(start % 97), PrefixDriver(prefix_config(num_blocks=17))
     pool = driver.cache.control.block_pools[0]
-    position = jnp.uint32(start)
-    cached = dataclasses.replace(pool.cached, head=position, tail=position)
+    # Two arrays: what is donated must not be there twice.
+    cached = dataclasses.replace(pool.cached, head=jnp.uint32(start), tail=jnp.uint32(start))
     pool = dataclasses.replace(pool, cached=cached)
     control = dataclasses.replace(driver.cache.control, block_pools=(pool,))
     driver.cache = dataclasses.replace(driver.cache, control=control)
