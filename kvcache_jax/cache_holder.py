@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from kvcache_jax.cache import init
+from kvcache_jax.build import init
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.manager_errors import CacheLost, ManagerBusy, ManagerClosed
 from kvcache_jax.manager_programs import without_pools
