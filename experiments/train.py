@@ -178,16 +178,21 @@ def progress_of(recipe: Recipe) -> Iterator[Callable[[int, np.ndarray], None]]:
     """A bar on standard error; where that is a file, a line now and then."""
     console = Console(stderr=True)
     columns = ("training", BarColumn(), MofNCompleteColumn(), "{task.fields[bits]:.3f} bits per byte")
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("", total=recipe.steps, bits=math.log2(256))
+    progress = Progress(*columns, TimeRemainingColumn(), console=console)
+    task = progress.add_task("", total=recipe.steps, bits=math.log2(256))
 
-        def show(num_done: int, bits: np.ndarray) -> None:
-            mean = bits[-50:].mean()
-            progress.update(task, completed=num_done, bits=mean)
-            if not console.is_terminal and num_done % SAVE_EVERY == 0:
-                console.print(f"step {num_done}: {mean:.3f} bits per byte")
+    def show(num_done: int, bits: np.ndarray) -> None:
+        progress.start()  # not before: bad input is one line
+        mean = bits[-50:].mean()
+        progress.update(task, completed=num_done, bits=mean)
+        if not console.is_terminal and num_done % SAVE_EVERY == 0:
+            console.print(f"step {num_done}: {mean:.3f} bits per byte")
 
+    try:
         yield show
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 if __name__ == "__main__":

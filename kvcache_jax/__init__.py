@@ -34,10 +34,26 @@ from kvcache_jax.config import (
     memory_bytes,
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.explain import explain
+from kvcache_jax.manager import Batch, CacheManager, Request
+from kvcache_jax.manager_errors import (
+    CacheError,
+    CacheLost,
+    DuplicateRequest,
+    ManagerBusy,
+    ManagerClosed,
+    OutOfBlocks,
+    OutOfRows,
+    OutOfSync,
+    TooLong,
+    UnknownRequest,
+    WindowLost,
+)
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import ScoreResult, score
+from kvcache_jax.scrub import scrub
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
@@ -70,16 +86,21 @@ __version__ = "0.1.0"
 __all__ = [
     "Admission",
     "AttentionPlan",
+    "Batch",
     "Beam",
     "BeamResult",
     "BlockPool",
     "Cache",
     "CacheConfig",
+    "CacheError",
+    "CacheLost",
+    "CacheManager",
     "CachedBlocks",
     "Companions",
     "Control",
     "Counter",
     "Draft",
+    "DuplicateRequest",
     "FullAttention",
     "GenerateResult",
     "Generation",
@@ -87,7 +108,13 @@ __all__ = [
     "LayerGroup",
     "LayerKind",
     "Look",
+    "ManagerBusy",
+    "ManagerClosed",
+    "OutOfBlocks",
+    "OutOfRows",
+    "OutOfSync",
     "PrefixIndex",
+    "Request",
     "SamplingParams",
     "ScoreResult",
     "SlidingWindow",
@@ -95,6 +122,9 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "TooLong",
+    "UnknownRequest",
+    "WindowLost",
     "active_seq_ids",
     "allocate",
     "append",
@@ -108,6 +138,7 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
+    "explain",
     "extend",
     "fork",
     "free",
@@ -128,6 +159,7 @@ __all__ = [
     "reset_prefix_cache",
     "sampling_params",
     "score",
+    "scrub",
     "set_priority",
     "stats",
     "testing",
