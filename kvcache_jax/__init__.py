@@ -35,13 +35,16 @@ from kvcache_jax.config import (
     memory_bytes,
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
 from kvcache_jax.picture import block_map, draw_block_map
+from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import score
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
+    BlockHistory,
     BlockPool,
     Cache,
     CachedBlocks,
@@ -72,6 +75,8 @@ __all__ = [
     "AttentionPlan",
     "Beam",
     "BeamResult",
+    "BlockHistory",
+    "BlockMetadata",
     "BlockPool",
     "Cache",
     "CacheConfig",
@@ -106,6 +111,9 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
+    "evict_to_utilization",
+    "eviction_policies",
+    "eviction_policy",
     "extend",
     "fork",
     "free",
@@ -125,6 +133,7 @@ __all__ = [
     "reset_prefix_cache",
     "sampling_params",
     "score",
+    "select_victim_rows",
     "set_priority",
     "stats",
     "testing",

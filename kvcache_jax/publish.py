@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool, prefix_index
+from kvcache_jax import block_history, block_pool, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
@@ -105,13 +105,21 @@ def _publish_batch(
     verdict = _judge(control, index, batch, rows, before)
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
-    pool = _mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
+    new_ids = jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks)
+    pool = _mark_published(pool, new_ids)
     is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
     # One private block may stand in several rows of the batch.
     is_exchanged &= ~_stands_before(batch.block_ids, is_exchanged)
     pool = _adopt(pool, is_exchanged, batch, verdict.canonical)
 
     entry_rows = rows.at[batch.row].get(mode="clip")
+    priority = control.priority.at[entry_rows].get(mode="clip")
+    history = block_history.note_published(index.history, new_ids, control.clock, priority, batch.column)
+    used_ids = jnp.where(is_exchanged, verdict.canonical, pool.num_blocks)
+    history = block_history.note_used(history, used_ids, control.clock)
+    is_last = ~_stands_before(used_ids[::-1], is_exchanged[::-1])[::-1]
+    history = block_history.note_priority(history, jnp.where(is_last, used_ids, pool.num_blocks), priority)
+    index = dataclasses.replace(index, history=history)
     done_rows = jnp.where(verdict.is_done, entry_rows, control.max_seqs)
     cut_here = batch.is_entry & ~verdict.is_done
     control = dataclasses.replace(
