@@ -213,6 +213,17 @@ def bars_of(
                     GROWTH[timing.num_blocks],
                     "x",
                 )
+    loops = {timing.operation.name: timing.median_us(LOOP) for timing in full if LOOP in timing.figures}
+    plain, indexed = loops["extend 256 rows, 16 take a block"], loops["extend 256 rows, with index"]
+    add("extend 256 rows, in a loop: with index, per without", indexed / plain, 1.3, "x")
+    add(
+        "extend 256 rows, in a loop: commit too, per without",
+        loops["extend 256 rows, commit"] / indexed,
+        2,
+        "x",
+    )
+    evicting = loops["extend 256 rows, evicting"]
+    add("extend 256 rows, in a loop: evicting, per free blocks", evicting / indexed, 2, "x")
     grown = {kind: memory["8N"][kind] - memory["N"][kind] for kind in memory["N"]}
     add(
         "growth of a decode step's temporaries, per growth of the pools",

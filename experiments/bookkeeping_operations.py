@@ -43,6 +43,7 @@ class Operation:
       step: (cache, i, prompt_len) -> (cache, result): the `i`-th step; `result` is or has the status.
       num_steps: Steps that one prepared state has room for, in the full and in the small workload.
       bars: Figure -> microseconds that it may take, full workload.
+      index: Of the prefix cache beforehand: None for none, else what is published.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Operation:
     step: Callable[[kv.Cache, jax.Array, jax.Array], tuple[kv.Cache, Any]]
     num_steps: tuple[int, int]
     bars: dict[str, float] = dataclasses.field(default_factory=dict)
+    index: str | None = None
 
     def steps_of(self, workload: Workload) -> int:
         return self.num_steps[0 if workload is FULL else 1]
@@ -104,6 +106,47 @@ def truncate(cache, i, prompt_len):
     return kv.truncate(cache, jnp.asarray(SOME), cache.context_len[: len(SOME)] - BLOCK_SIZE)
 
 
+# With prefix caching. Every row has tokens of its own, so that nothing is found by accident.
+
+
+def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    return (rows + 1) * MAX_SEQ_LEN + positions
+
+
+def extend_with_index(cache, i, prompt_len):
+    rows = jnp.arange(NUM_ROWS, dtype=jnp.int32)
+    tokens = tokens_of(rows, cache.context_len)[:, None]
+    return kv.extend(cache, jnp.ones(NUM_ROWS, jnp.int32), max_new=1, tokens=tokens)
+
+
+def extend_and_commit(cache, i, prompt_len):
+    cache, step = extend_with_index(cache, i, prompt_len)
+    cache, status = kv.commit(cache, jnp.arange(NUM_ROWS, dtype=jnp.int32))
+    return cache, jnp.maximum(status, step.status)
+
+
+def allocate_tokens(cache, i, prompt_len):
+    """The prompt of row 0, which idle rows ask for one after the other."""
+    tokens = tokens_of(jnp.int32(0), jnp.arange(MAX_SEQ_LEN, dtype=jnp.int32))
+    return kv.allocate(cache, i[None] + 1, prompt_len[None], tokens=tokens[None])
+
+
+def commit(cache, i, prompt_len):
+    return kv.commit(cache, i[None])
+
+
+def first_lens(workload: Workload) -> np.ndarray:
+    """Row 0 holds the prompt; the others are idle."""
+    return np.where(np.arange(NUM_ROWS) == 0, workload.prompt_len, -1)
+
+
+def prompt_lens(workload: Workload) -> np.ndarray:
+    """As many rows as the smallest pool has room for hold a prompt each."""
+    return np.where(np.arange(NUM_ROWS) < 14, workload.prompt_len, -1)
+
+
+NOTHING, ROWS, EVERYTHING = "nothing is published", "the rows are published", "no block is free"
+
 OPERATIONS = (
     Operation(
         "extend 256 rows, 16 take a block", different_lens, extend, (100, 16), {LOOP: 40, ABOVE_FLOOR: 100}
@@ -114,6 +157,16 @@ OPERATIONS = (
     Operation("reorder 64 rows", some_lens, reorder, (3, 3), {CALL: 2000}),
     Operation("free 64 rows", full_lens, free, (4, 4), {CALL: 1500}),
     Operation("truncate 64 rows by a block", some_lens, truncate, (50, 3)),
+    Operation("extend 256 rows, with index", different_lens, extend_with_index, (100, 16), index=ROWS),
+    Operation("extend 256 rows, commit", different_lens, extend_and_commit, (100, 16), index=ROWS),
+    Operation("extend 256 rows, evicting", different_lens, extend_with_index, (100, 16), index=EVERYTHING),
+    Operation("allocate a prompt, cached", first_lens, allocate_tokens, (60, 14), {CALL: 500}, index=ROWS),
+    Operation(
+        "allocate a prompt, not cached", no_lens, allocate_tokens, (60, 14), {CALL: 1000}, index=NOTHING
+    ),
+    Operation("commit a prompt", prompt_lens, commit, (14, 14), {CALL: 1000}, index=NOTHING),
+    Operation("free 64 rows, published", full_lens, free, (4, 4), {CALL: 1500}, index=ROWS),
+    Operation("reorder 64 rows, published", some_lens, reorder, (3, 3), {CALL: 2000}, index=ROWS),
 )
 
 
@@ -125,6 +178,7 @@ def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cac
         block_size=BLOCK_SIZE,
         max_seqs=NUM_ROWS,
         max_seq_len=MAX_SEQ_LEN,
+        enable_prefix_caching=operation.index is not None,
     )
     cache = kv.init(config, storage=False)
     (pool,) = cache.control.block_pools
@@ -132,16 +186,32 @@ def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cac
     pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
     cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
     lens = jnp.asarray(operation.lens(workload), jnp.int32)
-    cache, status = _fill(cache, lens, max_new=BLOCK_SIZE * (workload.max_blocks + NUM_ROWS // BLOCK_SIZE))
+    max_new = max(BLOCK_SIZE * (workload.max_blocks + NUM_ROWS // BLOCK_SIZE), int(lens.max()))
+    publish = operation.index in (ROWS, EVERYTHING)
+    if operation.index == EVERYTHING:
+        # Other tokens first, in every block, published and let go.
+        per_row = np.full(NUM_ROWS, num_blocks // NUM_ROWS * BLOCK_SIZE, np.int32)
+        cache, status = _fill(cache, jnp.asarray(per_row), 1_000_000, max_new=int(per_row[0]), publish=True)
+        require_ok(status, f"filling the pool for {operation.name}")
+        cache, _ = kv.free(cache, np.arange(NUM_ROWS))
+    cache, status = _fill(cache, lens, 0, max_new=max_new, publish=publish)
     require_ok(status, f"preparing {operation.name}")
     return cache
 
 
-@functools.partial(jax.jit, static_argnames="max_new")
-def _fill(cache: kv.Cache, lens: jax.Array, max_new: int) -> tuple[kv.Cache, jax.Array]:
-    rows = jnp.where(lens < 0, cache.max_seqs, jnp.arange(cache.max_seqs))
-    cache, _ = kv.allocate(cache, rows, jnp.maximum(lens, 0))
-    cache, step = kv.extend(cache, jnp.maximum(lens, 0), max_new=max_new)
+@functools.partial(jax.jit, static_argnames=("max_new", "publish"))
+def _fill(
+    cache: kv.Cache, lens: jax.Array, salt: int, max_new: int, publish: bool
+) -> tuple[kv.Cache, jax.Array]:
+    row = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+    tokens = None
+    if cache.config.enable_prefix_caching:
+        tokens = tokens_of(row[:, None], jnp.arange(max_new, dtype=jnp.int32)) + salt
+    seq_ids, num_new = jnp.where(lens < 0, cache.max_seqs, row), jnp.maximum(lens, 0)
+    cache, _ = kv.allocate(cache, seq_ids, num_new, tokens=tokens)
+    cache, step = kv.extend(cache, num_new, max_new=max_new, tokens=tokens)
+    if publish:
+        cache, _ = kv.commit(cache, row)
     return cache, step.status
 
 

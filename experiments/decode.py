@@ -32,6 +32,8 @@ from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 from models.tokenizer import Tokenizer
 
+_LOWER = ": lower --num-blocks, --rows or --max-new"
+
 
 @dataclasses.dataclass
 class Job:
@@ -77,7 +79,7 @@ def prepare(options: argparse.Namespace) -> Job:
     tokens = decode_options.encode(prompts, tokenizer, decoder.config)
     config = decode_options.plan(options, decoder.config, tokens)
     draft = _load_draft(options, dtype, decoder, config) if options.draft else None
-    _check_memory([config, *([draft.config] if draft else [])])
+    _check_memory(config, decoder, draft)
     return Job(options, decoder, tokenizer, draft, prompts, tokens, config)
 
 
@@ -93,17 +95,18 @@ def _load_draft(options, dtype: Any, decoder: Decoder, config: kv.CacheConfig) -
     return kv.Draft(forward, model, cache_config(model.config, max_rollback=options.speculative, **sizes))
 
 
-def _check_memory(configs: Sequence[kv.CacheConfig]) -> None:
+def _check_memory(config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None) -> None:
     """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
-    need = sum(
-        kv.memory_bytes(config) + control_bytes(config) + 8 * config.max_seqs * config.max_seq_len
-        for config in configs
+    caches = [config, *([draft.config] if draft else [])]
+    need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
+    # The logits of a chunk, the largest of what else grows with the rows; tokens and their log-probabilities.
+    need += config.max_seqs * (
+        4 * config.query_len_limit * decoder.config.vocab_size + 8 * config.max_seq_len
     )
     free = _free_bytes()
     if free is not None and need > free:
         raise InputError(
-            f"the cache needs {format_bytes(need)}, but {format_bytes(free)} of memory are free: "
-            "lower --num-blocks, --rows or --max-new"
+            f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free{_LOWER}"
         )
 
 
@@ -136,9 +139,18 @@ def warm_up(job: Job) -> float:
             with contextlib.suppress(_WarmedUpError):
                 search(job, prompts, _stop_at_the_second_look, look_every=1)
         else:
-            generate(job, prompts[:1], max_new_tokens=2)
+            # As many prompts as start together; fewer, where others wait until rows are free. `generate` has
+            # a program for each power of two.
+            most = job.config.max_seqs // job.options.samples
+            sizes = [2**i for i in range(most.bit_length())] if len(prompts) > most else []
+            for num_prompts in {min(most, len(prompts)), *sizes}:
+                generate(job, prompts[:num_prompts], max_new_tokens=2)
     except NotImplementedError as error:
         raise InputError(str(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        raise InputError(f"decoding does not fit into memory{_LOWER}") from error
     return time.perf_counter() - start
 
 

@@ -24,6 +24,9 @@ CHUNK_LEN = 128
 MAX_ROWS = 16
 """Rows unless more are asked for; prompts that find none wait."""
 
+PIPE_SECONDS = 2.0
+"""How long a pipe that nobody asked to read may stay silent."""
+
 _SHARED_START = '''"""Read and write small tables of text."""
 
 import re
@@ -130,15 +133,12 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 def _read_file(path: Path) -> list[str]:
     try:
         mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
-            raise InputError(f"{path} is no file, expected one with a prompt per line")
-        data = path.read_bytes()
+        data = path.read_bytes() if stat.S_ISREG(mode) or stat.S_ISFIFO(mode) else None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # a name with a zero byte
-        raise InputError(f"cannot read {str(path)!r}: {error}") from error
-    lines = _lines(data, str(path), is_jsonl=path.suffix == ".jsonl")
-    return lines
+    if data is None:
+        raise InputError(f"{path} is no file, expected one with a prompt per line")
+    return _lines(data, str(path), is_jsonl=path.suffix == ".jsonl")
 
 
 def _lines(data: bytes, name: str, is_jsonl: bool = False) -> list[str]:
@@ -184,7 +184,7 @@ def _piped() -> list[str] | None:
         return _lines(sys.stdin.buffer.read(), "standard input")
     if not stat.S_ISFIFO(mode):
         return None
-    is_ready = bool(select.select([sys.stdin], [], [], 2.0)[0])
+    is_ready = bool(select.select([sys.stdin], [], [], PIPE_SECONDS)[0])
     data = sys.stdin.buffer.read() if is_ready else b""
     if data.strip():
         return _lines(data, "standard input")
@@ -247,8 +247,9 @@ def plan(
         unshared = cache_config(config, **sizes)
         num_blocks = options.num_blocks
         if num_blocks is None:
+            # The last token of a continuation is drawn and not stored.
             shared = max(
-                full + per_prompt * ceil_div(min(end, max_seq_len) - full * block_size, block_size)
+                full + per_prompt * ceil_div(min(end, max_seq_len) - 1 - full * block_size, block_size)
                 for full, end in ((len(p) // block_size, end) for p, end in zip(prompts, ends, strict=True))
             )
             num_blocks = min(rows // per_prompt * shared, max(group.num_blocks for group in unshared.groups))

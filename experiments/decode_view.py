@@ -187,14 +187,16 @@ class LiveView(TextView):
         per_text = 1 + max(0, room - num_lines) // len(shown)
         prompt_ids = list(dict.fromkeys(prompt_id for prompt_id, _ in shown))
         panels = self._panels(prompt_ids, shown, 1, per_text)
-        left_out = f", {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
         summary = (
-            f"step {look.num_steps}, {look.seconds:.1f} s{left_out}; {look.num_blocks_used} of "
-            f"{self.num_blocks} blocks used, {look.num_refs} without sharing"
+            f"step {look.num_steps}, {look.seconds:.1f} s: {look.num_blocks_used} of {self.num_blocks} "
+            f"blocks used, {look.num_refs} without sharing"
         )
+        if len(keys) > len(shown):
+            summary += f"; {len(keys) - len(shown)} texts more"
+        footer = Text(summary, style="dim", no_wrap=True, overflow="ellipsis")
         blocks = map_line(look.block_tables[0], self.num_blocks, self.console.width, self.color)
         line = Text.from_ansi(blocks, no_wrap=True)
-        self.live.update(Group(*panels, Text(summary, style="dim"), line), refresh=True)
+        self.live.update(Group(*panels, footer, line), refresh=True)
 
     def _panels(
         self,

@@ -2,9 +2,12 @@
 
 Command: python -m experiments.trace_replay --trace FILE --blocks N [N ...] [--policy P ...] [--json]
          [--picture FILE]
-Machine: MACHINE
-Answer:  ANSWER
-Record:  experiments/results/trace_replay.json
+Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
+Answer:  LRU, hit rate by block with 1,000 / 10,000 / 30,000 / 50,000 / 100,000 / infinite blocks:
+  0.0445 / 0.2116 / 0.3257 / 0.3546 / 0.3637 / 0.3664 of Mooncake's conversations (12,031 requests) and
+  0.0841 / 0.4239 / 0.6242 / 0.6396 / 0.6396 / 0.6396 of its synthetic trace (3,993);
+  by token 0.3736 and 0.6512 at most. A replay takes 0.2 to 2.7 s, after 2 to 4 s
+  of compilation on an idle machine.
 
 A trace has no tokens, only ids of the prompts' prefix blocks (see `experiments.traces`), so an id is replayed
 as one token of a block of size 1. Each request is allocated, extended by its tokens, committed and freed

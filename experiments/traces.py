@@ -9,7 +9,7 @@ github.com/kvcache-ai/Mooncake (Apache-2.0).
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
         raise InputError(f"{where} is {line[:40]!r}, expected a JSON object: {SOURCE}") from None
     request = request if isinstance(request, dict) else {}
     ids, length = request.get("hash_ids"), request.get("input_length")
-    if not (isinstance(ids, list) and ids and all(_is_integer(value) for value in [*ids, length])):
+    if not (isinstance(ids, list) and ids and all(map(_is_integer, ids)) and _is_integer(length)):
         raise InputError(
             f"{where} has hash_ids {str(ids)[:40]} and input_length {length!r}, "
             "expected a list of integers and an integer"
@@ -87,5 +87,5 @@ def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
     return ids, length
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63

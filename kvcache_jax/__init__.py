@@ -40,7 +40,7 @@ from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
-from kvcache_jax.score import score
+from kvcache_jax.score import ScoreResult, score
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
@@ -48,6 +48,7 @@ from kvcache_jax.state import (
     BlockPool,
     Cache,
     CachedBlocks,
+    Companions,
     Control,
     Counter,
     KVPool,
@@ -81,6 +82,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CachedBlocks",
+    "Companions",
     "Control",
     "Counter",
     "Draft",
@@ -93,6 +95,7 @@ __all__ = [
     "Look",
     "PrefixIndex",
     "SamplingParams",
+    "ScoreResult",
     "SlidingWindow",
     "Stats",
     "Status",

@@ -3,7 +3,8 @@
 The loop runs as far as the longest row of the step needs, not over the table's width. Rows are
 anything that has one position list and one row of the block table: sequences in a padded step,
 single tokens in a packed one. Shapes below: `r` rows, `t` queries of a row, `h` key/value heads,
-`g` query heads per key/value head, `b` blocks of a tile, `s` tokens of a block, `d` head_dim.
+`g` query heads per key/value head, `m = t * g` queries of a row and key/value head, `b` blocks of a
+tile, `s` tokens of a block, `n = b * s` keys of a tile, `d` head_dim.
 
 References:
   Online softmax normalizer calculation for softmax (Milakov, Gimelshein; arXiv:1805.02867) and
@@ -20,7 +21,9 @@ from jax import lax
 
 from kvcache_jax.storage import block_rows
 
-_TILE_TOKENS = 256
+# Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.
+_TILE_BYTES = 512 * 1024
+_MIN_TILE_TOKENS = 128
 _MASKED = -1e30
 
 
@@ -81,12 +84,13 @@ def attend(
     Returns:
       (pools, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
     """
-    return _handed_through(pools, *_forward(options, pools, q, sink_logits, block_table, layer, queries))
+    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
+    return _handed_through(pools, out, lse)
 
 
-def _handed_through(pools, out: jax.Array, lse: jax.Array):
-    """Fences the pools behind the reads, so that the next layer's write happens in place."""
-    return lax.optimization_barrier((pools, out, lse))
+def _handed_through(pools, *reads):
+    """Fences the pools behind what was read from them, so that the next layer's write happens in place."""
+    return lax.optimization_barrier((pools, *reads))
 
 
 def _tile(
@@ -95,11 +99,12 @@ def _tile(
     block_table: jax.Array,
     layer: jax.Array,
     queries: Queries,
+    tile_blocks: int,
     i: jax.Array,
 ):
-    """Tile `i` of every row: pool rows i32[r, b], and which keys each query sees, bool[r, b, t, s]."""
+    """Tile `i` of every row: pool rows i32[r, b], and which keys each query sees, bool[r, m, n]."""
     block_size = pool.shape[2]
-    nth = i * _tile_blocks(pool, block_table) + jnp.arange(_tile_blocks(pool, block_table), dtype=jnp.int32)
+    nth = i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
     behind_sinks = queries.first_column[:, None] + nth - options.num_sink_blocks
     column = jnp.where(nth < options.num_sink_blocks, nth, behind_sinks)
     is_read = nth < queries.num_columns[:, None]
@@ -109,38 +114,71 @@ def _tile(
     block_ids = jnp.where(is_read, block_ids, options.num_blocks)
     rows = block_rows(block_ids, layer, options.num_blocks, pool.shape[0])
 
-    key_pos = (column[:, :, None] * block_size + jnp.arange(block_size, dtype=jnp.int32))[:, :, None, :]
-    query_pos = queries.positions[:, None, :, None]
+    def per_key(values: jax.Array) -> jax.Array:
+        return jnp.repeat(values, block_size, axis=1)[:, None]
+
+    offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)
+    key_pos = per_key(column * block_size) + offset
+    query_pos = queries.positions[:, :, None]
     is_seen = key_pos <= query_pos
     if options.window is not None:
         is_seen &= (key_pos > query_pos - options.window) | (key_pos < options.num_sink_tokens)
-    is_seen &= (block_ids < options.num_blocks)[:, :, None, None] & queries.is_query[:, None, :, None]
-    return rows, is_seen
+    return rows, is_seen & per_key(block_ids < options.num_blocks) & queries.is_query[:, :, None]
 
 
-def _tile_blocks(pool: jax.Array, block_table: jax.Array) -> int:
-    return max(1, min(_TILE_TOKENS // pool.shape[2], block_table.shape[-1]))
+def _tile_blocks(pool: jax.Array, block_table: jax.Array, q: jax.Array) -> int:
+    """Blocks of a row in a tile; `q` is [r, h, m, d]."""
+    num_rows, num_heads, num_queries, head_dim = q.shape
+    token_bytes = 4 * num_rows * num_heads * max(num_queries, head_dim)
+    tokens = max(_MIN_TILE_TOKENS, _TILE_BYTES // token_bytes)
+    return max(1, min(tokens // pool.shape[2], block_table.shape[-1]))
 
 
-def _num_tiles(pool: jax.Array, block_table: jax.Array, queries: Queries) -> jax.Array:
-    tile_blocks = _tile_blocks(pool, block_table)
+def _num_tiles(tile_blocks: int, queries: Queries) -> jax.Array:
     return (queries.num_columns.max() + tile_blocks - 1) // tile_blocks
 
 
-def _load(pool: jax.Array, rows: jax.Array, is_seen: jax.Array) -> jax.Array:
-    """f32[r, b, h, s, d], a tile of keys or values; 0 where no query looks.
+def _load(pool: jax.Array, rows: jax.Array) -> jax.Array:
+    """f32[r, h, n, d], a tile of keys or values; a layer that does not exist reads NaN.
 
-    Slots that nobody owns may hold anything: 0 * NaN would poison a sum even at weight 0. A layer
-    that does not exist reads NaN.
+    Slots that nobody owns may hold anything. Where no query looks, `_clean` must follow if the tile is
+    multiplied by weights of 0: 0 * NaN would poison the sum.
     """
-    is_read = is_seen.any(axis=2)[:, :, None, :, None]
-    tile = pool.at[rows].get(mode="fill", fill_value=jnp.nan)
-    return jnp.where(is_read, tile, jnp.zeros((), tile.dtype)).astype(jnp.float32)
+    tile = pool.at[rows].get(mode="fill", fill_value=jnp.nan).swapaxes(1, 2)
+    return tile.reshape(*tile.shape[:2], -1, tile.shape[-1]).astype(jnp.float32)
+
+
+def _clean(tile: jax.Array, is_seen: jax.Array) -> jax.Array:
+    """The tile with 0 where no query looks."""
+    return jnp.where(is_seen.any(axis=1)[:, None, :, None], tile, 0)
+
+
+def _as_blocks(tile: jax.Array, block_size: int) -> jax.Array:
+    """`[r, h, n, d]` as the pool has it, `[r, b, h, s, d]`."""
+    num_rows, num_heads, _, head_dim = tile.shape
+    return tile.reshape(num_rows, num_heads, -1, block_size, head_dim).swapaxes(1, 2)
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+    """`[r, t, h, g, ...]` as `[r, h, m, ...]`."""
+    x = jnp.moveaxis(x, 2, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _by_query(x: jax.Array, num_queries: int) -> jax.Array:
+    """The inverse of `_by_head`, for `t = num_queries`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 1, 2)
+
+
+def _repeated(queries: Queries, group_size: int) -> Queries:
+    """The queries of one key/value head: positions i32[r, m] and is_query bool[r, m]."""
+    positions, is_query = (jnp.repeat(x, group_size, axis=1) for x in (queries.positions, queries.is_query))
+    return queries._replace(positions=positions, is_query=is_query)
 
 
 def _logits(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """f32[r, b, h, g, t, s] scaled (and capped) logits, and their derivative by the scaled product."""
-    logits = jnp.einsum("rthgd,rbhsd->rbhgts", q, k) * options.scale
+    """f32[r, h, m, n] scaled (and capped) logits, and their derivative by the scaled product."""
+    logits = jnp.einsum("rhmd,rhnd->rhmn", q, k) * options.scale
     if options.soft_cap is None:
         return logits, jnp.ones((), jnp.float32)
     capped = jnp.tanh(logits / options.soft_cap)
@@ -148,31 +186,34 @@ def _logits(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ja
 
 
 def _forward(options, pools, q, sink_logits, block_table, layer, queries):
-    k_pool, v_pool = pools
-    q = q.astype(jnp.float32)
-
-    def add_tile(i, state):
-        peak, total, out = state  # [r, t, h, g], [r, t, h, g], [r, t, h, g, d]
-        rows, is_seen = _tile(options, k_pool, block_table, layer, queries, i)
-        mask = is_seen[:, :, None, None]
-        logits = jnp.where(mask, _logits(options, q, _load(k_pool, rows, is_seen))[0], _MASKED)
-        new_peak = jnp.maximum(peak, jnp.moveaxis(logits.max(axis=(1, 5)), 3, 1))
-        weights = jnp.where(mask, jnp.exp(logits - jnp.moveaxis(new_peak, 1, 3)[:, None, ..., None]), 0)
-        decay = jnp.exp(peak - new_peak)
-        total = total * decay + jnp.moveaxis(weights.sum(axis=(1, 5)), 3, 1)
-        update = jnp.einsum("rbhgts,rbhsd->rthgd", weights, _load(v_pool, rows, is_seen))
-        return new_peak, total, out * decay[..., None] + update
-
-    peak = jnp.full_like(q[..., 0], _MASKED)
+    (k_pool, v_pool), num_queries = pools, q.shape[1]
+    queries = _repeated(queries, q.shape[3])
+    peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
     if sink_logits is not None:
         peak = peak * 0 + sink_logits
+    q, peak = _by_head(q.astype(jnp.float32)), _by_head(peak)
+    tile_blocks = _tile_blocks(k_pool, block_table, q)
+
+    def add_tile(i, state):
+        peak, total, out = state  # [r, h, m], [r, h, m], [r, h, m, d]
+        rows, is_seen = _tile(options, k_pool, block_table, layer, queries, tile_blocks, i)
+        logits = jnp.where(is_seen[:, None], _logits(options, q, _load(k_pool, rows))[0], _MASKED)
+        new_peak = jnp.maximum(peak, logits.max(axis=-1))
+        # Before a query's first key all of these are 1, and then decay to 0.
+        weights = jnp.exp(logits - new_peak[..., None])
+        decay = jnp.exp(peak - new_peak)
+        total = total * decay + weights.sum(axis=-1)
+        v = _clean(_load(v_pool, rows), is_seen)
+        return new_peak, total, out * decay[..., None] + jnp.einsum("rhmn,rhnd->rhmd", weights, v)
+
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
-    num_tiles = _num_tiles(k_pool, block_table, queries)
+    num_tiles = _num_tiles(tile_blocks, queries)
     peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, jnp.zeros_like(q)))
-    is_empty = (total == 0) | ~queries.is_query[:, :, None, None]
+    is_empty = (peak <= _MASKED) | ~queries.is_query[:, None]
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
-    return out, jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    return _by_query(out, num_queries), _by_query(lse, num_queries)
 
 
 class _Saved(NamedTuple):
@@ -209,38 +250,44 @@ def _save(options: Options, pools, block_table: jax.Array, layer: jax.Array, que
 def _attend_fwd(options, pools, q, sink_logits, block_table, layer, queries):
     out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
     saved = _save(options, pools, block_table, layer, queries)
-    return _handed_through(pools, out, lse), (saved, q, sink_logits, queries, out, lse)
+    pools, out, lse, saved = _handed_through(pools, out, lse, saved)
+    return (pools, out, lse), (saved, q, sink_logits, queries, out, lse)
 
 
 def _attend_bwd(options, residuals, grads):
     saved, q, sink_logits, queries, out, lse = residuals
     pool_grads, grad_out, grad_lse = grads
     options = dataclasses.replace(options, num_blocks=saved.rows.shape[0])
-    queries = queries._replace(table_row=saved.table_row)
-    q32 = q.astype(jnp.float32)
+    num_queries, block_size = q.shape[1], saved.k.shape[2]
+    queries = _repeated(queries._replace(table_row=saved.table_row), q.shape[3])
+    q32, out, lse, grad_out, grad_lse = (
+        _by_head(x.astype(jnp.float32)) for x in (q, out, lse, grad_out, grad_lse)
+    )
     is_empty = jnp.isneginf(lse)
     safe_lse = jnp.where(is_empty, 0, lse)
     # d logit = weight * (d weight - delta), with delta the same for all keys of a query.
-    delta = jnp.where(is_empty, 0, jnp.einsum("rthgd,rthgd->rthg", grad_out, out) - grad_lse)
+    delta = jnp.where(is_empty, 0, (grad_out * out).sum(axis=-1) - grad_lse)
     grad_out = jnp.where(is_empty[..., None], 0, grad_out)
+    tile_blocks = _tile_blocks(saved.k, saved.block_table, q32)
 
     def add_tile(i, state):
         grad_q, grad_k, grad_v = state
-        rows, is_seen = _tile(options, saved.k, saved.block_table, jnp.int32(0), queries, i)
-        mask = is_seen[:, :, None, None]
-        k, v = _load(saved.k, rows, is_seen), _load(saved.v, rows, is_seen)
+        rows, is_seen = _tile(options, saved.k, saved.block_table, jnp.int32(0), queries, tile_blocks, i)
+        k, v = (_clean(_load(pool, rows), is_seen) for pool in (saved.k, saved.v))
+        is_seen = is_seen[:, None]
         logits, slope = _logits(options, q32, k)
-        weights = jnp.where(mask, jnp.exp(logits - jnp.moveaxis(safe_lse, 1, 3)[:, None, ..., None]), 0)
-        grad_weights = jnp.einsum("rthgd,rbhsd->rbhgts", grad_out, v)
-        grad_logits = weights * (grad_weights - jnp.moveaxis(delta, 1, 3)[:, None, ..., None])
-        grad_logits = jnp.where(mask, grad_logits * slope * options.scale, 0)
-        grad_q += jnp.einsum("rbhgts,rbhsd->rthgd", grad_logits, k)
-        grad_k = grad_k.at[rows].add(jnp.einsum("rbhgts,rthgd->rbhsd", grad_logits, q32), mode="drop")
-        grad_v = grad_v.at[rows].add(jnp.einsum("rbhgts,rthgd->rbhsd", weights, grad_out), mode="drop")
+        weights = jnp.where(is_seen, jnp.exp(logits - safe_lse[..., None]), 0)
+        grad_logits = weights * (jnp.einsum("rhmd,rhnd->rhmn", grad_out, v) - delta[..., None])
+        grad_logits = jnp.where(is_seen, grad_logits * slope * options.scale, 0)
+        grad_q += jnp.einsum("rhmn,rhnd->rhmd", grad_logits, k)
+        tile_k = jnp.einsum("rhmn,rhmd->rhnd", grad_logits, q32)
+        tile_v = jnp.einsum("rhmn,rhmd->rhnd", weights, grad_out)
+        grad_k = grad_k.at[rows].add(_as_blocks(tile_k, block_size), mode="drop")
+        grad_v = grad_v.at[rows].add(_as_blocks(tile_v, block_size), mode="drop")
         return grad_q, grad_k, grad_v
 
     no_grads = tuple(jnp.zeros_like(blocks, jnp.float32) for blocks in (saved.k, saved.v))
-    num_tiles = _num_tiles(saved.k, saved.block_table, queries)
+    num_tiles = _num_tiles(tile_blocks, queries)
     grad_q, *block_grads = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *no_grads))
     pool_grads = tuple(
         grad.at[saved.rows].add(blocks.astype(grad.dtype), mode="drop")
@@ -248,9 +295,9 @@ def _attend_bwd(options, residuals, grads):
     )
     grad_sinks = None
     if sink_logits is not None:
-        sink_weights = jnp.where(is_empty, 0, jnp.exp(sink_logits - safe_lse))
-        grad_sinks = -jnp.sum(sink_weights * delta, axis=(0, 1)).astype(sink_logits.dtype)
-    return pool_grads, grad_q.astype(q.dtype), grad_sinks, None, None, None
+        lse, delta = (_by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
+        grad_sinks = -jnp.sum(jnp.exp(sink_logits - lse) * delta, axis=(0, 1)).astype(sink_logits.dtype)
+    return pool_grads, _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks, None, None, None
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

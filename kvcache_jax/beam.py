@@ -157,7 +157,7 @@ def beam_search(
         return beams
 
     stops, penalty = jnp.array(list(stop_tokens) or [-1], jnp.int32), jnp.float32(length_penalty)
-    cache, logits = prefilling(_prefill, forward, params, prompts, config, num_beams, chunk_len)
+    cache, logits = prefilling(_prefill, forward, params, init(config), prompts, num_beams, chunk_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )
@@ -173,26 +173,26 @@ def beam_search(
 def _prefill(
     forward: Forward,
     params: Any,
+    cache: Cache,
     prompts: Sequence[Sequence[int]],
-    config: CacheConfig,
     num_beams: int,
     chunk_len: int,
 ) -> tuple[Cache, jax.Array]:
-    """The cache in which every beam holds its prompt, and the prompts' last logits f32[p, vocab]."""
-    firsts, lengths = np.arange(len(prompts)) * num_beams, [len(prompt) for prompt in prompts]
-    history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
-    prompt_len = np.zeros(config.max_seqs, np.int32)
-    for first, prompt in zip(firsts, prompts, strict=True):
-        history[first, : len(prompt)], prompt_len[first] = prompt, len(prompt)
-    cache, admission = allocate(init(config), firsts, lengths)
+    """Fills an empty cache: every beam holds its prompt. Also the prompts' last logits f32[p, vocab]."""
+    config, firsts = cache.config, np.arange(len(prompts), dtype=np.int32) * num_beams
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), config.max_seq_len), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    cache, admission = allocate(cache, firsts, lengths, tokens=tokens)
     raise_for_status(admission.status, "allocating the prompts")
     chunk_len = min(chunk_len, config.query_len_limit)
-    cache, logits, failed = prefill(forward, params, cache, history, prompt_len, chunk_len=chunk_len)
+    cache, logits, failed = prefill(forward, params, cache, tokens, lengths, firsts, chunk_len=chunk_len)
     raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the prompts")
     if num_beams > 1:
         others = np.setdiff1d(np.arange(len(prompts) * num_beams), firsts)
         cache, _ = fork(cache, others // num_beams * num_beams, others)
-    return cache, logits[firsts]
+    return cache, logits
 
 
 def _hypotheses(found: _Search, prompt_id: int, length_penalty: float) -> list[Beam]:

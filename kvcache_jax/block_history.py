@@ -87,7 +87,7 @@ def keys_of(
 
 def least_valuable(
     keys: jax.Array, recency: jax.Array, is_candidate: jax.Array, most: jax.Array, batch: int
-) -> tuple[jax.Array, jax.Array]:
+) -> jax.Array:
     """The candidates of the lowest keys, the least recent first among equals.
 
     Args:
@@ -98,18 +98,20 @@ def least_valuable(
       batch: How many at most, as a shape.
 
     Returns:
-      i32[batch] block ids and bool[batch], which of them count.
+      i32[batch] block ids, then nowhere.
     """
     num_victims = jnp.minimum(jnp.minimum(most, batch), num_true(is_candidate))
     limit = _nth_least(keys, is_candidate, num_victims, batch)
     is_below, is_tied = is_candidate & (keys < limit), is_candidate & (keys == limit)
     last = _nth_least(recency, is_tied, num_victims - num_true(is_below), batch)
     is_victim = (is_below | (is_tied & (recency <= last))) & (num_victims > 0)
+    nowhere = keys.shape[0]
+    order = jnp.arange(nowhere, dtype=jnp.int32)
+    if batch == 1:
+        return jnp.min(jnp.where(is_victim, order, nowhere))[None]
     rank, _ = rank_true(is_victim)
-    order = jnp.arange(keys.shape[0], dtype=jnp.int32)
     place = jnp.where(is_victim, rank, batch)
-    block_ids = jnp.full(batch, keys.shape[0], jnp.int32).at[place].set(order, mode="drop")
-    return block_ids, jnp.arange(batch, dtype=jnp.int32) < num_victims
+    return jnp.full(batch, nowhere, jnp.int32).at[place].set(order, mode="drop")
 
 
 def _nth_least(values: jax.Array, mask: jax.Array, n: jax.Array, most: int) -> jax.Array:

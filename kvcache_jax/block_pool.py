@@ -135,6 +135,25 @@ def put_on_free_stack(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) ->
     return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed)
 
 
+def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
+    """The blocks stay when their last owner goes; nowhere is skipped."""
+    assert pool.cached is not None
+    is_published = pool.cached.is_published.at[block_ids].set(True, mode="drop")
+    return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
+
+
+def withdraw(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
+    """The published blocks `block_ids` i32[n], which differ, are so no longer, and without owner free."""
+    assert pool.cached is not None
+    is_cached = (block_ids < pool.num_blocks) & (pool.ref_count.at[block_ids].get(mode="clip") == 0)
+    cached = dataclasses.replace(
+        pool.cached,
+        is_published=pool.cached.is_published.at[block_ids].set(False, mode="drop"),
+        num_cached=pool.cached.num_cached - num_true(is_cached),
+    )
+    return put_on_free_stack(dataclasses.replace(pool, cached=cached), block_ids, is_cached)
+
+
 def _put_back(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
     """Makes the masked blocks, which differ and lost their last owner, cached or free."""
     if pool.cached is None:

@@ -9,7 +9,7 @@ import numpy as np
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_index import bucket_of
-from kvcache_jax.state import BlockHistory, BlockPool, Cache, CachedBlocks, PrefixIndex
+from kvcache_jax.state import BlockHistory, BlockPool, Cache, CachedBlocks, Companions, PrefixIndex
 
 
 def check_invariants(cache: Cache) -> list[str]:
@@ -122,24 +122,29 @@ def _check_index(cache: Cache) -> list[str]:
         violations.append(
             f"the index lists {entries}, and {np.flatnonzero(is_published).tolist()} are published"
         )
+    published = np.flatnonzero(is_published)
+    children = published[parent[published] != nowhere]
+    for block in children[~is_published[parent[children]]]:
+        violations.append(f"published block {block} has the unpublished parent {parent[block]}")
+    for block in children[(ref_count[children] > 0) & (ref_count[parent[children]] == 0)]:
+        violations.append(f"block {block} is referenced and its parent {parent[block]} is not")
+    for block in children[(namespaces[children] != namespaces[parent[children]]).any(axis=1)]:
+        violations.append(f"block {block} has a parent of another namespace, {parent[block]}")
+    # Equal parent and equal tokens: by induction equal from the start on.
     contents: dict[tuple, int] = {}
-    depth = np.zeros(nowhere, np.int32)
-    for block in np.flatnonzero(is_published).tolist():
-        chain = [block]
-        while parent[chain[-1]] != nowhere and len(chain) <= nowhere:
-            chain.append(int(parent[chain[-1]]))
-        depth[block] = len(chain) - 1
-        for child, ancestor in itertools.pairwise(chain):
-            if not is_published[ancestor]:
-                violations.append(f"published block {child} has the unpublished parent {ancestor}")
-            if ref_count[child] > 0 and ref_count[ancestor] == 0:
-                violations.append(f"block {child} is referenced and its parent {ancestor} is not")
-        if (namespaces[chain] != namespaces[block]).any():
-            violations.append(f"the chain of block {block} crosses namespaces")
-        content = (*namespaces[block].tolist(), *tokens[chain[::-1]].reshape(-1).tolist())
+    for block in published.tolist():
+        content = int(parent[block]), namespaces[block].tobytes(), tokens[block].tobytes()
         if content in contents:
             violations.append(f"blocks {contents[content]} and {block} are published for the same tokens")
         contents[content] = block
+    depth, ancestor = np.zeros(nowhere, np.int32), np.append(parent, nowhere)[parent]
+    has_parent = is_published & (parent != nowhere)
+    depth[has_parent] = 1
+    while (has_parent := has_parent & (ancestor != nowhere)).any():
+        depth[has_parent] += 1
+        ancestor = np.append(parent, nowhere)[ancestor]
+        if depth.max() > nowhere:
+            return [*violations, "the parents of published blocks form a circle"]
     if index.history is not None:
         violations += _check_history(index.history, parent, is_published, depth)
     hashes, bucket_ids = map(np.asarray, _expected_hashes(index, control.hash_key, depth))
@@ -148,6 +153,10 @@ def _check_index(cache: Cache) -> list[str]:
             violations.append(f"block {block} has another hash than its tokens")
         elif block not in buckets[bucket_ids[block]]:
             violations.append(f"block {block} is in the wrong bucket")
+    for g, (companions, other) in enumerate(zip(index.companions, control.block_pools, strict=True)):
+        if companions is not None and other.cached is not None:
+            found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))
+            violations += [f"group {g}: {what}" for what in found]
     return violations + _check_published_rows(cache, parent, is_published)
 
 
@@ -170,6 +179,26 @@ def _check_history(
         since = np.asarray(history.last_used_at) - np.asarray(history.published_at)
         for block in np.flatnonzero(is_published & (since >= 2**31)):
             violations.append(f"block {block} was used before it was published")
+    return violations
+
+
+def _check_companions(companions: Companions, is_keeper: np.ndarray, is_published: np.ndarray) -> list[str]:
+    """The links between published blocks and those of another group agree in both directions."""
+    violations, block_ids, keeper = [], np.asarray(companions.block_ids), np.asarray(companions.keeper)
+    keepers, slots = np.nonzero(block_ids < len(is_published))
+    linked = block_ids[keepers, slots]
+    if len(np.unique(linked)) != len(linked):
+        violations.append(f"a block is the companion of several: {np.sort(linked).tolist()}")
+    published = np.flatnonzero(is_published).tolist()
+    if sorted(linked.tolist()) != published:
+        violations.append(f"{sorted(linked.tolist())} are companions, and {published} are published")
+    for block, companion in zip(keepers.tolist(), linked.tolist(), strict=True):
+        if not is_keeper[block]:
+            violations.append(f"block {companion} is the companion of the unpublished block {block}")
+        if keeper[companion] != block:
+            violations.append(f"block {companion} of block {block} names the keeper {keeper[companion]}")
+    for companion in np.flatnonzero((keeper < len(is_keeper)) & ~is_published):
+        violations.append(f"block {companion} is unpublished and names the keeper {keeper[companion]}")
     return violations
 
 

@@ -205,11 +205,6 @@ class CacheConfig:
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
                 "its blocks are the ones that prefixes are found by"
             )
-        if self.enable_prefix_caching and len(self.groups) > 1:
-            raise NotImplementedError(
-                f"enable_prefix_caching is True and there are {len(self.groups)} layer groups, "
-                "expected one: prefix caching over several groups is not available yet"
-            )
         for group in self.groups:
             _check_indices(group)
 

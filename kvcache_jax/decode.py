@@ -14,8 +14,9 @@ import numpy as np
 from kvcache_jax import decode_loop
 from kvcache_jax.cache import allocate, fork, init
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
-from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch
+from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward
+from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.sampling import sampling_params
 from kvcache_jax.state import Cache
 from kvcache_jax.status import Status
@@ -30,6 +31,7 @@ class GenerateResult:
       cache: The cache at the end, all rows idle; its counters tell forks and copies.
       num_steps: Calls of the model in the decode loop.
       num_prompt_tokens: Computed in prefill; a prompt with many samples counts once.
+      num_cached_tokens: Tokens of prompts that were not computed, for the prefix cache had them.
       num_drafted: Draft tokens proposed.
       num_accepted: Draft tokens accepted.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
@@ -41,6 +43,7 @@ class GenerateResult:
     cache: Cache
     num_steps: int
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_drafted: int
     num_accepted: int
     prefill_seconds: float
@@ -81,6 +84,7 @@ def generate(
     detokenize: Callable[[list[int]], str] | None = None,
     num_drafts: int = 0,
     draft: Draft | None = None,
+    cache: Cache | None = None,
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
@@ -90,6 +94,7 @@ def generate(
 
     Requests wait until rows and blocks are free, so there may be more of them than rows. A prompt is
     prefilled once; its samples fork from it. A row that runs out of blocks ends with what it has.
+    With prefix caching, what prompts have in common is computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
@@ -110,6 +115,7 @@ def generate(
       detokenize: Tokens to text, for `stop_strings`.
       num_drafts: Draft tokens per step: speculative decoding, by `draft` or else by n-gram lookup.
       draft: The draft model.
+      cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       chunk_len: Most prompt tokens of a row in one call of the model.
       look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
@@ -132,14 +138,19 @@ def generate(
 
     stops = jnp.array(list(stop_tokens) or [-1], jnp.int32)
     host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
-    prefilling, decoding, num_prompt_tokens = Stopwatch(), Stopwatch(), 0
+    prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    state = _empty_state(config, draft.config if draft else None, stops, options)
+    cache = idle_cache(cache, config)
+    state = _empty_state(cache, draft.config if draft else None, stops, options)
     while requests.waiting or host.running:
-        state, admitted = _admit(state, requests, host, max_new_tokens, seed)
-        if admitted:
+        while True:
+            state, admitted, num_cached = _admit(state, requests, host, max_new_tokens, seed)
+            if not admitted:
+                break
             state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len)
-            num_prompt_tokens += sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
+            num_tokens = sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
+            num_prompt_tokens += num_tokens - num_cached
+            num_cached_tokens += num_cached
             host.note(state)
         state = decoding(
             decode_loop.decode, forward, params, draft_params, state, jnp.int32(look_every), drafting=drafting
@@ -150,6 +161,7 @@ def generate(
         cache=state.cache,
         num_steps=int(state.num_steps),
         num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
         num_drafted=int(state.num_drafted),
         num_accepted=int(state.num_accepted),
         prefill_seconds=prefilling.seconds,
@@ -209,10 +221,10 @@ def _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, de
         )
 
 
-def _empty_state(config: CacheConfig, draft_config: CacheConfig | None, stops, options) -> DecodeState:
-    rows, width = config.max_seqs, config.max_seq_len
+def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options) -> DecodeState:
+    rows, width = cache.max_seqs, cache.config.max_seq_len
     return DecodeState(
-        cache=init(config),
+        cache=cache,
         draft_cache=init(draft_config) if draft_config else None,
         history=jnp.zeros((rows, width), jnp.int32),
         prompt_len=jnp.zeros(rows, jnp.int32),
@@ -230,9 +242,16 @@ def _empty_state(config: CacheConfig, draft_config: CacheConfig | None, stops, o
 
 def _admit(
     state: DecodeState, requests: Requests, host: Host, max_new_tokens: int, seed: int
-) -> tuple[DecodeState, dict[int, list[int]]]:
-    """Starts rows for prompts that wait, first come first served; {first row: rows of all samples}."""
+) -> tuple[DecodeState, dict[int, list[int]], int]:
+    """Starts rows for prompts that wait, first come first served.
+
+    A prompt that can share more with one of those just admitted waits until that one is computed.
+
+    Returns:
+      The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
+    """
     admitted: dict[int, list[int]] = {}
+    num_cached = 0
     cache = state.cache
     idle = [row for row in range(host.config.max_seqs) if row not in host.running]
     history, seeds = np.array(state.history), np.array(state.sampling.seed)
@@ -240,9 +259,15 @@ def _admit(
     while requests.waiting and len(idle) >= requests.num_samples:
         prompt_id = requests.waiting[0]
         prompt = requests.prompts[prompt_id]
-        cache, admission = allocate(cache, [idle[0]], [len(prompt)])
+        others = [requests.prompts[host.running[row][0]] for row in admitted]
+        tokens = np.zeros((1, host.config.max_seq_len), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), others):
+            break
+        cache, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens)
         if int(admission.status[0]) != Status.OK:
             break
+        num_cached += int(admission.num_cached[0])
         requests.waiting.popleft()
         rows, idle = idle[: requests.num_samples], idle[requests.num_samples :]
         admitted[rows[0]] = rows
@@ -253,19 +278,35 @@ def _admit(
             max_len[row] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
             seeds[row] = np.random.SeedSequence([seed, prompt_id, sample_id]).generate_state(1)[0]
     if not admitted:
-        return dataclasses.replace(state, cache=cache), {}
+        return dataclasses.replace(state, cache=cache), {}, 0
     started = [row for rows in admitted.values() for row in rows]
     length = np.array(state.length)
     length[started] = prompt_len[started]
-    return dataclasses.replace(
-        state,
-        cache=cache,
-        history=jnp.asarray(history),
-        prompt_len=jnp.asarray(prompt_len),
-        length=jnp.asarray(length),
-        max_len=jnp.asarray(max_len),
-        sampling=dataclasses.replace(state.sampling, seed=jnp.asarray(seeds)),
-    ), admitted
+    return (
+        dataclasses.replace(
+            state,
+            cache=cache,
+            history=jnp.asarray(history),
+            prompt_len=jnp.asarray(prompt_len),
+            length=jnp.asarray(length),
+            max_len=jnp.asarray(max_len),
+            sampling=dataclasses.replace(state.sampling, seed=jnp.asarray(seeds)),
+        ),
+        admitted,
+        num_cached,
+    )
+
+
+def _shares_more(cache: Cache, tokens: np.ndarray, num_tokens: int, others: Sequence[np.ndarray]) -> bool:
+    """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
+    block_size = cache.config.groups[cache.config.indexed_group].block_size
+    common = 0
+    for other in others:
+        length = min(num_tokens - 1, len(other))
+        differs = np.flatnonzero(tokens[0, :length] != other[:length])
+        common = max(common, int(differs[0]) if len(differs) else length)
+    num_common = common // block_size * block_size
+    return num_common > 0 and num_common > int(lookup(cache, tokens, [num_tokens])[0])
 
 
 def _prefill(
@@ -279,27 +320,31 @@ def _prefill(
 ) -> DecodeState:
     """Computes the admitted prompts, forks their samples and draws the first tokens."""
     max_seqs = host.config.max_seqs
-    firsts = np.zeros(max_seqs, bool)
-    firsts[list(admitted)] = True
-    lengths = jnp.where(firsts, state.prompt_len, 0)
+    # Few rows at a time cost less; powers of two, so that few programs are compiled.
+    num_rows = min(1 << (len(admitted) - 1).bit_length(), max_seqs)
+    firsts = np.full(num_rows, max_seqs, np.int32)
+    firsts[: len(admitted)] = list(admitted)
+    rows = np.minimum(firsts, max_seqs - 1)
+    prompts, lengths = state.history[rows], jnp.where(firsts < max_seqs, state.prompt_len[rows], 0)
     cache, logits, failed = decode_loop.prefill(
-        forward, params, state.cache, state.history, lengths, chunk_len=chunk_len
+        forward, params, state.cache, prompts, lengths, firsts, chunk_len=chunk_len
     )
     draft_cache = state.draft_cache
     if draft is not None and draft_cache is not None:
         # A prompt that the draft's cache has no room for is decoded without drafts.
-        ids = np.where(firsts, np.arange(max_seqs), max_seqs)
-        draft_cache, admission = allocate(draft_cache, ids, np.asarray(state.prompt_len))
-        lengths = jnp.where(admission.status == Status.OK, state.prompt_len, 0)
+        draft_cache, admission = allocate(draft_cache, firsts, lengths, tokens=prompts)
+        draft_firsts = jnp.where(admission.status == Status.OK, firsts, max_seqs)
         draft_chunk = min(chunk_len, draft.config.query_len_limit)
         draft_cache, _, _ = decode_loop.prefill(
-            draft.forward, draft.params, draft_cache, state.history, lengths, chunk_len=draft_chunk
+            draft.forward, draft.params, draft_cache, prompts, lengths, draft_firsts, chunk_len=draft_chunk
         )
-    source = np.arange(max_seqs)
+    source = np.zeros(max_seqs, np.int32)
     src_ids, dst_ids = np.full(max_seqs, max_seqs), np.full(max_seqs, max_seqs)
     forks = [(first, row) for first, rows in admitted.items() for row in rows[1:]]
     for i, (first, row) in enumerate(forks):
-        src_ids[i], dst_ids[i], source[row] = first, row, first
+        src_ids[i], dst_ids[i] = first, row
+    for i, rows in enumerate(admitted.values()):
+        source[rows] = i
     if forks:
         cache, _ = fork(cache, src_ids, dst_ids)
         if draft_cache is not None:

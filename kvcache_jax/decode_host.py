@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from kvcache_jax import decode_loop
-from kvcache_jax.cache import free
+from kvcache_jax.block_pool import num_used
+from kvcache_jax.cache import free, init
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_loop import DecodeState
+from kvcache_jax.prefix_cache import commit
 from kvcache_jax.state import Cache
 
 _FINISH_REASONS = {
@@ -93,13 +95,30 @@ def look_at(
     return Look(
         num_steps=num_steps,
         seconds=seconds,
-        num_blocks_used=sum(pool.num_blocks - int(pool.num_free) for pool in pools),
+        num_blocks_used=sum(int(num_used(pool)) for pool in pools),
         num_refs=sum(num_refs),
         num_active_seqs=int(np.asarray(cache.is_active).sum()),
         running=dict(running),
         ended=list(ended),
         block_tables=tables,
     )
+
+
+def idle_cache(cache: Cache | None, config: CacheConfig) -> Cache:
+    """The caller's cache if it can be gone on with, or an empty one.
+
+    Raises:
+      ValueError: another config, or rows that are active.
+    """
+    if cache is None:
+        return init(config)
+    if cache.config != config:
+        raise ValueError(f"cache has the config {cache.config}, expected that of the call, {config}")
+    if cache.is_active.any():
+        raise ValueError(
+            f"cache has {int(cache.is_active.sum())} active rows, expected all idle: free them first"
+        )
+    return cache
 
 
 class Requests:
@@ -175,7 +194,10 @@ class Host:
             return state
         ids = np.full(self.config.max_seqs, self.config.max_seqs, np.int32)
         ids[: len(rows)] = rows
-        cache, _ = free(state.cache, ids)
+        cache = state.cache
+        if cache.config.enable_prefix_caching:
+            cache, _ = commit(cache, ids)
+        cache, _ = free(cache, ids)
         draft_cache = state.draft_cache
         if draft_cache is not None:
             draft_cache, _ = free(draft_cache, ids)

@@ -1,8 +1,8 @@
 """The device side of decoding, for anybody's model: prefill in chunks, then decode in one while loop.
 
 A model is `forward(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`, the same
-function for prefill, chunks and decode. All rows of the cache take part in every call; idle rows have
-no new tokens.
+function for prefill, chunks and decode. All rows of the cache take part in every decode step, idle ones
+without new tokens; those with a prompt take part in prefill.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvcache_jax.cache import extend, truncate
+from kvcache_jax.prefix_cache import commit
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.sampling import (
     SamplingParams,
@@ -99,44 +101,54 @@ def prefill(
     cache: Cache,
     prompts: jax.Array,
     prompt_len: jax.Array,
+    seq_ids: jax.Array,
     *,
     chunk_len: int,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Feeds every row from its `context_len` to its `prompt_len`, `chunk_len` tokens at a time.
+    """Feeds rows from their `context_len` to their `prompt_len`, `chunk_len` tokens at a time.
+
+    With prefix caching it commits them.
 
     Args:
       forward: The model (static).
       params: Its parameters.
       cache: Donated.
-      prompts: i32[max_seqs, max_seq_len].
-      prompt_len: i32[max_seqs]; rows that are already there do not take part.
+      prompts: i32[n, P].
+      prompt_len: i32[n]; rows that are already there do not take part.
+      seq_ids: i32[n]; `max_seqs` for none.
       chunk_len: Most tokens of a row in one call.
 
     Returns:
-      The cache; logits f32[max_seqs, vocab] of each row's last prompt token, 0 for the others; and
-      bool[max_seqs], rows that ran out of blocks.
+      The cache; logits f32[n, vocab] of each row's last prompt token, 0 for rows that take no part; and
+      bool[n], rows that ran out of blocks.
     """
+
+    def num_left(cache: Cache, failed: jax.Array) -> jax.Array:
+        held = cache.context_len.at[seq_ids].get(mode="fill", fill_value=np.iinfo(np.int32).max)
+        return jnp.where(failed, 0, jnp.maximum(prompt_len - held, 0))
 
     def feed(state):
         cache, last_logits, failed = state
-        left = jnp.where(failed, 0, prompt_len - cache.context_len)
-        num_new = jnp.clip(left, 0, chunk_len)
-        at = cache.context_len[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
+        num_new = jnp.minimum(num_left(cache, failed), chunk_len)
+        first = cache.context_len.at[seq_ids].get(mode="fill", fill_value=0)
+        at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
         tokens = jnp.take_along_axis(prompts, jnp.minimum(at, prompts.shape[1] - 1), axis=1)
-        cache, step = extend(cache, num_new, max_new=chunk_len, tokens=tokens)
+        cache, step = extend(cache, num_new, max_new=chunk_len, seq_ids=seq_ids, tokens=tokens)
         logits, cache = forward(params, tokens, cache, step)
         is_last = (step.query_len > 0) & (step.context_len == prompt_len)
         last = jnp.maximum(step.query_len - 1, 0)
         ends = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
         last_logits = jnp.where(is_last[:, None], ends, last_logits)
-        return cache, last_logits, failed | (step.status != Status.OK)
+        return cache, last_logits, failed | ((num_new > 0) & (step.status != Status.OK))
 
-    def is_left(state):
-        cache, _, failed = state
-        return (~failed & (cache.context_len < prompt_len)).any()
-
-    last_logits = jnp.zeros((cache.max_seqs, vocab_size(forward, params, cache)), jnp.float32)
-    return lax.while_loop(is_left, feed, (cache, last_logits, jnp.zeros_like(prompt_len, bool)))
+    last_logits = jnp.zeros((seq_ids.shape[0], vocab_size(forward, params, cache)), jnp.float32)
+    state = cache, last_logits, jnp.zeros_like(prompt_len, bool)
+    cache, last_logits, failed = lax.while_loop(
+        lambda state: (num_left(state[0], state[2]) > 0).any(), feed, state
+    )
+    if cache.config.enable_prefix_caching:
+        cache, _ = commit(cache, seq_ids)
+    return cache, last_logits, failed
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:

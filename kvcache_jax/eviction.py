@@ -1,7 +1,8 @@
 """Eviction: cached blocks give up their contents, so that their places can be handed out.
 
-Under `lru` the queue of releases has the victims in its front. Other policies have a key per block, and those
-without a published successor compete: a block whose last successor went competes from then on.
+Under `lru`, and in groups that are not indexed, the queue of releases has the victims in its front. Other
+policies have a key per block, and those without a published successor compete: a block whose last successor
+went competes from then on.
 """
 
 import dataclasses
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_history, block_pool, prefix_index
+from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
+from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
 _ENTRIES_PER_TRIP = 128
 
@@ -23,40 +24,37 @@ def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig)
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
     if control.prefix_index is None:
         return control
-    group_id = config.indexed_group
-    pool = control.block_pools[group_id]
-    return evict(control, jnp.maximum(needs[group_id] - pool.num_free, 0), config)
+    others = [g for g in range(len(config.groups)) if g != config.indexed_group]
+    for group_id in (config.indexed_group, *others):
+        num_free = control.block_pools[group_id].num_free
+        control = evict(control, group_id, jnp.maximum(needs[group_id] - num_free, 0), config)
+    return control
 
 
-def evict(control: Control, num_blocks: jax.Array, config: CacheConfig) -> Control:
-    """Evicts the `num_blocks` i32[] least valuable cached blocks; there are as many."""
-    group_id = config.indexed_group
-    pool, index = control.block_pools[group_id], control.prefix_index
-    assert index is not None and pool.cached is not None
+def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
+    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group; there are as many."""
+    assert control.prefix_index is not None
+    has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
 
     def evict_some(state):
-        pool, index, left = state
-        if index.history is not None:
-            return *_evict_by_key(pool, index, left, control.clock, config), jnp.int32(0)
-        pool, index, num_evicted = _evict_from_front(pool, index, left)
-        return pool, index, left - num_evicted
+        control, left = state
+        if has_keys:
+            return _evict_by_key(control, group_id, left, config), jnp.int32(0)
+        control, num_evicted = _evict_from_front(control, group_id, left, config)
+        return control, left - num_evicted
 
-    pool, index, _ = lax.while_loop(lambda state: state[2] > 0, evict_some, (pool, index, num_blocks))
-    pools = (*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :])
-    return dataclasses.replace(
-        control,
-        block_pools=pools,
-        prefix_index=index,
-        counters=count_events(control, {Counter.EVICTIONS: num_blocks}),
-    )
+    control, _ = lax.while_loop(lambda state: state[1] > 0, evict_some, (control, num_blocks))
+    counters = count_events(control, {Counter.EVICTIONS: num_blocks})
+    return dataclasses.replace(control, counters=counters)
 
 
 def _evict_from_front(
-    pool: BlockPool, index: PrefixIndex, most: jax.Array
-) -> tuple[BlockPool, PrefixIndex, jax.Array]:
+    control: Control, group_id: int, most: jax.Array, config: CacheConfig
+) -> tuple[Control, jax.Array]:
     """Evicts up to `most` of the blocks in the next entries of the queue; returns also how many."""
+    pool, index = control.block_pools[group_id], control.prefix_index
+    assert pool.cached is not None and index is not None
     cached = pool.cached
-    assert cached is not None
     order = jnp.arange(_ENTRIES_PER_TRIP, dtype=jnp.uint32)
     block_ids, is_cached = block_pool.queue_entries(cached, pool.ref_count, cached.head + order)
     rank, num_found = block_pool.rank_true(is_cached)
@@ -64,56 +62,51 @@ def _evict_from_front(
     # Up to and without the first cached block that stays.
     stays = is_cached & ~is_victim
     num_passed = jnp.where(stays.any(), jnp.argmax(stays).astype(jnp.uint32), jnp.uint32(_ENTRIES_PER_TRIP))
-    cached = dataclasses.replace(
-        cached, head=cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
-    )
-    pool, index = _give_up(dataclasses.replace(pool, cached=cached), index, block_ids, is_victim)
-    return pool, index, jnp.minimum(num_found, most)
+    head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
+    pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
+    control = forget(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
+    return control, jnp.minimum(num_found, most)
 
 
-def _evict_by_key(
-    pool: BlockPool, index: PrefixIndex, num_blocks: jax.Array, clock: jax.Array, config: CacheConfig
-) -> tuple[BlockPool, PrefixIndex]:
+def _evict_by_key(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
     """Evicts `num_blocks` of the blocks with the lowest keys; there are as many cached ones."""
-    cached, history = pool.cached, index.history
-    assert cached is not None and history is not None
-    is_candidate = cached.is_published & (pool.ref_count == 0) & (history.num_children == 0)
-    keys, recency = block_history.keys_of(history, cached, clock, config)
-    (keys, recency, is_candidate), cached, history = lax.optimization_barrier(
-        ((keys, recency, is_candidate), cached, history)
-    )
-    pool, index = dataclasses.replace(pool, cached=cached), dataclasses.replace(index, history=history)
+    pool, index = control.block_pools[group_id], control.prefix_index
+    assert pool.cached is not None and index is not None and index.history is not None
+    is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
+    keys, recency = block_history.keys_of(index.history, pool.cached, control.clock, config)
+    # Read before the loop writes what they are computed from.
+    is_candidate, keys, recency, control = lax.optimization_barrier((is_candidate, keys, recency, control))
 
     def evict_batch(state):
-        pool, index, is_candidate, left = state
-        block_ids, is_victim = block_history.least_valuable(
-            keys, recency, is_candidate, left, config.eviction_batch
-        )
-        pool, index = _give_up(pool, index, block_ids, is_victim)
-        assert index.history is not None
-        parents = jnp.where(is_victim, index.parent.at[block_ids].get(mode="clip"), pool.num_blocks)
+        control, is_candidate, left = state
+        pool = control.block_pools[group_id]
+        block_ids = block_history.least_valuable(keys, recency, is_candidate, left, config.eviction_batch)
+        control = forget(control, group_id, block_ids, pool, config)
+        index = control.prefix_index
+        assert index is not None and index.history is not None
+        parents = index.parent.at[block_ids].get(mode="fill", fill_value=pool.num_blocks)
         competes = index.history.num_children.at[parents].get(mode="fill", fill_value=1) == 0
         competes &= block_pool.ref_counts(pool, parents) == 0
         is_candidate = is_candidate.at[block_ids].set(False, mode="drop")
         is_candidate = is_candidate.at[jnp.where(competes, parents, pool.num_blocks)].set(True, mode="drop")
-        return pool, index, is_candidate, left - num_true(is_victim)
+        return control, is_candidate, left - num_true(block_ids < pool.num_blocks)
 
-    state = pool, index, is_candidate, num_blocks
-    return lax.while_loop(lambda state: state[3] > 0, evict_batch, state)[:2]
+    return lax.while_loop(lambda state: state[2] > 0, evict_batch, (control, is_candidate, num_blocks))[0]
 
 
-def _give_up(
-    pool: BlockPool, index: PrefixIndex, block_ids: jax.Array, is_victim: jax.Array
-) -> tuple[BlockPool, PrefixIndex]:
-    """Makes the masked ones of the cached blocks i32[n], which differ, free."""
-    cached = pool.cached
-    assert cached is not None
-    index = prefix_index.remove(index, block_ids, is_victim)
-    victims = jnp.where(is_victim, block_ids, pool.num_blocks)
-    cached = dataclasses.replace(
-        cached,
-        is_published=cached.is_published.at[victims].set(False, mode="drop"),
-        num_cached=cached.num_cached - num_true(is_victim),
-    )
-    pool = dataclasses.replace(pool, cached=cached)
-    return block_pool.put_on_free_stack(pool, block_ids, is_victim), index
+def forget(
+    control: Control, group_id: int, block_ids: jax.Array, pool: BlockPool, config: CacheConfig
+) -> Control:
+    """Makes cached blocks i32[n] of `pool`, which differ, free and unfindable; nowhere is skipped."""
+    index = control.prefix_index
+    assert index is not None
+    if group_id == config.indexed_group:
+        index = prefix_index.remove(index, block_ids)
+    else:
+        index = companions.unlink(index, group_id, block_ids)
+    pools = list(control.block_pools)
+    pools[group_id] = block_pool.withdraw(pool, block_ids)
+    control = dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+    if group_id == config.indexed_group:
+        control = companions.drop_companions(control, block_ids)
+    return control

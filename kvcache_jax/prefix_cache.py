@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, block_pool, eviction, prefix_index, publish
+from kvcache_jax import arguments, block_pool, companions, eviction, prefix_index, publish
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
@@ -105,7 +105,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
 
     Args:
       cache: Not changed.
-      num_blocks: i32[], how many.
+      num_blocks: i32[], how many blocks of the group that prefixes are found by.
 
     Returns:
       The cache and i32[], how many there were to evict, at most `num_blocks`.
@@ -158,17 +158,18 @@ def _lookup(
 
     def one(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array) -> jax.Array:
         found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens, namespace)[:max_blocks]
-        return num_true(found < index.parent.shape[0]) * index.block_tokens.shape[1]
+        return companions.usable_prefix(control, found, config)[1]
 
     return jax.vmap(one)(tokens, num_tokens, namespaces)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _evict(control: Control, num_blocks: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    cached = control.block_pools[config.indexed_group].cached
+    group_id = config.indexed_group
+    cached = control.block_pools[group_id].cached
     assert cached is not None
     num_evicted = jnp.clip(num_blocks, 0, cached.num_cached)
-    return eviction.evict(control, num_evicted, config), num_evicted
+    return eviction.evict(control, group_id, num_evicted, config), num_evicted
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -179,15 +180,10 @@ def _forget(control: Control, config: CacheConfig) -> tuple[Control, jax.Array]:
         cached = pool.cached
         assert cached is not None
         num_dropped += num_true(cached.is_published)
-        block_ids = jnp.arange(pool.num_blocks, dtype=jnp.int32)
-        pool = block_pool.put_on_free_stack(pool, block_ids, cached.is_published & (pool.ref_count == 0))
-        cached = dataclasses.replace(
-            cached,
-            is_published=jnp.zeros_like(cached.is_published),
-            num_cached=jnp.zeros_like(cached.num_cached),
-            head=cached.tail,
+        block_ids = jnp.where(
+            cached.is_published, jnp.arange(pool.num_blocks, dtype=jnp.int32), pool.num_blocks
         )
-        pools.append(dataclasses.replace(pool, cached=cached))
+        pools.append(block_pool.withdraw(pool, block_ids))
     index = control.prefix_index
     assert index is not None
     index = dataclasses.replace(empty_index(config), block_tokens=index.block_tokens)

@@ -113,13 +113,13 @@ def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priori
     return dataclasses.replace(index, history=block_history.note_priority(history, block_ids, priority))
 
 
-def remove(index: PrefixIndex, block_ids: jax.Array, mask: jax.Array) -> PrefixIndex:
-    """Takes the masked blocks, which are published, out of their buckets."""
+def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
+    """Takes published blocks i32[n], which differ, out of their buckets; nowhere is skipped."""
     nowhere = index.parent.shape[0]
     buckets = bucket_of(index, index.block_hash.at[block_ids].get(mode="clip"))
     ways = jnp.argmax(index.buckets[buckets] == block_ids[:, None], axis=-1)
-    buckets = jnp.where(mask, buckets, index.buckets.shape[0])
-    parents = jnp.where(mask, index.parent.at[block_ids].get(mode="clip"), nowhere)
+    buckets = jnp.where(block_ids < nowhere, buckets, index.buckets.shape[0])
+    parents = index.parent.at[block_ids].get(mode="fill", fill_value=nowhere)
     return dataclasses.replace(
         index,
         buckets=index.buckets.at[buckets, ways].set(nowhere, mode="drop"),

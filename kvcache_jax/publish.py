@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_history, block_pool, prefix_index
+from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
@@ -21,7 +21,7 @@ from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
-_BATCH = 64
+_BATCH = 32
 
 
 class _Batch(NamedTuple):
@@ -105,21 +105,13 @@ def _publish_batch(
     verdict = _judge(control, index, batch, rows, before)
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
-    new_ids = jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks)
-    pool = _mark_published(pool, new_ids)
+    pool = block_pool.mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
     is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
-    # One private block may stand in several rows of the batch.
-    is_exchanged &= ~_stands_before(batch.block_ids, is_exchanged)
-    pool = _adopt(pool, is_exchanged, batch, verdict.canonical)
+    pool, num_adopted = _adopt(pool, is_exchanged, batch, verdict.canonical)
 
     entry_rows = rows.at[batch.row].get(mode="clip")
-    priority = control.priority.at[entry_rows].get(mode="clip")
-    history = block_history.note_published(index.history, new_ids, control.clock, priority, batch.column)
-    used_ids = jnp.where(is_exchanged, verdict.canonical, pool.num_blocks)
-    history = block_history.note_used(history, used_ids, control.clock)
-    is_last = ~_stands_before(used_ids[::-1], is_exchanged[::-1])[::-1]
-    history = block_history.note_priority(history, jnp.where(is_last, used_ids, pool.num_blocks), priority)
-    index = dataclasses.replace(index, history=history)
+    if index.history is not None:
+        index = _note_uses(control, index, batch, verdict, is_exchanged, entry_rows)
     done_rows = jnp.where(verdict.is_done, entry_rows, control.max_seqs)
     cut_here = batch.is_entry & ~verdict.is_done
     control = dataclasses.replace(
@@ -127,9 +119,34 @@ def _publish_batch(
         num_published=control.num_published.at[done_rows].add(1, mode="drop"),
         prefix_index=index,
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
-        counters=count_events(control, {Counter.ADOPTIONS: num_true(is_exchanged)}),
+        counters=count_events(control, {Counter.ADOPTIONS: num_adopted}),
     )
+    if len(config.groups) > 1:
+        is_first = verdict.is_done & ~_stands_before(verdict.canonical, verdict.is_done)
+        control = companions.link(control, is_first, entry_rows, batch.column, verdict.canonical, config)
     return control, is_cut.at[jnp.where(cut_here, batch.row, is_cut.shape[0])].set(True, mode="drop")
+
+
+def _note_uses(
+    control: Control,
+    index: PrefixIndex,
+    batch: _Batch,
+    verdict: _Verdict,
+    is_exchanged: jax.Array,
+    entry_rows: jax.Array,
+) -> PrefixIndex:
+    """Tells the eviction policy of what was published, and of what was adopted by other rows."""
+    nowhere = index.parent.shape[0]
+    priority = control.priority.at[entry_rows].get(mode="clip")
+    new_ids = jnp.where(verdict.is_new, batch.block_ids, nowhere)
+    history = block_history.note_published(index.history, new_ids, control.clock, priority, batch.column)
+    is_adopted = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
+    used_ids = jnp.where(is_adopted, verdict.canonical, nowhere)
+    history = block_history.note_used(history, used_ids, control.clock)
+    # Of several rows that adopt a block, the priority of the last one stays.
+    is_last = ~_stands_before(used_ids[::-1], is_adopted[::-1])[::-1]
+    history = block_history.note_priority(history, jnp.where(is_last, used_ids, nowhere), priority)
+    return dataclasses.replace(index, history=history)
 
 
 def _first_pending(
@@ -139,7 +156,9 @@ def _first_pending(
     starts = ends - num_pending
     order = jnp.arange(size, dtype=jnp.int32)
     is_entry = order < ends[-1]
-    row = jnp.sum(order[:, None] >= ends, axis=1, dtype=jnp.int32)
+    rows_in_call = jnp.arange(num_pending.shape[0], dtype=jnp.int32)
+    first_places = jnp.where(num_pending > 0, starts, size)
+    row = lax.cummax(jnp.zeros(size, jnp.int32).at[first_places].max(rows_in_call, mode="drop"))
     start = starts.at[row].get(mode="clip")
     column = num_published.at[row].get(mode="clip") + order - start
     block_ids = pool.block_table.at[rows.at[row].get(mode="clip"), column].get(
@@ -169,7 +188,7 @@ def _judge(
 
     found = jnp.where(batch.is_entry, prefix_index.candidates(index, hashes), nowhere)
     is_new = batch.is_entry & (found == nowhere)
-    is_equal = (hashes[:, None] == hashes).all(axis=-1) & is_new[:, None] & is_new
+    is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
     leader = jnp.where(is_new, jnp.argmax(is_equal, axis=1).astype(jnp.int32), order)
     canonical = jnp.where(is_new, batch.block_ids[leader], found)
     is_first = order == batch.start
@@ -193,7 +212,8 @@ def _judge(
         spread_bad = (last_bad >= batch.start) | is_bad[leader]
         return spread_bad, (spread_bad != is_bad).any()
 
-    is_bad, _ = lax.while_loop(lambda state: state[1], spread, (~is_good, jnp.bool_(True)))
+    is_bad = batch.is_entry & ~is_good
+    is_bad, _ = lax.while_loop(lambda state: state[1], spread, (is_bad, is_bad.any()))
     is_done = batch.is_entry & ~is_bad
     return _Verdict(is_done, is_new & is_done, canonical, content, way)
 
@@ -204,14 +224,10 @@ def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
     return ((values[:, None] == values) & (order[:, None] > order) & mask).any(axis=1)
 
 
-def _mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    assert pool.cached is not None
-    is_published = pool.cached.is_published.at[block_ids].set(True, mode="drop")
-    return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
-
-
-def _adopt(pool: BlockPool, mask: jax.Array, batch: _Batch, canonical: jax.Array) -> BlockPool:
-    """Puts the canonical block in the place of the masked ones, which differ, in every row that holds them.
+def _adopt(
+    pool: BlockPool, is_exchanged: jax.Array, batch: _Batch, canonical: jax.Array
+) -> tuple[BlockPool, jax.Array]:
+    """Puts the canonical blocks in the place of the masked ones, in every row that holds them; counts them.
 
     In every row: a fork that kept the private block would hold the children of a block that it does not hold,
     and that block could be evicted under them.
@@ -219,8 +235,10 @@ def _adopt(pool: BlockPool, mask: jax.Array, batch: _Batch, canonical: jax.Array
 
     # At most one trip, and none in most steps; `lax.cond` would copy the big arrays.
     def exchange(state):
-        pool, _ = state
+        pool, _, _ = state
         nowhere = pool.num_blocks
+        # One private block may stand in several rows of the batch.
+        mask = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
         old = jnp.where(mask, batch.block_ids, nowhere)
         new = jnp.where(mask, canonical, nowhere)
         num_owners = pool.ref_count.at[old].get(mode="fill", fill_value=0)
@@ -236,6 +254,8 @@ def _adopt(pool: BlockPool, mask: jax.Array, batch: _Batch, canonical: jax.Array
         assert pool.cached is not None
         cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
         pool = dataclasses.replace(pool, block_table=table, ref_count=ref_count, cached=cached)
-        return block_pool.put_on_free_stack(pool, old, mask), jnp.bool_(False)
+        return block_pool.put_on_free_stack(pool, old, mask), num_true(mask), jnp.bool_(False)
 
-    return lax.while_loop(lambda state: state[1], exchange, (pool, mask.any()))[0]
+    state = pool, jnp.int32(0), is_exchanged.any()
+    pool, num_adopted, _ = lax.while_loop(lambda state: state[2], exchange, state)
+    return pool, num_adopted

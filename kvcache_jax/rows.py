@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool, eviction, prefix_index
+from kvcache_jax import block_pool, companions, eviction, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
@@ -84,8 +84,10 @@ def allocate_row(
     hits, num_cached = _find_hits(control, prompt, config)
     need, lacks = [], []
     for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
-        num_blocks = jnp.minimum(num_blocks_for(num_tokens, group.block_size), group.max_held_blocks)
-        num_blocks -= num_true(ids < pool.num_blocks)
+        num_blocks = jnp.minimum(
+            num_blocks_for(num_tokens, group.block_size) - num_cached // group.block_size,
+            group.max_held_blocks - num_true(ids < pool.num_blocks),
+        )
         is_revived = (ids < pool.num_blocks) & (block_pool.ref_counts(pool, ids) == 0)
         need.append(num_blocks)
         lacks.append(num_blocks > block_pool.num_available(pool) - num_true(is_revived))
@@ -138,17 +140,17 @@ def allocate_row(
 
 def _find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
     """Per group i32[max_blocks_per_seq] cached blocks by column, or nowhere; and their tokens."""
-    hits = [jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools]
     if control.prefix_index is None:
-        return hits, jnp.int32(0)
-    group_id = config.indexed_group
-    pool, group = control.block_pools[group_id], config.groups[group_id]
+        nowhere = [
+            jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools
+        ]
+        return nowhere, jnp.int32(0)
     found = prefix_index.find_prefix(
         control.prefix_index, control.hash_key, prompt.tokens, prompt.num_tokens, prompt.namespace
     )
+    pool = control.block_pools[config.indexed_group]
     found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
-    hits[group_id] = hits[group_id].at[: found.shape[0]].set(found)
-    return hits, num_true(found < pool.num_blocks) * group.block_size
+    return companions.usable_prefix(control, found, config)
 
 
 def _count_admission(

@@ -1,5 +1,6 @@
 """Log-probabilities of continuations that share a context: the context is computed once and forked."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcache_jax.cache import allocate, extend, fork, free, init
+from kvcache_jax.cache import allocate, extend, fork, free
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_host import idle_cache
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.state import Cache
 from kvcache_jax.status import Status, raise_for_status
+
+
+@dataclasses.dataclass
+class ScoreResult:
+    """What `score` returns.
+
+    Attributes:
+      logprobs: f32[len(continuation)] log-probability of each token, per continuation.
+      cache: The cache at the end, all rows idle; with prefix caching it still knows the context.
+      num_cached_tokens: Tokens of the context that the prefix cache had.
+    """
+
+    logprobs: list[np.ndarray]
+    cache: Cache
+    num_cached_tokens: int
 
 
 def score(
@@ -23,8 +40,9 @@ def score(
     continuations: Sequence[Sequence[int]],
     config: CacheConfig,
     *,
+    cache: Cache | None = None,
     chunk_len: int = 128,
-) -> list[np.ndarray]:
+) -> ScoreResult:
     """How likely a model finds each continuation of one context, token by token.
 
     Args:
@@ -33,13 +51,14 @@ def score(
       context: Token ids, at least one.
       continuations: Token ids of each; an empty one scores as an empty array.
       config: Of the cache. There may be more continuations than rows; they take turns.
+      cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       chunk_len: Most tokens of a row in one call of the model.
 
     Returns:
-      f32[len(continuation)] log-probabilities, per continuation.
+      A `ScoreResult`.
 
     Raises:
-      ValueError: nothing to condition on, or a continuation too long for a row.
+      ValueError: nothing to condition on, a continuation too long for a row, or a cache of another config.
       StatusError: the cache has too few blocks for a continuation alone.
     """
     if not len(context):
@@ -55,14 +74,13 @@ def score(
         )
     chunk_len = min(chunk_len, config.query_len_limit)
     # All but the context's last token: feeding that one gives the first continuation token its logits.
-    shared_len = len(context) - 1
+    shared_len = np.array([len(context) - 1], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(context)] = context
-    cache, admission = allocate(init(config), [0], [shared_len])
+    held, admission = allocate(idle_cache(cache, config), [0], shared_len, tokens=history[:1])
     raise_for_status(admission.status, "allocating the context")
-    prompt_len = np.zeros(config.max_seqs, np.int32)
-    prompt_len[0] = shared_len
-    cache, _, failed = prefill(forward, params, cache, history, prompt_len, chunk_len=chunk_len)
+    first = np.zeros(1, np.int32)
+    held, _, failed = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
     raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the context")
 
     results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(continuations))}
@@ -78,9 +96,9 @@ def score(
             length[row] = len(context) + len(tokens)
         ids = np.full(wave_len, config.max_seqs)
         ids[: len(wave)] = rows
-        cache, _ = fork(cache, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
-        cache, logprobs, failed = _score_rows(forward, params, cache, history, length, chunk_len=chunk_len)
-        cache, _ = free(cache, ids)
+        held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
+        held, logprobs, failed = _score_rows(forward, params, held, history, length, chunk_len=chunk_len)
+        held, _ = free(held, ids)
         logprobs, failed = np.asarray(logprobs), np.asarray(failed)
         if failed[rows].all():
             raise_for_status([Status.OUT_OF_BLOCKS], f"scoring continuation {wave[0]}")
@@ -91,7 +109,9 @@ def score(
             if not failed[row]:
                 results[i] = logprobs[row, len(context) : length[row]]
                 waiting.remove(i)
-    return [results[i] for i in range(len(continuations))]
+    held, _ = free(held, [0])
+    logprobs = [results[i] for i in range(len(continuations))]
+    return ScoreResult(logprobs, held, int(admission.num_cached[0]))
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcache_jax.config import CacheConfig, config_from_json, config_to_json, format_bytes
+from kvcache_jax.config import (
+    CacheConfig,
+    LayerGroup,
+    ceil_div,
+    config_from_json,
+    config_to_json,
+    format_bytes,
+)
 from kvcache_jax.eviction_policy import LRU, needed_metadata
 from kvcache_jax.pytree import Static, pytree_dataclass
 
@@ -146,6 +153,23 @@ class BlockHistory:
 
 
 @pytree_dataclass()
+class Companions:
+    """The blocks of another layer group that hold the same tokens as the published blocks of the indexed one.
+
+    A block of the other group belongs to the published block that has its last token. Each may be missing:
+    it left a window before it could be published, or was evicted.
+
+    Attributes:
+      block_ids: i32[num_blocks, most per block], of the other group, by their order in the sequence, or
+        nowhere (its `num_blocks`).
+      keeper: i32[num_blocks of the other group], the published block that each belongs to, or nowhere.
+    """
+
+    block_ids: jax.Array
+    keeper: jax.Array
+
+
+@pytree_dataclass()
 class PrefixIndex:
     """Finds blocks of one layer group, the indexed one, by the tokens up to their end.
 
@@ -158,6 +182,7 @@ class PrefixIndex:
       block_hash: u32[num_blocks, 2], of the tokens up to the block's end; of published blocks.
       parent: i32[num_blocks], the published block before it, or nowhere at the start of a sequence.
       namespace: u32[num_blocks, 4], in which the block was published.
+      companions: per layer group Companions; None for the indexed one.
       history: BlockHistory; None under the policy `lru`, which does not need it.
     """
 
@@ -166,6 +191,7 @@ class PrefixIndex:
     block_hash: jax.Array
     parent: jax.Array
     namespace: jax.Array
+    companions: tuple[Companions | None, ...]
     history: BlockHistory | None
 
 
@@ -362,12 +388,23 @@ def empty_index(config: CacheConfig) -> PrefixIndex:
     """An index in which nothing is published."""
     group = config.groups[config.indexed_group]
     num_blocks = group.num_blocks
+
+    def companions(other: LayerGroup) -> Companions | None:
+        if other is group:
+            return None
+        shape = (num_blocks, ceil_div(group.block_size, other.block_size))
+        return Companions(
+            block_ids=jnp.full(shape, other.num_blocks, jnp.int32),
+            keeper=jnp.full(other.num_blocks, num_blocks, jnp.int32),
+        )
+
     return PrefixIndex(
         buckets=jnp.full((_BUCKETS_PER_BLOCK * num_blocks, _WAYS), num_blocks, jnp.int32),
         block_tokens=jnp.zeros((num_blocks, group.block_size), jnp.int32),
         block_hash=jnp.zeros((num_blocks, 2), jnp.uint32),
         parent=jnp.full(num_blocks, num_blocks, jnp.int32),
         namespace=jnp.zeros((num_blocks, 4), jnp.uint32),
+        companions=tuple(companions(other) for other in config.groups),
         history=_empty_history(config.eviction_policy, num_blocks),
     )
 

@@ -259,7 +259,7 @@ def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
     continuations = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
     for sizes in ({}, {"num_blocks": 6}, {"max_seqs": 2}):
-        got = kv.score(forward, PARAMS, context, continuations, config(**sizes), chunk_len=4)
+        got = kv.score(forward, PARAMS, context, continuations, config(**sizes), chunk_len=4).logprobs
         for tokens, scores in zip(continuations, got, strict=True):
             prefix, expected = list(context), []
             for token in tokens:
@@ -267,7 +267,7 @@ def test_score_equals_the_model_without_a_cache():
                 prefix.append(token)
             assert scores.shape == (len(tokens),)
             np.testing.assert_allclose(scores, expected, atol=1e-4)
-    (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config())
+    (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config()).logprobs
     np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
     with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
         kv.score(forward, PARAMS, context, [[1] * 20], config(num_blocks=4))

@@ -1,0 +1,180 @@
+"""Prefixes over several layer groups: only one group is indexed, the others' blocks go with it.
+
+A published block of the indexed group carries the ids of the blocks that hold the same tokens in every other
+group. A prefix can be reused up to a length at which every group still has what the next token reads: all of
+it with full attention; with a window the window and the sinks.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax import block_pool
+from kvcache_jax.block_pool import num_true
+from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
+
+
+class _Places(NamedTuple):
+    """Where the blocks of another group hang: its column `j` belongs to the indexed group's `column[j]`."""
+
+    column: np.ndarray
+    slot: np.ndarray
+
+
+def _places(indexed: LayerGroup, other: LayerGroup, num_columns: int) -> _Places:
+    ends = (np.arange(num_columns) + 1) * other.block_size
+    column = (ends - 1) // indexed.block_size
+    slot = np.arange(num_columns) - column * indexed.block_size // other.block_size
+    return _Places(column.astype(np.int32), slot.astype(np.int32))
+
+
+def usable_prefix(
+    control: Control, found: jax.Array, config: CacheConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """How much of a prefix that the indexed group has every group can serve.
+
+    Args:
+      control: The state.
+      found: i32[K], blocks of the prefix in the indexed group, nowhere from the first miss on.
+      config: The cache's.
+
+    Returns:
+      Per group i32[max_blocks_per_seq], the blocks to start from by column, or nowhere; and i32[], tokens.
+    """
+    index, group_id = control.prefix_index, config.indexed_group
+    assert index is not None
+    indexed, pools = config.groups[group_id], control.block_pools
+    lengths = np.arange(found.shape[0] + 1) * indexed.block_size
+    num_found = num_true(found < pools[group_id].num_blocks)
+    step = math.lcm(*(group.block_size for group in config.groups))
+    is_usable = jnp.asarray(lengths % step == 0) & (jnp.asarray(lengths) <= num_found * indexed.block_size)
+    columns: list[jax.Array] = []
+    for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
+        if g == group_id:
+            columns.append(_padded(found, pool))
+            continue
+        columns.append(_padded(_columns(index, indexed, group, g, found), pool))
+        num_missing = jnp.cumsum(
+            jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
+        )
+        num_sinks, first, end = _needed(group, np.minimum(lengths, config.max_seq_len // step * step))
+        is_usable &= num_missing[np.minimum(num_sinks, end)] == 0
+        is_usable &= num_missing[end] == num_missing[np.minimum(np.maximum(first, num_sinks), end)]
+    num_tokens = jnp.max(jnp.where(is_usable, jnp.asarray(lengths, jnp.int32), 0))
+    for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
+        order = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        num_sinks, first, end = _needed(group, num_tokens)
+        is_kept = (order < end) & ((order < num_sinks) | (order >= first))
+        columns[g] = jnp.where(is_kept, columns[g], pool.num_blocks)
+    return columns, num_tokens
+
+
+def _columns(
+    index: PrefixIndex, indexed: LayerGroup, other: LayerGroup, other_id: int, found: jax.Array
+) -> jax.Array:
+    """i32[n], the other group's blocks for the prefix, by column."""
+    companions = index.companions[other_id]
+    assert companions is not None
+    places = _places(indexed, other, found.shape[0] * indexed.block_size // other.block_size)
+    nowhere = companions.keeper.shape[0]
+    return companions.block_ids.at[found[places.column], places.slot].get(mode="fill", fill_value=nowhere)
+
+
+def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
+    """`block_ids`, cut or filled up to the width of the block table."""
+    width = pool.max_blocks_per_seq
+    row = jnp.full(width, pool.num_blocks, jnp.int32)
+    num_columns = min(width, block_ids.shape[0])
+    return row.at[:num_columns].set(block_ids[:num_columns])
+
+
+def _needed(group: LayerGroup, length):
+    """Columns that a row of `length` tokens must hold: the first `sinks`, and `[first, end)`."""
+    numpy = jnp if isinstance(length, jax.Array) else np
+    first = 0 * length
+    if isinstance(group.kind, SlidingWindow):
+        first = numpy.maximum(length - group.kind.window + 1, 0) // group.block_size
+    return group.num_sink_blocks, first, length // group.block_size
+
+
+def link(
+    control: Control,
+    mask: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
+    canonical: jax.Array,
+    config: CacheConfig,
+) -> Control:
+    """Hangs the other groups' blocks of rows onto published blocks that lack them.
+
+    Args:
+      control: The state.
+      mask: bool[E], which entries count; their `canonical` differ.
+      rows: i32[E], seq_id.
+      columns: i32[E], column of the indexed group.
+      canonical: i32[E], the published block there.
+      config: The cache's.
+    """
+    index, indexed = control.prefix_index, config.groups[config.indexed_group]
+    assert index is not None
+    pools, all_companions = list(control.block_pools), list(index.companions)
+    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
+        companions = all_companions[g]
+        if companions is None:
+            continue
+        slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
+        column = (columns * indexed.block_size // group.block_size)[:, None] + slots
+        is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
+        ids = pool.block_table.at[rows[:, None], column].get(mode="fill", fill_value=pool.num_blocks)
+        present = companions.block_ids.at[canonical].get(mode="fill", fill_value=0)
+        is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
+        is_linked &= ~block_pool.is_published(pool, ids)
+        keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
+        linked = jnp.where(is_linked, ids, pool.num_blocks)
+        all_companions[g] = Companions(
+            block_ids=companions.block_ids.at[keepers, slots].set(ids, mode="drop"),
+            keeper=companions.keeper.at[linked].set(keepers, mode="drop"),
+        )
+        pools[g] = block_pool.mark_published(pool, linked)
+    index = dataclasses.replace(index, companions=tuple(all_companions))
+    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def drop_companions(control: Control, keepers: jax.Array) -> Control:
+    """Takes the companions off blocks i32[n] that are not published any more; nowhere is skipped."""
+    index = control.prefix_index
+    assert index is not None
+    pools, all_companions = list(control.block_pools), list(index.companions)
+    for g, companions in enumerate(index.companions):
+        if companions is None:
+            continue
+        nowhere = companions.keeper.shape[0]
+        ids = companions.block_ids.at[keepers].get(mode="fill", fill_value=nowhere).reshape(-1)
+        pools[g] = block_pool.withdraw(pools[g], ids)
+        all_companions[g] = Companions(
+            block_ids=companions.block_ids.at[keepers].set(nowhere, mode="drop"),
+            keeper=companions.keeper.at[ids].set(companions.block_ids.shape[0], mode="drop"),
+        )
+    index = dataclasses.replace(index, companions=tuple(all_companions))
+    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixIndex:
+    """Takes companions `block_ids` i32[n] of a group, which differ, off their keepers; nowhere is skipped."""
+    companions = index.companions[group_id]
+    assert companions is not None
+    nowhere = companions.keeper.shape[0]
+    keepers = companions.keeper.at[block_ids].get(mode="fill", fill_value=companions.block_ids.shape[0])
+    present = companions.block_ids.at[keepers].get(mode="fill", fill_value=nowhere)
+    slots = jnp.argmax(present == block_ids[:, None], axis=1)
+    companions = Companions(
+        block_ids=companions.block_ids.at[keepers, slots].set(nowhere, mode="drop"),
+        keeper=companions.keeper.at[block_ids].set(companions.block_ids.shape[0], mode="drop"),
+    )
+    everything = (*index.companions[:group_id], companions, *index.companions[group_id + 1 :])
+    return dataclasses.replace(index, companions=everything)

@@ -1,0 +1,99 @@
+"""generate, score and beam_search with prefix caching: less is computed, and nothing else changes."""
+
+import numpy as np
+import pytest
+from test_decode import PARAMS, PROMPTS, greedy
+from tiny_model import config, forward
+
+import kvcache_jax as kv
+
+SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+FAMILY = [[*SHARED, 8], [*SHARED, 9, 7, 1], [*SHARED, 8], [2, 2], SHARED[:6]]
+
+
+def cached_config(**sizes):
+    return config(enable_prefix_caching=True, **sizes)
+
+
+def generate(prompts, sizes=None, **options):
+    return kv.generate(
+        forward, PARAMS, prompts, cached_config(**(sizes or {})), **{"max_new_tokens": 7, **options}
+    )
+
+
+def check_greedy(result, prompts, num_new=7):
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        tokens, scores = greedy(prompt, num_new)
+        assert generation.tokens == tokens
+        np.testing.assert_allclose(generation.logprobs, scores, atol=1e-4)
+    assert kv.check_invariants(result.cache) == []
+    assert not np.asarray(result.cache.is_active).any()
+    assert int(kv.stats(result.cache).num_blocks_used) == 0
+
+
+def test_prompts_of_one_call_share_what_they_have_in_common():
+    """Two full blocks of 4 are common to three prompts, one to the fourth; each is computed once."""
+    result = generate(FAMILY)
+    check_greedy(result, FAMILY)
+    assert result.num_cached_tokens == 8 + 8 + 4
+    assert result.num_prompt_tokens == sum(map(len, FAMILY)) - 20
+    assert generate(PROMPTS).num_cached_tokens == 0
+
+
+def test_a_later_call_finds_prompts_and_answers_of_an_earlier_one():
+    first = generate(FAMILY[:1])
+    turn = FAMILY[0] + first.generations[0].tokens + [1, 2, 3]
+    again = generate([turn], cache=first.cache)
+    check_greedy(again, [turn])
+    # 12 tokens and 6 of the 7 new ones were computed by the first call: 4 full blocks.
+    assert again.num_cached_tokens == 16
+    other = generate([turn], cache=again.cache, num_drafts=3)
+    check_greedy(other, [turn])
+    assert other.num_cached_tokens == 20
+
+
+def test_samples_and_a_pool_that_must_evict():
+    options = dict(num_samples=2, temperature=1.1, seed=3)
+    free = kv.generate(forward, PARAMS, FAMILY, config(), max_new_tokens=7, **options)
+    roomy = generate(FAMILY, **options)
+    tight = generate(FAMILY, {"num_blocks": 11, "max_seqs": 2}, **options)
+    for result in (roomy, tight):
+        assert [g.tokens for g in result.generations] == [g.tokens for g in free.generations]
+        assert result.num_cached_tokens >= 12
+        assert kv.check_invariants(result.cache) == []
+    assert int(kv.stats(roomy.cache).num_evictions) == 0
+    assert int(kv.stats(tight.cache).num_evictions) > 0
+
+
+def test_drafts_are_never_published():
+    drafts = kv.Draft(forward, PARAMS, config())
+    result = generate(FAMILY, num_drafts=3, draft=drafts)
+    check_greedy(result, FAMILY)
+    for generation, prompt in zip(result.generations, FAMILY, strict=True):
+        text = [*prompt, *generation.tokens, 0]
+        num_known = len(prompt) + 6
+        assert int(kv.lookup(result.cache, [text], [len(text)])[0]) == num_known // 4 * 4
+
+
+def test_score_and_beams():
+    continuations = [[1, 2], [7, 7, 7, 7], []]
+    plain = kv.score(forward, PARAMS, SHARED, continuations, config())
+    first = kv.score(forward, PARAMS, SHARED, continuations, cached_config())
+    again = kv.score(forward, PARAMS, [*SHARED, 4], continuations, cached_config(), cache=first.cache)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 8)
+    for got, want in zip(first.logprobs, plain.logprobs, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert kv.check_invariants(again.cache) == []
+
+    plain = kv.beam_search(forward, PARAMS, FAMILY[:1], config(), max_new_tokens=4)
+    cached = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
+    assert [beam.tokens for beam in plain.beams[0]] == [beam.tokens for beam in cached.beams[0]]
+
+
+def test_a_cache_that_cannot_be_gone_on_with():
+    result = generate(FAMILY[:1])
+    with pytest.raises(ValueError, match="config"):
+        generate(FAMILY[:1], {"num_blocks": 63}, cache=result.cache)
+    cache, _ = kv.allocate(result.cache, [1], [3], tokens=[[1, 2, 3]])
+    with pytest.raises(ValueError, match="1 active row"):
+        generate(FAMILY[:1], cache=cache)

@@ -1,0 +1,186 @@
+"""Prefix caching over several layer groups: what every group still has can be reused, and nothing else."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_invariants
+from prefix_script import PROMPT_WIDTH
+from random_script import ROWS, append_padded
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+commit = jax.jit(kv.commit)
+
+
+def rolled_config(**sizes):
+    """CASES aa: block size 1, a window of 4 beside full attention."""
+    layers = [kv.FullAttention(1, 5), kv.SlidingWindow(1, 5, window=4, **sizes.pop("window", {}))]
+    return kv.CacheConfig(
+        layers,
+        **{"num_blocks": 64, "block_size": 1, "max_seqs": 3, "max_seq_len": 32} | sizes,
+        enable_prefix_caching=True,
+    )
+
+
+def run(cache, row, tokens, *, one_by_one=True, commits="at the end"):
+    """Starts a row, computes its tokens and ends it; returns the cache and the tokens that were cached."""
+    tokens = list(tokens)
+    cache, admission = kv.allocate(cache, [row], [len(tokens)], tokens=[tokens])
+    assert admission.status.tolist() == [kv.Status.OK]
+    num_cached = int(admission.num_cached[0])
+    assert testing.check_tokens(cache, {row: tokens[:num_cached]}) == []
+    width = 1 if one_by_one else len(tokens)
+    for start in range(num_cached, len(tokens), width):
+        new = tokens[start : start + width]
+        padded, num_new = np.zeros((cache.max_seqs, width), np.int32), np.zeros(cache.max_seqs, np.int32)
+        padded[row, : len(new)], num_new[row] = new, len(new)
+        cache, status = append_padded(cache, padded, num_new)
+        assert status[row] == kv.Status.OK
+        if commits == "at every step":
+            cache, _ = commit(cache, np.array([row]))
+    if commits == "at the end":
+        cache, _ = commit(cache, np.array([row]))
+    assert testing.check_tokens(cache, {row: tokens}) == []
+    assert_invariants(cache)
+    cache, _ = kv.free(cache, [row])
+    assert_invariants(cache)
+    return cache, num_cached
+
+
+def num_cached(cache, tokens):
+    return int(kv.lookup(cache, [list(tokens)], [len(tokens)])[0])
+
+
+TEN = list(range(10, 20))
+
+
+def test_a_rolled_window_serves_only_what_is_still_there():
+    cache, _ = run(kv.init(rolled_config()), 0, TEN)
+    assert num_cached(cache, [*TEN[:7], 1, 2, 3]) == 0  # tokens 4 to 6 left the window
+    assert num_cached(cache, [*TEN, 1]) == 10
+    cache, hit = run(cache, 1, [*TEN[:5], 1])
+    assert hit == 0  # tokens 2 to 4 as well
+    assert num_cached(cache, [*TEN[:5], 7, 7]) == 5  # the second entry has them
+    assert num_cached(cache, [*TEN[:7], 1, 2, 3]) == 5
+    assert num_cached(cache, [*TEN, 1]) == 10
+
+
+def test_what_is_committed_before_it_leaves_the_window_stays_cached():
+    cache, _ = run(kv.init(rolled_config()), 0, TEN, commits="at every step")
+    for length in range(1, 10):
+        assert num_cached(cache, [*TEN[:length], 1]) == length
+    cache, hit = run(cache, 2, [*TEN[:7], 1, 2, 3])
+    assert hit == 7
+
+
+@pytest.mark.parametrize("block_sizes", [(4, 2), (2, 4), (4, 6), (3, 4)])
+def test_hits_are_whole_blocks_of_every_group(block_sizes):
+    full, window = block_sizes
+    config = rolled_config(block_size=full, window={"block_size": window})
+    tokens = list(range(1, 27))
+    cache, _ = run(kv.init(config), 0, tokens, one_by_one=False)
+    step = int(np.lcm(full, window))
+    for length in range(1, 27):
+        expected = min(length, len(tokens)) // step * step
+        assert num_cached(cache, [*tokens[:length], 99]) == expected
+    _, hit = run(cache, 1, [*tokens[: 2 * step], 99], one_by_one=False)
+    assert hit == 2 * step
+
+
+def test_sinks_are_needed_too():
+    config = rolled_config(window={"num_sink_tokens": 2})
+    cache, _ = run(kv.init(config), 0, TEN)
+    assert num_cached(cache, [*TEN, 1]) == 10
+    cache, hit = run(cache, 1, [*TEN, 1, 2])
+    assert hit == 10
+    # The window group gives up its least recently used blocks: the sinks of all rows but the last.
+    held = kv.stats(cache).num_blocks_cached
+    assert int(held) > 0
+
+
+def test_evicting_a_companion_or_its_keeper_breaks_no_link():
+    config = rolled_config(num_blocks=14)
+    cache = kv.init(config)
+    rng = np.random.default_rng(0)
+    total = 0
+    for i in range(60):
+        start = int(rng.integers(0, 3))
+        tokens = [100 * start + j for j in range(int(rng.integers(1, 9)))] + [int(rng.integers(5)) + 1]
+        cache, hit = run(cache, i % 3, tokens, one_by_one=bool(i % 2), commits="at every step")
+        total += hit
+    assert total > 60
+    assert int(kv.stats(cache).num_evictions) > 60
+    cache, num_dropped = kv.reset_prefix_cache(cache)
+    assert int(num_dropped) > 0
+    assert_invariants(cache)
+    assert int(kv.stats(cache).num_blocks_free) == 28
+
+
+def grouped_config(**sizes):
+    full = kv.FullAttention(1, 5)
+    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
+    other = kv.FullAttention(2, 5, block_size=8, num_blocks=14)
+    return kv.CacheConfig(
+        [window, full, other, window],
+        **{"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31, "max_query_len": 9}
+        | sizes,
+        enable_prefix_caching=True,
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_long_random_script_of_three_groups(seed):
+    """Tokens, invariants, and that a refusal is due: hits here depend on when windows roll."""
+    rng = np.random.default_rng(seed)
+    cache, rows = testing.poison(kv.init(grouped_config())), {}
+    num_hits = num_refused = 0
+    for _ in range(1_500):
+        name = rng.choice(["admit", "extend", "extend", "commit", "free", "fork", "truncate", "reorder"])
+        row, other = (int(i) for i in rng.integers(0, ROWS, 2))
+        if name == "admit":
+            tokens = [int(t) for t in rng.choice([1, 2], PROMPT_WIDTH, p=[0.95, 0.05])]
+            length = int(rng.integers(1, PROMPT_WIDTH))
+            found = num_cached(cache, tokens[:length])
+            cache, admission = kv.allocate(cache, [row], [length], tokens=[tokens])
+            if int(admission.status[0]) == kv.Status.OK:
+                assert row not in rows and int(admission.num_cached[0]) == found
+                rows[row], num_hits = tokens[:found], num_hits + found
+            else:
+                assert row in rows or int(admission.status[0]) == kv.Status.OUT_OF_BLOCKS
+        elif name == "extend":
+            new = [
+                [int(t) for t in rng.choice([1, 2], int(n), p=[0.95, 0.05])] for n in rng.integers(0, 6, ROWS)
+            ]
+            padded, num_new = np.zeros((ROWS, 5), np.int32), np.array([len(n) for n in new], np.int32)
+            for i, ids in enumerate(new):
+                padded[i, : len(ids)] = ids
+            cache, status = append_padded(cache, padded, num_new)
+            for i, code in enumerate(status.tolist()):
+                if code == kv.Status.OK and new[i]:
+                    rows[i] = rows[i] + new[i]
+                num_refused += code == kv.Status.OUT_OF_BLOCKS
+        elif name == "commit":
+            cache, _ = commit(cache, np.array([row, other]))
+        elif name == "free":
+            cache, status = kv.free(cache, [row])
+            if int(status[0]) == kv.Status.OK:
+                del rows[row]
+        elif name == "fork":
+            cache, status = kv.fork(cache, [row], [other])
+            if int(status[0]) == kv.Status.OK:
+                rows[other] = list(rows[row])
+        elif name == "reorder":
+            cache, status = kv.reorder(cache, [row, other], [other, other])
+            if int(status[0]) == kv.Status.OK:
+                rows[row] = list(rows[other])
+        else:
+            length = max(len(rows.get(row, [])) - int(rng.integers(0, 4)), 0)
+            cache, status = kv.truncate(cache, [row], [length])
+            if int(status[0]) == kv.Status.OK:
+                del rows[row][length:]
+        violations = kv.check_invariants(cache) + testing.check_tokens(cache, rows)
+        assert not violations, f"{name} {row} {other}: {violations}"
+    assert num_hits > 100, num_hits
+    assert num_refused > 5, num_refused
+    assert int(kv.stats(cache).num_evictions) > 50
