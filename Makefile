@@ -19,6 +19,7 @@ help:
 
 demo: .venv
 	$(PY) -m experiments.decode
+	$(PY) -m experiments.prefix_prompts
 
 block-map: .venv
 	$(PY) -m experiments.block_map_demo

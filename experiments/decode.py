@@ -139,11 +139,12 @@ def warm_up(job: Job) -> float:
             with contextlib.suppress(_WarmedUpError):
                 search(job, prompts, _stop_at_the_second_look, look_every=1)
         else:
-            # As many prompts as start together; fewer, where others wait until rows are free. `generate` has
-            # a program for each power of two.
-            most = job.config.max_seqs // job.options.samples
-            sizes = [2**i for i in range(most.bit_length())] if len(prompts) > most else []
-            for num_prompts in {min(most, len(prompts)), *sizes}:
+            # As many prompts as start together; fewer, where others wait until rows are free, or until a
+            # prompt that they share tokens with is computed. `generate` has a program for each power of two.
+            most = min(job.config.max_seqs // job.options.samples, len(prompts))
+            fewer = len(prompts) > most or job.config.enable_prefix_caching
+            sizes = [2**i for i in range(most.bit_length())] if fewer else []
+            for num_prompts in {most, *sizes}:
                 generate(job, prompts[:num_prompts], max_new_tokens=2)
     except NotImplementedError as error:
         raise InputError(str(error)) from error
@@ -221,10 +222,10 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
     result, stats = outcome.result, kv.stats(outcome.result.cache)
     lengths = [len(c.tokens) for samples in outcome.continuations for c in samples]
     if isinstance(result, kv.GenerateResult):
-        num_prompt_tokens = result.num_prompt_tokens
+        num_prompt_tokens, num_cached_tokens = result.num_prompt_tokens, result.num_cached_tokens
         drafts = {"num_drafted": result.num_drafted, "num_accepted": result.num_accepted}
     else:
-        num_prompt_tokens, drafts = sum(map(len, job.tokens)), {}
+        num_prompt_tokens, num_cached_tokens, drafts = sum(map(len, job.tokens)), 0, {}
     # The first token of each is drawn in the prefill.
     num_decoded = sum(lengths) - len(lengths)
     pools, groups = result.cache.control.block_pools, job.config.groups
@@ -234,6 +235,7 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
         "prefill_seconds": result.prefill_seconds,
         "decode_seconds": result.decode_seconds,
         "num_prompt_tokens": num_prompt_tokens,
+        "num_cached_tokens": num_cached_tokens,
         "num_new_tokens": sum(lengths),
         "num_decoded_tokens": num_decoded,
         "prefill_tokens_per_second": num_prompt_tokens / result.prefill_seconds,

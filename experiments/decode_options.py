@@ -242,6 +242,8 @@ def plan(
         max_query_len=min(CHUNK_LEN, max_seq_len),
         max_rollback=options.speculative or 0,
         implementation=options.implementation,
+        # Prompts are found by the blocks of layers that see all of them.
+        enable_prefix_caching=not config.windows or None in config.windows,
     )
     try:
         unshared = cache_config(config, **sizes)

@@ -1,8 +1,11 @@
 """Question: what does a decode step cost with paging, beside a dense static cache and beside none?
 
 Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
-Answer:  (to be measured)
-Record:  experiments/results/decode_speed.json, decode_speed.png
+Machine: 2 virtual cores of an Intel Xeon, busy with other work; jax 0.12.0; --quick
+Answer:  8 rows at 3-7% of a table of 4,096 tokens: 4.9 ms, 5.2 times faster than the better dense cache.
+  8 full rows: 66 ms where the better dense cache takes 34, twice its time: that misses its bar of 1.2 times.
+  The other dense layout takes 84 and 64 ms, no cache 210 ms for the short rows. Attention is 95% of a full
+  step and 62% of a short one; bookkeeping takes 0.12 ms.
 
 One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
 room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
@@ -45,6 +48,7 @@ from experiments.decode_speed_sides import (
     PARTS,
     SHORT,
     SIDES,
+    TABLE_LEN,
     TABLES,
     UNCACHED,
     UNEVEN,
@@ -116,6 +120,7 @@ def measure(
     seconds: float,
     parts: Sequence[Side] = (),
     figures: Sequence[str] = (LOOP,),
+    longest_uncached: int = TABLE_LEN,
 ) -> list[dict]:
     """Times the sides (and parts of a step) in turn, once the logits of all sides agree."""
     contexts = contexts.cut(case)
@@ -129,7 +134,7 @@ def measure(
             timed.round()
         num_rounds += 1
     records = [record for timed in timings for record in timed.records()]
-    if parts:
+    if parts and max(case.lens) <= longest_uncached:
         records.append(measure_uncached(case, decoder, contexts, paged.logits[0], seconds))
     return records
 
@@ -217,8 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     contexts = make_contexts(decoder)
     seconds = 2.0 if options.quick else 10.0
     records = []
+    longest_uncached = TABLE_LEN // 4 if options.quick else TABLE_LEN
     for case in (FULL, SHORT):
-        records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL))
+        records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL), longest_uncached)
     for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
         records += measure(case, decoder, contexts, seconds / 2)
     memory = memory_report(data)

@@ -52,13 +52,13 @@ class Contexts(NamedTuple):
     v: jax.Array
 
     def cut(self, case: Case) -> "Contexts":
-        """As many rows as the case has, as long as its table."""
+        """As many rows as the case has, in turn, as long as its table."""
         rows = np.arange(len(case.lens)) % len(self.tokens)
         k, v = (x[:, rows, : case.table_len] for x in (self.k, self.v))
         return Contexts(self.tokens[rows, : case.table_len], k, v)
 
 
-def make_contexts(decoder: Decoder, num_rows: int = BATCH, length: int = TABLE_LEN) -> Contexts:
+def make_contexts(decoder: Decoder, num_rows: int = 2, length: int = TABLE_LEN) -> Contexts:
     """Random tokens, and what the model keeps of them."""
     tokens = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(num_rows, length))
     tokens = jnp.asarray(tokens, jnp.int32)

@@ -285,6 +285,9 @@ def show_figures(figures: dict[str, float], color: bool) -> None:
         "saved by sharing": f"{saved:,} blocks at the peak, by {num_forks:,} forks",
         "copies on write": f"{num_copies:,} blocks",
     }
+    if num_cached := int(f["num_cached_tokens"]):
+        num_tokens = num_cached + int(f["num_prompt_tokens"])
+        lines["prefix cache"] = f"{num_cached:,} of {num_tokens:,} prompt tokens were there already"
     if "num_drafted" in f:
         share = f["num_accepted"] / f["num_drafted"] if f["num_drafted"] else 0.0
         lines["drafts"] = f"{f['num_accepted']:,} of {f['num_drafted']:,} tokens accepted ({share:.0%})"

@@ -1,8 +1,11 @@
 """Question: can one train through the cache: a prefix that is stored once, forked, copied on write, attended?
 
 Command: python -m experiments.learned_prefix [--json] [--steps N] [--data DIR]
-Answer:  (to be measured)
-Record:  experiments/results/learned_prefix.json
+Machine: 2 virtual cores of an Intel Xeon, busy with other work; jax 0.12.0; a model trained for 1,800 steps
+Answer:  yes. After 40 steps 1.85 to 1.86 bits per byte at three seeds, 2.04 without a prefix (2.05 to 2.14
+  behind the prefix as it started). The gradient is the dense reference's to 6e-7. It needs 2.5 pools of
+  temporary memory at 4 and at 16 layers, but 4.2 and 4.0 where the rows' tables are as large as the pool:
+  there the bound of 3 does not hold.
 
 The decoder stays as it is. What is learned are the keys and values of PREFIX_LEN tokens that nobody wrote
 (prefix tuning): in every step they are appended to one row of an empty cache, that row is forked to the rows
@@ -263,7 +266,7 @@ def show(report: dict) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.learned_prefix", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--steps", type=command.integer(1), default=100, help="updates per seed")
+    parser.add_argument("--steps", type=command.integer(1), default=40, help="updates per seed")
     parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that")
     parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
     options = parser.parse_args(arguments)

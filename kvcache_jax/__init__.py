@@ -8,6 +8,7 @@ import logging as _logging
 from kvcache_jax import testing
 from kvcache_jax.attention import attend, attention
 from kvcache_jax.beam import Beam, BeamResult, beam_search
+from kvcache_jax.build import init, reset
 from kvcache_jax.cache import (
     allocate,
     append,
@@ -16,9 +17,7 @@ from kvcache_jax.cache import (
     fork,
     free,
     gather,
-    init,
     reorder,
-    reset,
     set_priority,
     touch,
     truncate,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcache_jax.cache import allocate, extend, fork, init, reorder
+from kvcache_jax.build import init
+from kvcache_jax.cache import allocate, extend, fork, reorder
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_host import Look, Stopwatch, look_at
 from kvcache_jax.decode_loop import Forward, prefill

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax import decode_loop
-from kvcache_jax.cache import allocate, fork, init
+from kvcache_jax.build import init
+from kvcache_jax.cache import allocate, fork
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward

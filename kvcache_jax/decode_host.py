@@ -10,7 +10,8 @@ import numpy as np
 
 from kvcache_jax import decode_loop
 from kvcache_jax.block_pool import num_used
-from kvcache_jax.cache import free, init
+from kvcache_jax.build import init
+from kvcache_jax.cache import free
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_loop import DecodeState
 from kvcache_jax.prefix_cache import commit

@@ -1,6 +1,7 @@
 """Reserving slots for new tokens: the rows that `demand` lets grow take their blocks and copies."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,19 +78,17 @@ def extend_control(
         num_taken = num_opened + num_copies
         rank = new_rank + tokens.spread(copy_rank + copies_tail[g].astype(jnp.int32), 0)
         ids = block_pool.next_free(pool, opens_block, rank, num_taken)
-        rank = copy_rank + new_rank.at[tokens.starts[:-1]].get(mode="clip")
-        dst = block_pool.next_free(pool, copies_tail[g], rank, num_taken)
+        num_opened_before = new_rank.at[tokens.starts[:-1]].get(mode="clip")
+        copied = _Copying(rows, context_len // group.block_size, demand.tail, copies_tail[g], copy_rank)
+        pool, copies_made = _take_copies(pool, copied, copy_rank + num_opened_before, num_taken)
         table_rows = jnp.where(opens_block, token_rows, control.max_seqs)
         pool = _put(block_pool.own(pool, ids, num_opened), table_rows, columns, ids)
-        pool, copied = _take_copies(
-            pool, rows, context_len // group.block_size, demand.tail, copies_tail[g], dst, copy_rank
-        )
         block_ids = pool.block_table.at[token_rows, columns].get(mode="fill", fill_value=pool.num_blocks)
         slot = block_ids * group.block_size + positions % group.block_size
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
         plans.append(_plan(group, context_len, new_len, query_len))
         pools.append(pool)
-        copies.append(copied)
+        copies.append(copies_made)
 
     clock = control.clock + grows.any().astype(jnp.uint32)
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
@@ -185,27 +184,41 @@ def _drop_out_of_reach(
     return lax.while_loop(is_left, drop_column, (pool, jnp.int32(1)))[0]
 
 
+class _Copying(NamedTuple):
+    """The last blocks to be copied, one entry per row of the call.
+
+    Attributes:
+      rows: i32[n], seq_id.
+      columns: i32[n], of the block table.
+      tail: i32[n], the block there.
+      mask: bool[n], whether the row copies it.
+      rank: i32[n], how many rows before it do.
+    """
+
+    rows: jax.Array
+    columns: jax.Array
+    tail: jax.Array
+    mask: jax.Array
+    rank: jax.Array
+
+
 def _take_copies(
-    pool: BlockPool,
-    rows: jax.Array,
-    columns: jax.Array,
-    tail: jax.Array,
-    copies_tail: jax.Array,
-    dst: jax.Array,
-    rank: jax.Array,
+    pool: BlockPool, copying: _Copying, rank: jax.Array, num_taken: jax.Array
 ) -> tuple[BlockPool, BlockCopies]:
-    """Gives each row that must copy its tail the block `dst` in the tail's place."""
-    num_copies = num_true(copies_tail)
+    """Gives each row that must copy its tail a block in the tail's place: the `rank[i]`-th of `num_taken`."""
+    rows, columns, tail, mask, _ = copying
+    num_copies = num_true(mask)
 
     def put_copies(state):
-        pool = block_pool.own(state[0], dst, num_copies)
-        table_rows = jnp.where(copies_tail, rows, pool.block_table.shape[0])
-        return _put(pool, table_rows, columns, dst), jnp.bool_(False)
+        pool, _, _ = state
+        dst = block_pool.next_free(pool, mask, rank, num_taken)
+        table_rows = jnp.where(mask, rows, pool.block_table.shape[0])
+        return _put(block_pool.own(pool, dst, num_copies), table_rows, columns, dst), dst, jnp.bool_(False)
 
     # At most one trip, because `lax.cond` copies the big arrays that it passes through.
-    pool, _ = lax.while_loop(lambda state: state[1], put_copies, (pool, num_copies > 0))
-    place = jnp.where(copies_tail, rank, tail.shape[0])
     unused = jnp.full_like(tail, pool.num_blocks)
+    pool, dst, _ = lax.while_loop(lambda state: state[2], put_copies, (pool, unused, num_copies > 0))
+    place = jnp.where(mask, copying.rank, tail.shape[0])
     return pool, BlockCopies(
         src=unused.at[place].set(tail, mode="drop"),
         dst=unused.at[place].set(dst, mode="drop"),

@@ -102,6 +102,8 @@ def _publish_batch(
     batch = _first_pending(pool, rows, num_published, num_pending, size)
     before = pool.block_table.at[rows, num_published - 1].get(mode="fill", fill_value=pool.num_blocks)
     before = jnp.where(num_published > 0, before, pool.num_blocks)
+    (batch, before), table = block_pool.read_first((batch, before), pool.block_table)
+    pool = dataclasses.replace(pool, block_table=table)
     verdict = _judge(control, index, batch, rows, before)
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
@@ -185,6 +187,8 @@ def _judge(
     added = block_hashes(control.hash_key, tokens, batch.column * block_size)
     up_to = jnp.cumsum(added, axis=0, dtype=jnp.uint32)
     hashes = base + up_to - (up_to - added).at[batch.start].get(mode="clip")
+    # Computed once: fused into the comparisons below, it would be computed for every pair.
+    hashes, tokens, base = lax.optimization_barrier((hashes, tokens, base))
 
     found = jnp.where(batch.is_entry, prefix_index.candidates(index, hashes), nowhere)
     is_new = batch.is_entry & (found == nowhere)

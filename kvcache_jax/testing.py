@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.cache import allocate, donate, extend, fork, init, write
+from kvcache_jax.build import init
+from kvcache_jax.cache import allocate, donate, extend, fork, write
 from kvcache_jax.config import CacheConfig, memory_bytes
 from kvcache_jax.oracle import Oracle, OracleRow
 from kvcache_jax.state import Cache, Counter, KVPool, Step

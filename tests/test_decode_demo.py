@@ -86,7 +86,7 @@ def test_json_holds_what_was_decoded(capsys, folder):
         config = kv.CacheConfig(
             [kv.FullAttention(1, 8)], num_blocks=40, block_size=8, max_seqs=2, max_seq_len=96
         )
-        scores = kv.score(forward, decoder, tokens, continuations, config)
+        scores = kv.score(forward, decoder, tokens, continuations, config).logprobs
         for sample, logprobs in zip(prompt["samples"], scores, strict=True):
             np.testing.assert_allclose(sample["logprobs"], logprobs, atol=1e-3)
     figures = result["figures"]

@@ -320,7 +320,7 @@ def repository_files() -> list[pathlib.Path]:
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [name for name in folders if name not in generated and not name.startswith(".venv")]
         folders[:] = [name for name in folders if not name.endswith((".egg-info", "_cache", ".hypothesis"))]
-        found += [pathlib.Path(folder, name) for name in files]
+        found += [pathlib.Path(folder, name) for name in files if name not in generated]
     return sorted(found)
 
 

@@ -1,0 +1,219 @@
+"""Question: what does the prefix cache save where prompts begin alike?
+
+Command: python -m experiments.prefix_prompts [--data DIR] [--shared N] [--own N] [--prompts N] [--json]
+Answer:  see the tables that it prints; experiments/results/prefix_prompts.json is their record.
+
+Two workloads with the trained model, in bytes:
+  made-up prompts     pairs that share `--shared` tokens and have `--own` each; every pair shares others. The
+                      first prompt of a pair finds nothing, the second all that is shared.
+  few-shot prompts    eight worked examples of GSM8K and a question, the way such a benchmark is run: with the
+                      prefix cache and without. The file is text/gsm8k_test.jsonl in `--data` or
+                      KVCACHE_DATA_DIR; it is test.jsonl of the grade-school-math repository of openai (MIT).
+
+Time to first token is the host's clock around `generate` of one token, admission and all; every program is
+compiled before.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvcache_jax as kv
+from experiments import command
+from experiments.corpus import MODEL, held_out_files
+from experiments.timing import machine, revision, show_table, summary
+from models import checkpoint
+from models.decoder import Decoder, cache_config, forward
+
+BLOCK_SIZE, NUM_SHOTS = 16, 8
+BAR = 4.0  # times shorter, for the second prompt of a pair
+Prompt = Sequence[int]
+
+
+class Runner:
+    """A model and the cache that it goes on with."""
+
+    def __init__(self, decoder: Decoder, longest: int, *, prefix_caching: bool):
+        self.decoder = decoder
+        self.config = cache_config(
+            decoder.config,
+            block_size=BLOCK_SIZE,
+            max_seqs=2,
+            max_seq_len=-(-(longest + 1) // BLOCK_SIZE) * BLOCK_SIZE,
+            enable_prefix_caching=prefix_caching,
+        )
+        self.cache = kv.init(self.config)
+
+    def first_token(self, prompt: Prompt) -> tuple[float, int]:
+        """Seconds until the prompt's first token is there, and how many of its tokens were cached."""
+        start = time.perf_counter()
+        result = kv.generate(forward, self.decoder, [prompt], self.config, max_new_tokens=1, cache=self.cache)
+        seconds = time.perf_counter() - start
+        self.cache = result.cache
+        return seconds, result.num_cached_tokens
+
+
+def made_up_pairs(num_pairs: int, shared_len: int, own_len: int) -> list[tuple[list[int], list[int]]]:
+    """Pairs of prompts from held-out source: `shared_len` tokens in common and `own_len` of their own."""
+    text = np.frombuffer(b"".join(held_out_files().values()), np.uint8).astype(int)
+    rng = np.random.default_rng(0)
+
+    def piece(length: int) -> list[int]:
+        start = int(rng.integers(0, len(text) - length))
+        return text[start : start + length].tolist()
+
+    pairs = []
+    for _ in range(num_pairs):
+        shared = piece(shared_len)
+        pairs.append((shared + piece(own_len), shared + piece(own_len)))
+    return pairs
+
+
+def few_shot_prompts(path: Path, num_prompts: int) -> list[list[int]]:
+    """The first examples of the file as shots, the next as questions."""
+    with path.open(encoding="utf-8") as file:
+        examples = [json.loads(line) for line, _ in zip(file, range(NUM_SHOTS + num_prompts), strict=False)]
+    shots = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples[:NUM_SHOTS])
+    questions = [f"{shots}Question: {e['question']}\nAnswer:" for e in examples[NUM_SHOTS:]]
+    return [list(question.encode()) for question in questions]
+
+
+def time_pairs(decoder: Decoder, pairs: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:
+    runner = Runner(decoder, max(len(prompt) for pair in pairs for prompt in pair), prefix_caching=True)
+    runner.first_token(pairs[0][0])  # compiles
+    runner.first_token(pairs[0][1])
+    runner.cache, _ = kv.reset_prefix_cache(runner.cache)
+    times: list[list[float]] = [[], []]
+    hits = []
+    for pair in pairs:
+        for place, prompt in enumerate(pair):
+            seconds, num_cached = runner.first_token(prompt)
+            times[place].append(seconds)
+            hits.append(num_cached)
+    first, second = (summary(seconds) for seconds in times)
+    return {
+        "num_pairs": len(pairs),
+        "prompt_len": len(pairs[0][0]),
+        "cached_tokens": {"first": hits[0::2], "second": hits[1::2]},
+        "first_token_first_prompt": first,
+        "first_token_second_prompt": second,
+        "ratio": first["median_us"] / second["median_us"],
+    }
+
+
+def time_few_shot(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """All prompts one after the other, with the prefix cache and without, in turns."""
+    longest = max(map(len, prompts))
+    runners = {name: Runner(decoder, longest, prefix_caching=name == "with") for name in ("with", "without")}
+    for runner in runners.values():
+        for prompt in prompts[:2]:  # compiles
+            runner.first_token(prompt)
+    runners["with"].cache, _ = kv.reset_prefix_cache(runners["with"].cache)
+    runners["with"].cache = kv.reset(runners["with"].cache)
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    num_cached = []
+    for prompt in prompts:
+        for name, runner in runners.items():
+            seconds, cached = runner.first_token(prompt)
+            times[name].append(seconds)
+            if name == "with":
+                num_cached.append(cached)
+    stats = kv.stats(runners["with"].cache)
+    block_bytes = kv.memory_bytes(runners["with"].config) // runners["with"].config.groups[0].num_blocks
+    num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts)
+    num_tokens = sum(map(len, prompts))
+    return {
+        "num_prompts": len(prompts),
+        "num_tokens": num_tokens,
+        "hit_rate_tokens": sum(num_cached) / num_tokens,
+        "hit_rate_blocks": int(stats.num_block_hits) / int(stats.num_block_queries),
+        "first_token_with": summary(times["with"]),
+        "first_token_without": summary(times["without"]),
+        "ratio": float(np.median(times["without"][1:]) / np.median(times["with"][1:])),
+        "bytes_of_all_prompts": num_blocks * block_bytes,
+        "bytes_kept": int(stats.num_blocks_published) * block_bytes,
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    pairs = report["made_up"]
+    show_table(
+        f"{pairs['num_pairs']} pairs of prompts of {pairs['prompt_len']} tokens",
+        ("time to first token, ms", "median", "p10", "p90"),
+        [
+            _time_row("first prompt of a pair", pairs["first_token_first_prompt"]),
+            _time_row("second prompt", pairs["first_token_second_prompt"]),
+        ],
+    )
+    holds = "holds" if pairs["ratio"] >= BAR else "does not hold"
+    print(f"  {pairs['ratio']:.1f} times shorter; at least {BAR:g}: {holds}")
+    few_shot = report["few_shot"]
+    if isinstance(few_shot, str):
+        print(f"\nfew-shot prompts: skipped, {few_shot}")
+        return
+    show_table(
+        f"{few_shot['num_prompts']} prompts of GSM8K, {NUM_SHOTS} shots, "
+        f"{few_shot['num_tokens'] / few_shot['num_prompts']:.0f} tokens on average",
+        ("time to first token, ms", "median", "p10", "p90"),
+        [
+            _time_row("with the prefix cache", few_shot["first_token_with"]),
+            _time_row("without", few_shot["first_token_without"]),
+        ],
+    )
+    print(
+        f"  {few_shot['ratio']:.1f} times shorter; {few_shot['hit_rate_tokens']:.1%} of the tokens found, "
+        f"{few_shot['hit_rate_blocks']:.1%} of the blocks;\n  {few_shot['bytes_kept'] / 2**20:.1f} MiB keep "
+        f"what takes {few_shot['bytes_of_all_prompts'] / 2**20:.1f} MiB prompt by prompt"
+    )
+
+
+def _time_row(name: str, figures: dict[str, float]) -> tuple[str, ...]:
+    return name, *(f"{figures[key] / 1000:.1f}" for key in ("median_us", "p10_us", "p90_us"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.prefix_prompts", __doc__)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="has text/gsm8k_test.jsonl")
+    parser.add_argument("--checkpoint", type=Path, default=MODEL, metavar="DIR")
+    parser.add_argument("--shared", type=command.integer(1), default=1024, metavar="N")
+    parser.add_argument("--own", type=command.integer(1), default=32, metavar="N")
+    parser.add_argument("--prompts", type=command.integer(1), default=20, metavar="N", help="and pairs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    options = parser.parse_args(arguments)
+    try:
+        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
+    except checkpoint.CheckpointError as error:
+        parser.error(str(error))
+    report = {"machine": machine(), "revision": revision(), "jax": jax.__version__}
+    report["made_up"] = time_pairs(decoder, made_up_pairs(options.prompts, options.shared, options.own))
+    report["few_shot"] = _few_shot(options, decoder, parser)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 0
+
+
+def _few_shot(options: argparse.Namespace, decoder: Decoder, parser: command.Parser) -> dict[str, Any] | str:
+    """The figures, or why there are none."""
+    folder = options.data or os.environ.get("KVCACHE_DATA_DIR")
+    if folder is None:
+        return "for there is neither --data nor KVCACHE_DATA_DIR; see the module's first lines"
+    path = Path(folder) / "text" / "gsm8k_test.jsonl"
+    try:
+        return time_few_shot(decoder, few_shot_prompts(path, options.prompts))
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"got --data {folder}, expected text/gsm8k_test.jsonl in it: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,87 @@
+"""Where a cache comes from: empty, in the place where it will live."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from kvcache_jax.config import CacheConfig, describe
+from kvcache_jax.state import Cache, Control, empty_control, empty_pools
+
+_log = logging.getLogger("kvcache_jax")
+_DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)
+
+
+def init(
+    config: CacheConfig, *, sharding: Sharding | PartitionSpec | None = None, storage: bool = True
+) -> Cache:
+    """Builds an empty cache, where it will live.
+
+    Args:
+      config: Kinds, sizes, options.
+      sharding: Of the pools `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
+        heads may be split. The control state is replicated. A `PartitionSpec` refers to the current mesh.
+      storage: False builds the control state alone, for planning and for replaying traces.
+
+    Returns:
+      A cache with all rows idle, all blocks free and all keys and values 0.
+
+    Raises:
+      ValueError: `sharding` splits another axis than the heads.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=32))
+      Cache(1 groups, 1 layers, float32; blocks 0/4 used, 0 B of 4.0 KiB; rows 0/2 active;
+        allocations 0, forks 0, frees 0, copies 0)
+    """
+    if isinstance(sharding, NamedSharding | PartitionSpec):
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        if any(axis is not None for i, axis in enumerate(spec) if i != 1):
+            raise ValueError(
+                f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
+            )
+    cache = _builder(config, sharding, storage)()
+    _log.info("init: %s", describe(config))
+    return cache
+
+
+@functools.lru_cache(maxsize=64)
+def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, storage: bool) -> Callable:
+    """The program that builds an empty cache; kept, so that the next one of its kind compiles nothing."""
+
+    def build() -> Cache:
+        return Cache(
+            control=empty_control(config, jnp.array(_DEFAULT_HASH_KEY, jnp.uint32)),
+            pools=empty_pools(config) if storage else (),
+            config=config,
+        )
+
+    if sharding is None:
+        return jax.jit(build)
+    control_sharding = sharding
+    if isinstance(sharding, NamedSharding):
+        control_sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    elif isinstance(sharding, PartitionSpec):
+        control_sharding = PartitionSpec()
+    cache = jax.eval_shape(build)
+    out_shardings = Cache(
+        control=jax.tree.map(lambda _: control_sharding, cache.control),
+        pools=jax.tree.map(lambda _: sharding, cache.pools),
+        config=config,
+    )
+    return jax.jit(build, out_shardings=out_shardings)
+
+
+def reset(cache: Cache) -> Cache:
+    """Ends all rows and forgets all contents; the pools' buffers are reused as they are."""
+    return dataclasses.replace(cache, control=_reset(cache.control, config=cache.config))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _reset(control: Control, config: CacheConfig) -> Control:
+    return empty_control(config, control.hash_key)

@@ -1,0 +1,60 @@
+"""The prefix-prompts experiment on a tiny model: what is found, what is said, what is refused."""
+
+import json
+
+import pytest
+from flax import nnx
+
+from experiments import prefix_prompts
+from models import checkpoint
+from models.decoder import Decoder, DecoderConfig
+from models.tokenizer import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = DecoderConfig(
+        vocab_size=256, hidden_size=8, mlp_size=8, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=4
+    )
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint.save(folder, Decoder(config, rngs=nnx.Rngs(0)), ByteTokenizer())
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "text").mkdir()
+    examples = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(12)]
+    lines = "".join(json.dumps(example) + "\n" for example in examples)
+    (tmp_path / "text" / "gsm8k_test.jsonl").write_text(lines)
+    return tmp_path
+
+
+def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, capsys):
+    arguments = ["--checkpoint", str(folder), "--shared", "40", "--own", "5", "--prompts", "3"]
+    assert prefix_prompts.main([*arguments, "--data", str(data), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    made_up = report["made_up"]
+    assert made_up["cached_tokens"] == {"first": [0, 0, 0], "second": [32, 32, 32]}
+    assert made_up["prompt_len"] == 45
+    few_shot = report["few_shot"]
+    prompts = prefix_prompts.few_shot_prompts(data / "text" / "gsm8k_test.jsonl", 3)
+    shared = bytes(prompts[0]).rindex(b"Question: What is ") + len(b"Question: What is ")
+    assert few_shot["num_tokens"] == sum(map(len, prompts))
+    expected = 2 * (shared // 16 * 16) / few_shot["num_tokens"]
+    assert few_shot["hit_rate_tokens"] == pytest.approx(expected)
+    assert few_shot["bytes_kept"] < few_shot["bytes_of_all_prompts"]
+
+
+def test_missing_files(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+    arguments = ["--checkpoint", str(folder), "--shared", "40", "--own", "5", "--prompts", "1"]
+    assert prefix_prompts.main(arguments) == 0
+    assert "few-shot prompts: skipped" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        prefix_prompts.main([*arguments, "--data", str(tmp_path)])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit) as stop:
+        prefix_prompts.main(["--checkpoint", str(tmp_path / "nothing")])
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 2
