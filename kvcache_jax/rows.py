@@ -327,12 +327,9 @@ def edit_row(
             control, priority=control.priority.at[row].set(priority, mode="drop")
         ), status
     clock = control.clock + ok.astype(jnp.uint32)
-    return dataclasses.replace(
-        control,
-        last_used=control.last_used.at[row].set(clock, mode="drop"),
-        num_uses=control.num_uses.at[row].add(1, mode="drop"),
-        clock=clock,
-    ), status
+    last_used = control.last_used.at[row].set(clock, mode="drop")
+    num_uses = control.num_uses.at[row].add(1, mode="drop")
+    return dataclasses.replace(control, last_used=last_used, num_uses=num_uses, clock=clock), status
 
 
 def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array:

@@ -122,7 +122,7 @@ def test_the_oracle_notices_lengths_rows_counts_and_sharing():
     ]
     counters = cache.control.counters.at[kv.Counter.COPIES].add(1)
     counted = dataclasses.replace(cache, control=dataclasses.replace(cache.control, counters=counters))
-    assert testing.check_against_oracle(counted, oracle) == ["2 blocks were copied, expected 1"]
+    assert testing.check_against_oracle(counted, oracle) == ["2 copies, expected 1"]
 
 
 def test_poison_spares_exactly_the_tokens():
