@@ -45,7 +45,7 @@ CONFIG = DecoderConfig(
     num_q_heads=4,
     num_kv_heads=2,
     head_dim=64,
-    max_seq_len=2048,
+    max_seq_len=1024,
     use_qk_norm=True,
     tie_embeddings=True,
     matmul_dtype=jnp.bfloat16,
@@ -147,7 +147,7 @@ def _evaluate(folder: Path) -> dict[str, Any]:
 
 def save_model(folder: Path, decoder: Decoder) -> None:
     """Writes the model with bfloat16 parameters."""
-    config = dataclasses.replace(decoder.config, param_dtype=jnp.bfloat16, matmul_dtype=None)
+    config = dataclasses.replace(decoder.config, param_dtype=jnp.bfloat16)
     structure = jax.tree.structure(jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     leaves = [leaf.astype(jnp.bfloat16) for leaf in jax.tree.leaves(decoder)]
     checkpoint.save(folder, jax.tree.unflatten(structure, leaves), ByteTokenizer(stop_tokens=[corpus.END]))

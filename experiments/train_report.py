@@ -124,7 +124,8 @@ def write(folder: Path, record: dict[str, Any]) -> None:
 def _draw(record: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    num_steps, loss = record["settings"]["steps"], record["loss"]
+    settings, loss = record["settings"], record["loss"]
+    num_steps = settings["steps"]
     ends = [min((i + 1) * record["loss_every"], num_steps) for i in range(len(loss))]
     axes.plot(ends, loss, color="tab:blue", label="training text")
     styles = {"model": ("tab:red", "-"), "gzip -9": ("0.55", "--"), "lzma 9": ("0.3", "-.")}
@@ -132,6 +133,8 @@ def _draw(record: dict[str, Any]) -> Figure:
         color, style = styles[name]
         label = f"held-out files, {'the trained model' if name == 'model' else name}: {bits:.2f}"
         axes.axhline(bits, color=color, linestyle=style, linewidth=1.2, label=label)
+    label = f"windows grow from {settings['short_length']:,} to {settings['long_length']:,} bytes"
+    axes.axvline(num_steps * (1 - settings["long_share"]), color="0.8", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, num_steps), ylim=(1, 4))
     axes.set_title("A byte-level decoder learns Python's standard library")
     axes.grid(alpha=0.25)

@@ -23,7 +23,7 @@ SAVE_EVERY = 100  # steps
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to train. Learning rates rise to a peak and fall along a cosine to a fiftieth of it.
+    """How to train. Learning rates rise to a peak and fall along a cosine, at whose end is a fiftieth of it.
 
     Attributes:
       steps: Updates.
@@ -32,6 +32,7 @@ class Recipe:
       short_length: Bytes of a window at first.
       long_length: At the end: what is far away is learnt last, for it is dear.
       long_share: Share of the steps with long windows.
+      cosine_share: Share of the cosine that the steps go along.
       matrix_learning_rate: Peak, of Muon.
       learning_rate: Peak, of AdamW.
       weight_decay: Times the learning rate.
@@ -39,12 +40,13 @@ class Recipe:
       max_gradient_norm: Longer gradients are shortened.
     """
 
-    steps: int = 2000
+    steps: int = 1800
     seed: int = 0
     tokens_per_step: int = 4096
     short_length: int = 256
-    long_length: int = 2048
-    long_share: float = 0.15
+    long_length: int = 1024
+    long_share: float = 1 / 18
+    cosine_share: float = 0.9
     matrix_learning_rate: float = 2e-2
     learning_rate: float = 5e-3
     weight_decay: float = 0.1
@@ -53,7 +55,8 @@ class Recipe:
 
     def length(self, step: int) -> int:
         """Bytes of a window at a step."""
-        return self.short_length if step < self.steps * (1 - self.long_share) else self.long_length
+        is_short = step < round(self.steps * (1 - self.long_share))
+        return self.short_length if is_short else self.long_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +150,8 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
     def schedule(peak: float) -> optax.Schedule:
         warmup_steps = min(recipe.warmup_steps, recipe.steps // 2)
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, recipe.steps, 0.02 * peak)
+        decay_steps = round(recipe.steps / recipe.cosine_share)
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, decay_steps, 0.02 * peak)
 
     def dimensions(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         return optax.contrib.MuonDimensionNumbers() if "kernel" in jax.tree_util.keystr(path) else None
