@@ -2,7 +2,11 @@
 
 Command: python -m experiments.train [--steps N] [--seed N] [--out DIR] [--resume] [--json]
          python -m experiments.train --evaluate [--out DIR] [--json]
-Answer:  (after the training)
+Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0, Python 3.12.1
+Answer:  1.104 bits per byte of 20 files that it never saw, after 53 minutes; `gzip -9` takes 1.950 and lzma
+  (preset 9) 1.710 on the same 399,693 bytes in one stream. The compressors have seen no other
+  Python; the model (4.5 million parameters) has read 9.8 MB of it, in which 4.8% of the strings of 64 bytes
+  in those files stand, too.
 Record:  models/stdlib_bytes/training.json, and loss.png beside it.
 
 Tokens are bytes, windows are drawn at random, matrices learn by Muon and the rest by AdamW. `--evaluate`
@@ -174,16 +178,21 @@ def progress_of(recipe: Recipe) -> Iterator[Callable[[int, np.ndarray], None]]:
     """A bar on standard error; where that is a file, a line now and then."""
     console = Console(stderr=True)
     columns = ("training", BarColumn(), MofNCompleteColumn(), "{task.fields[bits]:.3f} bits per byte")
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("", total=recipe.steps, bits=math.log2(256))
+    progress = Progress(*columns, TimeRemainingColumn(), console=console)
+    task = progress.add_task("", total=recipe.steps, bits=math.log2(256))
 
-        def show(num_done: int, bits: np.ndarray) -> None:
-            mean = bits[-50:].mean()
-            progress.update(task, completed=num_done, bits=mean)
-            if not console.is_terminal and num_done % SAVE_EVERY == 0:
-                console.print(f"step {num_done}: {mean:.3f} bits per byte")
+    def show(num_done: int, bits: np.ndarray) -> None:
+        progress.start()  # not before: bad input is one line
+        mean = bits[-50:].mean()
+        progress.update(task, completed=num_done, bits=mean)
+        if not console.is_terminal and num_done % SAVE_EVERY == 0:
+            console.print(f"step {num_done}: {mean:.3f} bits per byte")
 
+    try:
         yield show
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 if __name__ == "__main__":

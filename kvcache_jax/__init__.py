@@ -35,11 +35,27 @@ from kvcache_jax.config import (
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
 from kvcache_jax.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
+from kvcache_jax.explain import explain
+from kvcache_jax.manager import Batch, CacheManager, Request
+from kvcache_jax.manager_errors import (
+    CacheError,
+    CacheLost,
+    DuplicateRequest,
+    ManagerBusy,
+    ManagerClosed,
+    OutOfBlocks,
+    OutOfRows,
+    OutOfSync,
+    TooLong,
+    UnknownRequest,
+    WindowLost,
+)
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import ScoreResult, score
+from kvcache_jax.scrub import scrub
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
@@ -73,6 +89,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Admission",
     "AttentionPlan",
+    "Batch",
     "Beam",
     "BeamResult",
     "BlockHistory",
@@ -80,11 +97,15 @@ __all__ = [
     "BlockPool",
     "Cache",
     "CacheConfig",
+    "CacheError",
+    "CacheLost",
+    "CacheManager",
     "CachedBlocks",
     "Companions",
     "Control",
     "Counter",
     "Draft",
+    "DuplicateRequest",
     "FullAttention",
     "GenerateResult",
     "Generation",
@@ -92,7 +113,13 @@ __all__ = [
     "LayerGroup",
     "LayerKind",
     "Look",
+    "ManagerBusy",
+    "ManagerClosed",
+    "OutOfBlocks",
+    "OutOfRows",
+    "OutOfSync",
     "PrefixIndex",
+    "Request",
     "SamplingParams",
     "ScoreResult",
     "SlidingWindow",
@@ -100,6 +127,9 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "TooLong",
+    "UnknownRequest",
+    "WindowLost",
     "active_seq_ids",
     "allocate",
     "append",
@@ -116,6 +146,7 @@ __all__ = [
     "evict_to_utilization",
     "eviction_policies",
     "eviction_policy",
+    "explain",
     "extend",
     "fork",
     "free",
@@ -135,6 +166,7 @@ __all__ = [
     "reset_prefix_cache",
     "sampling_params",
     "score",
+    "scrub",
     "select_victim_rows",
     "set_priority",
     "stats",

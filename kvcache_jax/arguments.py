@@ -69,6 +69,16 @@ def token_ids(values: Any, *shape: int | None) -> jax.Array:
     return values
 
 
+def host_tokens(values: Any) -> np.ndarray:
+    """Token ids of one sequence in numpy, i32[n]; there may be none."""
+    if len(values) == 0:
+        return np.zeros(0, np.int32)
+    values = np.asarray(_saturated("token_ids", np.asarray(values)))
+    if values.ndim != 1:
+        raise ValueError(f"token_ids has shape {values.shape}, expected one sequence of integers, [n]")
+    return values
+
+
 def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
     """With prefix caching, blocks must never be of unknown content."""
     if tokens is None and cache.config.enable_prefix_caching:

@@ -22,8 +22,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from mutations import MUTATIONS, Mutation
+from mutations import MUTATIONS as ALL_BUT_PREFIX
+from mutations import Mutation
+from mutations_prefix import MUTATIONS as PREFIX
 
+MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

@@ -26,7 +26,7 @@ class Mutation:
     test: str
 
 
-def _in(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
+def in_module(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
     """Mutations of one module: (name, old, new, test)."""
     return [Mutation(name, f"kvcache_jax/{module}.py", *rest) for name, *rest in mutations]
 
@@ -93,7 +93,7 @@ INVARIANTS = "test_mutant_gaps.py::test_broken_states_are_found"
 STATUS_ERROR = "test_mutant_gaps.py::test_failed_rows_raise"
 DROPPED = "test_mutant_gaps.py::test_reorder_gives_back_what_several_rows_dropped"
 
-STORAGE = _in(
+STORAGE = in_module(
     "storage",
     (
         "keys and values swapped on write",
@@ -128,9 +128,9 @@ STORAGE = _in(
     ("backward: copies return no gradient", ".add(moved)", ".add(0 * moved)", PREFIX_GRADIENTS),
 )
 
-ATTENTION_XLA = _in(
+ATTENTION_XLA = in_module(
     "attention_xla",
-    ("keys and values swapped in attention", "k_pool, v_pool = pools", "v_pool, k_pool = pools", PADDED),
+    ("keys and values swapped in attention", "(k_pool, v_pool), num", "(v_pool, k_pool), num", PADDED),
     ("no causal mask", "is_seen = key_pos <= query_pos", "is_seen = key_pos >= 0", GROUPED_HEADS),
     ("tokens do not see themselves", "key_pos <= query_pos", "key_pos < query_pos", PADDED),
     ("no window mask", "(key_pos > query_pos - options.window) |", "(key_pos >= 0) |", WINDOW),
@@ -142,7 +142,12 @@ ATTENTION_XLA = _in(
         "jnp.where(False, nth,",
         SINKS,
     ),
-    ("NaN of unowned slots read", "jnp.where(is_read, tile,", "jnp.where(True, tile,", PADDED),
+    (
+        "NaN of unowned slots read",
+        "v = _clean(_load(v_pool, rows), is_seen)",
+        "v = _load(v_pool, rows)",
+        PADDED,
+    ),
     ("scale left out", "k) * options.scale", "k)", PADDED),
     ("soft cap left out", "if options.soft_cap is None:", "if True:", GROUPED_HEADS),
     ("sink logits left out", "peak = peak * 0 + sink_logits", "pass", SINKS),
@@ -152,24 +157,24 @@ ATTENTION_XLA = _in(
         "peak + jnp.log(total - jnp.exp(sink_logits - peak)))",
         SINKS,
     ),
-    ("log-sum-exp of padding from the sinks", "| ~queries.is_query[:, :, None, None]", "", SINKS),
-    ("first tile read again and again", "nth = i * _tile_blocks", "nth = 0 * _tile_blocks", TILES),
+    ("log-sum-exp of padding from the sinks", "| ~queries.is_query[:, None]", "", SINKS),
+    ("first tile read again and again", "nth = i * tile_blocks", "nth = 0 * tile_blocks", TILES),
     ("last tile not read", "+ tile_blocks - 1) //", ") //", TILES),
     ("weights of earlier tiles not rescaled", "total = total * decay +", "total = total +", TILES),
-    ("values of earlier tiles not rescaled", "out * decay[..., None] + update", "out + update", TILES),
+    ("values of earlier tiles not rescaled", "out * decay[..., None] +", "out +", TILES),
     (
         "backward: sign of the sinks' gradient",
-        "-jnp.sum(sink_weights",
-        "jnp.sum(sink_weights",
+        "-jnp.sum(jnp.exp(sink",
+        "jnp.sum(jnp.exp(sink",
         TILE_GRADIENTS,
     ),
     ("backward: scale left out", "slope * options.scale", "slope", TILE_GRADIENTS),
     ("backward: slope of the soft cap left out", "slope * options.scale", "options.scale", TILE_GRADIENTS),
-    ("backward: sign of the log-sum-exp", "out) - grad_lse)", "out) + grad_lse)", TILE_GRADIENTS),
+    ("backward: sign of the log-sum-exp", "(axis=-1) - grad_lse)", "(axis=-1) + grad_lse)", TILE_GRADIENTS),
     ("backward: only the last tile counts", "grad_q += jnp", "grad_q = jnp", TILE_GRADIENTS),
 )
 
-ATTENTION = _in(
+ATTENTION = in_module(
     "attention",
     (
         "wrong head mapping",
@@ -181,7 +186,7 @@ ATTENTION = _in(
     ("named implementation falls back", 'if name != "xla":', "if False:", OPTIONS),
 )
 
-EXTEND = _in(
+EXTEND = in_module(
     "extend",
     (
         "failed row advances",
@@ -204,7 +209,7 @@ EXTEND = _in(
     ("window read from one token later", "1 - window, 0)", "2 - window, 0)", ROLLBACK),
 )
 
-DEMAND = _in(
+DEMAND = in_module(
     "demand",
     ("write into a shared block", "owners[-1] > 1", "owners[-1] > 99", BRANCHES),
     ("copy by the one owner", "owners[-1] > 1", "owners[-1] > 0", BRANCHES),
@@ -235,16 +240,16 @@ DEMAND = _in(
     ("max_rollback ignored", " - group.kind.max_rollback", "", BEYOND),
 )
 
-ROWS = _in(
+ROWS = in_module(
     "rows",
     ("negative ids not refused", "(ids < 0) | (ids >", "(ids >", f"{FAILED_ROW}[free]"),
     (
         "allocate takes one block too many",
-        "[n > block_pool",
-        "[n > 1 + block_pool",
+        "(num_blocks > block_pool",
+        "(num_blocks > 1 + block_pool",
         f"{FAILED_ROW}[allocate]",
     ),
-    ("window reserves its whole prompt", "group.max_held_blocks)", "2**30)", LONG_PROMPT),
+    ("window reserves its whole prompt", "group.max_held_blocks -", "2**30 -", LONG_PROMPT),
     ("prompt one token too long", "num_tokens > config.max", "num_tokens > 1 + config.max", MAX_LEN),
     ("fork without new owners", "pool = block_pool.share(pool, ids)", "pass", FORK),
     (
@@ -282,8 +287,8 @@ ROWS = _in(
     ("freed row keeps its length", "clear(control.context_len)", "control.context_len", FREED),
     (
         "reorder releases before it shares",
-        "release_repeated(block_pool.share(pool, new_ids), old_ids)",
-        "share(block_pool.release_repeated(pool, old_ids), new_ids)",
+        "release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])",
+        "share(block_pool.release_repeated(pool, old_ids.T[::-1]), new_ids)",
         REORDER,
     ),
     (
@@ -300,7 +305,7 @@ ROWS = _in(
     ),
 )
 
-BLOCK_POOL = _in(
+BLOCK_POOL = in_module(
     "block_pool",
     ("one block handed out twice", "pool.num_free - 1 - rank", "pool.num_free - 1 - 0 * rank", RESERVED),
     ("free blocks miscounted", "pool.num_free - num_taken", "pool.num_free - 2 * num_taken", FORK),
@@ -312,10 +317,10 @@ BLOCK_POOL = _in(
         FORK,
     ),
     ("block that several rows drop freed twice", "block_ids, is_first)", "block_ids, is_last)", DROPPED),
-    ("peak forgotten", "jnp.maximum(pool.peak_used, pool", "jnp.maximum(0, pool", FIGURES),
+    ("peak forgotten", "jnp.maximum(pool.peak_used, num", "jnp.maximum(0, num", FIGURES),
 )
 
-CACHE = _in(
+CACHE = in_module(
     "cache",
     (
         "reorder one row after the other",
@@ -334,22 +339,26 @@ CACHE = _in(
     ),
     ("gather clips ids", "jnp.where(is_row, control", "jnp.where(True, control", GATHER),
     ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED),
+)
+
+BUILD = in_module(
+    "build",
     ("reset forgets nothing", "return empty_control(config, control.hash_key)", "return control", DONATED),
 )
 
-ARGUMENTS = _in(
+ARGUMENTS = in_module(
     "arguments",
     ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
     ("wide integers wrap", "if values.dtype.itemsize >= 4:", "if values.dtype.itemsize > 8:", WIDE_INTEGERS),
 )
 
-CONFIG = _in(
+CONFIG = in_module(
     "config",
     ("memory plan without the values", "token_bytes = 2 *", "token_bytes = 1 *", BUDGET),
     ("window may hold a block less", "block_size) + 1 +", "block_size) +", f"{BOUNDED}[window 6]"),
 )
 
-STATS = _in(
+STATS = in_module(
     "stats",
     ("copies not needed", "+ copies_tail.astype(jnp.int32)", "", COPY_NEEDS_BLOCK),
     ("own blocks count as shared", "ref_count > 1", "ref_count > 0", FIGURES),
@@ -357,18 +366,18 @@ STATS = _in(
     ("eviction only above the threshold", "(cache) >= threshold", "(cache) > threshold", FIGURES),
 )
 
-STATUS = _in(
+STATUS = in_module(
     "status",
     ("one good row hides the others", "Status.SKIPPED)).all()", "Status.SKIPPED)).any()", STATUS_ERROR),
 )
 
-CHECKS = _in(
+CHECKS = in_module(
     "checks",
     ("lost blocks not found", "(times_free == 0) &", "(times_free < 0) &", INVARIANTS),
     ("missing owners not found", "entries != ref_count", "entries > ref_count", INVARIANTS),
 )
 
-DECODE_LOOP = _in(
+DECODE_LOOP = in_module(
     "decode_loop",
     ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
     ("stop token does not end the row", "jnp.where(stops, STOPPED,", "jnp.where(False, STOPPED,", STOPS),
@@ -380,7 +389,7 @@ DECODE_LOOP = _in(
     ),
 )
 
-SAMPLING = _in(
+SAMPLING = in_module(
     "sampling",
     ("top-p without the last token", "1 + _num_true(is_before[:-1])", "_num_true(is_before[:-1])", FILTERS),
     ("same draw at every position", "fold_in)(keys, position)", "fold_in)(keys, 0 * position)", DRAWS),
@@ -388,13 +397,13 @@ SAMPLING = _in(
     ("rejected draft drawn again", "jnp.maximum(jnp.exp(logprobs) - q, 0)", "jnp.exp(logprobs)", ACCEPTED),
 )
 
-BEAM = _in(
+BEAM = in_module(
     "beam",
     ("beams keep their own rows", "rows[:, :1] + parents", "rows + 0 * parents", BEAMS),
     ("length penalty left out", "best / scale[:, None]", "best", BEAMS),
 )
 
-SCORE = _in(
+SCORE = in_module(
     "score",
     ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
 )
@@ -408,6 +417,7 @@ MUTATIONS = [
     *ROWS,
     *BLOCK_POOL,
     *CACHE,
+    *BUILD,
     *ARGUMENTS,
     *CONFIG,
     *STATS,

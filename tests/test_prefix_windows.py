@@ -131,11 +131,20 @@ def grouped_config(**sizes):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_long_random_script_of_three_groups(seed):
+    run_script(seed, 1_500)
+
+
+def test_a_short_random_script_of_three_groups():
+    """What `make mutants` runs."""
+    run_script(2, 500)
+
+
+def run_script(seed, num_steps):
     """Tokens, invariants, and that a refusal is due: hits here depend on when windows roll."""
     rng = np.random.default_rng(seed)
     cache, rows = testing.poison(kv.init(grouped_config())), {}
     num_hits = num_refused = 0
-    for _ in range(1_500):
+    for _ in range(num_steps):
         name = rng.choice(["admit", "extend", "extend", "commit", "free", "fork", "truncate", "reorder"])
         row, other = (int(i) for i in rng.integers(0, ROWS, 2))
         if name == "admit":
@@ -181,6 +190,6 @@ def test_a_long_random_script_of_three_groups(seed):
                 del rows[row][length:]
         violations = kv.check_invariants(cache) + testing.check_tokens(cache, rows)
         assert not violations, f"{name} {row} {other}: {violations}"
-    assert num_hits > 100, num_hits
-    assert num_refused > 5, num_refused
-    assert int(kv.stats(cache).num_evictions) > 50
+    assert num_hits > num_steps // 15, num_hits
+    assert num_refused > 0, num_refused
+    assert int(kv.stats(cache).num_evictions) > num_steps // 50

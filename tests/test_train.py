@@ -218,8 +218,9 @@ def refusal(capsys, *arguments):
         train.main([str(argument) for argument in arguments])
     assert error.value.code == 2
     captured = capsys.readouterr()
-    assert not captured.out
-    return captured.err.splitlines()[-1].removeprefix("python -m experiments.train: ")
+    assert not captured.out and captured.err.count("\n") == 1
+    assert captured.err.startswith("python -m experiments.train: ")
+    return captured.err.removeprefix("python -m experiments.train: ").strip()
 
 
 def test_the_command_trains_evaluates_and_records(small, tmp_path, capsys):

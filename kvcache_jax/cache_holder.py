@@ -1,0 +1,172 @@
+"""One cache, changed by one caller at a time: what `CacheManager` stands on.
+
+The cache is given to each step (donated), so whoever holds an old one holds nothing. Therefore every access
+takes its turn behind a lock, and a step that fails after it was given the cache leaves none behind: the
+holder then starts over with an empty one.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from kvcache_jax.build import init
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.manager_errors import CacheLost, ManagerBusy, ManagerClosed
+from kvcache_jax.manager_programs import without_pools
+from kvcache_jax.state import Cache
+
+_MAX_STEP_FNS = 32
+
+
+class CacheHolder:
+    """A cache behind a lock.
+
+    Attributes:
+      config: Of the cache.
+      cache: The present one; None once closed. Read and replaced within a `turn`.
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig | Cache,
+        sharding: Sharding | PartitionSpec | None,
+        forget: Callable[[], list[Hashable]],
+    ):
+        """Builds a cache, or takes one over; `forget` is called when it is lost and returns who had it."""
+        if isinstance(cache, Cache):
+            num_active = int(np.asarray(cache.is_active).sum())
+            if num_active:
+                raise ValueError(
+                    f"cache has {num_active} active rows, expected none, for no request stands for them: "
+                    "free them first"
+                )
+            if sharding is not None:
+                raise ValueError(f"sharding is {sharding} and the cache is built, expected a CacheConfig")
+            if cache.pools and isinstance(cache.pools[0].k.sharding, NamedSharding):
+                sharding = cache.pools[0].k.sharding
+        elif not isinstance(cache, CacheConfig):
+            raise TypeError(f"cache is a {type(cache).__name__}, expected a CacheConfig or a Cache")
+        self.config = cache if isinstance(cache, CacheConfig) else cache.config
+        self.cache = init(cache, sharding=sharding) if isinstance(cache, CacheConfig) else cache
+        self._sharding, self._has_storage = sharding, bool(self.cache.pools)
+        self._hash_key = np.asarray(self.cache.control.hash_key)
+        self._forget = forget
+        self._step_fns: collections.OrderedDict[Callable, Callable] = collections.OrderedDict()
+        self._lock = threading.RLock()
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def turn(self, operation: str) -> Iterator[Cache]:
+        """The cache, while nobody else has it."""
+        with self._lock:
+            if self._is_running:
+                raise ManagerBusy(
+                    f"{operation} was called by a step function while the manager runs it, expected the "
+                    "functions on the cache that the step was given"
+                )
+            if self.cache is None:
+                raise ManagerClosed(f"{operation} was called on a manager that is closed")
+            yield self.cache
+
+    def on_control(self, program: Callable, *args: Any) -> tuple[Cache, Any]:
+        """What `program(cache, *args) -> (cache, result)` makes of the control state; the result in numpy.
+
+        The cache of this holder stays: the caller judges the result first.
+        """
+        assert self.cache is not None
+        control, result = program(without_pools(self.cache), *args)
+        return dataclasses.replace(control, pools=self.cache.pools), self.fetch(result)
+
+    def step(self, program: Callable, *args: Any) -> Any:
+        """Gives the cache to a jitted `program(cache, *args) -> (cache, result)`; keeps what it returns."""
+        cache = self.cache
+        self._is_running = True
+        try:
+            self.cache, result = program(cache, *args)
+        except BaseException as error:
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
+                lost = self._start_over()
+                if isinstance(error, Exception):
+                    raise lost from error
+            raise
+        finally:
+            self._is_running = False
+        return result
+
+    def compiled(self, step_fn: Callable) -> Callable:
+        """`step_fn` jitted with the cache donated; the same object for the same function."""
+        if step_fn in self._step_fns:
+            self._step_fns.move_to_end(step_fn)
+        else:
+            if not callable(step_fn):
+                raise TypeError(
+                    f"step_fn is {step_fn!r}, expected a function (cache, *args) -> (cache, result)"
+                )
+            self._step_fns[step_fn] = jax.jit(_checked(step_fn), donate_argnums=0)
+            if len(self._step_fns) > _MAX_STEP_FNS:
+                self._step_fns.popitem(last=False)
+        return self._step_fns[step_fn]
+
+    def fetch(self, values: Any) -> Any:
+        """The values in numpy. If a step has spoilt the cache, starts over and raises `CacheLost`."""
+        try:
+            return jax.device_get(values)
+        except jax.errors.JaxRuntimeError as error:
+            try:
+                jax.block_until_ready(self.cache)
+            except jax.errors.JaxRuntimeError:
+                raise self._start_over() from error
+            raise
+
+    def close(self) -> None:
+        """Lets the cache go."""
+        with self._lock:
+            if self._is_running:
+                raise ManagerBusy("close was called by a step function while the manager runs it")
+            self.cache = None
+            self._step_fns.clear()
+
+    def describe(self) -> str:
+        """One or two lines."""
+        with self._lock:
+            if self._is_running:
+                return "running a step"
+            return "closed" if self.cache is None else repr(self.cache)
+
+    def _start_over(self) -> CacheLost:
+        """An empty cache in the place of the lost one, which still hits what others saved under its key."""
+        self.cache = None
+        cache = init(self.config, sharding=self._sharding, storage=self._has_storage)
+        hash_key = jax.device_put(jnp.asarray(self._hash_key), cache.control.hash_key.sharding)
+        self.cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, hash_key=hash_key))
+        request_ids = self._forget()
+        return CacheLost(
+            f"a step failed after it was given the cache, and {len(request_ids)} requests are lost with it; "
+            "the manager starts over, empty: allocate them again",
+            request_ids,
+        )
+
+
+def _checked(step_fn: Callable) -> Callable:
+    """`step_fn`, whose result is looked at while it is traced, when nothing is lost yet."""
+
+    def checked(cache: Cache, *args: Any) -> tuple[Cache, Any]:
+        result = step_fn(cache, *args)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Cache)):
+            raise TypeError(f"step_fn returned a {type(result).__name__}, expected a tuple (cache, result)")
+        got, expected = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (result[0], cache))
+        if got != expected and jax.tree.leaves(got) != jax.tree.leaves(expected):
+            raise TypeError(
+                "step_fn returned a cache of other shapes or dtypes, expected those of its argument"
+            )
+        return result
+
+    return checked

@@ -1,0 +1,154 @@
+"""Why a prompt found no more of itself in the cache, in words. Host-side, for people who look into a miss."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcache_jax import arguments
+from kvcache_jax.prefix_cache import lookup
+from kvcache_jax.state import Cache
+
+
+def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace: Any = None) -> str:
+    """Says how many tokens of one prompt `allocate` would find cached, and why not more.
+
+    It names the first token at which the prompt leaves the nearest cached sequence of its namespace. Of other
+    namespaces it tells whether one holds more of the prompt, and nothing else: keep even that from tenants.
+
+    Args:
+      cache: Concrete (not traced, not batched).
+      tokens: i32[P], the prompt.
+      num_tokens: How many of them count. Default: all.
+      namespace: u32[4]. Default: all zero.
+
+    Returns:
+      A few sentences.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> layers = [kv.FullAttention(1, 8)]
+      >>> config = kv.CacheConfig(layers, num_blocks=8, block_size=4, enable_prefix_caching=True)
+      >>> cache, _ = kv.allocate(kv.init(config), [0], [8], tokens=[[1, 2, 3, 4, 5, 6, 7, 8]])
+      >>> cache, _ = kv.extend(cache, [8], max_new=8, seq_ids=[0], tokens=[[1, 2, 3, 4, 5, 6, 7, 8]])
+      >>> cache, _ = kv.commit(cache, [0])
+      >>> print(kv.explain(cache, [1, 2, 3, 4, 5, 6, 9, 9, 9]))
+      4 of 9 tokens are cached. At position 6 the prompt has token 9, where the nearest cached sequence has 7.
+    """
+    tokens = arguments.host_tokens(tokens)
+    num_tokens = len(tokens) if num_tokens is None else num_tokens
+    if not 0 <= num_tokens <= len(tokens):
+        raise ValueError(f"num_tokens is {num_tokens}, expected 0 <= num_tokens <= {len(tokens)} tokens")
+    words = np.asarray(arguments.namespace_words(namespace, 1))[0]
+    if cache.control.prefix_index is None:
+        return (
+            f"0 of {num_tokens} tokens are cached: the cache was built without prefix caching, see "
+            "CacheConfig(enable_prefix_caching=True)."
+        )
+    if num_tokens == 0:
+        return "0 of 0 tokens are cached: the prompt is empty."
+    view = _view(cache)
+    found = int(lookup(cache, tokens[None], [num_tokens], words)[0])
+    said = [f"{found} of {num_tokens} tokens are cached."]
+    most = (num_tokens - 1) // view.block_size
+    chain = _chain(view, tokens, most, words)
+    if found < len(chain) * view.block_size:
+        said.append(
+            f"The first layer group with full attention has {len(chain) * view.block_size}, but another has "
+            "let go of blocks that are needed at that length, or none of its blocks ends there."
+        )
+    elif len(chain) == most:
+        said.append(
+            f"That is all that can be: the last token is always computed, and blocks have {view.block_size} "
+            "tokens."
+        )
+    else:
+        said.append(_why_not_more(view, tokens, num_tokens, len(chain), chain, words))
+        others = np.unique(view.namespace[view.is_published], axis=0)
+        if any(len(_chain(view, tokens, most, other)) > len(chain) for other in others):
+            said.append("More of it is cached in another namespace, where this one may not look.")
+    return " ".join(said)
+
+
+class _View(NamedTuple):
+    """The indexed group in numpy; see `PrefixIndex`, `BlockPool` and `Control` for the arrays."""
+
+    block_size: int
+    is_published: np.ndarray
+    block_tokens: np.ndarray
+    parent: np.ndarray
+    namespace: np.ndarray
+    block_table: np.ndarray
+    context_len: np.ndarray
+    row_namespace: np.ndarray
+
+
+def _view(cache: Cache) -> _View:
+    control, group_id = cache.control, cache.config.indexed_group
+    index, pool = control.prefix_index, control.block_pools[group_id]
+    assert index is not None and pool.cached is not None
+    return _View(
+        cache.config.groups[group_id].block_size,
+        *(
+            np.asarray(array)
+            for array in (
+                pool.cached.is_published,
+                index.block_tokens,
+                index.parent,
+                index.namespace,
+                pool.block_table,
+                control.context_len,
+                control.namespace,
+            )
+        ),
+    )
+
+
+def _children(view: _View, parent: int, namespace: np.ndarray) -> np.ndarray:
+    """The published blocks behind a published block, or (nowhere) at the start."""
+    is_child = view.is_published & (view.parent == parent) & (view.namespace == namespace).all(axis=1)
+    return np.flatnonzero(is_child)
+
+
+def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) -> list[int]:
+    """The published blocks that hold the first tokens, at most `most`."""
+    chain = []
+    for block in tokens[: most * view.block_size].reshape(most, view.block_size):
+        children = _children(view, chain[-1] if chain else len(view.parent), namespace)
+        equal = children[(view.block_tokens[children] == block).all(axis=1)]
+        if not len(equal):
+            break
+        chain.append(int(equal[0]))
+    return chain
+
+
+def _why_not_more(
+    view: _View, tokens: np.ndarray, num_tokens: int, column: int, chain: list[int], namespace: np.ndarray
+) -> str:
+    """Why the block in `column`, behind the `chain`, is not found."""
+    start = column * view.block_size
+    block = tokens[start : start + view.block_size]
+    children = _children(view, chain[-1] if chain else len(view.parent), namespace)
+    if len(children):
+        is_same = view.block_tokens[children] == block
+        num_same = np.where(is_same.all(axis=1), view.block_size, is_same.argmin(axis=1))
+        nearest, same = children[num_same.argmax()], int(num_same.max())
+        return (
+            f"At position {start + same} the prompt has token {block[same]}, where the nearest cached "
+            f"sequence has {view.block_tokens[nearest][same]}."
+        )
+    if _is_held(view, tokens, start + view.block_size, namespace):
+        return f"A row holds the tokens from position {start} on and has not committed them."
+    if not column and not (view.is_published & (view.namespace == namespace).all(axis=1)).any():
+        return "Nothing is cached in this namespace: never committed, or evicted."
+    return f"No cached sequence goes on behind position {start}: never committed, or evicted."
+
+
+def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray) -> bool:
+    """Whether an active row of the namespace begins with the first `length` tokens."""
+    num_blocks = length // view.block_size
+    is_candidate = (view.context_len >= length) & (view.row_namespace == namespace).all(axis=1)
+    for row in np.flatnonzero(is_candidate):
+        blocks = view.block_table[row, :num_blocks]
+        if (view.block_tokens[blocks].reshape(-1) == tokens[:length]).all():
+            return True
+    return False

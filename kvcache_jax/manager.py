@@ -1,0 +1,496 @@
+"""A cache for host code that thinks in request ids: evaluation harnesses, servers, notebooks.
+
+The manager holds one `Cache` and calls the pure functions on it. All it adds is which request has which row,
+and the hit figures of the last requests; everything else is read from the cache when it is asked for.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec, Sharding
+from jax.typing import ArrayLike
+
+from kvcache_jax import arguments
+from kvcache_jax import manager_errors as errors
+from kvcache_jax import manager_programs as programs
+from kvcache_jax.cache_holder import CacheHolder
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.manager_rows import Figures, RequestRows, prompt_of
+from kvcache_jax.state import Cache, Step
+from kvcache_jax.status import Status
+
+_log = logging.getLogger("kvcache_jax")
+_TO_THE_END = np.iinfo(np.int32).max
+
+
+class Batch(NamedTuple):
+    """New tokens with reserved slots, for a step function; rows in the order in which they were passed.
+
+    One request makes one row, several make `max_seqs` rows, of which those behind the last are skipped.
+
+    Attributes:
+      tokens: i32[n, T], the new tokens; `T` is one of the manager's widths.
+      step: The `Step`, for `attention`. Its `query_len` says how many tokens of each row count.
+    """
+
+    tokens: jax.Array
+    step: Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request as the cache holds it.
+
+    Attributes:
+      request_id: Its id.
+      seq_id: Its row.
+      context_len: Tokens that it holds.
+      num_blocks: Blocks that it holds in each layer group, reserved ones included.
+      num_published: First blocks that can be found by their tokens.
+      priority: For eviction policies.
+      namespace: Who may share its blocks, four 32-bit words.
+    """
+
+    request_id: Hashable
+    seq_id: int
+    context_len: int
+    num_blocks: tuple[int, ...]
+    num_published: int
+    priority: int
+    namespace: tuple[int, ...]
+
+
+class CacheManager:
+    """Requests in, blocks and hits out, on a cache that it owns.
+
+    A call that raises `CacheError` has changed nothing. Calls may come from any thread; they take turns.
+    Ids are any hashable values.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> layer = kv.FullAttention(num_kv_heads=1, head_dim=8)
+      >>> config = kv.CacheConfig([layer], num_blocks=8, block_size=4, max_seqs=2, enable_prefix_caching=True)
+      >>> def step_fn(cache, batch):  # stands for a model
+      ...     return kv.testing.write_tokens(cache, batch.tokens, batch.step), batch.tokens.sum()
+      >>> with kv.CacheManager(config) as manager:
+      ...     prompt = [5, 6, 7, 8, 9]
+      ...     for request_id in ("first", "second"):
+      ...         num_cached = manager.allocate_request(request_id, prompt)
+      ...         batch = manager.append_tokens(request_id, prompt[num_cached:])
+      ...         total = manager.run(step_fn, batch)
+      ...         manager.commit_tokens(request_id)
+      ...         print(request_id, num_cached, manager.num_computed_tokens(request_id))
+      first 0 5
+      second 4 5
+    """
+
+    def __init__(
+        self,
+        cache: CacheConfig | Cache,
+        *,
+        sharding: Sharding | PartitionSpec | None = None,
+        widths: Sequence[int] | None = None,
+    ):
+        """Makes a cache, or takes one over.
+
+        Args:
+          cache: A config; or a cache without active rows, such as a restored one, which the manager owns from
+            then on.
+          sharding: Of a new cache's pools, see `init`.
+          widths: Numbers of tokens to which `append_tokens` pads, each a program. Default: 1, then
+            powers of four from 16 up to `max_query_len`.
+        """
+        self._holder = CacheHolder(cache, sharding, self._forget)
+        self._config = self._holder.config
+        self._widths = _checked_widths(widths, self._config.query_len_limit)
+        self._rows = RequestRows(self._config.max_seqs)
+        self._figures = Figures()
+
+    # --- requests ---
+
+    def allocate_request(
+        self,
+        request_id: Hashable,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        namespace: ArrayLike | None = None,
+        priority: int = 0,
+        reuse: bool = True,
+        replace: bool = False,
+    ) -> int:
+        """Starts a request and reserves the blocks of its whole prompt.
+
+        Args:
+          request_id: A new id.
+          token_ids: The prompt.
+          namespace: u32[4], who may share its blocks; see `kvcache_jax.namespace`.
+          priority: For eviction policies.
+          reuse: Whether to look for a cached prefix.
+          replace: Ends a request of this id first. If the new one does not fit, the old one stays.
+
+        Returns:
+          How many of its first tokens are cached. The rest is to be appended and computed.
+
+        Raises:
+          DuplicateRequest, OutOfRows, OutOfBlocks, TooLong: changed nothing.
+        """
+        token_ids = arguments.host_tokens(token_ids)
+        with self._holder.turn("allocate_request") as cache:
+            is_replaced = request_id in self._rows
+            if is_replaced and not replace:
+                raise errors.duplicate(request_id)
+            if len(token_ids) > self._config.max_seq_len:
+                raise errors.too_long(request_id, len(token_ids), self._config.max_seq_len)
+            seq_id = np.int32(self._rows.row(request_id) if is_replaced else self._rows.idle_row(request_id))
+            prompt = prompt_of(token_ids, self._config.max_seq_len, namespace, priority, reuse)
+            new, (admission, num_blocks, num_unfreed) = self._holder.on_control(
+                programs.admit, seq_id, prompt, np.bool_(is_replaced)
+            )
+            status = Status(int(admission.status[0]))
+            if status == Status.OUT_OF_BLOCKS:
+                needs = self._holder.fetch(
+                    programs.shortage(programs.without_pools(cache), seq_id, prompt, np.bool_(is_replaced))
+                )
+                raise errors.out_of_blocks(request_id, *needs)
+            if num_unfreed or status != Status.OK:
+                raise errors.out_of_sync(request_id, status)
+            num_cached = int(admission.num_cached[0])
+            self._holder.cache = new
+            self._rows.start(request_id, int(seq_id))
+            if reuse and self._config.enable_prefix_caching:
+                self._figures.note_query(len(token_ids), num_cached)
+            _log.info(
+                "allocate_request: request=%r prompt_tokens=%d cached_tokens=%d new_tokens=%d blocks=%d",
+                request_id,
+                len(token_ids),
+                num_cached,
+                len(token_ids) - num_cached,
+                int(num_blocks),
+            )
+            return num_cached
+
+    @overload
+    def append_tokens(self, new: Hashable, token_ids: Sequence[int] | np.ndarray) -> Batch: ...
+
+    @overload
+    def append_tokens(self, new: Mapping[Any, Sequence[int] | np.ndarray]) -> Batch: ...
+
+    def append_tokens(self, new: Any, token_ids: Any = None) -> Batch:
+        """Reserves slots for new tokens of one request, or of several; all of them or none.
+
+        Their keys and values are yet to be written, by a step function passed to `run`. If that does not
+        happen, `truncate_request` takes the tokens back.
+
+        Args:
+          new: A request id; or `{request_id: token_ids}`, one row each, in this order.
+          token_ids: The tokens of the one request.
+
+        Returns:
+          A `Batch` for the step function.
+
+        Raises:
+          UnknownRequest, OutOfBlocks, TooLong: changed nothing, in no request.
+        """
+        if (token_ids is None) != isinstance(new, Mapping):
+            raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")
+        new = {new: token_ids} if token_ids is not None else new
+        new = {request_id: arguments.host_tokens(ids) for request_id, ids in new.items()}
+        if not new:
+            raise ValueError("got no request, expected at least one")
+        longest = max(len(ids) for ids in new.values())
+        limit = self._widths[-1]
+        for request_id, ids in new.items():
+            if len(ids) > limit:
+                raise errors.too_many_at_once(request_id, len(ids), limit)
+        width = next(width for width in self._widths if width >= longest)
+        with self._holder.turn("append_tokens"):
+            seq_ids = self._rows.columns(list(new))
+            num_new = np.zeros(len(seq_ids), np.int32)
+            tokens = np.zeros((len(seq_ids), width), np.int32)
+            for i, ids in enumerate(new.values()):
+                num_new[i], tokens[i, : len(ids)] = len(ids), ids
+            on_device = jax.device_put(tokens)
+            step, status = self._holder.step(programs.append, seq_ids, num_new, on_device)
+            for request_id, code in zip(new, self._holder.fetch(status), strict=False):
+                if code != Status.OK:
+                    raise self._append_error(request_id, Status(int(code)), seq_ids, num_new)
+            return Batch(on_device, step)
+
+    def commit_tokens(
+        self, request_id: Hashable | Mapping[Any, int | None], final_len: int | None = None
+    ) -> None:
+        """Publishes the full blocks of a request, or of several, so that later prompts can reuse them.
+
+        Call it after their keys and values are written. Batches made before are stale then.
+
+        Args:
+          request_id: The request; or `{request_id: final_len}`.
+          final_len: Tokens that will not be taken back, such as without drafts. Default: all.
+
+        Raises:
+          UnknownRequest: changed nothing.
+          ValueError: The cache has no prefix caching.
+        """
+        lengths = dict(request_id) if isinstance(request_id, Mapping) else {request_id: final_len}
+        if not lengths:
+            raise ValueError("got no request, expected at least one")
+        lengths = {name: _final_len(name, length) for name, length in lengths.items()}
+        with self._holder.turn("commit_tokens"):
+            seq_ids = self._rows.columns(list(lengths))
+            final = np.full(len(seq_ids), _TO_THE_END, np.int32)
+            final[: len(lengths)] = list(lengths.values())
+            self._change(list(lengths), programs.commit, seq_ids, final)
+
+    def fork_request(self, request_id: Hashable, new_id: Hashable) -> None:
+        """Starts a request that shares all tokens of another; takes no block.
+
+        Raises:
+          UnknownRequest, DuplicateRequest, OutOfRows: changed nothing.
+        """
+        with self._holder.turn("fork_request"):
+            source = self._rows.columns([request_id])
+            if new_id in self._rows:
+                raise errors.duplicate(new_id)
+            target = self._rows.idle_row(new_id)
+            self._change([request_id], programs.fork, source, np.array([target], np.int32))
+            self._rows.start(new_id, target)
+
+    def truncate_request(self, request_id: Hashable, new_len: int) -> None:
+        """Drops tokens from the end of a request; blocks left without a token, reserved ones too, go back.
+
+        Raises:
+          UnknownRequest, TooLong (it has fewer tokens), WindowLost: changed nothing.
+        """
+        if new_len < 0:
+            raise ValueError(f"new_len is {new_len}, expected at least 0")
+        with self._holder.turn("truncate_request"):
+            new_len = min(new_len, _TO_THE_END)
+            lengths = np.array([new_len], np.int32)
+            self._change([request_id], programs.truncate, self._rows.columns([request_id]), lengths)
+
+    def free_request(self, request_id: Hashable) -> None:
+        """Ends a request. Published blocks stay cached until their place is needed.
+
+        Raises:
+          UnknownRequest: changed nothing.
+        """
+        with self._holder.turn("free_request"):
+            self._change([request_id], programs.free, self._rows.columns([request_id]))
+            self._rows.end(request_id)
+
+    # --- steps ---
+
+    def run(self, step_fn: Callable[..., tuple[Cache, Any]], *args: Any) -> Any:
+        """Calls `step_fn(cache, *args) -> (cache, result)`, jitted, the cache donated; keeps the cache.
+
+        Compiled once per function object and shapes of `args`: pass the same function each time, not a new
+        lambda. It may extend, write, commit and truncate; rows start and end through the manager alone.
+        Returns before the device is done.
+
+        What it raises while it is traced or compiled comes through, and nothing has changed (tokens
+        appended for it stay appended, see `append_tokens`).
+
+        Returns:
+          The result.
+
+        Raises:
+          CacheLost: it failed on the device, which had been given the cache. The manager starts over, empty.
+            A failure that shows only later, for the device works ahead, is raised by the next call that
+            looks at the cache.
+        """
+        with self._holder.turn("run"):
+            return self._holder.step(self._holder.compiled(step_fn), *args)
+
+    def query[T](self, question: Callable[..., T], *args: Any) -> T:
+        """`question(cache, *args)`, while nobody changes the cache: `manager.query(kv.check_invariants)`.
+
+        The answer must not hold the cache or its arrays: the next step is given them.
+        """
+        with self._holder.turn("query") as cache:
+            return question(cache, *args)
+
+    # --- questions ---
+
+    def request_ids(self) -> list[Hashable]:
+        """All requests, in the order in which they started."""
+        with self._holder.turn("request_ids"):
+            return list(self._rows)
+
+    def request(self, request_id: Hashable) -> Request:
+        """What the cache holds of a request. Raises `UnknownRequest`."""
+        with self._holder.turn("request") as cache:
+            seq_id = self._rows.row(request_id)
+            control = cache.control
+            columns = control.context_len, control.num_published, control.priority, control.namespace
+            tables = [pool.block_table for pool in control.block_pools]
+            (length, num_published, priority, namespace), tables = self._holder.fetch((columns, tables))
+            return Request(
+                request_id=request_id,
+                seq_id=seq_id,
+                context_len=int(length[seq_id]),
+                num_blocks=tuple(
+                    int((table[seq_id] < pool.num_blocks).sum())
+                    for table, pool in zip(tables, control.block_pools, strict=True)
+                ),
+                num_published=int(num_published[seq_id]),
+                priority=int(priority[seq_id]),
+                namespace=tuple(namespace[seq_id].tolist()),
+            )
+
+    def num_computed_tokens(self, request_id: Hashable) -> int:
+        """Tokens that a request holds, found cached or appended. Raises `UnknownRequest`."""
+        with self._holder.turn("num_computed_tokens") as cache:
+            return int(self._holder.fetch(cache.context_len)[self._rows.row(request_id)])
+
+    def block_table(self, request_id: Hashable, *, group: int = 0) -> np.ndarray:
+        """i32[n], blocks of a request by column, up to the last one; `num_blocks` where a window has a hole.
+
+        Raises:
+          UnknownRequest: no such request.
+        """
+        with self._holder.turn("block_table") as cache:
+            pool = cache.control.block_pools[group]
+            entries = self._holder.fetch(pool.block_table)[self._rows.row(request_id)]
+            held = np.flatnonzero(entries < pool.num_blocks)
+            return entries[: held[-1] + 1 if len(held) else 0].copy()
+
+    def slot_for(self, request_id: Hashable, position: int, *, group: int = 0) -> int:
+        """`block_id * block_size + offset` of a token that the request holds; reserves nothing.
+
+        Raises:
+          UnknownRequest: no such request.
+          IndexError: it holds no such token, or a window has let it go.
+        """
+        with self._holder.turn("slot_for"):
+            length = self.num_computed_tokens(request_id)
+            if not 0 <= position < length:
+                raise IndexError(f"position is {position}, expected 0 <= position < {length} tokens")
+            layer_group = self._config.groups[group]
+            column, offset = divmod(position, layer_group.block_size)
+            block_id = int(self.block_table(request_id, group=group)[column])
+            if block_id == layer_group.num_blocks:
+                raise IndexError(f"position {position} of request {request_id!r} has left the window")
+            return block_id * layer_group.block_size + offset
+
+    def usage(self) -> float:
+        """Referenced / total blocks of the fullest layer group, 0 to 1; cached blocks count as room."""
+        with self._holder.turn("usage") as cache:
+            return float(self._holder.fetch(programs.figures(programs.without_pools(cache)))[1])
+
+    def hit_rate(self) -> float | None:
+        """Cached / prompt tokens of the last 1,000 requests that looked; None if there was none yet."""
+        with self._holder.turn("hit_rate"):
+            return self._figures.hit_rate()
+
+    def stats(self) -> dict[str, int | float | None]:
+        """The figures of `Stats` by name as Python numbers; events are counted beyond 2**32.
+
+        Also `num_requests`, `usage` and `hit_rate` (None before the first query). Ready to be exported.
+        """
+        with self._holder.turn("stats") as cache:
+            figures, usage = self._holder.fetch(programs.figures(programs.without_pools(cache)))
+            counts = self._figures.count(self._holder.fetch(cache.control.counters))
+            result: dict[str, int | float | None] = {
+                field.name: getattr(figures, field.name).item() for field in dataclasses.fields(figures)
+            }
+            result |= {f"num_{counter.name.lower()}": count for counter, count in counts.items()}
+            return result | {
+                "num_requests": len(self._rows),
+                "usage": float(usage),
+                "hit_rate": self._figures.hit_rate(),
+            }
+
+    # --- the prefix cache ---
+
+    def evict(self, num_blocks: int) -> int:
+        """Gives up cached blocks, the least valuable first; returns how many there were to evict."""
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks is {num_blocks}, expected at least 0")
+        with self._holder.turn("evict"):
+            self._holder.cache, count = self._holder.on_control(
+                programs.evict, np.int32(min(num_blocks, _TO_THE_END))
+            )
+            return int(count)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all published contents, as when the weights change; returns how many blocks they had."""
+        with self._holder.turn("reset_prefix_cache"):
+            self._holder.cache, count = self._holder.on_control(programs.reset_prefix_cache)
+            return int(count)
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Lets the cache go; every later call but this one raises `ManagerClosed`."""
+        self._holder.close()
+        self._rows.clear()
+
+    def __enter__(self) -> "CacheManager":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._rows
+
+    def __repr__(self) -> str:
+        return f"CacheManager({len(self._rows)} requests; {self._holder.describe()})"
+
+    # --- within a turn ---
+
+    def _change(self, request_ids: Sequence[Hashable], program: Callable, *args: Any) -> None:
+        """Changes rows without moving keys or values; all of them or none."""
+        new, status = self._holder.on_control(program, *args)
+        for request_id, code in zip(request_ids, status, strict=False):
+            if code == Status.TOO_LONG:
+                raise errors.longer_than(request_id, int(args[1][0]), self.num_computed_tokens(request_id))
+            if code == Status.WINDOW_LOST:
+                raise errors.window_lost(request_id, int(args[1][0]))
+            if code != Status.OK:
+                raise errors.out_of_sync(request_id, Status(int(code)))
+        self._holder.cache = new
+
+    def _append_error(
+        self, request_id: Hashable, status: Status, seq_ids: np.ndarray, num_new: np.ndarray
+    ) -> errors.CacheError:
+        cache = self._holder.cache
+        assert cache is not None
+        *needs, lengths = self._holder.fetch(
+            programs.append_needs(programs.without_pools(cache), seq_ids, num_new)
+        )
+        if status == Status.OUT_OF_BLOCKS:
+            return errors.out_of_blocks(request_id, *needs)
+        if status == Status.TOO_LONG:
+            row = seq_ids.tolist().index(self._rows.row(request_id))
+            return errors.too_long(request_id, int(lengths[row] + num_new[row]), self._config.max_seq_len)
+        return errors.out_of_sync(request_id, status)
+
+    def _forget(self) -> list[Hashable]:
+        """The cache was lost: no request is left, and its counters begin again."""
+        lost = list(self._rows)
+        self._rows.clear()
+        self._figures.restart()
+        return lost
+
+
+def _checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
+    if widths is None:
+        widths = [1]
+        while widths[-1] < limit:
+            widths.append(min(max(16, 4 * widths[-1]), limit))
+    if not widths:
+        raise ValueError("widths is empty, expected at least one")
+    for width in widths:
+        arguments.static_count("each of widths", width, limit, "max_query_len")
+    return sorted(set(widths))
+
+
+def _final_len(request_id: Hashable, length: int | None) -> int:
+    if length is not None and length < 0:
+        raise ValueError(f"final_len of request {request_id!r} is {length}, expected at least 0")
+    return _TO_THE_END if length is None else min(length, _TO_THE_END)

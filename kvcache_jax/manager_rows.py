@@ -1,0 +1,105 @@
+"""What `CacheManager` knows beside the cache: which request has which row, and how the last ones hit."""
+
+import collections
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache_jax import manager_errors as errors
+from kvcache_jax.manager_programs import Prompt
+from kvcache_jax.state import Counter
+
+_REQUESTS_OF_HIT_RATE = 1000
+
+
+class RequestRows:
+    """The row of each request, in the order in which they started."""
+
+    def __init__(self, max_seqs: int):
+        self.max_seqs = max_seqs
+        self._rows: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._rows)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._rows
+
+    def row(self, request_id: Hashable) -> int:
+        """The row of a request that there is."""
+        if request_id not in self._rows:
+            raise errors.unknown(request_id, len(self._rows))
+        return self._rows[request_id]
+
+    def columns(self, request_ids: Sequence[Hashable]) -> np.ndarray:
+        """i32[1], or i32[max_seqs] with skipped rows behind several: two shapes in all."""
+        rows = [self.row(request_id) for request_id in request_ids]
+        if len(rows) > 1:
+            rows += [self.max_seqs] * (self.max_seqs - len(rows))
+        return np.array(rows, np.int32)
+
+    def idle_row(self, request_id: Hashable) -> int:
+        """The first row without request."""
+        taken = set(self._rows.values())
+        for row in range(self.max_seqs):
+            if row not in taken:
+                return row
+        raise errors.out_of_rows(request_id, self.max_seqs)
+
+    def start(self, request_id: Hashable, row: int) -> None:
+        """A request that is replaced starts again: it is the last in order."""
+        self._rows.pop(request_id, None)
+        self._rows[request_id] = row
+
+    def end(self, request_id: Hashable) -> None:
+        """The request's row is idle."""
+        del self._rows[request_id]
+
+    def clear(self) -> None:
+        """No row has a request."""
+        self._rows.clear()
+
+
+class Figures:
+    """Hits of the last requests that looked for a cached prefix, and events in integers that do not wrap."""
+
+    def __init__(self):
+        self._hits: collections.deque[tuple[int, int]] = collections.deque(maxlen=_REQUESTS_OF_HIT_RATE)
+        self._counts = dict.fromkeys(Counter, 0)
+        self._last_counters = np.zeros(len(Counter), np.uint32)
+
+    def note_query(self, num_tokens: int, num_cached: int) -> None:
+        """A request looked for `num_tokens` and found `num_cached`."""
+        self._hits.append((num_tokens, num_cached))
+
+    def hit_rate(self) -> float | None:
+        """By token; None before the first query."""
+        if not self._hits:
+            return None
+        num_tokens, num_cached = (sum(column) for column in zip(*self._hits, strict=True))
+        return num_cached / num_tokens if num_tokens else 0.0
+
+    def count(self, counters: np.ndarray) -> dict[Counter, int]:
+        """All events so far, given the cache's counters, u32[len(Counter)]."""
+        for counter in Counter:
+            self._counts[counter] += (int(counters[counter]) - int(self._last_counters[counter])) % 2**32
+        self._last_counters = counters
+        return self._counts
+
+    def restart(self) -> None:
+        """The cache's counters begin at 0 again; what was counted stays."""
+        self._last_counters = np.zeros(len(Counter), np.uint32)
+
+
+def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: int, reuse: bool) -> Prompt:
+    """The arguments of an admission, padded to one shape."""
+    words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
+    if words.dtype != np.uint32 or words.shape != (4,):
+        raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
+    tokens = np.zeros(max_seq_len, np.int32)
+    tokens[: len(token_ids)] = token_ids
+    return Prompt(tokens, np.int32(len(token_ids)), words, np.int32(priority), np.bool_(reuse))

@@ -1,0 +1,164 @@
+"""The mutations of the prefix cache; see `mutations`."""
+
+from mutations import in_module
+
+SCRIPT = "test_prefix_scripts.py::test_a_short_random_script"
+GROUPS = "test_prefix_windows.py::test_a_short_random_script_of_three_groups"
+ROLLED = "test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still_there"
+WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
+COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
+LATER = "test_decode_prefix.py::test_a_later_call_finds_prompts_and_answers_of_an_earlier_one"
+
+MUTATIONS = [
+    *in_module(
+        "prefix_index",
+        (
+            "tokens of a hit not compared",
+            "is_same &= (index.block_tokens",
+            "is_same |= (index.block_tokens",
+            SCRIPT,
+        ),
+        (
+            "parent of a hit not compared",
+            'clip") == content.parent',
+            'clip") == index.parent[block_ids]',
+            SCRIPT,
+        ),
+        ("the last token is a hit too", "(num_tokens - 1) // block_size", "num_tokens // block_size", SCRIPT),
+        ("a hit behind a miss", "jnp.cumsum(~is_hit) == 0", "is_hit", SCRIPT),
+        (
+            "evicted blocks stay in the index",
+            "jnp.where(block_ids < nowhere, buckets,",
+            "jnp.where(False, buckets,",
+            SCRIPT,
+        ),
+        (
+            "every block in the bucket's first place",
+            "jnp.argmax(is_it, axis=-1)",
+            "0 * jnp.argmax(is_it, axis=-1)",
+            SCRIPT,
+        ),
+    ),
+    *in_module(
+        "content_hash",
+        ("the namespace left out of the root", "value ^ namespace[..., word]", "value", SCRIPT),
+        ("positions left out of the hash", "_mix(positions * odd + key)", "_mix(key)", SCRIPT),
+    ),
+    *in_module(
+        "publish",
+        (
+            "a block too many published",
+            "final_len // block_size, 0",
+            "-(-final_len // block_size), 0",
+            SCRIPT,
+        ),
+        ("final_len ignored", "jnp.minimum(final_len, control", "jnp.minimum(2**30, control", SCRIPT),
+        ("published again", "num_full - num_published", "num_full", SCRIPT),
+        ("equal blocks both published", "is_new &= leader == order", "pass", SCRIPT),
+        (
+            "the parent is the block before, published or not",
+            "jnp.roll(canonical, 1)",
+            "jnp.roll(batch.block_ids, 1)",
+            SCRIPT,
+        ),
+        (
+            "adopted in the row alone that commits",
+            "is_held = mask & (entries == old)",
+            "is_held = mask & (entries == old) & (jnp.arange(entries.shape[0])[:, None] == batch.row)",
+            SCRIPT,
+        ),
+        (
+            "adopted blocks are lost",
+            "return block_pool.put_on_free_stack(pool, old, mask)",
+            "return pool",
+            SCRIPT,
+        ),
+        ("a revived block stays cached", "num_cached - num_true(is_revived)", "num_cached", SCRIPT),
+    ),
+    *in_module(
+        "eviction",
+        (
+            "the newest goes first",
+            "is_cached & (rank < most)",
+            "is_cached & (num_found - rank <= most)",
+            SCRIPT,
+        ),
+        (
+            "evicted block passed over",
+            "jnp.argmax(stays).astype(jnp.uint32)",
+            "1 + jnp.argmax(stays).astype(jnp.uint32)",
+            SCRIPT,
+        ),
+        ("evicts too little", "needs[group_id] - num_free, 0", "needs[group_id] - num_free - 1, 0", SCRIPT),
+    ),
+    *in_module(
+        "companions",
+        (
+            "a window that rolled is not missed",
+            "is_usable &= num_missing[end] ==",
+            "is_usable |= num_missing[end] ==",
+            ROLLED,
+        ),
+        ("hits end inside blocks of other groups", "lengths % step == 0", "lengths % 1 == 0", WHOLE_BLOCKS),
+        (
+            "links of evicted blocks stay",
+            'set(nowhere, mode="drop"),\n        keeper=companions.keeper.at[block_ids]',
+            'set(block_ids, mode="drop"),\n        keeper=companions.keeper.at[block_ids]',
+            GROUPS,
+        ),
+        (
+            "blocks that are not full are linked",
+            "(column + 1) * group.block_size <=",
+            "column * group.block_size <=",
+            GROUPS,
+        ),
+    ),
+    *in_module(
+        "demand",
+        (
+            "a published block written by its owner",
+            "| block_pool.is_published(pool, demand.tail)\n            num_back",
+            "\n            num_back",
+            SCRIPT,
+        ),
+    ),
+    *in_module(
+        "extend",
+        (
+            "tokens of a copied block forgotten",
+            "block_tokens.at[dst[i]].set(block_tokens[src[i]])",
+            "block_tokens",
+            SCRIPT,
+        ),
+        ("tokens not recorded", '.set(tokens, mode="drop")', '.add(0 * tokens, mode="drop")', SCRIPT),
+    ),
+    *in_module(
+        "rows",
+        (
+            "truncation leaves blocks published in the row",
+            "num_published.at[row].min(",
+            "num_published.at[row].max(",
+            SCRIPT,
+        ),
+        (
+            "the first blocks are evicted first",
+            "jnp.where(is_dropped, entries, pool.num_blocks)[::-1]",
+            "jnp.where(is_dropped, entries, pool.num_blocks)",
+            SCRIPT,
+        ),
+        (
+            "reuse although it was not wanted",
+            "jnp.where(prompt.reuse, found,",
+            "jnp.where(True, found,",
+            "test_prefix_scripts.py::test_reuse_can_be_declined",
+        ),
+    ),
+    *in_module(
+        "decode",
+        ("prompts that share are computed together", "num_common > 0 and", "False and", COMMON),
+    ),
+    *in_module(
+        "decode_host",
+        ("answers are not published", "cache, _ = commit(cache, ids)", "pass", LATER),
+    ),
+]

@@ -1,0 +1,120 @@
+"""What `explain` says of a miss, case by case; it says no more of other namespaces than that they have it."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.helpers import assert_same, leaf_bytes
+from tests.prefix_user import TENANT_A, TENANT_B, PrefixUser
+
+CONFIG = kv.CacheConfig(
+    [kv.FullAttention(1, 5)] * 2,
+    num_blocks=12,
+    block_size=4,
+    max_seqs=4,
+    max_seq_len=48,
+    enable_prefix_caching=True,
+)
+NOTHING = "Nothing is cached in this namespace: never committed, or evicted."
+ELSEWHERE = "More of it is cached in another namespace, where this one may not look."
+
+
+def explain(user, text, namespace=None):
+    """The sentences; the figure in the first is what `allocate` finds."""
+    before = leaf_bytes(user.cache)
+    said = kv.explain(user.cache, np.array([*text, 77, 78], np.int32), len(text), namespace)
+    assert_same(before, user.cache)
+    found = user.lookup(text, namespace)
+    assert said.startswith(f"{found} of {len(text)} tokens are cached")
+    return said
+
+
+@pytest.fixture(scope="module")
+def two_texts():
+    """Two cached texts that part at token 6, the second of them longer."""
+    user = PrefixUser(CONFIG)
+    user.start(0, [1, 2, 3, 4, 5, 6, 7, 8])
+    user.start(1, [1, 2, 3, 4, 5, 6, 17, 18, 19, 20, 21, 22])
+    user.free(0)
+    return user
+
+
+ALL = "That is all that can be: the last token is always computed, and blocks have 4 tokens."
+DIFFERS = "At position {} the prompt has token {}, where the nearest cached sequence has {}."
+
+
+@pytest.mark.parametrize(
+    ("text", "num_cached", "why"),
+    [
+        ([1, 2, 3, 4, 5, 9, 7, 8, 9], 4, DIFFERS.format(5, 9, 6)),
+        ([1, 2, 3, 4, 5, 6, 17, 9, 9], 4, DIFFERS.format(7, 9, 18)),
+        ([9, 2, 3, 4, 5], 0, DIFFERS.format(0, 9, 1)),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8, ALL),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 4, ALL),
+        ([1, 2, 3, 4], 0, ALL),
+        (list(range(1, 14)), 8, "No cached sequence goes on behind position 8: never committed, or evicted."),
+    ],
+)
+def test_where_a_prompt_leaves_what_is_cached(two_texts, text, num_cached, why):
+    assert explain(two_texts, text) == f"{num_cached} of {len(text)} tokens are cached. {why}"
+
+
+def test_an_empty_prompt(two_texts):
+    assert explain(two_texts, []) == "0 of 0 tokens are cached: the prompt is empty."
+
+
+def test_what_was_evicted_or_is_not_committed():
+    user = PrefixUser(CONFIG)
+    text = list(range(1, 14))
+    nothing = f"0 of 13 tokens are cached. {NOTHING}"
+    assert explain(user, text) == nothing
+    user.admit(0, text)
+    user.fill(0)
+    held = "of 13 tokens are cached. A row holds the tokens from position {} on and has not committed them."
+    assert explain(user, text) == "0 " + held.format(0)
+    assert explain(user, [*text[:3], 99, 5, 6]) == nothing.replace("13", "6")
+    user.commit(0, final_len=[8])
+    assert explain(user, text) == "8 " + held.format(8)
+    user.commit(0)
+    user.free(0)
+    user.cache, _ = kv.evict(user.cache, 1)
+    assert explain(user, text).startswith(
+        "8 of 13 tokens are cached. No cached sequence goes on behind position 8"
+    )
+    user.cache, _ = kv.evict(user.cache, 2)
+    assert explain(user, text) == nothing
+
+
+def test_other_namespaces_are_not_described():
+    user = PrefixUser(CONFIG)
+    text = list(range(1, 14))
+    user.start(0, text, TENANT_A)
+    assert explain(user, text, TENANT_B) == f"0 of 13 tokens are cached. {NOTHING} {ELSEWHERE}"
+    user.start(1, [1, 2, 3, 4, 5, 96, 97, 98, 99], TENANT_B)
+    said = explain(user, text, TENANT_B)
+    assert said == f"4 of 13 tokens are cached. {DIFFERS.format(5, 6, 96)} {ELSEWHERE}"
+    # It has the same or less: nothing to say. Its tokens are never named.
+    for other in ([1, 2, 3, 4, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 9, 9, 9]):
+        said = explain(user, other, TENANT_B)
+        assert said.endswith("has 5." if other[4] == 9 else "has 96.")
+    assert explain(user, [9] * 9, kv.namespace(tenant="c")) == f"0 of 9 tokens are cached. {NOTHING}"
+
+
+def test_without_prefix_caching():
+    cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 5)], num_blocks=4, max_seqs=2, max_seq_len=32))
+    assert kv.explain(cache, [1, 2]).startswith(
+        "0 of 2 tokens are cached: the cache was built without prefix"
+    )
+
+
+def test_absurd_arguments():
+    cache = kv.init(CONFIG)
+    with pytest.raises(ValueError, match="num_tokens is 3, expected 0 <= num_tokens <= 2"):
+        kv.explain(cache, [1, 2], 3)
+    with pytest.raises(ValueError, match="uint32"):
+        kv.explain(cache, [1, 2], 2, np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match="one sequence"):
+        kv.explain(cache, [[1, 2]])
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(lambda cache: kv.explain(cache, [1, 2]) and cache)(cache)

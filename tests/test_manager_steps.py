@@ -1,0 +1,167 @@
+"""`CacheManager` runs steps: those that fail, those that come from many threads, and what outlives them."""
+
+import dataclasses
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.manager_user import BOTH, CONFIG, check, fill, start, unchanged, write_step
+
+# --- steps ---
+
+
+def test_a_step_that_cannot_be_traced_loses_nothing():
+    manager = kv.CacheManager(CONFIG)
+    start(manager, "a", [1, 2, 3])
+
+    def wrong_shape(cache):
+        return kv.append(
+            cache, jnp.ones((2, 4, 1, 1, 6)), jnp.ones((2, 4, 1, 1, 6)), [1, 0, 0, 0], tokens=[[1]] * 4
+        )
+
+    def calls_back(cache):
+        manager.free_request("a")
+        return cache, None
+
+    for error, match, step_fn in (
+        (ValueError, "k has shape", wrong_shape),
+        (ZeroDivisionError, "division", lambda cache: (cache, 1 / 0)),
+        (TypeError, "expected a tuple", lambda cache: cache),
+        (TypeError, "expected a tuple", lambda cache: (None, cache)),
+        (TypeError, "other shapes or dtypes", lambda cache: (jax.tree.map(lambda x: x[None], cache), None)),
+        (kv.ManagerBusy, "free_request was called by a step function", calls_back),
+        (kv.ManagerBusy, "close was called", lambda cache: (cache, manager.close())),
+    ):
+        unchanged(manager, error, lambda step_fn=step_fn: manager.run(step_fn), match)
+    assert fill(manager, {"a": [4]}).tolist() == [1]
+    check(manager, {"a": [1, 2, 3, 4]})
+
+
+@pytest.mark.parametrize("where", ["storage", "control alone"])
+def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(where):
+    hash_key = jnp.array([5, 6], jnp.uint32)
+    cache = kv.init(CONFIG, storage=where == "storage")
+    cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, hash_key=hash_key))
+    manager = kv.CacheManager(cache)
+    manager.allocate_request("a", [1, 2, 3])
+    manager.allocate_request("b", [1])
+
+    def fail(x):
+        raise RuntimeError("the device is on fire")
+
+    def step_fn(cache):
+        x = jax.pure_callback(fail, jax.ShapeDtypeStruct((4,), np.int32), cache.context_len)
+        control = dataclasses.replace(cache.control, context_len=x)
+        return dataclasses.replace(cache, control=control), x
+
+    with pytest.raises(kv.CacheLost, match="2 requests are lost") as caught:
+        manager.run(step_fn)
+        manager.num_computed_tokens("a")
+    assert caught.value.request_ids == ["a", "b"]
+    assert "on fire" in str(caught.value.__cause__)
+    assert manager.request_ids() == [] and manager.query(kv.check_invariants) == []
+    assert manager.query(lambda cache: cache.control.hash_key.tolist()) == [5, 6]
+    assert manager.allocate_request("a", [1, 2, 3]) == 0
+    assert manager.stats()["num_allocations"] >= 1
+    assert len(manager.query(lambda cache: cache.pools)) == (1 if where == "storage" else 0)
+
+
+def test_a_result_outlives_the_next_step():
+    manager = kv.CacheManager(CONFIG)
+    start(manager, "a", [1, 2, 3])
+    lengths, counters, pool = manager.run(lambda c: (c, (c.context_len, c.control.counters, c.pools[0].k)))
+    batch = manager.append_tokens("a", [4])
+    for _ in range(2):
+        manager.run(write_step, batch)
+    fill(manager, {"a": [4]})
+    assert lengths.tolist() == [3, 0, 0, 0] and counters[0] == 1 and pool.shape == (24, 1, 4, 5)
+    assert batch.step.context_len.tolist() == [4]
+
+
+def test_the_pools_are_updated_in_place():
+    manager = kv.CacheManager(CONFIG)
+    pointers = manager.query(lambda cache: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.pools)])
+    start(manager, "a", [1, 2, 3, 4, 5])
+    manager.fork_request("a", "b")
+    fill(manager, {"a": [6], "b": [7]})
+    manager.free_request("a")
+    manager.evict(1)
+    assert pointers == manager.query(
+        lambda cache: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.pools)]
+    )
+
+
+def test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager():
+    manager = kv.CacheManager(CONFIG, widths=[3, 24])
+    manager.allocate_request("a", [1] * 9)
+    manager.allocate_request("b", [2] * 9)
+    one = manager.append_tokens("b", [2, 2])
+    assert one.tokens.tolist() == [[2, 2, 0]] and one.step.seq_ids.tolist() == [1]
+    two = manager.append_tokens({"b": [2], "a": np.array([1] * 4)})
+    assert two.tokens.shape == (4, 24) and two.step.seq_ids.tolist() == [1, 0, 4, 4]
+    assert two.step.query_len.tolist() == [1, 4, 0, 0] and two.step.context_len.tolist() == [3, 4, 0, 0]
+
+
+@BOTH
+def test_threads_take_turns(config):
+    """Each thread lives its own requests through; whatever the order, every one reads its own tokens."""
+    config = dataclasses.replace(config, max_seqs=6, num_blocks=60)
+    manager = kv.CacheManager(config)
+    start(manager, "warm", [1, 2, 3, 4, 5])
+    manager.free_request("warm")
+    failures, done = [], []
+    stop = threading.Event()
+
+    def serve(name):
+        rng = np.random.default_rng(name)
+        try:
+            for i in range(12):
+                text = [1, 2, 3, 4, 5, 6, 7, 8][: rng.integers(1, 9)] + rng.integers(9, 99, 5).tolist()
+                request_id = (name, i)
+                num_cached = manager.allocate_request(request_id, text)
+                try:
+                    manager.allocate_request(request_id, text)
+                    failures.append("allocated twice")
+                except kv.DuplicateRequest:
+                    pass
+                pieces = [text[num_cached:-2], text[-2:]]
+                for piece in pieces:
+                    fill(manager, {request_id: piece})
+                if config.enable_prefix_caching:
+                    manager.commit_tokens(request_id)
+                row = manager.request(request_id).seq_id
+                found = manager.query(testing.check_tokens, {row: text})
+                if found or manager.num_computed_tokens(request_id) != len(text):
+                    failures.append((request_id, found))
+                manager.free_request(request_id)
+            done.append(name)
+        except Exception as error:
+            failures.append(repr(error))
+
+    def watch():
+        try:
+            while not stop.is_set():
+                stats = manager.stats()
+                if stats["num_requests"] != stats["num_active_seqs"]:
+                    failures.append(stats)
+                repr(manager), manager.request_ids(), manager.usage()
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=functools.partial(serve, i)) for i in range(4)]
+    watcher = threading.Thread(target=watch)
+    for thread in (*threads, watcher):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    watcher.join()
+    assert failures == [] and sorted(done) == [0, 1, 2, 3]
+    check(manager, {})
+    assert manager.stats()["num_blocks_used"] == 0

@@ -1,0 +1,295 @@
+"""The prefix cache under jit, vmap, scan, while_loop and export; what it costs, refuses and survives."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import Status, testing
+from tests.helpers import assert_same, leaf_bytes, statuses
+from tests.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+from tests.prefix_user import TENANT_A, TENANT_B
+
+pytestmark = pytest.mark.contract
+
+CONFIG = kv.CacheConfig(
+    [kv.FullAttention(1, 5)] * 2,
+    num_blocks=20,
+    block_size=4,
+    max_seqs=4,
+    max_seq_len=32,
+    enable_prefix_caching=True,
+)
+TEXTS = np.random.default_rng(3).integers(1, 3, (4, 12)).astype(np.int32)
+TEXTS[1:, :8] = TEXTS[0, :8]
+
+
+def append_tokens(cache, tokens, num_new):
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
+    return testing.write_tokens(cache, tokens, step), step.status
+
+
+def script(cache, tokens, lengths):
+    """Rows that begin alike: computed at once, adopted, freed, found, evicted, forgotten."""
+    results = []
+
+    def note(pair):
+        results.append(pair[1])
+        return pair[0]
+
+    cache = note(kv.allocate(cache, [0, 1], lengths[:2], tokens=tokens[:2], namespace=TENANT_A))
+    cache = note(append_tokens(cache, tokens, jnp.where(jnp.arange(4) < 2, lengths, 0)))
+    cache = note(kv.commit(cache, [1, 0, 1, 4], final_len=[30, 10, 3, 0]))
+    results.append(kv.lookup(cache, tokens, lengths, TENANT_A))
+    cache = note(kv.free(cache, [0]))
+    cache = note(kv.allocate(cache, [2, 3], lengths[2:], tokens=tokens[2:], namespace=TENANT_A))
+    cache = note(kv.fork(cache, [2], [0]))
+    rest = jnp.where(jnp.arange(4) >= 2, lengths - cache.context_len, 0)
+    cache = note(append_tokens(cache, tokens[:, 1:], rest))
+    cache = note(kv.commit(cache, [2, 3]))
+    cache = note(kv.evict(cache, 1))
+    cache = note(kv.truncate(cache, [3], [5]))
+    cache = note(append_tokens(cache, tokens[:, :2], [0, 0, 0, 2]))
+    cache = note(kv.commit(cache, [3]))
+    results.append(kv.stats(cache))
+    return cache, results
+
+
+LENGTHS = [[12, 9, 12, 11], [5, 12, 9, 12], [12, 12, 12, 12]]
+
+
+def test_jit_equals_eager():
+    args = kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0])
+    eager = script(*args)
+    assert kv.check_invariants(eager[0]) == []
+    assert int(kv.stats(eager[0]).num_block_hits) > 0 and int(kv.stats(eager[0]).num_adoptions) > 0
+    assert_same(jax.jit(script)(*args), eager)
+
+
+def test_vmap_over_independent_caches():
+    texts = jnp.stack([jnp.asarray(np.roll(TEXTS, i, axis=1)) for i in range(3)])
+    caches = jax.tree.map(lambda x: jnp.stack([x] * 3), kv.init(CONFIG))
+    batched = jax.jit(jax.vmap(script))(caches, texts, jnp.array(LENGTHS))
+    single = jax.jit(script)
+    for i in range(3):
+        alone = single(kv.init(CONFIG), texts[i], jnp.array(LENGTHS[i]))
+        assert kv.check_invariants(alone[0]) == []
+        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), alone)
+
+
+def test_scan_and_while_loop_equal_single_calls():
+    """Admission, computation, publication and release of ten requests without the host."""
+    texts = jnp.asarray(np.random.default_rng(0).choice([1, 2], (10, 2, 12), p=[0.9, 0.1]).astype(np.int32))
+
+    def one(cache, tokens):
+        cache, admission = kv.allocate(cache, [0, 1], [12, 10], tokens=tokens)
+        # The rest of each prompt, moved to the front.
+        columns = jnp.arange(12, dtype=jnp.int32) + admission.num_cached[:, None]
+        rest = jnp.take_along_axis(tokens, jnp.minimum(columns, 11), axis=1)
+        num_new = jnp.array([12, 10]) - admission.num_cached
+        cache, status = append_tokens(cache, jnp.tile(rest, (2, 1)), jnp.pad(num_new, (0, 2)))
+        cache, committed = kv.commit(cache, [0, 1])
+        cache, freed = kv.free(cache, [0, 1])
+        return cache, (admission, status, committed, freed)
+
+    step_fn, cache, results = jax.jit(one), kv.init(CONFIG), []
+    for tokens in texts:
+        cache, result = step_fn(cache, tokens)
+        assert kv.check_invariants(cache) == []
+        results.append(result)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *results)
+    assert int(kv.stats(cache).num_block_hits) > 0 and int(kv.stats(cache).num_adoptions) > 0
+    scanned = jax.jit(lambda cache: jax.lax.scan(one, cache, texts))(kv.init(CONFIG))
+    assert_same(scanned, (cache, stacked))
+
+    def body(state):
+        i, cache = state
+        return i + 1, one(cache, texts[i])[0]
+
+    looped = jax.jit(lambda c: jax.lax.while_loop(lambda s: s[0] < 10, body, (jnp.int32(0), c))[1])
+    assert_same(looped(kv.init(CONFIG)), cache)
+
+
+def test_a_cache_with_published_blocks_survives_export():
+    cache, _ = script(kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0]))
+
+    def go_on(cache, tokens):
+        cache, freed = kv.free(cache, [0, 1, 2])
+        cache, admission = kv.allocate(cache, [0], [11], tokens=tokens[:1], namespace=TENANT_A)
+        cache, committed = kv.commit(cache, [3])
+        return cache, (freed, admission, committed)
+
+    tokens = jnp.asarray(TEXTS)
+    restored = jax.export.deserialize(jax.export.export(jax.jit(go_on))(cache, tokens).serialize())
+    got = restored.call(cache, tokens)
+    assert got[0].config == CONFIG and int(got[1][1].num_cached[0]) > 0
+    assert_same(got, jax.jit(go_on)(cache, tokens))
+
+
+def test_nothing_recompiles_whatever_the_prompts():
+    programs = None
+    cache = kv.init(CONFIG)
+    step_fn = kv.donate(append_tokens)
+    for i in range(16):
+        tokens = np.full((1, 32), i % 3, np.int32)
+        cache, admission = kv.allocate(cache, [i % 4], [2 * i % 31], tokens=tokens)
+        kv.lookup(cache, tokens, [i])
+        num_new = np.zeros(4, np.int32)
+        num_new[i % 4] = 2 * i % 31 - int(admission.num_cached[0])
+        cache, _ = step_fn(cache, jnp.tile(tokens, (4, 1)), jnp.asarray(num_new))
+        cache, _ = kv.commit(cache, [i % 4])
+        cache, _ = kv.evict(cache, i % 3)
+        cache, _ = kv.free(cache, [(i + 2) % 4])
+        jitted = [step_fn, kv.cache._allocate, kv.cache._free, *(
+            getattr(kv.prefix_cache, f"_{name}") for name in ("commit", "lookup", "evict")
+        )]  # fmt: skip
+        sizes = [fn._cache_size() for fn in jitted]
+        programs = programs or sizes
+        assert sizes == programs
+
+
+def test_operations_hand_the_pools_on_by_reference():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [12], tokens=TEXTS[:1])
+    cache, _ = append_tokens(cache, jnp.asarray(TEXTS), jnp.array([12, 0, 0, 0]))
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)]
+    for name, args in (("commit", ([0],)), ("free", ([0],)), ("evict", (1,)), ("reset_prefix_cache", ())):
+        cache, _ = getattr(kv, name)(cache, *args)
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == before, name
+
+
+def test_lookup_has_no_side_effect():
+    """Asking neither counts as a use nor holds anything: the state and what goes next are the same."""
+    cache, _ = script(kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0]))
+    before = leaf_bytes(cache)
+    for namespace in (TENANT_A, TENANT_B, None):
+        kv.lookup(cache, TEXTS, LENGTHS[0], namespace)
+    assert_same(before, cache)
+
+
+OPERATIONS = {
+    "allocate": lambda c: kv.allocate(c, [2, 3], [9, 30], tokens=jnp.ones((2, 32), jnp.int32)),
+    "extend": lambda c: kv.extend(c, [1, 3, 2, 0], max_new=3, tokens=jnp.ones((4, 3), jnp.int32)),
+    "commit": lambda c: kv.commit(c, [0, 1]),
+    "free": lambda c: kv.free(c, [0, 1]),
+    "evict": lambda c: kv.evict(c, 3),
+    "lookup": lambda c: (c, kv.lookup(c, jnp.ones((2, 32), jnp.int32), [9, 30])),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiled_operations_copy_no_array_of_blocks(name):
+    """Bytes beside the donated cache grow by less than 1% of what the pools grow by."""
+
+    def compiled_bytes(num_blocks):
+        config = kv.CacheConfig(
+            [kv.FullAttention(2, 64)] * 2,
+            num_blocks=num_blocks,
+            block_size=16,
+            max_seqs=4,
+            max_seq_len=512,
+            enable_prefix_caching=True,
+        )
+        cache = jax.eval_shape(functools.partial(kv.init, config))
+        memory = kv.donate(OPERATIONS[name]).lower(cache).compile().memory_analysis()
+        beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return beside, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.pools))
+
+    (small, small_pools), (large, large_pools) = (compiled_bytes(n) for n in (256, 2048))
+    assert large - small < 0.01 * (large_pools - small_pools), (large - small) / (2048 - 256)
+
+
+# --- the queue's positions count modulo 2**32 ---
+
+
+@pytest.mark.parametrize("start", [2**32 - 1, 2**32 - 4, 2**31 - 3])
+def test_the_queue_wraps(start):
+    """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
+    rng, driver = np.random.default_rng(start % 97), PrefixDriver(prefix_config(num_blocks=17))
+    pool = driver.cache.control.block_pools[0]
+    # Two arrays: what is donated must not be there twice.
+    cached = dataclasses.replace(pool.cached, head=jnp.uint32(start), tail=jnp.uint32(start))
+    pool = dataclasses.replace(pool, cached=cached)
+    control = dataclasses.replace(driver.cache.control, block_pools=(pool,))
+    driver.cache = dataclasses.replace(driver.cache, control=control)
+    seen = []
+    for _ in range(500):
+        driver.apply(*random_prefix_operation(rng, driver))
+        cached = driver.cache.control.block_pools[0].cached
+        seen.append((int(cached.head), int(cached.tail)))
+    assert any((head - start) % 2**32 > 8 for head, _ in seen), "the queue did not move on"
+    if start > 2**31:
+        assert any(head > tail for head, tail in seen), "the queue never reached around"
+    assert driver.oracle.num_evictions > 8
+
+
+# --- what is refused when the program is traced ---
+
+
+def test_blocks_of_unknown_content_are_refused():
+    cache = jax.eval_shape(functools.partial(kv.init, CONFIG))
+    k = jnp.ones((2, 4, 1, 1, 5))
+    for name, call in {
+        "allocate": lambda c: kv.allocate(c, [0], [3]),
+        "extend": lambda c: kv.extend(c, [1, 0, 0, 0], max_new=1),
+        "append": lambda c: kv.append(c, k, k, [1, 0, 0, 0]),
+    }.items():
+        operation = "extend" if name == "append" else name
+        with pytest.raises(TypeError, match=f"{operation} got no tokens.*expected tokens="):
+            jax.eval_shape(call, cache)
+
+
+def test_commit_without_prefix_caching_is_refused():
+    config = dataclasses.replace(CONFIG, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match=r"commit got a cache without.*enable_prefix_caching=True"):
+        jax.eval_shape(lambda c: kv.commit(c, [0]), jax.eval_shape(functools.partial(kv.init, config)))
+
+
+def test_namespaces_are_typed():
+    names = [
+        kv.namespace(**fields)
+        for fields in (
+            {},
+            {"tenant": "a"},
+            {"adapter": "a"},
+            {"weights": "a"},
+            {"tenant": "ab"},
+            {"tenant": "a", "adapter": "b"},
+            {"tenant": "b", "adapter": "a"},
+            {"tenant": "1:a"},
+            {"tenant": "a\x00"},
+        )
+    ]
+    assert len({tuple(name.tolist()) for name in names}) == len(names)
+    assert all(name.dtype == np.uint32 and name.shape == (4,) for name in names)
+    assert not names[0].any() and (kv.namespace(tenant="a") == names[1]).all()
+    for value in (3, b"a", None):
+        with pytest.raises(TypeError, match="expected a str"):
+            kv.namespace(tenant=value)
+    cache = jax.eval_shape(functools.partial(kv.init, CONFIG))
+    for namespace in (
+        np.zeros(4, np.int32),
+        np.zeros(3, np.uint32),
+        np.zeros((2, 4), np.uint32),
+        [1, 2, 3, 4],
+        7,
+    ):
+        with pytest.raises(ValueError, match=r"namespace is .*expected uint32 \(4,\)"):
+            kv.lookup(cache, np.zeros((1, 8), np.int32), [8], namespace)
+        with pytest.raises(ValueError, match=r"namespace is .*expected uint32 \(4,\)"):
+            kv.allocate(cache, [0], [8], tokens=np.zeros((1, 8), np.int32), namespace=namespace)
+
+
+def test_every_word_of_a_namespace_counts():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [8], tokens=TEXTS[:1], namespace=TENANT_A)
+    cache, status = append_tokens(cache, jnp.asarray(TEXTS), jnp.array([8, 0, 0, 0]))
+    cache, committed = kv.commit(cache, [0])
+    assert statuses(status)[0] == statuses(committed)[0] == Status.OK
+    near = np.tile(TENANT_A, (5, 1))
+    near[np.arange(4), np.arange(4)] ^= np.array([1, 2**31, 2**16, 1], np.uint32)
+    found = kv.lookup(cache, np.tile(TEXTS[:1], (5, 1)), [9] * 5, near)
+    assert found.tolist() == [0, 0, 0, 0, 8]
