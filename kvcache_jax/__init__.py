@@ -52,7 +52,7 @@ from kvcache_jax.manager_errors import (
 )
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
-from kvcache_jax.prefix_cache import commit, evict, lookup, namespace, reset_prefix_cache
+from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import ScoreResult, score
 from kvcache_jax.scrub import scrub
@@ -154,6 +154,7 @@ __all__ = [
     "generate",
     "idle_seq_ids",
     "init",
+    "item_tokens",
     "lookup",
     "memory_bytes",
     "namespace",

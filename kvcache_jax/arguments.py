@@ -88,6 +88,22 @@ def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
         )
 
 
+def item_spans(values: Any, num_rows: int) -> jax.Array:
+    """Multimodal items of every row, i32[num_rows, I, 2]; None is no item."""
+    if values is None:
+        return jnp.zeros((num_rows, 0, 2), jnp.int32)
+    if not isinstance(values, jax.Array):
+        values = np.asarray(values)
+    if values.ndim != 3 or values.shape[0] != num_rows or values.shape[2] != 2:
+        raise ValueError(
+            f"items has shape {values.shape}, expected ({num_rows}, any, 2): the first position and the end "
+            "of each item, equal ones where a row has fewer"
+        )
+    if values.size == 0:
+        return jnp.zeros((num_rows, 0, 2), jnp.int32)
+    return jnp.asarray(_saturated("items", values))
+
+
 def namespace_words(values: Any, num_rows: int) -> jax.Array:
     """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
     if values is None:

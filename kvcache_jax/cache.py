@@ -53,6 +53,7 @@ def allocate(
     namespace: ArrayLike | None = None,
     priority: IntRows | None = None,
     reuse: ArrayLike = True,
+    items: ArrayLike | None = None,
 ) -> tuple[Cache, Admission]:
     """Starts rows and reserves the blocks of their whole prompts.
 
@@ -67,6 +68,9 @@ def allocate(
       namespace: u32[4] or u32[n, 4], who may share the rows' blocks. Default: all zero.
       priority: i32[n], for eviction policies. Default: 0.
       reuse: bool[] or bool[n], look for cached prefixes; without prefix caching there are none.
+
+      items: i32[n, I, 2], first position and end of each multimodal item (see `item_tokens`), equal ones
+        where a row has fewer: an item is reused whole or not at all.
 
     Returns:
       The cache and an `Admission` with `status` (SEQ_IN_USE, TOO_LONG, BAD_LENGTH, OUT_OF_BLOCKS,
@@ -96,9 +100,14 @@ def allocate(
         priority=priority,
         tokens=tokens,
         reuse=jnp.broadcast_to(jnp.asarray(reuse, bool), (num_rows,)),
+        items=arguments.item_spans(items, num_rows),
     )
     control, (status, num_cached) = _allocate(cache.control, seq_ids, prompts, config=cache.config)
-    return dataclasses.replace(cache, control=control), Admission(status=status, num_cached=num_cached)
+    ends = prompts.items[..., 1]
+    is_cached = (ends > prompts.items[..., 0]) & (ends <= num_cached[:, None])
+    return dataclasses.replace(cache, control=control), Admission(
+        status=status, num_cached=num_cached, num_items_cached=jnp.sum(is_cached, axis=1, dtype=jnp.int32)
+    )
 
 
 @jax.named_scope("kvcache.extend")

@@ -48,6 +48,27 @@ def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.n
     return np.frombuffer(digest.digest(), np.uint32).copy()
 
 
+def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
+    """Stands for a multimodal item in a prompt's `tokens`: a digest in the place of token ids.
+
+    Every position has a word of its own, below 0, so that no token id looks like one.
+
+    Args:
+      item: What the item is, such as the image's bytes; whoever has the digest may reuse its blocks.
+      num_tokens: Positions that the item takes in the sequence.
+
+    Returns:
+      i32[num_tokens].
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.item_tokens(b"an image", 2).tolist() == kv.item_tokens(b"an image", 3).tolist()[:2]
+      True
+    """
+    words = np.frombuffer(hashlib.shake_128(item).digest(4 * num_tokens), "<u4")
+    return (words | np.uint32(1 << 31)).view(np.int32)
+
+
 @jax.named_scope("kvcache.commit")
 def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) -> tuple[Cache, jax.Array]:
     """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
@@ -78,7 +99,12 @@ def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) 
 
 @jax.named_scope("kvcache.lookup")
 def lookup(
-    cache: Cache, tokens: ArrayLike, num_tokens: IntRows, namespace: ArrayLike | None = None
+    cache: Cache,
+    tokens: ArrayLike,
+    num_tokens: IntRows,
+    namespace: ArrayLike | None = None,
+    *,
+    items: ArrayLike | None = None,
 ) -> jax.Array:
     """How many tokens of each prompt `allocate` would find cached; changes nothing.
 
@@ -87,6 +113,7 @@ def lookup(
       tokens: i32[n, P], the prompts.
       num_tokens: i32[n], their lengths.
       namespace: u32[4] or u32[n, 4]. Default: all zero.
+      items: i32[n, I, 2], as in `allocate`.
 
     Returns:
       i32[n]; at most `num_tokens - 1`, in whole blocks; 0 without prefix caching.
@@ -96,7 +123,8 @@ def lookup(
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
     if cache.control.prefix_index is None:
         return jnp.zeros_like(num_tokens)
-    return _lookup(cache.control, tokens, num_tokens, namespaces, config=cache.config)
+    spans = arguments.item_spans(items, num_tokens.shape[0])
+    return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
 
 
 @jax.named_scope("kvcache.evict")
@@ -150,17 +178,22 @@ def _commit(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple
 
 @functools.partial(jax.jit, static_argnames="config")
 def _lookup(
-    control: Control, tokens: jax.Array, num_tokens: jax.Array, namespaces: jax.Array, config: CacheConfig
+    control: Control,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    namespaces: jax.Array,
+    items: jax.Array,
+    config: CacheConfig,
 ) -> jax.Array:
     index = control.prefix_index
     assert index is not None
     max_blocks = control.block_pools[config.indexed_group].max_blocks_per_seq
 
-    def one(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array) -> jax.Array:
+    def one(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array, items: jax.Array) -> jax.Array:
         found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens, namespace)[:max_blocks]
-        return companions.usable_prefix(control, found, config)[1]
+        return companions.usable_prefix(control, found, items, config)[1]
 
-    return jax.vmap(one)(tokens, num_tokens, namespaces)
+    return jax.vmap(one)(tokens, num_tokens, namespaces, items)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -64,6 +64,7 @@ class Prompt(NamedTuple):
       priority: i32[].
       tokens: i32[P] with prefix caching, else i32[0].
       reuse: bool[], whether to look for a cached prefix.
+      items: i32[I, 2], first position and end of each multimodal item; equal where there is none.
     """
 
     num_tokens: jax.Array
@@ -71,6 +72,7 @@ class Prompt(NamedTuple):
     priority: jax.Array
     tokens: jax.Array
     reuse: jax.Array
+    items: jax.Array
 
 
 def allocate_row(
@@ -150,7 +152,7 @@ def _find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[l
     )
     pool = control.block_pools[config.indexed_group]
     found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
-    return companions.usable_prefix(control, found, config)
+    return companions.usable_prefix(control, found, prompt.items, config)
 
 
 def _count_admission(

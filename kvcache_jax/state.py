@@ -276,10 +276,12 @@ class Admission:
       status: i32[n], see `Status`.
       num_cached: i32[n], first tokens whose keys and values are already there; computation starts
         behind them.
+      num_items_cached: i32[n], multimodal items among them, which need not be encoded.
     """
 
     status: jax.Array
     num_cached: jax.Array
+    num_items_cached: jax.Array
 
 
 @pytree_dataclass()

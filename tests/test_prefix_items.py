@@ -1,0 +1,70 @@
+"""Multimodal items in the prefix cache: a digest in place of token ids, reused whole or not at all."""
+
+import numpy as np
+import pytest
+from helpers import assert_invariants
+
+import kvcache_jax as kv
+
+CONFIG = kv.CacheConfig(
+    [kv.FullAttention(1, 4)],
+    num_blocks=40,
+    block_size=4,
+    max_seqs=4,
+    max_seq_len=40,
+    enable_prefix_caching=True,
+)
+# Text at 0-4, an image at 5-14, text at 15-17, another image at 18-25, text.
+ITEMS = [[5, 15], [18, 26]]
+
+
+def prompt(first=b"cat", second=b"dog", tail=(8, 9)):
+    text = [1, 2, 3, 4, 5], [6, 7, 8], list(tail)
+    images = kv.item_tokens(first, 10), kv.item_tokens(second, 8)
+    return np.concatenate([text[0], images[0], text[1], images[1], text[2]]).astype(np.int32)
+
+
+def published(tokens):
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [len(tokens)], tokens=[tokens], items=[ITEMS])
+    cache, _ = kv.extend(cache, [len(tokens)], max_new=len(tokens), seq_ids=[0], tokens=[tokens])
+    return kv.commit(cache, [0])[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_cached", "num_items"),
+    [
+        (prompt(tail=(8, 9, 10, 11)), 28, 2),  # 7 full blocks, both images within
+        (prompt(second=b"bird"), 16, 1),  # 16 of 18 equal tokens, behind the first image
+        (prompt(first=b"bird"), 4, 0),  # one block of text before the first image
+        (prompt()[:22], 16, 1),  # 20 would end inside the second image
+        (prompt()[:14], 4, 0),  # 12 would end inside the first one
+    ],
+)
+def test_a_hit_never_ends_inside_an_item(tokens, num_cached, num_items):
+    cache = published(prompt())
+    found = kv.lookup(cache, [tokens], [len(tokens)], items=[ITEMS])
+    cache, admission = kv.allocate(cache, [1], [len(tokens)], tokens=[tokens], items=[ITEMS])
+    assert found.tolist() == admission.num_cached.tolist() == [num_cached]
+    assert admission.num_items_cached.tolist() == [num_items]
+    assert_invariants(cache)
+
+
+def test_rows_with_fewer_items_and_none():
+    cache, tokens = published(prompt()), prompt()[:22]
+    items = [[[5, 15], [0, 0]], ITEMS]
+    cache, admission = kv.allocate(cache, [1, 2], [22, 22], tokens=[tokens, tokens], items=items)
+    assert admission.num_cached.tolist() == [20, 16]
+    assert admission.num_items_cached.tolist() == [1, 1]
+    _, admission = kv.allocate(cache, [3], [22], tokens=[tokens])
+    assert (admission.num_cached.tolist(), admission.num_items_cached.tolist()) == ([20], [0])
+
+
+def test_a_digest_is_no_token_id_and_has_a_word_per_position():
+    words = kv.item_tokens(b"cat", 64)
+    assert words.dtype == np.int32 and (words < 0).all() and len(set(words.tolist())) == 64
+    assert (words != kv.item_tokens(b"cab", 64)).all()
+
+
+def test_items_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"items has shape \(2, 2\), expected \(1, any, 2\)"):
+        kv.allocate(kv.init(CONFIG), [0], [5], tokens=[[1] * 5], items=ITEMS)
