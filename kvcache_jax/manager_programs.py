@@ -74,7 +74,8 @@ def shortage(
         found = find_prefix(control.prefix_index, control.hash_key, *prompt[:3])
         pool = control.block_pools[cache.config.indexed_group]
         found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
-        hits, num_cached = usable_prefix(control, found, cache.config)
+        no_items = jnp.zeros((0, 2), jnp.int32)
+        hits, num_cached = usable_prefix(control, found, no_items, cache.config)
     needed, available = [], []
     for ids, group, pool in zip(hits, cache.config.groups, control.block_pools, strict=True):
         is_hit = ids < pool.num_blocks
