@@ -1,7 +1,7 @@
 """Question: how much of real prompts does the prefix cache serve, by its size and eviction policy?
 
 Command: python -m experiments.trace_replay --trace FILE --blocks N [N ...] [--policy P ...] [--json]
-         [--picture FILE]
+         [--eviction-batch N] [--picture FILE]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
 Answer:  LRU, hit rate by block with 1,000 / 10,000 / 30,000 / 50,000 / 100,000 / infinite blocks:
   0.0445 / 0.2116 / 0.3257 / 0.3546 / 0.3637 / 0.3664 of Mooncake's conversations (12,031 requests) and
@@ -39,7 +39,6 @@ from experiments.trace_replay_report import draw, show
 from experiments.traces import Trace, read_trace
 
 INFINITE = "infinite"
-POLICIES = ("lru",)
 NUM_SEGMENTS = 20  # between which the progress bar moves
 EXTRA_TOKEN = 0  # ids are counted from 1
 
@@ -79,7 +78,11 @@ def serve_all(cache: kv.Cache, ids: jax.Array, num_ids: jax.Array) -> tuple[kv.C
 
 
 def replay(
-    trace: Trace, num_blocks: int, policy: str, progress: Callable[[float], None] = lambda share: None
+    trace: Trace,
+    num_blocks: int,
+    policy: str,
+    progress: Callable[[float], None] = lambda share: None,
+    eviction_batch: int = 1,
 ) -> dict:
     """Replays a trace with `num_blocks` blocks for its ids; `progress` is told the share that is done."""
     config = kv.CacheConfig(
@@ -89,6 +92,8 @@ def replay(
         max_seqs=1,
         max_seq_len=trace.ids.shape[1] + 1,
         enable_prefix_caching=True,
+        eviction_policy=policy,
+        eviction_batch=eviction_batch,
     )
     cache = kv.init(config, storage=False)
     size = -(-len(trace.ids) // NUM_SEGMENTS)
@@ -111,6 +116,7 @@ def replay(
     return {
         "policy": policy,
         "num_blocks": num_blocks,
+        "eviction_batch": eviction_batch,
         **rates(trace, num_hits, slice(None)),
         "halves": [rates(trace, num_hits, slice(0, half)), rates(trace, num_hits, slice(half, None))],
         "num_evictions": int(kv.stats(cache).num_evictions),
@@ -136,7 +142,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--blocks", type=capacity, nargs="+", required=True, metavar="N", help=f"sizes, or {INFINITE!r}"
     )
-    parser.add_argument("--policy", choices=POLICIES, nargs="+", default=["lru"], help="default: lru")
+    parser.add_argument(
+        "--policy", choices=kv.eviction_policies(), nargs="+", default=["lru"], help="default: lru"
+    )
+    parser.add_argument(
+        "--eviction-batch", type=command.integer(1), default=1, metavar="N", help="default: 1, exact"
+    )
     parser.add_argument(
         "--tokens-per-id", type=command.integer(1), default=512, metavar="N", help="default: 512"
     )
@@ -158,7 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         for policy in dict.fromkeys(options.policy):
             for size in sizes:
                 name = f"{policy}, {size:,} blocks"
-                records.append(replay(trace, size, policy, functools.partial(show_progress, name)))
+                show_share = functools.partial(show_progress, name)
+                records.append(replay(trace, size, policy, show_share, options.eviction_batch))
     report = {
         "machine": timing.machine(),
         "revision": timing.revision(),

@@ -34,6 +34,7 @@ from kvcache_jax.config import (
     memory_bytes,
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
 from kvcache_jax.explain import explain
 from kvcache_jax.manager import Batch, CacheManager, Request
 from kvcache_jax.manager_errors import (
@@ -50,6 +51,7 @@ from kvcache_jax.manager_errors import (
     WindowLost,
 )
 from kvcache_jax.picture import block_map, draw_block_map
+from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache
 from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import ScoreResult, score
@@ -57,6 +59,7 @@ from kvcache_jax.scrub import scrub
 from kvcache_jax.state import (
     Admission,
     AttentionPlan,
+    BlockHistory,
     BlockPool,
     Cache,
     CachedBlocks,
@@ -89,6 +92,8 @@ __all__ = [
     "Batch",
     "Beam",
     "BeamResult",
+    "BlockHistory",
+    "BlockMetadata",
     "BlockPool",
     "Cache",
     "CacheConfig",
@@ -138,6 +143,9 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
+    "evict_to_utilization",
+    "eviction_policies",
+    "eviction_policy",
     "explain",
     "extend",
     "fork",
@@ -160,6 +168,7 @@ __all__ = [
     "sampling_params",
     "score",
     "scrub",
+    "select_victim_rows",
     "set_priority",
     "stats",
     "testing",

@@ -9,7 +9,7 @@ import numpy as np
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_index import bucket_of
-from kvcache_jax.state import BlockPool, Cache, CachedBlocks, Companions, PrefixIndex
+from kvcache_jax.state import BlockHistory, BlockPool, Cache, CachedBlocks, Companions, PrefixIndex
 
 
 def check_invariants(cache: Cache) -> list[str]:
@@ -31,7 +31,7 @@ def check_invariants(cache: Cache) -> list[str]:
     context_len = np.asarray(cache.control.context_len)
     violations = []
     for row in np.flatnonzero(~is_active):
-        for name in ("context_len", "priority", "last_used", "namespace", "num_published"):
+        for name in ("context_len", "priority", "last_used", "num_uses", "namespace", "num_published"):
             if np.asarray(getattr(cache.control, name))[row].any():
                 violations.append(f"row {row} is idle and its {name} is not 0")
     for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len)):
@@ -145,6 +145,8 @@ def _check_index(cache: Cache) -> list[str]:
         ancestor = np.append(parent, nowhere)[ancestor]
         if depth.max() > nowhere:
             return [*violations, "the parents of published blocks form a circle"]
+    if index.history is not None:
+        violations += _check_history(index.history, parent, is_published, depth)
     hashes, bucket_ids = map(np.asarray, _expected_hashes(index, control.hash_key, depth))
     for block in np.flatnonzero(is_published).tolist():
         if (hashes[block] != np.asarray(index.block_hash)[block]).any():
@@ -156,6 +158,28 @@ def _check_index(cache: Cache) -> list[str]:
             found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))
             violations += [f"group {g}: {what}" for what in found]
     return violations + _check_published_rows(cache, parent, is_published)
+
+
+def _check_history(
+    history: BlockHistory, parent: np.ndarray, is_published: np.ndarray, depth: np.ndarray
+) -> list[str]:
+    """What an eviction policy is told of the published blocks."""
+    violations, nowhere = [], len(parent)
+    parents = parent[is_published]
+    expected = np.bincount(parents[parents < nowhere], minlength=nowhere)
+    num_children = np.asarray(history.num_children)
+    for block in np.flatnonzero(num_children != expected):
+        violations.append(f"block {block} has {expected[block]} children and counts {num_children[block]}")
+    if history.depth is not None:
+        for block in np.flatnonzero(is_published & (np.asarray(history.depth) != depth)):
+            violations.append(f"block {block} is at depth {depth[block]}, noted {history.depth[block]}")
+    if history.num_hits is not None and (np.asarray(history.num_hits)[is_published] < 0).any():
+        violations.append("a block has a negative number of hits")
+    if history.published_at is not None and history.last_used_at is not None:
+        since = np.asarray(history.last_used_at) - np.asarray(history.published_at)
+        for block in np.flatnonzero(is_published & (since >= 2**31)):
+            violations.append(f"block {block} was used before it was published")
+    return violations
 
 
 def _check_companions(companions: Companions, is_keeper: np.ndarray, is_published: np.ndarray) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache_jax.eviction_policy import LRU, eviction_policies
+
 _MAX_INDEX = 2**31
 _DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
@@ -115,6 +117,11 @@ class CacheConfig:
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
+      eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
+        "priority" (of the row that used it last), or a name registered with `eviction_policy`. Of equal
+        ones that released longest ago; always a block before its predecessor.
+      eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
+        makes evictable; 1 is exact. "lru" is always exact.
       implementation: Attention path: "xla", "mosaic_gpu", "mosaic_tpu", or None for the best that
         supports the call.
 
@@ -138,6 +145,8 @@ class CacheConfig:
     dtype: Any = jnp.float32
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
+    eviction_policy: str = LRU
+    eviction_batch: int = 1
     implementation: str | None = None
 
     def __hash__(self) -> int:
@@ -160,7 +169,7 @@ class CacheConfig:
         for i, kind in enumerate(self.layers):
             if not isinstance(kind, FullAttention | SlidingWindow):
                 raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
-        _check_positive(self, "block_size", "max_seqs", "max_seq_len")
+        _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         dtype = np.dtype(self.dtype)
         if dtype.name not in _DTYPES:
@@ -179,6 +188,17 @@ class CacheConfig:
             raise ValueError(
                 f"implementation is {self.implementation!r}, "
                 f"expected None or one of {', '.join(IMPLEMENTATIONS)}"
+            )
+        if self.eviction_policy not in eviction_policies():
+            raise ValueError(
+                f"eviction_policy is {self.eviction_policy!r}, expected one of "
+                f"{', '.join(map(repr, eviction_policies()))}; register others first, "
+                "with the decorator kvcache_jax.eviction_policy"
+            )
+        if self.eviction_policy != LRU and not self.enable_prefix_caching:
+            raise ValueError(
+                f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "
+                "expected enable_prefix_caching=True with it"
             )
         if self.enable_prefix_caching and not any(isinstance(kind, FullAttention) for kind in self.layers):
             raise ValueError(

@@ -1,4 +1,9 @@
-"""Eviction: cached blocks give up their contents, so that their places can be handed out."""
+"""Eviction: cached blocks give up their contents, so that their places can be handed out.
+
+Under `lru`, and in groups that are not indexed, the queue of releases has the victims in its front. Other
+policies have a key per block, and those without a published successor compete: a block whose last successor
+went competes from then on.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool, companions, prefix_index
+from kvcache_jax import block_history, block_pool, companions, prefix_index
+from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
@@ -26,10 +32,14 @@ def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig)
 
 
 def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
-    """Evicts the `num_blocks` i32[] least recently used cached blocks of a group; there are as many."""
+    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group; there are as many."""
+    assert control.prefix_index is not None
+    has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
 
     def evict_some(state):
         control, left = state
+        if has_keys:
+            return _evict_by_key(control, group_id, left, config), jnp.int32(0)
         control, num_evicted = _evict_from_front(control, group_id, left, config)
         return control, left - num_evicted
 
@@ -56,6 +66,32 @@ def _evict_from_front(
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
     control = forget(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
     return control, jnp.minimum(num_found, most)
+
+
+def _evict_by_key(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
+    """Evicts `num_blocks` of the blocks with the lowest keys; there are as many cached ones."""
+    pool, index = control.block_pools[group_id], control.prefix_index
+    assert pool.cached is not None and index is not None and index.history is not None
+    is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
+    keys, recency = block_history.keys_of(index.history, pool.cached, control.clock, config)
+    # Read before the loop writes what they are computed from.
+    is_candidate, keys, recency, control = lax.optimization_barrier((is_candidate, keys, recency, control))
+
+    def evict_batch(state):
+        control, is_candidate, left = state
+        pool = control.block_pools[group_id]
+        block_ids = block_history.least_valuable(keys, recency, is_candidate, left, config.eviction_batch)
+        control = forget(control, group_id, block_ids, pool, config)
+        index = control.prefix_index
+        assert index is not None and index.history is not None
+        parents = index.parent.at[block_ids].get(mode="fill", fill_value=pool.num_blocks)
+        competes = index.history.num_children.at[parents].get(mode="fill", fill_value=1) == 0
+        competes &= block_pool.ref_counts(pool, parents) == 0
+        is_candidate = is_candidate.at[block_ids].set(False, mode="drop")
+        is_candidate = is_candidate.at[jnp.where(competes, parents, pool.num_blocks)].set(True, mode="drop")
+        return control, is_candidate, left - num_true(block_ids < pool.num_blocks)
+
+    return lax.while_loop(lambda state: state[2] > 0, evict_batch, (control, is_candidate, num_blocks))[0]
 
 
 def forget(

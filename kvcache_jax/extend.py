@@ -96,6 +96,7 @@ def extend_control(
         control,
         context_len=control.context_len.at[rows].set(new_len, mode="drop"),
         last_used=control.last_used.at[rows].set(clock, mode="drop"),
+        num_uses=control.num_uses.at[rows].add(1, mode="drop"),
         clock=clock,
         counters=count_events(control, {Counter.COPIES: num_copies}),
         block_pools=tuple(pools),

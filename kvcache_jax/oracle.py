@@ -6,7 +6,7 @@ cache against it.
 
 import dataclasses
 from collections import Counter as Multiset
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow, ceil_div
 from kvcache_jax.status import Status
@@ -20,14 +20,33 @@ class OracleRow:
     tables: list[dict[int, int]]
     namespace: tuple[int, ...] = (0, 0, 0, 0)
     num_published: int = 0
+    priority: int = 0
 
+
+@dataclasses.dataclass
+class OracleBlock:
+    """What eviction policies look at in a published block; see `BlockMetadata`."""
+
+    published_at: int
+    last_used_at: int
+    priority: int
+    depth: int
+    num_hits: int = 0
+
+
+EVICTION_KEYS: dict[str, Callable[[OracleBlock, int], int]] = {
+    "lru": lambda block, clock: 0,
+    "lfu": lambda block, clock: block.num_hits,
+    "fifo": lambda block, clock: block.published_at,
+    "priority": lambda block, clock: block.priority,
+}
 
 Prefix = tuple[tuple[int, ...], tuple[int, ...]]
 """A namespace and all tokens up to the end of a block: what a published block stands for."""
 
 
 class Oracle:
-    """Dict-of-lists model of a cache; blocks are evicted least recently used first.
+    """Dict-of-lists model of a cache.
 
     Operations take the arguments of their namesakes as Python lists and return a list of `Status`.
     Block ids are serial numbers; compare them by structure, not by value.
@@ -36,7 +55,9 @@ class Oracle:
       rows: Active rows by seq_id.
       owners: Per layer group, how many table entries point at each block.
       published: The block that stands for each published prefix.
-      cached: Published blocks without owner, the next to be evicted first.
+      cached: Published blocks without owner, in the order of their release.
+      clock: See `kvcache_jax.Control`.
+      history: What eviction policies look at, of every published block.
       num_copies: Blocks copied on write so far.
       num_evictions: Published blocks given up so far.
       num_adoptions: Blocks given back by `commit` so far.
@@ -48,13 +69,16 @@ class Oracle:
       ([<Status.OK: 0>], [<Status.OK: 0>], 2)
     """
 
-    def __init__(self, config: CacheConfig):
+    def __init__(self, config: CacheConfig, eviction_key: Callable[[OracleBlock, int], int] | None = None):
+        """`eviction_key(block, clock)` is that of a policy of one's own, as a function of one block."""
         self.config = config
+        self._eviction_key = eviction_key or EVICTION_KEYS[config.eviction_policy]
         self.rows: dict[int, OracleRow] = {}
         self.owners: list[Multiset[int]] = [Multiset() for _ in config.groups]
         self.published: dict[Prefix, int] = {}
         self.cached: dict[int, None] = {}
-        self.num_copies = self.num_evictions = self.num_adoptions = 0
+        self.history: dict[int, OracleBlock] = {}
+        self.num_copies = self.num_evictions = self.num_adoptions = self.clock = 0
         self._prefix_of: dict[int, Prefix] = {}
         self._next_block = 0
 
@@ -72,11 +96,14 @@ class Oracle:
         num_tokens: Sequence[int],
         prompts: Sequence[Sequence[int]] | None = None,
         namespaces: Sequence[tuple[int, ...]] | None = None,
+        priorities: Sequence[int] | None = None,
     ) -> list[Status]:
         """See `kvcache_jax.allocate`; with `prompts` it looks for cached prefixes."""
         prompts = prompts or [()] * len(seq_ids)
         namespaces = namespaces or [(0, 0, 0, 0)] * len(seq_ids)
-        return [self._allocate(*row) for row in zip(seq_ids, num_tokens, prompts, namespaces, strict=True)]
+        priorities = priorities or [0] * len(seq_ids)
+        rows = zip(seq_ids, num_tokens, prompts, namespaces, priorities, strict=True)
+        return [self._allocate(*row) for row in rows]
 
     def commit(self, seq_ids: Sequence[int], final_len: Sequence[int]) -> list[Status]:
         """See `kvcache_jax.commit`."""
@@ -93,14 +120,13 @@ class Oracle:
     def evict(self, num_blocks: int) -> int:
         """See `kvcache_jax.evict`."""
         num_evicted = min(num_blocks, len(self.cached))
-        for _ in range(num_evicted):
-            self._evict_one()
+        self._evict(num_evicted)
         return num_evicted
 
     def reset_prefix_cache(self) -> int:
         """See `kvcache_jax.reset_prefix_cache`."""
         num_dropped = len(self.published)
-        self.published, self.cached, self._prefix_of = {}, {}, {}
+        self.published, self.cached, self._prefix_of, self.history = {}, {}, {}, {}
         for row in self.rows.values():
             row.num_published = 0
         return num_dropped
@@ -108,13 +134,16 @@ class Oracle:
     def extend(self, seq_ids: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[Status]:
         """See `kvcache_jax.extend`; takes the tokens themselves."""
         seen: set[int] = set()
-        statuses = []
+        statuses, any_grew = [], False
         for seq_id, tokens in zip(seq_ids, new_tokens, strict=True):
             status = self._check(seq_id)
             if status == Status.OK and tokens:
                 status = Status.DUPLICATE_SEQ_ID if seq_id in seen else self._extend(seq_id, list(tokens))
                 seen.add(seq_id)
+                self.clock += status == Status.OK and not any_grew
+                any_grew |= status == Status.OK
             statuses.append(status)
+        self._make_room()
         return statuses
 
     def fork(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> list[Status]:
@@ -137,6 +166,7 @@ class Oracle:
                 elif seq_id != parent_id:
                     moves.append((seq_id, self._share(before[parent_id])))
             statuses.append(status)
+        self.clock += bool(moves)
         self._release([before[seq_id] for seq_id, _ in moves])
         self.rows.update(moves)
         return statuses
@@ -149,13 +179,31 @@ class Oracle:
         """See `kvcache_jax.free`."""
         return [self._free(seq_id) for seq_id in seq_ids]
 
+    def touch(self, seq_ids: Sequence[int]) -> list[Status]:
+        """See `kvcache_jax.touch`."""
+        statuses = [self._check_active(seq_id) for seq_id in seq_ids]
+        self.clock += statuses.count(Status.OK)
+        return statuses
+
+    def set_priority(self, seq_ids: Sequence[int], priority: Sequence[int]) -> list[Status]:
+        """See `kvcache_jax.set_priority`."""
+        statuses = [self._check_active(seq_id) for seq_id in seq_ids]
+        for seq_id, value, status in zip(seq_ids, priority, statuses, strict=True):
+            if status == Status.OK:
+                self.rows[seq_id].priority = value
+        return statuses
+
+    def _check_active(self, seq_id: int) -> Status:
+        status = self._check(seq_id)
+        return Status.SEQ_NOT_ACTIVE if status == Status.OK and seq_id not in self.rows else status
+
     def _check(self, *seq_ids: int) -> Status:
         if any(not 0 <= seq_id <= self.config.max_seqs for seq_id in seq_ids):
             return Status.BAD_SEQ_ID
         return Status.SKIPPED if self.config.max_seqs in seq_ids else Status.OK
 
     def _allocate(
-        self, seq_id: int, num_tokens: int, prompt: Sequence[int], namespace: tuple[int, ...]
+        self, seq_id: int, num_tokens: int, prompt: Sequence[int], namespace: tuple[int, ...], priority: int
     ) -> Status:
         if status := self._check(seq_id):
             return status
@@ -177,11 +225,19 @@ class Oracle:
         for block in hits:
             self.cached.pop(block, None)
             self.owners[self.config.indexed_group][block] += 1
+        self.clock += 1
+        self._note_use(hits, priority)
         tables = [
             {c: hits[c] if c < len(hits) else self._take(g) for c in range(n)} for g, n in enumerate(need)
         ]
-        self.rows[seq_id] = OracleRow(list(prompt[:hit_len]), tables, namespace, len(hits))
+        self.rows[seq_id] = OracleRow(list(prompt[:hit_len]), tables, namespace, len(hits), priority)
+        self._make_room()
         return Status.OK
+
+    def _note_use(self, blocks: Sequence[int], priority: int) -> None:
+        for block in blocks:
+            self.history[block].num_hits += 1
+            self.history[block].last_used_at, self.history[block].priority = self.clock, priority
 
     def _find(self, prompt: Sequence[int], namespace: tuple[int, ...]) -> tuple[list[int], int]:
         """Cached blocks of the prompt and the tokens in them, one short of the prompt at least."""
@@ -204,11 +260,14 @@ class Oracle:
         for column in range(row.num_published, min(final_len, len(row.tokens)) // block_size):
             prefix = row.namespace, tuple(row.tokens[: (column + 1) * block_size])
             private = row.tables[group_id][column]
+            if prefix not in self.published:
+                self.history[private] = OracleBlock(self.clock, self.clock, row.priority, column)
             block = self.published.setdefault(prefix, private)
             self._prefix_of[block] = prefix
             row.num_published = column + 1
             if block != private:
                 self.num_adoptions += 1
+                self._note_use([block], row.priority)
                 self.cached.pop(block, None)
                 self.owners[group_id][block] += self.owners[group_id].pop(private)
                 for holder in self.rows.values():
@@ -254,6 +313,7 @@ class Oracle:
             return Status.SEQ_NOT_ACTIVE
         if dst_id in self.rows:
             return Status.SEQ_IN_USE
+        self.clock += 1
         self.rows[dst_id] = self._share(self.rows[src_id])
         return Status.OK
 
@@ -293,8 +353,6 @@ class Oracle:
         return Status.OK
 
     def _take(self, group_id: int) -> int:
-        if self.num_free(group_id) == 0:
-            self._evict_one()
         self._next_block += 1
         self.owners[group_id][self._next_block] = 1
         return self._next_block
@@ -306,10 +364,21 @@ class Oracle:
             if block in self._prefix_of:
                 self.cached[block] = None
 
-    def _evict_one(self) -> None:
-        block = next(iter(self.cached))
-        del self.cached[block], self.published[self._prefix_of.pop(block)]
-        self.num_evictions += 1
+    def _make_room(self) -> None:
+        """Evicts what the operation took too much."""
+        self._evict(-self.num_free(self.config.indexed_group))
+
+    def _evict(self, num_blocks: int) -> None:
+        block_size = self.config.groups[self.config.indexed_group].block_size
+        batch = 1 if self.config.eviction_policy == "lru" else self.config.eviction_batch
+        while num_blocks > 0:
+            parents = {(namespace, tokens[:-block_size]) for namespace, tokens in self.published}
+            leaves = [block for block in self.cached if self._prefix_of[block] not in parents]
+            leaves.sort(key=lambda block: self._eviction_key(self.history[block], self.clock))
+            for block in leaves[: min(batch, num_blocks)]:
+                del self.cached[block], self.history[block], self.published[self._prefix_of.pop(block)]
+                self.num_evictions += 1
+                num_blocks -= 1
 
     def _share(self, row: OracleRow) -> OracleRow:
         """A second row on the blocks that hold the tokens of `row`."""
@@ -318,7 +387,7 @@ class Oracle:
             end = ceil_div(len(row.tokens), group.block_size)
             tables.append({column: block for column, block in row.tables[g].items() if column < end})
             self.owners[g].update(tables[g].values())
-        return OracleRow(list(row.tokens), tables, row.namespace, row.num_published)
+        return OracleRow(list(row.tokens), tables, row.namespace, row.num_published, row.priority)
 
     def _release(self, rows: Sequence[OracleRow]) -> None:
         """Lets all blocks of the rows go, column by column from the last one."""

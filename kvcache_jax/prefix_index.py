@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.state import PrefixIndex
 
@@ -102,7 +103,14 @@ def insert(
         block_hash=index.block_hash.at[target].set(content.hashes, mode="drop"),
         parent=index.parent.at[target].set(content.parent, mode="drop"),
         namespace=index.namespace.at[target].set(content.namespace, mode="drop"),
+        history=block_history.add_children(index.history, jnp.where(mask, content.parent, nowhere), 1),
     )
+
+
+def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priority: jax.Array) -> PrefixIndex:
+    """Counts a use, by a row of `priority` i32[], of published blocks i32[n], which differ."""
+    history = block_history.note_used(index.history, block_ids, clock)
+    return dataclasses.replace(index, history=block_history.note_priority(history, block_ids, priority))
 
 
 def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
@@ -111,4 +119,9 @@ def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
     buckets = bucket_of(index, index.block_hash.at[block_ids].get(mode="clip"))
     ways = jnp.argmax(index.buckets[buckets] == block_ids[:, None], axis=-1)
     buckets = jnp.where(block_ids < nowhere, buckets, index.buckets.shape[0])
-    return dataclasses.replace(index, buckets=index.buckets.at[buckets, ways].set(nowhere, mode="drop"))
+    parents = index.parent.at[block_ids].get(mode="fill", fill_value=nowhere)
+    return dataclasses.replace(
+        index,
+        buckets=index.buckets.at[buckets, ways].set(nowhere, mode="drop"),
+        history=block_history.add_children(index.history, parents, -1),
+    )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool, companions, prefix_index
+from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
@@ -108,11 +108,12 @@ def _publish_batch(
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
     pool = block_pool.mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
-    pool, num_adopted = _adopt(
-        pool, verdict.is_done & (verdict.canonical != batch.block_ids), batch, verdict.canonical
-    )
+    is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
+    pool, num_adopted = _adopt(pool, is_exchanged, batch, verdict.canonical)
 
     entry_rows = rows.at[batch.row].get(mode="clip")
+    if index.history is not None:
+        index = _note_uses(control, index, batch, verdict, is_exchanged, entry_rows)
     done_rows = jnp.where(verdict.is_done, entry_rows, control.max_seqs)
     cut_here = batch.is_entry & ~verdict.is_done
     control = dataclasses.replace(
@@ -126,6 +127,28 @@ def _publish_batch(
         is_first = verdict.is_done & ~_stands_before(verdict.canonical, verdict.is_done)
         control = companions.link(control, is_first, entry_rows, batch.column, verdict.canonical, config)
     return control, is_cut.at[jnp.where(cut_here, batch.row, is_cut.shape[0])].set(True, mode="drop")
+
+
+def _note_uses(
+    control: Control,
+    index: PrefixIndex,
+    batch: _Batch,
+    verdict: _Verdict,
+    is_exchanged: jax.Array,
+    entry_rows: jax.Array,
+) -> PrefixIndex:
+    """Tells the eviction policy of what was published, and of what was adopted by other rows."""
+    nowhere = index.parent.shape[0]
+    priority = control.priority.at[entry_rows].get(mode="clip")
+    new_ids = jnp.where(verdict.is_new, batch.block_ids, nowhere)
+    history = block_history.note_published(index.history, new_ids, control.clock, priority, batch.column)
+    is_adopted = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
+    used_ids = jnp.where(is_adopted, verdict.canonical, nowhere)
+    history = block_history.note_used(history, used_ids, control.clock)
+    # Of several rows that adopt a block, the priority of the last one stays.
+    is_last = ~_stands_before(used_ids[::-1], is_adopted[::-1])[::-1]
+    history = block_history.note_priority(history, jnp.where(is_last, used_ids, nowhere), priority)
+    return dataclasses.replace(index, history=history)
 
 
 def _first_pending(

@@ -106,11 +106,16 @@ def allocate_row(
     row = jnp.where(ok, seq_id, control.max_seqs)
     num_cached = jnp.where(ok, num_cached, 0)
     need = [jnp.where(ok, n, 0) for n in need]
+    clock = control.clock + ok.astype(jnp.uint32)
     # Hits are held before anything is evicted.
     hits = [jnp.where(ok, ids, pool.num_blocks) for ids, pool in zip(hits, control.block_pools, strict=True)]
     if control.prefix_index is not None:
         pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
-        control = eviction.make_room(dataclasses.replace(control, block_pools=pools), need, config)
+        index = prefix_index.note_hits(
+            control.prefix_index, hits[config.indexed_group], clock, prompt.priority
+        )
+        control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
+        control = eviction.make_room(control, need, config)
     pools = []
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
@@ -118,7 +123,6 @@ def allocate_row(
         pool, new_ids = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks))
         ids = jnp.minimum(ids, new_ids)
         pools.append(dataclasses.replace(pool, block_table=pool.block_table.at[row].set(ids, mode="drop")))
-    clock = control.clock + ok.astype(jnp.uint32)
     return dataclasses.replace(
         control,
         is_active=control.is_active.at[row].set(True, mode="drop"),
@@ -129,6 +133,7 @@ def allocate_row(
             num_cached // config.groups[config.indexed_group].block_size, mode="drop"
         ),
         last_used=control.last_used.at[row].set(clock, mode="drop"),
+        num_uses=control.num_uses.at[row].add(1, mode="drop"),
         clock=clock,
         counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
@@ -199,6 +204,7 @@ def fork_row(
         namespace=inherit(control.namespace),
         num_published=inherit(control.num_published),
         last_used=control.last_used.at[row].set(clock, mode="drop"),
+        num_uses=control.num_uses.at[row].add(1, mode="drop"),
         clock=clock,
         counters=count_events(control, {Counter.FORKS: ok}),
         block_pools=tuple(pools),
@@ -256,6 +262,7 @@ def free_row(control: Control, seq_id: jax.Array) -> tuple[Control, jax.Array]:
         namespace=clear(control.namespace),
         num_published=clear(control.num_published),
         last_used=clear(control.last_used),
+        num_uses=clear(control.num_uses),
         counters=count_events(control, {Counter.FREES: ok}),
         block_pools=tuple(_drop_columns(pool, row, jnp.int32(0)) for pool in control.block_pools),
     ), status
@@ -301,6 +308,7 @@ def reorder_rows(
         namespace=inherit(control.namespace),
         num_published=inherit(control.num_published),
         last_used=control.last_used.at[row].set(clock, mode="drop"),
+        num_uses=control.num_uses.at[row].add(1, mode="drop"),
         clock=clock,
         block_pools=tuple(pools),
     ), status
@@ -322,7 +330,8 @@ def edit_row(
         ), status
     clock = control.clock + ok.astype(jnp.uint32)
     last_used = control.last_used.at[row].set(clock, mode="drop")
-    return dataclasses.replace(control, last_used=last_used, clock=clock), status
+    num_uses = control.num_uses.at[row].add(1, mode="drop")
+    return dataclasses.replace(control, last_used=last_used, num_uses=num_uses, clock=clock), status
 
 
 def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array:

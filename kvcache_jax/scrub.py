@@ -134,7 +134,7 @@ def _end_rows(control: Control, is_row: jax.Array) -> Control:
         mask = is_row.reshape(-1, *[1] * (field.ndim - 1))
         return jnp.where(mask, jnp.zeros_like(field), field)
 
-    names = "is_active", "context_len", "priority", "namespace", "last_used", "num_published"
+    names = "is_active", "context_len", "priority", "namespace", "last_used", "num_uses", "num_published"
     return dataclasses.replace(
         control,
         **{name: clear(getattr(control, name)) for name in names},

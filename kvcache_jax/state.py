@@ -16,6 +16,7 @@ from kvcache_jax.config import (
     config_to_json,
     format_bytes,
 )
+from kvcache_jax.eviction_policy import LRU, needed_metadata
 from kvcache_jax.pytree import Static, pytree_dataclass
 
 # A bucket is compared at once. A full one refuses a block: now and then, if there is one bucket per block.
@@ -129,6 +130,29 @@ class KVPool:
 
 
 @pytree_dataclass()
+class BlockHistory:
+    """What an eviction policy looks at; see `BlockMetadata`. Fields that it does not need are None.
+
+    Entries of blocks that are not published are unspecified, but for `num_children`.
+
+    Attributes:
+      num_children: i32[num_blocks], published blocks whose parent it is.
+      num_hits: i32[num_blocks], uses after the publication.
+      published_at: u32[num_blocks], clock of the publication.
+      last_used_at: u32[num_blocks], clock of the last use.
+      priority: i32[num_blocks], of the row that used it last.
+      depth: i32[num_blocks], blocks before it in its sequence.
+    """
+
+    num_children: jax.Array
+    num_hits: jax.Array | None
+    published_at: jax.Array | None
+    last_used_at: jax.Array | None
+    priority: jax.Array | None
+    depth: jax.Array | None
+
+
+@pytree_dataclass()
 class Companions:
     """The blocks of another layer group that hold the same tokens as the published blocks of the indexed one.
 
@@ -159,6 +183,7 @@ class PrefixIndex:
       parent: i32[num_blocks], the published block before it, or nowhere at the start of a sequence.
       namespace: u32[num_blocks, 4], in which the block was published.
       companions: per layer group Companions; None for the indexed one.
+      history: BlockHistory; None under the policy `lru`, which does not need it.
     """
 
     buckets: jax.Array
@@ -167,6 +192,7 @@ class PrefixIndex:
     parent: jax.Array
     namespace: jax.Array
     companions: tuple[Companions | None, ...]
+    history: BlockHistory | None
 
 
 @pytree_dataclass()
@@ -180,7 +206,8 @@ class Control:
       context_len: i32[max_seqs], tokens held; 0 for idle rows.
       priority: i32[max_seqs], higher is worth more to eviction policies; 0 for idle rows.
       namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
-      last_used: u32[max_seqs], clock of the last allocate, extend, fork into the row, or touch.
+      last_used: u32[max_seqs], clock of the last allocate, extend, fork or reorder into the row, or touch.
+      num_uses: u32[max_seqs], how many of these there were; 0 for idle rows.
       clock: u32[], advances by one with each call that used a row.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
@@ -194,6 +221,7 @@ class Control:
     priority: jax.Array
     namespace: jax.Array
     last_used: jax.Array
+    num_uses: jax.Array
     clock: jax.Array
     counters: jax.Array
     hash_key: jax.Array
@@ -325,6 +353,7 @@ def empty_control(config: CacheConfig, hash_key: jax.Array) -> Control:
         priority=ints(max_seqs),
         namespace=jnp.zeros((max_seqs, 4), jnp.uint32),
         last_used=jnp.zeros(max_seqs, jnp.uint32),
+        num_uses=jnp.zeros(max_seqs, jnp.uint32),
         clock=jnp.zeros((), jnp.uint32),
         counters=jnp.zeros(len(Counter), jnp.uint32),
         hash_key=hash_key,
@@ -378,6 +407,27 @@ def empty_index(config: CacheConfig) -> PrefixIndex:
         parent=jnp.full(num_blocks, num_blocks, jnp.int32),
         namespace=jnp.zeros((num_blocks, 4), jnp.uint32),
         companions=tuple(companions(other) for other in config.groups),
+        history=_empty_history(config.eviction_policy, num_blocks),
+    )
+
+
+def _empty_history(policy: str, num_blocks: int) -> BlockHistory | None:
+    if policy == LRU:
+        return None
+    fields = {
+        "num_hits": ("num_hits", jnp.int32),
+        "age": ("published_at", jnp.uint32),
+        "idle": ("last_used_at", jnp.uint32),
+        "priority": ("priority", jnp.int32),
+        "depth": ("depth", jnp.int32),
+    }
+    needs = needed_metadata(policy)
+    return BlockHistory(
+        num_children=jnp.zeros(num_blocks, jnp.int32),
+        **{
+            field: jnp.zeros(num_blocks, dtype) if name in needs else None
+            for name, (field, dtype) in fields.items()
+        },
     )
 
 

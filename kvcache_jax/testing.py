@@ -151,6 +151,30 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
                 block, name = int(table[row, column]), expected[column]
                 if names.setdefault(name, block) != block or taken.setdefault(block, name) != name:
                     found.append(f"group {g}: row {row} column {column} is not shared as expected")
+    return found + _check_published(cache, oracle)
+
+
+def _check_published(cache: Cache, oracle: Oracle) -> list[str]:
+    """Which contents are published, and what the eviction policy is told of them."""
+    index, cached = cache.control.prefix_index, cache.control.block_pools[cache.config.indexed_group].cached
+    if index is None or cached is None or len(cache.config.groups) > 1:
+        return []
+    parent, tokens, namespace = map(np.asarray, (index.parent, index.block_tokens, index.namespace))
+    found, prefixes = [], {}
+    for block in np.flatnonzero(np.asarray(cached.is_published)).tolist():
+        chain = [block]
+        while parent[chain[-1]] < len(parent) and len(chain) <= len(parent):
+            chain.append(int(parent[chain[-1]]))
+        prefixes[tuple(namespace[block].tolist()), tuple(tokens[chain[::-1]].reshape(-1).tolist())] = block
+    for prefix in sorted(prefixes.keys() ^ oracle.published.keys()):
+        is_there = "is" if prefix in prefixes else "is not"
+        found.append(f"{prefix[1]} in namespace {prefix[0]} {is_there} published")
+    for prefix in prefixes.keys() & oracle.published.keys():
+        expected = oracle.history[oracle.published[prefix]]
+        for field, values in vars(index.history).items() if index.history is not None else ():
+            if field != "num_children" and values is not None:
+                if (value := int(values[prefixes[prefix]])) != getattr(expected, field):
+                    found.append(f"{prefix[1]} has {field} {value}, expected {getattr(expected, field)}")
     return found
 
 

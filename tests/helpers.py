@@ -53,7 +53,7 @@ def row_state(cache, seq_id):
     control = cache.control
     per_row = {
         name: getattr(control, name)
-        for name in ("is_active", "context_len", "priority", "namespace", "last_used")
+        for name in ("is_active", "context_len", "priority", "namespace", "last_used", "num_uses")
     }
     for group, pool in enumerate(control.block_pools):
         per_row[f"block_table[{group}]"] = pool.block_table

@@ -1,12 +1,14 @@
 """Random scripts with prefix caching: tokens from a small alphabet, so that prefixes meet again."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from random_script import ROWS, WIDTH, Driver, random_operation
 
 import kvcache_jax as kv
+from kvcache_jax import testing
 
 PROMPT_WIDTH = 23
 NAMESPACES = [tuple(kv.namespace(tenant=name).tolist()) for name in ("", "a", "b")]
@@ -27,15 +29,20 @@ commit = jax.jit(kv.commit)
 class PrefixDriver(Driver):
     """A `Driver` whose tokens are often those of another row, with the operations of the prefix cache."""
 
+    eviction_key: Callable | None = None
+
     def __post_init__(self):
         super().__post_init__()
         self.rng = np.random.default_rng(11)
         self.num_hits = 0
 
+    def new_oracle(self):
+        return testing.Oracle(self.config, self.eviction_key)
+
     def new_tokens(self, length):
         return [int(token) for token in self.rng.choice([1, 2], length, p=[0.96, 0.04])]
 
-    def admit(self, seq_ids, num_tokens, prompts, namespace_ids):
+    def admit(self, seq_ids, num_tokens, prompts, namespace_ids, priority):
         namespaces = [NAMESPACES[i] for i in namespace_ids]
         tokens = np.full((len(prompts), PROMPT_WIDTH), 7, np.int32)
         for row, prompt in enumerate(prompts):
@@ -44,9 +51,14 @@ class PrefixDriver(Driver):
             kv.lookup(self.cache, tokens[:1], num_tokens[:1], np.asarray(namespaces[:1], np.uint32))
         )
         self.cache, admission = kv.allocate(
-            self.cache, seq_ids, num_tokens, tokens=tokens, namespace=np.asarray(namespaces, np.uint32)
+            self.cache,
+            seq_ids,
+            num_tokens,
+            tokens=tokens,
+            namespace=np.asarray(namespaces, np.uint32),
+            priority=priority,
         )
-        expected = self.oracle.allocate(seq_ids, num_tokens, prompts, namespaces)
+        expected = self.oracle.allocate(seq_ids, num_tokens, prompts, namespaces, priority)
         got_cached = np.asarray(admission.num_cached).tolist()
         for i, (seq_id, status) in enumerate(zip(seq_ids, expected, strict=True)):
             want = len(self.oracle.rows[seq_id].tokens) if status == kv.Status.OK else 0
@@ -65,6 +77,14 @@ class PrefixDriver(Driver):
         assert int(num_evicted) == self.oracle.evict(num_blocks)
         return [], []
 
+    def touch(self, seq_ids):
+        self.cache, status = kv.touch(self.cache, seq_ids)
+        return status, self.oracle.touch(seq_ids)
+
+    def set_priority(self, seq_ids, priority):
+        self.cache, status = kv.set_priority(self.cache, seq_ids, priority)
+        return status, self.oracle.set_priority(seq_ids, priority)
+
     def reset_prefix_cache(self):
         self.cache, num_dropped = kv.reset_prefix_cache(self.cache)
         assert int(num_dropped) == self.oracle.reset_prefix_cache()
@@ -72,7 +92,8 @@ class PrefixDriver(Driver):
 
 
 def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> tuple:
-    name = rng.choice(["admit", "commit", "other", "evict", "reset"], p=[0.2, 0.27, 0.5, 0.025, 0.005])
+    names = ["admit", "commit", "other", "evict", "reset", "edit"]
+    name = rng.choice(names, p=[0.2, 0.27, 0.48, 0.025, 0.005, 0.02])
     if name == "evict":
         return "evict", int(rng.integers(0, 4))
     if name == "reset":
@@ -81,7 +102,12 @@ def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> t
     if name == "admit":
         prompts = [driver.new_tokens(PROMPT_WIDTH) for _ in rows]
         num_tokens = [int(n) for n in rng.integers(-1 if rng.random() < 0.05 else 0, PROMPT_WIDTH + 2, 2)]
-        return "admit", rows, num_tokens, prompts, [int(i) for i in rng.choice(3, 2, p=[0.8, 0.1, 0.1])]
+        namespace_ids = [int(i) for i in rng.choice(3, 2, p=[0.8, 0.1, 0.1])]
+        return "admit", rows, num_tokens, prompts, namespace_ids, [int(p) for p in rng.integers(-2, 3, 2)]
+    if name == "edit":
+        if rng.random() < 0.5:
+            return "touch", rows
+        return "set_priority", rows, [int(p) for p in rng.integers(-2, 3, 2)]
     if name == "commit":
         rows += [int(row) for row in rng.integers(-1, ROWS, 2)]
         any_len = rng.choice([-1, 5, 9, 31, 2**31 - 1], len(rows), p=[0.02, 0.08, 0.1, 0.4, 0.4])

@@ -61,9 +61,12 @@ class Driver:
 
     def __post_init__(self):
         self.cache = testing.poison(kv.init(self.config))
-        self.oracle = testing.Oracle(self.config)
+        self.oracle = self.new_oracle()
         self.next_token = 0
         self.statuses: dict[tuple[str, str], int] = {}
+
+    def new_oracle(self) -> testing.Oracle:
+        return testing.Oracle(self.config)
 
     def new_tokens(self, length: int) -> list[int]:
         """Ids that nobody used recently, so that a stale slot never looks right."""
@@ -92,7 +95,7 @@ class Driver:
     def expected_state(self):
         """What an operation that does nothing leaves alone."""
         oracle = self.oracle
-        return oracle.rows, oracle.owners, oracle.published, list(oracle.cached)
+        return oracle.rows, oracle.owners, oracle.published, list(oracle.cached), oracle.clock
 
     def allocate(self, seq_ids, num_tokens):
         self.cache, admission = kv.allocate(self.cache, seq_ids, num_tokens)

@@ -1,0 +1,129 @@
+"""What eviction policies look at, kept per published block, and the choice of victims by it.
+
+Every function takes the `BlockHistory` of a `PrefixIndex`, or None for `lru`, which keeps none.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.block_pool import num_true, rank_true
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.eviction_policy import BlockMetadata, eviction_keys
+from kvcache_jax.state import BlockHistory, CachedBlocks
+
+_MAX = jnp.iinfo(jnp.int32).max
+
+
+def note_published(
+    history: BlockHistory | None,
+    block_ids: jax.Array,
+    clock: jax.Array,
+    priority: jax.Array,
+    depth: jax.Array,
+) -> BlockHistory | None:
+    """Starts the records of blocks i32[n], nowhere is skipped; `priority` and `depth` are i32[n]."""
+    if history is None:
+        return None
+    history = _put(history, block_ids, num_hits=jnp.zeros_like(block_ids), depth=depth)
+    return _put(history, block_ids, published_at=clock, last_used_at=clock, priority=priority)
+
+
+def note_used(history: BlockHistory | None, block_ids: jax.Array, clock: jax.Array) -> BlockHistory | None:
+    """Counts one more use of each block in i32[n], which may repeat; nowhere is skipped."""
+    if history is None:
+        return None
+    history = _put(history, block_ids, last_used_at=clock)
+    if history.num_hits is None:
+        return history
+    return dataclasses.replace(history, num_hits=history.num_hits.at[block_ids].add(1, mode="drop"))
+
+
+def note_priority(
+    history: BlockHistory | None, block_ids: jax.Array, priority: jax.Array
+) -> BlockHistory | None:
+    """Sets the priority, i32[] or i32[n], of blocks i32[n], which differ; nowhere is skipped."""
+    return None if history is None else _put(history, block_ids, priority=priority)
+
+
+def add_children(history: BlockHistory | None, parents: jax.Array, change: int) -> BlockHistory | None:
+    """Adds `change` to the number of children of each block in i32[n], which may repeat."""
+    if history is None:
+        return None
+    num_children = history.num_children.at[parents].add(change, mode="drop")
+    return dataclasses.replace(history, num_children=num_children)
+
+
+def _put(history: BlockHistory, block_ids: jax.Array, **values: jax.Array) -> BlockHistory:
+    """Sets entries of those fields that are kept."""
+    fields = {}
+    for name, value in values.items():
+        if (field := getattr(history, name)) is not None:
+            fields[name] = field.at[block_ids].set(value, mode="drop")
+    return dataclasses.replace(history, **fields)
+
+
+def keys_of(
+    history: BlockHistory, cached: CachedBlocks, clock: jax.Array, config: CacheConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The policy's key and the recency of each block, i32[num_blocks] both."""
+
+    def ticks_since(moment: jax.Array | None) -> jax.Array | None:
+        return None if moment is None else jnp.minimum(clock - moment, jnp.uint32(_MAX)).astype(jnp.int32)
+
+    recency = (cached.queued_at - cached.head).astype(jnp.int32)
+    blocks = BlockMetadata(
+        recency=recency,
+        num_hits=history.num_hits,
+        age=ticks_since(history.published_at),
+        idle=ticks_since(history.last_used_at),
+        priority=history.priority,
+        depth=history.depth,
+    )
+    return eviction_keys(config.eviction_policy, blocks), recency
+
+
+def least_valuable(
+    keys: jax.Array, recency: jax.Array, is_candidate: jax.Array, most: jax.Array, batch: int
+) -> jax.Array:
+    """The candidates of the lowest keys, the least recent first among equals.
+
+    Args:
+      keys: i32[num_blocks].
+      recency: i32[num_blocks], not negative and different for all candidates.
+      is_candidate: bool[num_blocks].
+      most: i32[], how many are wanted at most.
+      batch: How many at most, as a shape.
+
+    Returns:
+      i32[batch] block ids, then nowhere.
+    """
+    num_victims = jnp.minimum(jnp.minimum(most, batch), num_true(is_candidate))
+    limit = _nth_least(keys, is_candidate, num_victims, batch)
+    is_below, is_tied = is_candidate & (keys < limit), is_candidate & (keys == limit)
+    last = _nth_least(recency, is_tied, num_victims - num_true(is_below), batch)
+    is_victim = (is_below | (is_tied & (recency <= last))) & (num_victims > 0)
+    nowhere = keys.shape[0]
+    order = jnp.arange(nowhere, dtype=jnp.int32)
+    if batch == 1:
+        return jnp.min(jnp.where(is_victim, order, nowhere))[None]
+    rank, _ = rank_true(is_victim)
+    place = jnp.where(is_victim, rank, batch)
+    return jnp.full(batch, nowhere, jnp.int32).at[place].set(order, mode="drop")
+
+
+def _nth_least(values: jax.Array, mask: jax.Array, n: jax.Array, most: int) -> jax.Array:
+    """i32[], the `n`-th least of the masked values, 1 <= n <= most; found bit by bit, without sorting."""
+    if most == 1:
+        return jnp.min(jnp.where(mask, values, _MAX))
+    # As unsigned numbers of the same order.
+    flipped = lax.bitcast_convert_type(values, jnp.uint32) ^ jnp.uint32(1 << 31)
+
+    def try_bit(i: jax.Array, limit: jax.Array) -> jax.Array:
+        higher = limit | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(num_true(mask & (flipped < higher)) < n, higher, limit)
+
+    limit = lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
+    return lax.bitcast_convert_type(limit ^ jnp.uint32(1 << 31), jnp.int32)

@@ -1,0 +1,142 @@
+"""Which cached block is worth least: eviction policies by name, and a decorator for one's own.
+
+A policy is a pure function from what is known of the blocks to an integer key per block: lower goes first,
+and of equal keys the one released longest ago. Children go before their parents, so a block counts as its
+most valuable descendant. `lru` is the exception: it is the order of release itself and needs no key.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class BlockMetadata(NamedTuple):
+    """What a policy sees, one entry per block; None where the policy did not ask for it.
+
+    A use is a publication, a hit by `allocate`, or an adoption by `commit`. Times are ticks of the cache's
+    clock, which advances with each call that uses a row. Entries of blocks that are not cached mean nothing.
+
+    Attributes:
+      recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.
+      num_hits: i32[num_blocks], uses after the publication.
+      age: i32[num_blocks], ticks since the publication.
+      idle: i32[num_blocks], ticks since the last use.
+      priority: i32[num_blocks], of the row that used the block last, at that moment.
+      depth: i32[num_blocks], blocks before it in its sequence.
+    """
+
+    recency: jax.Array
+    num_hits: jax.Array | None = None
+    age: jax.Array | None = None
+    idle: jax.Array | None = None
+    priority: jax.Array | None = None
+    depth: jax.Array | None = None
+
+
+EvictionKey = Callable[[BlockMetadata], jax.Array]
+OPTIONAL_METADATA = frozenset(BlockMetadata._fields) - {"recency"}
+LRU = "lru"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    key: EvictionKey
+    needs: frozenset[str]
+
+
+_policies: dict[str, _Policy] = {}
+
+
+def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[EvictionKey], EvictionKey]:
+    """Registers a function from `BlockMetadata` to i32[num_blocks] keys as an eviction policy.
+
+    Configs name the policy, so that they stay hashable and can be exported; a program that loads an exported
+    config registers the same name first. The function is traced once per program.
+
+    Args:
+      name: For `CacheConfig(eviction_policy=name)`.
+      needs: The fields of `BlockMetadata` that it reads, besides `recency`; only these are kept by the cache.
+
+    Returns:
+      The decorator; it hands the function on unchanged.
+
+    Raises:
+      ValueError: the name is taken, or `needs` names no field.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kvcache_jax as kv
+      >>> @kv.eviction_policy("beginnings last", needs=["depth"])
+      ... def beginnings_last(blocks: kv.BlockMetadata):
+      ...     return -blocks.depth
+      >>> config = kv.CacheConfig(
+      ...     [kv.FullAttention(1, 8)], enable_prefix_caching=True, eviction_policy="beginnings last")
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}, expected a str: write @eviction_policy('name', needs=[...])")
+    if name in _policies or name == LRU:
+        raise ValueError(
+            f"there is an eviction policy {name!r} already, expected a new name: compiled programs go by it"
+        )
+    unknown = sorted(set(needs) - OPTIONAL_METADATA)
+    if isinstance(needs, str) or unknown:
+        raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
+
+    def register(key: EvictionKey) -> EvictionKey:
+        _policies[name] = _Policy(key, frozenset(needs))
+        return key
+
+    return register
+
+
+def eviction_policies() -> tuple[str, ...]:
+    """The names that `CacheConfig(eviction_policy=)` takes.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.eviction_policies()[:4]
+      ('lru', 'lfu', 'fifo', 'priority')
+    """
+    return (LRU, *_policies)
+
+
+def needed_metadata(name: str) -> frozenset[str]:
+    """Fields of `BlockMetadata` that the policy reads besides `recency`."""
+    return _policies[name].needs
+
+
+def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
+    """i32[num_blocks], the policy's keys.
+
+    Raises:
+      TypeError: the policy returned something else.
+    """
+    keys = jnp.asarray(_policies[name].key(blocks))
+    is_small = jnp.issubdtype(keys.dtype, jnp.signedinteger) and keys.dtype.itemsize <= 4
+    if keys.shape != blocks.recency.shape or not (is_small or keys.dtype == bool):
+        raise TypeError(
+            f"eviction policy {name!r} returned {keys.dtype}{list(keys.shape)}, "
+            f"expected int32{list(blocks.recency.shape)}: a key per block"
+        )
+    return keys.astype(jnp.int32)
+
+
+@eviction_policy("lfu", needs=["num_hits"])
+def _least_frequently_used(blocks: BlockMetadata) -> jax.Array:
+    assert blocks.num_hits is not None
+    return blocks.num_hits
+
+
+@eviction_policy("fifo", needs=["age"])
+def _first_published(blocks: BlockMetadata) -> jax.Array:
+    assert blocks.age is not None
+    return -blocks.age
+
+
+@eviction_policy("priority", needs=["priority"])
+def _lowest_priority(blocks: BlockMetadata) -> jax.Array:
+    assert blocks.priority is not None
+    return blocks.priority

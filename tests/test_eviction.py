@@ -1,0 +1,235 @@
+"""Eviction policies: every victim is predicted, children go before parents, and lru pays for nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+
+import kvcache_jax as kv
+from kvcache_jax import block_history
+from kvcache_jax.oracle import EVICTION_KEYS
+
+LAYERS = [kv.FullAttention(1, 5)]
+
+
+@kv.eviction_policy("test: used, not deep, not idle", needs=["num_hits", "depth", "idle", "age", "priority"])
+def mixed_policy(blocks):
+    """Every field of the metadata matters."""
+    used = jnp.minimum(blocks.num_hits, 3) * 8 - blocks.depth * 4 + blocks.priority
+    return used - blocks.idle // 4 - blocks.age // 16
+
+
+def mixed_key(block, clock):
+    used = min(block.num_hits, 3) * 8 - block.depth * 4 + block.priority
+    return used - (clock - block.last_used_at) // 4 - (clock - block.published_at) // 16
+
+
+@kv.eviction_policy("test: all alike")
+def all_alike(blocks):
+    return jnp.zeros_like(blocks.recency)
+
+
+MIXED, ALIKE = "test: used, not deep, not idle", "test: all alike"
+KEYS = {**EVICTION_KEYS, MIXED: mixed_key, ALIKE: EVICTION_KEYS["lru"]}
+
+
+@pytest.mark.parametrize(("policy", "batch"), [*((policy, 1) for policy in KEYS), ("lfu", 3), (MIXED, 4)])
+def test_a_random_script(policy, batch):
+    """The contents that stay are those that the oracle keeps, after every operation."""
+    rng = np.random.default_rng(5)
+    config = prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
+    driver = PrefixDriver(config, KEYS[policy])
+    for _ in range(600):
+        driver.apply(*random_prefix_operation(rng, driver))
+    assert driver.num_hits > 20 and driver.oracle.num_evictions > 20
+    assert driver.oracle.num_adoptions > 10
+
+
+def test_a_constant_key_is_lru():
+    """The queue and the keys, two ways to the same order, leave the same blocks after every operation."""
+    drivers = [PrefixDriver(prefix_config(num_blocks=19, eviction_policy=name)) for name in ("lru", "lfu")]
+    drivers[1] = PrefixDriver(prefix_config(num_blocks=19, eviction_policy=ALIKE), KEYS[ALIKE])
+    rngs = [np.random.default_rng(3) for _ in drivers]
+    for _ in range(250):
+        for rng, driver in zip(rngs, drivers, strict=True):
+            driver.apply(*random_prefix_operation(rng, driver))
+        published = [set(driver.oracle.published) for driver in drivers]
+        assert published[0] == published[1]
+    assert drivers[0].oracle.num_evictions > 10
+
+
+def config_of(policy, num_blocks=8, **options):
+    sizes = dict(num_blocks=num_blocks, block_size=2, max_seqs=4, max_seq_len=16)
+    return kv.CacheConfig(LAYERS, **sizes, enable_prefix_caching=True, eviction_policy=policy, **options)
+
+
+def serve(cache, prompt, priority=0):
+    """A request from beginning to end; returns the tokens that it found cached."""
+    tokens = np.array([prompt], np.int32)
+    cache, admission = kv.allocate(cache, [0], [len(prompt)], tokens=tokens, priority=[priority])
+    kv.raise_for_status(admission.status, "allocate")
+    hit = int(admission.num_cached[0])
+    cache, step = kv.extend(
+        cache, [len(prompt) - hit], max_new=len(prompt) - hit, seq_ids=[0], tokens=tokens[:, hit:]
+    )
+    kv.raise_for_status(step.status, "extend")
+    cache, _ = kv.commit(cache, [0])
+    return kv.free(cache, [0])[0], hit
+
+
+def cached_len(cache, prompt):
+    return int(kv.lookup(cache, np.array([[*prompt, 0]], np.int32), [len(prompt) + 1])[0])
+
+
+A, B, C = [1, 1], [2, 2], [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "requests", "gone"),
+    [
+        ("lru", [(A, 0), (B, 0), ([*A, 9], 0)], B),
+        ("fifo", [(A, 0), (B, 0), ([*A, 9], 0)], A),
+        ("lfu", [(A, 0), ([*A, 9], 0), (B, 0), ([*B, 9], 0), ([*B, 9], 0), (C, 0), ([*C, 9], 0)], A),
+        ("priority", [(A, 5), (B, 1), (C, 2)], B),
+        ("priority", [(A, 5), (B, 1), (C, 2), ([*B, 9], 7)], C),  # the last user's
+        ("priority", [(A, 5), (B, 1), (C, 2), ([*A, 9], 0)], A),
+    ],
+)
+def test_the_least_valuable_block_goes(policy, requests, gone):
+    cache = kv.init(config_of(policy), storage=False)
+    for prompt, priority in requests:
+        cache, _ = serve(cache, prompt, priority)
+    cache, num_evicted = kv.evict(cache, 1)
+    assert int(num_evicted) == 1 and not kv.check_invariants(cache)
+    there = {tuple(prompt[:2]) for prompt, _ in requests}
+    assert {prompt for prompt in there if not cached_len(cache, prompt)} == {tuple(gone)}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_parent_counts_as_its_most_valuable_child(batch):
+    """The beginning of the prompt has priority 0, as others have; its continuation has 9."""
+    cache = kv.init(config_of("priority", eviction_batch=batch), storage=False)
+    cache, _ = serve(cache, [1, 1], priority=0)
+    cache, _ = serve(cache, [*A, 4, 4], priority=9)  # a hit: sets the beginning's to 9 ...
+    cache, _ = serve(cache, [*A, 5], priority=0)  # ... and this back to 0
+    cache, _ = serve(cache, [*B, 6, 6], priority=1)
+    order = []
+    for _ in range(4):
+        before = {prompt: cached_len(cache, prompt) for prompt in [(1, 1, 4, 4), (2, 2, 6, 6)]}
+        cache, num_evicted = kv.evict(cache, 1)
+        assert int(num_evicted) == 1 and not kv.check_invariants(cache)
+        order += [prompt[0] for prompt, length in before.items() if cached_len(cache, prompt) < length]
+    assert order == [2, 2, 1, 1]
+    assert int(kv.evict(cache, 1)[1]) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_the_least_are_chosen_without_sorting(batch):
+    rng = np.random.default_rng(batch)
+    choose = jax.jit(block_history.least_valuable, static_argnums=4)
+    for trial in range(30):
+        keys = rng.choice([-(2**31), -5, -1, 0, 1, 7, 2**31 - 1], 50).astype(np.int32)
+        recency = rng.permutation(50).astype(np.int32) * (2**31 // 50)
+        is_candidate = rng.random(50) < (0.5 if trial else 0)
+        most = int(rng.integers(0, 60))
+        got = np.asarray(choose(keys, recency, is_candidate, jnp.int32(most), batch))
+        order = sorted(np.flatnonzero(is_candidate).tolist(), key=lambda b: (keys[b], recency[b]))
+        expected = order[: min(most, batch)]
+        assert sorted(got.tolist()) == sorted(expected + [50] * (batch - len(expected)))
+
+
+def test_lru_keeps_no_history():
+    """Only what a policy asks for exists."""
+    index = kv.init(config_of("lru"), storage=False).control.prefix_index
+    assert index.history is None
+    history = kv.init(config_of("lfu"), storage=False).control.prefix_index.history
+    kept = {name for name, field in vars(history).items() if field is not None}
+    assert kept == {"num_children", "num_hits"}
+
+
+def test_a_policy_evicts_inside_jit_and_scan():
+    """Admission, publication and eviction under one jit, a policy of one's own in it."""
+
+    @kv.donate
+    def serve_all(cache, prompts):
+        def serve_one(cache, prompt):
+            cache, admission = kv.allocate(cache, [0], [5], tokens=prompt[None])
+            num_new = 5 - admission.num_cached
+            new = jax.lax.dynamic_slice(jnp.tile(prompt, 2), admission.num_cached, (5,))
+            cache, step = kv.extend(cache, num_new, max_new=5, seq_ids=[0], tokens=new[None])
+            cache, _ = kv.commit(cache, [0])
+            cache, _ = kv.free(cache, [0])
+            return cache, jnp.maximum(admission.status[0], step.status[0])
+
+        return jax.lax.scan(serve_one, cache, prompts)
+
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 3, (60, 5)), jnp.int32)
+    cache, status = serve_all(kv.init(config_of(MIXED), storage=False), prompts)
+    assert not status.any() and not kv.check_invariants(cache)
+    assert int(kv.stats(cache).num_evictions) > 20
+
+
+def test_broken_histories_are_found():
+    cache, _ = serve(kv.init(config_of(MIXED), storage=False), [*A, *B, 7])
+    index = cache.control.prefix_index
+
+    def violations(**fields):
+        history = dataclasses.replace(index.history, **fields)
+        control = dataclasses.replace(cache.control, prefix_index=dataclasses.replace(index, history=history))
+        return " ".join(kv.check_invariants(dataclasses.replace(cache, control=control)))
+
+    history = index.history
+    assert violations() == ""
+    assert "children and counts" in violations(num_children=history.num_children + 1)
+    assert "is at depth 1, noted 2" in violations(depth=history.depth + 1)
+    assert "negative number of hits" in violations(num_hits=history.num_hits - 1)
+    assert "before it was published" in violations(last_used_at=history.last_used_at - 1)
+
+
+def test_a_config_names_its_policy():
+    assert kv.eviction_policies()[:4] == ("lru", "lfu", "fifo", "priority")
+    with pytest.raises(ValueError, match="eviction_policy is 'newest', expected one of 'lru', 'lfu'"):
+        config_of("newest")
+    with pytest.raises(ValueError, match="expected enable_prefix_caching=True with it"):
+        kv.CacheConfig(LAYERS, eviction_policy="lfu")
+    with pytest.raises(ValueError, match="eviction_batch is 0, expected at least 1"):
+        config_of("lfu", eviction_batch=0)
+
+
+def test_registration_refuses_what_cannot_work():
+    with pytest.raises(ValueError, match="there is an eviction policy 'lfu' already, expected a new name"):
+        kv.eviction_policy("lfu")
+    with pytest.raises(ValueError, match=r"needs is \['colour'\], expected some of \['age', 'depth'"):
+        kv.eviction_policy("test: by colour", needs=["colour"])
+    with pytest.raises(TypeError, match="expected a str: write @eviction_policy"):
+        kv.eviction_policy(mixed_policy)
+
+    @kv.eviction_policy("test: halves", needs=["num_hits"])
+    def halves(blocks):
+        return blocks.num_hits / 2
+
+    with pytest.raises(TypeError, match=r"'test: halves' returned float32\[8\], expected int32\[8\]"):
+        kv.evict(kv.init(config_of("test: halves"), storage=False), 1)
+
+
+def test_an_exported_program_knows_its_policy():
+    cache = kv.init(config_of(MIXED, eviction_batch=2), storage=False)
+    exported = jax.export.export(jax.jit(lambda cache: kv.evict(cache, 1)))(cache)
+    loaded = jax.export.deserialize(exported.serialize())
+    cache, _ = serve(cache, [*A, *B, 7])
+    after, num_evicted = loaded.call(cache)
+    assert int(num_evicted) == 1 and after.config == cache.config and not kv.check_invariants(after)
+
+
+def test_eviction_copies_nothing_of_the_pools_size():
+    """Temporaries are the keys of the blocks, not copies of what is kept of them."""
+
+    def temporaries(num_blocks):
+        config = config_of("lfu", num_blocks=num_blocks)
+        program = kv.donate(lambda cache: kv.evict(cache, 5)).lower(kv.init(config, storage=False)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8_000) - temporaries(1_000) <= 7_000 * 20

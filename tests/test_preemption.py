@@ -1,0 +1,181 @@
+"""Rows to preempt: in the order of the policy, counting only blocks that a row alone holds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+
+ROWS = 5
+
+
+def make_cache(lengths, num_blocks=20, priority=None, **options):
+    """Rows 0.. of these lengths in blocks of 4."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 5)],
+        num_blocks=num_blocks,
+        block_size=4,
+        max_seqs=ROWS,
+        max_seq_len=40,
+        **options,
+    )
+    ids = list(range(len(lengths)))
+    cache, admission = kv.allocate(kv.init(config, storage=False), ids, lengths, priority=priority)
+    kv.raise_for_status(admission.status, "allocate")
+    return cache
+
+
+def grow(cache, seq_ids):
+    cache, step = kv.extend(cache, [1] * len(seq_ids), max_new=1, seq_ids=seq_ids)
+    kv.raise_for_status(step.status, "extend")
+    return cache
+
+
+def selected(cache, policy, n=ROWS):
+    return kv.select_victim_rows(cache, policy, n).tolist()
+
+
+def test_rows_in_the_order_of_each_policy():
+    cache = make_cache([9, 13, 4, 12], priority=[3, -1, 3, 0])
+    cache = grow(cache, [2])
+    cache = grow(cache, [0])
+    cache, _ = kv.touch(cache, [2, 1])
+    # Row 3 was used once, row 1 and 0 twice, row 2 three times; last 3, then 0, 2, 1.
+    assert selected(cache, "lru") == [3, 0, 2, 1, ROWS]
+    assert selected(cache, "lfu") == [3, 0, 1, 2, ROWS]
+    assert selected(cache, "longest") == [1, 3, 0, 2, ROWS]  # 4, 3, 3 and 2 blocks
+    assert selected(cache, "priority") == [1, 3, 0, 2, ROWS]
+    assert selected(cache, "longest", 2) == [1, 3]
+    cache, _ = kv.set_priority(cache, [2], [-9])
+    assert selected(cache, "priority", 1) == [2]
+
+
+def test_uses_are_counted_by_call_and_forgotten_with_the_row():
+    cache = make_cache([4, 4])
+    cache, _ = kv.fork(cache, [0], [2])
+    for _ in range(3):
+        cache = grow(cache, [0, 2])
+    cache, _ = kv.reorder(cache, [2], [0])
+    assert cache.control.num_uses.tolist() == [4, 1, 5, 0, 0]
+    cache, _ = kv.free(cache, [2])
+    assert cache.control.num_uses.tolist() == [4, 1, 0, 0, 0]
+    assert not kv.check_invariants(cache)
+
+
+def test_the_clock_may_wrap_around():
+    cache = make_cache([4, 4])
+    control = cache.control
+    control = dataclasses.replace(
+        control, clock=jnp.uint32(3), last_used=jnp.array([2, 2**32 - 2, 0, 0, 0], jnp.uint32)
+    )
+    assert selected(dataclasses.replace(cache, control=control), "lru", 2) == [1, 0]
+
+
+def test_case_bb_a_row_whose_blocks_are_all_shared_frees_nothing():
+    cache = make_cache([8, 4])
+    cache, _ = kv.extend(cache, [8, 4, 0, 0, 0], max_new=8)
+    cache, _ = kv.fork(cache, [0], [2])
+    assert selected(cache, "longest") == [1, ROWS, ROWS, ROWS, ROWS]
+    before = kv.utilization(cache)
+    cache, dropped = kv.evict_to_utilization(cache, 0.0, "longest")
+    assert dropped.tolist() == [1, ROWS, ROWS, ROWS, ROWS]
+    assert cache.is_active.tolist() == [True, False, True, False, False]
+    assert float(before) == pytest.approx(0.15) and float(kv.utilization(cache)) == pytest.approx(0.1)
+    assert not kv.check_invariants(cache)
+
+
+@pytest.mark.parametrize(
+    ("target", "policy", "dropped"),
+    [
+        (1.0, "lru", []),
+        (0.5, "lru", []),  # exactly what is used
+        (0.49, "lru", [0]),
+        (0.3, "lru", [0, 1]),
+        (0.3, "longest", [1]),
+        (0.2, "priority", [2, 1]),
+        (0.0, "longest", [1, 0, 2]),
+    ],
+)
+def test_rows_are_freed_until_the_target_is_met(target, policy, dropped):
+    cache = make_cache([12, 20, 7], priority=[9, 2, 1])  # 3, 5 and 2 of 20 blocks
+    cache = grow(grow(grow(cache, [0]), [1]), [2])
+    after, got = kv.evict_to_utilization(cache, target, policy)
+    assert got.tolist() == dropped + [ROWS] * (ROWS - len(dropped))
+    assert float(kv.utilization(after)) <= np.float32(target)
+    assert np.flatnonzero(after.is_active).tolist() == [row for row in range(3) if row not in dropped]
+    assert not kv.check_invariants(after)
+
+
+def test_dropping_one_of_two_makes_the_other_worth_dropping():
+    """Rows 0 and 2 share one block and have one each; the last holder of the shared block frees it."""
+    cache = make_cache([4, 1])
+    cache, _ = kv.extend(cache, [4, 1, 0, 0, 0], max_new=4)
+    cache, _ = kv.fork(cache, [0], [2])
+    cache = grow(cache, [0, 2])
+    cache, dropped = kv.evict_to_utilization(cache, 0.0, "longest")
+    assert dropped.tolist() == [1, 0, 2, ROWS, ROWS] and float(kv.utilization(cache)) == 0
+
+
+def test_only_groups_above_the_target_count():
+    """The window group is fuller; the row that holds most of it goes, though another is longer."""
+    window = kv.SlidingWindow(1, 5, window=4, num_blocks=8)
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 5), window], num_blocks=40, block_size=4, max_seqs=3, max_seq_len=40
+    )
+    cache, _ = kv.allocate(kv.init(config, storage=False), [0, 1], [0, 9])
+    for _ in range(5):
+        cache, step = kv.extend(cache, [4, 0, 0], max_new=4)
+    assert not step.status.any()
+    assert [int((pool.block_table[0] < pool.num_blocks).sum()) for pool in cache.control.block_pools] == [
+        5,
+        2,
+    ]
+    assert selected_of(cache) == [0, 1]  # 7 blocks and 6, of both groups together
+    cache, dropped = kv.evict_to_utilization(cache, 0.5, "longest")
+    assert dropped.tolist() == [1, 3, 3]
+
+
+def selected_of(cache):
+    return kv.select_victim_rows(cache, "longest", 2).tolist()
+
+
+def test_published_blocks_stay_cached():
+    cache = make_cache_with_prefixes()
+    cache, dropped = kv.evict_to_utilization(cache, 0.0)
+    assert dropped[0] == 0 and int(kv.stats(cache).num_blocks_cached) == 2
+    assert kv.lookup(cache, jnp.arange(9)[None], [9]).tolist() == [8]
+
+
+def make_cache_with_prefixes():
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 5)], num_blocks=20, block_size=4, max_seqs=ROWS, enable_prefix_caching=True
+    )
+    tokens = jnp.arange(9, dtype=jnp.int32)[None]
+    cache, _ = kv.allocate(kv.init(config, storage=False), [0], [9], tokens=tokens)
+    cache, _ = kv.extend(cache, [9], max_new=9, seq_ids=[0], tokens=tokens)
+    return kv.commit(cache, [0])[0]
+
+
+def test_it_runs_inside_jit():
+    cache = make_cache([12, 20, 7])
+    relieve = jax.jit(lambda cache, target: kv.evict_to_utilization(cache, target, "longest"))
+    assert relieve(cache, 0.3)[1].tolist() == [1, ROWS, ROWS, ROWS, ROWS]
+    assert relieve(cache, 0.0)[1].tolist() == [1, 0, 2, ROWS, ROWS]
+    assert relieve._cache_size() == 1
+
+
+def test_what_is_refused():
+    cache = make_cache([4])
+    with pytest.raises(
+        ValueError, match="policy is 'newest', expected one of 'lru', 'lfu', 'longest', 'prio"
+    ):
+        kv.select_victim_rows(cache, "newest", 1)
+    with pytest.raises(ValueError, match="policy is 'fifo', expected one of"):
+        kv.evict_to_utilization(cache, 0.5, "fifo")
+    with pytest.raises(ValueError, match="target is 1.5, expected 0 <= target <= 1"):
+        kv.evict_to_utilization(cache, 1.5)
+    with pytest.raises(ValueError, match="n is 6, expected 1 <= n <= max_seqs = 5"):
+        kv.select_victim_rows(cache, "lru", 6)
