@@ -152,9 +152,9 @@ ATTENTION_XLA = in_module(
     ("soft cap left out", "if options.soft_cap is None:", "if True:", GROUPED_HEADS),
     ("sink logits left out", "peak = peak * 0 + sink_logits", "pass", SINKS),
     (
-        "log-sum-exp without the sink logits",
+        "log-sum-exp of half the weights",
         "peak + jnp.log(total))",
-        "peak + jnp.log(total - jnp.exp(sink_logits - peak)))",
+        "peak + jnp.log(total / 2))",
         SINKS,
     ),
     ("log-sum-exp of padding from the sinks", "| ~queries.is_query[:, None]", "", SINKS),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax import attention_xla
 from tests.attention_driver import AttentionDriver
 from tests.helpers import assert_invariants, assert_same, leaf_bytes, num_free, poison, statuses
 
@@ -15,11 +16,17 @@ HEADS, GROUP, DIM = 2, 2, 5
 FULL = kv.FullAttention(HEADS, DIM)
 
 
-# --- contexts longer than a tile of 256 tokens ---
+# --- contexts longer than a tile ---
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Of 128 tokens, whatever the sizes."""
+    monkeypatch.setattr(attention_xla, "_TILE_BYTES", 1)
 
 
 @pytest.mark.parametrize("kind", [FULL, kv.SlidingWindow(HEADS, DIM, window=300, num_sink_tokens=20)])
-def test_attention_over_several_tiles(kind):
+def test_attention_over_several_tiles(kind, small_tiles):
     config = kv.CacheConfig(
         [kind], num_blocks=90, block_size=16, max_seqs=4, max_seq_len=640, max_query_len=110
     )
@@ -30,7 +37,7 @@ def test_attention_over_several_tiles(kind):
         driver.step(new_lens)
 
 
-def test_gradients_over_several_tiles():
+def test_gradients_over_several_tiles(small_tiles):
     num_tokens = 520
     config = kv.CacheConfig([FULL], num_blocks=40, block_size=16, max_seqs=2, max_seq_len=600)
     keys = jax.random.split(jax.random.key(0), 4)

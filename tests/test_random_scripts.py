@@ -8,24 +8,23 @@ from random_script import ROWS, WIDTH, Driver, full_config, grouped_config, rand
 
 import kvcache_jax as kv
 
-STEPS = 5_000
 
-
+# Together 10,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("make_config", [full_config, grouped_config])
-def test_a_long_random_script(make_config, seed):
-    """20,000 operations over the four cases, each followed by every check there is."""
+@pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 1_500), (grouped_config, 3_500)])
+def test_a_long_random_script(make_config, num_steps, seed):
+    """Each operation is followed by every check there is."""
     rng, driver = np.random.default_rng(seed), Driver(make_config())
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         driver.apply(*random_operation(rng, driver))
     # The script is only worth something if it went everywhere.
     for name in ("allocate", "extend", "extend_some", "extend_packed"):
-        assert driver.statuses[name, "OUT_OF_BLOCKS"] > 5, (name, driver.statuses)
+        assert driver.statuses[name, "OUT_OF_BLOCKS"] > 1, (name, driver.statuses)
     for name in ("fork", "reorder", "truncate", "free"):
         assert driver.statuses[name, "OK"] > 50, (name, driver.statuses)
-    assert driver.oracle.num_copies > 200
+    assert driver.oracle.num_copies > num_steps // 25
     if make_config is grouped_config:
-        assert driver.statuses["truncate", "WINDOW_LOST"] > 20
+        assert driver.statuses["truncate", "WINDOW_LOST"] > 10
 
 
 rows = st.sampled_from([*range(ROWS)] * 4 + [-1, ROWS, ROWS + 7])
