@@ -22,8 +22,8 @@ from jax import lax
 from kvcache_jax.storage import block_rows
 
 # Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.
-_TILE_BYTES = 512 * 1024
-_MIN_TILE_TOKENS = 128
+_TILE_BYTES = 2 * 1024 * 1024
+_MIN_TILE_TOKENS = 256
 _MASKED = -1e30
 
 

@@ -1,0 +1,147 @@
+"""Named problems, shared by the tests, the compile gates and the benchmarks."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+
+
+class DecodeProblem(NamedTuple):
+    """The arguments of one `paged_decode`."""
+
+    q: jax.Array
+    k_pool: jax.Array
+    v_pool: jax.Array
+    block_table: jax.Array
+    rows: DecodeRows
+    options: DecodeOptions
+    layer: int
+    sink_logits: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """A decode of rows that hold `lens` tokens, the `num_queries` last of which ask.
+
+    A row of length 0 is idle. With a window, blocks that no query reaches are not in the table.
+    """
+
+    name: str
+    lens: tuple[int, ...]
+    num_kv_heads: int = 2
+    group_size: int = 4
+    head_dim: int = 64
+    block_size: int = 16
+    num_queries: int = 1
+    num_layers: int = 2
+    dtype: str = "bfloat16"
+    soft_cap: float | None = None
+    window: int | None = None
+    num_sink_tokens: int = 0
+    has_sink_logits: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the block table."""
+        return max(1, -(-max(self.lens) // self.block_size))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one layer: what the rows hold, and two that nobody owns."""
+        return 2 + sum(-(-length // self.block_size) for length in self.lens)
+
+    @property
+    def options(self) -> DecodeOptions:
+        """The static arguments."""
+        scale = 1 / math.sqrt(self.head_dim)
+        return DecodeOptions(self.num_blocks, scale, self.soft_cap, self.window, self.num_sink_tokens)
+
+    def rows(self) -> DecodeRows:
+        """Row `i` uses row `i` of the table, and reads what its first query reaches."""
+        lens = np.array(self.lens, np.int32)
+        num_queries = np.minimum(lens, self.num_queries)
+        first_position = lens - num_queries
+        sinks = self.options.num_sink_blocks(self.block_size)
+        first = np.full_like(lens, sinks)
+        if self.window is not None:
+            first = np.maximum(first, (first_position - self.window + 1) // self.block_size)
+        held = -(-lens // self.block_size)
+        num_columns = np.minimum(held, sinks) + np.maximum(held - first, 0)
+        return DecodeRows(
+            *(jnp.asarray(x) for x in (np.arange(len(lens), dtype=np.int32), first, num_columns)),
+            jnp.asarray(first_position),
+            jnp.asarray(num_queries),
+        )
+
+    def problem(self, seed: int = 0) -> DecodeProblem:
+        """Random data: a permuted table, entries that are not read out of range, unowned slots NaN.
+
+        The layer is the last one, and all others are NaN.
+        """
+        rng = np.random.default_rng(seed)
+        rows = self.rows()
+        table = np.full((len(self.lens), self.num_columns), self.num_blocks, np.int32)
+        pool_shape = (self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        k_pool, v_pool = (np.full(pool_shape, np.nan, np.float32) for _ in "kv")
+        free = list(rng.permutation(self.num_blocks))
+        sinks = self.options.num_sink_blocks(self.block_size)
+        for row, length in enumerate(self.lens):
+            for nth in range(int(rows.num_columns[row])):
+                column = nth if nth < sinks else int(rows.first_column[row]) + nth - sinks
+                table[row, column] = block = free.pop()
+                tokens = min(self.block_size, length - column * self.block_size)
+                for pool in (k_pool, v_pool):
+                    values = rng.standard_normal((self.num_kv_heads, tokens, self.head_dim))
+                    pool[-1, block, :, :tokens] = values
+        q_shape = (len(self.lens), self.num_queries, self.num_kv_heads, self.group_size, self.head_dim)
+        sink_logits = None
+        if self.has_sink_logits:
+            sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]), jnp.float32)
+        return DecodeProblem(
+            jnp.asarray(rng.standard_normal(q_shape), self.dtype),
+            *(jnp.asarray(pool.reshape(-1, *pool_shape[2:]), self.dtype) for pool in (k_pool, v_pool)),
+            jnp.asarray(table),
+            rows,
+            self.options,
+            self.num_layers - 1,
+            sink_logits,
+        )
+
+
+DECODE_SHAPES = (
+    DecodeShape("plain", (37, 5)),
+    DecodeShape("one_token", (1, 16, 17)),
+    DecodeShape("idle_rows", (0, 70, 0)),
+    DecodeShape("long", (530, 64), num_kv_heads=1),
+    DecodeShape("group_1", (33,), group_size=1),
+    DecodeShape("group_16", (50,), group_size=16, num_kv_heads=1),
+    DecodeShape("head_128", (45, 70), head_dim=128, num_kv_heads=1),
+    DecodeShape("head_256", (45,), head_dim=256, num_kv_heads=1),
+    DecodeShape("block_8", (61,), block_size=8),
+    DecodeShape("block_24", (100, 24), block_size=24, num_kv_heads=1),
+    DecodeShape("block_128", (200, 128), block_size=128, num_kv_heads=1),
+    DecodeShape("block_72", (150,), block_size=72, num_kv_heads=1),
+    DecodeShape("f16", (45,), dtype="float16"),
+    DecodeShape("drafts", (70, 3, 20), num_queries=5, group_size=3),
+    DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
+    DecodeShape("window", (150, 20), window=40),
+    DecodeShape("window_drafts", (190, 30), window=33, num_queries=4),
+    DecodeShape("kept_tokens", (230, 21, 3), window=40, num_sink_tokens=5),
+    DecodeShape("soft_cap", (60,), soft_cap=5.0),
+    DecodeShape("sink_logits", (60, 0), has_sink_logits=True),
+    DecodeShape(
+        "all",
+        (201, 64, 0, 7),
+        num_queries=3,
+        window=70,
+        num_sink_tokens=20,
+        soft_cap=3.0,
+        has_sink_logits=True,
+    ),
+)
+"""Small enough to interpret, one hard thing each, and all of them together."""
