@@ -10,12 +10,13 @@ CONTRACT_TESTS = $(shell grep -l 'pytest\.mark\.contract' tests/test_*.py)
 
 PY := .venv/bin/python
 PY_0112 := .venv-0112/bin/python
+PY_TPU := .venv-tpu/bin/python
 PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet
 
-.PHONY: help .venv .venv-0112 demo block-map test test-0112 lint mutants bench clean distclean
+.PHONY: help .venv .venv-0112 .venv-tpu demo block-map test test-0112 aot-tpu lint mutants bench clean distclean
 
 help:
-	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | .venv | .venv-0112 | clean | distclean"
+	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | aot-tpu | .venv | .venv-0112 | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -29,6 +30,10 @@ test: .venv
 
 test-0112: .venv-0112
 	$(PY_0112) -m pytest -n $(WORKERS) -m contract $(CONTRACT_TESTS)
+
+# Compiles the TPU kernels for TPUs that are not there.
+aot-tpu: .venv-tpu
+	TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu $(PY_TPU) -m tests.aot.tpu
 
 lint: .venv/.made-dev
 	$(PY) -m ruff check .
@@ -47,11 +52,12 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-0112
+	rm -rf .venv .venv-0112 .venv-tpu
 
 # Environments. The stamp is touched last, so that an interrupted installation is done again.
 .venv: .venv/.made
 .venv-0112: .venv-0112/.made
+.venv-tpu: .venv-tpu/.made
 
 .venv/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv)
@@ -65,6 +71,13 @@ distclean: clean
 .venv-0112/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv-0112)
 	$(PY_0112) $(PIP_INSTALL) jax==0.11.2 --editable '.[tests]'
+	@touch $@
+
+# libtpu's own requirements are left out: it is asked to compile, not to find a TPU.
+.venv-tpu/.made: pyproject.toml Makefile
+	@$(call make_venv,.venv-tpu)
+	$(PY_TPU) $(PIP_INSTALL) jax==0.11.2 --editable .
+	$(PY_TPU) $(PIP_INSTALL) --no-deps libtpu==0.0.48.1
 	@touch $@
 
 # A candidate counts when it runs here (a pyenv shim may exist and refuse), is new enough and can make environments.
