@@ -15,8 +15,8 @@ from pallas_kernels.mosaic_tpu.limits import check_tpu_pool, interpreter
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
 """Of VMEM, for two tiles of keys and two of values."""
-TABLE_BYTES = 512 * 2**10
-"""Of SMEM, for the block table: half of what there is."""
+TABLE_BYTES = 960 * 2**10
+"""Of SMEM, for the block table; there are 1024 KiB in all."""
 MASKED = -1e30
 """A logit that takes no weight; finite, for inf - inf is NaN."""
 
@@ -91,7 +91,7 @@ def paged_decode(
     def of_row(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, num_kv_heads, num_packed, width), lambda row, *_: (row, 0, 0, 0))
 
-    def per_query(width: int) -> pltpu.VMEM:
+    def per_query(width: int):
         return pltpu.VMEM((num_kv_heads, num_packed, width), jnp.float32)
 
     tiles = pltpu.VMEM((2, num_kv_heads, tile_len, head_dim), k_pool.dtype)
@@ -203,7 +203,7 @@ def _decode_kernel(
             nth = tile * blocks_per_tile + i
             column = jnp.where(nth < num_sink_blocks, nth, rows.first_column[of_row] + nth - num_sink_blocks)
             block = layer[0] * options.num_blocks + table[rows.table_row[of_row] * columns + column]
-            part = pl.ds(pl.multiple_of(i * block_size, block_size), block_size)
+            part = pl.ds(i * block_size, block_size)
             for kind, (pool, tiles) in enumerate([(k_pool, k_tiles), (v_pool, v_tiles)]):
                 act(pltpu.make_async_copy(pool.at[block], tiles.at[slot, :, part], arrived.at[slot, kind]))
 
@@ -237,7 +237,9 @@ def _decode_kernel(
         num_keys = rows.num_columns[row] * block_size
         nth = tile * tile_len + lax.broadcasted_iota(jnp.int32, (1, tile_len), 1)
         position = position_of(nth)
-        is_seen = (nth < num_keys) & (position <= query_position) & is_near(position, query_position) & is_query
+        is_seen = (
+            (nth < num_keys) & (position <= query_position) & is_near(position, query_position) & is_query
+        )
 
         logits = options.scale * _dot(q[0], k_tiles[slot], contracting=(2, 2))  # [h, t * g, tile_len]
         if options.soft_cap is not None:
@@ -254,13 +256,19 @@ def _decode_kernel(
 
     def clear_unseen(tile, slot):
         """Zeroes the values that no query sees: they may be NaN, and 0 * NaN is NaN."""
-        nth = tile * tile_len + lax.broadcasted_iota(jnp.int32, (tile_len, 1), 0)
-        position = position_of(nth)
-        is_seen = (nth < rows.num_columns[row] * block_size) & (position <= last_position)
-        is_seen &= is_near(position, first_position)
-        for head in range(num_kv_heads):
-            values = v_tiles[slot, head].astype(jnp.float32)
-            v_tiles[slot, head] = jnp.where(is_seen, values, 0.0).astype(v_tiles.dtype)
+        num_keys = rows.num_columns[row] * block_size
+        begin, end = tile * tile_len, (tile + 1) * tile_len
+        all_seen = (end <= num_keys) & (position_of(end - 1) <= last_position)
+        if options.window is not None:
+            all_seen &= position_of(begin) > first_position - options.window
+
+        @pl.when(jnp.logical_not(all_seen))
+        def _():
+            nth = begin + lax.broadcasted_iota(jnp.int32, (tile_len, 1), 0)
+            position = position_of(nth)
+            is_seen = (nth < num_keys) & (position <= last_position) & is_near(position, first_position)
+            values = v_tiles[slot].astype(jnp.float32)
+            v_tiles[slot] = jnp.where(is_seen, values, 0.0).astype(v_tiles.dtype)
 
     @pl.when((num_before == 0) & (num_tiles > 0))
     def _():

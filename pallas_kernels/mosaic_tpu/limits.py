@@ -13,7 +13,9 @@ def check_tpu_pool(pool: jax.Array) -> None:
     """Raises unless blocks of the pool can be moved as they are, in whole tiles of the TPU's memory."""
     _, _, block_size, head_dim = pool.shape
     if pool.dtype.name not in DTYPES:
-        raise ValueError(f"the pools are {pool.dtype}, expected {' or '.join(DTYPES)} on a TPU: cast the cache")
+        raise ValueError(
+            f"the pools are {pool.dtype}, expected {' or '.join(DTYPES)} on a TPU: cast the cache"
+        )
     if head_dim % NUM_LANES:
         raise ValueError(
             f"head_dim is {head_dim}, expected a multiple of {NUM_LANES} on a TPU, whose memory is tiled so: "
