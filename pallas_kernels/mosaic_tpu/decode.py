@@ -50,31 +50,30 @@ def paged_decode(
     """Computes `reference.paged_decode` on a TPU.
 
     Args:
-      q: `[r, t, h, g, d]`, bf16 or f32 like the pools.
-      k_pool: `[num_layers * num_blocks, h, block_size, d]`.
+      q: `[r, t, h, g, d]`, t at most 8; computed in the pools' dtype.
+      k_pool: `[num_layers * num_blocks, h, block_size, d]`, f32, or bf16 with a block_size of whole tiles: a
+        multiple of 16, for f32 of 8; d a multiple of 128.
       v_pool: Like `k_pool`.
       block_table: i32[max_rows, columns].
       rows: Who asks, and which columns are read.
       options: Static.
       layer: i32[].
       sink_logits: f32[h, g] or None.
-      interpret: Run on the CPU, and raise on a race.
+      interpret: Run on the CPU, and look for races.
 
     Returns:
       out f32[r, t, h, g, d] and the log of the sum of exponentials f32[r, t, h, g].
 
     Raises:
-      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); q is not of the
-        pools' dtype; the table does not fit into SMEM, or a block of all heads into VMEM.
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the
+        table does not fit into SMEM, or a block of all heads into VMEM.
     """
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
     check_tpu_pool(k_pool)
-    if q.dtype != k_pool.dtype:
-        raise ValueError(f"q is {q.dtype}, expected {k_pool.dtype} as the pools: cast it")
     if block_table.size * 4 > TABLE_BYTES:
         raise ValueError(
-            f"block_table has {block_table.size} entries, expected at most {TABLE_BYTES // 4}: split the rows, or "
-            "use larger blocks"
+            f"block_table has {block_table.size} entries, expected at most {TABLE_BYTES // 4}: split the "
+            "rows, or use larger blocks"
         )
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     block_size, columns = k_pool.shape[2], block_table.shape[1]
@@ -84,7 +83,7 @@ def paged_decode(
     rows = rows._replace(num_columns=jnp.where(rows.num_queries > 0, rows.num_columns, 0))
     plan = _plan(rows, blocks_per_tile)
     num_packed = num_queries * group_size
-    packed = q.swapaxes(1, 2).reshape(num_rows, num_kv_heads, num_packed, head_dim)
+    packed = q.astype(k_pool.dtype).swapaxes(1, 2).reshape(num_rows, num_kv_heads, num_packed, head_dim)
     sinks = jnp.full((num_kv_heads, group_size), MASKED) if sink_logits is None else sink_logits
     sinks = jnp.tile(jnp.maximum(sinks.astype(jnp.float32), MASKED), (1, num_queries))[..., None]
 
@@ -151,8 +150,8 @@ def _blocks_per_tile(k_pool: jax.Array) -> int:
     block_bytes = num_kv_heads * block_size * head_dim * k_pool.dtype.itemsize
     if 4 * block_bytes > TILES_BYTES:
         raise ValueError(
-            f"a block has {block_bytes} bytes of keys, expected at most {TILES_BYTES // 4}: use smaller blocks, or "
-            "shard the heads"
+            f"a block has {block_bytes} bytes of keys, expected at most {TILES_BYTES // 4}: use smaller "
+            "blocks, or shard the heads"
         )
     return max(1, min(MAX_TILE_LEN // block_size, TILES_BYTES // (4 * block_bytes)))
 

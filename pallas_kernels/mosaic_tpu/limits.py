@@ -23,7 +23,8 @@ def check_tpu_pool(pool: jax.Array) -> None:
         )
     if block_size % sublanes(pool.dtype):
         raise ValueError(
-            f"block_size is {block_size}, expected a multiple of {sublanes(pool.dtype)} for {pool.dtype} on a TPU"
+            f"block_size is {block_size}, expected a multiple of {sublanes(pool.dtype)} for {pool.dtype} "
+            "on a TPU"
         )
 
 
