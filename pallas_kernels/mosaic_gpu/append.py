@@ -6,6 +6,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu.interpret import launch
+
 MAX_TOKENS_PER_CTA = 8
 """Read by one transfer; each token is written by a transfer of its own, for slots may lie anywhere."""
 
@@ -48,12 +50,14 @@ def append_kv(
 
     k_pool_ref, v_pool_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
     smem = plgpu.SMEM((num_tokens_per_cta, num_kv_heads, head_dim), k_pool.dtype)
-    plgpu.kernel(
+    num_bytes = 4 * k.size * k_pool.dtype.itemsize  # K and V, read and written
+    launch(
         body,
+        cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=num_bytes),
+        interpret=interpret,
         grid=(num_ctas,),
         grid_names=("cta",),
         scratch_types=[smem, smem, plgpu.Barrier(num_arrivals=2)],
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
         kernel_name="append_kv",
     )(
         k.astype(k_pool.dtype),
