@@ -24,9 +24,10 @@ from collections.abc import Sequence
 
 from mutations import MUTATIONS as ALL_BUT_PREFIX
 from mutations import Mutation
+from mutations_kernels import MUTATIONS as KERNELS
 from mutations_prefix import MUTATIONS as PREFIX
 
-MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX]
+MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *KERNELS]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

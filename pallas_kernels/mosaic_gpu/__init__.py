@@ -4,5 +4,15 @@ from pallas_kernels.mosaic_gpu.append import append_kv
 from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for
 from pallas_kernels.mosaic_gpu.decode_plan import DecodePlan
 from pallas_kernels.mosaic_gpu.merge import merge_attention
+from pallas_kernels.mosaic_gpu.move_blocks import copy_blocks, gather_blocks, scatter_blocks
 
-__all__ = ["DecodePlan", "append_kv", "merge_attention", "paged_decode", "plan_for"]
+__all__ = [
+    "DecodePlan",
+    "append_kv",
+    "copy_blocks",
+    "gather_blocks",
+    "merge_attention",
+    "paged_decode",
+    "plan_for",
+    "scatter_blocks",
+]

@@ -1,4 +1,4 @@
-"""Keys and values of new tokens, written into the blocks of one layer in place."""
+"""Keys and values of new tokens, written into the blocks of one layer."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
+from pallas_kernels.mosaic_gpu.limits import NUM_SMS, check_gpu_pool
+from pallas_kernels.move_arguments import check_append
 
+DTYPES = ("bfloat16", "float16", "float32")
 MAX_TOKENS_PER_CTA = 8
-"""Read by one transfer; each token is written by a transfer of its own, for slots may lie anywhere."""
+MAX_CTA_BYTES = 32 * 1024
+"""Of K in one CTA; as many of V."""
+_CTAS_PER_SM = 4
+_MAX_HEADS = 256  # rows of one transfer
 
 
 def append_kv(
@@ -23,22 +29,50 @@ def append_kv(
     layer: jax.Array | int = 0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.reference.append_kv`. In place where the pools are donated."""
-    num_tokens, num_kv_heads, head_dim = k.shape
+    """The pools with keys and values of new tokens, in place where donated; see `reference.append_kv`.
+
+    A CTA reads a few neighbours with one transfer and writes each with a transfer of its own, a row of
+    `head_dim` for each head: slots may lie anywhere, and longer runs would not write longer rows.
+
+    Args:
+      k_pool: `[num_layers * num_blocks, h, block_size, d]` of 16 or 32 bits, d 64, 128 or 256, block_size a
+        multiple of 8 up to 512, h at most 256.
+      v_pool: Like `k_pool`.
+      k: `[n, h, d]`, cast to the pool's dtype.
+      v: Like `k`.
+      slots: i32[n], all different; out of `[0, num_blocks * block_size)` means nowhere.
+      num_blocks: Blocks of one layer.
+      layer: i32[].
+      interpret: Run on the CPU, and look for races.
+
+    Returns:
+      The pools.
+
+    Raises:
+      ValueError: The arguments do not fit together, or this kernel does not take them.
+    """
+    check_append(k_pool, v_pool, k, v, slots, num_blocks)
+    check_gpu_pool(k_pool, DTYPES)
+    num_tokens, num_heads, head_dim = k.shape
+    if num_heads > _MAX_HEADS:
+        raise ValueError(
+            f"the pools have {num_heads} key/value heads, expected at most {_MAX_HEADS} on a GPU"
+        )
+    if not num_tokens:
+        return k_pool, v_pool
     block_size = k_pool.shape[2]
-    num_tokens_per_cta = 1 if num_tokens <= 1024 else MAX_TOKENS_PER_CTA
-    num_ctas = -(-num_tokens // num_tokens_per_cta)
+    cta_tokens = _tokens_per_cta(num_tokens, num_heads * head_dim * k_pool.dtype.itemsize)
 
     def body(k_ref, v_ref, slots_ref, layer_ref, k_pool_ref, v_pool_ref, k_smem, v_smem, barrier):
-        own = lax.axis_index("cta") * num_tokens_per_cta
+        own = lax.axis_index("cta") * cta_tokens
         # The last CTA reads a whole transfer too: tokens of its predecessor again, which it does not write.
-        first = jnp.minimum(own, num_tokens - num_tokens_per_cta)
-        plgpu.copy_gmem_to_smem(k_ref.at[pl.ds(first, num_tokens_per_cta)], k_smem, barrier)
-        plgpu.copy_gmem_to_smem(v_ref.at[pl.ds(first, num_tokens_per_cta)], v_smem, barrier)
+        first = jnp.minimum(own, num_tokens - cta_tokens)
+        plgpu.copy_gmem_to_smem(k_ref.at[pl.ds(first, cta_tokens)], k_smem, barrier)
+        plgpu.copy_gmem_to_smem(v_ref.at[pl.ds(first, cta_tokens)], v_smem, barrier)
         first_block = layer_ref[0] * num_blocks
+        cta_slots = [slots_ref[first + nth] for nth in range(cta_tokens)]
         plgpu.barrier_wait(barrier)
-        for nth in range(num_tokens_per_cta):
-            slot = slots_ref[first + nth]
+        for nth, slot in enumerate(cta_slots):
 
             @pl.when((first + nth >= own) & (slot >= 0) & (slot < num_blocks * block_size))
             def _(nth=nth, slot=slot):
@@ -48,14 +82,14 @@ def append_kv(
 
         plgpu.wait_smem_to_gmem(0)
 
-    k_pool_ref, v_pool_ref = jax.new_ref(k_pool), jax.new_ref(v_pool)
-    smem = plgpu.SMEM((num_tokens_per_cta, num_kv_heads, head_dim), k_pool.dtype)
+    pools = [jax.new_ref(k_pool), jax.new_ref(v_pool)]
+    smem = plgpu.SMEM((cta_tokens, num_heads, head_dim), k_pool.dtype)
     num_bytes = 4 * k.size * k_pool.dtype.itemsize  # K and V, read and written
     launch(
         body,
         cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=num_bytes),
         interpret=interpret,
-        grid=(num_ctas,),
+        grid=(-(-num_tokens // cta_tokens),),
         grid_names=("cta",),
         scratch_types=[smem, smem, plgpu.Barrier(num_arrivals=2)],
         kernel_name="append_kv",
@@ -64,7 +98,12 @@ def append_kv(
         v.astype(v_pool.dtype),
         slots,
         jnp.asarray(layer, jnp.int32).reshape(1),
-        k_pool_ref,
-        v_pool_ref,
+        *pools,
     )
-    return k_pool_ref[...], v_pool_ref[...]
+    return pools[0][...], pools[1][...]
+
+
+def _tokens_per_cta(num_tokens: int, token_bytes: int) -> int:
+    """One while all CTAs run side by side, then more, so that few transfers read what many write."""
+    most = min(MAX_TOKENS_PER_CTA, max(1, MAX_CTA_BYTES // token_bytes))
+    return max(1, min(num_tokens // (NUM_SMS * _CTAS_PER_SM), most))

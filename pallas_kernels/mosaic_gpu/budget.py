@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
@@ -44,3 +47,13 @@ class CompileCase:
     budget: Budget
     pools: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
+
+
+def pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: str = "bfloat16"):
+    """The shape of a pool, of all layers."""
+    return jax.ShapeDtypeStruct((num_blocks, num_kv_heads, block_size, head_dim), jnp.dtype(dtype))
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    """The shape of integers."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

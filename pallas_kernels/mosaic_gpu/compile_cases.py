@@ -4,41 +4,14 @@ A case is one program, with its budget beside it: what the kernels were designed
 to use, so that a compiler or a change that spills, falls off the tensor cores or copies a pool is noticed.
 """
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
-from pallas_kernels.mosaic_gpu.append import append_kv
-from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase
+from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase, i32, pool
+from pallas_kernels.mosaic_gpu.compile_cases_move import MOVE_CASES
 from pallas_kernels.mosaic_gpu.decode import paged_decode
-
-
-def pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: str = "bfloat16"):
-    """The shape of a pool."""
-    return jax.ShapeDtypeStruct((num_blocks, num_kv_heads, block_size, head_dim), jnp.dtype(dtype))
-
-
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _append_case(
-    name: str, num_tokens: int, *, block_size: int, head_dim: int, dtype: str, budget: Budget
-) -> CompileCase:
-    num_layers, num_blocks, num_kv_heads = 4, 4096, 8
-
-    def arguments() -> tuple:
-        kv_pool = pool(num_layers * num_blocks, num_kv_heads, block_size, head_dim, dtype)
-        values = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), kv_pool.dtype)
-        return kv_pool, kv_pool, values, values, i32(num_tokens), i32()
-
-    def function(k_pool, v_pool, k, v, slots, layer):
-        return append_kv(k_pool, v_pool, k, v, slots, num_blocks=num_blocks, layer=layer)
-
-    return CompileCase(name, function, arguments, budget, pools=(0, 1), in_place=(0, 1))
 
 
 def _decode_case(
@@ -71,18 +44,13 @@ def _decode_case(
     return CompileCase(name, function, arguments, budget, pools=(1, 2))
 
 
-append_bf16 = functools.partial(_append_case, block_size=16, head_dim=128, dtype="bfloat16")
-
 CASES = (
     _decode_case(
         "decode_32_rows_group_4",
         num_rows=32,
         group_size=4,
-        budget=Budget(
-            registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000
-        ),
+        budget=Budget(registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000),
     ),
-    append_bf16("append_1", 1, budget=Budget(registers=32, shared_memory=5_000, min_tma=2)),
-    append_bf16("append_64", 64, budget=Budget(registers=32, shared_memory=5_000, min_tma=2)),
+    *MOVE_CASES,
 )
 """In the order of the table."""

@@ -1,0 +1,16 @@
+"""Runs interpreted GPU kernels, and takes a race or whatever else the interpreter finds for a failure."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.mosaic_gpu import interpret
+
+
+def run_interpreted(function: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """The results of a function that interprets kernels."""
+    try:
+        return interpret.run_interpreted(function, *arguments, **keywords)
+    except (interpret.RaceError, jax.errors.JaxRuntimeError) as error:
+        raise AssertionError(str(error)) from error
