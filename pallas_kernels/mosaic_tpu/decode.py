@@ -10,13 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
-from pallas_kernels.mosaic_tpu.limits import check_tpu_pool, interpreter
+from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, interpreter
 
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
 """Of VMEM, for two tiles of keys and two of values."""
-TABLE_BYTES = 960 * 2**10
-"""Of SMEM, for the block table; there are 1024 KiB in all."""
 MASKED = -1e30
 """A logit that takes no weight; finite, for inf - inf is NaN."""
 
@@ -70,11 +68,7 @@ def paged_decode(
     """
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
     check_tpu_pool(k_pool)
-    if block_table.size * 4 > TABLE_BYTES:
-        raise ValueError(
-            f"block_table has {block_table.size} entries, expected at most {TABLE_BYTES // 4}: split the "
-            "rows, or use larger blocks"
-        )
+    check_scalars("block_table", block_table.size)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     block_size, columns = k_pool.shape[2], block_table.shape[1]
     blocks_per_tile = _blocks_per_tile(k_pool)
@@ -105,8 +99,8 @@ def paged_decode(
             in_specs=[
                 of_row(head_dim),
                 pl.BlockSpec((num_kv_heads, num_packed, 1), lambda row, *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=[of_row(head_dim), of_row(1)],
             scratch_shapes=[
