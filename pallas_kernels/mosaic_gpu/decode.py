@@ -28,7 +28,7 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     tiling_of,
 )
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
-from pallas_kernels.mosaic_gpu.merge import merge_items
+from pallas_kernels.mosaic_gpu.merge import f32_tiles, merge_items
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -37,7 +37,6 @@ _SHARED_MEMORY = 227 * 1024
 _STAGES = 2
 _HEAD_DIMS = (64, 128, 256)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_TRANSFORMS_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 def paged_decode(
@@ -77,7 +76,7 @@ def paged_decode(
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
     _check_supported(q, k_pool)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
-    tiling = tiling_of(num_queries, group_size, k_pool.shape[2])
+    tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
     if plan is None:
         plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2])
 
@@ -92,7 +91,7 @@ def paged_decode(
 
     def result(n: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         return (
-            jax.ShapeDtypeStruct((n, num_heads, num_lanes, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((n, num_heads, head_dim, num_lanes), jnp.float32),
             jax.ShapeDtypeStruct((n, num_heads, num_lanes), jnp.float32),
         )
 
@@ -103,7 +102,9 @@ def paged_decode(
         k_smem=ring,
         v_smem=ring,
         p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=_TRANSFORMS),
-        out_smem=plgpu.SMEM((tiling.num_lanes, head_dim), jnp.float32, transforms=_TRANSFORMS_F32),
+        out_smem=plgpu.SMEM(
+            (head_dim, tiling.num_lanes), jnp.float32, transforms=f32_tiles(tiling.num_lanes)
+        ),
         lse_smem=plgpu.SMEM((tiling.num_lanes,), jnp.float32),
         q_barrier=plgpu.Barrier(num_arrivals=1 if sink_logits is None else 2),
         k_barrier=ring_barrier,
@@ -123,7 +124,7 @@ def paged_decode(
     )(*inputs)
     if can_split:
         out, lse = merge_items(out, lse, *parts, plan.first_item, interpret=interpret)
-    return _as_queries(out, tiling), _as_queries(lse, tiling)
+    return _as_queries(out.swapaxes(2, 3), tiling), _as_queries(lse, tiling)
 
 
 def plan_for(
@@ -144,7 +145,7 @@ def plan_for(
       num_programs: Programs that run side by side. Default: of an H100 or H200.
     """
     _, num_queries, num_heads, group_size, head_dim = q_shape
-    tiling = tiling_of(num_queries, group_size, block_size)
+    tiling = tiling_of(num_queries, group_size, head_dim, block_size)
     if num_programs is None:
         num_programs = _NUM_SMS * (_SHARED_MEMORY // _shared_memory(tiling, head_dim))
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
@@ -310,7 +311,7 @@ def _decode(
         return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
 
     def write(out_ref, lse_ref, index) -> None:
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[index, head, lanes])
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[index, head, :, lanes])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[index, head, lanes])
 
     @pl.when(row >= 0)
@@ -335,15 +336,15 @@ def _decode(
         peak, total = full(one_per_lane, _MASKED, by_lane), full(one_per_lane, 0, by_lane)
         if sinks_ref:  # counts once: in the row's first item
             sinks = plgpu.load(sinks_smem, layout=by_lane, optimized=False)
-            peak = jnp.where(first_tile == 0, sinks, peak)
-            total = jnp.where(first_tile == 0, jnp.ones_like(total), total)
+            is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
+            peak, total = jnp.where(is_first, sinks, peak), jnp.where(is_first, 1.0, total)
         start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(_STAGES))
         out, peak, total, _ = lax.fori_loop(0, num_tiles, attend_tile, start)
 
         is_empty = (peak <= _MASKED) | (query >= num_queries)
         total = jnp.where(is_empty, 1.0, total)
         out = jnp.where(per_lane(is_empty, head_dim), 0.0, out / per_lane(total, head_dim))
-        out_smem.transpose((1, 0))[...] = out
+        out_smem[...] = out
         lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
         plgpu.commit_smem()
         if can_split:

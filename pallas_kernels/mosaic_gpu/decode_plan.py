@@ -17,7 +17,7 @@ from pallas_kernels.decode_rows import DecodeRows
 TILE_ROWS = 64
 """Keys of a tile: the rows of a wgmma."""
 
-_MAX_LANES = 32
+_MAX_LANE_VALUES = 32 * 128  # lanes times head_dim of a program: more does not fit into its registers
 _MIN_SPLIT_TILES = 4
 
 
@@ -53,12 +53,12 @@ class Tiling:
         return self.pieces_per_tile * self.piece_len
 
 
-def tiling_of(num_queries: int, group_size: int, block_size: int) -> Tiling:
+def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int) -> Tiling:
     """The cut with most tokens in a tile, and of those the one with the fewest copies."""
     pieces = [size for size in range(8, min(block_size, TILE_ROWS) + 1, 8) if block_size % size == 0]
     piece = max(pieces, key=lambda size: (TILE_ROWS // size * size, size))
     all_lanes = num_queries * group_size
-    num_lane_tiles = -(-all_lanes // _MAX_LANES)
+    num_lane_tiles = -(-all_lanes // min(32, _MAX_LANE_VALUES // head_dim))
     lanes = -(-all_lanes // num_lane_tiles)
     return Tiling(
         num_queries=num_queries,

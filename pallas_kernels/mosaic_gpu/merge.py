@@ -15,7 +15,6 @@ _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _STAGES = 4
 _MAX_LANES = 32
-_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 def merge_attention(
@@ -51,14 +50,20 @@ def merge_attention(
     )
     lses = jnp.pad(lses.astype(jnp.float32).reshape(num_parts, num_lanes), ((0, 0), padding))
     out, lse = _merge(
-        outs[0][None, None],
-        lses[0][None, None],
-        outs[:, None],
-        lses[:, None],
+        outs[:1],
+        lses[:1],
+        outs,
+        lses,
         jnp.array([0, num_parts], jnp.int32),
         interpret,
     )
-    return out[0, 0, :num_lanes].reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
+    return out[0, 0, :, :num_lanes].T.reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
+
+
+def f32_tiles(num_lanes: int) -> tuple[plgpu.Transform, ...]:
+    """Layout in shared memory of f32[..., num_lanes], num_lanes a multiple of 8."""
+    swizzle = next(size for size in (128, 64, 32) if 4 * num_lanes % size == 0)
+    return plgpu.TilingTransform((8, swizzle // 4)), plgpu.SwizzleTransform(swizzle)
 
 
 def merge_items(
@@ -73,9 +78,9 @@ def merge_items(
     """Puts together the rows that a plan has split.
 
     Args:
-      out: f32[r, h, lanes, d], holds the rows that are whole.
+      out: f32[r, h, d, lanes], holds the rows that are whole.
       lse: f32[r, h, lanes].
-      part_out: f32[num_items, h, lanes, d], holds the items of split rows.
+      part_out: f32[num_items, h, d, lanes], holds the items of split rows.
       part_lse: f32[num_items, h, lanes].
       first_item: i32[r + 1], see `DecodePlan`.
       interpret: Run on the CPU, and look for races.
@@ -87,7 +92,7 @@ def merge_items(
 
 
 def _merge(out, lse, part_out, part_lse, first_item, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    num_rows, num_heads, all_lanes, head_dim = out.shape
+    num_rows, num_heads, head_dim, all_lanes = out.shape
     num_lanes = next(n for n in range(min(_MAX_LANES, all_lanes), 0, -8) if all_lanes % n == 0)
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     launch(
@@ -102,7 +107,9 @@ def _merge(out, lse, part_out, part_lse, first_item, interpret: bool) -> tuple[j
         grid=(num_rows, all_lanes // num_lanes, num_heads),
         grid_names=("row", "lane_tile", "head"),
         scratch_types=dict(
-            part_smem=plgpu.SMEM((_STAGES, num_lanes, head_dim), jnp.float32, transforms=_TRANSFORMS),
+            part_smem=plgpu.SMEM(
+                (_STAGES, head_dim, num_lanes), jnp.float32, transforms=f32_tiles(num_lanes)
+            ),
             part_lse_smem=plgpu.SMEM((_STAGES, num_lanes), jnp.float32),
             barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
         ),
@@ -117,14 +124,14 @@ def _merge_row(
     """One row, lane tile and key/value head; nothing, where the row has one part."""
     row, lane_tile, head = (lax.axis_index(name) for name in ("row", "lane_tile", "head"))
     first, end = first_item_ref[row], first_item_ref[row + 1]
-    head_dim = part_ref.shape[3]
+    head_dim = part_ref.shape[2]
     lanes = pl.ds(lane_tile * num_lanes, num_lanes)
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
 
     def fetch(part) -> None:
         slot = lax.rem(part - first, jnp.int32(_STAGES))
-        plgpu.copy_gmem_to_smem(part_ref.at[part, head, lanes], part_smem.at[slot], barrier.at[slot])
+        plgpu.copy_gmem_to_smem(part_ref.at[part, head, :, lanes], part_smem.at[slot], barrier.at[slot])
         plgpu.copy_gmem_to_smem(part_lse_ref.at[part, head, lanes], part_lse_smem.at[slot], barrier.at[slot])
 
     def per_lane(x: jax.Array) -> jax.Array:
@@ -134,7 +141,7 @@ def _merge_row(
         out, peak, total = state
         slot = lax.rem(part - first, jnp.int32(_STAGES))
         plgpu.barrier_wait(barrier.at[slot])
-        part_out = plgpu.load(part_smem.at[slot].transpose((1, 0)), layout=layout, optimized=False)
+        part_out = plgpu.load(part_smem.at[slot], layout=layout)
         part_lse = plgpu.load(part_lse_smem.at[slot], layout=by_lane, optimized=False) * _LOG2_E
         plgpu.commit_smem()
         pl.when(part + _STAGES < end)(lambda: fetch(part + _STAGES))
@@ -160,9 +167,9 @@ def _merge_row(
         is_empty = peak <= _MASKED
         total = jnp.where(is_empty, 1.0, total)
         # The ring is free again: its first slot takes the result.
-        part_smem.at[0].transpose((1, 0))[...] = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
+        part_smem[0] = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
         part_lse_smem[0] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part_smem.at[0], out_ref.at[row, head, lanes])
+        plgpu.copy_smem_to_gmem(part_smem.at[0], out_ref.at[row, head, :, lanes])
         plgpu.copy_smem_to_gmem(part_lse_smem.at[0], lse_ref.at[row, head, lanes])
         plgpu.wait_smem_to_gmem(0)
