@@ -45,7 +45,8 @@ def append_kv(
       The pools.
 
     Raises:
-      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`).
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the slots
+        do not fit into SMEM, or a tile of all heads into VMEM.
     """
     check_append(k_pool, v_pool, k, v, slots, num_blocks)
     check_tpu_pool(k_pool)
@@ -57,7 +58,8 @@ def append_kv(
     chunk = min(num_tokens, MAX_CHUNK, TILES_BYTES // (2 * tile_bytes))
     if chunk == 0:
         raise ValueError(
-            f"{num_kv_heads} key/value heads of {head_dim} do not fit into VMEM: shard the heads"
+            f"{tile_len} tokens have {tile_bytes} bytes of keys, expected at most {TILES_BYTES // 2}: shard the "
+            "heads"
         )
     num_chunks = -(-num_tokens // chunk)
     check_scalars("slots", 2 * num_chunks * chunk)

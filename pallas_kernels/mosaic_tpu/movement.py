@@ -38,7 +38,8 @@ def gather_blocks(
       k and v, `[num_layers, n, h, block_size, d]`; unspecified from `count` on.
 
     Raises:
-      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`).
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the ids do
+        not fit into SMEM.
     """
     check_moved_blocks(k_pool, v_pool, count, num_blocks, block_ids=block_ids)
     check_tpu_pool(k_pool)
@@ -79,7 +80,8 @@ def scatter_blocks(
       The pools.
 
     Raises:
-      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`).
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the ids do
+        not fit into SMEM.
     """
     check_moved_blocks(k_pool, v_pool, count, num_blocks, block_ids=block_ids)
     check_block_values(k_pool, k, v, block_ids, num_blocks)
@@ -119,7 +121,8 @@ def copy_blocks(
       The pools.
 
     Raises:
-      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`).
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the ids do
+        not fit into SMEM.
     """
     check_moved_blocks(k_pool, v_pool, count, num_blocks, src=src, dst=dst)
     check_tpu_pool(k_pool)
