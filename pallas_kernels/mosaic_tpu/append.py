@@ -58,8 +58,8 @@ def append_kv(
     chunk = min(num_tokens, MAX_CHUNK, TILES_BYTES // (2 * tile_bytes))
     if chunk == 0:
         raise ValueError(
-            f"{tile_len} tokens have {tile_bytes} bytes of keys, expected at most {TILES_BYTES // 2}: shard the "
-            "heads"
+            f"{tile_len} tokens have {tile_bytes} bytes of keys, expected at most {TILES_BYTES // 2}: "
+            "shard the heads"
         )
     num_chunks = -(-num_tokens // chunk)
     check_scalars("slots", 2 * num_chunks * chunk)
