@@ -1,5 +1,6 @@
 """The gate of the compiled TPU kernels (`tests.aot.tpu`): judging programs. `make aot-tpu` compiles."""
 
+import jax
 import pytest
 
 from pallas_kernels import mosaic_tpu
@@ -35,3 +36,10 @@ def test_the_largest_use_of_vmem_counts():
 def test_case_names_differ():
     names = [case.name for case in tpu.CASES]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("case", tpu.CASES, ids=lambda case: case.name)
+def test_every_case_is_lowered_to_a_tpu_kernel(case):
+    lowered = jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
