@@ -67,13 +67,13 @@ def hits_age_slower(blocks: Blocks, factor: float) -> jax.Array:
 
     Large factors make it 2Q or S3-FIFO: what is new has to prove itself soon.
     """
-    return -jnp.where(blocks.num_hits > 0, blocks.idle, (blocks.idle * jnp.float32(factor)).astype(jnp.int32))
+    return -jnp.where(blocks.num_hits > 0, blocks.idle, _times(blocks.idle, factor))
 
 
 def more_hits_age_slower(blocks: Blocks, weight: float) -> jax.Array:
     """LRU with a time that runs slower the more hits: LFU with aging."""
     speed = 1 + weight * jnp.log2(1 + blocks.num_hits.astype(jnp.float32))
-    return -(256 * blocks.idle / speed).astype(jnp.int32)
+    return -_times(blocks.idle, 256 / speed)
 
 
 def hits_count_as_later(blocks: Blocks, share: float) -> jax.Array:
@@ -90,31 +90,35 @@ def more_hits_count_as_later(blocks: Blocks, share: float) -> jax.Array:
 
 def depth_ages_faster(blocks: Blocks, weight: float) -> jax.Array:
     """LRU in which the ends of long prompts age faster."""
-    return -(blocks.idle * (1 + weight * blocks.depth.astype(jnp.float32))).astype(jnp.int32)
+    return -_times(blocks.idle, 1 + weight * blocks.depth.astype(jnp.float32))
 
 
 def long_prompts_age_faster(blocks: Blocks, weight: float) -> jax.Array:
     """LRU in which all blocks of long prompts age faster."""
-    return -(blocks.idle * (1 + weight * blocks.prompt_len.astype(jnp.float32))).astype(jnp.int32)
+    return -_times(blocks.idle, 1 + weight * blocks.prompt_len.astype(jnp.float32))
 
 
 def last_two_uses(blocks: Blocks, weight: float) -> jax.Array:
     """LRU-2 in part: `weight` times the gap between the last two uses is added to the time since the last."""
     never = 8 * blocks.idle.shape[0] // 100 * TICKS_PER_REQUEST
     gap = jnp.where(blocks.num_hits > 0, jnp.minimum(blocks.gap, never), never)
-    return -(blocks.idle + (weight * gap).astype(jnp.int32))
+    return -(blocks.idle + _times(gap, weight))
 
 
 def extended_age_slower(blocks: Blocks, factor: float) -> jax.Array:
     """LRU in which blocks age `factor` times as fast unless several prompts went on from them."""
     is_branch = blocks.num_extensions > 1
-    return -jnp.where(is_branch, blocks.idle, (blocks.idle * jnp.float32(factor)).astype(jnp.int32))
+    return -jnp.where(is_branch, blocks.idle, _times(blocks.idle, factor))
 
 
 def ends_first_hits_age_slower(blocks: Blocks, factor: float) -> jax.Array:
     """`ends_first`, then `hits_age_slower`."""
     is_end = (blocks.num_hits == 0) & (blocks.num_extensions == 0)
     return jnp.where(is_end, -(2**30), 0) + hits_age_slower(blocks, factor)
+
+
+def _times(ticks: jax.Array, factor: jax.Array | float) -> jax.Array:
+    return (ticks.astype(jnp.float32) * factor).astype(jnp.int32)
 
 
 IN_LIBRARY = ("fifo", "lfu", "hyperbolic")
