@@ -10,12 +10,16 @@ CONTRACT_TESTS = $(shell grep -l 'pytest\.mark\.contract' tests/test_*.py)
 
 PY := .venv/bin/python
 PY_0112 := .venv-0112/bin/python
+PY_AOT := .venv-aot/bin/python
+PY_AOT_0112 := .venv-aot-0112/bin/python
+PY_TPU := .venv-tpu/bin/python
 PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet
 
-.PHONY: help .venv .venv-0112 demo block-map test test-0112 lint mutants bench clean distclean
+.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-tpu \
+	lint mutants bench clean distclean
 
 help:
-	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | .venv | .venv-0112 | clean | distclean"
+	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | aot | aot-tpu | .venv | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -29,6 +33,15 @@ test: .venv
 
 test-0112: .venv-0112
 	$(PY_0112) -m pytest -n $(WORKERS) -m contract $(CONTRACT_TESTS)
+
+# The kernels compiled for H200, without a GPU, by both ends of the supported versions of jax.
+aot: .venv-aot .venv-aot-0112
+	$(PY_AOT) -m tests.aot.gpu
+	$(PY_AOT_0112) -m tests.aot.gpu
+
+# The TPU kernels compiled for three generations of TPUs, without one.
+aot-tpu: .venv-tpu
+	$(PY_TPU) -m tests.aot.tpu
 
 lint: .venv/.made-dev
 	$(PY) -m ruff check .
@@ -47,11 +60,14 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-0112
+	rm -rf .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu
 
 # Environments. The stamp is touched last, so that an interrupted installation is done again.
 .venv: .venv/.made
 .venv-0112: .venv-0112/.made
+.venv-aot: .venv-aot/.made
+.venv-aot-0112: .venv-aot-0112/.made
+.venv-tpu: .venv-tpu/.made
 
 .venv/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv)
@@ -66,6 +82,30 @@ distclean: clean
 	@$(call make_venv,.venv-0112)
 	$(PY_0112) $(PIP_INSTALL) jax==0.11.2 --editable '.[tests]'
 	@touch $@
+
+.venv-aot/.made: Makefile
+	@$(call make_venv,.venv-aot)
+	$(PY_AOT) $(PIP_INSTALL) 'jax>=0.11.2,<0.13'
+	$(PY_AOT) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_AOT))
+	@touch $@
+
+.venv-aot-0112/.made: Makefile
+	@$(call make_venv,.venv-aot-0112)
+	$(PY_AOT_0112) $(PIP_INSTALL) jax==0.11.2
+	$(PY_AOT_0112) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_AOT_0112))
+	@touch $@
+
+.venv-tpu/.made: Makefile
+	@$(call make_venv,.venv-tpu)
+	$(PY_TPU) $(PIP_INSTALL) jax==0.11.2
+	$(PY_TPU) $(PIP_INSTALL) --no-deps libtpu==0.0.48.1
+	@touch $@
+
+# XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.
+define cuda_compiler
+$(foreach package,jax-cuda13-plugin jax-cuda13-pjrt,$(package)==$$($(1) -c 'import jax; print(jax.__version__)')) \
+	'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-nvdisasm==13.2.*'
+endef
 
 # A candidate counts when it runs here (a pyenv shim may exist and refuse), is new enough and can make environments.
 # An environment counts when it is one, whole: a broken one is made anew, and never is anything installed outside it.

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from mutations import MUTATIONS as ALL_BUT_PREFIX
 from mutations import Mutation
 from mutations_prefix import MUTATIONS as PREFIX
+from mutations_tpu import MUTATIONS as TPU
 
-MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX]
+MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *TPU]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

@@ -1,0 +1,46 @@
+"""What a program that is compiled for H200 may cost; the cases are in `compile_cases`."""
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Limits of a compiled program; of several kernels, the largest, or where said their sum.
+
+    Attributes:
+      registers: Of one thread, at most.
+      shared_memory: Bytes of one CTA, at most.
+      spill_bytes: Registers stored in and loaded from local memory, at most; summed.
+      min_wgmma: Tensor core instructions (HGMMA), at least; summed.
+      min_tma: Loads by the copy engine (UTMALDG), at least; summed.
+      temporary_bytes: Device memory beside arguments and results, at most.
+    """
+
+    registers: int
+    shared_memory: int
+    spill_bytes: int = 0
+    min_wgmma: int = 0
+    min_tma: int = 0
+    temporary_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCase:
+    """A program to compile.
+
+    Attributes:
+      name: Unique.
+      function: Takes what `arguments` returns.
+      arguments: Builds the arguments, pytrees of `jax.ShapeDtypeStruct`.
+      budget: See `Budget`.
+      pools: Positions of arguments that must never be copied; arrays.
+      in_place: Those of `pools` that are donated, and must be updated where they are.
+    """
+
+    name: str
+    function: Callable
+    arguments: Callable[[], tuple]
+    budget: Budget
+    pools: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = ()

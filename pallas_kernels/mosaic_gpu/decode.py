@@ -1,0 +1,362 @@
+"""Paged decode attention for Hopper: few queries per row, keys and values read block by block.
+
+One warpgroup per program computes transposed: S^T = K Q^T and O^T = V^T P^T, so that the 64 rows of a wgmma
+are tokens (then head_dim), and its columns are lanes, the queries of one key/value head: 8 lanes cost 8
+columns, not 64 padded rows. Two rings of shared memory, for K and for V, are filled by asynchronous copies
+(TMA), one per piece of a block; the program that uses a slot also refills it.
+
+The softmax is online and to the base 2, with `scale * log2(e)` folded into one factor.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
+from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
+from pallas_kernels.mosaic_gpu.decode_plan import (
+    TILE_ROWS,
+    DecodePlan,
+    Item,
+    Tiling,
+    plan_decode,
+    tiling_of,
+)
+from pallas_kernels.mosaic_gpu.interpret import launch, touch
+from pallas_kernels.mosaic_gpu.merge import f32_tiles, merge_items
+
+_MASKED = -1e30
+_LOG2_E = math.log2(math.e)
+_NUM_SMS = 132
+_SHARED_MEMORY = 227 * 1024
+_STAGES = 2
+_HEAD_DIMS = (64, 128, 256)
+_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def paged_decode(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_table: jax.Array,
+    rows: DecodeRows,
+    options: DecodeOptions,
+    *,
+    layer: jax.Array | int = 0,
+    sink_logits: jax.Array | None = None,
+    plan: DecodePlan | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of few queries per row over the blocks of one layer; see `reference.paged_decode`.
+
+    Args:
+      q: `[r, t, h, g, d]`, t at most 8, g at most 16; computed in the pool's dtype.
+      k_pool: `[num_layers * num_blocks, h, block_size, d]` bfloat16 or float16, d 64, 128 or 256, block_size
+        a multiple of 8 up to 512.
+      v_pool: Like `k_pool`.
+      block_table: i32[max_rows, columns].
+      rows: Who asks.
+      options: Static.
+      layer: i32[].
+      sink_logits: f32[h, g] or None.
+      plan: From `plan_for` with the same rows, to share between layers; or None.
+      interpret: Run on the CPU, and look for races.
+
+    Returns:
+      out f32[r, t, h, g, d] and lse f32[r, t, h, g].
+
+    Raises:
+      ValueError: the arguments do not fit together, or this kernel does not take them.
+    """
+    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
+    _check_supported(q, k_pool)
+    num_rows, num_queries, num_heads, group_size, head_dim = q.shape
+    tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
+    if plan is None:
+        plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2])
+
+    lanes = _as_lanes(q.astype(k_pool.dtype), tiling)
+    inputs = [lanes, k_pool, v_pool, block_table, plan.items, jnp.asarray(layer, jnp.int32).reshape(1)]
+    if sink_logits is not None:
+        sinks = jnp.broadcast_to(sink_logits.astype(jnp.float32) * _LOG2_E, q.shape[:-1])
+        inputs.append(_as_lanes(sinks[:1, ..., None], tiling)[0, ..., 0])
+    num_lanes = tiling.num_lanes * tiling.num_lane_tiles
+    can_split = plan.items.shape[0] > num_rows
+    num_parts = plan.items.shape[0] if can_split else 1
+
+    def result(n: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        return (
+            jax.ShapeDtypeStruct((n, num_heads, head_dim, num_lanes), jnp.float32),
+            jax.ShapeDtypeStruct((n, num_heads, num_lanes), jnp.float32),
+        )
+
+    ring = plgpu.SMEM((_STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=_TRANSFORMS)
+    ring_barrier = plgpu.Barrier(num_barriers=_STAGES, num_arrivals=tiling.pieces_per_tile)
+    scratch = dict(
+        q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), k_pool.dtype, transforms=_TRANSFORMS),
+        k_smem=ring,
+        v_smem=ring,
+        p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=_TRANSFORMS),
+        out_smem=plgpu.SMEM(
+            (head_dim, tiling.num_lanes), jnp.float32, transforms=f32_tiles(tiling.num_lanes)
+        ),
+        lse_smem=plgpu.SMEM((tiling.num_lanes,), jnp.float32),
+        q_barrier=plgpu.Barrier(num_arrivals=1 if sink_logits is None else 2),
+        k_barrier=ring_barrier,
+        v_barrier=ring_barrier,
+    )
+    if sink_logits is not None:
+        scratch["sinks_smem"] = plgpu.SMEM((tiling.num_lanes,), jnp.float32)
+    out, lse, *parts = launch(
+        functools.partial(_decode, options, tiling, can_split, interpret),
+        cost=_cost(q, k_pool, block_table),
+        interpret=interpret,
+        out_type=(*result(num_rows), *result(num_parts)) if can_split else result(num_rows),
+        grid=(plan.items.shape[0], tiling.num_lane_tiles, num_heads),
+        grid_names=("item", "lane_tile", "head"),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs)
+    if can_split:
+        out, lse = merge_items(out, lse, *parts, plan.first_item, interpret=interpret)
+    return _as_queries(out.swapaxes(2, 3), tiling), _as_queries(lse, tiling)
+
+
+def plan_for(
+    rows: DecodeRows,
+    q_shape: tuple[int, ...],
+    num_columns: int,
+    block_size: int,
+    *,
+    num_programs: int | None = None,
+) -> DecodePlan:
+    """The plan of a decode, computed on the device; the same for all layers of a step.
+
+    Args:
+      rows: Who asks.
+      q_shape: `(r, t, h, g, d)`.
+      num_columns: Columns of the block table.
+      block_size: Tokens of a block.
+      num_programs: Programs that run side by side. Default: of an H100 or H200.
+    """
+    _, num_queries, num_heads, group_size, head_dim = q_shape
+    tiling = tiling_of(num_queries, group_size, head_dim, block_size)
+    if num_programs is None:
+        num_programs = _NUM_SMS * (_SHARED_MEMORY // _shared_memory(tiling, head_dim))
+    num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
+    return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
+
+
+def _shared_memory(tiling: Tiling, head_dim: int) -> int:
+    """Bytes of shared memory of one program; the system takes 1 KB, barriers and alignment a little more."""
+    rings = 2 * _STAGES * TILE_ROWS * head_dim * 2
+    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2 + 2 * 4)
+    return rings + lanes + 4096
+
+
+def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEstimate:
+    """At full tables."""
+    num_rows, num_queries, num_heads, group_size, head_dim = q.shape
+    num_keys = num_rows * num_heads * block_table.shape[1] * k_pool.shape[2]
+    return pl.CostEstimate(
+        flops=4 * num_keys * num_queries * group_size * head_dim,
+        transcendentals=num_keys * num_queries * group_size,
+        bytes_accessed=2 * num_keys * head_dim * k_pool.dtype.itemsize,
+    )
+
+
+def _check_supported(q: jax.Array, k_pool: jax.Array) -> None:
+    block_size, head_dim = k_pool.shape[2:]
+    if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"the pools are {k_pool.dtype}, this kernel takes bfloat16 or float16")
+    if head_dim not in _HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim}, this kernel takes {', '.join(map(str, _HEAD_DIMS))}")
+    if block_size % 8 or not 8 <= block_size <= 512:
+        raise ValueError(f"block_size is {block_size}, this kernel takes multiples of 8 up to 512")
+    if q.shape[3] > 16:
+        raise ValueError(f"{q.shape[3]} query heads share a key/value head, this kernel takes up to 16")
+
+
+def _as_lanes(x: jax.Array, tiling: Tiling) -> jax.Array:
+    """`[r, t, h, g, d]` as `[r, h, lanes, d]`; the lanes behind the last query are 0."""
+    num_rows, num_queries, num_heads, group_size, head_dim = x.shape
+    x = x.swapaxes(1, 2).reshape(num_rows, num_heads, num_queries * group_size, head_dim)
+    num_lanes = tiling.num_lanes * tiling.num_lane_tiles
+    return jnp.pad(x, ((0, 0), (0, 0), (0, num_lanes - x.shape[2]), (0, 0)))
+
+
+def _as_queries(x: jax.Array, tiling: Tiling) -> jax.Array:
+    """`[r, h, lanes, ...]` as `[r, t, h, g, ...]`."""
+    num_rows, num_heads = x.shape[:2]
+    x = x[:, :, : tiling.num_queries * tiling.group_size]
+    return x.reshape(num_rows, num_heads, tiling.num_queries, tiling.group_size, *x.shape[3:]).swapaxes(1, 2)
+
+
+def _decode(
+    options: DecodeOptions,
+    tiling: Tiling,
+    can_split: bool,
+    is_interpreted: bool,
+    *args,
+    q_smem,
+    k_smem,
+    v_smem,
+    p_smem,
+    out_smem,
+    lse_smem,
+    q_barrier,
+    k_barrier,
+    v_barrier,
+    sinks_smem=None,
+) -> None:
+    """One key/value head and lane tile of one item; or nothing, where the plan has no item."""
+    num_results = 4 if can_split else 2
+    inputs, results = args[:-num_results], args[-num_results:]
+    q_ref, k_ref, v_ref, table_ref, items_ref, layer_ref, *sinks_ref = inputs
+    item, lane_tile, head = (lax.axis_index(name) for name in ("item", "lane_tile", "head"))
+    (
+        row,
+        table_row,
+        first_column,
+        num_columns,
+        first_position,
+        num_queries,
+        first_tile,
+        num_tiles,
+        is_part,
+    ) = (items_ref[item, column] for column in Item)
+    block_size, head_dim = k_ref.shape[2:]
+    first_lane = lane_tile * tiling.num_lanes
+    lanes = pl.ds(first_lane, tiling.num_lanes)
+    mask = KeyMask(
+        options, tiling, block_size, first_column, num_columns, first_position, num_queries, first_lane
+    )
+    layout = plgpu.Layout.WGMMA
+    by_lane = layout.reduce(0)
+    query = mask.query()
+
+    def pieces_of(tile) -> list:
+        """Pool rows of the blocks that a tile's pieces come from; behind the last piece, that one again."""
+        first = (first_tile + tile) * tiling.pieces_per_tile
+        last = jnp.maximum(num_columns * tiling.pieces_per_block, 1) - 1
+        rows = []
+        for j in range(tiling.pieces_per_tile):
+            column = mask.column(lax.div(jnp.minimum(first + j, last), jnp.int32(tiling.pieces_per_block)))
+            rows.append(layer_ref[0] * options.num_blocks + table_ref[table_row, column])
+        return rows
+
+    def fetch(pool_ref, ring, barrier, tile, rows) -> None:
+        slot = lax.rem(tile, jnp.int32(_STAGES))
+        for j, row in enumerate(rows):
+            nth = (first_tile + tile) * tiling.pieces_per_tile + j
+            start = lax.rem(nth, jnp.int32(tiling.pieces_per_block)) * tiling.piece_len
+            plgpu.copy_gmem_to_smem(
+                pool_ref.at[row, head, pl.ds(start, tiling.piece_len)],
+                ring.at[slot, pl.ds(j * tiling.piece_len, tiling.piece_len)],
+                barrier.at[slot],
+            )
+
+    def refill(pool_ref, ring, barrier, tile, rows) -> None:
+        pl.when(tile < num_tiles)(lambda: fetch(pool_ref, ring, barrier, tile, rows))
+
+    def wgmma(shape, a, b) -> jax.Array:
+        """f32 `a @ b`, both in shared memory."""
+
+        def multiply(acc_ref):
+            plgpu.wgmma(acc_ref, a, b)
+            if is_interpreted:
+                touch(a)
+                touch(b)
+            return acc_ref[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def per_lane(x: jax.Array, num_rows: int) -> jax.Array:
+        return lax.broadcast_in_dim(x, (num_rows, tiling.num_lanes), [1])
+
+    def attend_tile(tile, state):
+        out, peak, total, next_rows = state
+        slot = lax.rem(tile, jnp.int32(_STAGES))
+        rows_after = pieces_of(tile + _STAGES + 1)  # asked for early: they are there when they are needed
+        plgpu.barrier_wait(k_barrier.at[slot])
+        logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))
+        refill(k_ref, k_smem, k_barrier, tile + _STAGES, next_rows)
+        logits = _scaled(options, logits)
+        logits = jnp.where(mask.is_seen(first_tile + tile, query), logits, _MASKED)
+
+        # Before a lane's first key all weights are 1, and then decay to 0.
+        new_peak = jnp.maximum(peak, logits.max(axis=0))
+        weights = jnp.exp2(logits - per_lane(new_peak, TILE_ROWS))
+        decay = jnp.exp2(peak - new_peak)
+        total = total * decay + weights.sum(axis=0)
+        p_smem.transpose((1, 0))[...] = weights.astype(p_smem.dtype)
+
+        plgpu.barrier_wait(v_barrier.at[slot])
+
+        @pl.when(mask.is_edge(first_tile + tile))
+        def _():
+            v = plgpu.load(v_smem.at[slot], layout=layout, optimized=False)
+            v_smem[slot] = jnp.where(mask.is_seen_by_any(first_tile + tile, head_dim), v, jnp.zeros_like(v))
+
+        plgpu.commit_smem()
+        new_out = wgmma(
+            (head_dim, tiling.num_lanes), v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0))
+        )
+        refill(v_ref, v_smem, v_barrier, tile + _STAGES, next_rows)
+        return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
+
+    def write(out_ref, lse_ref, index) -> None:
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[index, head, :, lanes])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[index, head, lanes])
+
+    @pl.when(row >= 0)
+    def _():
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, lanes], q_smem, q_barrier)
+        if sinks_ref:
+            plgpu.copy_gmem_to_smem(sinks_ref[0].at[head, lanes], sinks_smem, q_barrier)
+        if tiling.tile_len < TILE_ROWS:  # rows that no copy fills must not hold NaN
+            for slot in range(_STAGES):
+                v_smem[slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, head_dim), v_smem.dtype), layout)
+            plgpu.commit_smem()
+        for tile in range(_STAGES):
+            rows = pieces_of(tile)
+            refill(k_ref, k_smem, k_barrier, jnp.int32(tile), rows)
+            refill(v_ref, v_smem, v_barrier, jnp.int32(tile), rows)
+        plgpu.barrier_wait(q_barrier)
+
+        def full(shape, value, of) -> jax.Array:
+            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)
+
+        one_per_lane = (tiling.num_lanes,)
+        peak, total = full(one_per_lane, _MASKED, by_lane), full(one_per_lane, 0, by_lane)
+        if sinks_ref:  # counts once: in the row's first item
+            sinks = plgpu.load(sinks_smem, layout=by_lane, optimized=False)
+            is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
+            peak, total = jnp.where(is_first, sinks, peak), jnp.where(is_first, 1.0, total)
+        start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(_STAGES))
+        out, peak, total, _ = lax.fori_loop(0, num_tiles, attend_tile, start)
+
+        is_empty = (peak <= _MASKED) | (query >= num_queries)
+        total = jnp.where(is_empty, 1.0, total)
+        out = jnp.where(per_lane(is_empty, head_dim), 0.0, out / per_lane(total, head_dim))
+        out_smem[...] = out
+        lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
+        plgpu.commit_smem()
+        if can_split:
+            pl.when(is_part == 1)(lambda: write(*results[2:], item))
+            pl.when(is_part == 0)(lambda: write(*results[:2], row))
+        else:
+            write(*results, row)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _scaled(options: DecodeOptions, logits: jax.Array) -> jax.Array:
+    """Scaled and capped logits, to the base 2."""
+    if options.soft_cap is None:
+        return logits * (options.scale * _LOG2_E)
+    return jnp.tanh(logits * (options.scale / options.soft_cap)) * (options.soft_cap * _LOG2_E)

@@ -1,0 +1,159 @@
+"""How a decode is cut into work: statically into tiles, and on the device, once per step, into items.
+
+One program computes one key/value head of one item: a run of tiles of one row. Where there are too few rows
+to fill the GPU, rows are split into several items, and `merge_items` puts their results together.
+"""
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode_rows import DecodeRows
+
+TILE_ROWS = 64
+"""Keys of a tile: the rows of a wgmma."""
+
+_MAX_LANE_VALUES = 32 * 128  # lanes times head_dim of a program: more does not fit into its registers
+_MIN_SPLIT_TILES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The static cut.
+
+    The keys of a tile are copied piece by piece; a block is a whole number of pieces. The queries of a row
+    and key/value head, `num_queries * group_size` lanes, are cut into tiles of lanes too; each lane tile
+    reads the keys again (from the L2 cache, for they run side by side).
+
+    Attributes:
+      num_queries: Queries of a row.
+      group_size: Query heads of a key/value head.
+      piece_len: Tokens of a piece, a multiple of 8.
+      pieces_per_block: Pieces of a block.
+      pieces_per_tile: Pieces of a tile.
+      num_lanes: Lanes of a lane tile, a multiple of 8.
+      num_lane_tiles: Lane tiles.
+    """
+
+    num_queries: int
+    group_size: int
+    piece_len: int
+    pieces_per_block: int
+    pieces_per_tile: int
+    num_lanes: int
+    num_lane_tiles: int
+
+    @property
+    def tile_len(self) -> int:
+        """Tokens of a tile, at most `TILE_ROWS`."""
+        return self.pieces_per_tile * self.piece_len
+
+
+def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int) -> Tiling:
+    """The cut with most tokens in a tile, and of those the one with the fewest copies."""
+    pieces = [size for size in range(8, min(block_size, TILE_ROWS) + 1, 8) if block_size % size == 0]
+    piece = max(pieces, key=lambda size: (TILE_ROWS // size * size, size))
+    all_lanes = num_queries * group_size
+    num_lane_tiles = -(-all_lanes // min(32, _MAX_LANE_VALUES // head_dim))
+    lanes = -(-all_lanes // num_lane_tiles)
+    return Tiling(
+        num_queries=num_queries,
+        group_size=group_size,
+        piece_len=piece,
+        pieces_per_block=block_size // piece,
+        pieces_per_tile=TILE_ROWS // piece,
+        num_lanes=-(-lanes // 8) * 8,
+        num_lane_tiles=num_lane_tiles,
+    )
+
+
+class Item(enum.IntEnum):
+    """Columns of `DecodePlan.items`: what a program must know, in one place to be read at once."""
+
+    ROW = 0  # -1: no work
+    TABLE_ROW = 1
+    FIRST_COLUMN = 2
+    NUM_COLUMNS = 3
+    FIRST_POSITION = 4
+    NUM_QUERIES = 5
+    FIRST_TILE = 6
+    NUM_TILES = 7
+    IS_PART = 8  # 1: of a row that has several items
+
+
+class DecodePlan(NamedTuple):
+    """The cut of one step, the same for all its layers.
+
+    Attributes:
+      items: i32[num_items, len(Item)].
+      first_item: i32[r + 1]; row `i` has the items `[first_item[i], first_item[i + 1])`, at least one.
+    """
+
+    items: jax.Array
+    first_item: jax.Array
+
+
+def num_items_of(num_rows: int, num_parallel: int) -> int:
+    """Items of a plan: all rows, or as many as run side by side."""
+    return max(num_rows, num_parallel)
+
+
+def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_parallel: int) -> DecodePlan:
+    """Cuts the rows into items.
+
+    Rows are split, evenly, if there are fewer of them than items that run side by side: into the shortest
+    runs of tiles (at least 256 tokens, in steps of an eighth) with which all run side by side.
+
+    Args:
+      rows: Who asks.
+      tiling: The static cut.
+      num_columns: Columns of the block table.
+      num_parallel: Items whose programs, one for each key/value head and lane tile, run side by side.
+    """
+    num_rows = rows.table_row.shape[0]
+    num_tiles = _num_tiles(rows.num_columns, tiling)
+    if num_parallel <= num_rows:
+        num_splits = jnp.ones_like(num_tiles)
+    else:
+        run = jnp.asarray(_run_lengths(_num_tiles(num_columns, tiling)))
+        splits = jnp.maximum(1, -(-num_tiles // run[:, None]))  # [runs, r]
+        fits = splits.sum(axis=1) <= num_parallel
+        num_splits = splits.at[jnp.argmax(fits)].get(mode="promise_in_bounds")
+    last_item = jnp.cumsum(num_splits, dtype=jnp.int32)
+    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), last_item])
+
+    item = jnp.arange(num_items_of(num_rows, num_parallel), dtype=jnp.int32)
+    row = jnp.searchsorted(last_item, item, side="right", method="compare_all").astype(jnp.int32)
+    is_item = row < num_rows
+    row = jnp.where(is_item, row, 0)
+    run_len = -(-num_tiles // num_splits)
+    first_tile = (item - first_item[row]) * run_len[row]
+    reads = rows.num_columns[row] > 0  # other rows may have anything in the table's indices
+    columns = {
+        Item.ROW: jnp.where(is_item, row, -1),
+        Item.TABLE_ROW: jnp.where(reads, rows.table_row[row], 0),
+        Item.FIRST_COLUMN: jnp.where(reads, rows.first_column[row], 0),
+        Item.NUM_COLUMNS: rows.num_columns[row],
+        Item.FIRST_POSITION: rows.first_position[row],
+        Item.NUM_QUERIES: rows.num_queries[row],
+        Item.FIRST_TILE: first_tile,
+        Item.NUM_TILES: jnp.clip(num_tiles[row] - first_tile, 0, run_len[row]),
+        Item.IS_PART: (num_splits[row] > 1).astype(jnp.int32),
+    }
+    return DecodePlan(jnp.stack([columns[name] for name in Item], axis=1), first_item)
+
+
+def _num_tiles(num_columns, tiling: Tiling):
+    return -(-num_columns * tiling.pieces_per_block // tiling.pieces_per_tile)
+
+
+def _run_lengths(max_tiles: int) -> np.ndarray:
+    """i32[runs], ascending; the last one splits nothing."""
+    lengths = [min(_MIN_SPLIT_TILES, max_tiles)]
+    while lengths[-1] < max_tiles:
+        lengths.append(min(max_tiles, lengths[-1] + max(1, lengths[-1] // 8)))
+    return np.array(lengths, np.int32)

@@ -1,0 +1,175 @@
+"""Merging attention over disjoint sets of keys: split rows, shared prefixes, context parallelism."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.interpret import launch
+
+_MASKED = -1e30
+_LOG2_E = math.log2(math.e)
+_STAGES = 4
+_MAX_LANES = 32
+
+
+def merge_attention(
+    outs: jax.Array, lses: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Merges attention over disjoint sets of keys; see `reference.merge_attention`.
+
+    Args:
+      outs: `[s, ..., d]`, d a multiple of 64 up to 256; merged in float32.
+      lses: f32[s, ...]; -inf where a part saw nothing.
+      interpret: Run on the CPU, and look for races.
+
+    Returns:
+      out f32[..., d] and lse f32[...].
+
+    Raises:
+      ValueError: the shapes do not fit, or d is not taken.
+    """
+    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or not outs.shape[0]:
+        raise ValueError(
+            f"outs and lses have shapes {outs.shape} and {lses.shape}, expected [s, ..., d] and [s, ...] "
+            "with s at least 1"
+        )
+    *shape, head_dim = outs.shape[1:]
+    if head_dim % 64 or head_dim > 256:
+        raise ValueError(f"outs has a last axis of {head_dim}, this kernel takes 64, 128, 192 and 256")
+    num_parts, num_lanes = outs.shape[0], math.prod(shape)
+    if not num_lanes:
+        return jnp.zeros(outs.shape[1:], jnp.float32), jnp.zeros(shape, jnp.float32)
+    padding = (0, -num_lanes % (8 if num_lanes < _MAX_LANES else _MAX_LANES))
+    outs = jnp.pad(
+        outs.astype(jnp.float32).reshape(num_parts, num_lanes, head_dim), ((0, 0), padding, (0, 0))
+    )
+    lses = jnp.pad(lses.astype(jnp.float32).reshape(num_parts, num_lanes), ((0, 0), padding))
+    out, lse = _merge(
+        outs[:1],
+        lses[:1],
+        outs,
+        lses,
+        jnp.array([0, num_parts], jnp.int32),
+        interpret,
+    )
+    return out[0, 0, :, :num_lanes].T.reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
+
+
+def f32_tiles(num_lanes: int) -> tuple[plgpu.Transform, ...]:
+    """Layout in shared memory of f32[..., num_lanes], num_lanes a multiple of 8."""
+    swizzle = next(size for size in (128, 64, 32) if 4 * num_lanes % size == 0)
+    return plgpu.TilingTransform((8, swizzle // 4)), plgpu.SwizzleTransform(swizzle)
+
+
+def merge_items(
+    out: jax.Array,
+    lse: jax.Array,
+    part_out: jax.Array,
+    part_lse: jax.Array,
+    first_item: jax.Array,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Puts together the rows that a plan has split.
+
+    Args:
+      out: f32[r, h, d, lanes], holds the rows that are whole.
+      lse: f32[r, h, lanes].
+      part_out: f32[num_items, h, d, lanes], holds the items of split rows.
+      part_lse: f32[num_items, h, lanes].
+      first_item: i32[r + 1], see `DecodePlan`.
+      interpret: Run on the CPU, and look for races.
+
+    Returns:
+      `out` and `lse` with all rows, in place.
+    """
+    return _merge(out, lse, part_out, part_lse, first_item, interpret)
+
+
+def _merge(out, lse, part_out, part_lse, first_item, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    num_rows, num_heads, head_dim, all_lanes = out.shape
+    num_lanes = next(n for n in range(min(_MAX_LANES, all_lanes), 0, -8) if all_lanes % n == 0)
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    launch(
+        functools.partial(_merge_row, out_ref, lse_ref, num_lanes),
+        cost=pl.CostEstimate(
+            flops=3 * part_out.size,
+            transcendentals=2 * part_lse.size,
+            bytes_accessed=4 * (part_out.size + out.size),
+        ),
+        interpret=interpret,
+        out_type=(),
+        grid=(num_rows, all_lanes // num_lanes, num_heads),
+        grid_names=("row", "lane_tile", "head"),
+        scratch_types=dict(
+            part_smem=plgpu.SMEM(
+                (_STAGES, head_dim, num_lanes), jnp.float32, transforms=f32_tiles(num_lanes)
+            ),
+            part_lse_smem=plgpu.SMEM((_STAGES, num_lanes), jnp.float32),
+            barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(part_out, part_lse, first_item)
+    return out_ref[...], lse_ref[...]
+
+
+def _merge_row(
+    out_ref, lse_ref, num_lanes, part_ref, part_lse_ref, first_item_ref, *, part_smem, part_lse_smem, barrier
+) -> None:
+    """One row, lane tile and key/value head; nothing, where the row has one part."""
+    row, lane_tile, head = (lax.axis_index(name) for name in ("row", "lane_tile", "head"))
+    first, end = first_item_ref[row], first_item_ref[row + 1]
+    head_dim = part_ref.shape[2]
+    lanes = pl.ds(lane_tile * num_lanes, num_lanes)
+    layout = plgpu.Layout.WGMMA
+    by_lane = layout.reduce(0)
+
+    def fetch(part) -> None:
+        slot = lax.rem(part - first, jnp.int32(_STAGES))
+        plgpu.copy_gmem_to_smem(part_ref.at[part, head, :, lanes], part_smem.at[slot], barrier.at[slot])
+        plgpu.copy_gmem_to_smem(part_lse_ref.at[part, head, lanes], part_lse_smem.at[slot], barrier.at[slot])
+
+    def per_lane(x: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(x, (head_dim, num_lanes), [1])
+
+    def add_part(part, state):
+        out, peak, total = state
+        slot = lax.rem(part - first, jnp.int32(_STAGES))
+        plgpu.barrier_wait(barrier.at[slot])
+        part_out = plgpu.load(part_smem.at[slot], layout=layout)
+        part_lse = plgpu.load(part_lse_smem.at[slot], layout=by_lane, optimized=False) * _LOG2_E
+        plgpu.commit_smem()
+        pl.when(part + _STAGES < end)(lambda: fetch(part + _STAGES))
+        part_lse = jnp.maximum(part_lse, _MASKED)
+        new_peak = jnp.maximum(peak, part_lse)
+        weight, decay = jnp.exp2(part_lse - new_peak), jnp.exp2(peak - new_peak)
+        return out * per_lane(decay) + part_out * per_lane(weight), new_peak, total * decay + weight
+
+    @pl.when(end - first > 1)
+    def _():
+        for i in range(_STAGES):
+            pl.when(first + i < end)(functools.partial(fetch, first + i))
+
+        def full(shape, value, of) -> jax.Array:
+            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)
+
+        start = (
+            full((head_dim, num_lanes), 0, layout),
+            full((num_lanes,), _MASKED, by_lane),
+            full((num_lanes,), 0, by_lane),
+        )
+        out, peak, total = lax.fori_loop(first, end, add_part, start)
+        is_empty = peak <= _MASKED
+        total = jnp.where(is_empty, 1.0, total)
+        # The ring is free again: its first slot takes the result.
+        part_smem[0] = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
+        part_lse_smem[0] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part_smem.at[0], out_ref.at[row, head, :, lanes])
+        plgpu.copy_smem_to_gmem(part_lse_smem.at[0], lse_ref.at[row, head, lanes])
+        plgpu.wait_smem_to_gmem(0)

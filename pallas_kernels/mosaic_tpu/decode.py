@@ -1,0 +1,294 @@
+"""Paged decode on a TPU: one row after the other, whole blocks of all heads by DMA, two tiles in flight."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
+from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, interpreter
+
+MAX_TILE_LEN = 512
+TILES_BYTES = 8 * 2**20
+"""Of VMEM, for two tiles of keys and two of values."""
+MASKED = -1e30
+"""A logit that takes no weight; finite, for inf - inf is NaN."""
+
+
+class Plan(NamedTuple):
+    """Who reads which tile into which slot, so that the next tile is on its way whosever it is.
+
+    Attributes:
+      num_tiles: i32[r], tiles that the row reads.
+      num_before: i32[r], tiles of all rows before; tile `i` of a row uses slot `(num_before + i) % 2`.
+      next_row: i32[r], the next row that reads anything, or `r`.
+    """
+
+    num_tiles: jax.Array
+    num_before: jax.Array
+    next_row: jax.Array
+
+
+def paged_decode(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_table: jax.Array,
+    rows: DecodeRows,
+    options: DecodeOptions,
+    *,
+    layer: jax.Array | int = 0,
+    sink_logits: jax.Array | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `reference.paged_decode` on a TPU.
+
+    Args:
+      q: `[r, t, h, g, d]`, t at most 8; computed in the pools' dtype.
+      k_pool: `[num_layers * num_blocks, h, block_size, d]`, f32, or bf16 with a block_size of whole tiles: a
+        multiple of 16, for f32 of 8; d a multiple of 128.
+      v_pool: Like `k_pool`.
+      block_table: i32[max_rows, columns].
+      rows: Who asks, and which columns are read.
+      options: Static.
+      layer: i32[].
+      sink_logits: f32[h, g] or None.
+      interpret: Run on the CPU, and look for races.
+
+    Returns:
+      out f32[r, t, h, g, d] and the log of the sum of exponentials f32[r, t, h, g].
+
+    Raises:
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the
+        table does not fit into SMEM, or a block of all heads into VMEM.
+    """
+    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
+    check_tpu_pool(k_pool)
+    check_scalars("block_table", block_table.size)
+    num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
+    block_size, columns = k_pool.shape[2], block_table.shape[1]
+    blocks_per_tile = _blocks_per_tile(k_pool)
+    tile_len = blocks_per_tile * block_size
+
+    rows = rows._replace(num_columns=jnp.where(rows.num_queries > 0, rows.num_columns, 0))
+    plan = _plan(rows, blocks_per_tile)
+    num_packed = num_queries * group_size
+    packed = q.astype(k_pool.dtype).swapaxes(1, 2).reshape(num_rows, num_kv_heads, num_packed, head_dim)
+    sinks = jnp.full((num_kv_heads, group_size), MASKED) if sink_logits is None else sink_logits
+    sinks = jnp.tile(jnp.maximum(sinks.astype(jnp.float32), MASKED), (1, num_queries))[..., None]
+
+    def of_row(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, num_kv_heads, num_packed, width), lambda row, *_: (row, 0, 0, 0))
+
+    def per_query(width: int):
+        return pltpu.VMEM((num_kv_heads, num_packed, width), jnp.float32)
+
+    tiles = pltpu.VMEM((2, num_kv_heads, tile_len, head_dim), k_pool.dtype)
+    num_keys = num_rows * columns * block_size
+    num_logits = num_keys * num_kv_heads * num_packed
+    key_bytes = 2 * num_kv_heads * head_dim * k_pool.dtype.itemsize
+    out, lse = pl.pallas_call(
+        functools.partial(_decode_kernel, options=options, columns=columns, group_size=group_size),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(num_rows,),
+            in_specs=[
+                of_row(head_dim),
+                pl.BlockSpec((num_kv_heads, num_packed, 1), lambda row, *_: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+            ],
+            out_specs=[of_row(head_dim), of_row(1)],
+            scratch_shapes=[
+                tiles,
+                tiles,
+                per_query(1),
+                per_query(1),
+                per_query(head_dim),
+                pltpu.SemaphoreType.DMA((2, 2)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((num_rows, num_kv_heads, num_packed, width), jnp.float32)
+            for width in (head_dim, 1)
+        ],
+        # Row after row: each starts the first copies of the next.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * num_logits * head_dim, transcendentals=num_logits, bytes_accessed=num_keys * key_bytes
+        ),
+        interpret=interpreter(interpret),
+        name="paged_decode",
+    )(
+        block_table.reshape(-1),
+        rows,
+        plan,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        packed,
+        sinks,
+        k_pool,
+        v_pool,
+    )
+    out, lse = (
+        x.reshape(num_rows, num_kv_heads, num_queries, group_size, -1).swapaxes(1, 2) for x in (out, lse)
+    )
+    return out, lse[..., 0]
+
+
+def _blocks_per_tile(k_pool: jax.Array) -> int:
+    _, num_kv_heads, block_size, head_dim = k_pool.shape
+    block_bytes = num_kv_heads * block_size * head_dim * k_pool.dtype.itemsize
+    if 4 * block_bytes > TILES_BYTES:
+        raise ValueError(
+            f"a block has {block_bytes} bytes of keys, expected at most {TILES_BYTES // 4}: use smaller "
+            "blocks, or shard the heads"
+        )
+    return max(1, min(MAX_TILE_LEN // block_size, TILES_BYTES // (4 * block_bytes)))
+
+
+def _plan(rows: DecodeRows, blocks_per_tile: int) -> Plan:
+    num_tiles = -(-rows.num_columns // blocks_per_tile)
+    num_rows = num_tiles.shape[0]
+    nth = jnp.arange(num_rows, dtype=jnp.int32)
+    later = jnp.where((nth > nth[:, None]) & (num_tiles > 0), nth, num_rows)
+    return Plan(num_tiles, jnp.cumsum(num_tiles, dtype=jnp.int32) - num_tiles, later.min(axis=1))
+
+
+def _decode_kernel(
+    table,  # i32[max_rows * columns], SMEM
+    rows,  # DecodeRows, SMEM
+    plan,  # Plan, SMEM
+    layer,  # i32[1], SMEM
+    q,  # [1, h, t * g, d], VMEM
+    sinks,  # f32[h, t * g, 1], VMEM; MASKED for none
+    k_pool,  # [num_layers * num_blocks, h, block_size, d], HBM
+    v_pool,  # Like k_pool
+    out,  # f32[1, h, t * g, d], VMEM
+    lse,  # f32[1, h, t * g, 1], VMEM
+    k_tiles,  # [2, h, tile_len, d], VMEM
+    v_tiles,  # Like k_tiles
+    largest,  # f32[h, t * g, 1], VMEM: of the logits so far
+    total,  # f32[h, t * g, 1], VMEM: of the weights, exp(logit - largest)
+    weighted,  # f32[h, t * g, d], VMEM: values, summed with these weights
+    arrived,  # DMA semaphores [slot, k or v]
+    *,
+    options: DecodeOptions,
+    columns: int,
+    group_size: int,
+):
+    block_size = k_pool.shape[2]
+    _, num_kv_heads, tile_len, _ = k_tiles.shape
+    num_packed = q.shape[2]
+    blocks_per_tile = tile_len // block_size
+    num_sink_blocks = options.num_sink_blocks(block_size)
+    row = pl.program_id(0)
+    num_tiles, num_before = plan.num_tiles[row], plan.num_before[row]
+
+    def for_blocks(of_row, tile, slot, act):
+        """Calls `act` with the copies of each block of a tile."""
+
+        @pl.loop(0, jnp.minimum(blocks_per_tile, rows.num_columns[of_row] - tile * blocks_per_tile))
+        def _(i):
+            nth = tile * blocks_per_tile + i
+            column = jnp.where(nth < num_sink_blocks, nth, rows.first_column[of_row] + nth - num_sink_blocks)
+            block = layer[0] * options.num_blocks + table[rows.table_row[of_row] * columns + column]
+            part = pl.ds(i * block_size, block_size)
+            for kind, (pool, tiles) in enumerate([(k_pool, k_tiles), (v_pool, v_tiles)]):
+                act(pltpu.make_async_copy(pool.at[block], tiles.at[slot, :, part], arrived.at[slot, kind]))
+
+    def start(of_row, tile, slot):
+        for_blocks(of_row, tile, slot, lambda copy: copy.start())
+
+    first_position = rows.first_position[row]
+    last_position = first_position + rows.num_queries[row] - 1
+    # Query heads of one key/value head are packed query by query.
+    packed = lax.broadcasted_iota(jnp.int32, (num_packed, 1), 0)
+    query = sum((packed >= first).astype(jnp.int32) for first in range(group_size, num_packed, group_size))
+    query_position = first_position + query
+    is_query = query_position <= last_position  # [t * g, 1]
+
+    largest[...] = jnp.where(is_query, sinks[...], MASKED)
+    total[...] = jnp.where(largest[...] > MASKED, 1.0, 0.0)
+    weighted[...] = jnp.zeros_like(weighted)
+
+    def position_of(nth):
+        """Positions of the row's keys; the sink columns are followed by those from `first_column` on."""
+        skipped = (rows.first_column[row] - num_sink_blocks) * block_size
+        return jnp.where(nth < num_sink_blocks * block_size, nth, nth + skipped)
+
+    def is_near(position, query_position):
+        """Whether a key is recent enough for the query."""
+        if options.window is None:
+            return True
+        return (position > query_position - options.window) | (position < options.num_sink_tokens)
+
+    def attend(tile, slot):
+        num_keys = rows.num_columns[row] * block_size
+        nth = tile * tile_len + lax.broadcasted_iota(jnp.int32, (1, tile_len), 1)
+        position = position_of(nth)
+        is_seen = (
+            (nth < num_keys) & (position <= query_position) & is_near(position, query_position) & is_query
+        )
+
+        logits = options.scale * _dot(q[0], k_tiles[slot], contracting=(2, 2))  # [h, t * g, tile_len]
+        if options.soft_cap is not None:
+            logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+        logits = jnp.where(is_seen, logits, MASKED)
+        old = largest[...]
+        new = jnp.maximum(old, logits.max(axis=2, keepdims=True))
+        weights = jnp.where(is_seen, jnp.exp(logits - new), 0.0)
+        kept = jnp.exp(old - new)
+        largest[...] = new
+        total[...] = kept * total[...] + weights.sum(axis=2, keepdims=True)
+        seen = _dot(weights.astype(v_tiles.dtype), v_tiles[slot], contracting=(2, 1))
+        weighted[...] = kept * weighted[...] + seen
+
+    def clear_unseen(tile, slot):
+        """Zeroes the values that no query sees: they may be NaN, and 0 * NaN is NaN."""
+        num_keys = rows.num_columns[row] * block_size
+        begin, end = tile * tile_len, (tile + 1) * tile_len
+        all_seen = (end <= num_keys) & (position_of(end - 1) <= last_position)
+        if options.window is not None:
+            all_seen &= position_of(begin) > first_position - options.window
+
+        @pl.when(jnp.logical_not(all_seen))
+        def _():
+            nth = begin + lax.broadcasted_iota(jnp.int32, (tile_len, 1), 0)
+            position = position_of(nth)
+            is_seen = (nth < num_keys) & (position <= last_position) & is_near(position, first_position)
+            values = v_tiles[slot].astype(jnp.float32)
+            v_tiles[slot] = jnp.where(is_seen, values, 0.0).astype(v_tiles.dtype)
+
+    @pl.when((num_before == 0) & (num_tiles > 0))
+    def _():
+        start(row, 0, 0)
+
+    @pl.loop(0, num_tiles)
+    def _(tile):
+        slot = lax.rem(num_before + tile, 2)
+        is_last = tile + 1 == num_tiles
+        next_row = jnp.where(is_last, plan.next_row[row], row)
+
+        @pl.when(next_row < pl.num_programs(0))
+        def _():
+            start(next_row, jnp.where(is_last, 0, tile + 1), 1 - slot)
+
+        for_blocks(row, tile, slot, lambda copy: copy.wait())
+        clear_unseen(tile, slot)
+        attend(tile, slot)
+
+    is_empty = total[...] == 0.0
+    divisor = jnp.where(is_empty, 1.0, total[...])
+    out[0] = weighted[...] / divisor
+    lse[0] = jnp.where(is_empty, -jnp.inf, largest[...] + jnp.log(divisor))
+
+
+def _dot(a: jax.Array, b: jax.Array, contracting: tuple[int, int]) -> jax.Array:
+    """The product of each head, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((contracting[0],), (contracting[1],)), ((0,), (0,)))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,49 @@
+"""What the TPU kernels do not take, and how they are run."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+NUM_LANES = 128
+NUM_SUBLANES = 8
+DTYPES = ("bfloat16", "float32")
+MAX_SCALARS = 960 * 2**10 // 4
+"""Of 32 bits, in SMEM, which has 1024 KiB."""
+
+
+def check_tpu_pool(pool: jax.Array) -> None:
+    """Raises unless blocks of the pool can be moved as they are, in whole tiles of the TPU's memory."""
+    _, _, block_size, head_dim = pool.shape
+    if pool.dtype.name not in DTYPES:
+        raise ValueError(
+            f"the pools are {pool.dtype}, expected {' or '.join(DTYPES)} on a TPU: cast the cache"
+        )
+    if head_dim % NUM_LANES:
+        raise ValueError(
+            f"head_dim is {head_dim}, expected a multiple of {NUM_LANES} on a TPU, whose memory is tiled so: "
+            "pad the heads, or use the XLA implementation"
+        )
+    if block_size % sublanes(pool.dtype):
+        raise ValueError(
+            f"block_size is {block_size}, expected a multiple of {sublanes(pool.dtype)} for {pool.dtype} "
+            "on a TPU"
+        )
+
+
+def check_scalars(name: str, num_scalars: int) -> None:
+    """Raises unless so many integers fit into the memory of the scalar core."""
+    if num_scalars > MAX_SCALARS:
+        raise ValueError(
+            f"{name} has {num_scalars} entries, expected at most {MAX_SCALARS} on a TPU: split the call, "
+            "or use larger blocks"
+        )
+
+
+def sublanes(dtype: jnp.dtype) -> int:
+    """Rows of one tile of the TPU's memory."""
+    return NUM_SUBLANES * (4 // dtype.itemsize)
+
+
+def interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
+    """What `pl.pallas_call` takes for `interpret`: the interpreter that looks for races, or none."""
+    return pltpu.InterpretParams(detect_races=True) if interpret else False

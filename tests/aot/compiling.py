@@ -1,0 +1,70 @@
+"""One compile case, compiled for H200 in a process of its own, and what the program costs."""
+
+import dataclasses
+import math
+import os
+import pathlib
+import re
+
+import jax
+import numpy as np
+
+from pallas_kernels.mosaic_gpu.compile_cases import CASES
+from tests.aot import h200
+from tests.aot.dump import KernelCost, read_kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """A compiled program.
+
+    Attributes:
+      kernels: Of Mosaic GPU.
+      temporary_bytes: Device memory beside arguments and results.
+      pool_copies: Copies of an array as big as a pool, or bigger.
+      missing_alias_bytes: Of the arguments to be updated in place, bytes that results do not share.
+    """
+
+    kernels: tuple[KernelCost, ...]
+    temporary_bytes: int
+    pool_copies: int
+    missing_alias_bytes: int
+
+
+def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
+    """Compiles the case of that name, in a process that compiles no other: a kernel that the process has
+    compiled before would not be dumped again.
+
+    Args:
+      name: Of a case.
+      folder: Exists and is empty; takes the compiler's dump and the program's HLO.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    # Read when the CUDA plugin starts. There is no GPU to tune on.
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    case = next(case for case in CASES if case.name == name)
+    arguments = h200.place(case.arguments())
+    with h200.lowering():
+        compiled = jax.jit(case.function, donate_argnums=case.in_place).lower(*arguments).compile()
+    hlo = compiled.as_text()
+    (folder / "program.hlo").write_text(hlo)
+    memory = compiled.memory_analysis()
+    pool_sizes = [math.prod(arguments[i].shape) for i in case.pools]
+    donated = sum(_num_bytes(arguments[i]) for i in case.in_place)
+    return ProgramCost(
+        kernels=tuple(read_kernels(folder)),
+        temporary_bytes=memory.temp_size_in_bytes,
+        pool_copies=num_copies(hlo, min(pool_sizes)) if pool_sizes else 0,
+        missing_alias_bytes=max(donated - memory.alias_size_in_bytes, 0),
+    )
+
+
+def num_copies(hlo: str, at_least: int) -> int:
+    """Copies of arrays of at least so many elements in a program's text."""
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* copy(?:-start)?\(", hlo)
+    return sum(math.prod(int(n) for n in shape.split(",") if n) >= at_least for shape in shapes)
+
+
+def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    return math.prod(shape.shape) * np.dtype(shape.dtype).itemsize

@@ -1,0 +1,58 @@
+"""What Mosaic GPU's compiler left in the folder that MOSAIC_GPU_DUMP_TO names, read."""
+
+import dataclasses
+import pathlib
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCost:
+    """One compiled kernel.
+
+    Attributes:
+      name: Of the kernel, with its number in the program.
+      registers: Of one thread.
+      spill_bytes: Stored in plus loaded from local memory.
+      shared_memory: Bytes of one CTA, barriers included.
+      wgmma: Tensor core instructions.
+      tma: Loads by the copy engine.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_memory: int
+    wgmma: int
+    tma: int
+
+
+def read_kernels(folder: pathlib.Path) -> list[KernelCost]:
+    """The kernels of a program that was compiled in a process of its own with this folder.
+
+    Raises:
+      ValueError: The dump is not as expected, say because nvdisasm was not found.
+    """
+    return [_read_kernel(path) for path in sorted(folder.glob("*.ptxas"))]
+
+
+def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
+    report = ptxas.read_text()
+    passes = ptxas.with_suffix(".mlir-passes.log").read_text(errors="replace")
+    disassembled = ptxas.with_suffix(".sass_ctrl")
+    if not disassembled.exists():
+        raise ValueError(f"{ptxas.stem} was not disassembled: is nvdisasm installed in this environment?")
+    sass = disassembled.read_text()
+    registers = re.findall(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    # Each pass of the compiler prints the launch; from the second on the size is a constant.
+    sizes = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32\b", passes)
+    if not (registers and spills and sizes):
+        raise ValueError(f"cannot read registers, spills and shared memory of {ptxas.stem} from {report!r}")
+    return KernelCost(
+        name=ptxas.stem,
+        registers=max(int(n) for n in registers),
+        spill_bytes=sum(int(n) for n in spills),
+        shared_memory=int(sizes[-1]),
+        wgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        tma=len(re.findall(r"\bUTMALDG\b", sass)),
+    )

@@ -1,0 +1,116 @@
+"""The gate of the compiled kernels (`tests.aot`): reading dumps, judging costs. `make aot` compiles."""
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels.mosaic_gpu.budget import Budget
+from tests.aot import compiling, gpu
+from tests.aot.compiling import ProgramCost
+from tests.aot.dump import KernelCost, read_kernels
+
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_append_kv_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for _append_kv_mosaic_gpu_kernel
+    8 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 42 registers, used 2 barriers, 1 bytes smem
+"""
+SASS = """
+   -:2:-:Y:02        /*0530*/                   @UP3 UTMALDG.3D [UR16], [UR6]
+   -:2:-:Y:02        /*0660*/                   @UP1 UTMALDG.3D [UR8], [UR4]
+   -:2:-:Y:02        /*08b0*/                   @UP1 UTMASTG.4D [UR16], [UR4]
+   -:2:-:Y:02        /*0900*/                   HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], R24
+"""
+PASSES = """
+    %1 = gpu.launch async [%2] threads(%3) in (%4 = %5) dynamic_shared_memory_size %mpmd_map3A_1 {
+    %1 = gpu.launch async [%2] threads(%3) in (%4 = %c128) dynamic_shared_memory_size %c4104_i32 {
+"""
+BUDGET = Budget(registers=64, shared_memory=4104, min_wgmma=2, min_tma=2, temporary_bytes=8)
+KERNEL = KernelCost("decode_0", registers=64, spill_bytes=0, shared_memory=4104, wgmma=2, tma=2)
+COST = ProgramCost((KERNEL,), temporary_bytes=8, pool_copies=0, missing_alias_bytes=0)
+
+
+def write_dump(folder, stores=0, loads=0):
+    (folder / "append_kv_0.ptxas").write_text(PTXAS.format(stores=stores, loads=loads))
+    (folder / "append_kv_0.sass_ctrl").write_text(SASS)
+    (folder / "append_kv_0.mlir-passes.log").write_text(PASSES)
+
+
+def test_a_dump_is_read(tmp_path):
+    write_dump(tmp_path, stores=16, loads=20)
+    assert read_kernels(tmp_path) == [KernelCost("append_kv_0", 42, 36, 4104, wgmma=1, tma=2)]
+
+
+def test_a_dump_without_disassembly_is_refused(tmp_path):
+    write_dump(tmp_path)
+    (tmp_path / "append_kv_0.sass_ctrl").unlink()
+    with pytest.raises(ValueError, match="nvdisasm"):
+        read_kernels(tmp_path)
+
+
+def test_a_report_that_does_not_name_registers_is_refused(tmp_path):
+    write_dump(tmp_path)
+    (tmp_path / "append_kv_0.ptxas").write_text("ptxas info    : 0 bytes gmem\n")
+    with pytest.raises(ValueError, match="cannot read registers"):
+        read_kernels(tmp_path)
+
+
+def test_a_program_at_its_budget_passes():
+    assert gpu.failures(COST, BUDGET) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"registers": 65}, "65 registers, at most 64"),
+        ({"shared_memory": 4105}, "4105 bytes of shared memory, at most 4104"),
+        ({"spill_bytes": 4}, "4 spilled bytes, at most 0"),
+        ({"wgmma": 1}, "1 HGMMA, at least 2"),
+        ({"tma": 1}, "1 UTMALDG, at least 2"),
+    ],
+)
+def test_a_kernel_beyond_its_budget_fails(change, found):
+    kernels = (dataclasses.replace(KERNEL, **change),)
+    assert gpu.failures(dataclasses.replace(COST, kernels=kernels), BUDGET) == [found]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"temporary_bytes": 9}, "9 temporary bytes, at most 8"),
+        ({"pool_copies": 1}, "copies a pool 1 times"),
+        ({"missing_alias_bytes": 512}, "512 bytes not updated in place"),
+    ],
+)
+def test_a_program_beyond_its_budget_fails(change, found):
+    assert gpu.failures(dataclasses.replace(COST, **change), BUDGET) == [found]
+
+
+def test_a_program_without_kernels_fails():
+    cost = dataclasses.replace(COST, kernels=())
+    assert gpu.failures(cost, Budget(registers=9, shared_memory=9, temporary_bytes=9)) == [
+        "no Mosaic GPU kernel in it"
+    ]
+
+
+def test_of_several_kernels_the_largest_and_the_sums_count():
+    other = KernelCost("merge_0", registers=70, spill_bytes=1, shared_memory=5, wgmma=3, tma=4)
+    cost = dataclasses.replace(COST, kernels=(KERNEL, other))
+    assert gpu.totals(cost) == (70, 1, 4104, 5, 6)
+
+
+def test_copies_as_big_as_a_pool_are_counted():
+    hlo = """
+  %copy.1 = bf16[64,8,16,128]{3,2,1,0} copy(%param_0)
+  %copy.2 = bf16[63,8,16,128]{3,2,1,0} copy(%param_1)
+  %copy-start.3 = (bf16[64,8,16,128]{3,2,1,0}, bf16[64,8,16,128]{3,2,1,0}, u32[]) copy-start(%param_2)
+  %fusion.4 = bf16[64,8,16,128]{3,2,1,0} fusion(%copy.1), kind=kLoop
+"""
+    assert compiling.num_copies(hlo, at_least=64 * 8 * 16 * 128) == 2
+
+
+def test_case_names_differ_and_words_choose():
+    names = [case.name for case in gpu.CASES]
+    assert len(set(names)) == len(names)
+    assert [case.name for case in gpu.chosen(["append_64"])] == ["append_64"]
+    assert gpu.chosen([]) == list(gpu.CASES)

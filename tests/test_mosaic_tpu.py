@@ -1,0 +1,142 @@
+"""The TPU's decode, interpreted with race detection, against its reference."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tpu_interpreter import run_interpreted
+
+from pallas_kernels import reference
+from pallas_kernels.mosaic_tpu import decode, paged_decode
+from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
+
+pytestmark = pytest.mark.contract
+
+# The weights are rounded to the pools' dtype before they meet the values.
+TOLERANCE = {"bfloat16": 5e-3, "float32": 3e-6}
+SHAPES = {shape.name: shape for shape in DECODE_SHAPES}
+
+
+def for_tpu(shape: DecodeShape) -> DecodeShape:
+    """The shape with what the TPU kernel takes: head_dim from 128 on, f32 where blocks are no bf16 tiles."""
+    dtype = "bfloat16" if shape.block_size % 16 == 0 and shape.dtype == "bfloat16" else "float32"
+    return dataclasses.replace(shape, head_dim=max(128, shape.head_dim), dtype=dtype)
+
+
+def check(problem: DecodeProblem) -> None:
+    arrays, statics = jax.tree.map(jnp.asarray, problem._replace(options=None)), problem.options
+
+    def run(kernel, **keywords):
+        def call(problem):
+            return kernel(
+                *problem[:5], statics, layer=problem.layer, sink_logits=problem.sink_logits, **keywords
+            )
+
+        return call
+
+    out, lse = run_interpreted(run(paged_decode, interpret=True), arrays)
+    expected_out, expected_lse = jax.jit(run(reference.paged_decode))(arrays)
+    assert out.dtype == lse.dtype == jnp.float32
+    tolerance = TOLERANCE[problem.q.dtype.name]
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+# With head_dim 128, head_128 is what others are.
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("head_128", "f16")])
+def test_many_tiles(name, monkeypatch):
+    shape = for_tpu(SHAPES[name])
+    monkeypatch.setattr(decode, "MAX_TILE_LEN", max(32, shape.block_size))
+    check(shape.problem())
+
+
+@pytest.mark.parametrize("name", ["long", "all"])
+def test_large_tiles(name):
+    check(for_tpu(SHAPES[name]).problem(seed=1))
+
+
+def test_rows_in_any_order_of_a_larger_table():
+    problem = for_tpu(SHAPES["kept_tokens"]).problem()
+    order = np.array([4, 0, 2])
+    table = np.full((6, problem.block_table.shape[1] + 1), 10**6, np.int32)
+    table[order, :-1] = problem.block_table
+    rows = problem.rows._replace(table_row=jnp.asarray(order, jnp.int32))
+    check(problem._replace(block_table=jnp.asarray(table), rows=rows))
+
+
+def test_values_that_nobody_sees_are_nan(monkeypatch):
+    """Also those of blocks that are read: before the window, after the last query that counts."""
+    monkeypatch.setattr(decode, "MAX_TILE_LEN", 32)
+    shape = for_tpu(SHAPES["window_drafts"])
+    problem = shape.problem()
+    rows = problem.rows._replace(num_queries=problem.rows.num_queries - 2)
+    v_pool = np.array(problem.v_pool.astype(jnp.float32))
+    for row, length in enumerate(shape.lens):
+        first = int(rows.first_position[row])
+        for position in range(length):
+            if not first - shape.window < position < first + int(rows.num_queries[row]):
+                column, offset = divmod(position, shape.block_size)
+                block = int(problem.block_table[row, column])
+                if block < shape.num_blocks:
+                    v_pool[problem.layer * shape.num_blocks + block, :, offset] = np.nan
+    problem = problem._replace(rows=rows, v_pool=jnp.asarray(v_pool, problem.v_pool.dtype))
+    assert (
+        np.isnan(v_pool[-shape.num_blocks :]).sum()
+        > np.isnan(shape.problem().v_pool[-shape.num_blocks :]).sum()
+    )
+    check(problem)
+
+
+def test_a_row_that_asks_and_reads_nothing_sees_its_sink_alone():
+    problem = for_tpu(SHAPES["sink_logits"]).problem()
+    check(problem._replace(rows=problem.rows._replace(num_columns=jnp.zeros(2, jnp.int32))))
+
+
+PLAIN = DecodeShape("plain", (37, 5), head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (dataclasses.replace(PLAIN, head_dim=64), "head_dim is 64, expected a multiple of 128 on a TPU"),
+        (dataclasses.replace(PLAIN, dtype="float16"), "the pools are float16, expected bfloat16 or float32"),
+        (
+            dataclasses.replace(PLAIN, block_size=24),
+            "block_size is 24, expected a multiple of 16 for bfloat16",
+        ),
+        (
+            dataclasses.replace(PLAIN, block_size=12, dtype="float32"),
+            "block_size is 12, expected a multiple of 8 for float32",
+        ),
+        (dataclasses.replace(PLAIN, num_queries=9), "q has 9 queries a row, expected 1 to 8"),
+    ],
+)
+def test_what_the_kernel_does_not_take(shape, expected):
+    problem = shape.problem()
+    with pytest.raises(ValueError, match=expected):
+        paged_decode(*problem[:6], layer=problem.layer, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            dict(block_table=jax.ShapeDtypeStruct((64, 4000), "int32")),
+            "block_table has 256000 entries, expected at most 245760 on a TPU: split the call",
+        ),
+        (
+            dict(
+                q=jax.ShapeDtypeStruct((2, 1, 128, 4, 128), "bfloat16"),
+                k_pool=jax.ShapeDtypeStruct((12, 128, 512, 128), "bfloat16"),
+                v_pool=jax.ShapeDtypeStruct((12, 128, 512, 128), "bfloat16"),
+            ),
+            "a block has 16777216 bytes of keys, expected at most 2097152",
+        ),
+    ],
+)
+def test_what_does_not_fit(change, expected):
+    problem = PLAIN.problem()._replace(**change)
+    with pytest.raises(ValueError, match=expected):
+        jax.eval_shape(lambda *arrays: paged_decode(*arrays, problem.options), *problem[:5])
