@@ -1,7 +1,22 @@
 """Question: does an eviction policy without look-ahead beat LRU on real traces?
 
 Command: python -m experiments.eviction_search --trace FILE [FILE ...] [--replay] [--json]
-ANSWER
+Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
+Answer:  a little. `hyperbolic`, which has no parameter to choose, serves 0.70 points more of the blocks than
+  LRU in the second half of Mooncake's conversations at 10,000 blocks and 1.56 more of its synthetic trace,
+  and nowhere between 1,000 and 100,000 blocks loses more than 0.2. The others win at some sizes and lose at
+  others, and the parameters that look best in the first halves do not hold in the second ones.
+
+Each trace is simulated whole; parameters are chosen by its first half, and its second half is reported. A
+policy reaches the bar if it gains at least 0.5 points at 10,000 blocks on every trace and never loses more
+than 0.3 at any size. Of each family the parameter with the highest mean gain at 10,000 blocks in the first
+halves is chosen, among those that lose no more than 0.3 anywhere there.
+
+Each trace counts twice: as published, and without the partly filled blocks at the ends of prompts. No cache of
+tokens publishes those; a policy that sorts them out (`ends first`) gains on paper what nobody can have.
+
+A policy sees what is known of each block, see `experiments.eviction_simulator`; children go before parents.
+With --replay, `hyperbolic` and LRU also run through the cache itself, which must serve the same blocks.
 """
 
 import functools
