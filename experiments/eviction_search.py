@@ -12,7 +12,7 @@ policy reaches the bar if it gains at least 0.5 points at 10,000 blocks on every
 than 0.3 at any size. Of each family the parameter with the highest mean gain at 10,000 blocks in the first
 halves is chosen, among those that lose no more than 0.3 anywhere there.
 
-Each trace counts twice: as published, and without the partly filled blocks at the ends of prompts. No cache of
+Each trace counts twice: as published, and without the partly filled blocks at prompts' ends. No cache of
 tokens publishes those; a policy that sorts them out (`ends first`) gains on paper what nobody can have.
 
 A policy sees what is known of each block, see `experiments.eviction_simulator`; children go before parents.
