@@ -78,7 +78,9 @@ CASES = (
         "decode_32_rows_group_4",
         num_rows=32,
         group_size=4,
-        budget=Budget(registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000),
+        budget=Budget(
+            registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000
+        ),
     ),
     append_bf16("append_1", 1, budget=Budget(registers=32, shared_memory=5_000, min_tma=2)),
     append_bf16("append_64", 64, budget=Budget(registers=32, shared_memory=5_000, min_tma=2)),
