@@ -1,8 +1,8 @@
 """Kernels for NVIDIA Hopper GPUs (H100, H200), in Pallas Mosaic GPU."""
 
 from pallas_kernels.mosaic_gpu.append import append_kv
-from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for
+from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for, why_not
 from pallas_kernels.mosaic_gpu.decode_plan import DecodePlan
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 
-__all__ = ["DecodePlan", "append_kv", "merge_attention", "paged_decode", "plan_for"]
+__all__ = ["DecodePlan", "append_kv", "merge_attention", "paged_decode", "plan_for", "why_not"]

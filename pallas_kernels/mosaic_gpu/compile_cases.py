@@ -21,7 +21,7 @@ def pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dty
     return jax.ShapeDtypeStruct((num_blocks, num_kv_heads, block_size, head_dim), jnp.dtype(dtype))
 
 
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
+def i32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
@@ -78,9 +78,7 @@ CASES = (
         "decode_32_rows_group_4",
         num_rows=32,
         group_size=4,
-        budget=Budget(
-            registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000
-        ),
+        budget=Budget(registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000),
     ),
     append_bf16("append_1", 1, budget=Budget(registers=32, shared_memory=5_000, min_tma=2)),
     append_bf16("append_64", 64, budget=Budget(registers=32, shared_memory=5_000, min_tma=2)),
