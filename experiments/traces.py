@@ -65,6 +65,13 @@ def read_trace(path: Path, tokens_per_id: int) -> Trace:
     return Trace(ids, num_ids, np.array(num_tokens, np.int64), tokens_per_id)
 
 
+def full_blocks_only(trace: Trace) -> Trace:
+    """The trace without the partly filled blocks at prompts' ends, which no cache of tokens publishes."""
+    num_ids = np.minimum(trace.num_ids, trace.num_tokens // trace.tokens_per_id).astype(np.int32)
+    is_kept = np.arange(trace.ids.shape[1]) < num_ids[:, None]
+    return trace._replace(ids=np.where(is_kept, trace.ids, 0), num_ids=num_ids)
+
+
 def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
     """(hash_ids, input_length) of one request."""
     try:

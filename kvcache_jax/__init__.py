@@ -36,7 +36,7 @@ from kvcache_jax.config import (
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
 from kvcache_jax.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
 from kvcache_jax.explain import explain
-from kvcache_jax.manager import Batch, CacheManager, Request
+from kvcache_jax.manager import CacheManager
 from kvcache_jax.manager_errors import (
     CacheError,
     CacheLost,
@@ -50,6 +50,7 @@ from kvcache_jax.manager_errors import (
     UnknownRequest,
     WindowLost,
 )
+from kvcache_jax.manager_requests import Batch, Request
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache

@@ -1,5 +1,6 @@
-"""Attention on a cache: what a model calls, the choice of implementation, padded and packed queries."""
+"""Attention on a cache: what a model calls."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvcache_jax import arguments, attention_xla, storage
+from kvcache_jax import arguments, attention_kernels, attention_vjp, storage
 from kvcache_jax.arguments import Layer
+from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
-from kvcache_jax.config import IMPLEMENTATIONS, LayerGroup, SlidingWindow
+from kvcache_jax.config import LayerGroup, SlidingWindow
+from kvcache_jax.queries import queries_of
 from kvcache_jax.state import Cache, KVPool, Step
 
 AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
@@ -66,7 +69,8 @@ def attention(
       sink_logits: `[num_q_heads]`, a logit per head that takes weight and adds nothing.
       return_lse: Also return the log of the sum of exponentials (sink included), f32
         `[n, max_new, num_q_heads]`, so that partial results can be merged.
-      implementation: "xla" or None; overrides the config.
+      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for what the config says. Kernels run
+        forward; the gradient is always XLA's.
 
     Returns:
       The cache and `out` like `q` (or `(out, lse)`): 0 (and -inf) for padding and failed rows.
@@ -99,13 +103,12 @@ def _attend(
     return_lse: bool,
     implementation: str | None,
 ) -> tuple[Cache, AttentionOutput]:
-    """Reads one layer; the pool is handed through (see `attention_xla.attend`)."""
+    """Reads one layer; the pool is handed through (see `attention_vjp.attend`)."""
     group_id, index = arguments.locate_layer(cache.config, layer)
     group, pool = cache.config.groups[group_id], arguments.pool_of(cache, group_id)
     num_kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
     _check_queries(q, step, num_kv_heads, head_dim)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
-    choose_implementation(cache.config.implementation, implementation)
     arguments.refuse_shared_cache("q", q, cache)
 
     shape = q.shape
@@ -114,67 +117,35 @@ def _attend(
     if sink_logits is not None:
         sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
-    (k, v), out, lse = attention_xla.attend(
-        _static_options(group, block_pool.num_blocks, head_dim, scale, soft_cap),
+    options = _static_options(group, block_pool.num_blocks, head_dim, scale, soft_cap)
+    name = attention_kernels.choose(cache.config, implementation, pool, grouped.shape[3])
+    (k, v), out, lse = attention_vjp.attend(
+        dataclasses.replace(options, implementation=name, head_axis=cache.config.head_axis),
         (pool.k, pool.v),
         grouped,
         sink_logits,
         block_pool.block_table,
         index,
-        _queries(step, group_id, block_pool.num_blocks * group.block_size),
+        queries_of(step, group_id, block_pool.num_blocks * group.block_size),
+        step.plans[group_id].work,
     )
     cache = storage.with_pool(cache, group_id, KVPool(k=k, v=v))
     out = out.reshape(shape).astype(q.dtype)
     return cache, (out, lse.reshape(shape[:-1])) if return_lse else out
 
 
-def choose_implementation(configured: str | None, asked: str | None) -> str:
-    """The path to take; a named one runs or raises."""
-    for name in (asked, configured):
-        if name not in (None, *IMPLEMENTATIONS):
-            raise ValueError(
-                f"implementation is {name!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}"
-            )
-    name = asked or configured or "xla"
-    if name != "xla":
-        raise NotImplementedError(f"implementation {name!r} is not available yet; use 'xla' or None")
-    return name
-
-
 def _static_options(
     group: LayerGroup, num_blocks: int, head_dim: int, scale: float | None, soft_cap: float | None
-) -> attention_xla.Options:
+) -> Options:
     kind = group.kind
     is_window = isinstance(kind, SlidingWindow)
-    return attention_xla.Options(
+    return Options(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
         window=kind.window if is_window else None,
         num_sink_tokens=kind.num_sink_tokens if is_window else 0,
         num_sink_blocks=group.num_sink_blocks,
         num_blocks=num_blocks,
-    )
-
-
-def _queries(step: Step, group_id: int, nowhere: int) -> attention_xla.Queries:
-    """The step's queries as rows; a packed step has one row per token."""
-    plan, is_query = step.plans[group_id], step.slots[group_id] < nowhere
-    if step.cu_query_lens is None:
-        return attention_xla.Queries(
-            step.seq_ids, plan.first_column, plan.num_columns, step.positions, is_query
-        )
-    order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
-    row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right").astype(jnp.int32)
-
-    def per_token(values: jax.Array) -> jax.Array:
-        return values.at[row].get(mode="fill", fill_value=0)
-
-    return attention_xla.Queries(
-        per_token(step.seq_ids),
-        per_token(plan.first_column),
-        jnp.where(is_query, per_token(plan.num_columns), 0),
-        step.positions[:, None],
-        is_query[:, None],
     )
 
 

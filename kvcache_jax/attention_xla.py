@@ -12,85 +12,20 @@ References:
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcache_jax.attention_options import Options
+from kvcache_jax.queries import Queries
 from kvcache_jax.storage import block_rows
 
 # Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.
 _TILE_BYTES = 2 * 1024 * 1024
 _MIN_TILE_TOKENS = 256
 _MASKED = -1e30
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The static part of an attention call; see `cache.attention`."""
-
-    scale: float
-    soft_cap: float | None
-    window: int | None
-    num_sink_tokens: int
-    num_sink_blocks: int
-    num_blocks: int
-
-
-class Queries(NamedTuple):
-    """Who asks, and how far they see.
-
-    Attributes:
-      table_row: i32[r], row of the block table.
-      first_column: i32[r], see `AttentionPlan`.
-      num_columns: i32[r], see `AttentionPlan`; 0 reads nothing.
-      positions: i32[r, t], position of each query.
-      is_query: bool[r, t], false for padding and failed rows.
-    """
-
-    table_row: jax.Array
-    first_column: jax.Array
-    num_columns: jax.Array
-    positions: jax.Array
-    is_query: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(
-    options: Options,
-    pools: tuple[jax.Array, jax.Array],
-    q: jax.Array,
-    sink_logits: jax.Array | None,
-    block_table: jax.Array,
-    layer: jax.Array,
-    queries: Queries,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """Attention of `q` over the blocks of one layer.
-
-    The pools are handed through, so that a chain of layers has one chain of gradients, updated in
-    place, and not a pool-sized gradient per layer.
-
-    Args:
-      options: Static.
-      pools: (k, v), `[num_layers * num_blocks, h, s, d]` each.
-      q: `[r, t, h, g, d]`.
-      sink_logits: f32[h, g] or None.
-      block_table: i32[max_seqs, max_blocks_per_seq].
-      layer: i32[], index in the group.
-      queries: Queries.
-
-    Returns:
-      (pools, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
-    """
-    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
-    return _handed_through(pools, out, lse)
-
-
-def _handed_through(pools, *reads):
-    """Fences the pools behind what was read from them, so that the next layer's write happens in place."""
-    return lax.optimization_barrier((pools, *reads))
 
 
 def _tile(
@@ -185,7 +120,16 @@ def _logits(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ja
     return options.soft_cap * capped, 1 - capped * capped
 
 
-def _forward(options, pools, q, sink_logits, block_table, layer, queries):
+def forward(
+    options: Options,
+    pools: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    sink_logits: jax.Array | None,
+    block_table: jax.Array,
+    layer: jax.Array,
+    queries: Queries,
+) -> tuple[jax.Array, jax.Array]:
+    """The results f32[r, t, h, g, d] and lse f32[r, t, h, g]; see `attention_vjp.attend`."""
     (k_pool, v_pool), num_queries = pools, q.shape[1]
     queries = _repeated(queries, q.shape[3])
     peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
@@ -216,7 +160,7 @@ def _forward(options, pools, q, sink_logits, block_table, layer, queries):
     return _by_query(out, num_queries), _by_query(lse, num_queries)
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What the backward pass reads: a pool of its own with the blocks of one layer that may be read.
 
     Later layers write elsewhere in the pools, so keeping these blocks is enough. Keeping the pools
@@ -230,7 +174,7 @@ class _Saved(NamedTuple):
     table_row: jax.Array  # i32[r]
 
 
-def _save(options: Options, pools, block_table: jax.Array, layer: jax.Array, queries: Queries) -> _Saved:
+def save(options: Options, pools, block_table: jax.Array, layer: jax.Array, queries: Queries) -> Saved:
     """Keeps the rows' blocks, or the whole layer where that is less (at most one pool over all layers)."""
     num_rows = queries.table_row.shape[0]
     num_entries = num_rows * block_table.shape[-1]
@@ -244,18 +188,22 @@ def _save(options: Options, pools, block_table: jax.Array, layer: jax.Array, que
         table, table_row = block_table, queries.table_row
     rows = block_rows(ids, layer, options.num_blocks, pools[0].shape[0])
     k, v = (pool.at[rows].get(mode="clip") for pool in pools)
-    return _Saved(rows, k, v, table, table_row)
+    return Saved(rows, k, v, table, table_row)
 
 
-def _attend_fwd(options, pools, q, sink_logits, block_table, layer, queries):
-    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries)
-    saved = _save(options, pools, block_table, layer, queries)
-    pools, out, lse, saved = _handed_through(pools, out, lse, saved)
-    return (pools, out, lse), (saved, q, sink_logits, queries, out, lse)
+def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, out, lse, grads):
+    """The gradients of the pools (which are handed through), of `q` and of `sink_logits`.
 
-
-def _attend_bwd(options, residuals, grads):
-    saved, q, sink_logits, queries, out, lse = residuals
+    Args:
+      options: Static.
+      saved: From `save`.
+      q: As in the forward pass, like the following.
+      sink_logits: Likewise.
+      queries: Likewise.
+      out: Likewise.
+      lse: Likewise.
+      grads: Those of the pools handed through, of `out` and of `lse`.
+    """
     pool_grads, grad_out, grad_lse = grads
     options = dataclasses.replace(options, num_blocks=saved.rows.shape[0])
     num_queries, block_size = q.shape[1], saved.k.shape[2]
@@ -297,7 +245,4 @@ def _attend_bwd(options, residuals, grads):
     if sink_logits is not None:
         lse, delta = (_by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
         grad_sinks = -jnp.sum(jnp.exp(sink_logits - lse) * delta, axis=(0, 1)).astype(sink_logits.dtype)
-    return pool_grads, _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks, None, None, None
-
-
-attend.defvjp(_attend_fwd, _attend_bwd)
+    return pool_grads, _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks

@@ -25,13 +25,15 @@ def init(
       config: Kinds, sizes, options.
       sharding: Of the pools `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
         heads may be split. The control state is replicated. A `PartitionSpec` refers to the current mesh.
+        Default: as `config.head_axis` says.
       storage: False builds the control state alone, for planning and for replaying traces.
 
     Returns:
       A cache with all rows idle, all blocks free and all keys and values 0.
 
     Raises:
-      ValueError: `sharding` splits another axis than the heads.
+      ValueError: `sharding` splits another axis than the heads, or the heads over another mesh axis than
+        `config.head_axis`.
 
     Example:
       >>> import kvcache_jax as kv
@@ -39,15 +41,27 @@ def init(
       Cache(1 groups, 1 layers, float32; blocks 0/4 used, 0 B of 4.0 KiB; rows 0/2 active;
         allocations 0, forks 0, frees 0, copies 0)
     """
+    if sharding is None and config.head_axis is not None:
+        sharding = PartitionSpec(None, config.head_axis, None, None)
     if isinstance(sharding, NamedSharding | PartitionSpec):
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-        if any(axis is not None for i, axis in enumerate(spec) if i != 1):
-            raise ValueError(
-                f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
-            )
+        _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
     cache = _builder(config, sharding, storage)()
     _log.info("init: %s", describe(config))
     return cache
+
+
+def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
+    if any(axis is not None for i, axis in enumerate(spec) if i != 1):
+        raise ValueError(
+            f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
+        )
+    axis = spec[1] if len(spec) > 1 else None
+    uses_kernels = config.implementation not in (None, "xla")
+    if axis != config.head_axis and (uses_kernels or config.head_axis is not None):
+        raise ValueError(
+            f"sharding splits the heads over {axis!r} and config.head_axis is {config.head_axis!r}, expected "
+            f"the same: a kernel must know the axis, write CacheConfig(..., head_axis={axis!r})"
+        )
 
 
 @functools.lru_cache(maxsize=64)

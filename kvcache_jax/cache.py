@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, rows, storage
+from kvcache_jax import arguments, attention_kernels, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
@@ -190,6 +190,7 @@ def _extend(
         control = record_tokens(control, tokens, step, copies, cache.config)
     pools = cache.pools
     if pools:
+        step = attention_kernels.with_work(step, cache.config, pools, control.block_pools)
         pools = tuple(
             storage.copy_blocks(pool, copied, block_pool.num_blocks)
             for pool, copied, block_pool in zip(pools, copies, control.block_pools, strict=True)

@@ -122,8 +122,10 @@ class CacheConfig:
         ones that released longest ago; always a block before its predecessor.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
-      implementation: Attention path: "xla", "mosaic_gpu", "mosaic_tpu", or None for the best that
-        supports the call.
+      implementation: Attention path: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper), "mosaic_tpu", or
+        None for the best that was measured here and supports the call, which so far is "xla".
+      head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
+        own heads; `init` then splits the pools so. XLA's attention does not need to know.
 
     Raises:
       ValueError, TypeError: for absurd sizes and unknown options; names got, expected and the fix.
@@ -148,6 +150,7 @@ class CacheConfig:
     eviction_policy: str = LRU
     eviction_batch: int = 1
     implementation: str | None = None
+    head_axis: str | None = None
 
     def __hash__(self) -> int:
         """Computed once: jit asks at every call."""
@@ -189,6 +192,8 @@ class CacheConfig:
                 f"implementation is {self.implementation!r}, "
                 f"expected None or one of {', '.join(IMPLEMENTATIONS)}"
             )
+        if self.head_axis is not None and not isinstance(self.head_axis, str):
+            raise TypeError(f"head_axis is {self.head_axis!r}, expected the name of a mesh axis, or None")
         if self.eviction_policy not in eviction_policies():
             raise ValueError(
                 f"eviction_policy is {self.eviction_policy!r}, expected one of "

@@ -17,7 +17,8 @@ class BlockMetadata(NamedTuple):
     """What a policy sees, one entry per block; None where the policy did not ask for it.
 
     A use is a publication, a hit by `allocate`, or an adoption by `commit`. Times are ticks of the cache's
-    clock, which advances with each call that uses a row. Entries of blocks that are not cached mean nothing.
+    clock, which advances with each call that uses a row, the one that evicts included. Entries of blocks
+    that are not cached mean nothing.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.
@@ -97,8 +98,8 @@ def eviction_policies() -> tuple[str, ...]:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.eviction_policies()[:4]
-      ('lru', 'lfu', 'fifo', 'priority')
+      >>> kv.eviction_policies()[:5]
+      ('lru', 'lfu', 'fifo', 'priority', 'hyperbolic')
     """
     return (LRU, *_policies)
 
@@ -140,3 +141,10 @@ def _first_published(blocks: BlockMetadata) -> jax.Array:
 def _lowest_priority(blocks: BlockMetadata) -> jax.Array:
     assert blocks.priority is not None
     return blocks.priority
+
+
+@eviction_policy("hyperbolic", needs=["num_hits", "age"])
+def _fewest_uses_per_time(blocks: BlockMetadata) -> jax.Array:
+    """Blankstein et al., Hyperbolic Caching, 2017: uses over the time since the publication."""
+    assert blocks.num_hits is not None and blocks.age is not None
+    return -(blocks.age // (1 + blocks.num_hits))

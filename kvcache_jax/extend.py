@@ -66,7 +66,8 @@ def extend_control(
         jnp.sum(jnp.where(grows, demand.num_blocks, 0), dtype=jnp.int32) + num_true(copies_tail[g])
         for g, demand in enumerate(demands)
     ]
-    control = eviction.make_room(control, need, config)
+    clock = control.clock + grows.any().astype(jnp.uint32)
+    control = eviction.make_room(dataclasses.replace(control, clock=clock), need, config)
     pools, slots, plans, copies = [], [], [], []
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
         columns = positions // group.block_size
@@ -90,14 +91,12 @@ def extend_control(
         pools.append(pool)
         copies.append(copies_made)
 
-    clock = control.clock + grows.any().astype(jnp.uint32)
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
     control = dataclasses.replace(
         control,
         context_len=control.context_len.at[rows].set(new_len, mode="drop"),
         last_used=control.last_used.at[rows].set(clock, mode="drop"),
         num_uses=control.num_uses.at[rows].add(1, mode="drop"),
-        clock=clock,
         counters=count_events(control, {Counter.COPIES: num_copies}),
         block_pools=tuple(pools),
     )

@@ -5,9 +5,10 @@ and the hit figures of the last requests; everything else is read from the cache
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -19,49 +20,20 @@ from kvcache_jax import manager_errors as errors
 from kvcache_jax import manager_programs as programs
 from kvcache_jax.cache_holder import CacheHolder
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.manager_rows import Figures, RequestRows, prompt_of
-from kvcache_jax.state import Cache, Step
+from kvcache_jax.manager_requests import (
+    TO_THE_END,
+    Batch,
+    Request,
+    checked_final_len,
+    checked_widths,
+    prompt_of,
+)
+from kvcache_jax.manager_rows import Figures, RequestRows
+from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
+from kvcache_jax.state import Cache
 from kvcache_jax.status import Status
 
 _log = logging.getLogger("kvcache_jax")
-_TO_THE_END = np.iinfo(np.int32).max
-
-
-class Batch(NamedTuple):
-    """New tokens with reserved slots, for a step function; rows in the order in which they were passed.
-
-    One request makes one row, several make `max_seqs` rows, of which those behind the last are skipped.
-
-    Attributes:
-      tokens: i32[n, T], the new tokens; `T` is one of the manager's widths.
-      step: The `Step`, for `attention`. Its `query_len` says how many tokens of each row count.
-    """
-
-    tokens: jax.Array
-    step: Step
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A request as the cache holds it.
-
-    Attributes:
-      request_id: Its id.
-      seq_id: Its row.
-      context_len: Tokens that it holds.
-      num_blocks: Blocks that it holds in each layer group, reserved ones included.
-      num_published: First blocks that can be found by their tokens.
-      priority: For eviction policies.
-      namespace: Who may share its blocks, four 32-bit words.
-    """
-
-    request_id: Hashable
-    seq_id: int
-    context_len: int
-    num_blocks: tuple[int, ...]
-    num_published: int
-    priority: int
-    namespace: tuple[int, ...]
 
 
 class CacheManager:
@@ -106,7 +78,7 @@ class CacheManager:
         """
         self._holder = CacheHolder(cache, sharding, self._forget)
         self._config = self._holder.config
-        self._widths = _checked_widths(widths, self._config.query_len_limit)
+        self._widths = checked_widths(widths, self._config.query_len_limit)
         self._rows = RequestRows(self._config.max_seqs)
         self._figures = Figures()
 
@@ -238,10 +210,10 @@ class CacheManager:
         lengths = dict(request_id) if isinstance(request_id, Mapping) else {request_id: final_len}
         if not lengths:
             raise ValueError("got no request, expected at least one")
-        lengths = {name: _final_len(name, length) for name, length in lengths.items()}
+        lengths = {name: checked_final_len(name, length) for name, length in lengths.items()}
         with self._holder.turn("commit_tokens"):
             seq_ids = self._rows.columns(list(lengths))
-            final = np.full(len(seq_ids), _TO_THE_END, np.int32)
+            final = np.full(len(seq_ids), TO_THE_END, np.int32)
             final[: len(lengths)] = list(lengths.values())
             self._change(list(lengths), programs.commit, seq_ids, final)
 
@@ -268,7 +240,7 @@ class CacheManager:
         if new_len < 0:
             raise ValueError(f"new_len is {new_len}, expected at least 0")
         with self._holder.turn("truncate_request"):
-            new_len = min(new_len, _TO_THE_END)
+            new_len = min(new_len, TO_THE_END)
             lengths = np.array([new_len], np.int32)
             self._change([request_id], programs.truncate, self._rows.columns([request_id]), lengths)
 
@@ -412,9 +384,29 @@ class CacheManager:
             raise ValueError(f"num_blocks is {num_blocks}, expected at least 0")
         with self._holder.turn("evict"):
             self._holder.cache, count = self._holder.on_control(
-                programs.evict, np.int32(min(num_blocks, _TO_THE_END))
+                programs.evict, np.int32(min(num_blocks, TO_THE_END))
             )
             return int(count)
+
+    def select_victim_requests(self, policy: str, n: int) -> list[Hashable]:
+        """The requests to preempt first, at most `n`; see `kvcache_jax.select_victim_rows`. Ends none."""
+        with self._holder.turn("select_victim_requests") as cache:
+            victims = select_victim_rows(programs.without_pools(cache), policy, n)
+            return self._rows.requests_at(self._holder.fetch(victims))
+
+    def evict_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
+        """Ends requests until `usage` is at most `target`; see `kvcache_jax.evict_to_utilization`.
+
+        Returns:
+          The requests that were ended, in that order. Their published blocks stay cached.
+        """
+        with self._holder.turn("evict_to_utilization"):
+            program = functools.partial(evict_to_utilization, target=target, policy=policy)
+            self._holder.cache, rows = self._holder.on_control(program)
+            dropped = self._rows.requests_at(rows)
+            for request_id in dropped:
+                self._rows.end(request_id)
+            return dropped
 
     def reset_prefix_cache(self) -> int:
         """Forgets all published contents, as when the weights change; returns how many blocks they had."""
@@ -476,21 +468,3 @@ class CacheManager:
         self._rows.clear()
         self._figures.restart()
         return lost
-
-
-def _checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
-    if widths is None:
-        widths = [1]
-        while widths[-1] < limit:
-            widths.append(min(max(16, 4 * widths[-1]), limit))
-    if not widths:
-        raise ValueError("widths is empty, expected at least one")
-    for width in widths:
-        arguments.static_count("each of widths", width, limit, "max_query_len")
-    return sorted(set(widths))
-
-
-def _final_len(request_id: Hashable, length: int | None) -> int:
-    if length is not None and length < 0:
-        raise ValueError(f"final_len of request {request_id!r} is {length}, expected at least 0")
-    return _TO_THE_END if length is None else min(length, _TO_THE_END)

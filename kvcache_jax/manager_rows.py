@@ -2,12 +2,10 @@
 
 import collections
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from kvcache_jax import manager_errors as errors
-from kvcache_jax.manager_programs import Prompt
 from kvcache_jax.state import Counter
 
 _REQUESTS_OF_HIT_RATE = 1000
@@ -41,6 +39,11 @@ class RequestRows:
         if len(rows) > 1:
             rows += [self.max_seqs] * (self.max_seqs - len(rows))
         return np.array(rows, np.int32)
+
+    def requests_at(self, rows: np.ndarray) -> list[Hashable]:
+        """Whose these rows are, in this order; `max_seqs` is skipped."""
+        requests = {row: request_id for request_id, row in self._rows.items()}
+        return [requests[row] for row in rows.tolist() if row < self.max_seqs]
 
     def idle_row(self, request_id: Hashable) -> int:
         """The first row without request."""
@@ -93,13 +96,3 @@ class Figures:
     def restart(self) -> None:
         """The cache's counters begin at 0 again; what was counted stays."""
         self._last_counters = np.zeros(len(Counter), np.uint32)
-
-
-def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: int, reuse: bool) -> Prompt:
-    """The arguments of an admission, padded to one shape."""
-    words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
-    if words.dtype != np.uint32 or words.shape != (4,):
-        raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
-    tokens = np.zeros(max_seq_len, np.int32)
-    tokens[: len(token_ids)] = token_ids
-    return Prompt(tokens, np.int32(len(token_ids)), words, np.int32(priority), np.bool_(reuse))

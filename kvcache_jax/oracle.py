@@ -39,6 +39,7 @@ EVICTION_KEYS: dict[str, Callable[[OracleBlock, int], int]] = {
     "lfu": lambda block, clock: block.num_hits,
     "fifo": lambda block, clock: block.published_at,
     "priority": lambda block, clock: block.priority,
+    "hyperbolic": lambda block, clock: -((clock - block.published_at) // (1 + block.num_hits)),
 }
 
 Prefix = tuple[tuple[int, ...], tuple[int, ...]]

@@ -114,7 +114,7 @@ def allocate_row(
         index = prefix_index.note_hits(
             control.prefix_index, hits[config.indexed_group], clock, prompt.priority
         )
-        control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
+        control = dataclasses.replace(control, clock=clock, block_pools=pools, prefix_index=index)
         control = eviction.make_room(control, need, config)
     pools = []
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):

@@ -291,10 +291,12 @@ class AttentionPlan:
     Attributes:
       first_column: i32[n], first column in reach of the row's new tokens, behind the sink columns.
       num_columns: i32[n], columns to read: the sink columns, then those from `first_column` on.
+      work: How a kernel shares the reading among its programs; () for implementations without such a plan.
     """
 
     first_column: jax.Array
     num_columns: jax.Array
+    work: tuple[jax.Array, ...] = ()
 
 
 @pytree_dataclass()

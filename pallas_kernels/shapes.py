@@ -73,9 +73,11 @@ class DecodeShape:
         held = -(-lens // self.block_size)
         num_columns = np.minimum(held, sinks) + np.maximum(held - first, 0)
         return DecodeRows(
-            *(jnp.asarray(x) for x in (np.arange(len(lens), dtype=np.int32), first, num_columns)),
-            jnp.asarray(first_position),
-            jnp.asarray(num_queries),
+            table_row=jnp.arange(len(lens), dtype=jnp.int32),
+            first_column=jnp.asarray(first),
+            num_columns=jnp.asarray(num_columns),
+            first_position=jnp.asarray(first_position),
+            num_queries=jnp.asarray(num_queries),
         )
 
     def problem(self, seed: int = 0) -> DecodeProblem:
@@ -102,14 +104,16 @@ class DecodeShape:
         sink_logits = None
         if self.has_sink_logits:
             sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]), jnp.float32)
+        k_pool, v_pool = (pool.reshape(-1, *pool_shape[2:]) for pool in (k_pool, v_pool))
         return DecodeProblem(
-            jnp.asarray(rng.standard_normal(q_shape), self.dtype),
-            *(jnp.asarray(pool.reshape(-1, *pool_shape[2:]), self.dtype) for pool in (k_pool, v_pool)),
-            jnp.asarray(table),
-            rows,
-            self.options,
-            self.num_layers - 1,
-            sink_logits,
+            q=jnp.asarray(rng.standard_normal(q_shape), self.dtype),
+            k_pool=jnp.asarray(k_pool, self.dtype),
+            v_pool=jnp.asarray(v_pool, self.dtype),
+            block_table=jnp.asarray(table),
+            rows=rows,
+            options=self.options,
+            layer=self.num_layers - 1,
+            sink_logits=sink_logits,
         )
 
 

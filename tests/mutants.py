@@ -26,8 +26,9 @@ from mutations import MUTATIONS as ALL_BUT_PREFIX
 from mutations import Mutation
 from mutations_kernels import MUTATIONS as KERNELS
 from mutations_prefix import MUTATIONS as PREFIX
+from mutations_tpu import MUTATIONS as TPU
 
-MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *KERNELS]
+MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *KERNELS, *TPU]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

@@ -182,8 +182,16 @@ ATTENTION = in_module(
         "shape[-2] // num_kv_heads, num_kv_heads, head_dim).swapaxes(2, 3)",
         GROUPED_HEADS,
     ),
+)
+
+QUERIES = in_module(
+    "queries",
     ("packed tokens ask for the row before", 'order, side="right")', 'order, side="left")', PACKED),
-    ("named implementation falls back", 'if name != "xla":', "if False:", OPTIONS),
+)
+
+ATTENTION_KERNELS = in_module(
+    "attention_kernels",
+    ("named implementation falls back", "if name != XLA and (", "if False and (", OPTIONS),
 )
 
 EXTEND = in_module(
@@ -412,6 +420,8 @@ MUTATIONS = [
     *STORAGE,
     *ATTENTION_XLA,
     *ATTENTION,
+    *QUERIES,
+    *ATTENTION_KERNELS,
     *EXTEND,
     *DEMAND,
     *ROWS,

@@ -93,6 +93,9 @@ A, B, C = [1, 1], [2, 2], [3, 3]
         ("lru", [(A, 0), (B, 0), ([*A, 9], 0)], B),
         ("fifo", [(A, 0), (B, 0), ([*A, 9], 0)], A),
         ("lfu", [(A, 0), ([*A, 9], 0), (B, 0), ([*B, 9], 0), ([*B, 9], 0), (C, 0), ([*C, 9], 0)], A),
+        # A has two uses in 8 ticks, B two in 4, C one in 2, or in 4 after another request.
+        ("hyperbolic", [(A, 0), ([*A, 9], 0), (B, 0), ([*B, 9], 0), (C, 0)], A),
+        ("hyperbolic", [(A, 0), (B, 0), ([*A, 9], 0), ([*A, 9], 0), (C, 0), ([*C, 9], 0)], B),
         ("priority", [(A, 5), (B, 1), (C, 2)], B),
         ("priority", [(A, 5), (B, 1), (C, 2), ([*B, 9], 7)], C),  # the last user's
         ("priority", [(A, 5), (B, 1), (C, 2), ([*A, 9], 0)], A),
@@ -190,7 +193,7 @@ def test_broken_histories_are_found():
 
 
 def test_a_config_names_its_policy():
-    assert kv.eviction_policies()[:4] == ("lru", "lfu", "fifo", "priority")
+    assert kv.eviction_policies()[:5] == ("lru", "lfu", "fifo", "priority", "hyperbolic")
     with pytest.raises(ValueError, match="eviction_policy is 'newest', expected one of 'lru', 'lfu'"):
         config_of("newest")
     with pytest.raises(ValueError, match="expected enable_prefix_caching=True with it"):

@@ -264,6 +264,29 @@ def test_eviction_and_reset():
     assert kv.CacheManager(PLAIN).evict(3) == kv.CacheManager(PLAIN).reset_prefix_cache() == 0
 
 
+def test_whole_requests_give_way():
+    manager = kv.CacheManager(CONFIG)
+    texts = {"a": list(range(9)), "b": list(range(20, 33)), "c": list(range(9)), "d": [50]}
+    for name, text in texts.items():
+        start(manager, name, text, priority=3 if name == "d" else 0)
+    assert manager.usage() == pytest.approx(9 / 12)
+    before = state_of(manager)
+    # The first two blocks of "a" and "c" are shared.
+    assert manager.select_victim_requests("longest", 2) == ["b", "a"]
+    assert manager.select_victim_requests("priority", 4) == ["a", "b", "c", "d"]
+    assert state_of(manager) == before
+    assert manager.evict_to_utilization(0.8) == []
+    assert manager.evict_to_utilization(0.45, "longest") == ["b"]
+    check(manager, {name: texts[name] for name in "acd"})
+    assert manager.evict_to_utilization(0.1) == ["a", "c"]
+    check(manager, {"d": [50]})
+    assert manager.allocate_request("b", texts["b"]) == 12
+    with pytest.raises(ValueError, match="expected 0 <= target <= 1"):
+        manager.evict_to_utilization(2)
+    with pytest.raises(ValueError, match="policy is 'newest'"):
+        manager.select_victim_requests("newest", 1)
+
+
 def test_drafts_and_namespaces():
     manager = kv.CacheManager(CONFIG)
     tenant = kv.namespace(tenant="a")

@@ -124,7 +124,15 @@ def test_what_the_kernel_does_not_take(shape, expected):
     [
         (
             dict(block_table=jax.ShapeDtypeStruct((64, 4000), "int32")),
-            "block_table has 256000 entries, expected at most 245760",
+            "the block table with its rows has 256016 entries, expected at most 245760",
+        ),
+        (
+            dict(
+                q=jax.ShapeDtypeStruct((2, 8, 32, 16, 128), "bfloat16"),
+                k_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "bfloat16"),
+                v_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "bfloat16"),
+            ),
+            "a row's queries are 524288 numbers, expected at most 262144: split the row",
         ),
         (
             dict(

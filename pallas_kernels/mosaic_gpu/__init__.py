@@ -1,7 +1,7 @@
 """Kernels for NVIDIA Hopper GPUs (H100, H200), in Pallas Mosaic GPU."""
 
 from pallas_kernels.mosaic_gpu.append import append_kv
-from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for
+from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for, why_not
 from pallas_kernels.mosaic_gpu.decode_plan import DecodePlan
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from pallas_kernels.mosaic_gpu.move_blocks import copy_blocks, gather_blocks, scatter_blocks
@@ -15,4 +15,5 @@ __all__ = [
     "paged_decode",
     "plan_for",
     "scatter_blocks",
+    "why_not",
 ]

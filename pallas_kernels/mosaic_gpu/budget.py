@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,6 @@ def pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dty
     return jax.ShapeDtypeStruct((num_blocks, num_kv_heads, block_size, head_dim), jnp.dtype(dtype))
 
 
-def i32(*shape: int) -> jax.ShapeDtypeStruct:
+def i32(*shape: int) -> Any:
     """The shape of integers."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)

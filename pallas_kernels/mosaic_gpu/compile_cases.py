@@ -49,7 +49,9 @@ CASES = (
         "decode_32_rows_group_4",
         num_rows=32,
         group_size=4,
-        budget=Budget(registers=96, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000),
+        budget=Budget(
+            registers=128, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000
+        ),
     ),
     *MOVE_CASES,
 )

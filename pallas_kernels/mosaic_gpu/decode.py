@@ -10,6 +10,7 @@ The softmax is online and to the base 2, with `scale * log2(e)` folded into one 
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,16 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     tiling_of,
 )
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
-from pallas_kernels.mosaic_gpu.merge import f32_tiles, merge_items
+from pallas_kernels.mosaic_gpu.merge import merge_items
+from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
-_NUM_SMS = 132
+_NUM_SMS = 132  # of an H100 or H200
+_INTERPRETED_PROGRAMS = 8
 _SHARED_MEMORY = 227 * 1024
 _STAGES = 2
 _HEAD_DIMS = (64, 128, 256)
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def paged_decode(
@@ -74,11 +76,12 @@ def paged_decode(
       ValueError: the arguments do not fit together, or this kernel does not take them.
     """
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
-    _check_supported(q, k_pool)
+    if reason := why_not(k_pool, q.shape[3]):
+        raise ValueError(reason)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
     tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
     if plan is None:
-        plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2])
+        plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2], interpret=interpret)
 
     lanes = _as_lanes(q.astype(k_pool.dtype), tiling)
     inputs = [lanes, k_pool, v_pool, block_table, plan.items, jnp.asarray(layer, jnp.int32).reshape(1)]
@@ -95,16 +98,14 @@ def paged_decode(
             jax.ShapeDtypeStruct((n, num_heads, num_lanes), jnp.float32),
         )
 
-    ring = plgpu.SMEM((_STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=_TRANSFORMS)
+    ring = plgpu.SMEM((_STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
     ring_barrier = plgpu.Barrier(num_barriers=_STAGES, num_arrivals=tiling.pieces_per_tile)
     scratch = dict(
-        q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), k_pool.dtype, transforms=_TRANSFORMS),
+        q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2)),
         k_smem=ring,
         v_smem=ring,
-        p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=_TRANSFORMS),
-        out_smem=plgpu.SMEM(
-            (head_dim, tiling.num_lanes), jnp.float32, transforms=f32_tiles(tiling.num_lanes)
-        ),
+        p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=tiled(TILE_ROWS, 2)),
+        out_smem=plgpu.SMEM((head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)),
         lse_smem=plgpu.SMEM((tiling.num_lanes,), jnp.float32),
         q_barrier=plgpu.Barrier(num_arrivals=1 if sink_logits is None else 2),
         k_barrier=ring_barrier,
@@ -123,7 +124,8 @@ def paged_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs)
     if can_split:
-        out, lse = merge_items(out, lse, *parts, plan.first_item, interpret=interpret)
+        part_out, part_lse = parts
+        out, lse = merge_items(out, lse, part_out, part_lse, plan.first_item, interpret=interpret)
     return _as_queries(out.swapaxes(2, 3), tiling), _as_queries(lse, tiling)
 
 
@@ -133,7 +135,7 @@ def plan_for(
     num_columns: int,
     block_size: int,
     *,
-    num_programs: int | None = None,
+    interpret: bool = False,
 ) -> DecodePlan:
     """The plan of a decode, computed on the device; the same for all layers of a step.
 
@@ -142,12 +144,13 @@ def plan_for(
       q_shape: `(r, t, h, g, d)`.
       num_columns: Columns of the block table.
       block_size: Tokens of a block.
-      num_programs: Programs that run side by side. Default: of an H100 or H200.
+      interpret: As if fewer programs ran side by side.
     """
     _, num_queries, num_heads, group_size, head_dim = q_shape
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    if num_programs is None:
-        num_programs = _NUM_SMS * (_SHARED_MEMORY // _shared_memory(tiling, head_dim))
+    num_programs = _NUM_SMS * (_SHARED_MEMORY // _shared_memory(tiling, head_dim))
+    if interpret:
+        num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
     return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
 
@@ -170,16 +173,18 @@ def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEst
     )
 
 
-def _check_supported(q: jax.Array, k_pool: jax.Array) -> None:
+def why_not(k_pool: jax.Array, group_size: int) -> str | None:
+    """Why this kernel does not take a pool, with so many query heads per key/value head; None if it does."""
     block_size, head_dim = k_pool.shape[2:]
     if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"the pools are {k_pool.dtype}, this kernel takes bfloat16 or float16")
+        return f"the pools are {k_pool.dtype}, and the kernel takes bfloat16 and float16"
     if head_dim not in _HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}, this kernel takes {', '.join(map(str, _HEAD_DIMS))}")
+        return f"head_dim is {head_dim}, and the kernel takes {', '.join(map(str, _HEAD_DIMS))}"
     if block_size % 8 or not 8 <= block_size <= 512:
-        raise ValueError(f"block_size is {block_size}, this kernel takes multiples of 8 up to 512")
-    if q.shape[3] > 16:
-        raise ValueError(f"{q.shape[3]} query heads share a key/value head, this kernel takes up to 16")
+        return f"block_size is {block_size}, and the kernel takes multiples of 8 up to 512"
+    if group_size > 16:
+        return f"{group_size} query heads share a key/value head, and the kernel takes up to 16"
+    return None
 
 
 def _as_lanes(x: jax.Array, tiling: Tiling) -> jax.Array:
@@ -212,7 +217,7 @@ def _decode(
     q_barrier,
     k_barrier,
     v_barrier,
-    sinks_smem=None,
+    sinks_smem: Any = None,
 ) -> None:
     """One key/value head and lane tile of one item; or nothing, where the plan has no item."""
     num_results = 4 if can_split else 2
@@ -274,7 +279,8 @@ def _decode(
                 touch(b)
             return acc_ref[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        accumulator = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        return pl.run_scoped(multiply, accumulator)
 
     def per_lane(x: jax.Array, num_rows: int) -> jax.Array:
         return lax.broadcast_in_dim(x, (num_rows, tiling.num_lanes), [1])
@@ -348,10 +354,10 @@ def _decode(
         lse_smem[...] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
         plgpu.commit_smem()
         if can_split:
-            pl.when(is_part == 1)(lambda: write(*results[2:], item))
-            pl.when(is_part == 0)(lambda: write(*results[:2], row))
+            pl.when(is_part == 1)(lambda: write(results[2], results[3], item))
+            pl.when(is_part == 0)(lambda: write(results[0], results[1], row))
         else:
-            write(*results, row)
+            write(results[0], results[1], row)
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
+from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -60,12 +61,6 @@ def merge_attention(
     return out[0, 0, :, :num_lanes].T.reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
 
 
-def f32_tiles(num_lanes: int) -> tuple[plgpu.Transform, ...]:
-    """Layout in shared memory of f32[..., num_lanes], num_lanes a multiple of 8."""
-    swizzle = next(size for size in (128, 64, 32) if 4 * num_lanes % size == 0)
-    return plgpu.TilingTransform((8, swizzle // 4)), plgpu.SwizzleTransform(swizzle)
-
-
 def merge_items(
     out: jax.Array,
     lse: jax.Array,
@@ -107,9 +102,7 @@ def _merge(out, lse, part_out, part_lse, first_item, interpret: bool) -> tuple[j
         grid=(num_rows, all_lanes // num_lanes, num_heads),
         grid_names=("row", "lane_tile", "head"),
         scratch_types=dict(
-            part_smem=plgpu.SMEM(
-                (_STAGES, head_dim, num_lanes), jnp.float32, transforms=f32_tiles(num_lanes)
-            ),
+            part_smem=plgpu.SMEM((_STAGES, head_dim, num_lanes), jnp.float32, transforms=tiled(num_lanes, 4)),
             part_lse_smem=plgpu.SMEM((_STAGES, num_lanes), jnp.float32),
             barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
         ),

@@ -10,13 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
-from pallas_kernels.mosaic_tpu.limits import check_tpu_pool, interpreter
+from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, interpreter
 
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
 """Of VMEM, for two tiles of keys and two of values."""
-TABLE_BYTES = 960 * 2**10
-"""Of SMEM, for the block table; there are 1024 KiB in all."""
+MAX_QUERY_SIZE = 2**18
+"""Numbers of all queries of a row, which stand in VMEM beside their results and logits."""
+NUM_ROW_SCALARS = len(DecodeRows._fields) + 3
+"""Of a row in SMEM, with its plan."""
 MASKED = -1e30
 """A logit that takes no weight; finite, for inf - inf is NaN."""
 
@@ -51,8 +53,8 @@ def paged_decode(
 
     Args:
       q: `[r, t, h, g, d]`, t at most 8; computed in the pools' dtype.
-      k_pool: `[num_layers * num_blocks, h, block_size, d]`, f32, or bf16 with a block_size of whole tiles: a
-        multiple of 16, for f32 of 8; d a multiple of 128.
+      k_pool: `[num_layers * num_blocks, h, block_size, d]`, bf16 with block_size a multiple of 16, or f32
+        with a multiple of 8; d a multiple of 128.
       v_pool: Like `k_pool`.
       block_table: i32[max_rows, columns].
       rows: Who asks, and which columns are read.
@@ -65,17 +67,19 @@ def paged_decode(
       out f32[r, t, h, g, d] and the log of the sum of exponentials f32[r, t, h, g].
 
     Raises:
-      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the
-        table does not fit into SMEM, or a block of all heads into VMEM.
+      ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); table and
+        rows do not fit into SMEM, or a row's queries or a block of all heads into VMEM.
     """
     check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
     check_tpu_pool(k_pool)
-    if block_table.size * 4 > TABLE_BYTES:
-        raise ValueError(
-            f"block_table has {block_table.size} entries, expected at most {TABLE_BYTES // 4}: split the "
-            "rows, or use larger blocks"
-        )
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
+    check_scalars("the block table with its rows", block_table.size + NUM_ROW_SCALARS * num_rows)
+    query_size = num_queries * num_kv_heads * group_size * head_dim
+    if query_size > MAX_QUERY_SIZE:
+        raise ValueError(
+            f"a row's queries are {query_size} numbers, expected at most {MAX_QUERY_SIZE}: split the row, or "
+            "shard the heads"
+        )
     block_size, columns = k_pool.shape[2], block_table.shape[1]
     blocks_per_tile = _blocks_per_tile(k_pool)
     tile_len = blocks_per_tile * block_size
@@ -105,8 +109,8 @@ def paged_decode(
             in_specs=[
                 of_row(head_dim),
                 pl.BlockSpec((num_kv_heads, num_packed, 1), lambda row, *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=[of_row(head_dim), of_row(1)],
             scratch_shapes=[

@@ -7,6 +7,8 @@ from jax.experimental.pallas import tpu as pltpu
 NUM_LANES = 128
 NUM_SUBLANES = 8
 DTYPES = ("bfloat16", "float32")
+MAX_SCALARS = 960 * 2**10 // 4
+"""Of 32 bits, in SMEM, which has 1024 KiB."""
 
 
 def check_tpu_pool(pool: jax.Array) -> None:
@@ -25,6 +27,15 @@ def check_tpu_pool(pool: jax.Array) -> None:
         raise ValueError(
             f"block_size is {block_size}, expected a multiple of {sublanes(pool.dtype)} for {pool.dtype} "
             "on a TPU"
+        )
+
+
+def check_scalars(name: str, num_scalars: int) -> None:
+    """Raises unless so many integers fit into the memory of the scalar core."""
+    if num_scalars > MAX_SCALARS:
+        raise ValueError(
+            f"{name} has {num_scalars} entries, expected at most {MAX_SCALARS} on a TPU: split the call, "
+            "or use larger blocks"
         )
 
 

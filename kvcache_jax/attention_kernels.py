@@ -1,0 +1,195 @@
+"""Attention by Pallas kernels: which implementation serves a call, and the kernel's view of a step."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.attention_options import Options
+from kvcache_jax.config import IMPLEMENTATIONS, CacheConfig, SlidingWindow
+from kvcache_jax.head_axis import num_local_heads, over_heads
+from kvcache_jax.queries import Queries, queries_of
+from kvcache_jax.state import KVPool, Step
+
+XLA, MOSAIC_GPU, MOSAIC_TPU = IMPLEMENTATIONS
+_PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
+
+# What `None` may pick: implementations that have run, and were measured, on their hardware.
+_MEASURED: tuple[str, ...] = ()
+
+_is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Within it, kernels are traced to run on the CPU, where races are looked for; slow."""
+    token = _is_interpreted.set(True)
+    try:
+        yield
+    finally:
+        _is_interpreted.reset(token)
+
+
+def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int = 1) -> str:
+    """The implementation of a call; a named one runs or raises.
+
+    Args:
+      config: Names one for the cache, or leaves it open.
+      asked: By the call.
+      pool: Of the layer group.
+      group_size: Query heads of a key/value head.
+
+    Raises:
+      ValueError: there is no such implementation, or it does not take this cache.
+      NotImplementedError: it does not run here.
+    """
+    for name in (asked, config.implementation):
+        if name not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation is {name!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}"
+            )
+    name = asked or config.implementation
+    if name is None:
+        fits = (name for name in _MEASURED if not _why_not(name, pool, group_size))
+        return next(fits, XLA)
+    if name != XLA and (reason := _why_not(name, pool, group_size)):
+        raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
+    return name
+
+
+def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
+    """Why a kernel does not serve a cache here, or None if it does."""
+    from pallas_kernels.versions import untested_jax
+
+    if reason := untested_jax():
+        return reason
+    if not _is_interpreted.get():
+        platform = _platform()
+        if platform != _PLATFORM[name]:
+            return f"it is for {_PLATFORM[name]} devices, and this is {platform}"
+    return _kernels(name).why_not(pool.k, group_size)
+
+
+def _platform() -> str:
+    """Of the devices that the program is for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform is not None:
+        return device.platform
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def _kernels(name: str) -> ModuleType:
+    if name == MOSAIC_GPU:
+        from pallas_kernels import mosaic_gpu
+
+        return mosaic_gpu
+    from pallas_kernels import mosaic_tpu
+
+    return mosaic_tpu
+
+
+def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_pools: Any) -> Step:
+    """The step with the work plan of kernels that have one: made once, for all layers of a group."""
+    plans = list(step.plans)
+    for group_id, (pool, block_pool) in enumerate(zip(pools, block_pools, strict=True)):
+        if choose(config, None, pool) == MOSAIC_GPU:
+            group, (_, num_heads, block_size, head_dim) = config.groups[group_id], pool.k.shape
+            queries = queries_of(step, group_id, block_pool.num_blocks * block_size)
+            window = group.kind.window if isinstance(group.kind, SlidingWindow) else None
+            rows = _decode_rows(queries, window, group.num_sink_blocks, block_size)
+            num_queries = _cut(queries.is_query).shape[1]
+            num_heads = num_local_heads(pool.k, config.head_axis)
+            q_shape = (rows.table_row.shape[0], num_queries, num_heads, 1, head_dim)
+            num_columns = block_pool.block_table.shape[1]
+            plan_for, interpret = _kernels(MOSAIC_GPU).plan_for, _is_interpreted.get()
+            work = plan_for(rows, q_shape, num_columns, block_size, interpret=interpret)
+            plans[group_id] = dataclasses.replace(plans[group_id], work=tuple(work))
+    return dataclasses.replace(step, plans=tuple(plans))
+
+
+def forward(
+    options: Options,
+    pools: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    sink_logits: jax.Array | None,
+    block_table: jax.Array,
+    layer: jax.Array,
+    queries: Queries,
+    work: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """What `attention_xla.forward` computes, by a kernel; `work` is () if the step has no plan."""
+    from pallas_kernels.decode_rows import DecodeOptions
+
+    kernels, block_size = _kernels(options.implementation), pools[0].shape[2]
+    decode_options = DecodeOptions(
+        options.num_blocks, options.scale, options.soft_cap, options.window, options.num_sink_tokens
+    )
+    plan = {"plan": kernels.DecodePlan(*work)} if work else {}
+
+    def decode(q, k_pool, v_pool, table, rows, layer, sink_logits, plan):
+        return kernels.paged_decode(
+            q,
+            k_pool,
+            v_pool,
+            table,
+            rows,
+            decode_options,
+            layer=layer,
+            sink_logits=sink_logits,
+            interpret=_is_interpreted.get(),
+            **plan,
+        )
+
+    rows = _decode_rows(queries, options.window, options.num_sink_blocks, block_size)
+    heads = (2, 1, 1, None, None, None, None if sink_logits is None else 0, None)
+    decode = over_heads(decode, pools[0], options.head_axis, heads, (2, 2))
+    num_layers = pools[0].shape[0] // options.num_blocks
+    is_layer = layer < num_layers  # one that does not exist reads NaN
+    safe_layer = jnp.where(is_layer, layer, 0)
+    out, lse = decode(_cut(q), *pools, block_table, rows, safe_layer, sink_logits, plan)
+    out, lse = (jnp.where(is_layer, _joined(x, q.shape), jnp.nan) for x in (out, lse))
+    return out, lse
+
+
+def _cut(q: jax.Array) -> jax.Array:
+    """`[r, t, ...]` with each row cut into rows of at most `MAX_QUERIES` queries."""
+    from pallas_kernels.decode_rows import MAX_QUERIES
+
+    num_queries = q.shape[1]
+    if num_queries <= MAX_QUERIES:
+        return q
+    padding = [(0, -num_queries % MAX_QUERIES if axis == 1 else 0) for axis in range(q.ndim)]
+    return jnp.pad(q, padding).reshape(-1, MAX_QUERIES, *q.shape[2:])
+
+
+def _joined(x: jax.Array, q_shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_cut`, for queries `[r, t, ...]`."""
+    return x.reshape(q_shape[0], -1, *x.shape[2:])[:, : q_shape[1]]
+
+
+def _decode_rows(queries: Queries, window: int | None, num_sink_blocks: int, block_size: int) -> Any:
+    """DecodeRows of `_cut`; each reads only the columns that its own queries reach."""
+    from pallas_kernels.decode_rows import DecodeRows
+
+    is_query = _cut(queries.is_query)
+    num_queries = is_query.sum(axis=1, dtype=jnp.int32)
+    num_cuts = is_query.shape[0] // queries.positions.shape[0]
+    order = jnp.arange(num_cuts, dtype=jnp.int32)
+
+    def of_cuts(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, num_cuts, total_repeat_length=is_query.shape[0])
+
+    first_position = (queries.positions[:, :1] + order * is_query.shape[1]).reshape(-1)
+    first_column = of_cuts(queries.first_column)
+    if window is not None:
+        first_column = jnp.maximum(first_column, (first_position - window + 1) // block_size)
+    end_column = (first_position + num_queries - 1) // block_size + 1
+    num_columns = jnp.minimum(num_sink_blocks, end_column) + jnp.maximum(end_column - first_column, 0)
+    num_columns = jnp.where(num_queries > 0, jnp.minimum(num_columns, of_cuts(queries.num_columns)), 0)
+    return DecodeRows(of_cuts(queries.table_row), first_column, num_columns, first_position, num_queries)

@@ -1,0 +1,87 @@
+"""One derivative for all implementations of attention: whichever ran forward, XLA runs backward."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from kvcache_jax import attention_kernels, attention_xla
+from kvcache_jax.attention_options import Options
+from kvcache_jax.queries import Queries
+
+Pools = tuple[jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    options: Options,
+    pools: Pools,
+    q: jax.Array,
+    sink_logits: jax.Array | None,
+    block_table: jax.Array,
+    layer: jax.Array,
+    queries: Queries,
+    work: tuple[jax.Array, ...],
+) -> tuple[Pools, jax.Array, jax.Array]:
+    """Attention of `q` over the blocks of one layer.
+
+    The pools are handed through, so that a chain of layers has one chain of gradients, updated in
+    place, and not a pool-sized gradient per layer.
+
+    Args:
+      options: Static.
+      pools: (k, v), `[num_layers * num_blocks, h, s, d]` each.
+      q: `[r, t, h, g, d]`.
+      sink_logits: f32[h, g] or None.
+      block_table: i32[max_seqs, max_blocks_per_seq].
+      layer: i32[], index in the group.
+      queries: Queries.
+      work: See `AttentionPlan`.
+
+    Returns:
+      (pools, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
+    """
+    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries, work)
+    return _handed_through(pools, out, lse)
+
+
+def _forward(options, pools, q, sink_logits, block_table, layer, queries, work):
+    if options.implementation == attention_kernels.XLA:
+        return attention_xla.forward(options, pools, q, sink_logits, block_table, layer, queries)
+    return attention_kernels.forward(options, pools, q, sink_logits, block_table, layer, queries, work)
+
+
+def _handed_through(pools, *reads):
+    """Fences the pools behind what was read from them, so that the next layer's write happens in place."""
+    return lax.optimization_barrier((pools, *reads))
+
+
+def _attend_fwd(options, *arguments):
+    pools, q, sink_logits, block_table, layer, queries, work = jax.tree.map(lambda x: x.value, arguments)
+    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries, work)
+    saved = attention_xla.save(options, pools, block_table, layer, queries)
+    pools, out, lse, saved = _handed_through(pools, out, lse, saved)
+    return (pools, out, lse), (saved, q, sink_logits, queries, out, lse)
+
+
+def _attend_bwd(options, residuals, grads):
+    saved, q, sink_logits, queries, out, lse = residuals
+
+    def materialised(grad: Any) -> jax.Array:
+        """A zero gradient is made here, and not ahead of the forward pass, where it would only lie about."""
+        if type(grad) is not SymbolicZero:
+            return grad
+        zero, _ = lax.optimization_barrier((jnp.zeros((), grad.dtype), lse))
+        return jnp.broadcast_to(zero, grad.shape)
+
+    grads = jax.tree.map(materialised, grads, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    grad_pools, grad_q, grad_sinks = attention_xla.backward(
+        options, saved, q, sink_logits, queries, out, lse, grads
+    )
+    return grad_pools, grad_q, grad_sinks, None, None, None, None
+
+
+attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

@@ -1,0 +1,55 @@
+"""Kernels on pools whose heads are split over a mesh: each device runs them on its own heads.
+
+XLA cannot split a kernel by itself and would gather the pool. Which axis splits the heads is known from the
+pool's type where mesh axes are explicit, and else from `CacheConfig.head_axis`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+def over_heads(
+    function: Callable[..., Any], pool: jax.Array, head_axis: str | None, inputs: Any, outputs: Any
+) -> Callable[..., Any]:
+    """`function` on each device's own heads.
+
+    Args:
+      function: From arrays to arrays, for any number of heads.
+      pool: `[rows, heads, block_size, head_dim]`.
+      head_axis: Mesh axis over which the heads are split, if its type does not tell.
+      inputs: Per argument the position of its axis of heads, None where it has none.
+      outputs: Likewise, per result.
+    """
+    axis = _axis_to_map(pool, head_axis)
+    if axis is None:
+        return function
+
+    def spec(position: int | None) -> PartitionSpec:
+        return PartitionSpec() if position is None else PartitionSpec(*[None] * position, axis)
+
+    in_specs, out_specs = (tuple(map(spec, positions)) for positions in (inputs, outputs))
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
+
+
+def num_local_heads(pool: jax.Array, head_axis: str | None) -> int:
+    """Heads of one device."""
+    axis = _axis_to_map(pool, head_axis)
+    return pool.shape[1] // (1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis])
+
+
+def _axis_to_map(pool: jax.Array, head_axis: str | None) -> str | None:
+    """The axis that splits the heads, None if there is none or the caller maps over it already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = jax.typeof(pool).sharding.spec
+    axis = spec[1] if len(spec) > 1 and spec[1] is not None else head_axis
+    if axis is None or axis in mesh.manual_axes:
+        return None
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"head_axis is {axis!r} and the current mesh has the axes {mesh.axis_names}, expected it among "
+            "them: run inside `with jax.set_mesh(mesh)`"
+        )
+    return axis

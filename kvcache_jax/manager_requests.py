@@ -1,0 +1,81 @@
+"""What goes into `CacheManager` and comes out of it: requests, batches, and the checks of its arguments."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvcache_jax import arguments
+from kvcache_jax.manager_programs import Prompt
+from kvcache_jax.state import Step
+
+TO_THE_END = np.iinfo(np.int32).max
+
+
+class Batch(NamedTuple):
+    """New tokens with reserved slots, for a step function; rows in the order in which they were passed.
+
+    One request makes one row, several make `max_seqs` rows, of which those behind the last are skipped.
+
+    Attributes:
+      tokens: i32[n, T], the new tokens; `T` is one of the manager's widths.
+      step: The `Step`, for `attention`. Its `query_len` says how many tokens of each row count.
+    """
+
+    tokens: jax.Array
+    step: Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request as the cache holds it.
+
+    Attributes:
+      request_id: Its id.
+      seq_id: Its row.
+      context_len: Tokens that it holds.
+      num_blocks: Blocks that it holds in each layer group, reserved ones included.
+      num_published: First blocks that can be found by their tokens.
+      priority: For eviction policies.
+      namespace: Who may share its blocks, four 32-bit words.
+    """
+
+    request_id: Hashable
+    seq_id: int
+    context_len: int
+    num_blocks: tuple[int, ...]
+    num_published: int
+    priority: int
+    namespace: tuple[int, ...]
+
+
+def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: int, reuse: bool) -> Prompt:
+    """The arguments of an admission, padded to one shape."""
+    words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
+    if words.dtype != np.uint32 or words.shape != (4,):
+        raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
+    tokens = np.zeros(max_seq_len, np.int32)
+    tokens[: len(token_ids)] = token_ids
+    return Prompt(tokens, np.int32(len(token_ids)), words, np.int32(priority), np.bool_(reuse))
+
+
+def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
+    """The widths in order, or the usual ones up to `limit`."""
+    if widths is None:
+        widths = [1]
+        while widths[-1] < limit:
+            widths.append(min(max(16, 4 * widths[-1]), limit))
+    if not widths:
+        raise ValueError("widths is empty, expected at least one")
+    for width in widths:
+        arguments.static_count("each of widths", width, limit, "max_query_len")
+    return sorted(set(widths))
+
+
+def checked_final_len(request_id: Hashable, length: int | None) -> int:
+    """The `final_len` of a commit; None stands for all tokens."""
+    if length is not None and length < 0:
+        raise ValueError(f"final_len of request {request_id!r} is {length}, expected at least 0")
+    return TO_THE_END if length is None else min(length, TO_THE_END)

@@ -1,0 +1,240 @@
+"""Compiles the TPU kernels for three generations of TPUs, without one.
+
+    python -m tests.aot.tpu                 # all cases, as `make aot-tpu` does
+    python -m tests.aot.tpu append scatter  # those with one of these words in their names
+
+Needs libtpu, see `make .venv-tpu`. Exit status 1 if a program does not compile, copies a pool, or does not
+update in place what it ought to.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+from pallas_kernels import mosaic_tpu
+from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from tests.aot.compiling import num_copies
+
+# Read when libtpu starts: there is no TPU to ask for its surroundings.
+SURROUNDINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5e-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
+NUM_LAYERS, NUM_TOKENS = 4, 2**16  # of one layer's pool
+HEADINGS = ("code", "vmem", "temporary", "seconds", "verdict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+      name: Unique.
+      function: Takes the pools first, and returns them first if they are updated in place.
+      arguments: Shapes.
+      in_place: Whether the pools are donated and must be updated where they are.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple
+    in_place: bool
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def pool_of(block_size: int, num_kv_heads: int = 8, head_dim: int = 128, dtype: str = "bfloat16"):
+    shape = (NUM_LAYERS * (NUM_TOKENS // block_size), num_kv_heads, block_size, head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def decode_case(
+    name: str,
+    *,
+    block_size: int = 16,
+    group_size: int = 4,
+    num_queries: int = 1,
+    num_rows: int = 32,
+    columns: int = 128,
+    has_sink_logits: bool = False,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    **statics: Any,
+) -> Case:
+    pool = pool_of(block_size, num_kv_heads, head_dim, dtype)
+    options = DecodeOptions(NUM_TOKENS // block_size, head_dim**-0.5, **statics)
+    q = jax.ShapeDtypeStruct((num_rows, num_queries, num_kv_heads, group_size, head_dim), pool.dtype)
+    sinks = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32) if has_sink_logits else None
+
+    def decode(k_pool, v_pool, q, table, rows, layer, sink_logits):
+        return mosaic_tpu.paged_decode(
+            q, k_pool, v_pool, table, rows, options, layer=layer, sink_logits=sink_logits
+        )
+
+    rows = DecodeRows(*[i32(num_rows)] * 5)
+    return Case(name, decode, (pool, pool, q, i32(num_rows, columns), rows, i32(), sinks), in_place=False)
+
+
+def move_case(kernel: Callable, *, num_moved: int = 64, num_lists: int = 1, has_values: bool = False) -> Case:
+    pool = pool_of(16)
+    values = [jax.ShapeDtypeStruct((NUM_LAYERS, num_moved, *pool.shape[1:]), pool.dtype)] * (2 * has_values)
+    function = functools.partial(kernel, num_blocks=NUM_TOKENS // 16)
+    arguments = (pool, pool, *values, *[i32(num_moved)] * num_lists, i32())
+    in_place = kernel is not mosaic_tpu.gather_blocks
+    return Case(f"{kernel.__name__}_{num_moved}", function, arguments, in_place)
+
+
+def append_case(name: str, *, num_tokens: int, block_size: int = 16, dtype: str = "bfloat16") -> Case:
+    pool = pool_of(block_size, dtype=dtype)
+    values = jax.ShapeDtypeStruct((num_tokens, 8, 128), pool.dtype)
+
+    def append(k_pool, v_pool, k, v, slots, layer):
+        return mosaic_tpu.append_kv(
+            k_pool, v_pool, k, v, slots, num_blocks=NUM_TOKENS // block_size, layer=layer
+        )
+
+    return Case(name, append, (pool, pool, values, values, i32(num_tokens), i32()), in_place=True)
+
+
+def layers_case() -> Case:
+    """All layers of a decode step in a scan: append, then attend."""
+    num_rows, pool = 32, pool_of(16)
+    num_blocks = NUM_TOKENS // 16
+
+    def layers(k_pool, v_pool, q, table, rows, slots):
+        def layer_of(carry, layer):
+            k_pool, v_pool, q = carry
+            k = q[:, 0, :, 0]
+            k_pool, v_pool = mosaic_tpu.append_kv(
+                k_pool, v_pool, k, k, slots, num_blocks=num_blocks, layer=layer
+            )
+            options = DecodeOptions(num_blocks, 128**-0.5)
+            out, _ = mosaic_tpu.paged_decode(q, k_pool, v_pool, table, rows, options, layer=layer)
+            return (k_pool, v_pool, out.astype(q.dtype)), None
+
+        return lax.scan(layer_of, (k_pool, v_pool, q), jnp.arange(NUM_LAYERS))[0]
+
+    q = jax.ShapeDtypeStruct((num_rows, 1, 8, 4, 128), pool.dtype)
+    rows = DecodeRows(*[i32(num_rows)] * 5)
+    return Case("layers", layers, (pool, pool, q, i32(num_rows, 128), rows, i32(num_rows)), in_place=True)
+
+
+CASES = (
+    decode_case("decode_block_16_group_4"),
+    decode_case("decode_block_64_group_1", block_size=64, group_size=1),
+    decode_case("decode_block_128_group_8", block_size=128, group_size=8),
+    decode_case("decode_32_heads", num_kv_heads=32, group_size=1),
+    decode_case("decode_head_256", num_kv_heads=4, head_dim=256),
+    decode_case("decode_f32_block_8", block_size=8, dtype="float32"),
+    decode_case("decode_8_queries_group_16", num_queries=8, group_size=16, dtype="float32"),
+    decode_case("decode_most_queries", num_queries=8, num_kv_heads=32, group_size=8),
+    decode_case("decode_large_table", num_rows=119, columns=2048),
+    decode_case(
+        "decode_all",
+        block_size=64,
+        group_size=8,
+        num_queries=4,
+        window=1000,
+        num_sink_tokens=5,
+        soft_cap=30.0,
+        has_sink_logits=True,
+    ),
+    move_case(mosaic_tpu.gather_blocks),
+    move_case(mosaic_tpu.scatter_blocks, has_values=True),
+    move_case(mosaic_tpu.copy_blocks, num_lists=2),
+    append_case("append_1", num_tokens=1),
+    append_case("append_64", num_tokens=64),
+    append_case("append_2048_block_128", num_tokens=2048, block_size=128),
+    append_case("append_f32", num_tokens=64, dtype="float32"),
+    layers_case(),
+)
+
+
+def compile_for(target: str, case: Case) -> jax.stages.Compiled:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=target).devices[0]
+    placed = SingleDeviceSharding(device)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), case.arguments
+    )
+    abstract = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=abstract)):
+        jitted = jax.jit(case.function, donate_argnums=(0, 1) if case.in_place else ())
+        return jitted.lower(*arguments).compile()
+
+
+def vmem_bytes(hlo: str) -> int:
+    """Of the kernel that uses most of it; libtpu writes 1 for VMEM."""
+    calls = [line for line in hlo.splitlines() if "tpu_custom_call" in line]
+    used = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"')
+    return max(int(size) for call in calls for size in used.findall(call))
+
+
+def failures(case: Case, hlo: str, temporary_bytes: int, alias_bytes: int) -> list[str]:
+    """What is wrong with the program, a phrase each."""
+    pool = case.arguments[0]
+    pool_bytes = pool.size * pool.dtype.itemsize
+    found = []
+    if copies := num_copies(hlo, pool.size):
+        found.append(f"copies a pool {copies} times")
+    if temporary_bytes >= pool_bytes:
+        found.append(f"{temporary_bytes} temporary bytes, as many as a pool has")
+    if case.in_place and alias_bytes < 2 * pool_bytes:
+        found.append(f"{2 * pool_bytes - alias_bytes} bytes not updated in place")
+    return found
+
+
+def report(target: str, case: Case, width: int) -> bool:
+    """Prints the case's line; whether it passed."""
+    start = time.monotonic()
+    try:
+        compiled = compile_for(target, case)
+    except Exception as error:  # whatever the compiler raises is this case's verdict
+        found, numbers = [f"{type(error).__name__}: {error}"], [""] * 3
+    else:
+        hlo, memory = compiled.as_text(), compiled.memory_analysis()
+        found = failures(case, hlo, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
+        numbers = [memory.generated_code_size_in_bytes, vmem_bytes(hlo), memory.temp_size_in_bytes]
+    numbers.append(f"{time.monotonic() - start:.1f}")
+    verdict = "FAILED: " + "; ".join(found) if found else "ok"
+    print(f"{target:11} {case.name:{width}}", *(f"{n:>9}" for n in numbers), f" {verdict}", flush=True)
+    return not found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compiles the TPU kernels for several TPUs.")
+    parser.add_argument("words", nargs="*", metavar="word", help="only cases with it in their names")
+    words = parser.parse_args(arguments).words or [""]
+    cases = [case for case in CASES if any(word in case.name for word in words)]
+    if not cases:
+        parser.error(f"no case has {' or '.join(words)} in its name")
+    jax.config.update("jax_platforms", "cpu")
+    os.environ |= SURROUNDINGS
+    width = max(len(case.name) for case in cases)
+    print(f"Compiled by jax {jax.__version__}")
+    print(" " * (12 + width), *(f"{heading:>9}" for heading in HEADINGS[:-1]), f" {HEADINGS[-1]}")
+    start = time.monotonic()
+    passed = [report(target, case, width) for target in TARGETS for case in cases]
+    print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed in {time.monotonic() - start:.0f} s")
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

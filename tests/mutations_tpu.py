@@ -1,0 +1,86 @@
+"""The mutations of the TPU kernels; see `mutations`."""
+
+from mutations import Mutation
+
+MANY_TILES = "test_mosaic_tpu.py::test_many_tiles"
+UNSEEN = "test_mosaic_tpu.py::test_values_that_nobody_sees_are_nan"
+COPIED = "test_mosaic_tpu_movement.py::test_copy[12]"
+IN_ANY_ORDER = "test_mosaic_tpu_movement.py::test_tokens_in_any_order_and_nowhere[bfloat16]"
+CHUNKS = "test_mosaic_tpu_movement.py::test_more_tokens_than_one_chunk"
+
+
+def in_kernel(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
+    """Mutations of one module: (name, old, new, test)."""
+    file = f"pallas_kernels/mosaic_tpu/{module}.py"
+    return [Mutation(f"TPU {module}: {name}", file, *rest) for name, *rest in mutations]
+
+
+MUTATIONS = [
+    *in_kernel(
+        "decode",
+        (
+            "the next tile lands on the one in use",
+            "jnp.where(is_last, 0, tile + 1), 1 - slot)",
+            "jnp.where(is_last, 0, tile + 1), slot)",
+            f"{MANY_TILES}[plain]",
+        ),
+        (
+            "blocks that the row does not read are read",
+            "jnp.minimum(blocks_per_tile, rows.num_columns[of_row] - tile * blocks_per_tile)",
+            "blocks_per_tile",
+            f"{MANY_TILES}[plain]",
+        ),
+        ("the layer ignored", "layer[0] * options", "0 * options", f"{MANY_TILES}[plain]"),
+        (
+            "unseen values not cleared",
+            "jnp.logical_not(all_seen)",
+            "all_seen & ~all_seen",
+            f"{MANY_TILES}[plain]",
+        ),
+        ("values before the window not cleared", "all_seen &= position", "all_seen |= position", UNSEEN),
+        (
+            "a key too many in the window",
+            "position > query_position - options.window",
+            "position >= query_position - options.window",
+            f"{MANY_TILES}[window]",
+        ),
+        (
+            "sink columns lie at the window",
+            "jnp.where(nth < num_sink_blocks * block_size, nth, nth + skipped)",
+            "nth + skipped",
+            f"{MANY_TILES}[kept_tokens]",
+        ),
+        (
+            "earlier tiles keep too much weight",
+            "kept * total[...] +",
+            "total[...] +",
+            f"{MANY_TILES}[long]",
+        ),
+        (
+            "queries that do not count are answered",
+            "query_position <= last_position",
+            "query_position < 2**30",
+            f"{MANY_TILES}[drafts]",
+        ),
+    ),
+    *in_kernel(
+        "movement",
+        ("a copy not waited for", "[0] - NUM_IN_FLIGHT, 0)", "[0] - NUM_IN_FLIGHT + 1, 0)", COPIED),
+    ),
+    *in_kernel(
+        "append",
+        ("tokens of one tile written apart", "tiles = (slots // tile_len)", "tiles = (slots // 1)", CHUNKS),
+        (
+            "tokens after the last block stored",
+            "& (slots < num_blocks",
+            "& (slots < 2 * num_blocks",
+            IN_ANY_ORDER,
+        ),
+        (
+            "the next chunk reads before this one is written",
+            "for_leaders(False, lambda copy: copy.wait())",
+            "pass",
+            CHUNKS,
+        ),
+    ),
+]
