@@ -7,10 +7,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.limits import NUM_SMS, check_gpu_pool
+from pallas_kernels.mosaic_gpu.limits import NUM_SMS, check_moved_pool
 from pallas_kernels.move_arguments import check_append
 
-DTYPES = ("bfloat16", "float16", "float32")
 MAX_TOKENS_PER_CTA = 8
 MAX_CTA_BYTES = 32 * 1024
 """Of K in one CTA; as many of V."""
@@ -52,7 +51,7 @@ def append_kv(
       ValueError: The arguments do not fit together, or this kernel does not take them.
     """
     check_append(k_pool, v_pool, k, v, slots, num_blocks)
-    check_gpu_pool(k_pool, DTYPES)
+    check_moved_pool(k_pool)
     num_tokens, num_heads, head_dim = k.shape
     if num_heads > _MAX_HEADS:
         raise ValueError(

@@ -29,16 +29,14 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     tiling_of,
 )
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
+from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, SHARED_MEMORY, why_not_pool
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
-_NUM_SMS = 132  # of an H100 or H200
 _INTERPRETED_PROGRAMS = 8
-_SHARED_MEMORY = 227 * 1024
 _STAGES = 2
-_HEAD_DIMS = (64, 128, 256)
 
 
 def paged_decode(
@@ -148,7 +146,7 @@ def plan_for(
     """
     _, num_queries, num_heads, group_size, head_dim = q_shape
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    num_programs = _NUM_SMS * (_SHARED_MEMORY // _shared_memory(tiling, head_dim))
+    num_programs = NUM_SMS * (SHARED_MEMORY // _shared_memory(tiling, head_dim))
     if interpret:
         num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
@@ -175,13 +173,8 @@ def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEst
 
 def why_not(k_pool: jax.Array, group_size: int) -> str | None:
     """Why this kernel does not take a pool, with so many query heads per key/value head; None if it does."""
-    block_size, head_dim = k_pool.shape[2:]
-    if k_pool.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the pools are {k_pool.dtype}, and the kernel takes bfloat16 and float16"
-    if head_dim not in _HEAD_DIMS:
-        return f"head_dim is {head_dim}, and the kernel takes {', '.join(map(str, _HEAD_DIMS))}"
-    if block_size % 8 or not 8 <= block_size <= 512:
-        return f"block_size is {block_size}, and the kernel takes multiples of 8 up to 512"
+    if reason := why_not_pool(k_pool, DECODED):
+        return reason
     if group_size > 16:
         return f"{group_size} query heads share a key/value head, and the kernel takes up to 16"
     return None

@@ -8,17 +8,28 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of an SM that the CTAs on it share."""
 HEAD_DIMS = (64, 128, 256)
 MAX_BLOCK_SIZE = 512
+DECODED = ("bfloat16", "float16")
+MOVED = (*DECODED, "float32")
 
 
-def check_gpu_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> None:
-    """Raises unless the pool has one of the dtypes, and blocks that the copy engine moves."""
-    _, _, block_size, head_dim = pool.shape
-    instead = "or use the XLA implementation"
+def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:
+    """Why the kernels do not take blocks like these, or None if they do."""
+    block_size, head_dim = pool.shape[2:]
     if pool.dtype.name not in dtypes:
-        expected = " or ".join(dtypes)
-        raise ValueError(f"the pools are {pool.dtype}, expected {expected} on a GPU: change it, {instead}")
+        return f"the pools are {pool.dtype}, and the kernel takes {', '.join(dtypes)}"
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}, expected one of {HEAD_DIMS} on a GPU: pad it, {instead}")
+        return f"head_dim is {head_dim}, and the kernel takes {', '.join(map(str, HEAD_DIMS))}"
     if block_size % 8 or not 8 <= block_size <= MAX_BLOCK_SIZE:
-        expected = f"a multiple of 8 up to {MAX_BLOCK_SIZE}"
-        raise ValueError(f"block_size is {block_size}, expected {expected} on a GPU: change it, {instead}")
+        return f"block_size is {block_size}, and the kernel takes multiples of 8 up to {MAX_BLOCK_SIZE}"
+    return None
+
+
+def why_not_move(pool: jax.Array) -> str | None:
+    """Why blocks of the pool are not moved, nor tokens appended; None if they are."""
+    return why_not_pool(pool, MOVED)
+
+
+def check_moved_pool(pool: jax.Array) -> None:
+    """Raises if the kernels that move blocks and append do not take the pool."""
+    if reason := why_not_move(pool):
+        raise ValueError(f"{reason}: choose another layout, or the XLA implementation")

@@ -16,10 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.limits import NUM_SMS, SHARED_MEMORY, check_gpu_pool
+from pallas_kernels.mosaic_gpu.limits import NUM_SMS, SHARED_MEMORY, check_moved_pool
 from pallas_kernels.move_arguments import check_block_values, check_moved_blocks
 
-DTYPES = ("bfloat16", "float16", "float32")
 MAX_CHUNK_BYTES = 16 * 1024
 """Of K; as many of V travel with them."""
 RING_BYTES = 96 * 1024
@@ -204,7 +203,7 @@ def copy_blocks(
 
 
 def _cut(pool: jax.Array, num_blocks: int, ids: jax.Array) -> _Cut:
-    check_gpu_pool(pool, DTYPES)
+    check_moved_pool(pool)
     _, num_heads, block_size, head_dim = pool.shape
     rows_of_block = num_heads * block_size
     row_bytes = head_dim * pool.dtype.itemsize
