@@ -72,10 +72,11 @@ def _attend_bwd(options, residuals, grads):
 
     def materialised(grad: Any) -> jax.Array:
         """A zero gradient is made here, and not ahead of the forward pass, where it would only lie about."""
-        if type(grad) is not SymbolicZero:
+        shape, dtype = grad.shape, grad.dtype
+        if not isinstance(grad, SymbolicZero):
             return grad
-        zero, _ = lax.optimization_barrier((jnp.zeros((), grad.dtype), lse))
-        return jnp.broadcast_to(zero, grad.shape)
+        zero, _ = lax.optimization_barrier((jnp.zeros((), dtype), lse))
+        return jnp.broadcast_to(zero, shape)
 
     grads = jax.tree.map(materialised, grads, is_leaf=lambda x: isinstance(x, SymbolicZero))
     grad_pools, grad_q, grad_sinks = attention_xla.backward(
