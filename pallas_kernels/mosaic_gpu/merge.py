@@ -46,18 +46,12 @@ def merge_attention(
     if not num_lanes:
         return jnp.zeros(outs.shape[1:], jnp.float32), jnp.zeros(shape, jnp.float32)
     padding = (0, -num_lanes % (8 if num_lanes < _MAX_LANES else _MAX_LANES))
-    outs = jnp.pad(
-        outs.astype(jnp.float32).reshape(num_parts, num_lanes, head_dim), ((0, 0), padding, (0, 0))
-    )
-    lses = jnp.pad(lses.astype(jnp.float32).reshape(num_parts, num_lanes), ((0, 0), padding))
-    out, lse = _merge(
-        outs[:1],
-        lses[:1],
-        outs,
-        lses,
-        jnp.array([0, num_parts], jnp.int32),
-        interpret,
-    )
+    outs, lses = (x.astype(jnp.float32) for x in (outs, lses))
+    outs = jnp.pad(outs.reshape(num_parts, 1, num_lanes, head_dim), ((0, 0), (0, 0), padding, (0, 0)))
+    lses = jnp.pad(lses.reshape(num_parts, 1, num_lanes), ((0, 0), (0, 0), padding))
+    parts = outs.swapaxes(2, 3), lses
+    first_item = jnp.array([0, num_parts], jnp.int32)
+    out, lse = _merge(parts[0][:1], parts[1][:1], *parts, first_item, min_parts=1, interpret=interpret)
     return out[0, 0, :, :num_lanes].T.reshape(*shape, head_dim), lse[0, 0, :num_lanes].reshape(shape)
 
 
@@ -83,15 +77,17 @@ def merge_items(
     Returns:
       `out` and `lse` with all rows, in place.
     """
-    return _merge(out, lse, part_out, part_lse, first_item, interpret)
+    return _merge(out, lse, part_out, part_lse, first_item, min_parts=2, interpret=interpret)
 
 
-def _merge(out, lse, part_out, part_lse, first_item, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _merge(
+    out, lse, part_out, part_lse, first_item, *, min_parts: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     num_rows, num_heads, head_dim, all_lanes = out.shape
     num_lanes = next(n for n in range(min(_MAX_LANES, all_lanes), 0, -8) if all_lanes % n == 0)
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     launch(
-        functools.partial(_merge_row, out_ref, lse_ref, num_lanes),
+        functools.partial(_merge_row, out_ref, lse_ref, num_lanes, min_parts),
         cost=pl.CostEstimate(
             flops=3 * part_out.size,
             transcendentals=2 * part_lse.size,
@@ -112,9 +108,19 @@ def _merge(out, lse, part_out, part_lse, first_item, interpret: bool) -> tuple[j
 
 
 def _merge_row(
-    out_ref, lse_ref, num_lanes, part_ref, part_lse_ref, first_item_ref, *, part_smem, part_lse_smem, barrier
+    out_ref,
+    lse_ref,
+    num_lanes: int,
+    min_parts: int,
+    part_ref,
+    part_lse_ref,
+    first_item_ref,
+    *,
+    part_smem,
+    part_lse_smem,
+    barrier,
 ) -> None:
-    """One row, lane tile and key/value head; nothing, where the row has one part."""
+    """One row, lane tile and key/value head; nothing, where the row has fewer parts."""
     row, lane_tile, head = (lax.axis_index(name) for name in ("row", "lane_tile", "head"))
     first, end = first_item_ref[row], first_item_ref[row + 1]
     head_dim = part_ref.shape[2]
@@ -141,9 +147,11 @@ def _merge_row(
         part_lse = jnp.maximum(part_lse, _MASKED)
         new_peak = jnp.maximum(peak, part_lse)
         weight, decay = jnp.exp2(part_lse - new_peak), jnp.exp2(peak - new_peak)
-        return out * per_lane(decay) + part_out * per_lane(weight), new_peak, total * decay + weight
+        weight = jnp.where(part_lse > _MASKED, weight, 0.0)
+        part_out = jnp.where(per_lane(weight) > 0, part_out * per_lane(weight), 0.0)  # it may be NaN
+        return out * per_lane(decay) + part_out, new_peak, total * decay + weight
 
-    @pl.when(end - first > 1)
+    @pl.when(end - first >= min_parts)
     def _():
         for i in range(_STAGES):
             pl.when(first + i < end)(functools.partial(fetch, first + i))

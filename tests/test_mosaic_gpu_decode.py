@@ -1,0 +1,173 @@
+"""The GPU's decode and merge, interpreted with race detection, against their references."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_interpreter import run_interpreted
+
+from pallas_kernels import reference
+from pallas_kernels.decode_rows import DecodeRows
+from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, plan_for
+from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
+from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
+
+pytestmark = pytest.mark.contract
+
+# The weights are rounded to the pools' dtype before they meet the values.
+TOLERANCE = {"bfloat16": 5e-3, "float16": 5e-4}
+SHAPES = {shape.name: shape for shape in DECODE_SHAPES}
+
+
+def check(problem: DecodeProblem, **keywords) -> None:
+    arguments = {"layer": problem.layer, "sink_logits": problem.sink_logits}
+    expected_out, expected_lse = reference.paged_decode(*problem[:6], **arguments)
+    out, lse = run_interpreted(paged_decode, *problem[:6], **arguments, **keywords, interpret=True)
+    assert out.dtype == lse.dtype == jnp.float32
+    tolerance = TOLERANCE[problem.k_pool.dtype.name]
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode(name):
+    check(SHAPES[name].problem())
+
+
+@pytest.mark.parametrize("num_programs", [1, 5])
+def test_the_rings_go_round_whatever_the_split(num_programs, monkeypatch):
+    """One program walks nine tiles; five split the long row, and the short one not."""
+    monkeypatch.setattr(decode, "_INTERPRETED_PROGRAMS", num_programs)
+    check(SHAPES["long"].problem(seed=1))
+
+
+def test_rows_in_any_order_of_a_larger_table():
+    problem = SHAPES["kept_tokens"].problem()
+    order = np.array([4, 0, 2])
+    table = np.full((6, problem.block_table.shape[1] + 1), 10**6, np.int32)
+    table[order, :-1] = problem.block_table
+    rows = problem.rows._replace(table_row=jnp.asarray(order, jnp.int32))
+    check(problem._replace(block_table=jnp.asarray(table), rows=rows))
+
+
+def test_values_that_nobody_sees_may_be_nan():
+    """Also those of blocks that are read: before the window, after the last query that counts."""
+    shape = SHAPES["window_drafts"]
+    problem = shape.problem()
+    rows = problem.rows._replace(num_queries=problem.rows.num_queries - 2)
+    v_pool = np.array(problem.v_pool.astype(jnp.float32))
+    num_poisoned = 0
+    for row, length in enumerate(shape.lens):
+        first, count = int(rows.first_position[row]), int(rows.num_queries[row])
+        for position in range(int(rows.first_column[row]) * shape.block_size, length):
+            if not first - shape.window < position < first + count:
+                column, offset = divmod(position, shape.block_size)
+                block = problem.layer * shape.num_blocks + int(problem.block_table[row, column])
+                v_pool[block, :, offset] = np.nan
+                num_poisoned += 1
+    assert num_poisoned > 4
+    check(problem._replace(rows=rows, v_pool=jnp.asarray(v_pool, problem.v_pool.dtype)))
+
+
+def test_indices_of_idle_rows_may_be_anything():
+    problem = SHAPES["idle_rows"].problem()
+    wild = jnp.array([-(10**8), 0, 10**8], jnp.int32)
+    is_idle = jnp.array([True, False, True])
+    rows = problem.rows._replace(
+        **{
+            name: jnp.where(is_idle, wild, getattr(problem.rows, name))
+            for name in ("table_row", "first_column", "first_position")
+        }
+    )
+    rows = rows._replace(table_row=jnp.where(is_idle, wild, rows.table_row))
+    check(problem._replace(rows=rows))
+
+
+def test_a_plan_serves_all_layers_and_heads():
+    """It depends on neither, so one made for another group size is as good."""
+    problem = SHAPES["long"].problem()
+    columns, block_size = problem.block_table.shape[1], problem.k_pool.shape[2]
+    q_shape = (*problem.q.shape[:3], 1, problem.q.shape[4])
+    plan = plan_for(problem.rows, q_shape, columns, block_size, interpret=True)
+    check(problem, plan=plan)
+
+
+def make_rows(num_columns) -> DecodeRows:
+    num_columns = jnp.asarray(num_columns, jnp.int32)
+    zeros = jnp.zeros_like(num_columns)
+    order = jnp.arange(len(num_columns), dtype=jnp.int32)
+    return DecodeRows(order, zeros, num_columns, num_columns * 16 - 1, zeros + 1)
+
+
+@pytest.mark.parametrize("block_size", [8, 24, 72, 128, 512])
+@pytest.mark.parametrize("num_columns", [[0], [1], [40, 0, 3, 17], [5] * 30, [200, 1]])
+@pytest.mark.parametrize("num_parallel", [1, 7, 49])
+def test_a_plan_has_every_tile_once_and_in_order(block_size, num_columns, num_parallel):
+    tiling = tiling_of(1, 4, 128, block_size)
+    assert tiling.piece_len * tiling.pieces_per_block == block_size and tiling.piece_len % 8 == 0
+    rows = make_rows(num_columns)
+    plan = plan_decode(rows, tiling, num_columns=max(1, *num_columns), num_parallel=num_parallel)
+    items, first_item = np.asarray(plan.items), np.asarray(plan.first_item)
+    assert len(items) == max(len(num_columns), num_parallel)
+    assert (items[first_item[-1] :, Item.ROW] == -1).all()
+    assert first_item[-1] <= max(num_parallel, len(num_columns))
+    for row, columns in enumerate(num_columns):
+        mine = items[first_item[row] : first_item[row + 1]]
+        assert len(mine) >= 1 and (mine[:, Item.ROW] == row).all()
+        assert (mine[:, Item.IS_PART] == (len(mine) > 1)).all()
+        tiles = [range(i[Item.FIRST_TILE], i[Item.FIRST_TILE] + i[Item.NUM_TILES]) for i in mine]
+        num_tiles = -(-columns * tiling.pieces_per_block // tiling.pieces_per_tile)
+        assert [tile for part in tiles for tile in part] == list(range(num_tiles))
+        assert len(mine) == 1 or all(tiles)
+
+
+def test_few_long_rows_fill_the_gpu():
+    tiling = tiling_of(1, 8, 128, 16)
+    plan = plan_decode(make_rows([2048, 2048]), tiling, num_columns=2048, num_parallel=49)
+    num_items = int(plan.first_item[-1])
+    assert 44 <= num_items <= 49
+    many = plan_decode(make_rows([2048] * 60), tiling, num_columns=2048, num_parallel=49)
+    assert int(many.first_item[-1]) == 60
+    short = plan_decode(make_rows([20, 20]), tiling, num_columns=2048, num_parallel=49)
+    assert int(short.first_item[-1]) == 4  # parts of less than four tiles do not pay
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 64), (3, 5, 64), (6, 2, 3, 7, 128), (2, 33, 256)])
+def test_merge(shape):
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal(shape).astype(np.float32)
+    lses = 3 * rng.standard_normal(shape[:-1]).astype(np.float32)
+    lses[0].reshape(-1)[::2] = -np.inf  # a part that saw nothing may hold anything
+    outs[0].reshape(-1, shape[-1])[::2] = np.nan
+    lses.reshape(shape[0], -1)[:, 1] = -np.inf  # nobody saw anything
+    expected_out, expected_lse = reference.merge_attention(jnp.asarray(outs), jnp.asarray(lses))
+    out, lse = run_interpreted(merge_attention, jnp.asarray(outs), jnp.asarray(lses), interpret=True)
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert np.isneginf(np.asarray(lse).reshape(-1)[1])
+
+
+def refused(expected: str, shape: DecodeShape = SHAPES["plain"], **changes) -> None:
+    problem = shape.problem()._replace(**changes)
+    with pytest.raises(ValueError, match=expected):
+        paged_decode(*problem[:6], layer=0, sink_logits=problem.sink_logits, interpret=True)
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    refused("float32, and the kernel takes bfloat16", DecodeShape("a", (3,), dtype="float32"))
+    refused("head_dim is 80, and the kernel takes 64", DecodeShape("a", (3,), head_dim=80))
+    refused("block_size is 20, and the kernel takes multiples of 8", DecodeShape("a", (3,), block_size=20))
+    refused("17 query heads share", DecodeShape("a", (3,), group_size=17))
+    refused("9 queries a row, expected 1 to 8", DecodeShape("a", (30,), num_queries=9))
+    rows = SHAPES["plain"].rows()
+    refused(
+        "rows.num_columns is int32.3,., expected int32.2",
+        rows=rows._replace(num_columns=jnp.zeros(3, jnp.int32)),
+    )
+    refused("expected .rows, queries, num_kv_heads", q=jnp.zeros((2, 4, 64), jnp.bfloat16))
+    refused("key/value heads of 64, expected 2 of 64", q=jnp.zeros((2, 1, 3, 4, 64), jnp.bfloat16))
+    refused("expected two equal", v_pool=jnp.zeros((3, 2, 16, 64), jnp.bfloat16))
+    refused("sink_logits has shape", sink_logits=jnp.zeros(8))
+    with pytest.raises(ValueError, match="last axis of 80"):
+        merge_attention(jnp.zeros((2, 3, 80)), jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="expected .s, ..., d. and .s, ....."):
+        merge_attention(jnp.zeros((2, 3, 64)), jnp.zeros((3, 2)))
