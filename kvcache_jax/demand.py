@@ -128,8 +128,8 @@ def decide(
     fits, is_shared = jnp.bool_(True), jnp.bool_(False)
     for pool, demand in zip(control.block_pools, demands, strict=True):
         fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
-        is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
-        is_shared |= block_pool.is_published(pool, demand.tail).any()
+        is_kept = (block_pool.ref_counts(pool, demand.tail) > 1) | block_pool.is_published(pool, demand.tail)
+        is_shared |= is_kept.any()
 
     def walk(state):
         ref_counts, _, _, _ = state

@@ -63,7 +63,7 @@ def extend_control(
     is_token = tokens.offset < tokens.spread(query_len, 0)
     control = _give_back(control, demands, rows, copies_tail, config)
     need = [
-        jnp.sum(jnp.where(grows, demand.num_blocks, 0), dtype=jnp.int32) + num_true(copies_tail[g])
+        jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g], dtype=jnp.int32)
         for g, demand in enumerate(demands)
     ]
     clock = control.clock + grows.any().astype(jnp.uint32)
@@ -209,20 +209,17 @@ def _take_copies(
     num_copies = num_true(mask)
 
     def put_copies(state):
-        pool, _, _ = state
+        pool, pairs, _ = state
         dst = block_pool.next_free(pool, mask, rank, num_taken)
         table_rows = jnp.where(mask, rows, pool.block_table.shape[0])
-        return _put(block_pool.own(pool, dst, num_copies), table_rows, columns, dst), dst, jnp.bool_(False)
+        pool = _put(block_pool.own(pool, dst, num_copies), table_rows, columns, dst)
+        place = jnp.where(mask, copying.rank, tail.shape[0])
+        return pool, pairs.at[:, place].set(jnp.stack([tail, dst]), mode="drop"), jnp.bool_(False)
 
     # At most one trip, because `lax.cond` copies the big arrays that it passes through.
-    unused = jnp.full_like(tail, pool.num_blocks)
-    pool, dst, _ = lax.while_loop(lambda state: state[2], put_copies, (pool, unused, num_copies > 0))
-    place = jnp.where(mask, copying.rank, tail.shape[0])
-    return pool, BlockCopies(
-        src=unused.at[place].set(tail, mode="drop"),
-        dst=unused.at[place].set(dst, mode="drop"),
-        num_copies=num_copies,
-    )
+    pairs = jnp.full((2, *tail.shape), pool.num_blocks, tail.dtype)
+    pool, (src, dst), _ = lax.while_loop(lambda state: state[2], put_copies, (pool, pairs, num_copies > 0))
+    return pool, BlockCopies(src=src, dst=dst, num_copies=num_copies)
 
 
 def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Array) -> BlockPool:
