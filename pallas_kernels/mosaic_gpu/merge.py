@@ -87,7 +87,7 @@ def _merge(
     num_lanes = next(n for n in range(min(_MAX_LANES, all_lanes), 0, -8) if all_lanes % n == 0)
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     launch(
-        functools.partial(_merge_row, out_ref, lse_ref, num_lanes, min_parts),
+        functools.partial(_merge_row, num_lanes, min_parts),
         cost=pl.CostEstimate(
             flops=3 * part_out.size,
             transcendentals=2 * part_lse.size,
@@ -103,15 +103,15 @@ def _merge(
             barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(part_out, part_lse, first_item)
+    )(out_ref, lse_ref, part_out, part_lse, first_item)
     return out_ref[...], lse_ref[...]
 
 
 def _merge_row(
-    out_ref,
-    lse_ref,
     num_lanes: int,
     min_parts: int,
+    out_ref,
+    lse_ref,
     part_ref,
     part_lse_ref,
     first_item_ref,
