@@ -63,7 +63,7 @@ def extend_control(
     is_token = tokens.offset < tokens.spread(query_len, 0)
     control = _give_back(control, demands, rows, copies_tail, config)
     need = [
-        jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g], dtype=jnp.int32)
+        jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g].astype(jnp.int32), dtype=jnp.int32)
         for g, demand in enumerate(demands)
     ]
     clock = control.clock + grows.any().astype(jnp.uint32)
