@@ -1,4 +1,4 @@
-"""`OutOfBlocks.needed` is exact: with so many blocks available the call succeeds, with one less it does not."""
+"""`OutOfBlocks.needed` is exact: with so many blocks available the call succeeds, with one fewer it fails."""
 
 import contextlib
 import copy
