@@ -43,6 +43,51 @@ def test_a_step_that_cannot_be_traced_loses_nothing():
     check(manager, {"a": [1, 2, 3, 4]})
 
 
+CALLS = {
+    "allocate_request": ("b", [1]),
+    "append_tokens": ("a", [1]),
+    "commit_tokens": ("a",),
+    "fork_request": ("a", "b"),
+    "truncate_request": ("a", 1),
+    "free_request": ("a",),
+    "run": (lambda cache: (cache, None),),
+    "query": (kv.check_invariants,),
+    "request_ids": (),
+    "request": ("a",),
+    "num_computed_tokens": ("a",),
+    "block_table": ("a",),
+    "slot_for": ("a", 0),
+    "usage": (),
+    "hit_rate": (),
+    "stats": (),
+    "evict": (1,),
+    "select_victim_requests": ("lru", 1),
+    "evict_to_utilization": (0.5,),
+    "reset_prefix_cache": (),
+    "close": (),
+}
+
+
+def test_every_call_takes_its_turn():
+    """None works within a step, and none but `close` after the end."""
+    methods = {name for name in vars(kv.CacheManager) if not name.startswith("_")}
+    assert CALLS.keys() == methods
+    manager = kv.CacheManager(CONFIG)
+    start(manager, "a", [1, 2, 3])
+    for name, arguments in CALLS.items():
+
+        def step_fn(cache, name=name, arguments=arguments):
+            return cache, getattr(manager, name)(*arguments)
+
+        unchanged(manager, kv.ManagerBusy, lambda step_fn=step_fn: manager.run(step_fn), f"{name} was called")
+    manager.close()
+    for name, arguments in CALLS.items():
+        if name != "close":
+            with pytest.raises(kv.ManagerClosed, match=f"{name} was called"):
+                getattr(manager, name)(*arguments)
+    manager.close()
+
+
 @pytest.mark.parametrize("where", ["storage", "control alone"])
 def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(where):
     hash_key = jnp.array([5, 6], jnp.uint32)
