@@ -1,16 +1,13 @@
 """Prefix caching over several layer groups: what every group still has can be reused, and nothing else."""
 
-import jax
 import numpy as np
 import pytest
 from helpers import assert_invariants
-from prefix_script import PROMPT_WIDTH
-from random_script import ROWS, append_padded
+from random_script import append_padded
+from window_script import WindowScript, commit, num_cached
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-
-commit = jax.jit(kv.commit)
 
 
 def rolled_config(**sizes):
@@ -46,10 +43,6 @@ def run(cache, row, tokens, *, one_by_one=True, commits="at the end"):
     cache, _ = kv.free(cache, [row])
     assert_invariants(cache)
     return cache, num_cached
-
-
-def num_cached(cache, tokens):
-    return int(kv.lookup(cache, [list(tokens)], [len(tokens)])[0])
 
 
 TEN = list(range(10, 20))
@@ -117,18 +110,6 @@ def test_evicting_a_companion_or_its_keeper_breaks_no_link():
     assert int(kv.stats(cache).num_blocks_free) == 28
 
 
-def grouped_config(**sizes):
-    full = kv.FullAttention(1, 5)
-    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
-    other = kv.FullAttention(2, 5, block_size=8, num_blocks=14)
-    return kv.CacheConfig(
-        [window, full, other, window],
-        **{"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31, "max_query_len": 9}
-        | sizes,
-        enable_prefix_caching=True,
-    )
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_long_random_script_of_three_groups(seed):
     run_script(seed, 1_500)
@@ -141,55 +122,9 @@ def test_a_short_random_script_of_three_groups():
 
 def run_script(seed, num_steps):
     """Tokens, invariants, and that a refusal is due: hits here depend on when windows roll."""
-    rng = np.random.default_rng(seed)
-    cache, rows = testing.poison(kv.init(grouped_config())), {}
-    num_hits = num_refused = 0
+    script = WindowScript(seed)
     for _ in range(num_steps):
-        name = rng.choice(["admit", "extend", "extend", "commit", "free", "fork", "truncate", "reorder"])
-        row, other = (int(i) for i in rng.integers(0, ROWS, 2))
-        if name == "admit":
-            tokens = [int(t) for t in rng.choice([1, 2], PROMPT_WIDTH, p=[0.95, 0.05])]
-            length = int(rng.integers(1, PROMPT_WIDTH))
-            found = num_cached(cache, tokens[:length])
-            cache, admission = kv.allocate(cache, [row], [length], tokens=[tokens])
-            if int(admission.status[0]) == kv.Status.OK:
-                assert row not in rows and int(admission.num_cached[0]) == found
-                rows[row], num_hits = tokens[:found], num_hits + found
-            else:
-                assert row in rows or int(admission.status[0]) == kv.Status.OUT_OF_BLOCKS
-        elif name == "extend":
-            new = [
-                [int(t) for t in rng.choice([1, 2], int(n), p=[0.95, 0.05])] for n in rng.integers(0, 6, ROWS)
-            ]
-            padded, num_new = np.zeros((ROWS, 5), np.int32), np.array([len(n) for n in new], np.int32)
-            for i, ids in enumerate(new):
-                padded[i, : len(ids)] = ids
-            cache, status = append_padded(cache, padded, num_new)
-            for i, code in enumerate(status.tolist()):
-                if code == kv.Status.OK and new[i]:
-                    rows[i] = rows[i] + new[i]
-                num_refused += code == kv.Status.OUT_OF_BLOCKS
-        elif name == "commit":
-            cache, _ = commit(cache, np.array([row, other]))
-        elif name == "free":
-            cache, status = kv.free(cache, [row])
-            if int(status[0]) == kv.Status.OK:
-                del rows[row]
-        elif name == "fork":
-            cache, status = kv.fork(cache, [row], [other])
-            if int(status[0]) == kv.Status.OK:
-                rows[other] = list(rows[row])
-        elif name == "reorder":
-            cache, status = kv.reorder(cache, [row, other], [other, other])
-            if int(status[0]) == kv.Status.OK:
-                rows[row] = list(rows[other])
-        else:
-            length = max(len(rows.get(row, [])) - int(rng.integers(0, 4)), 0)
-            cache, status = kv.truncate(cache, [row], [length])
-            if int(status[0]) == kv.Status.OK:
-                del rows[row][length:]
-        violations = kv.check_invariants(cache) + testing.check_tokens(cache, rows)
-        assert not violations, f"{name} {row} {other}: {violations}"
-    assert num_hits > num_steps // 15, num_hits
-    assert num_refused > 0, num_refused
-    assert int(kv.stats(cache).num_evictions) > num_steps // 50
+        script.step()
+    assert script.num_hits > num_steps // 15, script.num_hits
+    assert script.num_refused > 0, script.num_refused
+    assert int(kv.stats(script.cache).num_evictions) > num_steps // 50

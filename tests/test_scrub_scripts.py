@@ -1,0 +1,121 @@
+"""What one namespace owns reaches no row of another, whatever both did; and scrubbing leaves nothing."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from window_script import NAMESPACES, ROWS, WindowScript, grouped_config, num_cached
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+WINDOW = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
+CONFIG = grouped_config(layers=[WINDOW, kv.FullAttention(1, 5), WINDOW])
+scrub_rows = kv.donate(kv.scrub)
+scrub_namespace = kv.donate(lambda cache, words: kv.scrub(cache, namespace=words))
+
+
+def owned_slots(cache, space):
+    """Per group bool[num_blocks, block_size]: the tokens of a namespace, in its rows and cached."""
+    control, index, masks = cache.control, cache.control.prefix_index, []
+    is_of_it = (np.asarray(index.namespace) == NAMESPACES[space]).all(axis=1)
+    is_row = (np.asarray(control.namespace) == NAMESPACES[space]).all(axis=1) & np.asarray(control.is_active)
+    for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
+        table, is_owned = np.asarray(pool.block_table), np.zeros((pool.num_blocks, group.block_size), bool)
+        for row in np.flatnonzero(is_row):
+            positions = np.arange(int(control.context_len[row]))
+            blocks = table[row, positions // group.block_size]
+            is_held = blocks < pool.num_blocks
+            is_owned[blocks[is_held], positions[is_held] % group.block_size] = True
+        is_kept = is_of_it
+        if g != cache.config.indexed_group:
+            is_kept = np.append(is_of_it, False)[np.asarray(index.companions[g].keeper)]
+        is_owned[np.asarray(pool.cached.is_published) & is_kept] = True
+        masks.append(is_owned)
+    return masks
+
+
+def with_nan(cache, masks):
+    """NaN in every slot outside of the masks."""
+    pools = []
+    for pool, mask in zip(cache.pools, masks, strict=True):
+        mask = np.tile(mask, (pool.k.shape[0] // len(mask), 1))[:, None, :, None]
+        k, v = (jnp.asarray(np.where(mask, half, np.float32(np.nan))) for half in (pool.k, pool.v))
+        pools.append(kv.KVPool(k=k, v=v))
+    return dataclasses.replace(cache, pools=tuple(pools))
+
+
+def test_case_ff_what_another_namespace_owns_is_not_read():
+    """All but what one namespace owns is NaN again and again: in rows, cached, freed, evicted, rolled out."""
+    script = WindowScript(5, 2, CONFIG)
+    script.checked = {0}
+    for i in range(900):
+        script.step()
+        if i % 5 == 0:
+            script.cache = with_nan(script.cache, owned_slots(script.cache, 0))
+            script.check("NaN elsewhere")
+    num_evictions = int(kv.stats(script.cache).num_evictions)
+    assert script.num_hits > 40 and num_evictions > 10, (script.num_hits, num_evictions)
+
+
+def residue(cache, script, space):
+    """How many slots hold something that rows of a namespace wrote."""
+    count = 0
+    for layer, kind in enumerate(cache.config.layers):
+        group_id, index = cache.config.locate(layer)
+        num_blocks, pool = cache.control.block_pools[group_id].num_blocks, cache.pools[group_id]
+        for is_value, half in enumerate((pool.k, pool.v)):
+            values = np.asarray(half)[index * num_blocks : (index + 1) * num_blocks].swapaxes(1, 2)
+            for code in script.codes([1, 2], space):
+                want = testing.token_codes(
+                    np.array([code]), layer, kind.num_kv_heads, kind.head_dim, bool(is_value)
+                )
+                count += int((values == want[0]).all(axis=(2, 3)).sum())
+    return count
+
+
+def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
+    script, num_before = WindowScript(6, 2, CONFIG), 0
+    for i in range(600):
+        script.step()
+        if i % 20 != 19:
+            continue
+        space = int(script.rng.integers(2))
+        num_before += residue(script.cache, script, space)
+        prompts = [script.text(20) for _ in range(4)]
+        found = [num_cached(script.cache, text, NAMESPACES[1 - space]) for text in prompts]
+        script.cache, _ = scrub_namespace(script.cache, NAMESPACES[space])
+        for row in [row for row, owner in script.spaces.items() if owner == space]:
+            assert not script.cache.is_active[row]
+            script.end(row)
+        script.check("scrub")
+        assert residue(script.cache, script, space) == 0
+        is_owned = owned_slots(script.cache, 1 - space)[script.cache.config.indexed_group].any(axis=1)
+        assert not np.asarray(script.cache.control.prefix_index.block_tokens)[~is_owned].any()
+        assert [num_cached(script.cache, text, NAMESPACES[space]) for text in prompts] == [0] * 4
+        assert [num_cached(script.cache, text, NAMESPACES[1 - space]) for text in prompts] == found
+    assert num_before > 1000 and script.num_hits > 30, (num_before, script.num_hits)
+
+
+def test_scrubbing_rows_overwrites_what_they_alone_hold():
+    script, num_scrubbed = WindowScript(7, config=CONFIG), 0
+    for i in range(600):
+        script.step()
+        if i % 10 != 9:
+            continue
+        chosen = script.rng.integers(0, ROWS + 1, 2).tolist()
+        is_row = np.isin(np.arange(ROWS), chosen) & np.asarray(script.cache.is_active)
+        tables = [np.asarray(pool.block_table) for pool in script.cache.control.block_pools]
+        own = [np.setdiff1d(table[is_row], table[~is_row]) for table in tables]
+        script.cache, _ = scrub_rows(script.cache, jnp.array(chosen))
+        for row in np.flatnonzero(is_row).tolist():
+            script.end(row)
+        script.check("scrub")
+        for ids, blocks, pool in zip(own, script.cache.control.block_pools, script.cache.pools, strict=True):
+            ids = ids[ids < blocks.num_blocks]
+            num_scrubbed += len(ids)
+            for half in (pool.k, pool.v):
+                layers = np.asarray(half).reshape(-1, blocks.num_blocks, *half.shape[1:])
+                assert not layers[:, ids].any()
+            assert not np.asarray(blocks.cached.is_published)[ids].any()
+    assert num_scrubbed > 50, num_scrubbed
