@@ -179,12 +179,16 @@ def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
-    """Zeros behind the last token of every row, where no other row has a token."""
+    """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
     columns = control.context_len // block_size
     rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = blocks.block_table.at[rows, columns].get(mode="fill", fill_value=blocks.num_blocks)
-    # Forks of different lengths may share a last block: the longest counts.
-    num_tokens = jnp.zeros_like(blocks.ref_count).at[tails].max(control.context_len % block_size, mode="drop")
+    # A last block may be shared by a longer fork, for which it is not the last, or be published.
+    starts = jnp.arange(blocks.max_blocks_per_seq, dtype=jnp.int32) * block_size
+    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
+    num_tokens = jnp.zeros_like(blocks.ref_count).at[blocks.block_table].max(filled, mode="drop")
+    if blocks.cached is not None:
+        num_tokens = jnp.where(blocks.cached.is_published, block_size, num_tokens)
     num_layers = pool.k.shape[0] // blocks.num_blocks
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 

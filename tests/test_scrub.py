@@ -125,13 +125,24 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it():
     assert user.start(1, text, TENANT_A) == 0
 
 
-def test_the_longest_of_the_forks_that_share_a_last_block_keeps_its_tokens():
+@pytest.mark.parametrize("length", [7, 8, 10])
+def test_the_longest_of_the_forks_that_share_a_last_block_keeps_its_tokens(length):
     user = PrefixUser(CONFIG)
-    user.start(0, user.new_text(1, 7), TENANT_B)
+    user.admit(0, user.new_text(1, length), TENANT_B)
+    user.fill(0)
     user.fork(0, 1)
     user.truncate(1, 5)
     scrub_user(user, namespace=TENANT_A)  # `check` compares both rows' contents.
-    assert user.texts.keys() == {0, 1} and table(user.cache, 0) == table(user.cache, 1)
+    assert user.texts.keys() == {0, 1} and table(user.cache, 1) == table(user.cache, 0)[:2]
+
+
+def test_a_published_last_block_keeps_all_its_tokens():
+    user = PrefixUser(CONFIG)
+    text = user.new_text(1, 9)
+    user.start(0, text, TENANT_B)
+    user.truncate(0, 5)
+    scrub_user(user, namespace=TENANT_A)
+    assert user.start(1, text, TENANT_B) == 8
 
 
 def test_nothing_to_scrub():

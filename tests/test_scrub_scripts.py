@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import assert_same, leaf_bytes
 from window_script import NAMESPACES, ROWS, WindowScript, grouped_config, num_cached
 
 import kvcache_jax as kv
@@ -75,30 +76,44 @@ def residue(cache, script, space):
 
 
 def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
-    script, num_before = WindowScript(6, 2, CONFIG), 0
+    script, num_before, num_beside = WindowScript(6, 2, CONFIG), 0, 0
     for i in range(600):
         script.step()
-        if i % 20 != 19:
+        if i % 25 != 24:
             continue
         space = int(script.rng.integers(2))
+        others = owned_slots(script.cache, 1 - space)
         num_before += residue(script.cache, script, space)
+        # Also in blocks of the other, behind its tokens.
+        blocks = with_nan(script.cache, [mask.any(axis=1, keepdims=True) for mask in others])
+        num_beside += residue(blocks, script, space)
         prompts = [script.text(20) for _ in range(4)]
         found = [num_cached(script.cache, text, NAMESPACES[1 - space]) for text in prompts]
+        kept = leaf_bytes(with_nan(script.cache, others).pools)
         script.cache, _ = scrub_namespace(script.cache, NAMESPACES[space])
         for row in [row for row, owner in script.spaces.items() if owner == space]:
             assert not script.cache.is_active[row]
             script.end(row)
         script.check("scrub")
+        assert_same(kept, leaf_bytes(with_nan(script.cache, others).pools))
         assert residue(script.cache, script, space) == 0
-        is_owned = owned_slots(script.cache, 1 - space)[script.cache.config.indexed_group].any(axis=1)
+        is_owned = others[script.cache.config.indexed_group].any(axis=1)
         assert not np.asarray(script.cache.control.prefix_index.block_tokens)[~is_owned].any()
         assert [num_cached(script.cache, text, NAMESPACES[space]) for text in prompts] == [0] * 4
         assert [num_cached(script.cache, text, NAMESPACES[1 - space]) for text in prompts] == found
-    assert num_before > 1000 and script.num_hits > 30, (num_before, script.num_hits)
+    assert num_before > 1000 and num_beside > 10, (num_before, num_beside)
+    assert script.num_hits > 30, script.num_hits
+
+
+def free_blocks(cache):
+    """Per group bool[num_blocks]."""
+    return [
+        np.asarray((pool.ref_count == 0) & ~pool.cached.is_published) for pool in cache.control.block_pools
+    ]
 
 
 def test_scrubbing_rows_overwrites_what_they_alone_hold():
-    script, num_scrubbed = WindowScript(7, config=CONFIG), 0
+    script, num_own, num_behind = WindowScript(7, config=CONFIG), 0, 0
     for i in range(600):
         script.step()
         if i % 10 != 9:
@@ -107,15 +122,17 @@ def test_scrubbing_rows_overwrites_what_they_alone_hold():
         is_row = np.isin(np.arange(ROWS), chosen) & np.asarray(script.cache.is_active)
         tables = [np.asarray(pool.block_table) for pool in script.cache.control.block_pools]
         own = [np.setdiff1d(table[is_row], table[~is_row]) for table in tables]
-        script.cache, _ = scrub_rows(script.cache, jnp.array(chosen))
+        before = free_blocks(script.cache)
+        script.cache, count = scrub_rows(script.cache, jnp.array(chosen))
         for row in np.flatnonzero(is_row).tolist():
             script.end(row)
         script.check("scrub")
-        for ids, blocks, pool in zip(own, script.cache.control.block_pools, script.cache.pools, strict=True):
-            ids = ids[ids < blocks.num_blocks]
-            num_scrubbed += len(ids)
+        freed = [after & ~old for after, old in zip(free_blocks(script.cache), before, strict=True)]
+        for ids, mask, pool in zip(own, freed, script.cache.pools, strict=True):
+            ids = ids[ids < len(mask)]
+            assert mask[ids].all()
             for half in (pool.k, pool.v):
-                layers = np.asarray(half).reshape(-1, blocks.num_blocks, *half.shape[1:])
-                assert not layers[:, ids].any()
-            assert not np.asarray(blocks.cached.is_published)[ids].any()
-    assert num_scrubbed > 50, num_scrubbed
+                assert not np.asarray(half).reshape(-1, len(mask), *half.shape[1:])[:, mask].any()
+            num_own, num_behind = num_own + len(ids), num_behind + int(mask.sum()) - len(ids)
+        assert int(count) == sum(mask.sum() for mask in freed)
+    assert num_own > 100 and num_behind > 10, (num_own, num_behind)
