@@ -1,5 +1,7 @@
 """A plain user of the prefix cache: texts in, hits and blocks out, contents compared after every call."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,3 +135,33 @@ class PrefixUser:
         assert {row: lengths[row] for row in self.texts} == {
             row: len(text) for row, text in self.texts.items()
         }
+
+
+def owned_slots(cache, words):
+    """Per group bool[num_blocks, block_size]: the tokens of a namespace, in its rows and cached."""
+    control, index, masks = cache.control, cache.control.prefix_index, []
+    is_row = (np.asarray(control.namespace) == words).all(axis=1) & np.asarray(control.is_active)
+    for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
+        table, is_owned = np.asarray(pool.block_table), np.zeros((pool.num_blocks, group.block_size), bool)
+        for row in np.flatnonzero(is_row):
+            positions = np.arange(int(control.context_len[row]))
+            blocks = table[row, positions // group.block_size]
+            is_held = blocks < pool.num_blocks
+            is_owned[blocks[is_held], positions[is_held] % group.block_size] = True
+        if index is not None:
+            is_of_it = (np.asarray(index.namespace) == words).all(axis=1)
+            if g != cache.config.indexed_group:
+                is_of_it = np.append(is_of_it, False)[np.asarray(index.companions[g].keeper)]
+            is_owned[np.asarray(pool.cached.is_published) & is_of_it] = True
+        masks.append(is_owned)
+    return masks
+
+
+def with_nan(cache, masks):
+    """NaN in every slot outside of the masks."""
+    pools = []
+    for pool, mask in zip(cache.pools, masks, strict=True):
+        mask = np.tile(mask, (pool.k.shape[0] // len(mask), 1))[:, None, :, None]
+        k, v = (jnp.asarray(np.where(mask, half, np.float32(np.nan))) for half in (pool.k, pool.v))
+        pools.append(kv.KVPool(k=k, v=v))
+    return dataclasses.replace(cache, pools=tuple(pools))

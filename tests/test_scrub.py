@@ -1,6 +1,5 @@
 """Scrubbing leaves nothing behind and touches nothing else; and what one namespace holds reaches no other."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
 from tests.helpers import assert_same, num_free, table
-from tests.prefix_user import TENANT_A, TENANT_B, PrefixUser
+from tests.prefix_user import TENANT_A, TENANT_B, PrefixUser, owned_slots, with_nan
 
 CONFIG = kv.CacheConfig(
     [kv.FullAttention(2, 5)] * 2,
@@ -213,40 +212,15 @@ WINDOW = kv.SlidingWindow(2, 8, window=6, num_sink_tokens=2, block_size=2)
 PATHS = {
     "full, prefix cache": ([FULL] * 2, True),
     "windows": ([WINDOW, FULL, WINDOW], False),
+    "windows, prefix cache": ([WINDOW, FULL, WINDOW], True),
 }
 
 
-def owned_slots(cache, group, words):
-    """bool[num_blocks, block_size]: the slots of one namespace, in its rows and cached."""
-    pool, block_size = cache.control.block_pools[group], cache.config.groups[group].block_size
-    owned = np.zeros((pool.num_blocks, block_size), bool)
-    rows = np.flatnonzero(
-        (np.asarray(cache.control.namespace) == words).all(axis=1) & np.asarray(cache.is_active)
-    )
-    for row in rows:
-        for position in range(int(cache.context_len[row])):
-            block = int(pool.block_table[row, position // block_size])
-            if block < pool.num_blocks:
-                owned[block, position % block_size] = True
-    if pool.cached is not None:
-        of_it = (np.asarray(cache.control.prefix_index.namespace) == words).all(axis=1)
-        owned[np.asarray(pool.cached.is_published) & of_it] = True
-    return owned
-
-
 def spoil(cache, words):
-    pools = []
-    for group, pool in enumerate(cache.pools):
-        owned = owned_slots(cache, group, words)
-        assert owned.any()
-        halves = []
-        for half in (pool.k, pool.v):
-            array = np.array(half)
-            layers = array.reshape(-1, owned.shape[0], *array.shape[1:])
-            layers[:] = np.where(owned[None, :, None, :, None], np.nan, layers)
-            halves.append(jnp.asarray(array))
-        pools.append(kv.KVPool(k=halves[0], v=halves[1]))
-    return dataclasses.replace(cache, pools=tuple(pools))
+    """NaN in all that a namespace owns."""
+    owned = owned_slots(cache, words)
+    assert all(mask.any() for mask in owned)
+    return with_nan(cache, [~mask for mask in owned])
 
 
 @functools.partial(jax.jit, static_argnames="is_packed")
@@ -307,8 +281,8 @@ def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(path, is_packed)
     cache, _ = admit(cache, [0, 1])
     for counts in ([9, 7, 0, 0], [3, 10, 0, 0]):  # prefill in chunks
         cache, _ = step(cache, counts)
-    if enable:
-        cache, _ = kv.commit(cache, [0, 1])
+        if enable:  # before windows roll
+            cache, _ = kv.commit(cache, [0, 1])
     cache, admission = admit(cache, [2, 3])
     assert admission.num_cached.tolist() == ([8, 8] if enable else [0, 0])
     # Each namespace is spoilt in turn, before a prefill beside decoding and before plain decoding.

@@ -1,10 +1,9 @@
 """What one namespace owns reaches no row of another, whatever both did; and scrubbing leaves nothing."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from helpers import assert_same, leaf_bytes
+from prefix_user import owned_slots, with_nan
 from window_script import NAMESPACES, ROWS, WindowScript, grouped_config, num_cached
 
 import kvcache_jax as kv
@@ -16,36 +15,6 @@ scrub_rows = kv.donate(kv.scrub)
 scrub_namespace = kv.donate(lambda cache, words: kv.scrub(cache, namespace=words))
 
 
-def owned_slots(cache, space):
-    """Per group bool[num_blocks, block_size]: the tokens of a namespace, in its rows and cached."""
-    control, index, masks = cache.control, cache.control.prefix_index, []
-    is_of_it = (np.asarray(index.namespace) == NAMESPACES[space]).all(axis=1)
-    is_row = (np.asarray(control.namespace) == NAMESPACES[space]).all(axis=1) & np.asarray(control.is_active)
-    for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
-        table, is_owned = np.asarray(pool.block_table), np.zeros((pool.num_blocks, group.block_size), bool)
-        for row in np.flatnonzero(is_row):
-            positions = np.arange(int(control.context_len[row]))
-            blocks = table[row, positions // group.block_size]
-            is_held = blocks < pool.num_blocks
-            is_owned[blocks[is_held], positions[is_held] % group.block_size] = True
-        is_kept = is_of_it
-        if g != cache.config.indexed_group:
-            is_kept = np.append(is_of_it, False)[np.asarray(index.companions[g].keeper)]
-        is_owned[np.asarray(pool.cached.is_published) & is_kept] = True
-        masks.append(is_owned)
-    return masks
-
-
-def with_nan(cache, masks):
-    """NaN in every slot outside of the masks."""
-    pools = []
-    for pool, mask in zip(cache.pools, masks, strict=True):
-        mask = np.tile(mask, (pool.k.shape[0] // len(mask), 1))[:, None, :, None]
-        k, v = (jnp.asarray(np.where(mask, half, np.float32(np.nan))) for half in (pool.k, pool.v))
-        pools.append(kv.KVPool(k=k, v=v))
-    return dataclasses.replace(cache, pools=tuple(pools))
-
-
 def test_case_ff_what_another_namespace_owns_is_not_read():
     """All but what one namespace owns is NaN again and again: in rows, cached, freed, evicted, rolled out."""
     script = WindowScript(5, 2, CONFIG)
@@ -53,7 +22,7 @@ def test_case_ff_what_another_namespace_owns_is_not_read():
     for i in range(900):
         script.step()
         if i % 5 == 0:
-            script.cache = with_nan(script.cache, owned_slots(script.cache, 0))
+            script.cache = with_nan(script.cache, owned_slots(script.cache, NAMESPACES[0]))
             script.check("NaN elsewhere")
     num_evictions = int(kv.stats(script.cache).num_evictions)
     assert script.num_hits > 40 and num_evictions > 10, (script.num_hits, num_evictions)
@@ -82,7 +51,7 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
         if i % 25 != 24:
             continue
         space = int(script.rng.integers(2))
-        others = owned_slots(script.cache, 1 - space)
+        others = owned_slots(script.cache, NAMESPACES[1 - space])
         num_before += residue(script.cache, script, space)
         # Also in blocks of the other, behind its tokens.
         blocks = with_nan(script.cache, [mask.any(axis=1, keepdims=True) for mask in others])
