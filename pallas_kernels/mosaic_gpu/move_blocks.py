@@ -39,8 +39,8 @@ class _Cut:
       chunks: Of one block.
       stages: Chunks of K, and of V, in the ring of a CTA; at least 2.
       max_ctas: As many as run side by side.
-      is_in_order: The same part of all blocks is moved by the same CTA, one block after the other: a source is
-        read before a later copy overwrites it.
+      is_in_order: The same part of all blocks is moved by the same CTA, one block after the other: a source
+        is read before a later copy overwrites it.
     """
 
     num_layers: int
