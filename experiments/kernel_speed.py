@@ -1,15 +1,15 @@
 """Question: how fast are the GPU kernels beside the memory's bandwidth, and beside other people's?
 
 Command: python -m experiments.kernel_speed [--quick] [--json] [--minutes 8] [--flashinfer DIR]
-         python -m experiments.kernel_speed --interpret --output DIR    the same path on a CPU, nothing measured
+         python -m experiments.kernel_speed --interpret --output DIR    the same path on a CPU, no times
 Machine: one NVIDIA Hopper GPU with nothing else on it; results/<device>.json and .png
 Answer:  not yet measured.
 
-First the ceilings: reading only, and copying. Then paged decode, batch {1, 8, 32, 128} x context {1k, 8k, 32k}
-x query heads per key/value head {1, 4, 8} x blocks of {16, 64, 128}, 8 key/value heads of 128, bfloat16: ours,
-its plan made before (as once per step for all layers) and made again each time, beside every peer that can be
-imported (`kernel_speed_sides`, `kernel_speed_torch`). Then the movement of tokens and blocks, and the whole
-step of a decoder with the shape of Llama-3.2-1B beside its roofline.
+First the ceilings: reading only, and copying. Then paged decode, batch {1, 8, 32, 128} x context {1k, 8k,
+32k} x query heads per key/value head {1, 4, 8} x blocks of {16, 64, 128}, 8 key/value heads of 128, bfloat16:
+ours, its plan made before (as once per step for all layers) and made again each time, beside every peer that
+can be imported (`kernel_speed_sides`, `kernel_speed_torch`). Then the movement of tokens and blocks, and the
+whole step of a decoder with the shape of Llama-3.2-1B beside its roofline.
 
 Each side is checked against the float32 reference before it is timed; the sides of a cell take turns
 (`kernel_speed_timing` says what is timed). Who is wrong or cannot run is reported with the reason, and cells
@@ -21,6 +21,7 @@ The results are written after every cell, so that whatever ends the run leaves w
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
 import importlib.metadata
 import json
@@ -37,9 +38,25 @@ from typing import Any
 import jax
 
 from experiments import command, timing
-from experiments.kernel_speed_cells import QUICK, TINY, TOLERANCE, Cell, all_cells, error_of, expected_output
-from experiments.kernel_speed_cells import make_problem
-from experiments.kernel_speed_moves import COPY, READ, TINY_POOLS, Pools, ceiling_contests, move_contests
+from experiments.kernel_speed_cells import (
+    QUICK,
+    TINY,
+    TOLERANCE,
+    Cell,
+    all_cells,
+    error_of,
+    expected_output,
+    make_problem,
+)
+from experiments.kernel_speed_moves import (
+    COPY,
+    READ,
+    TINY_POOLS,
+    Pools,
+    ceiling_contests,
+    floor_contest,
+    move_contests,
+)
 from experiments.kernel_speed_report import draw, show
 from experiments.kernel_speed_sides import jax_sides
 from experiments.kernel_speed_summary import ceilings, comparison, gb_per_s, medians_us, summary
@@ -62,7 +79,7 @@ class Run:
       seconds: For the samples of an entry; None only checks.
     """
 
-    def __init__(self, options: argparse.Namespace, device: jax.Device):
+    def __init__(self, options: argparse.Namespace, device: Any):
         self.options, self.device, self.start = options, device, time.monotonic()
         self.end = self.start + 60 * options.minutes
         self.seconds = None if options.interpret else 0.6 if options.quick else 1.0
@@ -96,14 +113,16 @@ class Run:
         for kind, ceiling in (("moves", COPY), ("steps", READ)):
             rate = report["ceilings"].get(ceiling)
             for entry in report[kind]:
-                shares = {side: (gb_per_s(entry, side) or 0) / rate for side in medians_us(entry)} if rate else {}
+                shares = (
+                    {side: (gb_per_s(entry, side) or 0) / rate for side in medians_us(entry)} if rate else {}
+                )
                 entry["of_ceiling"] = shares
         report["summary"] = summary(report["decodes"])
         report["seconds"] = time.monotonic() - self.start
         self.path.write_text(json.dumps(report, indent=1) + "\n")
 
     def watch(self, what: str) -> AbstractContextManager:
-        """The device must answer: if it does not, nothing in this process can stop it, so the process ends."""
+        """Ends the process if the device does not answer: nothing in this process can stop a kernel."""
         if self.options.interpret:
             return contextlib.nullcontext()
 
@@ -122,7 +141,11 @@ class Run:
             self.report["left_out"].append(name)
             return
         start = time.monotonic()
-        contest, sides, sizes = make()
+        try:
+            contest, sides, sizes = make()
+        except Exception as failure:  # no room for the data, or no reference
+            self.report["skipped"].append({"cell": name, "reason": one_line(failure)})
+            return
         records = compete(contest, sides, self.seconds, self.watch)
         entry = {**sizes, "name": name, "num_bytes": contest.num_bytes, "sides": records}
         self.report[kind].append(entry)
@@ -165,9 +188,8 @@ class Run:
 
     def measure(self) -> None:
         interpret, quick = self.options.interpret, self.options.quick
-        for contest, sides in ceiling_contests(1 << 12) if interpret else ceiling_contests():
-            self.enter("entries", contest.name, lambda c=contest, s=sides: (c, s, {}))
-        del contest, sides
+        self._enter_all("entries", [floor_contest()])
+        self._enter_all("entries", ceiling_contests(1 << 12) if interpret else ceiling_contests())
         cells = list(TINY if interpret else QUICK if quick else all_cells())
         for cell in cells[:NUM_FIRST_CELLS]:
             self.decode(cell)
@@ -175,34 +197,51 @@ class Run:
             moves = move_contests(TINY_POOLS, (3,), 2, interpret=True)
         else:
             moves = move_contests(Pools(), (128,) if quick else (1, 128, 4096), 512)
-        for contest, sides in moves:
-            self.enter("moves", contest.name, lambda c=contest, s=sides: (c, s, {}))
-        del moves, contest, sides
+        self._enter_all("moves", moves)
         self._steps()
         for cell in cells[NUM_FIRST_CELLS:]:
             self.decode(cell)
 
-    def _steps(self) -> None:
-        from experiments import kernel_speed_step as step
+    def _enter_all(self, kind: str, contests: list[tuple[Contest, list[Side]]]) -> None:
+        """One by one, each freed before the next."""
+        while contests:
+            contest, sides = contests.pop(0)
+            self.enter(kind, contest.name, functools.partial(tuple, (contest, sides, {})))
+            del contest, sides
 
+    def _steps(self) -> None:
+        try:
+            from experiments import kernel_speed_step as step
+        except ImportError as error:  # the decoder needs flax
+            self.report["skipped"].append({"cell": "the decoder's step", "reason": one_line(error)})
+            return
         interpret = self.options.interpret
         sizes = [step.StepSizes(32, 8192), *([] if self.options.quick else [step.StepSizes(1, 8192)])]
         if interpret:
             sizes = [step.StepSizes(2, 32, num_steps=1)]
         decoder = step.make_decoder(step.TINY if interpret else step.LLAMA_1B)
         for size in sizes:
-            config = {"param_bytes": step.param_bytes(decoder), "kv_bytes": step.kv_bytes(decoder.config, size)}
+            config = {
+                "param_bytes": step.param_bytes(decoder),
+                "kv_bytes": step.kv_bytes(decoder.config, size),
+            }
 
             def make(size=size, config=config):
                 return (*step.step_contest(decoder, size, interpret), {**size._asdict(), **config})
 
-            self.enter("steps", f"{size.batch} x {size.context} tokens", make)
+            self.enter("steps", f"step of {size.batch} x {size.context} tokens", make)
 
 
-def environment(device: jax.Device) -> dict[str, Any]:
+def environment(device: Any) -> dict[str, Any]:
     """Where and when; of packages that are not installed, nothing."""
     peers = {}
-    for package in ("torch", "flashinfer-python", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13"):
+    for package in (
+        "torch",
+        "flashinfer-python",
+        "jax-cuda13-plugin",
+        "jax-cuda12-plugin",
+        "nvidia-cudnn-cu13",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             peers[package] = importlib.metadata.version(package)
     return {
@@ -231,7 +270,7 @@ def _driver() -> str | None:
     return lines[0].strip() if lines else None
 
 
-def find_device(interpret: bool) -> jax.Device:
+def find_device(interpret: bool) -> Any:
     """The device that is measured.
 
     Raises:
@@ -249,7 +288,9 @@ def find_device(interpret: bool) -> jax.Device:
     if interpret:
         return device
     if device.platform != "gpu":
-        raise command.InputError(f"jax runs on {device.platform} here, expected an NVIDIA Hopper GPU: {advice}")
+        raise command.InputError(
+            f"jax runs on {device.platform} here, expected an NVIDIA Hopper GPU: {advice}"
+        )
     capability = getattr(device, "compute_capability", "unknown")
     if capability != "9.0":
         raise command.InputError(
@@ -263,13 +304,21 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--json", action="store_true", help="print the report as one JSON object instead of tables")
     add("--quick", action="store_true", help="a handful of cells")
-    add("--minutes", type=command.number(0, is_above=True), default=8.0, metavar="N", help="default %(default)g")
+    add(
+        "--minutes",
+        type=command.number(0, is_above=True),
+        default=8.0,
+        metavar="N",
+        help="default %(default)g",
+    )
     add("--interpret", action="store_true", help="tiny cells on the CPU: everything but the times")
     add("--output", type=Path, metavar="DIR", help="folder of the results; default: experiments/results")
     add("--flashinfer", type=Path, metavar="DIR", help="folder with FlashInfer's compiled modules")
     options = parser.parse_args(arguments)
     if options.interpret and options.output is None:
-        parser.error("got --interpret without --output, expected a folder: nothing measured goes to the results")
+        parser.error(
+            "got --interpret without --output, expected a folder: nothing measured goes to the results"
+        )
     options.output = options.output or RESULTS
     for folder in (options.output, options.flashinfer):
         if folder is not None and not folder.is_dir():

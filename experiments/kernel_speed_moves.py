@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 
 from experiments.kernel_speed_cells import random_pool
-from experiments.kernel_speed_sides import OURS
+from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import Contest, Program, Side, launches_for
 from pallas_kernels import reference
 
-READ, COPY = "read", "copy"
+READ, COPY, FLOOR = "read", "copy", "one tiny kernel"
 NUM_BUFFERS = 4
 
 
@@ -50,7 +50,7 @@ def ceiling_contests(buffer_len: int = 1 << 27) -> list[tuple[Contest, list[Side
         return kernel_speed_torch.captured(lambda nth: tensor[nth % NUM_BUFFERS].sum(), num_launches)
 
     def xla_add(_) -> Program:
-        def loop(buffers):
+        def loop(buffers, _):
             return lax.fori_loop(0, num_copies, lambda _, x: x + 1, buffers)
 
         program = _in_place(loop, buffers.copy())
@@ -63,14 +63,34 @@ def ceiling_contests(buffer_len: int = 1 << 27) -> list[tuple[Contest, list[Side
     return [(read, [Side("XLA", xla_sum), Side("PyTorch", torch_sum)]), (copy, [Side("XLA", xla_add)])]
 
 
-def _in_place(loop: Callable, state: Any) -> Program:
-    """`state = loop(state)`, donated; sample after sample goes on from there."""
-    compiled = jax.jit(loop, donate_argnums=0).lower(state).compile()
+def floor_contest() -> tuple[Contest, list[Side]]:
+    """What a launch costs that does next to nothing, in a loop of JAX and in a CUDA graph."""
+    from experiments import kernel_speed_torch
+
+    x = jnp.zeros((8, 128), jnp.float32)
+
+    def add(x: jax.Array, _, buffer: jax.Array, zero: jax.Array) -> jax.Array:
+        return x + (buffer + zero).astype(x.dtype)
+
+    def torch_add(num_launches: int) -> Program:
+        tensor = kernel_speed_torch.as_tensor(x)
+        return kernel_speed_torch.captured(lambda nth: tensor + nth, num_launches)
+
+    contest = Contest(FLOOR, 0, lambda _: 0.0, 0.0, launches_for(0))
+    return contest, [
+        Side("JAX loop", functools.partial(looped, add, x, (), NUM_BUFFERS)),
+        Side("CUDA graph", torch_add),
+    ]
+
+
+def _in_place(loop: Callable, state: Any, inputs: Any = ()) -> Program:
+    """`state = loop(state, inputs)`, the state donated; sample after sample goes on from there."""
+    compiled = jax.jit(loop, donate_argnums=0).lower(state, inputs).compile()
     held = [state]
     del state
 
     def run() -> Any:
-        held.append(compiled(held.pop()))
+        held.append(compiled(held.pop(), inputs))
         return held[0]
 
     return Program(run, jax.block_until_ready, lambda state: state)
@@ -120,82 +140,97 @@ def move_contests(
     """
     return [
         *(_append(sizes, num, interpret) for num in num_tokens),
-        *(_move(sizes, name, num_moved, interpret) for name in ("gather_blocks", "scatter_blocks", "copy_blocks")),
+        *(
+            _move(sizes, name, num_moved, interpret)
+            for name in ("gather_blocks", "scatter_blocks", "copy_blocks")
+        ),
     ]
 
 
 def _append(sizes: Pools, num_tokens: int, interpret: bool) -> tuple[Contest, list[Side]]:
     num_bytes = 2 * num_tokens * sizes.token_bytes
     num_launches = launches_for(num_bytes) if not interpret else sizes.num_layers
-    rng = np.random.default_rng(0)
-    slots = rng.permutation(sizes.num_blocks * sizes.block_size)[:num_tokens].astype(np.int32)
+    order = np.random.default_rng(0).permutation(sizes.num_blocks * sizes.block_size)
     k, v = (random_pool(jax.random.key(i), (num_tokens, *sizes.shape[1::2])) for i in (2, 3))
+    inputs = k, v, jnp.asarray(order[:num_tokens], jnp.int32)
 
-    def step(kernels: Any, options: dict, pools: tuple, nth: jax.Array) -> tuple:
+    def step(kernels: Any, options: dict, pools: tuple, inputs: tuple, nth: jax.Array) -> tuple:
         layer = lax.rem(nth, jnp.int32(sizes.num_layers))
-        return kernels.append_kv(*pools, k, v, slots, num_blocks=sizes.num_blocks, layer=layer, **options)
+        return kernels.append_kv(*pools, *inputs, num_blocks=sizes.num_blocks, layer=layer, **options)
 
     name = f"append {num_tokens} token{'s' * (num_tokens > 1)}"
-    return _contest(sizes, name, num_bytes, num_launches, step, interpret)
+    return _contest(name, num_bytes, num_launches, step, sizes.draw, inputs, interpret)
 
 
 def _move(sizes: Pools, kernel: str, num_moved: int, interpret: bool) -> tuple[Contest, list[Side]]:
     num_bytes = 2 * num_moved * sizes.block_bytes
     num_launches = launches_for(num_bytes) if not interpret else 1
     order = np.random.default_rng(0).permutation(sizes.num_blocks).astype(np.int32)
-    src, dst = order[:num_moved], order[num_moved : 2 * num_moved]
+    src, dst = jnp.asarray(order[:num_moved]), jnp.asarray(order[num_moved : 2 * num_moved])
     shape = (sizes.num_layers, num_moved, *sizes.shape[1:])
-    blocks = [random_pool(jax.random.key(i), shape) for i in (2, 3)] if kernel == "scatter_blocks" else []
+    count = jnp.int32(num_moved)
 
-    def step(kernels: Any, options: dict, state: tuple, nth: jax.Array) -> tuple:
-        move = functools.partial(getattr(kernels, kernel), num_blocks=sizes.num_blocks, **options)
-        count = jnp.int32(num_moved)
-        if kernel == "copy_blocks":
-            return move(*state, src, dst, count)
-        if kernel == "scatter_blocks":
-            return move(*state, *blocks, dst, count)
-        pools, gathered = state
+    def copied(move: Callable, pools: tuple, inputs: tuple) -> tuple:
+        return move(*pools, *inputs)
+
+    def gathered(move: Callable, state: tuple, inputs: tuple) -> tuple:
+        (pools, results), (ids, count) = state, inputs
         # What all launches have in common would be moved out of the loop.
-        zero = jnp.isnan(gathered[0].reshape(-1)[0]).astype(jnp.int32)
-        return pools, move(*pools, src, count + zero)
+        zero = jnp.isnan(results[0].reshape(-1)[0]).astype(jnp.int32)
+        return pools, move(*pools, ids, count + zero)
 
-    name = f"{kernel.partition('_')[0]} {num_moved} block{'s' * (num_moved > 1)} of {sizes.num_layers} layers"
-    results = tuple(jnp.zeros(shape, jnp.bfloat16) for _ in "kv") if kernel == "gather_blocks" else None
-    return _contest(sizes, name, num_bytes, num_launches, step, interpret, results)
+    if kernel == "gather_blocks":
+        work, inputs = gathered, (src, count)
+    elif kernel == "copy_blocks":
+        work, inputs = copied, (src, dst, count)
+    else:
+        work, inputs = copied, (*(random_pool(jax.random.key(i), shape) for i in (2, 3)), dst, count)
+
+    def start() -> Any:
+        pools = sizes.draw()
+        return (pools, tuple(jnp.zeros(shape, jnp.bfloat16) for _ in "kv")) if work is gathered else pools
+
+    def step(kernels: Any, options: dict, state: Any, inputs: tuple, _) -> Any:
+        move = functools.partial(getattr(kernels, kernel), num_blocks=sizes.num_blocks, **options)
+        return work(move, state, inputs)
+
+    name = f"{kernel.partition('_')[0]} {num_moved} blocks of {sizes.num_layers} layers"
+    return _contest(name, num_bytes, num_launches, step, start, inputs, interpret)
 
 
 def _contest(
-    sizes: Pools,
     name: str,
     num_bytes: int,
     num_launches: int,
     step: Callable,
+    start: Callable[[], Any],
+    inputs: tuple,
     interpret: bool,
-    results: tuple | None = None,
 ) -> tuple[Contest, list[Side]]:
-    """`state = step(kernels, options, state, nth)`; the state is the pools, and `results` if there are any."""
+    """`state = step(kernels, options, state, inputs, nth)`, beginning with `start()`.
 
-    def start() -> Any:
-        pools = sizes.draw()
-        return pools if results is None else (pools, tuple(x.copy() for x in results))
+    The error is the share of the state's elements that are not the reference's.
+    """
 
-    def loop(kernels: Any, options: dict, state: Any) -> Any:
-        return lax.fori_loop(0, num_launches, lambda nth, state: step(kernels, options, state, nth), state)
+    def loop(kernels: Any, options: dict, state: Any, inputs: tuple) -> Any:
+        def body(nth: jax.Array, state: Any) -> Any:
+            return step(kernels, options, state, inputs, nth)
+
+        return lax.fori_loop(0, num_launches, body, state)
 
     def ours(_) -> Program:
         from pallas_kernels import mosaic_gpu
         from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
         options = {"interpret": True} if interpret else {}
-        program = _in_place(functools.partial(loop, mosaic_gpu, options), start())
+        program = _in_place(functools.partial(loop, mosaic_gpu, options), start(), inputs)
         return program._replace(run=lambda: run_interpreted(program.run)) if interpret else program
 
     def xla(_) -> Program:
-        return _in_place(functools.partial(loop, reference, {}), start())
+        return _in_place(functools.partial(loop, reference, {}), start(), inputs)
 
     def error_of(state: Any) -> float:
-        """Share of the elements that differ."""
-        expected = jax.jit(functools.partial(loop, reference, {}))(start())
+        expected = jax.jit(functools.partial(loop, reference, {}))(start(), inputs)
         pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
         return max(float((got != wanted).mean()) for got, wanted in pairs)
 

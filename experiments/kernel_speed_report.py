@@ -19,9 +19,12 @@ def show(report: dict) -> None:
         print("interpreted on the CPU: the path is checked, nothing is measured")
     rates = report["ceilings"]
     print(f"ceilings: {', '.join(f'{name} {_gb(rates[name])}' for name in rates)}")
+    _show_others(
+        "what a launch costs at least", [entry for entry in report["entries"] if not entry["num_bytes"]]
+    )
     _show_decodes(report["decodes"])
     _show_others("movement of tokens and blocks", report["moves"])
-    _show_others("a whole step of the decoder, Llama-3.2-1B's shape", report["steps"])
+    _show_others("a whole step of the decoder", report["steps"])
     _show_absences(report)
     _show_summary(report)
 
@@ -43,9 +46,18 @@ def _show_decodes(entries: Sequence[dict]) -> None:
                 f"{compared['ratio']:.2f}x" if compared["ratio"] else compared["why_no_ratio"],
             ]
         )
-    header = ["batch x context", "GB", "ours, us", "with plan", "", "of reading", "best peer, us", "its time / ours"]
+    header = [
+        "batch x context",
+        "GB",
+        "ours, us",
+        "with plan",
+        "",
+        "of reading",
+        "best peer, us",
+        "its time / ours",
+    ]
     if rows:
-        show_table("paged decode, bfloat16, 8 key/value heads of 128", header, rows)
+        show_table("paged decode, bfloat16", header, rows)
 
 
 def _show_others(title: str, entries: Sequence[dict]) -> None:
@@ -59,7 +71,7 @@ def _show_others(title: str, entries: Sequence[dict]) -> None:
                     f"{entry['num_bytes'] / 1e9:.3g}",
                     _us(entry, side["side"]),
                     _gb(gb_per_s(entry, side["side"])),
-                    _percent(entry["of_ceiling"].get(side["side"])),
+                    _percent(entry.get("of_ceiling", {}).get(side["side"])),
                     side["status"],
                 ]
             )
@@ -135,7 +147,9 @@ def draw(report: dict, path: Path) -> None:
             if entry["block_size"] == block_size and entry["comparison"]["gb_per_s"] is not None
         ]
         if points:
-            bandwidth.plot(*zip(*points, strict=True), "o", color=f"C{nth}", label=f"ours, block {block_size}")
+            bandwidth.plot(
+                *zip(*points, strict=True), "o", color=f"C{nth}", label=f"ours, block {block_size}"
+            )
     peers = [
         (entry["num_bytes"] / 1e9, gb_per_s(entry, entry["comparison"]["best_peer"]))
         for entry in decodes

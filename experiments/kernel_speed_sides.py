@@ -49,17 +49,19 @@ def _ours(problem: Problem, is_planned: bool, interpret: bool, num_launches: int
     plan = jax.jit(plan_of)(problem.rows) if is_planned else None
 
     def call(inputs, pools, buffer, zero):
-        q, table, rows, plan = inputs
+        (q, table, rows, plan), (k_pool, v_pool) = inputs, pools
         if plan is None:
             plan = plan_of(rows._replace(num_columns=rows.num_columns + zero))
         q = (q + zero.astype(q.dtype)).reshape(q_shape)
         out, _ = mosaic_gpu.paged_decode(
-            q, *pools, table, rows, options, layer=buffer, plan=plan, interpret=interpret
+            q, k_pool, v_pool, table, rows, options, layer=buffer, plan=plan, interpret=interpret
         )
         return out.reshape(problem.q.shape)
 
     inputs = problem.q, problem.block_table, problem.rows, plan
-    return looped(call, inputs, (problem.k_pool, problem.v_pool), problem, num_launches, interpret)
+    return looped(
+        call, inputs, (problem.k_pool, problem.v_pool), problem.num_buffers, num_launches, interpret
+    )
 
 
 def _triton(problem: Problem, num_launches: int) -> Program:
@@ -91,7 +93,7 @@ def _triton(problem: Problem, num_launches: int) -> Program:
             )
         return out.reshape(problem.q.shape)
 
-    return looped(call, (q, problem.block_table, problem.lens), pages, problem, num_launches)
+    return looped(call, (q, problem.block_table, problem.lens), pages, problem.num_buffers, num_launches)
 
 
 def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Program:
@@ -112,14 +114,14 @@ def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Progr
         return out.reshape(problem.q.shape)
 
     inputs, pools = (problem.q, problem.block_table), (problem.k_pool, problem.v_pool)
-    return looped(call, inputs, pools, problem, num_launches)
+    return looped(call, inputs, pools, problem.num_buffers, num_launches)
 
 
 def looped(
     call: Callable[..., jax.Array],
     inputs: Any,
     pools: Any,
-    problem: Problem,
+    num_buffers: int,
     num_launches: int,
     interpret: bool = False,
 ) -> Program:
@@ -132,7 +134,7 @@ def looped(
     def loop(inputs, pools):
         def body(nth, out):
             zero = jnp.isnan(out.reshape(-1)[0]).astype(jnp.int32)
-            return call(inputs, pools, lax.rem(nth, jnp.int32(problem.num_buffers)), zero)
+            return call(inputs, pools, lax.rem(nth, jnp.int32(num_buffers)), zero)
 
         zero = jnp.int32(0)
         out = jax.eval_shape(call, inputs, pools, zero, zero)

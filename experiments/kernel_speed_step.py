@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,56 +83,61 @@ def make_decoder(config: DecoderConfig = LLAMA_1B) -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
-def step_contest(
-    decoder: Decoder, sizes: StepSizes, interpret: bool = False
-) -> tuple[Contest, list[Side]]:
-    """Ours with the kernels, and the same with XLA's attention, whose logits are the expected ones."""
-    expected = functools.cache(lambda: _result(_prepare(decoder, sizes, XLA, False, sizes.num_steps)))
-    contest = Contest(
-        f"{sizes.batch} x {sizes.context}",
-        param_bytes(decoder) + kv_bytes(decoder.config, sizes),
-        lambda logits: error_of(logits, expected()),
-        TOLERANCE,
-        sizes.num_steps,
-    )
-    return contest, [
-        Side(OURS, functools.partial(_prepare, decoder, sizes, MOSAIC_GPU, interpret), is_ours=True),
-        Side("XLA attention", functools.partial(_prepare, decoder, sizes, XLA, False)),
-    ]
+def step_contest(decoder: Decoder, sizes: StepSizes, interpret: bool = False) -> tuple[Contest, list[Side]]:
+    """XLA's attention, whose logits are the expected ones, and ours with the kernels."""
+    expected: list[np.ndarray] = []
+
+    def xla(num_launches: int) -> Program:
+        program = _prepare(decoder, sizes, XLA, False, num_launches)
+
+        def result(logits: jax.Array) -> np.ndarray:
+            expected.append(np.asarray(logits))
+            return expected[0]
+
+        return program._replace(result=result)
+
+    def error(logits: np.ndarray) -> float:
+        if not expected:
+            raise RuntimeError("there are no logits to compare with: XLA's attention failed")
+        return error_of(logits, expected[0])
+
+    num_bytes = param_bytes(decoder) + kv_bytes(decoder.config, sizes)
+    contest = Contest(f"{sizes.batch} x {sizes.context} tokens", num_bytes, error, TOLERANCE, sizes.num_steps)
+    ours = functools.partial(_prepare, decoder, sizes, MOSAIC_GPU, interpret)
+    return contest, [Side("XLA attention", xla), Side(OURS, ours, is_ours=True)]
 
 
-def _result(program: Program) -> np.ndarray:
-    return program.result(program.run())
+def steps(cache: kv.Cache, decoder: Decoder, tokens: jax.Array, start_len: int) -> tuple[kv.Cache, jax.Array]:
+    """Rows go back to `start_len` and take the tokens i32[steps, b], one a step; the last logits, f32."""
+    batch, vocab_size = tokens.shape[1], decoder.config.vocab_size
+    cache, status = kv.truncate(cache, jnp.arange(batch), jnp.full(batch, start_len))
+
+    def body(carry: tuple[kv.Cache, jax.Array], tokens: jax.Array) -> tuple[tuple, None]:
+        cache, logits = carry
+        cache, step = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
+        # A row that found no room must not look fast.
+        is_right = (step.status == kv.Status.OK) & ~jnp.isnan(logits[:, 0])
+        logits, cache = forward(decoder, tokens[:, None], cache, step)
+        return (cache, jnp.where(is_right[:, None], logits[:, 0], jnp.nan)), None
+
+    is_right = (status == kv.Status.OK)[:, None]
+    logits = jnp.broadcast_to(jnp.where(is_right, 0.0, jnp.nan), (batch, vocab_size))
+    (cache, logits), _ = lax.scan(body, (cache, logits), tokens)
+    return cache, logits
 
 
 def _prepare(
     decoder: Decoder, sizes: StepSizes, implementation: str, interpret: bool, num_launches: int
 ) -> Program:
-    rows = np.arange(sizes.batch)
-    tokens = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(num_launches, sizes.batch))
-
-    def steps(cache: kv.Cache, decoder: Decoder, tokens: jax.Array) -> tuple[kv.Cache, jax.Array]:
-        cache, status = kv.truncate(cache, rows, jnp.full(sizes.batch, sizes.start_len))
-
-        def body(carry, tokens):
-            cache, _ = carry
-            cache, step = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
-            logits, cache = forward(decoder, tokens[:, None], cache, step)
-            # A row that found no room must not look fast.
-            return (cache, jnp.where(step.status[:, None] == kv.Status.OK, logits[:, 0], jnp.nan)), None
-
-        logits = jnp.where(status[:, None] == kv.Status.OK, 0.0, jnp.nan)
-        logits = jnp.broadcast_to(logits, (sizes.batch, decoder.config.vocab_size))
-        (cache, logits), _ = lax.scan(body, (cache, logits), tokens)
-        return cache, logits
-
-    inputs = decoder, jnp.asarray(tokens, jnp.int32)
+    shape = (num_launches, sizes.batch)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
     with interpreted() if interpret else contextlib.nullcontext():
         held = [_filled_cache(decoder.config, sizes, implementation)]
-        compiled = jax.jit(steps, donate_argnums=0).lower(held[0], *inputs).compile()
+        jitted = jax.jit(steps, donate_argnums=0, static_argnums=3)
+        compiled = jitted.lower(held[0], decoder, tokens, sizes.start_len).compile()
 
     def run() -> jax.Array:
-        cache, logits = compiled(held.pop(), *inputs)
+        cache, logits = compiled(held.pop(), decoder, tokens)
         held.append(cache)
         return logits
 
@@ -164,5 +169,7 @@ def _filled_cache(config: DecoderConfig, sizes: StepSizes, implementation: str) 
     k_key, v_key = jax.random.split(jax.random.key(0))
     shape, scale = pool.k.shape, math.sqrt(sizes.context)
     del pool
-    pool = dataclasses.replace(cache.pools[0], k=random_pool(k_key, shape), v=random_pool(v_key, shape, scale))
+    pool = dataclasses.replace(
+        cache.pools[0], k=random_pool(k_key, shape), v=random_pool(v_key, shape, scale)
+    )
     return dataclasses.replace(cache, pools=(pool,))

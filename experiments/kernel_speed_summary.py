@@ -26,6 +26,8 @@ def ceilings(entries: Sequence[dict]) -> dict[str, float | None]:
     """The best of each kind, in GB/s, by the entry's name."""
     best = {}
     for entry in entries:
+        if not entry["num_bytes"]:
+            continue
         rates = [gb_per_s(entry, side) for side in medians_us(entry)]
         best[entry["name"]] = max((rate for rate in rates if rate is not None), default=None)
     return best
@@ -82,7 +84,11 @@ def summary(decodes: Sequence[dict]) -> dict[str, Any]:
             if entry["comparison"]["ratio"] is None
         ],
         "bars": [
-            _bar(f"least share of the read bandwidth, {LARGE_BYTES / 1e9:g} GB or more", large, LEAST_OF_CEILING),
+            _bar(
+                f"least share of the read bandwidth, {LARGE_BYTES / 1e9:g} GB or more",
+                large,
+                LEAST_OF_CEILING,
+            ),
             _bar("geometric mean of the ratios to the best peer", [mean] if mean else [], LEAST_MEAN),
             _bar("smallest ratio to the best peer", list(ratios.values()), LEAST_RATIO),
         ],
@@ -106,5 +112,7 @@ def absences(entries: Sequence[dict]) -> list[dict[str, Any]]:
     for entry in entries:
         for side in entry["sides"]:
             if side["reason"]:
-                found.setdefault((side["side"], f"{side['status']}: {side['reason']}"), []).append(entry["name"])
+                found.setdefault((side["side"], f"{side['status']}: {side['reason']}"), []).append(
+                    entry["name"]
+                )
     return [{"side": side, "reason": reason, "on": names} for (side, reason), names in found.items()]

@@ -101,7 +101,9 @@ def _trtllm(problem: "Problem", num_launches: int) -> Program:
     flashinfer, torch = _import_flashinfer()
     major, minor = torch.cuda.get_device_capability()
     if major < 10:
-        raise NotImplementedError(f"it is for Blackwell, and this device has compute capability {major}.{minor}")
+        raise NotImplementedError(
+            f"it is for Blackwell, and this device has compute capability {major}.{minor}"
+        )
     decode = functools.partial(flashinfer.decode.trtllm_batch_decode_with_kv_cache, backend="trtllm-gen")
     return _batch_decode(problem, decode, num_launches)
 
