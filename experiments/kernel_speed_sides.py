@@ -86,7 +86,7 @@ def _triton(problem: Problem, num_launches: int) -> Program:
         q, table, lens = inputs
         q = q + zero.astype(q.dtype)
         table = table + buffer * cell.num_blocks
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
             warnings.simplefilter("ignore", DeprecationWarning)
             out = paged_attention(
                 q, *pages, table, lens, k_splits=splits, pages_per_compute_block=pages_per_step
@@ -108,9 +108,10 @@ def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Progr
             return blocks.swapaxes(2, 3).reshape(cell.batch, cell.context, cell.num_kv_heads, cell.head_dim)
 
         q = q.reshape(cell.batch, 1, -1, cell.head_dim)
-        out = jax.nn.dot_product_attention(
-            q, *map(keys_of, pools), scale=problem.scale, implementation=implementation
-        )
+        with jax.numpy_dtype_promotion("standard"):  # it promotes, whatever the caller's setting
+            out = jax.nn.dot_product_attention(
+                q, *map(keys_of, pools), scale=problem.scale, implementation=implementation
+            )
         return out.reshape(problem.q.shape)
 
     inputs, pools = (problem.q, problem.block_table), (problem.k_pool, problem.v_pool)

@@ -149,22 +149,25 @@ def _prepare(
     return program._replace(run=lambda: run_interpreted(run))
 
 
-def _filled_cache(config: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:
+def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:
     """Random keys and values; the values large, so that attention shows in the logits."""
     rows = np.arange(sizes.batch)
     cache = scattered(
         kv.init(
             cache_config(
-                config,
+                model,
                 max_seqs=sizes.batch,
                 max_seq_len=sizes.context,
                 block_size=sizes.block_size,
-                implementation=implementation,
+                implementation=XLA,  # plans no work for the prompt, which is not attended to
             )
         )
     )
-    cache, admission = kv.allocate(cache, rows, np.full(sizes.batch, sizes.start_len, np.int32))
+    lens = np.full(sizes.batch, sizes.start_len, np.int32)
+    cache, admission = kv.allocate(cache, rows, lens)
     kv.raise_for_status(admission.status, "allocate")
+    cache, step = kv.extend(cache, lens, max_new=sizes.start_len)
+    kv.raise_for_status(step.status, "extend")
     (pool,) = cache.pools
     k_key, v_key = jax.random.split(jax.random.key(0))
     shape, scale = pool.k.shape, math.sqrt(sizes.context)
@@ -172,4 +175,5 @@ def _filled_cache(config: DecoderConfig, sizes: StepSizes, implementation: str) 
     pool = dataclasses.replace(
         cache.pools[0], k=random_pool(k_key, shape), v=random_pool(v_key, shape, scale)
     )
-    return dataclasses.replace(cache, pools=(pool,))
+    config = dataclasses.replace(cache.config, implementation=implementation)
+    return dataclasses.replace(cache, pools=(pool,), config=config)
