@@ -5,6 +5,7 @@ import math
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,7 +46,7 @@ def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
     assert {
         "append 3 tokens",
         *(f"{move} 2 blocks of 2 layers" for move in ("gather", "scatter", "copy")),
-    } < names
+    } <= names
     # The decoder needs flax, which the oldest jax is tested without.
     assert len(report["steps"]) + len(report["skipped"]) == 1
 
@@ -82,24 +83,18 @@ def test_a_wrong_kernel_is_not_passed(monkeypatch):
     assert record["error"] is None  # NaN is no JSON
 
 
-def test_launches_take_turns_in_the_buffers():
-    """And each waits for the one before: what they have in common stays in the loop."""
-    seen = looped(lambda x, _, buffer, zero: 10 * x + buffer + zero, jax.numpy.int32(0), (), 3, 5)
-    assert int(seen.run()) == 4 % 3
-    problem = make_problem(CELL, num_buffers=1)
-    (side,) = (side for side in kernel_speed.jax_sides(problem) if side.name == "gather + XLA")
-    text = []
-    compile_loop = jax.stages.Lowered.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            jax.stages.Lowered, "compile", lambda self: text.append((c := compile_loop(self)).as_text()) or c
+def test_launches_take_turns_in_the_buffers_and_wait_for_each_other():
+    program = looped(lambda x, _, buffer, zero: 10 * x + buffer + zero, jnp.int32(3), (), 3, 5)
+    assert program.result(program.run()) == 30 + 4 % 3
+
+    def nan_then_seven(x, _, buffer, zero):
+        return jnp.where(zero == 1, x, jnp.nan)
+
+    for num_launches in (1, 2):
+        program = looped(nan_then_seven, jnp.float32(7), (), 1, num_launches)
+        assert np.array_equal(
+            program.result(program.run()), (math.nan, 7.0)[num_launches - 1], equal_nan=True
         )
-        side.prepare(2)
-    (hlo,) = text
-    body = hlo.partition("body=")[2].partition(",")[0].strip("%")
-    assert " while(" in hlo and body
-    gathers = [name for name in hlo.split("\n\n") if " gather(" in name]
-    assert gathers and not any(part.lstrip().startswith("ENTRY") for part in gathers)
 
 
 # --- what is asked ---
