@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvcache_jax import arguments, attention_kernels, attention_vjp, storage
+from kvcache_jax import arguments, attention_vjp, implementations, storage
 from kvcache_jax.arguments import Layer
 from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
@@ -118,7 +118,7 @@ def _attend(
         sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
     options = _static_options(group, block_pool.num_blocks, head_dim, scale, soft_cap)
-    name = attention_kernels.choose(cache.config, implementation, pool, grouped.shape[3])
+    name = implementations.choose(cache.config, implementation, pool, grouped.shape[3])
     (k, v), out, lse = attention_vjp.attend(
         dataclasses.replace(options, implementation=name, head_axis=cache.config.head_axis),
         (pool.k, pool.v),

@@ -1,97 +1,17 @@
-"""Attention by Pallas kernels: which implementation serves a call, and the kernel's view of a step."""
+"""Attention by Pallas kernels: the kernel's view of a step."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvcache_jax.attention_options import Options
-from kvcache_jax.config import IMPLEMENTATIONS, CacheConfig, SlidingWindow
+from kvcache_jax.config import CacheConfig, SlidingWindow
 from kvcache_jax.head_axis import num_local_heads, over_heads
+from kvcache_jax.implementations import MOSAIC_GPU, choose, is_interpreted, kernels
 from kvcache_jax.queries import Queries, queries_of
 from kvcache_jax.state import KVPool, Step
-
-XLA, MOSAIC_GPU, MOSAIC_TPU = IMPLEMENTATIONS
-_PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
-
-# What `None` may pick: implementations that have run, and were measured, on their hardware.
-_MEASURED: tuple[str, ...] = ()
-
-_is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
-
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Within it, kernels are traced to run on the CPU, where races are looked for; slow."""
-    token = _is_interpreted.set(True)
-    try:
-        yield
-    finally:
-        _is_interpreted.reset(token)
-
-
-def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int = 1) -> str:
-    """The implementation of a call; a named one runs or raises.
-
-    Args:
-      config: Names one for the cache, or leaves it open.
-      asked: By the call.
-      pool: Of the layer group.
-      group_size: Query heads of a key/value head.
-
-    Raises:
-      ValueError: there is no such implementation, or it does not take this cache.
-      NotImplementedError: it does not run here.
-    """
-    for name in (asked, config.implementation):
-        if name not in (None, *IMPLEMENTATIONS):
-            raise ValueError(
-                f"implementation is {name!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}"
-            )
-    name = asked or config.implementation
-    if name is None:
-        fits = (name for name in _MEASURED if not _why_not(name, pool, group_size))
-        return next(fits, XLA)
-    if name != XLA and (reason := _why_not(name, pool, group_size)):
-        raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
-    return name
-
-
-def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
-    """Why a kernel does not serve a cache here, or None if it does."""
-    from pallas_kernels.versions import untested_jax
-
-    if reason := untested_jax():
-        return reason
-    if not _is_interpreted.get():
-        platform = _platform()
-        if platform != _PLATFORM[name]:
-            return f"it is for {_PLATFORM[name]} devices, and this is {platform}"
-    return _kernels(name).why_not(pool.k, group_size)
-
-
-def _platform() -> str:
-    """Of the devices that the program is for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform is not None:
-        return device.platform
-    platform = jax.default_backend()
-    return "cuda" if platform == "gpu" else platform
-
-
-def _kernels(name: str) -> ModuleType:
-    if name == MOSAIC_GPU:
-        from pallas_kernels import mosaic_gpu
-
-        return mosaic_gpu
-    from pallas_kernels import mosaic_tpu
-
-    return mosaic_tpu
 
 
 def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_pools: Any) -> Step:
@@ -107,7 +27,7 @@ def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_
             num_heads = num_local_heads(pool.k, config.head_axis)
             q_shape = (rows.table_row.shape[0], num_queries, num_heads, 1, head_dim)
             num_columns = block_pool.block_table.shape[1]
-            plan_for, interpret = _kernels(MOSAIC_GPU).plan_for, _is_interpreted.get()
+            plan_for, interpret = kernels(MOSAIC_GPU).plan_for, is_interpreted()
             work = plan_for(rows, q_shape, num_columns, block_size, interpret=interpret)
             plans[group_id] = dataclasses.replace(plans[group_id], work=tuple(work))
     return dataclasses.replace(step, plans=tuple(plans))
@@ -126,14 +46,14 @@ def forward(
     """What `attention_xla.forward` computes, by a kernel; `work` is () if the step has no plan."""
     from pallas_kernels.decode_rows import DecodeOptions
 
-    kernels, block_size = _kernels(options.implementation), pools[0].shape[2]
+    package, block_size = kernels(options.implementation), pools[0].shape[2]
     decode_options = DecodeOptions(
         options.num_blocks, options.scale, options.soft_cap, options.window, options.num_sink_tokens
     )
-    plan = {"plan": kernels.DecodePlan(*work)} if work else {}
+    plan = {"plan": package.DecodePlan(*work)} if work else {}
 
     def decode(q, k_pool, v_pool, table, rows, layer, sink_logits, plan):
-        return kernels.paged_decode(
+        return package.paged_decode(
             q,
             k_pool,
             v_pool,
@@ -142,7 +62,7 @@ def forward(
             decode_options,
             layer=layer,
             sink_logits=sink_logits,
-            interpret=_is_interpreted.get(),
+            interpret=is_interpreted(),
             **plan,
         )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from kvcache_jax import attention_kernels, attention_xla
+from kvcache_jax import attention_kernels, attention_xla, implementations
 from kvcache_jax.attention_options import Options
 from kvcache_jax.queries import Queries
 
@@ -49,7 +49,7 @@ def attend(
 
 
 def _forward(options, pools, q, sink_logits, block_table, layer, queries, work):
-    if options.implementation == attention_kernels.XLA:
+    if options.implementation == implementations.XLA:
         return attention_xla.forward(options, pools, q, sink_logits, block_table, layer, queries)
     return attention_kernels.forward(options, pools, q, sink_logits, block_table, layer, queries, work)
 

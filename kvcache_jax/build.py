@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from kvcache_jax import implementations
 from kvcache_jax.config import CacheConfig, describe
 from kvcache_jax.state import Cache, Control, empty_control, empty_pools
 
@@ -45,6 +46,7 @@ def init(
         sharding = PartitionSpec(None, config.head_axis, None, None)
     if isinstance(sharding, NamedSharding | PartitionSpec):
         _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
+    implementations.load(config.implementation)
     cache = _builder(config, sharding, storage)()
     _log.info("init: %s", describe(config))
     return cache

@@ -192,7 +192,7 @@ def _extend(
     if pools:
         step = attention_kernels.with_work(step, cache.config, pools, control.block_pools)
         pools = tuple(
-            storage.copy_blocks(pool, copied, block_pool.num_blocks)
+            storage.copy_blocks(pool, copied, block_pool.num_blocks, cache.config)
             for pool, copied, block_pool in zip(pools, copies, control.block_pools, strict=True)
         )
     return dataclasses.replace(cache, control=control, pools=pools), step

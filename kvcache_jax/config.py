@@ -122,8 +122,9 @@ class CacheConfig:
         ones that released longest ago; always a block before its predecessor.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
-      implementation: Attention path: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper), "mosaic_tpu", or
-        None for the best that was measured here and supports the call, which so far is "xla".
+      implementation: Of attention and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper),
+        "mosaic_tpu", or None for the best that was measured here and supports the call, which so far is
+        "xla". Gradients are XLA's.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
 

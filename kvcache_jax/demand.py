@@ -131,9 +131,11 @@ def decide(
         is_kept = (block_pool.ref_counts(pool, demand.tail) > 1) | block_pool.is_published(pool, demand.tail)
         is_shared |= is_kept.any()
 
+    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+
     def walk(state):
         ref_counts, _, _, _ = state
-        ref_counts, grows, copies = _walk(ref_counts, control, demands, seq_ids, wants, config)
+        ref_counts, grows, copies, _ = _walk(ref_counts, available, control, demands, seq_ids, wants, config)
         return ref_counts, grows, copies, jnp.bool_(False)
 
     # At most one trip; `lax.cond` would copy the counts that it passes through.
@@ -148,24 +150,48 @@ def decide(
     return dataclasses.replace(control, block_pools=pools), grows, copies
 
 
+def num_blocks_for_all(
+    control: Control, demands: list[Demand], seq_ids: jax.Array, wants: jax.Array, config: CacheConfig
+) -> jax.Array:
+    """i32[groups], how many blocks must be available for all rows that want to grow to do so."""
+    plenty = jnp.full(len(demands), 2**30, jnp.int32)
+    ref_counts = tuple(pool.ref_count for pool in control.block_pools)
+    *_, spare = _walk(ref_counts, plenty, control, demands, seq_ids, wants, config)
+    return jnp.maximum(jnp.max(plenty - spare, axis=0), 0)
+
+
 def _walk(
     ref_counts: tuple[jax.Array, ...],
+    available: jax.Array,
     control: Control,
     demands: list[Demand],
     seq_ids: jax.Array,
     wants: jax.Array,
     config: CacheConfig,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:
     """`decide` one row after the other, counting owners down on the way and up again at the end.
 
     Only owners and free blocks are followed: a block taken here is neither shared nor given back in
     the same call, so its id does not matter.
+
+    Args:
+      ref_counts: i32[num_blocks] per group.
+      available: i32[groups], blocks that can be handed out.
+      control: The state, but for these.
+      demands: Per group.
+      seq_ids: i32[n].
+      wants: bool[n].
+      config: The cache's.
+
+    Returns:
+      The counts as they were. As from `decide`, bool[n] and bool[groups, n]. And i32[n, groups], the blocks
+      that are left when the row has taken its own, negative if it cannot.
     """
 
     def walk_row(state, row):
         ref_counts, free = state
         seq_id, wants_row, row_demands = row
-        grows, copies, let_go, left, counts = wants_row, [], [], [], []
+        grows, copies, let_go, spare, left, counts = wants_row, [], [], [], [], []
         for g, demand in enumerate(row_demands):
             pool = control.block_pools[g]
             leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
@@ -175,29 +201,29 @@ def _walk(
             copies_tail = (owners[-1] > 1) | block_pool.is_published(pool, demand.tail)
             num_back = num_true(owners[:-1] == 1)
             need = demand.num_blocks + copies_tail.astype(jnp.int32)
-            grows &= need <= free[g] + num_back
+            spare.append(free[g] + num_back - need)
+            grows &= spare[g] >= 0
             copies.append(copies_tail)
             let_go.append(jnp.append(leaving, jnp.where(copies_tail, demand.tail, pool.num_blocks)))
             # The original, published and without owner now, can be evicted for the rows that follow.
-            num_back += (copies_tail & (owners[-1] == 1)).astype(jnp.int32)
-            left.append(free[g] + num_back - need)
+            left.append(spare[g] + (copies_tail & (owners[-1] == 1)).astype(jnp.int32))
             counts.append(ref_count)
         let_go = [
             jnp.where(grows, ids, pool.num_blocks)
             for ids, pool in zip(let_go, control.block_pools, strict=True)
         ]
         free = jnp.where(grows, jnp.stack(left), free)
-        return (add_owners(counts, let_go, -1), free), (grows, jnp.stack(copies) & grows, let_go)
+        found = grows, jnp.stack(copies) & grows, jnp.stack(spare), let_go
+        return (add_owners(counts, let_go, -1), free), found
 
     def add_owners(ref_counts, let_go, change: int):
         return tuple(
             counts.at[ids].add(change, mode="drop") for counts, ids in zip(ref_counts, let_go, strict=True)
         )
 
-    free = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
-    (ref_counts, _), walked = lax.scan(walk_row, (ref_counts, free), (seq_ids, wants, demands))
-    grows, copies, let_go = walked
-    return add_owners(ref_counts, let_go, 1), grows, copies.T
+    (ref_counts, _), walked = lax.scan(walk_row, (ref_counts, available), (seq_ids, wants, demands))
+    grows, copies, spare, let_go = walked
+    return add_owners(ref_counts, let_go, 1), grows, copies.T, spare
 
 
 def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: jax.Array) -> jax.Array:

@@ -16,18 +16,33 @@ from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Co
 from kvcache_jax.status import Status
 
 
-def extend_control(
+class Wish(NamedTuple):
+    """What a call of `extend` asks for, before anything is granted.
+
+    Attributes:
+      seq_ids: i32[n], `max_seqs` for ids that name no row.
+      context_len: i32[n], tokens before the call.
+      status: i32[n], OK unless something but blocks stands against it.
+      wants: bool[n], the row is to grow.
+      demands: Per group.
+    """
+
+    seq_ids: jax.Array
+    context_len: jax.Array
+    status: jax.Array
+    wants: jax.Array
+    demands: list[Demand]
+
+
+def wish_of(
     control: Control,
     seq_ids: jax.Array | None,
     num_new: jax.Array,
     tokens: NewTokens,
     max_new: int,
     config: CacheConfig,
-) -> tuple[Control, Step, tuple[BlockCopies, ...]]:
-    """Reserves the slots; the caller carries out the copies before anything is written.
-
-    `seq_ids` None stands for all rows, of which none is out of range or repeated.
-    """
+) -> Wish:
+    """`seq_ids` None stands for all rows, of which none is out of range or repeated."""
     id_checks = ()
     if seq_ids is None:
         seq_ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
@@ -52,6 +67,19 @@ def extend_control(
         demand_of(pool, group, seq_ids, context_len, wanted_len, tokens)
         for pool, group in zip(control.block_pools, config.groups, strict=True)
     ]
+    return Wish(seq_ids, context_len, status, wants, demands)
+
+
+def extend_control(
+    control: Control,
+    seq_ids: jax.Array | None,
+    num_new: jax.Array,
+    tokens: NewTokens,
+    max_new: int,
+    config: CacheConfig,
+) -> tuple[Control, Step, tuple[BlockCopies, ...]]:
+    """Reserves the slots; the caller carries out the copies before anything is written."""
+    seq_ids, context_len, status, wants, demands = wish_of(control, seq_ids, num_new, tokens, max_new, config)
     control, grows, copies_tail = decide(control, demands, seq_ids, wants, config)
     status = jnp.where(wants & ~grows, jnp.int32(Status.OUT_OF_BLOCKS), status)
     query_len = jnp.where(grows, num_new, 0)

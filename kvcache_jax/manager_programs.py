@@ -4,7 +4,6 @@ Those that move no keys or values take the cache without its pools; the manager 
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +11,12 @@ import jax.numpy as jnp
 from kvcache_jax import block_pool, prefix_cache
 from kvcache_jax import cache as operations
 from kvcache_jax.block_pool import num_true
-from kvcache_jax.companions import usable_prefix
-from kvcache_jax.prefix_index import find_prefix
-from kvcache_jax.rows import num_blocks_for
-from kvcache_jax.state import Admission, Cache, Step
-from kvcache_jax.stats import Stats, num_blocks_needed, stats, utilization
+from kvcache_jax.demand import num_blocks_for_all, padded_tokens
+from kvcache_jax.extend import wish_of
+from kvcache_jax.rows import Prompt, reservation
+from kvcache_jax.state import Admission, Cache, Control, Step
+from kvcache_jax.stats import Stats, stats, utilization
 from kvcache_jax.status import Status
-
-
-class Prompt(NamedTuple):
-    """A request to be: arrays, of numpy outside of jit.
-
-    Attributes:
-      tokens: i32[max_seq_len].
-      num_tokens: i32[].
-      namespace: u32[4].
-      priority: i32[].
-      reuse: bool[].
-    """
-
-    tokens: Any
-    num_tokens: Any
-    namespace: Any
-    priority: Any
-    reuse: Any
 
 
 @jax.jit
@@ -49,13 +30,7 @@ def admit(
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     cache, status = operations.free(cache, freed[None])
     cache, admission = operations.allocate(
-        cache,
-        seq_id[None],
-        prompt.num_tokens[None],
-        tokens=prompt.tokens[None],
-        namespace=prompt.namespace[None],
-        priority=prompt.priority[None],
-        reuse=prompt.reuse,
+        cache, seq_id[None], **jax.tree.map(lambda array: array[None], prompt._asdict())
     )
     held = [num_true(pool.block_table[seq_id] < pool.num_blocks) for pool in cache.control.block_pools]
     return cache, (admission, sum(held, start=jnp.int32(0)), num_true(~_is_fine(status)))
@@ -65,25 +40,11 @@ def admit(
 def shortage(
     cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Blocks that an admission takes out of those available, cached ones too; and those. i32[groups] both."""
+    """Blocks that must be available for `admit` and those that are, cached ones too; i32[groups] both."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
-    cache, _ = operations.free(cache, freed[None])
-    control, num_cached = cache.control, jnp.int32(0)
-    hits = [jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools]
-    if control.prefix_index is not None:
-        found = find_prefix(control.prefix_index, control.hash_key, *prompt[:3])
-        pool = control.block_pools[cache.config.indexed_group]
-        found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
-        no_items = jnp.zeros((0, 2), jnp.int32)
-        hits, num_cached = usable_prefix(control, found, no_items, cache.config)
-    needed, available = [], []
-    for ids, group, pool in zip(hits, cache.config.groups, control.block_pools, strict=True):
-        is_hit = ids < pool.num_blocks
-        num_new = num_blocks_for(prompt.num_tokens, group.block_size) - num_cached // group.block_size
-        num_new = jnp.minimum(num_new, group.max_held_blocks - num_true(is_hit))
-        needed.append(num_new + num_true(is_hit & (block_pool.ref_counts(pool, ids) == 0)))
-        available.append(block_pool.num_available(pool))
-    return jnp.stack(needed), jnp.stack(available)
+    control = operations.free(cache, freed[None])[0].control
+    required = reservation(control, prompt, cache.config).num_required
+    return jnp.stack(required), _num_available(control)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -102,12 +63,12 @@ def append(
 def append_needs(
     cache: Cache, seq_ids: jax.Array, num_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Blocks that `append` asks for and those available, i32[groups]; and the rows' lengths i32[n]."""
-    groups = range(len(cache.config.groups))
-    needed = [num_blocks_needed(cache, num_new, seq_ids, group=g).sum(dtype=jnp.int32) for g in groups]
-    available = [block_pool.num_available(pool) for pool in cache.control.block_pools]
-    length = cache.context_len.at[seq_ids].get(mode="fill", fill_value=0)
-    return jnp.stack(needed), jnp.stack(available), length
+    """As `shortage`, for `append`; and the rows' lengths i32[n]."""
+    control, config, width = cache.control, cache.config, cache.config.query_len_limit
+    tokens = padded_tokens(num_new.shape[0], width)
+    wish = wish_of(control, seq_ids, num_new, tokens, width, config)
+    required = num_blocks_for_all(control, wish.demands, wish.seq_ids, wish.wants, config)
+    return required, _num_available(control), wish.context_len
 
 
 @jax.jit
@@ -132,6 +93,10 @@ def figures(cache: Cache) -> tuple[Stats, jax.Array]:
 def without_pools(cache: Cache) -> Cache:
     """The control state alone: what a jitted function does not take, it does not copy."""
     return Cache(control=cache.control, pools=(), config=cache.config)
+
+
+def _num_available(control: Control) -> jax.Array:
+    return jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
 
 def _is_fine(status: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from kvcache_jax import arguments
-from kvcache_jax.manager_programs import Prompt
+from kvcache_jax.rows import Prompt
 from kvcache_jax.state import Step
 
 TO_THE_END = np.iinfo(np.int32).max
@@ -58,7 +58,9 @@ def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority:
         raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
     tokens = np.zeros(max_seq_len, np.int32)
     tokens[: len(token_ids)] = token_ids
-    return Prompt(tokens, np.int32(len(token_ids)), words, np.int32(priority), np.bool_(reuse))
+    no_items = np.zeros((0, 2), np.int32)
+    length = np.int32(len(token_ids))
+    return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, np.bool_(reuse), no_items)))
 
 
 def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:

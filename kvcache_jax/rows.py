@@ -75,6 +75,37 @@ class Prompt(NamedTuple):
     items: jax.Array
 
 
+class Reservation(NamedTuple):
+    """What the admission of a prompt asks of the layer groups.
+
+    Attributes:
+      hits: Per group i32[max_blocks_per_seq], cached blocks to start from by column, or nowhere.
+      num_cached: i32[], their tokens.
+      num_new: Per group i32[], blocks to take.
+      num_required: Per group i32[], blocks that must be available: also the hits that nobody holds.
+    """
+
+    hits: list[jax.Array]
+    num_cached: jax.Array
+    num_new: list[jax.Array]
+    num_required: list[jax.Array]
+
+
+def reservation(control: Control, prompt: Prompt, config: CacheConfig) -> Reservation:
+    """What `allocate_row` takes for a prompt."""
+    hits, num_cached = _find_hits(control, prompt, config)
+    num_new, num_required = [], []
+    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
+        is_hit = ids < pool.num_blocks
+        num_blocks = jnp.minimum(
+            num_blocks_for(prompt.num_tokens, group.block_size) - num_cached // group.block_size,
+            group.max_held_blocks - num_true(is_hit),
+        )
+        num_new.append(num_blocks)
+        num_required.append(num_blocks + num_true(is_hit & (block_pool.ref_counts(pool, ids) == 0)))
+    return Reservation(hits, num_cached, num_new, num_required)
+
+
 def allocate_row(
     control: Control, seq_id: jax.Array, prompt: Prompt, *, config: CacheConfig
 ) -> tuple[Control, tuple[jax.Array, jax.Array]]:
@@ -83,16 +114,11 @@ def allocate_row(
     A window group reserves no more than a row may hold. The result is `(status, num_cached)`.
     """
     num_tokens = prompt.num_tokens
-    hits, num_cached = _find_hits(control, prompt, config)
-    need, lacks = [], []
-    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
-        num_blocks = jnp.minimum(
-            num_blocks_for(num_tokens, group.block_size) - num_cached // group.block_size,
-            group.max_held_blocks - num_true(ids < pool.num_blocks),
-        )
-        is_revived = (ids < pool.num_blocks) & (block_pool.ref_counts(pool, ids) == 0)
-        need.append(num_blocks)
-        lacks.append(num_blocks > block_pool.num_available(pool) - num_true(is_revived))
+    hits, num_cached, need, required = reservation(control, prompt, config)
+    lacks = [
+        num_blocks > block_pool.num_available(pool)
+        for num_blocks, pool in zip(required, control.block_pools, strict=True)
+    ]
     is_unknown = num_tokens > (prompt.tokens.shape[0] if control.prefix_index else config.max_seq_len)
     status = first_failure(
         *check_seq_ids(control, seq_id),

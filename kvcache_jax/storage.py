@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcache_jax import implementations
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.head_axis import over_heads
 from kvcache_jax.state import BlockCopies, Cache, KVPool
 
 
@@ -92,9 +95,47 @@ def _layer_starts(pool: jax.Array, num_blocks: int) -> jax.Array:
     return jnp.arange(pool.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
 
 
-def copy_blocks(pool: KVPool, copies: BlockCopies, num_blocks: int) -> KVPool:
-    """Copies whole blocks of all layers within a group's pool, in place under donation."""
-    return KVPool(k=_copy(num_blocks, pool.k, *copies), v=_copy(num_blocks, pool.v, *copies))
+def copy_blocks(pool: KVPool, copies: BlockCopies, num_blocks: int, config: CacheConfig) -> KVPool:
+    """Copies whole blocks of all layers within a group's pool, in place under donation.
+
+    A block may be overwritten after it was copied: it had one owner left, who copied it away.
+    """
+    name = implementations.choose(config, None, pool)
+    if name == implementations.XLA:
+        return KVPool(k=_copy(num_blocks, pool.k, *copies), v=_copy(num_blocks, pool.v, *copies))
+    k, v = _copy_by_kernel(name, config.head_axis, num_blocks, (pool.k, pool.v), *copies)
+    return KVPool(k=k, v=v)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _copy_by_kernel(
+    name: str,
+    head_axis: str | None,
+    num_blocks: int,
+    pools: tuple[jax.Array, jax.Array],
+    src: jax.Array,
+    dst: jax.Array,
+    num_copies: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`_copy` of keys and values, by one kernel."""
+    kernel = functools.partial(
+        implementations.kernels(name).copy_blocks,
+        num_blocks=num_blocks,
+        interpret=implementations.is_interpreted(),
+    )
+    copy = over_heads(kernel, pools[0], head_axis, (1, 1, None, None, None), (1, 1))
+    return copy(*pools, src, dst, num_copies)
+
+
+def _copy_by_kernel_fwd(name, head_axis, num_blocks, pools, *copies):
+    return _copy_by_kernel(name, head_axis, num_blocks, pools, *copies), copies
+
+
+def _copy_by_kernel_bwd(name, head_axis, num_blocks, copies, grads):
+    return tuple(_copy_bwd(num_blocks, copies, grad)[0] for grad in grads), None, None, None
+
+
+_copy_by_kernel.defvjp(_copy_by_kernel_fwd, _copy_by_kernel_bwd)
 
 
 def load_row(

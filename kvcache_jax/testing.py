@@ -6,6 +6,7 @@
 * `Oracle` and `check_against_oracle`: a dict-of-lists model that predicts statuses, counts and sharing.
 * `poison`: NaN in every slot that holds no token, so that a stray read shows.
 * `check_forward`: takes a model's step and checks that caching changes nothing.
+* `interpreted`: within it, kernels for accelerators run on the CPU, where their races are looked for.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ import numpy as np
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, donate, extend, fork, write
 from kvcache_jax.config import CacheConfig, memory_bytes
+from kvcache_jax.implementations import interpreted
 from kvcache_jax.oracle import Oracle, OracleRow
 from kvcache_jax.state import Cache, Counter, KVPool, Step
 from kvcache_jax.status import raise_for_status
@@ -30,6 +32,7 @@ __all__ = [
     "check_against_oracle",
     "check_forward",
     "check_tokens",
+    "interpreted",
     "poison",
     "token_codes",
     "write_tokens",

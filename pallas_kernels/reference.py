@@ -142,7 +142,8 @@ def copy_blocks(
 ) -> tuple[jax.Array, jax.Array]:
     """The pools with block `dst[i]` like `src[i]` in every layer, for `i < count`.
 
-    The destinations must be different from each other and from all sources.
+    The destinations must differ. One may be the source of an earlier copy, which sees it as it was, but not
+    of a later one.
     """
     k, v = gather_blocks(k_pool, v_pool, src, count, num_blocks=num_blocks)
     return scatter_blocks(k_pool, v_pool, k, v, dst, count, num_blocks=num_blocks)

@@ -189,8 +189,8 @@ QUERIES = in_module(
     ("packed tokens ask for the row before", 'order, side="right")', 'order, side="left")', PACKED),
 )
 
-ATTENTION_KERNELS = in_module(
-    "attention_kernels",
+IMPLEMENTATIONS = in_module(
+    "implementations",
     ("named implementation falls back", "if name != XLA and (", "if False and (", OPTIONS),
 )
 
@@ -421,7 +421,7 @@ MUTATIONS = [
     *ATTENTION_XLA,
     *ATTENTION,
     *QUERIES,
-    *ATTENTION_KERNELS,
+    *IMPLEMENTATIONS,
     *EXTEND,
     *DEMAND,
     *ROWS,

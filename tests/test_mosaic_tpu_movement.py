@@ -74,6 +74,13 @@ def test_one_block_copied_to_many():
     check("copy_blocks", *pools(8, "float32"), jnp.zeros(10, jnp.int32), OTHERS[:10], jnp.int32(10))
 
 
+def test_a_source_may_be_overwritten_by_a_later_copy():
+    """Of the one before, of one long ago and of both; earlier copies see the block as it was."""
+    src = ids(5, 5, 0, 23, 11, 2, 19, 7, 13, 1, 17, 3, 22)
+    dst = ids(4, 6, 5, 0, 23, 11, 2, 8, 9, 10, 19, 17, 3)
+    check("copy_blocks", *pools(), src, dst, jnp.int32(src.size))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tokens_in_any_order_and_nowhere(dtype):
     """Several of one tile, one after the other and apart, in blocks of several tiles."""

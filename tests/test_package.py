@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = ("pallas_kernels", "kvcache_jax", "models", "experiments")  # each may import those before it
 SOURCE_FOLDERS = (*LAYERS, "tests")
 SHIPPED = ("pallas_kernels", "kvcache_jax")
-KERNEL_CALLERS = ("kvcache_jax/attention_kernels.py", "kvcache_jax/storage.py")
+KERNEL_CALLERS = ("kvcache_jax/attention_kernels.py", "kvcache_jax/implementations.py")
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
 OPTIONAL_IMPORTS = {"kvcache_jax/picture.py": {"matplotlib"}}
@@ -133,7 +133,11 @@ def test_imports_point_down_the_layers():
         ("kvcache_jax/cache.py", "def f():\n  import pallas_kernels", "call kernels"),
         ("kvcache_jax/sub/attention.py", "def f():\n  import pallas_kernels", "call kernels"),
         ("kvcache_jax/attention_kernels.py", "from pallas_kernels import reference", "inside a function"),
-        ("kvcache_jax/storage.py", "if True:\n  import pallas_kernels.reference as r", "inside a function"),
+        (
+            "kvcache_jax/implementations.py",
+            "if True:\n  import pallas_kernels.reference as r",
+            "inside a function",
+        ),
         (
             "kvcache_jax/attention_kernels.py",
             "def f(r=__import__('pallas_kernels')): pass",
@@ -163,7 +167,7 @@ def test_a_forbidden_import_is_found(file, source, expected):
             "kvcache_jax/attention_kernels.py",
             "def f():\n  def g():\n    from pallas_kernels import reference",
         ),
-        ("kvcache_jax/storage.py", "async def f():\n  import pallas_kernels"),
+        ("kvcache_jax/implementations.py", "async def f():\n  import pallas_kernels"),
         ("kvcache_jax/picture.py", "def figure():\n  import matplotlib.pyplot as plt"),
         ("models/a.py", "import flax, kvcache_jax as kv, pallas_kernels"),
         ("experiments/a.py", "import models, kvcache_jax, rich"),

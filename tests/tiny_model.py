@@ -37,11 +37,11 @@ def _heads(x, weights):
     return q.reshape(*shape, 2 * HEADS, DIM), k.reshape(*shape, HEADS, DIM), v.reshape(*shape, HEADS, DIM)
 
 
-def forward(params, tokens, cache, step):
+def forward(params, tokens, cache, step, attention=kv.attention):
     x = _embed(params, tokens, step.positions)
     for layer, weights in enumerate(params["layers"]):
         q, k, v = _heads(x, weights)
-        cache, out = kv.attention(cache, layer, q, k, v, step)
+        cache, out = attention(cache, layer, q, k, v, step)
         out = out.reshape(*x.shape[:-1], -1)
         x = x + 2 * jnp.tanh(out[..., :WIDTH] - out[..., WIDTH:])
     return x @ params["head"], cache

@@ -39,6 +39,8 @@ class _Cut:
       chunks: Of one block.
       stages: Chunks of K, and of V, in the ring of a CTA; at least 2.
       max_ctas: As many as run side by side.
+      is_in_order: The same part of all blocks is moved by the same CTA, one block after the other: a source
+        is read before a later copy overwrites it.
     """
 
     num_layers: int
@@ -47,6 +49,7 @@ class _Cut:
     chunks: int
     stages: int
     max_ctas: int
+    is_in_order: bool
 
     @property
     def num_ctas(self) -> int:
@@ -171,7 +174,8 @@ def copy_blocks(
       k_pool: Like `gather_blocks`'s.
       v_pool: Like `k_pool`.
       src: i32[n].
-      dst: i32[n], up to `count` different from each other and from all of `src`.
+      dst: i32[n], up to `count` different from each other; one may be the source of an earlier copy, not of a
+        later one.
       count: i32[], at most `n`.
       num_blocks: Blocks of one layer.
       interpret: Run on the CPU, and look for races.
@@ -183,7 +187,7 @@ def copy_blocks(
       ValueError: The arguments do not fit together, or this kernel does not take them.
     """
     check_moved_blocks(k_pool, v_pool, count, num_blocks, src=src, dst=dst)
-    cut = _cut(k_pool, num_blocks, src)
+    cut = _cut(k_pool, num_blocks, src, is_in_order=True)
     if not cut.num_ids:
         return k_pool, v_pool
 
@@ -202,7 +206,7 @@ def copy_blocks(
     return pools[0][...].reshape(k_pool.shape), pools[1][...].reshape(v_pool.shape)
 
 
-def _cut(pool: jax.Array, num_blocks: int, ids: jax.Array) -> _Cut:
+def _cut(pool: jax.Array, num_blocks: int, ids: jax.Array, is_in_order: bool = False) -> _Cut:
     check_moved_pool(pool)
     _, num_heads, block_size, head_dim = pool.shape
     rows_of_block = num_heads * block_size
@@ -211,14 +215,18 @@ def _cut(pool: jax.Array, num_blocks: int, ids: jax.Array) -> _Cut:
     rows = max(n for n in range(1, most + 1) if rows_of_block % n == 0)
     stage_bytes = 2 * rows * row_bytes
     stages = min(RING_BYTES // stage_bytes, MAX_STAGES)
-    ctas_per_sm = min(SHARED_MEMORY // (stages * stage_bytes), MAX_CTAS_PER_SM)
+    num_layers, chunks = pool.shape[0] // num_blocks, rows_of_block // rows
+    max_ctas = NUM_SMS * min(SHARED_MEMORY // (stages * stage_bytes), MAX_CTAS_PER_SM)
+    if is_in_order:
+        max_ctas = max(n for n in range(1, max_ctas + 1) if num_layers * chunks % n == 0)
     return _Cut(
-        num_layers=pool.shape[0] // num_blocks,
+        num_layers=num_layers,
         num_ids=ids.shape[0],
         rows=rows,
-        chunks=rows_of_block // rows,
+        chunks=chunks,
         stages=stages,
-        max_ctas=NUM_SMS * ctas_per_sm,
+        max_ctas=max_ctas,
+        is_in_order=is_in_order,
     )
 
 
@@ -278,6 +286,8 @@ def _move(cut: _Cut, count, sources, source_of, targets, target_of, k_smem, v_sm
         slot = lax.rem(step, cut.stages)
         block, chunk = place(step, target_of)
         plgpu.barrier_wait(barrier.at[slot])
+        if cut.is_in_order:
+            plgpu.commit_smem()  # what was read is read before anything is written
         for smem, ref in zip((k_smem, v_smem), targets, strict=True):
             plgpu.copy_smem_to_gmem(smem.at[slot], ref.at[block, chunk])
 

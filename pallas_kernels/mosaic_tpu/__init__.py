@@ -5,6 +5,7 @@ With `interpret=True` they run on any machine, slowly, and look for races; other
 
 from pallas_kernels.mosaic_tpu.append import append_kv
 from pallas_kernels.mosaic_tpu.decode import paged_decode
+from pallas_kernels.mosaic_tpu.limits import why_not
 from pallas_kernels.mosaic_tpu.movement import copy_blocks, gather_blocks, scatter_blocks
 
-__all__ = ["append_kv", "copy_blocks", "gather_blocks", "paged_decode", "scatter_blocks"]
+__all__ = ["append_kv", "copy_blocks", "gather_blocks", "paged_decode", "scatter_blocks", "why_not"]

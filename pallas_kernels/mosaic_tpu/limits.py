@@ -11,23 +11,32 @@ MAX_SCALARS = 960 * 2**10 // 4
 """Of 32 bits, in SMEM, which has 1024 KiB."""
 
 
-def check_tpu_pool(pool: jax.Array) -> None:
-    """Raises unless blocks of the pool can be moved as they are, in whole tiles of the TPU's memory."""
-    _, _, block_size, head_dim = pool.shape
-    if pool.dtype.name not in DTYPES:
-        raise ValueError(
-            f"the pools are {pool.dtype}, expected {' or '.join(DTYPES)} on a TPU: cast the cache"
-        )
+def why_not(k_pool: jax.Array, group_size: int = 1) -> str | None:
+    """Why the kernels do not take a pool, with any number of query heads per key/value head; None if they do.
+
+    Blocks are moved as they are, in whole tiles of the TPU's memory.
+    """
+    del group_size
+    block_size, head_dim = k_pool.shape[2:]
+    if k_pool.dtype.name not in DTYPES:
+        return f"the pools are {k_pool.dtype}, expected {' or '.join(DTYPES)} on a TPU: cast the cache"
     if head_dim % NUM_LANES:
-        raise ValueError(
+        return (
             f"head_dim is {head_dim}, expected a multiple of {NUM_LANES} on a TPU, whose memory is tiled so: "
             "pad the heads, or use the XLA implementation"
         )
-    if block_size % sublanes(pool.dtype):
-        raise ValueError(
-            f"block_size is {block_size}, expected a multiple of {sublanes(pool.dtype)} for {pool.dtype} "
+    if block_size % sublanes(k_pool.dtype):
+        return (
+            f"block_size is {block_size}, expected a multiple of {sublanes(k_pool.dtype)} for {k_pool.dtype} "
             "on a TPU"
         )
+    return None
+
+
+def check_tpu_pool(pool: jax.Array) -> None:
+    """Raises if the kernels do not take the pool."""
+    if reason := why_not(pool):
+        raise ValueError(reason)
 
 
 def check_scalars(name: str, num_scalars: int) -> None:

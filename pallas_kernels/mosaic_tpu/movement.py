@@ -112,7 +112,8 @@ def copy_blocks(
       k_pool: `[num_layers * num_blocks, h, block_size, d]`.
       v_pool: Like `k_pool`.
       src: i32[n], block ids within a layer; arbitrary from `count` on.
-      dst: i32[n], different from each other and from all sources; arbitrary from `count` on.
+      dst: i32[n], different from each other; a destination may be the source of an earlier copy, not of a
+        later one. Arbitrary from `count` on.
       count: i32[], at most `n`.
       num_blocks: Blocks of one layer.
       interpret: Run on the CPU, and look for races.
@@ -130,8 +131,11 @@ def copy_blocks(
     def ends(i, src, dst, _, pool):
         return pool.at[:, src[i]], pool.at[:, dst[i]]
 
+    def overwrites(i, earlier, src, dst):
+        return dst[i] == src[earlier]
+
     pools = _by_layer(k_pool, num_blocks), _by_layer(v_pool, num_blocks)
-    k, v = _move("copy_blocks", ends, (src, dst), count, (), pools, interpret)
+    k, v = _move("copy_blocks", ends, (src, dst), count, (), pools, interpret, overwrites)
     return k.reshape(k_pool.shape), v.reshape(v_pool.shape)
 
 
@@ -147,6 +151,7 @@ def _move(
     sources: tuple[jax.Array, ...],
     targets: tuple[jax.Array, jax.Array] | tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
     interpret: bool,
+    overwrites: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Makes `count` copies, each of keys and of values.
 
@@ -158,6 +163,8 @@ def _move(
       sources: Keys and values; or nothing, and the targets are read as well.
       targets: Keys and values, written in place; or the shape of new ones.
       interpret: Run on the CPU, and look for races.
+      overwrites: `overwrites(i, earlier, *ids)` is whether copy `i` writes what copy `earlier` reads, and so
+        must wait for it.
     """
     check_scalars("the list of block ids", sum(each.size for each in ids))
     num_scalars = len(ids) + 1
@@ -177,13 +184,20 @@ def _move(
             for copy in copies(i):
                 copy.wait()
 
-        @pl.loop(0, count_ref[0])
-        def _(i):
-            pl.when(i >= NUM_IN_FLIGHT)(lambda: wait(i - NUM_IN_FLIGHT))
+        def start(i, num_ended):
+            must_end = jnp.maximum(num_ended, i + 1 - NUM_IN_FLIGHT)
+            if overwrites is not None:
+                for distance in reversed(range(1, NUM_IN_FLIGHT)):
+                    earlier = jnp.maximum(i - distance, 0)
+                    is_in_its_way = (i >= distance) & overwrites(i, earlier, *ids_refs)
+                    must_end = jnp.where(is_in_its_way, jnp.maximum(must_end, earlier + 1), must_end)
+            pl.loop(num_ended, must_end)(wait)
             for copy in copies(i):
                 copy.start()
+            return must_end
 
-        pl.loop(jnp.maximum(count_ref[0] - NUM_IN_FLIGHT, 0), count_ref[0])(wait)
+        num_ended = lax.fori_loop(0, count_ref[0], start, jnp.int32(0))
+        pl.loop(num_ended, count_ref[0])(wait)
 
     num_moved = ids[0].size * targets[0].size // targets[0].shape[1]
     in_hbm, in_smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)

@@ -1,0 +1,106 @@
+"""Which implementation serves a cache or a call: XLA, or the kernels for one kind of device."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from types import ModuleType
+
+import jax
+
+from kvcache_jax.config import IMPLEMENTATIONS, CacheConfig
+from kvcache_jax.state import KVPool
+
+XLA, MOSAIC_GPU, MOSAIC_TPU = IMPLEMENTATIONS
+_PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
+
+# What `None` may pick: implementations that have run, and were measured, on their hardware.
+_MEASURED: tuple[str, ...] = ()
+
+_is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels traced now are to run on the CPU."""
+    return _is_interpreted.get()
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Within it, kernels are traced to run on the CPU, where races are looked for; slow."""
+    token = _is_interpreted.set(True)
+    try:
+        yield
+    finally:
+        _is_interpreted.reset(token)
+
+
+def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int = 1) -> str:
+    """The implementation of a call; a named one runs or raises.
+
+    Args:
+      config: Names one for the cache, or leaves it open.
+      asked: By the call.
+      pool: Of the layer group.
+      group_size: Query heads of a key/value head.
+
+    Raises:
+      ValueError: there is no such implementation, or it does not take this cache.
+      NotImplementedError: it does not run here.
+    """
+    for name in (asked, config.implementation):
+        if name not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation is {name!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}"
+            )
+    name = asked or config.implementation
+    if name is None:
+        fits = (name for name in _MEASURED if not _why_not(name, pool, group_size))
+        return next(fits, XLA)
+    if name != XLA and (reason := _why_not(name, pool, group_size)):
+        raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
+    return name
+
+
+def load(name: str | None) -> None:
+    """Imports the kernels of an implementation.
+
+    Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
+    """
+    if name is not None and name != XLA:
+        from pallas_kernels.versions import untested_jax
+
+        if not untested_jax():
+            kernels(name)
+
+
+def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
+    """Why a kernel does not serve a cache here, or None if it does."""
+    from pallas_kernels.versions import untested_jax
+
+    if reason := untested_jax():
+        return reason
+    if not _is_interpreted.get():
+        platform = _platform()
+        if platform != _PLATFORM[name]:
+            return f"it is for {_PLATFORM[name]} devices, and this is {platform}"
+    return kernels(name).why_not(pool.k, group_size)
+
+
+def _platform() -> str:
+    """Of the devices that the program is for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform is not None:
+        return device.platform
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def kernels(name: str) -> ModuleType:
+    """The package of an implementation other than XLA."""
+    if name == MOSAIC_GPU:
+        from pallas_kernels import mosaic_gpu
+
+        return mosaic_gpu
+    from pallas_kernels import mosaic_tpu
+
+    return mosaic_tpu

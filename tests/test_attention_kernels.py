@@ -1,0 +1,241 @@
+"""The cache's attention and copy-on-write by kernels, interpreted, against the dense float64 reference.
+
+Which arithmetic the kernels can do is tested in `test_mosaic_*`; here, that the cache asks for the right one.
+"""
+
+import dataclasses
+import functools
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu  # noqa: F401  imported later, it would make jax trace anew
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvcache_jax as kv
+from kvcache_jax import attention_kernels, storage, testing
+from tests import tiny_model
+from tests.attention_driver import AttentionDriver, fragment
+
+pytestmark = pytest.mark.contract
+
+NUM_KV_HEADS = 2
+# The smallest pools that the kernels take.
+SIZES = {
+    "mosaic_gpu": dict(head_dim=64, dtype="bfloat16"),
+    "mosaic_tpu": dict(head_dim=128, dtype="float32"),
+}
+IMPLEMENTATIONS = list(SIZES)
+
+
+def config_of(implementation, *, windows=(None, (9, 3)), **options):
+    head_dim = SIZES[implementation]["head_dim"]
+    layers = [
+        kv.FullAttention(NUM_KV_HEADS, head_dim)
+        if window is None
+        else kv.SlidingWindow(
+            NUM_KV_HEADS, head_dim, window=window[0], num_sink_tokens=window[1], max_rollback=2
+        )
+        for window in windows
+    ]
+    sizes = dict(num_blocks=16, block_size=8, max_seqs=4, max_seq_len=32, max_query_len=11) | options
+    return kv.CacheConfig(
+        layers, dtype=SIZES[implementation]["dtype"], implementation=implementation, **sizes
+    )
+
+
+@pytest.fixture
+def count_calls(monkeypatch):
+    """How often a kernel was traced, by the name of the function that calls it."""
+    calls = dict.fromkeys(["forward", "copy_blocks"], 0)
+
+    def count(module, name, key):
+        function = getattr(module, name)
+
+        def counted(*arguments, **keywords):
+            calls[key] += 1
+            return function(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(attention_kernels, "forward", "forward")
+    count(storage, "over_heads", "copy_blocks")
+    return calls
+
+
+def run_interpreted(function):
+    """With kernels interpreted, and a race in one of them taken for a failure."""
+
+    def scenario():
+        with testing.interpreted():
+            return function()
+
+    jax.clear_caches()
+    return gpu_interpreter.run_interpreted(scenario)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(width=11),
+        dict(
+            width=14,
+            packed=True,
+            sink_logits=np.linspace(-1.5, 2.0, 4),
+            soft_cap=2.5,
+            scale=0.3,
+            return_lse=False,
+        ),
+    ],
+    ids=["padded", "packed"],
+)
+def test_prefill_fork_and_decode(implementation, options, count_calls):
+    """Prompts longer than a kernel's queries, ragged rows beside an idle one, branches that copy a block."""
+
+    def scenario():
+        config = config_of(implementation)
+        driver = AttentionDriver(config, num_q_heads=4, cache=fragment(kv.init(config)), **options)
+        driver.start(0, 11)
+        driver.start(2, 5)
+        driver.step({0: 11, 2: 3})
+        driver.fork(0, 3)
+        driver.step({0: 1, 2: 2, 3: 2})
+        assert int(kv.stats(driver.cache).num_copies) == 2  # one in each group
+        assert driver.truncate(0, 11) == kv.Status.OK
+        driver.step({0: 3, 1: 1, 3: 1}, expected={1: kv.Status.SEQ_NOT_ACTIVE})
+        assert kv.check_invariants(driver.cache) == []
+        assert driver.run._cache_size() == 1
+
+    run_interpreted(scenario)
+    assert count_calls["forward"] and count_calls["copy_blocks"]
+
+
+def chunk(implementation, num_new, seed):
+    """q, k and v of all rows for one call."""
+    head_dim, dtype = SIZES[implementation].values()
+    rng = np.random.default_rng(seed)
+    shapes = [(4, num_new, heads, head_dim) for heads in (2 * NUM_KV_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def append_and_attend(cache, chunks, **options):
+    """Row 0 prefills and forks to row 2; both go on. The attention of every call and layer."""
+    outs = []
+    for i, (q, k, v) in enumerate(chunks):
+        num_new = q.shape[1]
+        counts = jnp.asarray([num_new, 0, num_new if i else 0, 0], jnp.int32)
+        cache, step = kv.extend(cache, counts, max_new=num_new)
+        for layer in range(cache.config.num_layers):
+            cache, out = kv.attention(cache, layer, q, k, v, step, **options)
+            outs.append(out)
+        if i == 0:
+            cache, _ = kv.fork(cache, [0], [2])
+    return cache, outs
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_are_those_of_xla(implementation):
+    """Through attention, sink logits, copy-on-write and the pools."""
+    chunks = [chunk(implementation, num_new, seed) for seed, num_new in enumerate((3, 1))]
+    sink_logits = jnp.linspace(-1, 1, 4)
+    config = config_of(implementation, windows=(None,))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(config, chunks, sink_logits):
+        def loss(chunks, sink_logits):
+            cache, _ = kv.allocate(kv.init(config), [0], [3])
+            _, outs = append_and_attend(cache, chunks, sink_logits=sink_logits)
+            return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs)
+
+        return jax.grad(loss, argnums=(0, 1))(chunks, sink_logits)
+
+    found = run_interpreted(lambda: gradient(config, chunks, sink_logits))
+    wanted = gradient(dataclasses.replace(config, implementation="xla"), chunks, sink_logits)
+    tolerance = {"bfloat16": 3e-2, "float32": 1e-5}[SIZES[implementation]["dtype"]]
+    for each, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert float(jnp.abs(want.astype(jnp.float32)).max()) > 0.01
+        np.testing.assert_allclose(
+            each.astype(jnp.float32), want.astype(jnp.float32), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_each_device_runs_its_own_heads(axis_type, count_calls):
+    """With the pools never gathered."""
+    config = config_of("mosaic_tpu", windows=(None,))
+    chunks = [chunk("mosaic_tpu", 2, seed) for seed in range(2)]
+    _, wanted = append_and_attend(
+        kv.allocate(kv.init(dataclasses.replace(config, implementation="xla")), [0], [2])[0], chunks
+    )
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(axis_type,))
+
+    def scenario():
+        with jax.set_mesh(mesh):
+            cache, _ = kv.allocate(kv.init(dataclasses.replace(config, head_axis="heads")), [0], [2])
+            split = NamedSharding(mesh, P(None, None, "heads", None))
+            return jax.jit(append_and_attend)(cache, jax.device_put(chunks, split))
+
+    cache, outs = run_interpreted(scenario)
+    assert cache.pools[0].k.sharding.shard_shape(cache.pools[0].k.shape)[1] == 1
+    assert count_calls["copy_blocks"]
+    for out, want in zip(outs, wanted, strict=True):
+        assert out.sharding.shard_shape(out.shape)[2] == 2
+        np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_generate_runs_unchanged():
+    """Samples that fork one prompt, with drafts: the tokens of XLA's attention."""
+    head_dim = SIZES["mosaic_tpu"]["head_dim"]
+
+    def attention(cache, layer, q, k, v, step):
+        """A head of the tiny model is shorter than the kernel takes."""
+        padded = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - tiny_model.DIM)]) for x in (q, k, v))
+        cache, out = kv.attention(cache, layer, *padded, step, scale=tiny_model.DIM**-0.5)
+        return cache, out[..., : tiny_model.DIM]
+
+    forward = functools.partial(tiny_model.forward, attention=attention)
+    config = kv.CacheConfig(
+        [kv.FullAttention(tiny_model.HEADS, head_dim)] * tiny_model.LAYERS,
+        num_blocks=16,
+        block_size=8,
+        max_seqs=4,
+        max_seq_len=32,
+        implementation="mosaic_tpu",
+    )
+
+    def generate(config):
+        prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
+        return kv.generate(
+            forward,
+            tiny_model.make_params(),
+            prompts,
+            config,
+            max_new_tokens=5,
+            num_samples=2,
+            temperature=1.0,
+            num_drafts=2,
+            chunk_len=8,
+        )
+
+    found = run_interpreted(lambda: generate(config))
+    wanted = generate(dataclasses.replace(config, implementation="xla"))
+    assert [each.tokens for each in found.generations] == [each.tokens for each in wanted.generations]
+
+
+def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.versions.BEFORE", (0, 11, 2))
+    config = config_of("mosaic_tpu", windows=(None,))
+    (q, k, v) = chunk("mosaic_tpu", 1, 0)
+    with testing.interpreted():
+        cache, _ = kv.allocate(kv.init(config), [0], [1])
+        with pytest.raises(NotImplementedError, match=r"tested with jax >= 0.11.2, < 0.11.2, and this is"):
+            kv.extend(cache, [1, 0, 0, 0], max_new=1)
+        cache = kv.init(dataclasses.replace(config, implementation=None))
+        cache, _ = kv.allocate(cache, [0], [1])
+        cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+        cache, out = kv.attention(cache, 0, q, k, v, step)
+    np.testing.assert_allclose(out[0], np.repeat(v[0], 2, axis=1), rtol=1e-6)
