@@ -23,7 +23,7 @@ from experiments.decode_speed_sides import scattered
 from experiments.kernel_speed_cells import error_of, random_pool
 from experiments.kernel_speed_sides import OURS
 from experiments.kernel_speed_timing import Contest, Program, Side
-from kvcache_jax.attention_kernels import MOSAIC_GPU, XLA, interpreted
+from kvcache_jax.implementations import MOSAIC_GPU, XLA, interpreted
 from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
 
 TOLERANCE = 5e-2
