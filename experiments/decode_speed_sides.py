@@ -85,7 +85,7 @@ class Side:
 def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts) -> kv.Cache:
     rows = np.arange(len(case.lens))
     sizes = dict(max_seqs=len(rows), max_seq_len=case.table_len, block_size=BLOCK_SIZE)
-    cache = _scattered(kv.init(cache_config(config, **sizes)))
+    cache = scattered(kv.init(cache_config(config, **sizes)))
     cache, admission = kv.allocate(cache, rows, case.start_lens)
     kv.raise_for_status(admission.status, "allocate")
     cache, step = kv.donate(kv.append)(cache, contexts.k, contexts.v, case.start_lens)
@@ -93,7 +93,7 @@ def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts) -> kv.Ca
     return cache
 
 
-def _scattered(cache: kv.Cache) -> kv.Cache:
+def scattered(cache: kv.Cache) -> kv.Cache:
     """The empty cache, its blocks to be handed out in random order."""
     (pool,) = cache.control.block_pools
     order = np.random.default_rng(0).permutation(pool.num_blocks).astype(np.int32)

@@ -1,0 +1,179 @@
+"""The decoder's whole step for `experiments.kernel_speed`, beside the bytes that it must read.
+
+`models.decoder` with random bfloat16 parameters, on a cache of random keys and values whose blocks lie
+scattered; all rows hold as many tokens. A launch is one step: `kv.extend`, all layers, the logits; the tokens
+are given, and rows go back to where they started once per sample. Its roofline is every parameter and every
+key and value of the rows, read once.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import kvcache_jax as kv
+from experiments.decode_speed_sides import scattered
+from experiments.kernel_speed_cells import error_of, random_pool
+from experiments.kernel_speed_sides import OURS
+from experiments.kernel_speed_timing import Contest, Program, Side
+from kvcache_jax.implementations import MOSAIC_GPU, XLA, interpreted
+from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
+
+TOLERANCE = 5e-2
+"""Of the logits, as norms; between bfloat16 computations in different orders."""
+
+LLAMA_1B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    mlp_size=8192,
+    num_layers=16,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    max_seq_len=131072,
+    rope_theta=500_000.0,
+    rope_scaling=Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+    ),
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+"""The shape of Llama-3.2-1B."""
+TINY = dataclasses.replace(
+    LLAMA_1B, vocab_size=32, hidden_size=64, mlp_size=32, num_layers=1, num_q_heads=2, num_kv_heads=1
+)
+
+
+class StepSizes(NamedTuple):
+    """Rows, and the tokens that each holds after the last step of a sample."""
+
+    batch: int
+    context: int
+    num_steps: int = 32
+    block_size: int = 16
+
+    @property
+    def start_len(self) -> int:
+        return self.context - self.num_steps
+
+
+def param_bytes(decoder: Decoder) -> int:
+    """Of the parameters that a step reads; an embedding that is not tied is read only in parts."""
+    unread = 0 if decoder.config.tie_embeddings else decoder.embedding[...].nbytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(decoder)) - unread
+
+
+def kv_bytes(config: DecoderConfig, sizes: StepSizes) -> int:
+    """Of the keys and values that a step's rows hold, the mean over the steps of a sample; bfloat16."""
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    mean_len = sizes.context - (sizes.num_steps - 1) / 2
+    return round(sizes.batch * mean_len * token_bytes)
+
+
+def make_decoder(config: DecoderConfig = LLAMA_1B) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def step_contest(decoder: Decoder, sizes: StepSizes, interpret: bool = False) -> tuple[Contest, list[Side]]:
+    """XLA's attention, whose logits are the expected ones, and ours with the kernels."""
+    expected: list[np.ndarray] = []
+
+    def xla(num_launches: int) -> Program:
+        program = _prepare(decoder, sizes, XLA, False, num_launches)
+
+        def result(logits: jax.Array) -> np.ndarray:
+            expected.append(np.asarray(logits))
+            return expected[0]
+
+        return program._replace(result=result)
+
+    def error(logits: np.ndarray) -> float:
+        if not expected:
+            raise RuntimeError("there are no logits to compare with: XLA's attention failed")
+        return error_of(logits, expected[0])
+
+    num_bytes = param_bytes(decoder) + kv_bytes(decoder.config, sizes)
+    contest = Contest(f"{sizes.batch} x {sizes.context} tokens", num_bytes, error, TOLERANCE, sizes.num_steps)
+    ours = functools.partial(_prepare, decoder, sizes, MOSAIC_GPU, interpret)
+    return contest, [Side("XLA attention", xla), Side(OURS, ours, is_ours=True)]
+
+
+def steps(cache: kv.Cache, decoder: Decoder, tokens: jax.Array, start_len: int) -> tuple[kv.Cache, jax.Array]:
+    """Rows go back to `start_len` and take the tokens i32[steps, b], one a step; the last logits, f32."""
+    batch, vocab_size = tokens.shape[1], decoder.config.vocab_size
+    cache, status = kv.truncate(cache, jnp.arange(batch), jnp.full(batch, start_len))
+
+    def body(carry: tuple[kv.Cache, jax.Array], tokens: jax.Array) -> tuple[tuple, None]:
+        cache, logits = carry
+        cache, step = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
+        # A row that found no room must not look fast.
+        is_right = (step.status == kv.Status.OK) & ~jnp.isnan(logits[:, 0])
+        logits, cache = forward(decoder, tokens[:, None], cache, step)
+        return (cache, jnp.where(is_right[:, None], logits[:, 0], jnp.nan)), None
+
+    is_right = (status == kv.Status.OK)[:, None]
+    logits = jnp.broadcast_to(jnp.where(is_right, 0.0, jnp.nan), (batch, vocab_size))
+    (cache, logits), _ = lax.scan(body, (cache, logits), tokens)
+    return cache, logits
+
+
+def _prepare(
+    decoder: Decoder, sizes: StepSizes, implementation: str, interpret: bool, num_launches: int
+) -> Program:
+    shape = (num_launches, sizes.batch)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
+    with interpreted() if interpret else contextlib.nullcontext():
+        held = [_filled_cache(decoder.config, sizes, implementation)]
+        jitted = jax.jit(steps, donate_argnums=0, static_argnums=3)
+        compiled = jitted.lower(held[0], decoder, tokens, sizes.start_len).compile()
+
+    def run() -> jax.Array:
+        cache, logits = compiled(held.pop(), decoder, tokens)
+        held.append(cache)
+        return logits
+
+    program = Program(run, jax.block_until_ready, np.asarray)
+    if not interpret:
+        return program
+    from pallas_kernels.mosaic_gpu.interpret import run_interpreted
+
+    return program._replace(run=lambda: run_interpreted(run))
+
+
+def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:
+    """Random keys and values; the values large, so that attention shows in the logits."""
+    rows = np.arange(sizes.batch)
+    cache = scattered(
+        kv.init(
+            cache_config(
+                model,
+                max_seqs=sizes.batch,
+                max_seq_len=sizes.context,
+                block_size=sizes.block_size,
+                implementation=XLA,  # plans no work for the prompt, which is not attended to
+            )
+        )
+    )
+    lens = np.full(sizes.batch, sizes.start_len, np.int32)
+    cache, admission = kv.allocate(cache, rows, lens)
+    kv.raise_for_status(admission.status, "allocate")
+    cache, step = kv.extend(cache, lens, max_new=sizes.start_len)
+    kv.raise_for_status(step.status, "extend")
+    (pool,) = cache.pools
+    k_key, v_key = jax.random.split(jax.random.key(0))
+    shape, scale = pool.k.shape, math.sqrt(sizes.context)
+    del pool
+    pool = dataclasses.replace(
+        cache.pools[0], k=random_pool(k_key, shape), v=random_pool(v_key, shape, scale)
+    )
+    config = dataclasses.replace(cache.config, implementation=implementation)
+    return dataclasses.replace(cache, pools=(pool,), config=config)

@@ -1,0 +1,173 @@
+"""How `experiments.kernel_speed` times: sides that do the same work take turns, each checked before.
+
+A sample is many launches, enqueued at once and waited for at the end, on the host's clock, divided by their
+number; nothing is subtracted. What the host does between launches therefore counts only where the device
+waits for it. Each launch reads other buffers than the one before, so that no cache serves them.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from experiments.timing import summary
+
+MEASURED, CHECKED, WRONG, FAILED = "measured", "checked, not measured", "wrong", "failed"
+MIN_ROUNDS, MAX_ROUNDS = 5, 50
+SAMPLE_S = 0.01
+MAX_LAUNCHES = 256
+
+
+class Program(NamedTuple):
+    """A number of launches.
+
+    Attributes:
+      run: () -> handle; enqueues all of them and returns.
+      wait: (handle) blocks until they are done.
+      result: (handle) -> what the last of them computed.
+      note: What a reader of the figures must know.
+    """
+
+    run: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    result: Callable[[Any], Any]
+    note: str = ""
+
+
+class Side(NamedTuple):
+    """One who takes part.
+
+    Attributes:
+      name: As printed.
+      prepare: (num_launches) -> Program, compiled; raises if it cannot.
+      is_ours: Not a peer.
+    """
+
+    name: str
+    prepare: Callable[[int], Program]
+    is_ours: bool = False
+
+
+class Contest(NamedTuple):
+    """What all sides are to do.
+
+    Attributes:
+      name: As printed.
+      num_bytes: That one launch must read and write, each once.
+      error_of: (result) -> how far it is from the reference.
+      tolerance: The largest error.
+      num_launches: Of a sample.
+    """
+
+    name: str
+    num_bytes: int
+    error_of: Callable[[Any], float]
+    tolerance: float
+    num_launches: int
+
+
+def launches_for(num_bytes: float, bytes_per_s: float = 3.5e12, fixed_s: float = 10e-6) -> int:
+    """Launches of a sample of about `SAMPLE_S` seconds, at least 2."""
+    return min(MAX_LAUNCHES, max(2, math.ceil(SAMPLE_S / (num_bytes / bytes_per_s + fixed_s))))
+
+
+def compete(
+    contest: Contest,
+    sides: Sequence[Side],
+    seconds: float | None,
+    watch: Callable[[str], AbstractContextManager] = lambda what: contextlib.nullcontext(),
+) -> list[dict]:
+    """Checks all sides, then times those that are right, in turns.
+
+    Args:
+      contest: What is to be done.
+      sides: Who does it.
+      seconds: For all samples, at least `MIN_ROUNDS` of each side; None only checks.
+      watch: (what runs) -> a context in which the device is waited for.
+
+    Returns:
+      A record per side, in order: `status`, the `reason` if it is not right, `error`, `first_call_s`
+      (compiling, and the launches of one sample), `launches_per_sample` and, per launch, the figures of
+      `timing.summary`.
+    """
+    records, running = [], []
+    for side in sides:
+        record = {
+            "side": side.name,
+            "is_ours": side.is_ours,
+            "status": FAILED,
+            "reason": "",
+            "note": "",
+            "error": None,
+            "first_call_s": None,
+            "launches_per_sample": contest.num_launches,
+            "median_us": None,
+        }
+        records.append(record)
+        start = time.perf_counter()
+        try:
+            program = side.prepare(contest.num_launches)
+            record["note"] = program.note
+            with watch(f"{side.name} on {contest.name}"):
+                handle = program.run()
+                program.wait(handle)
+            record["first_call_s"] = time.perf_counter() - start
+            error = contest.error_of(program.result(handle))
+        except Exception as failure:  # whatever stops a side is its verdict
+            record["reason"] = one_line(failure)
+            continue
+        record["error"] = error if math.isfinite(error) else None
+        if error <= contest.tolerance:  # NaN is not
+            record["status"] = CHECKED
+            running.append((record, program, []))
+        else:
+            record["status"] = WRONG
+            record["reason"] = f"off the reference by {error:.2g}, at most {contest.tolerance:g} expected"
+        del program, handle
+    if seconds is not None:
+        _time(contest, running, seconds, watch)
+    return records
+
+
+def _time(contest: Contest, running: list, seconds: float, watch: Callable) -> None:
+    """Adds the figures; the first round warms up."""
+    end, num_rounds = time.perf_counter() + seconds, 0
+    while num_rounds <= MIN_ROUNDS or (num_rounds <= MAX_ROUNDS and time.perf_counter() < end):
+        for entry in tuple(running):
+            record, program, samples = entry
+            try:
+                with watch(f"{record['side']} on {contest.name}"):
+                    start = time.perf_counter()
+                    program.wait(program.run())
+                    sample = time.perf_counter() - start
+            except Exception as failure:
+                record["status"], record["reason"] = FAILED, one_line(failure)
+                running.remove(entry)
+                continue
+            if num_rounds:
+                samples.append(sample / contest.num_launches)
+        num_rounds += 1
+    for record, _, samples in running:
+        record |= {"status": MEASURED, **summary(samples)}
+
+
+def one_line(failure: BaseException) -> str:
+    """Type and first line of an exception."""
+    lines = str(failure).strip().splitlines()
+    kind = type(failure).__name__
+    return f"{kind}: {lines[0][:200]}" if lines else kind
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """Calls `give_up`, on another thread, if the block takes longer: a kernel may never end."""
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,399 @@
+"""The kernels' benchmark: its path on a CPU, its arithmetic, and what it says when something is wrong."""
+
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import kernel_speed, kernel_speed_cells, kernel_speed_report, kernel_speed_summary
+from experiments import kernel_speed_timing as timing
+from experiments.kernel_speed_cells import Cell, all_cells, error_of, expected_output, make_problem
+from experiments.kernel_speed_sides import OURS, looped
+from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
+
+CELL = Cell(2, 64, 4, 16, num_kv_heads=1, head_dim=64)
+
+
+# --- the path ---
+
+
+@pytest.mark.contract
+def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_speed, "TINY", (CELL,))
+    assert kernel_speed.main(["--interpret", "--output", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads((tmp_path / "cpu_interpreted.json").read_text())
+    assert json.loads(printed.out) == report
+    assert (tmp_path / "cpu_interpreted.png").read_bytes().startswith(b"\x89PNG")
+    assert {"device", "machine", "revision", "date", "jax", "packages", "xla_flags"} < set(report)
+
+    status = {
+        (entry["name"], side["side"]): side["status"]
+        for kind in ("entries", "decodes", "moves", "steps")
+        for entry in report[kind]
+        for side in entry["sides"]
+    }
+    checked = {where for where, verdict in status.items() if verdict == CHECKED}
+    names = {entry["name"] for entry in report["moves"] + report["steps"]}
+    ours = {(name, OURS) for name in names | {CELL.name}}
+    assert (
+        ours | {(CELL.name, "ours, plan included"), (CELL.name, "gather + XLA"), ("read", "XLA")} <= checked
+    )
+    assert {
+        "append 3 tokens",
+        *(f"{move} 2 blocks of 2 layers" for move in ("gather", "scatter", "copy")),
+    } <= names
+    # The decoder needs flax, which the oldest jax is tested without.
+    assert len(report["steps"]) + len(report["skipped"]) == 1
+
+    # Who cannot run here is there too, with the reason.
+    (decode,) = report["decodes"]
+    (triton,) = (side for side in decode["sides"] if side["side"] == "JAX Triton")
+    assert triton["status"] == FAILED and "CPU" in triton["reason"]
+    absent = kernel_speed_summary.absences(report["decodes"])
+    assert {"JAX Triton", "gather + cuDNN", "FlashInfer XQA"} <= {absence["side"] for absence in absent}
+
+    # Nothing is measured, and nothing looks as if it were.
+    assert "median_us" in triton and not any(verdict == MEASURED for verdict in status.values())
+    assert report["ceilings"] == {"read": None, "copy": None}
+    assert decode["comparison"]["gb_per_s"] is None
+    assert [bar["holds"] for bar in report["summary"]["bars"]] == [None] * 3
+    kernel_speed_report.show(report)
+    shown = capsys.readouterr().out
+    assert "nothing is measured" in shown and "GB/s" not in shown
+
+
+def test_a_wrong_kernel_is_not_passed(monkeypatch):
+    """The check sees a block too early, and a result that is NaN."""
+    problem = make_problem(CELL, num_buffers=2)
+    expected = expected_output(problem, 1)
+
+    def shifted(problem):
+        return problem._replace(block_table=problem.block_table[:, ::-1].at[0, 0].set(0))
+
+    for wrong in (shifted(problem), problem._replace(q=problem.q * math.nan)):
+        sides = [side for side in kernel_speed.jax_sides(wrong) if side.name == "gather + XLA"]
+        contest = Contest("cell", 1, lambda out: error_of(out, expected), kernel_speed_cells.TOLERANCE, 2)
+        (record,) = timing.compete(contest, sides, None)
+        assert record["status"] == WRONG and "off the reference" in record["reason"]
+    assert record["error"] is None  # NaN is no JSON
+
+
+def test_launches_take_turns_in_the_buffers_and_wait_for_each_other():
+    program = looped(lambda x, _, buffer, zero: 10 * x + buffer + zero, jnp.int32(3), (), 3, 5)
+    assert program.result(program.run()) == 30 + 4 % 3
+
+    def nan_then_seven(x, _, buffer, zero):
+        return jnp.where(zero == 1, x, jnp.nan)
+
+    for num_launches in (1, 2):
+        program = looped(nan_then_seven, jnp.float32(7), (), 1, num_launches)
+        assert np.array_equal(
+            program.result(program.run()), (math.nan, 7.0)[num_launches - 1], equal_nan=True
+        )
+
+
+# --- what is asked ---
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        kernel_speed.main([])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "jax runs on cpu here, expected an NVIDIA Hopper GPU" in said and "--interpret" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--interpret"], "got --interpret without --output"),
+        (["--interpret", "--output", "/nowhere"], "there is no folder /nowhere"),
+        (["--flashinfer", "/nowhere"], "there is no folder /nowhere"),
+        (["--minutes", "0"], "expected a number above 0"),
+    ],
+)
+def test_bad_options_are_one_sentence(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        kernel_speed.main(arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
+
+
+def test_every_cell_is_there_once_and_the_important_ones_first():
+    cells = all_cells()
+    assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3
+    assert {cell.batch for cell in cells} == {1, 8, 32, 128}
+    assert {cell.context for cell in cells} == {1024, 8192, 32768}
+    assert {(cell.group_size, cell.block_size) for cell in cells[:4]} == {(4, 16)}
+    assert cells[0].kv_bytes >= kernel_speed_cells.LARGE_BYTES
+    assert set(kernel_speed_cells.QUICK) <= set(cells)
+
+
+def test_the_bytes_of_a_cell_by_hand():
+    cell = Cell(32, 8192, 4, 16)
+    assert cell.kv_bytes == 2 * 32 * 8192 * 8 * 128 * 2 == 1_073_741_824
+    assert (cell.num_columns, cell.num_blocks, cell.num_buffers) == (512, 32 * 512 + 2, 1)
+    small = Cell(1, 1024, 4, 16)
+    assert small.kv_bytes == 4_194_304 and small.num_buffers == 239  # just over 1 GB
+    assert small.needed_bytes == 2 * 239 * 4_194_304 + 2 * 4_194_304
+
+
+def test_the_bytes_of_a_step_by_hand():
+    step = pytest.importorskip("experiments.kernel_speed_step", reason="needs flax")
+    sizes = step.StepSizes(batch=3, context=100, num_steps=4)
+    assert sizes.start_len == 96  # steps read 97 to 100 tokens
+    assert step.kv_bytes(step.LLAMA_1B, sizes) == round(3 * 98.5 * 2 * 16 * 8 * 64 * 2)
+    decoder = step.make_decoder(step.TINY)
+    layer = 64 * (2 + 1 + 1 + 2) * 64 + 3 * 64 * 32 + 2 * 64
+    assert step.param_bytes(decoder) == 2 * (32 * 64 + layer + 64)
+
+
+def test_a_problem_is_random_and_poisoned():
+    problem = make_problem(CELL, num_buffers=2)
+    pools = np.asarray(problem.k_pool.astype(np.float32)).reshape(2, CELL.num_blocks, -1)
+    owned = np.zeros(CELL.num_blocks, bool)
+    owned[problem.block_table] = True
+    assert np.isnan(pools[:, ~owned]).all() and np.isfinite(pools[:, owned]).all()
+    assert (~owned).sum() == 2 and problem.block_table.size == owned.sum()
+    assert len(np.unique(pools[:, owned, 0])) > 4  # blocks and buffers differ
+    assert not np.array_equal(np.sort(problem.block_table, axis=None), problem.block_table.ravel())
+
+
+# --- timing ---
+
+
+def fake(name, seconds=0.0, result=1.0, fails_on=None, is_ours=False):
+    """A side that sleeps; its `fails_on`-th sample raises."""
+    calls = []
+
+    def run():
+        calls.append(None)
+        if len(calls) == fails_on:
+            raise RuntimeError("it broke\nin many lines")
+        time.sleep(seconds)
+
+    return Side(name, lambda _: Program(run, lambda _: None, lambda _: result), is_ours)
+
+
+def test_sides_take_turns_and_the_broken_ones_are_reported():
+    contest = Contest("work", 1000, lambda result: abs(result - 1), 0.1, num_launches=4)
+
+    def missing(_):
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    sides = [
+        fake(OURS, 0.004, is_ours=True),
+        fake("slow", 0.012),
+        fake("wrong", result=2.0),
+        fake("not a number", result=math.nan),
+        fake("breaks at once", fails_on=1),
+        fake("breaks later", fails_on=3),
+        Side("missing", missing),
+    ]
+    records = {record["side"]: record for record in timing.compete(contest, sides, 0.0)}
+    assert list(records) == [side.name for side in sides]
+    ours, slow = records[OURS], records["slow"]
+    assert ours["status"] == slow["status"] == MEASURED
+    assert ours["num_calls"] == timing.MIN_ROUNDS and ours["launches_per_sample"] == 4
+    assert 1000 <= ours["median_us"] < slow["median_us"]  # of a launch, not of a sample
+    assert 3000 <= slow["median_us"] < 12_000
+    assert records["wrong"]["status"] == records["not a number"]["status"] == WRONG
+    assert records["wrong"]["reason"] == "off the reference by 1, at most 0.1 expected"
+    for name in ("breaks at once", "breaks later"):
+        assert (records[name]["status"], records[name]["reason"]) == (FAILED, "RuntimeError: it broke")
+    assert records["missing"]["reason"] == "ModuleNotFoundError: No module named 'peer'"
+    assert all(records[name]["median_us"] is None for name in records if name not in (OURS, "slow"))
+
+
+def test_a_sample_is_long_whatever_a_launch_takes():
+    assert timing.launches_for(0) == timing.MAX_LAUNCHES
+    assert timing.launches_for(3.5e9) == 10  # 1 ms and 10 us each
+    assert timing.launches_for(10**12) == 2
+
+
+def test_a_device_that_does_not_answer_is_given_up():
+    given_up = []
+    with timing.deadline(0.01, lambda: given_up.append("late")):
+        time.sleep(0.1)
+    with timing.deadline(10, lambda: given_up.append("never")):
+        pass
+    assert given_up == ["late"]
+
+
+# --- the report ---
+
+
+def entry(name, num_bytes, sides, block_size=16):
+    """`sides`: medians in microseconds, or a reason."""
+    records = [
+        {"side": side, "is_ours": side.startswith("ours"), "status": MEASURED, "reason": "", "error": 0.0}
+        | {"median_us": value, "p10_us": value, "p90_us": value, "first_call_s": 1.0}
+        if not isinstance(value, str)
+        else {"side": side, "is_ours": side.startswith("ours"), "status": FAILED, "reason": value}
+        | {"median_us": None}
+        for side, value in sides.items()
+    ]
+    return {"name": name, "num_bytes": num_bytes, "block_size": block_size, "sides": records}
+
+
+@pytest.fixture
+def report():
+    entries = [
+        entry("one tiny kernel", 0, {"JAX loop": 4.0, "CUDA graph": 2.0}),
+        entry("read", 4_000_000, {"XLA": 1.25, "PyTorch": 1.0}),  # 4,000 GB/s
+        entry("copy", 4_000_000, {"XLA": 1.0}),
+    ]
+    decodes = [
+        # 1,000 us for 3.8 GB: 95% of reading; a peer takes 1.2 times as long, another three times.
+        entry("won", 3_800_000_000, {OURS: 1000.0, "ours, plan included": 1010.0, "a": 3000.0, "b": 1200.0}),
+        entry("lost", 400_000_000, {OURS: 125.0, "ours, plan included": 120.0, "a": 100.0, "b": "no room"}),
+        entry("nearly", 4_000_000, {OURS: 10.0, "a": 9.5, "b": "no room"}),
+        entry("ours failed", 4_000_000, {OURS: "it broke", "a": 9.5}),
+        entry("alone", 4_000_000, {OURS: 10.0, "a": "no room"}),
+    ]
+    rates = kernel_speed_summary.ceilings(entries)
+    for decode in decodes:
+        decode["comparison"] = kernel_speed_summary.comparison(decode, rates["read"])
+    return {
+        "device": {"name": "fake"},
+        "jax": "0",
+        "date": "today",
+        "revision": "abc",
+        "is_interpreted": False,
+        "ceilings": rates,
+        "entries": entries,
+        "decodes": decodes,
+        "moves": [entry("append", 1_000_000, {OURS: 2.0, "XLA": 4.0}) | {"of_ceiling": {OURS: 0.125}}],
+        "steps": [],
+        "skipped": [{"cell": "huge", "reason": "needs 200 GB, and 105 GB may be used"}],
+        "left_out": ["128 x 1k, group 1, block 64"],
+        "stopped": "",
+        "summary": kernel_speed_summary.summary(decodes),
+        "seconds": 1.0,
+    }
+
+
+def test_ratios_losses_and_bars(report):
+    assert report["ceilings"] == {"read": pytest.approx(4000), "copy": pytest.approx(4000)}
+    won, lost, nearly, failed, alone = (decode["comparison"] for decode in report["decodes"])
+    assert won["gb_per_s"] == pytest.approx(3800) and won["of_ceiling"] == pytest.approx(0.95)
+    assert (won["best_peer"], won["ratio"]) == ("b", pytest.approx(1.2))
+    assert (lost["best_peer"], lost["ratio"]) == ("a", pytest.approx(0.8))
+    assert (failed["ratio"], failed["why_no_ratio"]) == (None, "ours: failed: it broke")
+    assert (alone["ratio"], alone["why_no_ratio"]) == (None, "no peer was measured")
+
+    summary = report["summary"]
+    assert (summary["num_cells"], summary["num_compared"]) == (5, 3)
+    assert summary["geometric_mean"] == pytest.approx((1.2 * 0.8 * 0.95) ** (1 / 3))
+    assert [loss["cell"] for loss in summary["losses"]] == ["lost", "nearly"]
+    assert summary["below_least_ratio"] == ["lost"]
+    assert [missing["cell"] for missing in summary["not_compared"]] == ["ours failed", "alone"]
+    share, mean, least = summary["bars"]
+    assert share["measured"] == pytest.approx(0.8) and not share["holds"]  # 0.4 GB count, 0.004 do not
+    assert mean["measured"] == summary["geometric_mean"] and not mean["holds"]
+    assert least["measured"] == pytest.approx(0.8) and not least["holds"]
+    assert kernel_speed_summary.absences(report["decodes"]) == [
+        {"side": "b", "reason": "failed: no room", "on": ["lost", "nearly"]},
+        {"side": OURS, "reason": "failed: it broke", "on": ["ours failed"]},
+        {"side": "a", "reason": "failed: no room", "on": ["alone"]},
+    ]
+
+
+def test_bars_hold_when_they_do():
+    won = entry("won", 10**9, {OURS: 100.0, "a": 110.0})
+    won["comparison"] = kernel_speed_summary.comparison(won, 10_500)
+    assert [bar["holds"] for bar in kernel_speed_summary.summary([won])["bars"]] == [True, True, True]
+    assert [bar["holds"] for bar in kernel_speed_summary.summary([])["bars"]] == [None, None, None]
+
+
+def test_the_tables_say_what_was_lost_and_what_is_missing(report, capsys):
+    kernel_speed_report.show(report)
+    shown = capsys.readouterr().out
+    for words in (
+        "3,800 GB/s  95%",
+        "0.80x",
+        "b: failed: no room (2 entries, lost and others)",
+        "skipped huge: needs 200 GB",
+        "left out, no time: 128 x 1k, group 1, block 64",
+        "cells in which a peer is faster",
+        "3 of 5 cells compared",
+    ):
+        assert " ".join(words.split()) in " ".join(shown.split()), words
+
+
+def test_the_figure_is_drawn(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    kernel_speed_report.draw(report, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- the run ---
+
+
+class FakeDevice:
+    device_kind, platform = "NVIDIA H200", "gpu"
+    compute_capability = "9.0"
+
+    class client:  # noqa: N801
+        platform_version = "CUDA 13"
+
+    def memory_stats(self):
+        return {"bytes_limit": 60 * 10**9}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_speed, "_driver", lambda: "580")
+    parsed = dict(interpret=False, quick=False, minutes=8.0, output=tmp_path)
+    return kernel_speed.Run(kernel_speed.argparse.Namespace(**parsed), FakeDevice())
+
+
+def work():
+    return Contest("work", 1000, lambda _: 0.0, 0.0, 1), [fake(OURS, 0.001, is_ours=True)], {}
+
+
+def test_results_are_named_after_the_device_and_saved_each_time(run):
+    run.seconds = 0.0
+    run.enter("moves", "work", work)
+    saved = json.loads((run.options.output / "nvidia_h200.json").read_text())
+    assert saved["moves"][0]["sides"][0]["status"] == MEASURED
+    assert saved["device"]["driver"] == "580" and saved["seconds"] > 0
+    run.options.quick = True
+    assert run.path.name == "nvidia_h200_quick.json"
+
+
+def test_what_does_not_fit_is_listed(run):
+    run.decode(Cell(128, 32768, 4, 16))  # 17 GB, four times
+    (skipped,) = run.report["skipped"]
+    assert skipped == {
+        "cell": "128 x 32k, group 4, block 16",
+        "reason": "needs 69 GB, and 60 GB may be used",
+    }
+
+    def no_room():
+        raise MemoryError("out of memory")
+
+    run.enter("decodes", "huge", no_room)
+    assert run.report["skipped"][1] == {"cell": "huge", "reason": "MemoryError: out of memory"}
+    run.end = time.monotonic() - 1
+    run.enter("moves", "late", work)
+    assert run.report["left_out"] == ["late"] and not run.report["moves"]
+
+
+def test_a_lost_device_ends_the_run(run, monkeypatch):
+    def lost(*_):
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    run.seconds = 0.0
+    monkeypatch.setattr(jax, "block_until_ready", lost)
+    contest, _, sizes = work()
+    run.enter("moves", "bad", lambda: (contest, [fake("peer", fails_on=1), fake(OURS, is_ours=True)], sizes))
+    assert "the device is lost after bad" in run.report["stopped"]
+    run.enter("moves", "next", work)
+    assert run.report["left_out"] == ["next"]
