@@ -275,6 +275,7 @@ def settings(job: Job) -> dict[str, Any]:
         "max_seq_len": job.config.max_seq_len,
         "implementation": job.config.implementation,
         "dtype": str(np.dtype(job.decoder.config.dtype)),
+        "cache_dtype": str(np.dtype(job.config.dtype)),
         "device": device.device_kind,
         "platform": device.platform,
         "jax": jax.__version__,

@@ -16,7 +16,7 @@ import kvcache_jax as kv
 from experiments import command
 from experiments.command import InputError
 from experiments.corpus import MODEL
-from kvcache_jax.config import IMPLEMENTATIONS, ceil_div
+from kvcache_jax.config import DTYPES, IMPLEMENTATIONS, ceil_div
 from models.decoder import DecoderConfig, cache_config
 from models.tokenizer import Tokenizer
 
@@ -78,6 +78,7 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--num-blocks", type=command.integer(1), metavar="N", help="of the cache; default: enough")
     add("--rows", type=command.integer(1), metavar="N", help=f"at the same time; default up to {MAX_ROWS}")
     add("--implementation", choices=IMPLEMENTATIONS, help="of attention; default: the best there is")
+    add("--cache-dtype", choices=DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")
     add("--picture", type=command.picture, metavar="FILE", help="draw who held which block when")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--no-color", action="store_true", help="plain text, also in a terminal")
@@ -242,6 +243,8 @@ def plan(
         max_query_len=min(CHUNK_LEN, max_seq_len),
         max_rollback=options.speculative or 0,
         implementation=options.implementation,
+        # The kernels for GPUs have no float32.
+        dtype=options.cache_dtype or ("bfloat16" if options.implementation == "mosaic_gpu" else config.dtype),
         # Prompts are found by the blocks of layers that see all of them.
         enable_prefix_caching=not config.windows or None in config.windows,
     )

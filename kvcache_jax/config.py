@@ -13,7 +13,7 @@ import numpy as np
 from kvcache_jax.eviction_policy import LRU, eviction_policies
 
 _MAX_INDEX = 2**31
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
 
@@ -176,8 +176,8 @@ class CacheConfig:
         _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         dtype = np.dtype(self.dtype)
-        if dtype.name not in _DTYPES:
-            raise ValueError(f"dtype is {dtype.name}, expected one of {', '.join(_DTYPES)}")
+        if dtype.name not in DTYPES:
+            raise ValueError(f"dtype is {dtype.name}, expected one of {', '.join(DTYPES)}")
         object.__setattr__(self, "dtype", dtype)
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(

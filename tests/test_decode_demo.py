@@ -18,6 +18,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments import decode, decode_options, decode_timeline, decode_view
+from kvcache_jax import testing
 from kvcache_jax.block_view import row_rgb
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, forward
@@ -41,7 +42,12 @@ PROMPTS = ["def naïve(x):\n    return", "for i in 日本:"]
 def folder(tmp_path_factory):
     """Checkpoints of random models, by name."""
     folder = tmp_path_factory.mktemp("models")
-    options = {"plain": {}, "window": {"windows": (20,)}, "wide": {"vocab_size": 300}}
+    options = {
+        "plain": {},
+        "window": {"windows": (20,)},
+        "wide": {"vocab_size": 300},
+        "kernel": {"head_dim": 64},
+    }
     for seed, (name, changed) in enumerate(options.items()):
         decoder = Decoder(DecoderConfig(**{**SIZES, **changed}), rngs=nnx.Rngs(seed))
         # Random logits are nearly flat: larger ones, so that a difference changes tokens.
@@ -234,6 +240,19 @@ def test_bad_options_are_refused(capsys, folder, arguments, message):
 def test_an_implementation_that_is_not_there_is_refused(capsys, folder, name):
     message = refusal(capsys, "a", "--implementation", name, "--checkpoint", folder / "plain")
     assert name in message
+
+
+def test_a_kernel_decodes_what_xla_does(capsys, folder):
+    """The kernel for GPUs, interpreted, from a cache in bfloat16 as it takes it."""
+    arguments = ("ab", "--greedy", "--max-new", 3, "--block-size", 8, "--checkpoint", folder / "kernel")
+    with testing.interpreted():
+        found = run_json(capsys, *arguments, "--implementation", "mosaic_gpu")
+    assert found["settings"]["implementation"] == "mosaic_gpu"
+    assert found["settings"]["cache_dtype"] == "bfloat16"
+    wanted = run_json(capsys, *arguments, "--implementation", "xla", "--cache-dtype", "bfloat16")
+    (found,), (wanted,) = (result["prompts"][0]["samples"] for result in (found, wanted))
+    assert found["tokens"] == wanted["tokens"]
+    np.testing.assert_allclose(found["logprobs"], wanted["logprobs"], atol=0.05)
 
 
 def test_bad_checkpoints_are_refused(capsys, folder, tmp_path):
