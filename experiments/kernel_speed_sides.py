@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from experiments import kernel_speed_timing
 from experiments.kernel_speed_cells import Problem
 from experiments.kernel_speed_timing import Program, Side
 
@@ -141,13 +142,13 @@ def looped(
         out = jax.eval_shape(call, inputs, pools, zero, zero)
         return lax.fori_loop(0, num_launches, body, jnp.zeros(out.shape, out.dtype))
 
-    compiled = jax.jit(loop).lower(inputs, pools).compile()
+    program = kernel_speed_timing.compiled(loop, inputs, pools)
 
     def run() -> jax.Array:
         if not interpret:
-            return compiled(inputs, pools)
+            return program(inputs, pools)
         from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
-        return run_interpreted(compiled, inputs, pools)
+        return run_interpreted(program, inputs, pools)
 
     return Program(run, jax.block_until_ready, np.asarray)
