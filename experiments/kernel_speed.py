@@ -64,6 +64,8 @@ from experiments.kernel_speed_timing import FAILED, Contest, Side, compete, dead
 from experiments.kernel_speed_torch import free_memory, torch_sides, use_flashinfer
 
 RESULTS = Path(__file__).parent / "results"
+NUM_MOVED = 512
+"""Blocks that are gathered, scattered and copied."""
 NUM_FIRST_CELLS = 6
 """Decodes before the other kernels have their turn."""
 ANSWER_S = 90.0
@@ -196,7 +198,7 @@ class Run:
         if interpret:
             moves = move_contests(TINY_POOLS, (3,), 2, interpret=True)
         else:
-            moves = move_contests(Pools(), (128,) if quick else (1, 128, 4096), 512)
+            moves = move_contests(Pools(), (128,) if quick else (1, 128, 4096), NUM_MOVED)
         self._enter_all("moves", moves)
         self._steps()
         for cell in cells[NUM_FIRST_CELLS:]:
@@ -216,9 +218,9 @@ class Run:
             self.report["skipped"].append({"cell": "the decoder's step", "reason": one_line(error)})
             return
         interpret = self.options.interpret
-        sizes = [step.StepSizes(32, 8192), *([] if self.options.quick else [step.StepSizes(1, 8192)])]
+        sizes = step.SIZES[:1] if self.options.quick else step.SIZES
         if interpret:
-            sizes = [step.StepSizes(2, 32, num_steps=1)]
+            sizes = (step.StepSizes(2, 32, num_steps=1),)
         decoder = step.make_decoder(step.TINY if interpret else step.LLAMA_1B)
         for size in sizes:
             config = {

@@ -176,7 +176,7 @@ def _move(sizes: Pools, kernel: str, num_moved: int, interpret: bool) -> tuple[C
 
     def gathered(move: Callable, state: tuple, inputs: tuple) -> tuple:
         (pools, results), (ids, count) = state, inputs
-        # What all launches have in common would be moved out of the loop.
+        # What all launches have in common may be moved out of the loop.
         zero = jnp.isnan(results[0].reshape(-1)[0]).astype(jnp.int32)
         return pools, move(*pools, ids, count + zero)
 

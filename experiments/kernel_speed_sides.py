@@ -129,8 +129,8 @@ def looped(
 ) -> Program:
     """`call(inputs, pools, buffer, zero)` in a loop, buffer after buffer.
 
-    `zero` is an i32 that comes out of the launch before. The compiler moves what all launches have in common
-    out of the loop, unless it depends on it.
+    `zero` is an i32 that comes out of the launch before: a compiler may move what all launches have in common
+    out of the loop, but nothing that depends on it.
     """
 
     def loop(inputs, pools):

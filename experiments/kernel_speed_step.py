@@ -66,6 +66,9 @@ class StepSizes(NamedTuple):
         return self.context - self.num_steps
 
 
+SIZES = (StepSizes(32, 8192), StepSizes(1, 8192))
+
+
 def param_bytes(decoder: Decoder) -> int:
     """Of the parameters that a step reads; an embedding that is not tied is read only in parts."""
     unread = 0 if decoder.config.tie_embeddings else decoder.embedding[...].nbytes

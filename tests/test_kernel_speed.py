@@ -1,8 +1,10 @@
 """The kernels' benchmark: its path on a CPU, its arithmetic, and what it says when something is wrong."""
 
+import functools
 import json
 import math
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from experiments import kernel_speed_timing as timing
 from experiments.kernel_speed_cells import Cell, all_cells, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
+from tests.aot import benchmark
 
 CELL = Cell(2, 64, 4, 16, num_kv_heads=1, head_dim=64)
 
@@ -95,6 +98,32 @@ def test_launches_take_turns_in_the_buffers_and_wait_for_each_other():
         assert np.array_equal(
             program.result(program.run()), (math.nan, 7.0)[num_launches - 1], equal_nan=True
         )
+
+
+LOOP = """
+%body (p: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {
+  %inside = bf16[64,8]{1,0} fusion(%p), kind=kLoop, calls=%f
+}
+ENTRY %main (pool: bf16[64,8]) -> f32[8] {
+  %while = (s32[], bf16[64,8]) while(%t), body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %last = f32[8]{0} fusion(%while), kind=kLoop, calls=%g
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hlo", "alias_bytes", "found"),
+    [
+        (LOOP, 100, []),
+        (LOOP, 150, ["50 bytes not updated in place"]),
+        (LOOP.replace('"n":"4"', '"n":"5"'), 0, ["trip counts ['5'] are known, expected 4"]),
+        (LOOP.replace("f32[8]{0} fusion", "f32[64,8]{1,0} fusion"), 0, ["makes [64,8] outside of the loop"]),
+        (LOOP.replace("fusion(%p)", "copy(%p)"), 0, ["copies a pool 1 times"]),
+    ],
+)
+def test_a_compiled_loop_is_judged(hlo, alias_bytes, found):
+    memory = types.SimpleNamespace(alias_size_in_bytes=100)
+    assert benchmark.failures(hlo, memory, 512, 4, alias_bytes) == found
 
 
 # --- what is asked ---
@@ -384,6 +413,37 @@ def test_what_does_not_fit_is_listed(run):
     run.end = time.monotonic() - 1
     run.enter("moves", "late", work)
     assert run.report["left_out"] == ["late"] and not run.report["moves"]
+
+
+def test_a_timed_run_from_end_to_end(run, monkeypatch, capsys):
+    """On a CPU, where ours does not run: the peers' times, and what follows from them."""
+    step = pytest.importorskip("experiments.kernel_speed_step", reason="needs flax")
+    monkeypatch.setattr(kernel_speed, "QUICK", (CELL._replace(batch=1),))
+    monkeypatch.setattr(kernel_speed_cells, "ROTATED_BYTES", 3 * CELL.kv_bytes)
+    contests = kernel_speed.ceiling_contests
+    monkeypatch.setattr(kernel_speed, "ceiling_contests", lambda: contests(1 << 12))
+    pools = functools.partial(kernel_speed.Pools, 2, 8, 1, 8, 64)
+    monkeypatch.setattr(kernel_speed, "Pools", pools)
+    monkeypatch.setattr(kernel_speed, "NUM_MOVED", 2)
+    monkeypatch.setattr(step, "LLAMA_1B", step.TINY)
+    monkeypatch.setattr(step, "SIZES", (step.StepSizes(2, 32, num_steps=2),))
+    run.options.quick, run.seconds = True, 0.0
+    run.measure()
+    run.save()
+    kernel_speed_report.show(run.report)
+    shown = capsys.readouterr().out
+    (decode,), (taken,) = run.report["decodes"], run.report["steps"]
+    assert decode["num_buffers"] == 6 and decode["comparison"]["best_peer"] == "gather + XLA"
+    assert decode["comparison"]["why_no_ratio"].startswith("ours: failed: ")
+    rates = run.report["ceilings"]
+    assert 0 < rates["read"] and 0 < rates["copy"]
+    (xla, ours) = taken["sides"]
+    assert xla["status"] == MEASURED and taken["of_ceiling"] == {
+        "XLA attention": pytest.approx(taken["num_bytes"] / xla["median_us"] / 1e3 / rates["read"])
+    }
+    assert ours["status"] == FAILED and "it is for cuda devices, and this is cpu" in ours["reason"]
+    assert [entry["name"] for entry in run.report["moves"]][0] == "append 128 tokens"
+    assert "gather + XLA" in shown and "0 of 1 cells compared with a peer" in shown
 
 
 def test_a_lost_device_ends_the_run(run, monkeypatch):
