@@ -34,8 +34,8 @@ test: .venv
 test-0112: .venv-0112
 	$(PY_0112) -m pytest -n $(WORKERS) -m contract $(CONTRACT_TESTS)
 
-# The kernels, and the loops of their benchmark, compiled for H200, without a GPU, by both ends of the supported
-# versions of jax.
+# The kernels, a model's decode loop and the loops of the benchmark compiled for H200, without a GPU, by both ends of the
+# supported versions of jax.
 aot: .venv-aot .venv-aot-0112
 	$(PY_AOT) -m tests.aot.gpu
 	$(PY_AOT) -m tests.aot.benchmark
@@ -88,13 +88,13 @@ distclean: clean
 
 .venv-aot/.made: Makefile
 	@$(call make_venv,.venv-aot)
-	$(PY_AOT) $(PIP_INSTALL) 'jax>=0.11.2,<0.13'
+	$(PY_AOT) $(PIP_INSTALL) 'jax>=0.11.2,<0.13' flax
 	$(PY_AOT) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_AOT))
 	@touch $@
 
 .venv-aot-0112/.made: Makefile
 	@$(call make_venv,.venv-aot-0112)
-	$(PY_AOT_0112) $(PIP_INSTALL) jax==0.11.2
+	$(PY_AOT_0112) $(PIP_INSTALL) jax==0.11.2 flax
 	$(PY_AOT_0112) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_AOT_0112))
 	@touch $@
 

@@ -16,7 +16,6 @@ from experiments import kernel_speed_timing as timing
 from experiments.kernel_speed_cells import Cell, all_cells, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
-from tests.aot import benchmark
 
 CELL = Cell(2, 64, 4, 16, num_kv_heads=1, head_dim=64)
 
@@ -122,6 +121,7 @@ ENTRY %main (pool: bf16[64,8]) -> f32[8] {
     ],
 )
 def test_a_compiled_loop_is_judged(hlo, alias_bytes, found):
+    benchmark = pytest.importorskip("tests.aot.benchmark", reason="needs flax")
     memory = types.SimpleNamespace(alias_size_in_bytes=100)
     assert benchmark.failures(hlo, memory, 512, 4, alias_bytes) == found
 

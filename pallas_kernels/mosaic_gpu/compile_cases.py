@@ -4,9 +4,11 @@ A case is one program, with its budget beside it: what the kernels were designed
 to use, so that a compiler or a change that spills, falls off the tensor cores or copies a pool is noticed.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase, i32, pool
@@ -17,14 +19,15 @@ from pallas_kernels.mosaic_gpu.decode import paged_decode
 def _decode_case(
     name: str,
     *,
-    num_rows: int,
-    group_size: int,
     budget: Budget,
+    num_rows: int = 32,
+    group_size: int = 4,
     head_dim: int = 128,
     block_size: int = 16,
     num_queries: int = 1,
     max_len: int = 8192,
     dtype: str = "bfloat16",
+    has_sink_logits: bool = False,
     **options: Any,
 ) -> CompileCase:
     num_layers, num_kv_heads = 4, 8
@@ -35,24 +38,53 @@ def _decode_case(
         q_shape = (num_rows, num_queries, num_kv_heads, group_size, head_dim)
         rows = DecodeRows(*[i32(num_rows)] * 5)
         table = i32(num_rows, max_len // block_size)
-        return jax.ShapeDtypeStruct(q_shape, kv_pool.dtype), kv_pool, kv_pool, table, rows, i32()
+        q = jax.ShapeDtypeStruct(q_shape, kv_pool.dtype)
+        sink_logits = jax.ShapeDtypeStruct((num_kv_heads, group_size), jnp.float32)
+        return q, kv_pool, kv_pool, table, rows, i32(), sink_logits if has_sink_logits else None
 
-    def function(q, k_pool, v_pool, table, rows, layer):
+    def function(q, k_pool, v_pool, table, rows, layer, sink_logits):
         decode_options = DecodeOptions(num_blocks, head_dim**-0.5, **options)
-        return paged_decode(q, k_pool, v_pool, table, rows, decode_options, layer=layer)
+        return paged_decode(
+            q, k_pool, v_pool, table, rows, decode_options, layer=layer, sink_logits=sink_logits
+        )
 
     return CompileCase(name, function, arguments, budget, pools=(1, 2))
 
 
-CASES = (
-    _decode_case(
-        "decode_32_rows_group_4",
-        num_rows=32,
-        group_size=4,
-        budget=Budget(
-            registers=128, shared_memory=80_000, min_wgmma=16, min_tma=9, temporary_bytes=9_000_000
-        ),
+# As many programs as shared memory leaves room for share an SM, and so must their registers: of 128 threads
+# each, three have 168 registers a thread, five have 96. The rings of two stages take 64 KiB at head_dim 128.
+_BUDGET = Budget(registers=128, shared_memory=76_500, min_wgmma=16, min_tma=25, temporary_bytes=9_000_000)
+_WIDE = dataclasses.replace(_BUDGET, registers=208, shared_memory=98_000)
+_HEAD_256 = dataclasses.replace(_BUDGET, registers=224, shared_memory=148_000, min_wgmma=32)
+_CASES = {
+    "decode_32_rows_group_4": dict(budget=_BUDGET),
+    "decode_1_row_32k": dict(num_rows=1, group_size=8, max_len=32768, budget=_BUDGET),
+    "decode_128_rows_group_1": dict(num_rows=128, group_size=1, budget=_BUDGET),
+    "decode_group_16": dict(
+        group_size=16, budget=dataclasses.replace(_BUDGET, registers=144, shared_memory=84_000)
     ),
-    *MOVE_CASES,
-)
+    "decode_head_64": dict(
+        head_dim=64, budget=dataclasses.replace(_BUDGET, registers=96, shared_memory=46_000, min_wgmma=8)
+    ),
+    "decode_head_256": dict(head_dim=256, budget=_HEAD_256),
+    "decode_block_8": dict(block_size=8, budget=dataclasses.replace(_BUDGET, min_tma=59)),
+    "decode_block_24": dict(block_size=24, max_len=8160, budget=dataclasses.replace(_BUDGET, min_tma=59)),
+    "decode_block_128": dict(block_size=128, budget=dataclasses.replace(_BUDGET, min_tma=17)),
+    "decode_float16": dict(dtype="float16", budget=_BUDGET),
+    "decode_8_queries_group_8": dict(group_size=8, num_queries=8, budget=_WIDE),
+    "decode_8_queries_head_256": dict(
+        head_dim=256,
+        num_queries=8,
+        budget=dataclasses.replace(_HEAD_256, registers=255, shared_memory=162_000),
+    ),
+    "decode_window": dict(
+        num_queries=4,
+        window=1024,
+        num_sink_tokens=20,
+        soft_cap=30.0,
+        has_sink_logits=True,
+        budget=dataclasses.replace(_WIDE, registers=160),
+    ),
+}
+CASES = (*(_decode_case(name, **options) for name, options in _CASES.items()), *MOVE_CASES)
 """In the order of the table."""

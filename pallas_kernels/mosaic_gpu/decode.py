@@ -118,6 +118,7 @@ def paged_decode(
         out_type=(*result(num_rows), *result(num_parts)) if can_split else result(num_rows),
         grid=(plan.items.shape[0], tiling.num_lane_tiles, num_heads),
         grid_names=("item", "lane_tile", "head"),
+        kernel_name="paged_decode",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs)

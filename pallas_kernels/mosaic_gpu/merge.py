@@ -97,6 +97,7 @@ def _merge(
         out_type=(),
         grid=(num_rows, all_lanes // num_lanes, num_heads),
         grid_names=("row", "lane_tile", "head"),
+        kernel_name="merge_attention",
         scratch_types=dict(
             part_smem=plgpu.SMEM((_STAGES, head_dim, num_lanes), jnp.float32, transforms=tiled(num_lanes, 4)),
             part_lse_smem=plgpu.SMEM((_STAGES, num_lanes), jnp.float32),

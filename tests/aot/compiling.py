@@ -9,8 +9,8 @@ import re
 import jax
 import numpy as np
 
-from pallas_kernels.mosaic_gpu.compile_cases import CASES
 from tests.aot import h200
+from tests.aot.cases import CASES
 from tests.aot.dump import KernelCost, read_kernels
 
 

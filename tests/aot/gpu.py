@@ -5,8 +5,9 @@
     python -m tests.aot.gpu append --dump kept   # and keep ptx, ptxas's report, sass and hlo, a folder a case
 
 Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in
-`pallas_kernels/mosaic_gpu/compile_cases.py`. Exit status 1 if a program costs more than its budget, has fewer
-tensor core or copy engine instructions than demanded, copies a pool, or does not compile.
+`pallas_kernels/mosaic_gpu/compile_cases.py` and `tests/aot/step.py`. Exit status 1 if a program costs more
+than its budget, has fewer tensor core or copy engine instructions than demanded, copies a pool, or does not
+compile.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase
-from pallas_kernels.mosaic_gpu.compile_cases import CASES
+from tests.aot.cases import CASES
 from tests.aot.compiling import ProgramCost, compile_case
 
 WORKERS = 2
