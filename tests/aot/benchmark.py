@@ -4,8 +4,8 @@
 
 A loop must launch what it says: its trip count known to the host (else the host waits for each launch),
 nothing of the work moved out of it, no pool copied, pools that are written updated in place. Exit status 1 if
-one does not. The decoder's step is left out, for it needs flax; peers that need what is not installed here
-are reported and pass.
+one does not. A decoder's step is compiled by `tests.aot.gpu`. Peers that need what is not installed here are
+reported, and pass.
 """
 
 import os
