@@ -24,11 +24,13 @@ from collections.abc import Sequence
 
 from mutations import MUTATIONS as ALL_BUT_PREFIX
 from mutations import Mutation
+from mutations_gpu_decode import MUTATIONS as GPU_DECODE
 from mutations_kernels import MUTATIONS as KERNELS
+from mutations_manager import MUTATIONS as MANAGER
 from mutations_prefix import MUTATIONS as PREFIX
 from mutations_tpu import MUTATIONS as TPU
 
-MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *KERNELS, *TPU]
+MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

@@ -4,6 +4,7 @@ from mutations import Mutation
 
 MANY_TILES = "test_mosaic_tpu.py::test_many_tiles"
 UNSEEN = "test_mosaic_tpu.py::test_values_that_nobody_sees_are_nan"
+OVERWRITTEN = "test_mosaic_tpu_movement.py::test_a_source_may_be_overwritten_by_a_later_copy"
 COPIED = "test_mosaic_tpu_movement.py::test_copy[12]"
 IN_ANY_ORDER = "test_mosaic_tpu_movement.py::test_tokens_in_any_order_and_nowhere[bfloat16]"
 CHUNKS = "test_mosaic_tpu_movement.py::test_more_tokens_than_one_chunk"
@@ -65,7 +66,10 @@ MUTATIONS = [
     ),
     *in_kernel(
         "movement",
-        ("a copy not waited for", "[0] - NUM_IN_FLIGHT, 0)", "[0] - NUM_IN_FLIGHT + 1, 0)", COPIED),
+        ("a copy not waited for", "pl.loop(num_ended, count_ref[0])(wait)", "pass", COPIED),
+        ("too many on their way", "i + 1 - NUM_IN_FLIGHT)", "i - NUM_IN_FLIGHT)", COPIED),
+        ("a source overwritten", "return dst[i] == src[earlier]", "return dst[i] < src[i] - 99", OVERWRITTEN),
+        ("only the one before looked at", "reversed(range(1, NUM_IN_FLIGHT))", "range(1, 2)", OVERWRITTEN),
     ),
     *in_kernel(
         "append",

@@ -1,5 +1,7 @@
 """The GPU's decode and merge, interpreted with race detection, against their references."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,6 +40,10 @@ def test_the_rings_go_round_whatever_the_split(num_programs, monkeypatch):
     """One program walks nine tiles; five split the long row, and the short one not."""
     monkeypatch.setattr(decode, "_INTERPRETED_PROGRAMS", num_programs)
     check(SHAPES["long"].problem(seed=1))
+
+
+def test_sink_logits_count_once_in_a_split_row():
+    check(dataclasses.replace(SHAPES["long"], has_sink_logits=True).problem())
 
 
 def test_rows_in_any_order_of_a_larger_table():

@@ -319,10 +319,6 @@ def _decode(
         plgpu.copy_gmem_to_smem(q_ref.at[row, head, lanes], q_smem, q_barrier)
         if sinks_ref:
             plgpu.copy_gmem_to_smem(sinks_ref[0].at[head, lanes], sinks_smem, q_barrier)
-        if tiling.tile_len < TILE_ROWS:  # rows that no copy fills must not hold NaN
-            for slot in range(_STAGES):
-                v_smem[slot] = plgpu.layout_cast(jnp.zeros((TILE_ROWS, head_dim), v_smem.dtype), layout)
-            plgpu.commit_smem()
         for tile in range(_STAGES):
             rows = pieces_of(tile)
             refill(k_ref, k_smem, k_barrier, jnp.int32(tile), rows)

@@ -71,8 +71,8 @@ class KeyMask:
 
     def is_edge(self, tile: Any) -> Any:
         """Whether a tile may hold keys that no query sees."""
-        first = tile * self.tiling.tile_len
-        end = first + self.tiling.tile_len
+        first = tile * TILE_ROWS
+        end = first + TILE_ROWS
         last_seen = self.first_position + self.num_queries - 1
         is_edge = (end > self.num_columns * self.block_size) | (self._position(end - 1) > last_seen)
         if self.options.window is not None:
@@ -89,11 +89,8 @@ class KeyMask:
     def _positions(self, tile: Any, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
         """Of the keys of a tile: position, and whether the key is in a column that is read."""
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        nth = tile * self.tiling.tile_len + row
-        is_read = nth < self.num_columns * self.block_size
-        if self.tiling.tile_len < TILE_ROWS:
-            is_read &= row < self.tiling.tile_len
-        return self._position(nth), is_read
+        nth = tile * TILE_ROWS + row
+        return self._position(nth), nth < self.num_columns * self.block_size
 
     def _is_in_window(self, position: jax.Array, query_pos: Any) -> Any:
         if self.options.window is None:

@@ -6,6 +6,7 @@ to fill the GPU, rows are split into several items, and `merge_items` puts their
 
 import dataclasses
 import enum
+import math
 from typing import NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ class Tiling:
     Attributes:
       num_queries: Queries of a row.
       group_size: Query heads of a key/value head.
-      piece_len: Tokens of a piece, a multiple of 8.
+      piece_len: Tokens of a piece, a multiple of 8; divides both a block and a tile.
       pieces_per_block: Pieces of a block.
       pieces_per_tile: Pieces of a tile.
       num_lanes: Lanes of a lane tile, a multiple of 8.
@@ -47,16 +48,10 @@ class Tiling:
     num_lanes: int
     num_lane_tiles: int
 
-    @property
-    def tile_len(self) -> int:
-        """Tokens of a tile, at most `TILE_ROWS`."""
-        return self.pieces_per_tile * self.piece_len
-
 
 def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int) -> Tiling:
-    """The cut with most tokens in a tile, and of those the one with the fewest copies."""
-    pieces = [size for size in range(8, min(block_size, TILE_ROWS) + 1, 8) if block_size % size == 0]
-    piece = max(pieces, key=lambda size: (TILE_ROWS // size * size, size))
+    """The cut into full tiles with the fewest copies."""
+    piece = math.gcd(block_size, TILE_ROWS)
     all_lanes = num_queries * group_size
     num_lane_tiles = -(-all_lanes // min(32, _MAX_LANE_VALUES // head_dim))
     lanes = -(-all_lanes // num_lane_tiles)

@@ -1,0 +1,193 @@
+"""The mutations of the GPU's decode, plan and merge, and of how the cache calls kernels; see `mutations`."""
+
+from mutations import in_module
+from mutations_kernels import in_kernel
+
+FILE = "test_mosaic_gpu_decode.py"
+MANY_TILES = f"{FILE}::test_the_rings_go_round_whatever_the_split[1]"
+SPLIT = f"{FILE}::test_the_rings_go_round_whatever_the_split[5]"
+UNSEEN = f"{FILE}::test_values_that_nobody_sees_may_be_nan"
+IDLE = f"{FILE}::test_indices_of_idle_rows_may_be_anything"
+IN_ORDER = f"{FILE}::test_a_plan_has_every_tile_once_and_in_order"
+MERGE = f"{FILE}::test_merge[shape1]"
+CACHE = "test_attention_kernels.py::test_prefill_fork_and_decode"
+
+
+def decode(name: str) -> str:
+    return f"{FILE}::test_decode[{name}]"
+
+
+MUTATIONS = [
+    *in_kernel(
+        "decode",
+        ("the layer ignored", "layer_ref[0] * options", "0 * layer_ref[0] * options", decode("plain")),
+        ("keys not waited for", "plgpu.barrier_wait(k_barrier.at[slot])", "pass", decode("plain")),
+        ("values not waited for", "plgpu.barrier_wait(v_barrier.at[slot])", "pass", decode("plain")),
+        ("what came before does not decay", "out * per_lane(decay, head_dim)", "out", MANY_TILES),
+        ("the total does not decay", "total * decay +", "total +", MANY_TILES),
+        (
+            "values are keys again",
+            "refill(v_ref, v_smem, v_barrier, tile",
+            "refill(k_ref, v_smem, v_barrier, tile",
+            MANY_TILES,
+        ),
+        (
+            "unseen values not cleared",
+            "@pl.when(mask.is_edge(first_tile + tile))",
+            "@pl.when(tile < 0)",
+            UNSEEN,
+        ),
+        (
+            "sink logits count in every item",
+            "first_tile), by_lane) == 0",
+            "first_tile), by_lane) >= 0",
+            f"{FILE}::test_sink_logits_count_once_in_a_split_row",
+        ),
+        ("soft cap forgotten behind tanh", "(options.soft_cap * _LOG2_E)", "_LOG2_E", decode("soft_cap")),
+        ("the scale ignored", "logits * (options.scale * _LOG2_E)", "logits * _LOG2_E", decode("plain")),
+        ("queries that do not count have a result", " | (query >= num_queries)", "", UNSEEN),
+        ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", SPLIT),
+    ),
+    *in_kernel(
+        "decode_mask",
+        (
+            "the next token seen",
+            "(position <= query_pos) &",
+            "(position <= query_pos + 1) &",
+            decode("plain"),
+        ),
+        (
+            "the window one longer",
+            "position > query_pos - self",
+            "position >= query_pos - self",
+            decode("window"),
+        ),
+        (
+            "one kept token more",
+            "position < self.options.num_sink_tokens",
+            "position <= self.options.num_sink_tokens",
+            decode("kept_tokens"),
+        ),
+        ("drafts see each other", "if self.tiling.num_queries > 1:", "if False:", decode("drafts")),
+        (
+            "columns counted without the kept ones",
+            "self.first_column - self.num_sink_blocks)\n        if",
+            "self.first_column)\n        if",
+            decode("kept_tokens"),
+        ),
+        ("values before the window not cleared", "is_edge |= self", "is_edge &= self", UNSEEN),
+    ),
+    *in_kernel(
+        "decode_plan",
+        (
+            "all items begin at the first tile",
+            "(item - first_item[row]) * run_len[row]",
+            "0 * (item - first_item[row])",
+            f"{IN_ORDER}[7-num_columns2-8]",
+        ),
+        (
+            "a tile too few",
+            "jnp.clip(num_tiles[row] - first_tile, 0",
+            "jnp.clip(num_tiles[row] - first_tile - 1, 0",
+            f"{IN_ORDER}[1-num_columns2-8]",
+        ),
+        (
+            "idle rows look into the table",
+            "jnp.where(reads, rows.table_row[row], 0)",
+            "rows.table_row[row]",
+            IDLE,
+        ),
+        (
+            "nothing is split",
+            "if num_parallel <= num_rows:",
+            "if True:",
+            f"{FILE}::test_few_long_rows_fill_the_gpu",
+        ),
+    ),
+    *in_kernel(
+        "merge",
+        (
+            "parts that saw nothing count",
+            "weight = jnp.where(part_lse > _MASKED, weight, 0.0)",
+            "pass",
+            MERGE,
+        ),
+        (
+            "NaN of parts that saw nothing",
+            "jnp.where(per_lane(weight) > 0, part_out * per_lane(weight), 0.0)",
+            "part_out * per_lane(weight)",
+            MERGE,
+        ),
+        ("the total does not decay", "total * decay + weight", "total + weight", MERGE),
+        ("parts not waited for", "plgpu.barrier_wait(barrier.at[slot])", "pass", MERGE),
+        (
+            "the ring goes round too early",
+            "fetch(part + _STAGES))",
+            "fetch(part + _STAGES - 1))",
+            f"{FILE}::test_merge[shape2]",
+        ),
+    ),
+    *in_kernel(
+        "move_blocks",
+        (
+            "written before it is read",
+            "if cut.is_in_order:",
+            "if False:",
+            "test_mosaic_gpu_move.py::test_a_source_may_be_overwritten_by_a_later_copy",
+        ),
+    ),
+    *in_module(
+        "attention_kernels",
+        (
+            "all cuts of a prompt begin alike",
+            " + order * is_query.shape[1]",
+            "",
+            f"{CACHE}[padded-mosaic_tpu]",
+        ),
+        (
+            "the first column of the whole row",
+            "jnp.maximum(first_column, (first_position - window + 1) // block_size)",
+            "first_column",
+            f"{CACHE}[padded-mosaic_tpu]",
+        ),
+        (
+            "a column too few",
+            "num_queries - 1) // block_size + 1",
+            "num_queries - 2) // block_size + 1",
+            f"{CACHE}[packed-mosaic_tpu]",
+        ),
+    ),
+    *in_module(
+        "storage",
+        (
+            "kernels copy backwards",
+            "copy(*pools, src, dst, num_copies)",
+            "copy(*pools, dst, src, num_copies)",
+            f"{CACHE}[padded-mosaic_tpu]",
+        ),
+        (
+            "gradients of copies stay",
+            "_copy_bwd(num_blocks, copies, grad)[0]",
+            "grad",
+            "test_attention_kernels.py::test_gradients_are_those_of_xla[mosaic_tpu]",
+        ),
+    ),
+    *in_module(
+        "implementations",
+        (
+            "an untested jax is used",
+            "if reason := untested_jax():",
+            "if reason := None:",
+            "test_attention_kernels.py::test_an_untested_jax_is_named_and_xla_goes_on",
+        ),
+    ),
+    *in_module(
+        "head_axis",
+        (
+            "heads not split",
+            "    if axis is None:\n        return function",
+            "    if True:\n        return function",
+            "test_attention_kernels.py::test_each_device_runs_its_own_heads[auto]",
+        ),
+    ),
+]

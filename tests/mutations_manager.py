@@ -1,0 +1,167 @@
+"""The mutations of the manager, of `explain` and of `scrub`; see `mutations`."""
+
+from mutations import in_module
+
+REPLACED = "test_manager.py::test_replace_ends_the_old_request_only_if_the_new_one_fits"
+ERRORS = "test_manager.py::test_typed_errors_change_nothing"
+LIFE = "test_manager.py::test_the_life_of_requests[prefix caching]"
+WINDOWS = "test_manager.py::test_blocks_of_windows_have_holes"
+HIT_RATE = "test_manager.py::test_no_query_yet_is_not_a_hit_rate_of_zero"
+COUNTS = "test_manager.py::test_counts_go_on_where_the_cache_wraps"
+GIVE_WAY = "test_manager.py::test_whole_requests_give_way"
+DRAFTS = "test_manager.py::test_drafts_and_namespaces"
+BATCHES = "test_manager_steps.py::test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager"
+TURNS = "test_manager_steps.py::test_every_call_takes_its_turn"
+THREADS = "test_manager_steps.py::test_threads_take_turns[prefix caching]"
+LOST = "test_manager_steps.py::test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over"
+NEEDED = "test_manager_blocks.py::test_rows_of_one_call_help_each_other"
+
+LEAVES = "test_explain.py::test_where_a_prompt_leaves_what_is_cached"
+NOT_THERE = "test_explain.py::test_what_was_evicted_or_is_not_committed"
+ELSEWHERE = "test_explain.py::test_other_namespaces_are_not_described"
+
+OWN = "test_scrub.py::test_scrubbing_a_row_overwrites_what_it_alone_holds"
+BEHIND = "test_scrub.py::test_cached_blocks_that_continue_a_scrubbed_one_go_along"
+NAMESPACE = "test_scrub.py::test_scrubbing_a_namespace_leaves_nothing_of_it"
+FORKS = "test_scrub.py::test_the_longest_of_the_forks_that_share_a_last_block_keeps_its_tokens"
+PUBLISHED = "test_scrub.py::test_a_published_last_block_keeps_all_its_tokens"
+ROWS_SCRIPT = "test_scrub_scripts.py::test_scrubbing_rows_overwrites_what_they_alone_hold"
+NAMESPACE_SCRIPT = (
+    "test_scrub_scripts.py::test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other"
+)
+
+MUTATIONS = [
+    *in_module(
+        "manager",
+        (
+            "a replaced request is gone although the new one does not fit",
+            "status = Status(int(admission.status[0]))",
+            "status, self._holder.cache = Status(int(admission.status[0])), new",
+            REPLACED,
+        ),
+        ("who declined reuse counts as a query", "if reuse and self._config", "if self._config", HIT_RATE),
+        ("drafts are committed", "] = list(lengths.values())", "] = TO_THE_END", DRAFTS),
+        (
+            "an ended request keeps its id",
+            "self._rows.columns([request_id]))\n            self._rows.end(request_id)",
+            "self._rows.columns([request_id]))",
+            LIFE,
+        ),
+        ("a hole has slots", "if block_id == layer_group.num_blocks:", "if False:", WINDOWS),
+        ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
+    ),
+    *in_module(
+        "manager_programs",
+        (
+            "some of an append that fails is done",
+            "num_new = jnp.where(_is_fine(trial.status).all(), num_new, 0)",
+            "pass",
+            ERRORS,
+        ),
+        (
+            "blocks of the replaced request are not available",
+            "control = operations.free(cache, freed[None])[0].control",
+            "control = cache.control",
+            REPLACED,
+        ),
+    ),
+    *in_module(
+        "manager_rows",
+        ("padding of a batch names row 0", "[self.max_seqs] * (self", "[0] * (self", BATCHES),
+        ("the hit rate of all time", "maxlen=_REQUESTS_OF_HIT_RATE", "maxlen=None", HIT_RATE),
+        ("counts wrap", ") % 2**32", ") % 2**31", COUNTS),
+    ),
+    *in_module(
+        "manager_requests",
+        (
+            "everybody in one namespace",
+            "else np.asarray(namespace)",
+            "else 0 * np.asarray(namespace)",
+            DRAFTS,
+        ),
+    ),
+    *in_module(
+        "cache_holder",
+        (
+            "a step closes the manager",
+            'if self._is_running:\n                raise ManagerBusy("close',
+            'if False:\n                raise ManagerBusy("close',
+            TURNS,
+        ),
+        (
+            "threads do not wait for each other",
+            "self._lock = threading.RLock()",
+            "self._lock = contextlib.nullcontext()",
+            THREADS,
+        ),
+        ("the hash key is lost with the cache", "control, hash_key=hash_key)", "control)", LOST),
+    ),
+    *in_module(
+        "demand",
+        (
+            "what a copy gives back is not counted",
+            "(copies_tail & (owners[-1] == 1)).astype(jnp.int32)",
+            "0",
+            NEEDED,
+        ),
+    ),
+    *in_module(
+        "explain",
+        ("the block in place of the token", "At position {start + same}", "At position {start}", LEAVES),
+        (
+            "any cached sequence for the nearest",
+            "children[num_same.argmax()], int(num_same.max())",
+            "children[0], int(num_same[0])",
+            LEAVES,
+        ),
+        ("nothing said of uncommitted rows", "if _is_held(", "if False and _is_held(", NOT_THERE),
+        (
+            "rows of other namespaces are told of",
+            "& (view.row_namespace == namespace).all(axis=1)",
+            "",
+            ELSEWHERE,
+        ),
+        ("other namespaces never have more", "> len(chain) for other", "> 2**30 for other", ELSEWHERE),
+    ),
+    *in_module(
+        "scrub",
+        ("shared blocks are scrubbed", "(num_refs == pool.ref_count)", "(pool.ref_count > 0)", OWN),
+        (
+            "cached blocks behind scrubbed ones stay",
+            "return mask | behind, behind.any()",
+            "return mask, jnp.bool_(False)",
+            BEHIND,
+        ),
+        (
+            "what goes with cached blocks stays",
+            "masks[g] |= is_cached(g) & mask.at",
+            "masks[g] |= False & mask.at",
+            ROWS_SCRIPT,
+        ),
+        (
+            "tokens stay readable",
+            "jnp.where(mask[:, None], 0, index.block_tokens)",
+            "index.block_tokens",
+            OWN,
+        ),
+        ("the rests of last blocks stay", "pool = _zero_rests(pool", "_ = _zero_rests(pool", NAMESPACE),
+        (
+            "reserved blocks stay",
+            "is_other[:, None] & (columns * group.block_size < control.context_len[:, None])",
+            "is_other[:, None] & (columns >= 0)",
+            NAMESPACE_SCRIPT,
+        ),
+        (
+            "longer forks are cut",
+            "jnp.clip(control.context_len[:, None] - starts, 0, block_size)",
+            "(control.context_len[:, None] - starts) % block_size",
+            FORKS,
+        ),
+        (
+            "published blocks are cut",
+            "jnp.where(blocks.cached.is_published, block_size, num_tokens)",
+            "num_tokens",
+            PUBLISHED,
+        ),
+    ),
+]
