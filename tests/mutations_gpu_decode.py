@@ -145,12 +145,6 @@ MUTATIONS = [
             f"{CACHE}[padded-mosaic_tpu]",
         ),
         (
-            "the first column of the whole row",
-            "jnp.maximum(first_column, (first_position - window + 1) // block_size)",
-            "first_column",
-            f"{CACHE}[padded-mosaic_tpu]",
-        ),
-        (
             "a column too few",
             "num_queries - 1) // block_size + 1",
             "num_queries - 2) // block_size + 1",
