@@ -38,16 +38,7 @@ from typing import Any
 import jax
 
 from experiments import command, timing
-from experiments.kernel_speed_cells import (
-    QUICK,
-    TINY,
-    TOLERANCE,
-    Cell,
-    all_cells,
-    error_of,
-    expected_output,
-    make_problem,
-)
+from experiments.kernel_speed_cells import QUICK, TINY, Cell, all_cells
 from experiments.kernel_speed_moves import (
     COPY,
     READ,
@@ -57,6 +48,7 @@ from experiments.kernel_speed_moves import (
     floor_contest,
     move_contests,
 )
+from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_report import draw, show
 from experiments.kernel_speed_sides import jax_sides
 from experiments.kernel_speed_summary import ceilings, comparison, gb_per_s, medians_us, summary

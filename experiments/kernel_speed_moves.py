@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from experiments import kernel_speed_timing
-from experiments.kernel_speed_cells import random_pool
+from experiments.kernel_speed_problem import random_pool
 from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import Contest, Program, Side, launches_for
 from pallas_kernels import reference

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from experiments import kernel_speed_timing
-from experiments.kernel_speed_cells import Problem
+from experiments.kernel_speed_problem import Problem
 from experiments.kernel_speed_timing import Program, Side
 
 OURS, WITH_PLAN = "ours", "ours, plan included"

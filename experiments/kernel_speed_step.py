@@ -20,7 +20,7 @@ from jax import lax
 
 import kvcache_jax as kv
 from experiments.decode_speed_sides import scattered
-from experiments.kernel_speed_cells import error_of, random_pool
+from experiments.kernel_speed_problem import error_of, random_pool
 from experiments.kernel_speed_sides import OURS
 from experiments.kernel_speed_timing import Contest, Program, Side, compiled
 from kvcache_jax.implementations import MOSAIC_GPU, XLA, interpreted

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.kernel_speed_timing import Program, Side, one_line
 
 if TYPE_CHECKING:
-    from experiments.kernel_speed_cells import Problem
+    from experiments.kernel_speed_problem import Problem
 
 _WORKSPACE_BYTES = 256 << 20
 

@@ -13,7 +13,8 @@ import pytest
 
 from experiments import kernel_speed, kernel_speed_cells, kernel_speed_report, kernel_speed_summary
 from experiments import kernel_speed_timing as timing
-from experiments.kernel_speed_cells import Cell, all_cells, error_of, expected_output, make_problem
+from experiments.kernel_speed_cells import Cell, all_cells
+from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
 
@@ -79,7 +80,7 @@ def test_a_wrong_kernel_is_not_passed(monkeypatch):
 
     for wrong in (shifted(problem), problem._replace(q=problem.q * math.nan)):
         sides = [side for side in kernel_speed.jax_sides(wrong) if side.name == "gather + XLA"]
-        contest = Contest("cell", 1, lambda out: error_of(out, expected), kernel_speed_cells.TOLERANCE, 2)
+        contest = Contest("cell", 1, lambda out: error_of(out, expected), TOLERANCE, 2)
         (record,) = timing.compete(contest, sides, None)
         assert record["status"] == WRONG and "off the reference" in record["reason"]
     assert record["error"] is None  # NaN is no JSON

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import kernel_speed_cells, kernel_speed_moves, kernel_speed_sides, kernel_speed_timing
-from experiments.kernel_speed_cells import Cell, Problem
+from experiments import kernel_speed_moves, kernel_speed_problem, kernel_speed_sides, kernel_speed_timing
+from experiments.kernel_speed_cells import Cell
+from experiments.kernel_speed_problem import Problem
 from tests.aot import h200
 from tests.aot.compiling import num_copies
 
@@ -96,7 +97,7 @@ def main() -> int:
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
     kernel_speed_timing.compiled = compile_for_h200
     # Only the shapes of random data matter.
-    kernel_speed_cells.random_pool = kernel_speed_moves.random_pool = lambda _, shape: jnp.zeros(
+    kernel_speed_problem.random_pool = kernel_speed_moves.random_pool = lambda _, shape: jnp.zeros(
         shape, jnp.bfloat16
     )
     start, num_loops, num_failed = time.monotonic(), 0, 0
