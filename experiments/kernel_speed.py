@@ -53,7 +53,7 @@ from experiments.kernel_speed_report import draw, show
 from experiments.kernel_speed_sides import jax_sides
 from experiments.kernel_speed_summary import ceilings, comparison, gb_per_s, medians_us, summary
 from experiments.kernel_speed_timing import FAILED, Contest, Side, compete, deadline, launches_for, one_line
-from experiments.kernel_speed_torch import free_memory, torch_sides, use_flashinfer
+from experiments.kernel_speed_torch import FLASHINFER_DIR, free_memory, torch_sides
 
 RESULTS = Path(__file__).parent / "results"
 NUM_MOVED = 512
@@ -307,13 +307,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--interpret", action="store_true", help="tiny cells on the CPU: everything but the times")
     add("--output", type=Path, metavar="DIR", help="folder of the results; default: experiments/results")
-    add("--flashinfer", type=Path, metavar="DIR", help="folder with FlashInfer's compiled modules")
+    add(
+        "--flashinfer",
+        type=Path,
+        metavar="DIR",
+        help=f"folder with FlashInfer's compiled modules; default: {FLASHINFER_DIR}",
+    )
     options = parser.parse_args(arguments)
     if options.interpret and options.output is None:
         parser.error(
             "got --interpret without --output, expected a folder: nothing measured goes to the results"
         )
     options.output = options.output or RESULTS
+    if options.flashinfer is None and FLASHINFER_DIR in os.environ:
+        options.flashinfer = Path(os.environ[FLASHINFER_DIR])
     for folder in (options.output, options.flashinfer):
         if folder is not None and not folder.is_dir():
             parser.error(f"there is no folder {folder}: make it first")
@@ -324,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     except command.InputError as error:
         parser.error(str(error))
     if options.flashinfer:
-        use_flashinfer(options.flashinfer.resolve())
+        os.environ[FLASHINFER_DIR] = str(options.flashinfer.resolve())
 
     run = Run(options, device)
     with jax.default_device(device):

@@ -5,8 +5,8 @@ Each side's launches are a loop in one compiled program. The peers of JAX:
     scale, so its queries are scaled before. Its splits are chosen so that they fill a GPU;
   * the blocks gathered, then `jax.nn.dot_product_attention` by XLA, and by cuDNN. Gathering is timed: it is
     what these ways cost on a paged cache.
-Left out is cuDNN's own paged attention: it wants a pool with exactly the rows' blocks, so that buffers
-cannot take turns in it.
+Left out is JAX's way to cuDNN's own paged attention: it wants a pool with exactly the rows' blocks, so that
+buffers cannot take turns in it. FlashInfer calls it too (`kernel_speed_torch`).
 """
 
 import functools

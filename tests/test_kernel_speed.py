@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import sys
 import time
 import types
 
@@ -11,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import kernel_speed, kernel_speed_cells, kernel_speed_report, kernel_speed_summary
+from experiments import (
+    flashinfer_modules,
+    kernel_speed,
+    kernel_speed_cells,
+    kernel_speed_report,
+    kernel_speed_summary,
+)
 from experiments import kernel_speed_timing as timing
 from experiments.kernel_speed_cells import Cell, all_cells
 from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
@@ -125,6 +132,47 @@ def test_a_compiled_loop_is_judged(hlo, alias_bytes, found):
     benchmark = pytest.importorskip("tests.aot.benchmark", reason="needs flax")
     memory = types.SimpleNamespace(alias_size_in_bytes=100)
     assert benchmark.failures(hlo, memory, 512, 4, alias_bytes) == found
+
+
+def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
+    """With stand-ins for FlashInfer, one of whose modules does not compile."""
+    with pytest.raises(SystemExit):
+        flashinfer_modules.main([str(tmp_path)])
+    assert "flashinfer cannot be imported here" in capsys.readouterr().err
+    asked = []
+
+    def generate(*arguments):
+        asked.append(arguments)
+        built = tmp_path / f"built_{len(asked)}.so"
+
+        def build():
+            if len(asked) == 2:
+                raise RuntimeError("ninja: build stopped\nerror: no nvcc")
+            built.write_text(str(arguments))
+
+        return types.SimpleNamespace(name=f"module_{len(asked)}", build=build, jit_library_path=built)
+
+    fakes = {
+        "torch": dict(bfloat16="bf16", int32="i32"),
+        "flashinfer": {},
+        "flashinfer.jit": dict(gen_batch_decode_module=generate, gen_batch_prefill_module=generate),
+        "flashinfer.jit.xqa": dict(gen_xqa_module=generate),
+    }
+    for name, values in fakes.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(values, __spec__=object())
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["flashinfer"].jit = sys.modules["flashinfer.jit"]
+    monkeypatch.setattr(flashinfer_modules, "stub_driver", lambda folder: None)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "set anew")
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    assert flashinfer_modules.main([str(tmp_path)]) == 1
+    assert "module_2: FAILED, error: no nvcc" in capsys.readouterr().out
+    assert {arguments[2:5:2] for arguments in asked[2:]} == {
+        (cell.block_size, cell.group_size) for cell in all_cells()
+    }
+    made = {path.parent.name for path in tmp_path.glob("*/*.so")}
+    assert made == {f"module_{nth}" for nth in range(1, 12)} - {"module_2"}
 
 
 # --- what is asked ---
