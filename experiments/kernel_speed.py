@@ -38,16 +38,7 @@ from typing import Any
 import jax
 
 from experiments import command, timing
-from experiments.kernel_speed_cells import (
-    QUICK,
-    TINY,
-    TOLERANCE,
-    Cell,
-    all_cells,
-    error_of,
-    expected_output,
-    make_problem,
-)
+from experiments.kernel_speed_cells import QUICK, TINY, Cell, all_cells
 from experiments.kernel_speed_moves import (
     COPY,
     READ,
@@ -57,13 +48,16 @@ from experiments.kernel_speed_moves import (
     floor_contest,
     move_contests,
 )
+from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_report import draw, show
 from experiments.kernel_speed_sides import jax_sides
 from experiments.kernel_speed_summary import ceilings, comparison, gb_per_s, medians_us, summary
 from experiments.kernel_speed_timing import FAILED, Contest, Side, compete, deadline, launches_for, one_line
-from experiments.kernel_speed_torch import free_memory, torch_sides, use_flashinfer
+from experiments.kernel_speed_torch import FLASHINFER_DIR, free_memory, torch_sides
 
 RESULTS = Path(__file__).parent / "results"
+NUM_MOVED = 512
+"""Blocks that are gathered, scattered and copied."""
 NUM_FIRST_CELLS = 6
 """Decodes before the other kernels have their turn."""
 ANSWER_S = 90.0
@@ -196,7 +190,7 @@ class Run:
         if interpret:
             moves = move_contests(TINY_POOLS, (3,), 2, interpret=True)
         else:
-            moves = move_contests(Pools(), (128,) if quick else (1, 128, 4096), 512)
+            moves = move_contests(Pools(), (128,) if quick else (1, 128, 4096), NUM_MOVED)
         self._enter_all("moves", moves)
         self._steps()
         for cell in cells[NUM_FIRST_CELLS:]:
@@ -216,9 +210,9 @@ class Run:
             self.report["skipped"].append({"cell": "the decoder's step", "reason": one_line(error)})
             return
         interpret = self.options.interpret
-        sizes = [step.StepSizes(32, 8192), *([] if self.options.quick else [step.StepSizes(1, 8192)])]
+        sizes = step.SIZES[:1] if self.options.quick else step.SIZES
         if interpret:
-            sizes = [step.StepSizes(2, 32, num_steps=1)]
+            sizes = (step.StepSizes(2, 32, num_steps=1),)
         decoder = step.make_decoder(step.TINY if interpret else step.LLAMA_1B)
         for size in sizes:
             config = {
@@ -313,13 +307,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add("--interpret", action="store_true", help="tiny cells on the CPU: everything but the times")
     add("--output", type=Path, metavar="DIR", help="folder of the results; default: experiments/results")
-    add("--flashinfer", type=Path, metavar="DIR", help="folder with FlashInfer's compiled modules")
+    add(
+        "--flashinfer",
+        type=Path,
+        metavar="DIR",
+        help=f"folder with FlashInfer's compiled modules; default: {FLASHINFER_DIR}",
+    )
     options = parser.parse_args(arguments)
     if options.interpret and options.output is None:
         parser.error(
             "got --interpret without --output, expected a folder: nothing measured goes to the results"
         )
     options.output = options.output or RESULTS
+    if options.flashinfer is None and FLASHINFER_DIR in os.environ:
+        options.flashinfer = Path(os.environ[FLASHINFER_DIR])
     for folder in (options.output, options.flashinfer):
         if folder is not None and not folder.is_dir():
             parser.error(f"there is no folder {folder}: make it first")
@@ -330,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     except command.InputError as error:
         parser.error(str(error))
     if options.flashinfer:
-        use_flashinfer(options.flashinfer.resolve())
+        os.environ[FLASHINFER_DIR] = str(options.flashinfer.resolve())
 
     run = Run(options, device)
     with jax.default_device(device):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.kernel_speed_cells import random_pool
+from experiments import kernel_speed_timing
+from experiments.kernel_speed_problem import random_pool
 from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import Contest, Program, Side, launches_for
 from pallas_kernels import reference
@@ -42,8 +43,8 @@ def ceiling_contests(buffer_len: int = 1 << 27) -> list[tuple[Contest, list[Side
         return lax.fori_loop(0, num_launches, body, jnp.float32(0))
 
     def xla_sum(_) -> Program:
-        compiled = jax.jit(sum_loop).lower(buffers).compile()
-        return Program(lambda: compiled(buffers), jax.block_until_ready, float)
+        program = kernel_speed_timing.compiled(sum_loop, buffers)
+        return Program(lambda: program(buffers), jax.block_until_ready, float)
 
     def torch_sum(_) -> Program:
         tensor = kernel_speed_torch.as_tensor(buffers)
@@ -85,12 +86,12 @@ def floor_contest() -> tuple[Contest, list[Side]]:
 
 def _in_place(loop: Callable, state: Any, inputs: Any = ()) -> Program:
     """`state = loop(state, inputs)`, the state donated; sample after sample goes on from there."""
-    compiled = jax.jit(loop, donate_argnums=0).lower(state, inputs).compile()
+    program = kernel_speed_timing.compiled(loop, state, inputs, donate_argnums=0)
     held = [state]
     del state
 
     def run() -> Any:
-        held.append(compiled(held.pop(), inputs))
+        held.append(program(held.pop(), inputs))
         return held[0]
 
     return Program(run, jax.block_until_ready, lambda state: state)
@@ -175,7 +176,7 @@ def _move(sizes: Pools, kernel: str, num_moved: int, interpret: bool) -> tuple[C
 
     def gathered(move: Callable, state: tuple, inputs: tuple) -> tuple:
         (pools, results), (ids, count) = state, inputs
-        # What all launches have in common would be moved out of the loop.
+        # What all launches have in common may be moved out of the loop.
         zero = jnp.isnan(results[0].reshape(-1)[0]).astype(jnp.int32)
         return pools, move(*pools, ids, count + zero)
 

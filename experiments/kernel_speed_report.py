@@ -70,7 +70,7 @@ def _show_others(title: str, entries: Sequence[dict]) -> None:
                     side["side"],
                     f"{entry['num_bytes'] / 1e9:.3g}",
                     _us(entry, side["side"]),
-                    _gb(gb_per_s(entry, side["side"])),
+                    _gb(gb_per_s(entry, side["side"])) if entry["num_bytes"] else "",
                     _percent(entry.get("of_ceiling", {}).get(side["side"])),
                     side["status"],
                 ]
@@ -161,6 +161,9 @@ def draw(report: dict, path: Path) -> None:
         bandwidth.axhline(read, color="0.3", linestyle="--", label="reading only")
     bandwidth.axvline(LARGE_BYTES / 1e9, color="0.8")
     bandwidth.set(xscale="log", xlabel="GB of keys and values", ylabel="GB/s", title="paged decode")
+    bandwidth.set_ylim(0)
+    bandwidth.set_xticks([0.01, 0.1, 1, 10], ["0.01", "0.1", "1", "10"])
+    bandwidth.minorticks_off()
 
     compared = sorted(
         (entry["comparison"]["ratio"], entry["name"])

@@ -5,8 +5,8 @@ Each side's launches are a loop in one compiled program. The peers of JAX:
     scale, so its queries are scaled before. Its splits are chosen so that they fill a GPU;
   * the blocks gathered, then `jax.nn.dot_product_attention` by XLA, and by cuDNN. Gathering is timed: it is
     what these ways cost on a paged cache.
-Left out is cuDNN's own paged attention: it wants a pool with exactly the rows' blocks, so that buffers
-cannot take turns in it.
+Left out is JAX's way to cuDNN's own paged attention: it wants a pool with exactly the rows' blocks, so that
+buffers cannot take turns in it. FlashInfer calls it too (`kernel_speed_torch`).
 """
 
 import functools
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.kernel_speed_cells import Problem
+from experiments import kernel_speed_timing
+from experiments.kernel_speed_problem import Problem
 from experiments.kernel_speed_timing import Program, Side
 
 OURS, WITH_PLAN = "ours", "ours, plan included"
@@ -128,8 +129,8 @@ def looped(
 ) -> Program:
     """`call(inputs, pools, buffer, zero)` in a loop, buffer after buffer.
 
-    `zero` is an i32 that comes out of the launch before. The compiler moves what all launches have in common
-    out of the loop, unless it depends on it.
+    `zero` is an i32 that comes out of the launch before: a compiler may move what all launches have in common
+    out of the loop, but nothing that depends on it.
     """
 
     def loop(inputs, pools):
@@ -141,13 +142,13 @@ def looped(
         out = jax.eval_shape(call, inputs, pools, zero, zero)
         return lax.fori_loop(0, num_launches, body, jnp.zeros(out.shape, out.dtype))
 
-    compiled = jax.jit(loop).lower(inputs, pools).compile()
+    program = kernel_speed_timing.compiled(loop, inputs, pools)
 
     def run() -> jax.Array:
         if not interpret:
-            return compiled(inputs, pools)
+            return program(inputs, pools)
         from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
-        return run_interpreted(compiled, inputs, pools)
+        return run_interpreted(program, inputs, pools)
 
     return Program(run, jax.block_until_ready, np.asarray)

@@ -20,9 +20,9 @@ from jax import lax
 
 import kvcache_jax as kv
 from experiments.decode_speed_sides import scattered
-from experiments.kernel_speed_cells import error_of, random_pool
+from experiments.kernel_speed_problem import error_of, random_pool
 from experiments.kernel_speed_sides import OURS
-from experiments.kernel_speed_timing import Contest, Program, Side
+from experiments.kernel_speed_timing import Contest, Program, Side, compiled
 from kvcache_jax.implementations import MOSAIC_GPU, XLA, interpreted
 from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
 
@@ -64,6 +64,9 @@ class StepSizes(NamedTuple):
     @property
     def start_len(self) -> int:
         return self.context - self.num_steps
+
+
+SIZES = (StepSizes(32, 8192), StepSizes(1, 8192))
 
 
 def param_bytes(decoder: Decoder) -> int:
@@ -133,20 +136,20 @@ def _prepare(
     tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
     with interpreted() if interpret else contextlib.nullcontext():
         held = [_filled_cache(decoder.config, sizes, implementation)]
-        jitted = jax.jit(steps, donate_argnums=0, static_argnums=3)
-        compiled = jitted.lower(held[0], decoder, tokens, sizes.start_len).compile()
+        program = compiled(
+            steps, held[0], decoder, tokens, sizes.start_len, donate_argnums=0, static_argnums=3
+        )
 
     def run() -> jax.Array:
-        cache, logits = compiled(held.pop(), decoder, tokens)
+        cache, logits = program(held.pop(), decoder, tokens)
         held.append(cache)
         return logits
 
-    program = Program(run, jax.block_until_ready, np.asarray)
-    if not interpret:
-        return program
-    from pallas_kernels.mosaic_gpu.interpret import run_interpreted
+    if interpret:
+        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
 
-    return program._replace(run=lambda: run_interpreted(run))
+        return Program(lambda: run_interpreted(run), jax.block_until_ready, np.asarray)
+    return Program(run, jax.block_until_ready, np.asarray)
 
 
 def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:

@@ -69,6 +69,13 @@ class Contest(NamedTuple):
     num_launches: int
 
 
+def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
+    """`function` compiled for these arguments; `options` are of `jax.jit`."""
+    import jax
+
+    return jax.jit(function, **options).lower(*arguments).compile()
+
+
 def launches_for(num_bytes: float, bytes_per_s: float = 3.5e12, fixed_s: float = 10e-6) -> int:
     """Launches of a sample of about `SAMPLE_S` seconds, at least 2."""
     return min(MAX_LAUNCHES, max(2, math.ceil(SAMPLE_S / (num_bytes / bytes_per_s + fixed_s))))

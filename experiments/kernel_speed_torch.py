@@ -4,12 +4,10 @@
 They read JAX's own buffers, without a copy. Launches are captured into one CUDA graph, so that the host's
 part costs nothing; where that does not work they are enqueued one by one, and the record says so.
 
-FlashInfer's modules are compiled per shape, which takes minutes: build them before, outside of this
-repository, and name the folder with --flashinfer (it is FlashInfer's FLASHINFER_WORKSPACE_BASE; if it holds
-the package too, it is imported from there). Modules that are not there are reported, not compiled; to
-compile them, on a machine with nvcc:
-
-    FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_DISABLE_JIT= python -m experiments.kernel_speed --flashinfer DIR
+FlashInfer's modules are compiled per shape, which takes minutes: `experiments.flashinfer_modules` does
+that before, without a GPU, into a folder that --flashinfer or KVCACHE_FLASHINFER_DIR names; if FlashInfer
+itself is in it, it is imported from there. A module that is not there is reported, not compiled, unless the
+environment has FLASHINFER_DISABLE_JIT set to nothing.
 
 Its plan is made before, as ours is. SDPA's gathering is timed, as it is on the JAX side.
 """
@@ -24,23 +22,18 @@ from typing import TYPE_CHECKING, Any
 from experiments.kernel_speed_timing import Program, Side, one_line
 
 if TYPE_CHECKING:
-    from experiments.kernel_speed_cells import Problem
+    from experiments.kernel_speed_problem import Problem
 
+FLASHINFER_DIR = "KVCACHE_FLASHINFER_DIR"
 _WORKSPACE_BYTES = 256 << 20
-
-
-def use_flashinfer(folder: Path) -> None:
-    """Lets FlashInfer be imported from a folder, and take its compiled modules from there."""
-    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(folder))
-    if (folder / "flashinfer").is_dir():
-        sys.path.insert(0, str(folder))
 
 
 def torch_sides(problem: "Problem") -> list[Side]:
     """Those that cannot be imported raise when they are prepared."""
     return [
-        Side("FlashInfer fa2", functools.partial(_flashinfer, problem, False)),
-        Side("FlashInfer fa2, tensor cores", functools.partial(_flashinfer, problem, True)),
+        Side("FlashInfer fa2", functools.partial(_flashinfer, problem, "fa2", False)),
+        Side("FlashInfer fa2, tensor cores", functools.partial(_flashinfer, problem, "fa2", True)),
+        Side("FlashInfer cuDNN", functools.partial(_flashinfer, problem, "cudnn", False)),
         Side("FlashInfer XQA", functools.partial(_xqa, problem)),
         Side("FlashInfer TRT-LLM", functools.partial(_trtllm, problem)),
         Side("gather + torch SDPA", functools.partial(_sdpa, problem)),
@@ -67,17 +60,19 @@ def _sdpa(problem: "Problem", num_launches: int) -> Program:
     return _launches(problem, call, num_launches)
 
 
-def _flashinfer(problem: "Problem", use_tensor_cores: bool, num_launches: int) -> Program:
+def _flashinfer(problem: "Problem", backend: str, use_tensor_cores: bool, num_launches: int) -> Program:
     flashinfer, torch = _import_flashinfer()
-    cell, device = problem.cell, as_tensor(problem.q).device
-    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    cell, table = problem.cell, as_tensor(problem.block_table)
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=table.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "HND", use_tensor_cores=use_tensor_cores, backend="fa2"
+        workspace, "HND", use_tensor_cores=use_tensor_cores, backend=backend
     )
     num_indices = cell.batch * cell.num_columns
+    # cuDNN reads the table itself, which must stay where a graph found it.
+    options = {"block_tables": table} if backend == "cudnn" else {}
     wrapper.plan(
         torch.arange(0, num_indices + 1, cell.num_columns, dtype=torch.int32),
-        as_tensor(problem.block_table).reshape(-1),
+        table.reshape(-1),
         torch.full((cell.batch,), cell.block_size, dtype=torch.int32),
         cell.num_kv_heads * cell.group_size,
         cell.num_kv_heads,
@@ -86,6 +81,7 @@ def _flashinfer(problem: "Problem", use_tensor_cores: bool, num_launches: int) -
         q_data_type=torch.bfloat16,
         kv_data_type=torch.bfloat16,
         sm_scale=problem.scale,
+        **options,
     )
     q = as_tensor(problem.q).reshape(cell.batch, -1, cell.head_dim)
     out = torch.empty_like(q)
@@ -135,10 +131,16 @@ def _batch_decode(problem: "Problem", decode: Callable, num_launches: int) -> Pr
 
 def _import_flashinfer() -> tuple[Any, Any]:
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+    folder = os.environ.get(FLASHINFER_DIR)
+    if folder and folder not in sys.path and (Path(folder) / "flashinfer").is_dir():
+        sys.path.insert(0, folder)
     import flashinfer
     import flashinfer.decode
+    import flashinfer.jit
     import torch
 
+    if folder:
+        flashinfer.jit.env.FLASHINFER_AOT_DIR = Path(folder)
     return flashinfer, torch
 
 

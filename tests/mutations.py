@@ -224,7 +224,7 @@ DEMAND = in_module(
     ("copy needs no block", "+ copies_tail.astype(jnp.int32)", "", SPARE_BLOCK),
     ("failed writer owns no longer", "jnp.where(grows, ids, pool.num_blocks)", "ids", SPARE_BLOCK),
     ("failed row uses up blocks", "jnp.where(grows, jnp.stack(left), free)", "jnp.stack(left)", OTHER_ROWS),
-    ("last block not handed out", "grows &= need <=", "grows &= need <", COPY_NEEDS_BLOCK),
+    ("last block not handed out", "grows &= spare[g] >= 0", "grows &= spare[g] > 0", COPY_NEEDS_BLOCK),
     (
         "one block too many promised",
         "<= block_pool.num_available(pool)",
@@ -253,8 +253,8 @@ ROWS = in_module(
     ("negative ids not refused", "(ids < 0) | (ids >", "(ids >", f"{FAILED_ROW}[free]"),
     (
         "allocate takes one block too many",
-        "(num_blocks > block_pool",
-        "(num_blocks > 1 + block_pool",
+        "num_blocks > block_pool",
+        "num_blocks > 1 + block_pool",
         f"{FAILED_ROW}[allocate]",
     ),
     ("window reserves its whole prompt", "group.max_held_blocks -", "2**30 -", LONG_PROMPT),

@@ -140,14 +140,8 @@ MUTATIONS = [
         "attention_kernels",
         (
             "all cuts of a prompt begin alike",
-            " + order * is_query.shape[1]",
-            "",
-            f"{CACHE}[padded-mosaic_tpu]",
-        ),
-        (
-            "the first column of the whole row",
-            "jnp.maximum(first_column, (first_position - window + 1) // block_size)",
-            "first_column",
+            "order * is_query.shape[1]",
+            "order * 0",
             f"{CACHE}[padded-mosaic_tpu]",
         ),
         (

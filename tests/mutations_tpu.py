@@ -67,7 +67,6 @@ MUTATIONS = [
     *in_kernel(
         "movement",
         ("a copy not waited for", "pl.loop(num_ended, count_ref[0])(wait)", "pass", COPIED),
-        ("too many on their way", "i + 1 - NUM_IN_FLIGHT)", "i - NUM_IN_FLIGHT)", COPIED),
         ("a source overwritten", "return dst[i] == src[earlier]", "return dst[i] < src[i] - 99", OVERWRITTEN),
         ("only the one before looked at", "reversed(range(1, NUM_IN_FLIGHT))", "range(1, 2)", OVERWRITTEN),
     ),

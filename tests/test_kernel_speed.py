@@ -1,17 +1,27 @@
 """The kernels' benchmark: its path on a CPU, its arithmetic, and what it says when something is wrong."""
 
+import functools
 import json
 import math
+import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import kernel_speed, kernel_speed_cells, kernel_speed_report, kernel_speed_summary
+from experiments import (
+    flashinfer_modules,
+    kernel_speed,
+    kernel_speed_cells,
+    kernel_speed_report,
+    kernel_speed_summary,
+)
 from experiments import kernel_speed_timing as timing
-from experiments.kernel_speed_cells import Cell, all_cells, error_of, expected_output, make_problem
+from experiments.kernel_speed_cells import Cell, all_cells
+from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import OURS, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
 
@@ -77,7 +87,7 @@ def test_a_wrong_kernel_is_not_passed(monkeypatch):
 
     for wrong in (shifted(problem), problem._replace(q=problem.q * math.nan)):
         sides = [side for side in kernel_speed.jax_sides(wrong) if side.name == "gather + XLA"]
-        contest = Contest("cell", 1, lambda out: error_of(out, expected), kernel_speed_cells.TOLERANCE, 2)
+        contest = Contest("cell", 1, lambda out: error_of(out, expected), TOLERANCE, 2)
         (record,) = timing.compete(contest, sides, None)
         assert record["status"] == WRONG and "off the reference" in record["reason"]
     assert record["error"] is None  # NaN is no JSON
@@ -95,6 +105,74 @@ def test_launches_take_turns_in_the_buffers_and_wait_for_each_other():
         assert np.array_equal(
             program.result(program.run()), (math.nan, 7.0)[num_launches - 1], equal_nan=True
         )
+
+
+LOOP = """
+%body (p: (s32[], bf16[64,8])) -> (s32[], bf16[64,8]) {
+  %inside = bf16[64,8]{1,0} fusion(%p), kind=kLoop, calls=%f
+}
+ENTRY %main (pool: bf16[64,8]) -> f32[8] {
+  %while = (s32[], bf16[64,8]) while(%t), body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %last = f32[8]{0} fusion(%while), kind=kLoop, calls=%g
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hlo", "alias_bytes", "found"),
+    [
+        (LOOP, 100, []),
+        (LOOP, 150, ["50 bytes not updated in place"]),
+        (LOOP.replace('"n":"4"', '"n":"5"'), 0, ["trip counts ['5'] are known, expected 4"]),
+        (LOOP.replace("f32[8]{0} fusion", "f32[64,8]{1,0} fusion"), 0, ["makes [64,8] outside of the loop"]),
+        (LOOP.replace("fusion(%p)", "copy(%p)"), 0, ["copies a pool 1 times"]),
+    ],
+)
+def test_a_compiled_loop_is_judged(hlo, alias_bytes, found):
+    benchmark = pytest.importorskip("tests.aot.benchmark", reason="needs flax")
+    memory = types.SimpleNamespace(alias_size_in_bytes=100)
+    assert benchmark.failures(hlo, memory, 512, 4, alias_bytes) == found
+
+
+def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
+    """With stand-ins for FlashInfer, one of whose modules does not compile."""
+    with pytest.raises(SystemExit):
+        flashinfer_modules.main([str(tmp_path)])
+    assert "flashinfer cannot be imported here" in capsys.readouterr().err
+    asked = []
+
+    def generate(*arguments):
+        asked.append(arguments)
+        built = tmp_path / f"built_{len(asked)}.so"
+
+        def build():
+            if len(asked) == 2:
+                raise RuntimeError("ninja: build stopped\nerror: no nvcc")
+            built.write_text(str(arguments))
+
+        return types.SimpleNamespace(name=f"module_{len(asked)}", build=build, jit_library_path=built)
+
+    fakes = {
+        "torch": dict(bfloat16="bf16", int32="i32"),
+        "flashinfer": {},
+        "flashinfer.jit": dict(gen_batch_decode_module=generate, gen_batch_prefill_module=generate),
+        "flashinfer.jit.xqa": dict(gen_xqa_module=generate),
+    }
+    for name, values in fakes.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(values, __spec__=object())
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["flashinfer"].jit = sys.modules["flashinfer.jit"]
+    monkeypatch.setattr(flashinfer_modules, "stub_driver", lambda folder: None)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "set anew")
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    assert flashinfer_modules.main([str(tmp_path)]) == 1
+    assert "module_2: FAILED, error: no nvcc" in capsys.readouterr().out
+    assert {arguments[2:5:2] for arguments in asked[2:]} == {
+        (cell.block_size, cell.group_size) for cell in all_cells()
+    }
+    made = {path.parent.name for path in tmp_path.glob("*/*.so")}
+    assert made == {f"module_{nth}" for nth in range(1, 12)} - {"module_2"}
 
 
 # --- what is asked ---
@@ -384,6 +462,37 @@ def test_what_does_not_fit_is_listed(run):
     run.end = time.monotonic() - 1
     run.enter("moves", "late", work)
     assert run.report["left_out"] == ["late"] and not run.report["moves"]
+
+
+def test_a_timed_run_from_end_to_end(run, monkeypatch, capsys):
+    """On a CPU, where ours does not run: the peers' times, and what follows from them."""
+    step = pytest.importorskip("experiments.kernel_speed_step", reason="needs flax")
+    monkeypatch.setattr(kernel_speed, "QUICK", (CELL._replace(batch=1),))
+    monkeypatch.setattr(kernel_speed_cells, "ROTATED_BYTES", 3 * CELL.kv_bytes)
+    contests = kernel_speed.ceiling_contests
+    monkeypatch.setattr(kernel_speed, "ceiling_contests", lambda: contests(1 << 12))
+    pools = functools.partial(kernel_speed.Pools, 2, 8, 1, 8, 64)
+    monkeypatch.setattr(kernel_speed, "Pools", pools)
+    monkeypatch.setattr(kernel_speed, "NUM_MOVED", 2)
+    monkeypatch.setattr(step, "LLAMA_1B", step.TINY)
+    monkeypatch.setattr(step, "SIZES", (step.StepSizes(2, 32, num_steps=2),))
+    run.options.quick, run.seconds = True, 0.0
+    run.measure()
+    run.save()
+    kernel_speed_report.show(run.report)
+    shown = capsys.readouterr().out
+    (decode,), (taken,) = run.report["decodes"], run.report["steps"]
+    assert decode["num_buffers"] == 6 and decode["comparison"]["best_peer"] == "gather + XLA"
+    assert decode["comparison"]["why_no_ratio"].startswith("ours: failed: ")
+    rates = run.report["ceilings"]
+    assert 0 < rates["read"] and 0 < rates["copy"]
+    (xla, ours) = taken["sides"]
+    assert xla["status"] == MEASURED and taken["of_ceiling"] == {
+        "XLA attention": pytest.approx(taken["num_bytes"] / xla["median_us"] / 1e3 / rates["read"])
+    }
+    assert ours["status"] == FAILED and "it is for cuda devices, and this is cpu" in ours["reason"]
+    assert [entry["name"] for entry in run.report["moves"]][0] == "append 128 tokens"
+    assert "gather + XLA" in shown and "0 of 1 cells compared with a peer" in shown
 
 
 def test_a_lost_device_ends_the_run(run, monkeypatch):

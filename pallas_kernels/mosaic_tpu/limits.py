@@ -55,4 +55,11 @@ def sublanes(dtype: jnp.dtype) -> int:
 
 def interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
     """What `pl.pallas_call` takes for `interpret`: the interpreter that looks for races, or none."""
-    return pltpu.InterpretParams(detect_races=True) if interpret else False
+    if not interpret:
+        return False
+    return pltpu.InterpretParams(detect_races=True, vector_clock_size=_CLOCKS)
+
+
+# Copies take random ones of that many clocks, less one for each device. With jax's default they share a
+# single one, and copies that do not wait for each other look ordered.
+_CLOCKS = 127

@@ -1,0 +1,125 @@
+"""Compiles the loops that `experiments.kernel_speed` times for H200, without a GPU.
+
+    python -m tests.aot.benchmark
+
+A loop must launch what it says: its trip count known to the host (else the host waits for each launch),
+nothing of the work moved out of it, no pool copied, pools that are written updated in place. Exit status 1 if
+one does not. A decoder's step is compiled by `tests.aot.gpu`. Peers that need what is not installed here are
+reported, and pass.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import kernel_speed_moves, kernel_speed_problem, kernel_speed_sides, kernel_speed_timing
+from experiments.kernel_speed_cells import Cell
+from experiments.kernel_speed_problem import Problem
+from tests.aot import h200
+from tests.aot.compiling import num_copies
+
+CELLS = (Cell(8, 1024, 4, 16), Cell(32, 1024, 8, 64))
+POOLS = kernel_speed_moves.Pools(num_blocks=256)
+NUM_LAUNCHES = 16
+
+
+class CompiledError(Exception):
+    """The program, in place of its run."""
+
+
+def compile_for_h200(function: Callable, *arguments: Any, **options: Any) -> Callable:
+    with h200.lowering():
+        program = jax.jit(function, **options).lower(*h200.place(arguments)).compile()
+    raise CompiledError(program.as_text(), program.memory_analysis())
+
+
+def failures(hlo: str, memory: Any, largest: int, num_launches: int, alias_bytes: int = 0) -> list[str]:
+    """What is wrong with a loop's program, a phrase each.
+
+    Args:
+      hlo: Its text.
+      memory: Its `memory_analysis()`.
+      largest: Elements of the smallest array that must not be copied, nor made outside of the loop.
+      num_launches: Of the loop.
+      alias_bytes: To be updated in place.
+    """
+    found = []
+    trips = re.findall(r'"known_trip_count":\{"n":"(\d+)"', hlo)
+    if str(num_launches) not in trips:
+        found.append(f"trip counts {trips} are known, expected {num_launches}")
+    if copies := num_copies(hlo, largest):
+        found.append(f"copies a pool {copies} times")
+    entry = hlo[hlo.index("\nENTRY") :]
+    shapes = re.findall(r"= \(?\w+\[([\d,]+)\][^=]* (?:fusion|custom-call|gather)\(", entry)
+    outside = [shape for shape in shapes if np.prod([int(n) for n in shape.split(",")]) >= largest]
+    if outside:
+        found.append(f"makes [{'], ['.join(outside)}] outside of the loop")
+    if memory.alias_size_in_bytes < alias_bytes:
+        found.append(f"{alias_bytes - memory.alias_size_in_bytes} bytes not updated in place")
+    return found
+
+
+def zeros_problem(cell: Cell, num_buffers: int) -> Problem:
+    order = np.random.default_rng(0).permutation(cell.num_blocks).astype(np.int32)
+    shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
+    pool = jnp.zeros(shape, jnp.bfloat16)
+    q = jnp.zeros((cell.batch, cell.num_kv_heads, cell.group_size, cell.head_dim), jnp.bfloat16)
+    table = jnp.asarray(order[: cell.batch * cell.num_columns].reshape(cell.batch, -1))
+    return Problem(cell, num_buffers, q, pool, pool, table)
+
+
+def loops() -> Iterator[tuple[str, kernel_speed_timing.Side, int, int, int]]:
+    """(name, side, `largest`, launches, bytes in place) of every loop."""
+    for cell in CELLS:
+        for num_buffers in (1, 3):
+            problem = zeros_problem(cell, num_buffers)
+            # What a gather makes counts too.
+            largest = cell.kv_bytes // 4
+            for side in kernel_speed_sides.jax_sides(problem):
+                yield f"{cell.name}, {num_buffers} buffers, {side.name}", side, largest, NUM_LAUNCHES, 0
+    for contest, sides in kernel_speed_moves.ceiling_contests(1 << 16):
+        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == kernel_speed_moves.COPY)
+        yield f"{contest.name}, {sides[0].name}", sides[0], largest, contest.num_launches, alias_bytes
+    for contest, sides in kernel_speed_moves.move_contests(POOLS, (128,), 64):
+        pool_bytes = 2 * 2 * int(np.prod(POOLS.shape))
+        yield f"{contest.name}, ours", sides[0], pool_bytes // 4, contest.num_launches, pool_bytes
+
+
+def main() -> int:
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
+    kernel_speed_timing.compiled = compile_for_h200
+    # Only the shapes of random data matter.
+    kernel_speed_problem.random_pool = kernel_speed_moves.random_pool = lambda _, shape: jnp.zeros(
+        shape, jnp.bfloat16
+    )
+    start, num_loops, num_failed = time.monotonic(), 0, 0
+    print(f"The benchmark's loops compiled for H200 by jax {jax.__version__}")
+    for name, side, largest, num_launches, alias_bytes in loops():
+        num_loops += 1
+        try:
+            side.prepare(num_launches)
+            found = ["it compiled nothing"]
+        except CompiledError as program:
+            found = failures(*program.args, largest, num_launches, alias_bytes)
+        except Exception as error:
+            reason = kernel_speed_timing.one_line(error)
+            found = [] if "cuDNN" in reason else [reason]
+            if not found:
+                print(f"{name}: not compiled, {reason}")
+                continue
+        num_failed += bool(found)
+        print(f"{name}: {'FAILED: ' + '; '.join(found) if found else 'ok'}", flush=True)
+    print(f"{num_loops} loops, {num_failed} failed in {time.monotonic() - start:.0f} s")
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
