@@ -19,13 +19,15 @@ order, `max_seq_len` 8,192. Each operation is timed as
   in a loop       a jitted `fori_loop` of such steps, divided by their number
 with the state donated and warm. When the steps that a state has room for are used up, a copy of the
 prepared state takes its place outside of the timed region: no figure contains the undoing of its
-operation. Every status must be OK; the loop must end in the very state that separate calls end in, and
+operation. The figures of all operations are taken in turn, and so are those of one operation on pools of
+several sizes. Every status must be OK; the loop must end in the very state that separate calls end in, and
 `check_invariants` must find it sound. Compile time stands apart.
 XLA spreads even these small kernels over one worker thread per core, and a call then waits for a thread
 to wake up, the longer the busier the machine is. `--workers 1` is the same program without that.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import json
 import os
@@ -64,12 +66,14 @@ SMALLEST_POOL = 1_024
 GROWTH = {NUM_BLOCKS: 1.5, 1_048_576: 3.0}  # blocks -> at most this many times the smallest pool's time
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def identity(cache, i, prompt_len):
+    return cache, i
+
+
 @functools.cache
 def jitted(step: Callable) -> dict[str, Callable]:
     """The three ways to run a step; compiled once per pool size, whatever the workload."""
-
-    def identity(cache, i, prompt_len):
-        return cache, i
 
     def loop(cache, num_steps, prompt_len):
         def body(i, carry):
@@ -81,8 +85,8 @@ def jitted(step: Callable) -> dict[str, Callable]:
 
         return lax.fori_loop(0, num_steps, body, (cache, jnp.int32(0), jnp.int32(0)))
 
-    return {
-        name: jax.jit(fn, donate_argnums=0) for name, fn in ((FLOOR, identity), (CALL, step), (LOOP, loop))
+    return {FLOOR: identity} | {
+        figure: jax.jit(fn, donate_argnums=0) for figure, fn in ((CALL, step), (LOOP, loop))
     }
 
 
@@ -152,6 +156,14 @@ class Timing:
                 }
             )
         return records
+
+
+def prepared(operations: Sequence[tuple[Operation, Workload, int]]) -> list[Timing]:
+    """What is to be measured together; most of the time goes to compilation, so two at a time."""
+    for operation, _, _ in operations:
+        jitted(operation.step)  # there is one, whichever thread comes first
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        return list(executor.map(lambda arguments: Timing(*arguments), operations))
 
 
 def measure(timings: Sequence[Timing], seconds: float) -> None:
@@ -248,20 +260,20 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, help="XLA's worker threads; default: one per core")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="time for one operation's figures, per pool"
+        "--seconds", type=float, default=0.5, help="time for one operation's figures, per pool"
     )
     args = parser.parse_args()
     if args.workers is not None:
         os.environ["PJRT_NPROC"] = str(args.workers)  # read when the backend starts, which nothing has yet
 
     start = time.perf_counter()
-    full, growth = [], []
+    full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
+    measure(full, args.seconds * len(full))
+    growth = []
     for operation in OPERATIONS:
-        full.append(Timing(operation, FULL, NUM_BLOCKS))
-        measure(full[-1:], args.seconds)
         if operation.index == EVERYTHING:
             continue  # with the pool grows what there is to evict
-        growth.append([Timing(operation, SMALL, num_blocks) for num_blocks in (SMALLEST_POOL, *GROWTH)])
+        growth.append(prepared([(operation, SMALL, size) for size in (SMALLEST_POOL, *GROWTH)]))
         measure(growth[-1], args.seconds * len(growth[-1]))
     memory = {"N": decode_step_bytes(256), "8N": decode_step_bytes(8 * 256)}
     sizes = {

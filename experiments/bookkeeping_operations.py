@@ -185,33 +185,33 @@ def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cac
     order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
     cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
-    lens = jnp.asarray(operation.lens(workload), jnp.int32)
-    max_new = max(BLOCK_SIZE * (workload.max_blocks + NUM_ROWS // BLOCK_SIZE), int(lens.max()))
-    publish = operation.index in (ROWS, EVERYTHING)
     if operation.index == EVERYTHING:
         # Other tokens first, in every block, published and let go.
-        per_row = np.full(NUM_ROWS, num_blocks // NUM_ROWS * BLOCK_SIZE, np.int32)
-        cache, status = _fill(cache, jnp.asarray(per_row), 1_000_000, max_new=int(per_row[0]), publish=True)
+        per_row = jnp.full(NUM_ROWS, num_blocks // NUM_ROWS * BLOCK_SIZE, jnp.int32)
+        cache, status = _fill(cache, per_row, 1_000_000, True, width=workload.prompt_len)
         require_ok(status, f"filling the pool for {operation.name}")
         cache, _ = kv.free(cache, np.arange(NUM_ROWS))
-    cache, status = _fill(cache, lens, 0, max_new=max_new, publish=publish)
+    lens = jnp.asarray(operation.lens(workload), jnp.int32)
+    publish = operation.index in (ROWS, EVERYTHING)
+    cache, status = _fill(cache, lens, 0, publish, width=workload.prompt_len)
     require_ok(status, f"preparing {operation.name}")
     return cache
 
 
-@functools.partial(jax.jit, static_argnames=("max_new", "publish"))
+@functools.partial(jax.jit, static_argnames="width")
 def _fill(
-    cache: kv.Cache, lens: jax.Array, salt: int, max_new: int, publish: bool
+    cache: kv.Cache, lens: jax.Array, salt: int, publish: bool, width: int
 ) -> tuple[kv.Cache, jax.Array]:
+    """Rows of `lens` tokens, at most `width`; compiled once per pool, width and whether there is an index."""
     row = jnp.arange(cache.max_seqs, dtype=jnp.int32)
     tokens = None
     if cache.config.enable_prefix_caching:
-        tokens = tokens_of(row[:, None], jnp.arange(max_new, dtype=jnp.int32)) + salt
+        tokens = tokens_of(row[:, None], jnp.arange(width, dtype=jnp.int32)) + salt
     seq_ids, num_new = jnp.where(lens < 0, cache.max_seqs, row), jnp.maximum(lens, 0)
     cache, _ = kv.allocate(cache, seq_ids, num_new, tokens=tokens)
-    cache, step = kv.extend(cache, num_new, max_new=max_new, tokens=tokens)
-    if publish:
-        cache, _ = kv.commit(cache, row)
+    cache, step = kv.extend(cache, num_new, max_new=width, tokens=tokens)
+    if tokens is not None:
+        cache, _ = kv.commit(cache, jnp.where(publish, row, cache.max_seqs))
     return cache, step.status
 
 
