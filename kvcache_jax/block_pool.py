@@ -13,6 +13,8 @@ from jax import lax
 
 from kvcache_jax.state import BlockPool, CachedBlocks
 
+_ENTRIES_PER_SWEEP = 1024
+
 
 def num_true(mask: jax.Array) -> jax.Array:
     """i32[], true entries; stays 32-bit when x64 is enabled."""
@@ -205,22 +207,29 @@ def queue_entries(
 
 
 def _swept(cached: CachedBlocks, ref_count: jax.Array) -> CachedBlocks:
-    """The queue without its stale entries."""
-    num_blocks, length = ref_count.shape[0], cached.queue.shape[0]
-    positions = cached.head + jnp.arange(length, dtype=jnp.uint32)
-    block_ids, is_kept = queue_entries(cached, ref_count, positions)
-    rank, num_kept = rank_true(is_kept)
-    return dataclasses.replace(
-        cached,
-        queue=jnp.full_like(cached.queue, num_blocks)
-        .at[jnp.where(is_kept, rank, length)]
-        .set(block_ids, mode="drop"),
-        queued_at=cached.queued_at.at[jnp.where(is_kept, block_ids, num_blocks)].set(
-            rank.astype(jnp.uint32), mode="drop"
-        ),
-        head=jnp.zeros_like(cached.head),
-        tail=num_kept.astype(jnp.uint32),
-    )
+    """The queue without its stale entries: the others move up towards the front, in place."""
+    length = cached.queue.shape[0]
+    order = jnp.arange(min(_ENTRIES_PER_SWEEP, length), dtype=jnp.uint32)
+
+    def sweep_some(state):
+        queue, queued_at, end, position = state
+        now = dataclasses.replace(cached, queue=queue, queued_at=queued_at)
+        found = queue_entries(now, ref_count, position + order)
+        (block_ids, is_kept), queue, queued_at = lax.optimization_barrier((found, queue, queued_at))
+        rank, num_kept = rank_true(is_kept)
+        positions = end + rank.astype(jnp.uint32)
+        places = jnp.where(is_kept, (positions % jnp.uint32(length)).astype(jnp.int32), length)
+        queue = queue.at[places].set(block_ids, mode="drop")
+        moved = jnp.where(is_kept, block_ids, ref_count.shape[0])
+        queued_at = queued_at.at[moved].set(positions, mode="drop")
+        return queue, queued_at, end + num_kept.astype(jnp.uint32), position + jnp.uint32(order.size)
+
+    def is_left(state):
+        return state[3] - cached.head < cached.tail - cached.head
+
+    state = cached.queue, cached.queued_at, cached.head, cached.head
+    queue, queued_at, end, _ = lax.while_loop(is_left, sweep_some, state)
+    return dataclasses.replace(cached, queue=queue, queued_at=queued_at, tail=end)
 
 
 def _note_peak(pool: BlockPool) -> BlockPool:
