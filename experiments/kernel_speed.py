@@ -181,20 +181,34 @@ class Run:
         self.enter("decodes", cell.name, make)
 
     def measure(self) -> None:
-        interpret, quick = self.options.interpret, self.options.quick
-        self._enter_all("entries", [floor_contest()])
-        self._enter_all("entries", ceiling_contests(1 << 12) if interpret else ceiling_contests())
-        cells = list(TINY if interpret else QUICK if quick else all_cells())
+        cells = list(TINY if self.options.interpret else QUICK if self.options.quick else all_cells())
+        self._try("the ceilings", self._ceilings)
         for cell in cells[:NUM_FIRST_CELLS]:
             self.decode(cell)
-        if interpret:
-            moves = move_contests(TINY_POOLS, (3,), 2, interpret=True)
-        else:
-            moves = move_contests(Pools(), (128,) if quick else (1, 128, 4096), NUM_MOVED)
-        self._enter_all("moves", moves)
-        self._steps()
+        self._try("the movement of tokens and blocks", self._moves)
+        self._try("the decoder's steps", self._steps)
         for cell in cells[NUM_FIRST_CELLS:]:
             self.decode(cell)
+
+    def _try(self, name: str, stage: Callable[[], None]) -> None:
+        """What cannot even be prepared is skipped: no room, a lost device, no flax for the decoder."""
+        try:
+            stage()
+        except Exception as failure:
+            self.report["skipped"].append({"cell": name, "reason": one_line(failure)})
+
+    def _ceilings(self) -> None:
+        self._enter_all("entries", [floor_contest()])
+        self._enter_all(
+            "entries", ceiling_contests(1 << 12) if self.options.interpret else ceiling_contests()
+        )
+
+    def _moves(self) -> None:
+        if self.options.interpret:
+            self._enter_all("moves", move_contests(TINY_POOLS, (3,), 2, interpret=True))
+        else:
+            num_tokens = (128,) if self.options.quick else (1, 128, 4096)
+            self._enter_all("moves", move_contests(Pools(), num_tokens, NUM_MOVED))
 
     def _enter_all(self, kind: str, contests: list[tuple[Contest, list[Side]]]) -> None:
         """One by one, each freed before the next."""
@@ -204,11 +218,8 @@ class Run:
             del contest, sides
 
     def _steps(self) -> None:
-        try:
-            from experiments import kernel_speed_step as step
-        except ImportError as error:  # the decoder needs flax
-            self.report["skipped"].append({"cell": "the decoder's step", "reason": one_line(error)})
-            return
+        from experiments import kernel_speed_step as step  # needs flax
+
         interpret = self.options.interpret
         sizes = step.SIZES[:1] if self.options.quick else step.SIZES
         if interpret:

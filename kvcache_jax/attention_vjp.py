@@ -1,6 +1,7 @@
 """One derivative for all implementations of attention: whichever ran forward, XLA runs backward."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,15 +71,15 @@ def _attend_fwd(options, *arguments):
 def _attend_bwd(options, residuals, grads):
     saved, q, sink_logits, queries, out, lse = residuals
 
-    def materialised(grad: Any) -> jax.Array:
-        """A zero gradient is made here, and not ahead of the forward pass, where it would only lie about."""
-        shape, dtype = grad.shape, grad.dtype
-        if not isinstance(grad, SymbolicZero):
-            return grad
-        zero, _ = lax.optimization_barrier((jnp.zeros((), dtype), lse))
-        return jnp.broadcast_to(zero, shape)
+    def materialised(grad: Any, make: Callable[..., jax.Array]) -> jax.Array:
+        return make(shape=grad.shape, dtype=grad.dtype) if isinstance(grad, SymbolicZero) else grad
 
-    grads = jax.tree.map(materialised, grads, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    pool_grads, *read_grads = grads
+    after_forward = functools.partial(attention_xla.zeros_after, lse[0, 0, :, 0])
+    grads = (
+        tuple(materialised(grad, after_forward) for grad in pool_grads),
+        *(materialised(grad, jnp.zeros) for grad in read_grads),
+    )
     grad_pools, grad_q, grad_sinks = attention_xla.backward(
         options, saved, q, sink_logits, queries, out, lse, grads
     )

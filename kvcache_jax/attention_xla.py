@@ -12,7 +12,7 @@ References:
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,22 @@ def save(options: Options, pools, block_table: jax.Array, layer: jax.Array, quer
     return Saved(rows, k, v, table, table_row)
 
 
+def zeros_after(per_head: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros that are made when something else has been computed.
+
+    XLA makes constants ahead of the program, those of all layers at once, where they would only lie about;
+    and it removes barriers before it decides on an order.
+
+    Args:
+      per_head: f32[h], any part of what comes before.
+      shape: (n, h, s, d).
+      dtype: Of the result.
+    """
+    bits = lax.bitcast_convert_type(per_head, jnp.uint32)
+    zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(31)), jnp.uint32(1))
+    return jnp.broadcast_to(zero.astype(dtype)[:, None, None], shape)
+
+
 def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, out, lse, grads):
     """The gradients of the pools (which are handed through), of `q` and of `sink_logits`.
 
@@ -234,7 +250,9 @@ def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, o
         grad_v = grad_v.at[rows].add(_as_blocks(tile_v, block_size), mode="drop")
         return grad_q, grad_k, grad_v
 
-    no_grads = tuple(jnp.zeros_like(blocks, jnp.float32) for blocks in (saved.k, saved.v))
+    no_grads = tuple(
+        zeros_after(grad_out[0, :, 0, 0], blocks.shape, jnp.float32) for blocks in (saved.k, saved.v)
+    )
     num_tiles = _num_tiles(tile_blocks, queries)
     grad_q, *block_grads = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *no_grads))
     pool_grads = tuple(

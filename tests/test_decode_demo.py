@@ -42,12 +42,8 @@ PROMPTS = ["def naïve(x):\n    return", "for i in 日本:"]
 def folder(tmp_path_factory):
     """Checkpoints of random models, by name."""
     folder = tmp_path_factory.mktemp("models")
-    options = {
-        "plain": {},
-        "window": {"windows": (20,)},
-        "wide": {"vocab_size": 300},
-        "kernel": {"head_dim": 64},
-    }
+    options = {"plain": {}, "window": {"windows": (20,)}, "wide": {"vocab_size": 300}}
+    options["kernel"] = {"head_dim": 64}
     for seed, (name, changed) in enumerate(options.items()):
         decoder = Decoder(DecoderConfig(**{**SIZES, **changed}), rngs=nnx.Rngs(seed))
         # Random logits are nearly flat: larger ones, so that a difference changes tokens.

@@ -178,16 +178,16 @@ def test_a_slot_that_is_overwritten_passes_no_gradient_to_what_it_held():
     np.testing.assert_array_equal(grad_new, 1.0)
 
 
-def gradient_bytes(num_layers, num_blocks):
-    """Temporary bytes of a compiled gradient through `num_layers` scanned layers, and bytes of the pools."""
+def gradient_bytes(num_layers, num_blocks, max_seqs, is_scanned):
+    """Temporary bytes of a compiled gradient through `num_layers` layers, and bytes of the pools."""
     kind = kv.FullAttention(2, 8)
     config = kv.CacheConfig(
-        [kind] * num_layers, num_blocks=num_blocks, block_size=16, max_seqs=2, max_seq_len=64
+        [kind] * num_layers, num_blocks=num_blocks, block_size=16, max_seqs=max_seqs, max_seq_len=64
     )
 
     def loss(prefix, x, cache):
-        cache, _ = kv.append(cache, prefix, prefix, [5, 5])
-        cache, step = kv.extend(cache, [3, 3], max_new=3)
+        cache, _ = kv.append(cache, prefix, prefix, [5] * max_seqs)
+        cache, step = kv.extend(cache, [3] * max_seqs, max_new=3)
 
         def layer_fn(carry, layer):
             cache, x = carry
@@ -195,22 +195,40 @@ def gradient_bytes(num_layers, num_blocks):
             cache, out = kv.attention(cache, layer, x, kv_new, kv_new, step)
             return (cache, jnp.tanh(out)), None
 
-        (_, x), _ = jax.lax.scan(layer_fn, (cache, x), jnp.arange(num_layers))
+        if is_scanned:
+            (_, x), _ = jax.lax.scan(layer_fn, (cache, x), jnp.arange(num_layers))
+        else:
+            for layer in range(num_layers):
+                (cache, x), _ = layer_fn((cache, x), layer)
         return (x**2).sum()
 
-    cache = jax.eval_shape(lambda: kv.allocate(kv.init(config), [0, 1], [8, 8])[0])
-    prefix = jax.ShapeDtypeStruct((num_layers, 2, 5, 2, 8), jnp.float32)
-    x = jax.ShapeDtypeStruct((2, 3, 4, 8), jnp.float32)
+    cache = jax.eval_shape(lambda: kv.init(config))
+    prefix = jax.ShapeDtypeStruct((num_layers, max_seqs, 5, 2, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((max_seqs, 3, 4, 8), jnp.float32)
     memory = jax.jit(jax.grad(loss)).lower(prefix, x, cache).compile().memory_analysis()
     return memory.temp_size_in_bytes, kv.memory_bytes(config)
+
+
+def pools_needed(num_layers, sizes, is_scanned):
+    """How many times the pools' growth the temporary memory grows, from one size to the other."""
+    (small, small_pool), (large, large_pool) = (
+        gradient_bytes(num_layers, *size, is_scanned) for size in sizes
+    )
+    return (large - small) / (large_pool - small_pool)
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("num_layers", [4, 16])
 def test_the_gradient_needs_at_most_three_pools(num_layers):
-    (small, small_pool), (large, large_pool) = (gradient_bytes(num_layers, n) for n in (128, 1024))
-    pools = (large - small) / (large_pool - small_pool)
+    pools = pools_needed(num_layers, [(128, 2), (1024, 2)], is_scanned=True)
     assert pools <= 3, f"{pools:.2f} pools of temporary memory at {num_layers} layers"
+
+
+@pytest.mark.contract
+def test_the_gradient_needs_at_most_three_pools_that_the_rows_fill():
+    """Activations included, which take a quarter of a pool here."""
+    pools = pools_needed(4, [(64, 16), (256, 64)], is_scanned=False)
+    assert pools <= 3, f"{pools:.2f} pools of temporary memory"
 
 
 def test_forward_mode_raises():

@@ -111,20 +111,20 @@ def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_paral
     """
     num_rows = rows.table_row.shape[0]
     num_tiles = _num_tiles(rows.num_columns, tiling)
-    if num_parallel <= num_rows:
-        num_splits = jnp.ones_like(num_tiles)
+    item = jnp.arange(num_items_of(num_rows, num_parallel), dtype=jnp.int32)
+    if num_parallel <= num_rows:  # each row is an item: nothing to look for
+        num_splits, row, is_item = jnp.ones_like(num_tiles), item, item >= 0
+        first_item = jnp.arange(num_rows + 1, dtype=jnp.int32)
     else:
         run = jnp.asarray(_run_lengths(_num_tiles(num_columns, tiling)))
         splits = jnp.maximum(1, -(-num_tiles // run[:, None]))  # [runs, r]
         fits = splits.sum(axis=1) <= num_parallel
         num_splits = splits.at[jnp.argmax(fits)].get(mode="promise_in_bounds")
-    last_item = jnp.cumsum(num_splits, dtype=jnp.int32)
-    first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), last_item])
-
-    item = jnp.arange(num_items_of(num_rows, num_parallel), dtype=jnp.int32)
-    row = jnp.searchsorted(last_item, item, side="right", method="compare_all").astype(jnp.int32)
-    is_item = row < num_rows
-    row = jnp.where(is_item, row, 0)
+        last_item = jnp.cumsum(num_splits, dtype=jnp.int32)
+        first_item = jnp.concatenate([jnp.zeros(1, jnp.int32), last_item])
+        row = jnp.searchsorted(last_item, item, side="right", method="compare_all").astype(jnp.int32)
+        is_item = row < num_rows
+        row = jnp.where(is_item, row, 0)
     run_len = -(-num_tiles // num_splits)
     first_tile = (item - first_item[row]) * run_len[row]
     reads = rows.num_columns[row] > 0  # other rows may have anything in the table's indices
