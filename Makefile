@@ -3,6 +3,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 EXTRAS := tests,training
+# Each with files of its own, for the tests of a file share compiled functions.
 WORKERS := 2
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
@@ -29,10 +30,10 @@ block-map: .venv
 	$(PY) -m experiments.block_map_demo
 
 test: .venv
-	$(PY) -m pytest -n $(WORKERS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 test-0112: .venv-0112
-	$(PY_0112) -m pytest -n $(WORKERS) -m contract $(CONTRACT_TESTS)
+	$(PY_0112) -m pytest -n $(WORKERS) --dist loadfile -m contract $(CONTRACT_TESTS)
 
 # The kernels, a model's decode loop and the loops of the benchmark compiled for H200, without a GPU, by both ends of the
 # supported versions of jax.
@@ -51,8 +52,9 @@ lint: .venv/.made-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 
+# All of them, or those with one of WORDS in their names.
 mutants: .venv
-	$(PY) tests/mutants.py
+	$(PY) tests/mutants.py $(WORDS)
 
 bench: .venv
 	$(PY) -m experiments.bookkeeping

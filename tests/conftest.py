@@ -3,10 +3,14 @@
 import os
 import pathlib
 
-# Read when jax is imported or starts its backend, so they stand before the import.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+# Read when jax is imported or starts its backend, so they stand before the import. Most of the tests' time is
+# spent on compiling, so LLVM is told to hurry; XLA decides on fusions, buffers and copies before that.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
