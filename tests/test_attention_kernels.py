@@ -19,6 +19,7 @@ import kvcache_jax as kv
 from kvcache_jax import attention_kernels, storage, testing
 from tests import tiny_model
 from tests.attention_driver import AttentionDriver, fragment
+from tests.helpers import table
 
 pytestmark = pytest.mark.contract
 
@@ -112,6 +113,40 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
 
     run_interpreted(scenario)
     assert count_calls["forward"] and count_calls["copy_blocks"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
+    """Row 0 copies its published block into the last free one; what it leaves is evicted for row 1's copy."""
+    head_dim, dtype = SIZES[implementation].values()
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    k = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 8, NUM_KV_HEADS, head_dim)), dtype)
+
+    def scenario(implementation):
+        cache = kv.init(
+            kv.CacheConfig(
+                [kv.FullAttention(NUM_KV_HEADS, head_dim)],
+                num_blocks=3,
+                block_size=8,
+                max_seqs=2,
+                max_seq_len=16,
+                dtype=dtype,
+                implementation=implementation,
+                enable_prefix_caching=True,
+            )
+        )
+        cache, _ = kv.allocate(cache, [0, 1], [8, 8], tokens=tokens)
+        cache, _ = kv.append(cache, k, k + 1, [8, 8], tokens=tokens)
+        cache, _ = kv.commit(cache, [0, 1])
+        cache, _ = kv.truncate(cache, [0, 1], [4, 4])
+        assert table(cache, 0) + table(cache, 1) == [0, 1]
+        cache, _ = kv.append(cache, k[:, :, :1], k[:, :, :1], [1, 1], tokens=tokens[:, :1])
+        assert table(cache, 0) + table(cache, 1) == [2, 0]
+        return cache.pools
+
+    found = run_interpreted(lambda: scenario(implementation))
+    for pool, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(scenario("xla")), strict=True):
+        np.testing.assert_array_equal(pool.astype(jnp.float32), wanted.astype(jnp.float32))
 
 
 def chunk(implementation, num_new, seed):
