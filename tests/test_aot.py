@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from pallas_kernels.mosaic_gpu.budget import Budget
-from tests.aot import compiling, gpu
+from tests.aot import gpu
 from tests.aot.compiling import ProgramCost
 from tests.aot.dump import KernelCost, read_kernels
+from tests.aot.hlo import num_copies
 
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_append_kv_mosaic_gpu_kernel' for 'sm_90a'
@@ -106,7 +107,7 @@ def test_copies_as_big_as_a_pool_are_counted():
   %copy-start.3 = (bf16[64,8,16,128]{3,2,1,0}, bf16[64,8,16,128]{3,2,1,0}, u32[]) copy-start(%param_2)
   %fusion.4 = bf16[64,8,16,128]{3,2,1,0} fusion(%copy.1), kind=kLoop
 """
-    assert compiling.num_copies(hlo, at_least=64 * 8 * 16 * 128) == 2
+    assert num_copies(hlo, at_least=64 * 8 * 16 * 128) == 2
 
 
 def test_case_names_differ_and_words_choose():

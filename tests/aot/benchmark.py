@@ -23,7 +23,7 @@ from experiments import kernel_speed_moves, kernel_speed_problem, kernel_speed_s
 from experiments.kernel_speed_cells import Cell
 from experiments.kernel_speed_problem import Problem
 from tests.aot import h200
-from tests.aot.compiling import num_copies
+from tests.aot.hlo import num_copies
 
 CELLS = (Cell(8, 1024, 4, 16), Cell(32, 1024, 8, 64))
 POOLS = kernel_speed_moves.Pools(num_blocks=256)

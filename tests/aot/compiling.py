@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import pathlib
-import re
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from tests.aot import h200
 from tests.aot.cases import CASES
 from tests.aot.dump import KernelCost, read_kernels
+from tests.aot.hlo import num_copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,6 @@ def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
         pool_copies=num_copies(hlo, min(pool_sizes)) if pool_sizes else 0,
         missing_alias_bytes=max(donated - memory.alias_size_in_bytes, 0),
     )
-
-
-def num_copies(hlo: str, at_least: int) -> int:
-    """Copies of arrays of at least so many elements in a program's text."""
-    shapes = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* copy(?:-start)?\(", hlo)
-    return sum(math.prod(int(n) for n in shape.split(",") if n) >= at_least for shape in shapes)
 
 
 def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:

@@ -25,7 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
-from tests.aot.compiling import num_copies
+from tests.aot.hlo import num_copies
 
 # Read when libtpu starts: there is no TPU to ask for its surroundings.
 SURROUNDINGS = {
