@@ -2,14 +2,16 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON] [--workers N]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 13 us inside a loop and 187 us as a separate call, 156 of
+Answer:  a decode step's `extend` of 256 rows takes 23 us inside a loop and 182 us as a separate call, 147 of
   them above the dispatch floor (that misses its bar of 100); with one XLA worker 9, 139 and 109 us. As
-  separate calls: a prompt of 8,192 tokens 74 us, fork of 64 rows 307, reorder 529, free of 64 rows of 256
-  blocks 317, truncate 288. 64 times the blocks cost at most 1.13x, 1,024 times 2.5x (one worker: 1.22x).
+  separate calls: a prompt of 8,192 tokens 127 us, fork of 64 rows 446, reorder 708, free of 64 rows of 256
+  blocks 325, truncate 277. With the prefix cache: `extend` 1.18x in a loop, with `commit` of what is full
+  2.2x of that (bar 2; 1.5 to 2.3x from run to run), evicting 1.6x; commit of a prompt 707 us, and in a loop
+  1.65x from 1,024 to 65,536 blocks (bar 1.5). All other growths hold: at most 1.5x, and 2.7x at 1,048,576.
   The control state is 1.06 MB; the temporaries of a decode step (2.2 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 990 us for the same step with prefix caching off, 1,040 with it
-  on; for the prompt 39 us with it off (a slice of a list), 449 with it on. Levanter's pager 1,405 us when 16
-  of the rows take a page and 15,918 us when all do, where `extend` takes 222.
+  Beside it (--peers): vLLM 0.33's manager 1,001 us for the same step with prefix caching off, 1,038 with it
+  on; for the prompt 39 us with it off (a slice of a list), 460 with it on. Levanter's pager 1,375 us when 16
+  of the rows take a page and 16,214 us when all do, where `extend` takes 274.
 Record:  experiments/results/bookkeeping.json, and bookkeeping_one_worker.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
