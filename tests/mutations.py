@@ -199,7 +199,7 @@ EXTEND = in_module(
     (
         "failed row advances",
         "context_len.at[rows].set(new_len,",
-        "context_len.at[seq_ids].set(context_len + wanted_len,",
+        "context_len.at[seq_ids].set(context_len + num_new,",
         f"{FAILED_ROW}[extend]",
     ),
     ("clock advances on an empty call", "grows.any().astype(jnp.uint32)", "jnp.uint32(1)", NOTHING_TO_DO),
