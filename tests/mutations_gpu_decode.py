@@ -184,4 +184,13 @@ MUTATIONS = [
             "test_attention_kernels.py::test_each_device_runs_its_own_heads[auto]",
         ),
     ),
+    *in_module(
+        "build",
+        (
+            "kernels imported within a trace",
+            "implementations.load(config.implementation)",
+            "pass",
+            "test_attention_kernels.py::test_init_imports_the_kernels_and_the_library_does_not",
+        ),
+    ),
 ]

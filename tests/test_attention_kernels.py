@@ -5,6 +5,8 @@ Which arithmetic the kernels can do is tested in `test_mosaic_*`; here, that the
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import gpu_interpreter
 import jax
@@ -259,6 +261,21 @@ def test_generate_runs_unchanged():
     found = run_interpreted(lambda: generate(config))
     wanted = generate(dataclasses.replace(config, implementation="xla"))
     assert [each.tokens for each in found.generations] == [each.tokens for each in wanted.generations]
+
+
+def test_init_imports_the_kernels_and_the_library_does_not():
+    """Pallas imported inside a trace would have everything traced twice."""
+    script = """
+import sys
+import kvcache_jax as kv
+sizes = dict(num_blocks=2, block_size=8, max_seqs=1, max_seq_len=16)
+kv.init(kv.CacheConfig([kv.FullAttention(1, 128)], **sizes))
+assert "jax.experimental.pallas" not in sys.modules
+kv.init(kv.CacheConfig([kv.FullAttention(1, 128)], **sizes, implementation="mosaic_tpu"))
+assert "pallas_kernels.mosaic_tpu" in sys.modules, "not imported"
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):
