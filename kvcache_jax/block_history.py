@@ -12,6 +12,7 @@ from jax import lax
 from kvcache_jax.block_pool import num_true, rank_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.eviction_policy import BlockMetadata, eviction_keys
+from kvcache_jax.single_kernel import add_at, set_at
 from kvcache_jax.state import BlockHistory, CachedBlocks
 
 _MAX = jnp.iinfo(jnp.int32).max
@@ -38,7 +39,7 @@ def note_used(history: BlockHistory | None, block_ids: jax.Array, clock: jax.Arr
     history = _put(history, block_ids, last_used_at=clock)
     if history.num_hits is None:
         return history
-    return dataclasses.replace(history, num_hits=history.num_hits.at[block_ids].add(1, mode="drop"))
+    return dataclasses.replace(history, num_hits=add_at(history.num_hits, block_ids, 1))
 
 
 def note_priority(
@@ -52,7 +53,7 @@ def add_children(history: BlockHistory | None, parents: jax.Array, change: int) 
     """Adds `change` to the number of children of each block in i32[n], which may repeat."""
     if history is None:
         return None
-    num_children = history.num_children.at[parents].add(change, mode="drop")
+    num_children = add_at(history.num_children, parents, change)
     return dataclasses.replace(history, num_children=num_children)
 
 
@@ -61,7 +62,7 @@ def _put(history: BlockHistory, block_ids: jax.Array, **values: jax.Array) -> Bl
     fields = {}
     for name, value in values.items():
         if (field := getattr(history, name)) is not None:
-            fields[name] = field.at[block_ids].set(value, mode="drop")
+            fields[name] = set_at(field, block_ids, value)
     return dataclasses.replace(history, **fields)
 
 
@@ -111,7 +112,7 @@ def least_valuable(
         return jnp.min(jnp.where(is_victim, order, nowhere))[None]
     rank, _ = rank_true(is_victim)
     place = jnp.where(is_victim, rank, batch)
-    return jnp.full(batch, nowhere, jnp.int32).at[place].set(order, mode="drop")
+    return set_at(jnp.full(batch, nowhere, jnp.int32), place, order)
 
 
 def _nth_least(values: jax.Array, mask: jax.Array, n: jax.Array, most: int) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcache_jax.single_kernel import add_at, min_at, set_at
 from kvcache_jax.state import BlockPool, CachedBlocks
 
 _ENTRIES_PER_SWEEP = 1024
@@ -84,13 +85,13 @@ def next_free(pool: BlockPool, mask: jax.Array, rank: jax.Array, num_taken: jax.
 
 def own(pool: BlockPool, block_ids: jax.Array, num_taken: jax.Array) -> BlockPool:
     """Gives the blocks on top of the stack, `num_taken` of them, one owner each; nowhere is skipped."""
-    ref_count = pool.ref_count.at[block_ids].set(1, mode="drop")
+    ref_count = set_at(pool.ref_count, block_ids, 1)
     return _note_peak(dataclasses.replace(pool, ref_count=ref_count, num_free=pool.num_free - num_taken))
 
 
 def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """Adds one owner to each referenced block of `block_ids` (any shape, nowhere is skipped)."""
-    return dataclasses.replace(pool, ref_count=pool.ref_count.at[block_ids].add(1, mode="drop"))
+    return dataclasses.replace(pool, ref_count=add_at(pool.ref_count, block_ids, 1))
 
 
 def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
@@ -110,7 +111,7 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
       block_ids: i32[n], nowhere is skipped. Ids must differ; see `release_repeated`. Of cached blocks
         the first will be evicted first: pass a row's last block first.
     """
-    ref_count = pool.ref_count.at[block_ids].add(-1, mode="drop")
+    ref_count = add_at(pool.ref_count, block_ids, -1)
     is_last = (block_ids < pool.num_blocks) & (ref_count.at[block_ids].get(mode="clip") == 0)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
 
@@ -119,13 +120,13 @@ def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """`release` for i32[...] ids that may repeat, as when several rows drop a shared block."""
     block_ids = block_ids.reshape(-1)
     num_ids = block_ids.shape[0]
-    ref_count = pool.ref_count.at[block_ids].add(-1, mode="drop")
+    ref_count = add_at(pool.ref_count, block_ids, -1)
     is_last = (block_ids < pool.num_blocks) & (ref_count.at[block_ids].get(mode="clip") == 0)
     # Counts of ownerless blocks serve as scratch: the first occurrence leaves the lowest mark.
     mark = jnp.arange(num_ids, dtype=jnp.int32) - num_ids
-    marked = ref_count.at[jnp.where(is_last, block_ids, pool.num_blocks)].min(mark, mode="drop")
+    marked = min_at(ref_count, jnp.where(is_last, block_ids, pool.num_blocks), mark)
     is_first = is_last & (marked.at[block_ids].get(mode="clip") == mark)
-    ref_count = marked.at[jnp.where(is_first, block_ids, pool.num_blocks)].set(0, mode="drop")
+    ref_count = set_at(marked, jnp.where(is_first, block_ids, pool.num_blocks), 0)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)
 
 
@@ -133,14 +134,14 @@ def put_on_free_stack(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) ->
     """Makes the masked blocks, which differ and have no owner, free."""
     rank, num_freed = rank_true(mask)
     place = jnp.where(mask, pool.num_free + rank, pool.num_blocks)
-    free_stack = pool.free_stack.at[place].set(block_ids, mode="drop")
+    free_stack = set_at(pool.free_stack, place, block_ids)
     return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed)
 
 
 def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """The blocks stay when their last owner goes; nowhere is skipped."""
     assert pool.cached is not None
-    is_published = pool.cached.is_published.at[block_ids].set(True, mode="drop")
+    is_published = set_at(pool.cached.is_published, block_ids, True)
     return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
 
 
@@ -150,7 +151,7 @@ def withdraw(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     is_cached = (block_ids < pool.num_blocks) & (pool.ref_count.at[block_ids].get(mode="clip") == 0)
     cached = dataclasses.replace(
         pool.cached,
-        is_published=pool.cached.is_published.at[block_ids].set(False, mode="drop"),
+        is_published=set_at(pool.cached.is_published, block_ids, False),
         num_cached=pool.cached.num_cached - num_true(is_cached),
     )
     return put_on_free_stack(dataclasses.replace(pool, cached=cached), block_ids, is_cached)
@@ -185,10 +186,8 @@ def _enqueue(
     return dataclasses.replace(
         cached,
         num_cached=cached.num_cached + num_added,
-        queue=cached.queue.at[place].set(block_ids, mode="drop"),
-        queued_at=cached.queued_at.at[jnp.where(mask, block_ids, ref_count.shape[0])].set(
-            position, mode="drop"
-        ),
+        queue=set_at(cached.queue, place, block_ids),
+        queued_at=set_at(cached.queued_at, jnp.where(mask, block_ids, ref_count.shape[0]), position),
         tail=cached.tail + added,
     )
 
@@ -219,9 +218,9 @@ def _swept(cached: CachedBlocks, ref_count: jax.Array) -> CachedBlocks:
         rank, num_kept = rank_true(is_kept)
         positions = end + rank.astype(jnp.uint32)
         places = jnp.where(is_kept, (positions % jnp.uint32(length)).astype(jnp.int32), length)
-        queue = queue.at[places].set(block_ids, mode="drop")
+        queue = set_at(queue, places, block_ids)
         moved = jnp.where(is_kept, block_ids, ref_count.shape[0])
-        queued_at = queued_at.at[moved].set(positions, mode="drop")
+        queued_at = set_at(queued_at, moved, positions)
         return queue, queued_at, end + num_kept.astype(jnp.uint32), position + jnp.uint32(order.size)
 
     def is_left(state):

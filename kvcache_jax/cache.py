@@ -23,6 +23,7 @@ from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
+from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
 
 
@@ -102,10 +103,10 @@ def allocate(
         reuse=jnp.broadcast_to(jnp.asarray(reuse, bool), (num_rows,)),
         items=arguments.item_spans(items, num_rows),
     )
-    control, (status, num_cached) = _allocate(cache.control, seq_ids, prompts, config=cache.config)
+    cache, (status, num_cached) = _on_rows(rows.allocate_row, cache, seq_ids, prompts)
     ends = prompts.items[..., 1]
     is_cached = (ends > prompts.items[..., 0]) & (ends <= num_cached[:, None])
-    return dataclasses.replace(cache, control=control), Admission(
+    return cache, Admission(
         status=status, num_cached=num_cached, num_items_cached=jnp.sum(is_cached, axis=1, dtype=jnp.int32)
     )
 
@@ -179,15 +180,19 @@ def _extend(
     max_new: int | None,
     num_tokens: int | None,
 ) -> tuple[Cache, Step]:
-    if num_tokens is not None:
-        new_tokens = packed_tokens(num_new, num_tokens)
-        max_new = min(num_tokens, cache.config.query_len_limit)
-    else:
-        assert max_new is not None
-        new_tokens = padded_tokens(num_new.shape[0], max_new)
-    control, step, copies = extend_control(cache.control, seq_ids, num_new, new_tokens, max_new, cache.config)
-    if tokens is not None:
-        control = record_tokens(control, tokens, step, copies, cache.config)
+    def reserve(control, seq_ids, num_new, tokens):
+        if num_tokens is not None:
+            new_tokens, limit = packed_tokens(num_new, num_tokens), num_tokens
+        else:
+            assert max_new is not None
+            new_tokens, limit = padded_tokens(num_new.shape[0], max_new), max_new
+        limit = min(limit, cache.config.query_len_limit)
+        control, step, copies = extend_control(control, seq_ids, num_new, new_tokens, limit, cache.config)
+        if tokens is not None:
+            control = record_tokens(control, tokens, step, copies, cache.config)
+        return control, step, copies
+
+    control, step, copies = _in_one_kernel(reserve, cache.control, seq_ids, num_new, tokens)
     pools = cache.pools
     if pools:
         step = attention_kernels.with_work(step, cache.config, pools, control.block_pools)
@@ -284,7 +289,7 @@ def fork(cache: Cache, src_ids: IntRows, dst_ids: IntRows) -> tuple[Cache, jax.A
     """
     src_ids = arguments.int_column("src_ids", src_ids)
     dst_ids = arguments.int_column("dst_ids", dst_ids, src_ids.shape[0])
-    return _on_control(cache, _fork(cache.control, src_ids, dst_ids, config=cache.config))
+    return _on_rows(rows.fork_row, cache, src_ids, dst_ids)
 
 
 @jax.named_scope("kvcache.reorder")
@@ -303,7 +308,8 @@ def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache,
     """
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     parent_ids = arguments.int_column("parent_ids", parent_ids, seq_ids.shape[0])
-    return _on_control(cache, _reorder(cache.control, seq_ids, parent_ids, config=cache.config))
+    control, status = _reorder(cache.control, seq_ids, parent_ids, config=cache.config)
+    return dataclasses.replace(cache, control=control), status
 
 
 @jax.named_scope("kvcache.truncate")
@@ -324,7 +330,7 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
     """
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     new_len = arguments.int_column("new_len", new_len, seq_ids.shape[0])
-    return _on_control(cache, _truncate(cache.control, seq_ids, new_len, config=cache.config))
+    return _on_rows(rows.truncate_row, cache, seq_ids, new_len)
 
 
 @jax.named_scope("kvcache.free")
@@ -338,13 +344,13 @@ def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     Returns:
       The cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
     """
-    return _on_control(cache, _free(cache.control, arguments.int_column("seq_ids", seq_ids)))
+    return _on_rows(rows.free_row, cache, arguments.int_column("seq_ids", seq_ids))
 
 
 @jax.named_scope("kvcache.touch")
 def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Marks rows as just used. Returns the cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID."""
-    return _on_control(cache, _touch(cache.control, arguments.int_column("seq_ids", seq_ids)))
+    return _on_rows(rows.edit_row, cache, arguments.int_column("seq_ids", seq_ids))
 
 
 @jax.named_scope("kvcache.set_priority")
@@ -352,7 +358,7 @@ def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cac
     """Sets rows' priority, i32[n]. Returns the cache and status i32[n], as `touch`."""
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     priority = arguments.int_column("priority", priority, seq_ids.shape[0])
-    return _on_control(cache, _touch(cache.control, seq_ids, priority))
+    return _on_rows(rows.edit_row, cache, seq_ids, priority)
 
 
 @jax.named_scope("kvcache.gather")
@@ -399,26 +405,18 @@ def _gather(
     return k, v, length
 
 
-def _on_control(cache: Cache, outcome: tuple[Control, jax.Array]) -> tuple[Cache, jax.Array]:
-    control, status = outcome
-    return dataclasses.replace(cache, control=control), status
+def _on_rows(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, Any]:
+    """A one-row operation of `rows` for all rows of `columns`; the pools are handed on."""
+    control, result = _each_row(cache.control, *columns, operation=operation, config=cache.config)
+    return dataclasses.replace(cache, control=control), result
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _allocate(
-    control: Control, seq_ids: jax.Array, prompts: rows.Prompt, config: CacheConfig
-) -> tuple[Control, tuple[jax.Array, jax.Array]]:
-    return rows.each_row(functools.partial(rows.allocate_row, config=config), control, seq_ids, prompts)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _fork(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    return rows.each_row(functools.partial(rows.fork_row, config=config), control, *columns)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _truncate(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    return rows.each_row(functools.partial(rows.truncate_row, config=config), control, *columns)
+@functools.partial(jax.jit, static_argnames=("operation", "config"))
+def _each_row(
+    control: Control, *columns: Any, operation: Callable, config: CacheConfig
+) -> tuple[Control, Any]:
+    one_row = functools.partial(operation, config=config)
+    return _in_one_kernel(functools.partial(rows.each_row, one_row), control, *columns)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -426,11 +424,9 @@ def _reorder(control: Control, *columns: jax.Array, config: CacheConfig) -> tupl
     return rows.reorder_rows(control, *columns, config=config)
 
 
-@jax.jit
-def _free(control: Control, seq_ids: jax.Array) -> tuple[Control, jax.Array]:
-    return rows.each_row(rows.free_row, control, seq_ids)
-
-
-@jax.jit
-def _touch(control: Control, *columns: jax.Array) -> tuple[Control, jax.Array]:
-    return rows.each_row(rows.edit_row, control, *columns)
+def _in_one_kernel(fn: Callable, control: Control, *args: Any) -> Any:
+    """`single_kernel`, except with an eviction policy: that is anybody's code, and looks at all blocks."""
+    index = control.prefix_index
+    if index is not None and index.history is not None:
+        return fn(control, *args)
+    return single_kernel(fn, control, *args)

@@ -16,6 +16,7 @@ import numpy as np
 from kvcache_jax import block_pool
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.single_kernel import set_at
 from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
 
 
@@ -90,10 +91,9 @@ def _columns(
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
     """`block_ids`, cut or filled up to the width of the block table."""
-    width = pool.max_blocks_per_seq
-    row = jnp.full(width, pool.num_blocks, jnp.int32)
-    num_columns = min(width, block_ids.shape[0])
-    return row.at[:num_columns].set(block_ids[:num_columns])
+    block_ids = block_ids[: pool.max_blocks_per_seq]
+    num_missing = pool.max_blocks_per_seq - block_ids.shape[0]
+    return jnp.pad(block_ids, (0, num_missing), constant_values=pool.num_blocks)
 
 
 def _needed(group: LayerGroup, length):
@@ -140,8 +140,8 @@ def link(
         keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
         all_companions[g] = Companions(
-            block_ids=companions.block_ids.at[keepers, slots].set(ids, mode="drop"),
-            keeper=companions.keeper.at[linked].set(keepers, mode="drop"),
+            block_ids=set_at(companions.block_ids, (keepers, slots), ids),
+            keeper=set_at(companions.keeper, linked, keepers),
         )
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, companions=tuple(all_companions))
@@ -160,8 +160,8 @@ def drop_companions(control: Control, keepers: jax.Array) -> Control:
         ids = companions.block_ids.at[keepers].get(mode="fill", fill_value=nowhere).reshape(-1)
         pools[g] = block_pool.withdraw(pools[g], ids)
         all_companions[g] = Companions(
-            block_ids=companions.block_ids.at[keepers].set(nowhere, mode="drop"),
-            keeper=companions.keeper.at[ids].set(companions.block_ids.shape[0], mode="drop"),
+            block_ids=set_at(companions.block_ids, keepers, nowhere),
+            keeper=set_at(companions.keeper, ids, companions.block_ids.shape[0]),
         )
     index = dataclasses.replace(index, companions=tuple(all_companions))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
@@ -176,8 +176,8 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     present = companions.block_ids.at[keepers].get(mode="fill", fill_value=nowhere)
     slots = jnp.argmax(present == block_ids[:, None], axis=1)
     companions = Companions(
-        block_ids=companions.block_ids.at[keepers, slots].set(nowhere, mode="drop"),
-        keeper=companions.keeper.at[block_ids].set(companions.block_ids.shape[0], mode="drop"),
+        block_ids=set_at(companions.block_ids, (keepers, slots), nowhere),
+        keeper=set_at(companions.keeper, block_ids, companions.block_ids.shape[0]),
     )
     everything = (*index.companions[:group_id], companions, *index.companions[group_id + 1 :])
     return dataclasses.replace(index, companions=everything)

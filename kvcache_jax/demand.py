@@ -15,6 +15,7 @@ from jax import lax
 from kvcache_jax import block_pool
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.single_kernel import add_at
 from kvcache_jax.state import BlockPool, Control
 
 
@@ -217,9 +218,7 @@ def _walk(
         return (add_owners(counts, let_go, -1), free), found
 
     def add_owners(ref_counts, let_go, change: int):
-        return tuple(
-            counts.at[ids].add(change, mode="drop") for counts, ids in zip(ref_counts, let_go, strict=True)
-        )
+        return tuple(add_at(counts, ids, change) for counts, ids in zip(ref_counts, let_go, strict=True))
 
     (ref_counts, _), walked = lax.scan(walk_row, (ref_counts, available), (seq_ids, wants, demands))
     grows, copies, spare, let_go = walked

@@ -12,6 +12,7 @@ from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
+from kvcache_jax.single_kernel import add_at, set_at
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
 
@@ -122,9 +123,9 @@ def extend_control(
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
     control = dataclasses.replace(
         control,
-        context_len=control.context_len.at[rows].set(new_len, mode="drop"),
-        last_used=control.last_used.at[rows].set(clock, mode="drop"),
-        num_uses=control.num_uses.at[rows].add(1, mode="drop"),
+        context_len=set_at(control.context_len, rows, new_len),
+        last_used=set_at(control.last_used, rows, clock),
+        num_uses=add_at(control.num_uses, rows, 1),
         counters=count_events(control, {Counter.COPIES: num_copies}),
         block_pools=tuple(pools),
     )
@@ -150,12 +151,12 @@ def record_tokens(
     src, dst, num_copies = copies[group_id]
 
     def copy_block(i: jax.Array, block_tokens: jax.Array) -> jax.Array:
-        return block_tokens.at[dst[i]].set(block_tokens[src[i]])
+        return set_at(block_tokens, dst[i], block_tokens[src[i]])
 
     block_tokens = lax.fori_loop(0, num_copies, copy_block, index.block_tokens)
     block_size = config.groups[group_id].block_size
     slots = step.slots[group_id]
-    block_tokens = block_tokens.at[slots // block_size, slots % block_size].set(tokens, mode="drop")
+    block_tokens = set_at(block_tokens, (slots // block_size, slots % block_size), tokens)
     return dataclasses.replace(control, prefix_index=dataclasses.replace(index, block_tokens=block_tokens))
 
 
@@ -202,7 +203,7 @@ def _drop_out_of_reach(
         entries, columns = entries_at(pool, distance)
         pool = block_pool.release_repeated(pool, entries)
         held_rows = jnp.where(entries < nowhere, rows, pool.block_table.shape[0])
-        table = pool.block_table.at[held_rows, columns].set(nowhere, mode="drop")
+        table = set_at(pool.block_table, (held_rows, columns), nowhere)
         return dataclasses.replace(pool, block_table=table), distance + 1
 
     def is_left(state):
@@ -237,22 +238,23 @@ def _take_copies(
     num_copies = num_true(mask)
 
     def put_copies(state):
-        pool, pairs, _ = state
-        dst = block_pool.next_free(pool, mask, rank, num_taken)
+        pool, src, dst, _ = state
+        new = block_pool.next_free(pool, mask, rank, num_taken)
         table_rows = jnp.where(mask, rows, pool.block_table.shape[0])
-        pool = _put(block_pool.own(pool, dst, num_copies), table_rows, columns, dst)
+        pool = _put(block_pool.own(pool, new, num_copies), table_rows, columns, new)
         place = jnp.where(mask, copying.rank, tail.shape[0])
-        return pool, pairs.at[:, place].set(jnp.stack([tail, dst]), mode="drop"), jnp.bool_(False)
+        return pool, set_at(src, place, tail), set_at(dst, place, new), jnp.bool_(False)
 
     # At most one trip, because `lax.cond` copies the big arrays that it passes through.
-    pairs = jnp.full((2, *tail.shape), pool.num_blocks, tail.dtype)
-    pool, (src, dst), _ = lax.while_loop(lambda state: state[2], put_copies, (pool, pairs, num_copies > 0))
+    nowhere = jnp.full_like(tail, pool.num_blocks)
+    state = pool, nowhere, nowhere, num_copies > 0
+    pool, src, dst, _ = lax.while_loop(lambda state: state[3], put_copies, state)
     return pool, BlockCopies(src=src, dst=dst, num_copies=num_copies)
 
 
 def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Array) -> BlockPool:
     """Enters blocks into the table; rows that are nowhere are skipped."""
-    table = pool.block_table.at[rows, columns].set(block_ids, mode="drop")
+    table = set_at(pool.block_table, (rows, columns), block_ids)
     return dataclasses.replace(pool, block_table=table)
 
 

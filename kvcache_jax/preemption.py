@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, block_pool, rows
+from kvcache_jax.config import CacheConfig
 from kvcache_jax.state import Cache, Control
 
 _ROW_POLICIES = ("lru", "lfu", "longest", "priority")
@@ -73,7 +74,8 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
     _check_policy(policy)
     if isinstance(target, int | float) and not 0 <= target <= 1:
         raise ValueError(f"target is {target}, expected 0 <= target <= 1")
-    control, dropped = _evict_rows(cache.control, jnp.asarray(target, jnp.float32), policy=policy)
+    target = jnp.asarray(target, jnp.float32)
+    control, dropped = _evict_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), dropped
 
 
@@ -87,8 +89,10 @@ def _select(control: Control, policy: str) -> jax.Array:
     return _in_order(control, _num_freed(control, [jnp.bool_(True)] * len(control.block_pools)), policy)
 
 
-@functools.partial(jax.jit, static_argnames="policy")
-def _evict_rows(control: Control, target: jax.Array, policy: str) -> tuple[Control, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("policy", "config"))
+def _evict_rows(
+    control: Control, target: jax.Array, policy: str, config: CacheConfig
+) -> tuple[Control, jax.Array]:
     def next_row(control: Control) -> jax.Array:
         """The row to free now, or `max_seqs`."""
         shares = [
@@ -99,7 +103,7 @@ def _evict_rows(control: Control, target: jax.Array, policy: str) -> tuple[Contr
 
     def free_one(state):
         control, dropped, num_dropped, row = state
-        control, _ = rows.free_row(control, row)
+        control, _ = rows.free_row(control, row, config=config)
         return control, dropped.at[num_dropped].set(row), num_dropped + 1, next_row(control)
 
     dropped = jnp.full(control.max_seqs, control.max_seqs, jnp.int32)

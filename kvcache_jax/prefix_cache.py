@@ -16,6 +16,7 @@ from kvcache_jax import arguments, block_pool, companions, eviction, prefix_inde
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control, empty_index
 
 
@@ -173,7 +174,8 @@ def _require_index(operation: str, cache: Cache) -> None:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _commit(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    return publish.commit_rows(control, *columns, config=config)
+    commit_rows = functools.partial(publish.commit_rows, config=config)
+    return single_kernel(commit_rows, control, *columns)
 
 
 @functools.partial(jax.jit, static_argnames="config")

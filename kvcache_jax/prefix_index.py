@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
+from kvcache_jax.single_kernel import set_at
 from kvcache_jax.state import PrefixIndex
 
 
@@ -99,10 +100,10 @@ def insert(
     buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])
     return dataclasses.replace(
         index,
-        buckets=index.buckets.at[buckets, ways].set(block_ids, mode="drop"),
-        block_hash=index.block_hash.at[target].set(content.hashes, mode="drop"),
-        parent=index.parent.at[target].set(content.parent, mode="drop"),
-        namespace=index.namespace.at[target].set(content.namespace, mode="drop"),
+        buckets=set_at(index.buckets, (buckets, ways), block_ids),
+        block_hash=set_at(index.block_hash, target, content.hashes),
+        parent=set_at(index.parent, target, content.parent),
+        namespace=set_at(index.namespace, target, content.namespace),
         history=block_history.add_children(index.history, jnp.where(mask, content.parent, nowhere), 1),
     )
 
@@ -122,6 +123,6 @@ def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
     parents = index.parent.at[block_ids].get(mode="fill", fill_value=nowhere)
     return dataclasses.replace(
         index,
-        buckets=index.buckets.at[buckets, ways].set(nowhere, mode="drop"),
+        buckets=set_at(index.buckets, (buckets, ways), nowhere),
         history=block_history.add_children(index.history, parents, -1),
     )

@@ -18,6 +18,7 @@ from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
+from kvcache_jax.single_kernel import add_at, max_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
@@ -118,7 +119,7 @@ def _publish_batch(
     cut_here = batch.is_entry & ~verdict.is_done
     control = dataclasses.replace(
         control,
-        num_published=control.num_published.at[done_rows].add(1, mode="drop"),
+        num_published=add_at(control.num_published, done_rows, 1),
         prefix_index=index,
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
         counters=count_events(control, {Counter.ADOPTIONS: num_adopted}),
@@ -126,7 +127,7 @@ def _publish_batch(
     if len(config.groups) > 1:
         is_first = verdict.is_done & ~_stands_before(verdict.canonical, verdict.is_done)
         control = companions.link(control, is_first, entry_rows, batch.column, verdict.canonical, config)
-    return control, is_cut.at[jnp.where(cut_here, batch.row, is_cut.shape[0])].set(True, mode="drop")
+    return control, set_at(is_cut, jnp.where(cut_here, batch.row, is_cut.shape[0]), True)
 
 
 def _note_uses(
@@ -160,7 +161,7 @@ def _first_pending(
     is_entry = order < ends[-1]
     rows_in_call = jnp.arange(num_pending.shape[0], dtype=jnp.int32)
     first_places = jnp.where(num_pending > 0, starts, size)
-    row = lax.cummax(jnp.zeros(size, jnp.int32).at[first_places].max(rows_in_call, mode="drop"))
+    row = lax.cummax(max_at(jnp.zeros(size, jnp.int32), first_places, rows_in_call))
     start = starts.at[row].get(mode="clip")
     column = num_published.at[row].get(mode="clip") + order - start
     block_ids = pool.block_table.at[rows.at[row].get(mode="clip"), column].get(
@@ -249,12 +250,12 @@ def _adopt(
         is_revived = mask & (pool.ref_count.at[new].get(mode="fill", fill_value=1) == 0)
         is_revived &= ~_stands_before(new, is_revived)
         (num_owners, is_revived), ref_count = block_pool.read_first((num_owners, is_revived), pool.ref_count)
-        ref_count = ref_count.at[new].add(num_owners, mode="drop").at[old].set(0, mode="drop")
+        ref_count = set_at(add_at(ref_count, new, num_owners), old, 0)
         entries = pool.block_table.at[:, batch.column].get(mode="fill", fill_value=nowhere)
         is_held = mask & (entries == old)
         holders = jnp.where(is_held, jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None], entries.shape[0])
         holders, table = block_pool.read_first(holders, pool.block_table)
-        table = table.at[holders, batch.column].set(jnp.broadcast_to(new, entries.shape), mode="drop")
+        table = set_at(table, (holders, batch.column), jnp.broadcast_to(new, entries.shape))
         assert pool.cached is not None
         cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
         pool = dataclasses.replace(pool, block_table=table, ref_count=ref_count, cached=cached)

@@ -1,7 +1,7 @@
 """Rows start, fork, roll back and end: the one-row forms of the operations on control state.
 
-Each takes the control state and scalars and returns `(control, status)`; a row that fails comes back
-as it was. `each_row` makes the n-row operation of it: n successive one-row calls.
+Each takes the control state, scalars and the config, and returns `(control, status)`; a row that fails
+comes back as it was. `each_row` makes the n-row operation of it: n successive one-row calls.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jax import lax
 from kvcache_jax import block_pool, companions, eviction, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.single_kernel import add_at, min_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
@@ -148,18 +149,18 @@ def allocate_row(
         first = num_cached // group.block_size
         pool, new_ids = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks))
         ids = jnp.minimum(ids, new_ids)
-        pools.append(dataclasses.replace(pool, block_table=pool.block_table.at[row].set(ids, mode="drop")))
+        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids)))
     return dataclasses.replace(
         control,
-        is_active=control.is_active.at[row].set(True, mode="drop"),
-        context_len=control.context_len.at[row].set(num_cached, mode="drop"),
-        priority=control.priority.at[row].set(prompt.priority, mode="drop"),
-        namespace=control.namespace.at[row].set(prompt.namespace, mode="drop"),
-        num_published=control.num_published.at[row].set(
-            num_cached // config.groups[config.indexed_group].block_size, mode="drop"
+        is_active=set_at(control.is_active, row, True),
+        context_len=set_at(control.context_len, row, num_cached),
+        priority=set_at(control.priority, row, prompt.priority),
+        namespace=set_at(control.namespace, row, prompt.namespace),
+        num_published=set_at(
+            control.num_published, row, num_cached // config.groups[config.indexed_group].block_size
         ),
-        last_used=control.last_used.at[row].set(clock, mode="drop"),
-        num_uses=control.num_uses.at[row].add(1, mode="drop"),
+        last_used=set_at(control.last_used, row, clock),
+        num_uses=add_at(control.num_uses, row, 1),
         clock=clock,
         counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
@@ -216,21 +217,21 @@ def fork_row(
         ids = jnp.where(ok, token_blocks(pool, group, control.context_len, src_id), pool.num_blocks)
         ids, block_table = block_pool.read_first(ids, pool.block_table)
         pool = block_pool.share(pool, ids)
-        pools.append(dataclasses.replace(pool, block_table=block_table.at[row].set(ids, mode="drop")))
+        pools.append(dataclasses.replace(pool, block_table=set_at(block_table, row, ids)))
     clock = control.clock + ok.astype(jnp.uint32)
 
     def inherit(field: jax.Array) -> jax.Array:
-        return field.at[row].set(field.at[src_id].get(mode="clip"), mode="drop")
+        return set_at(field, row, field.at[src_id].get(mode="clip"))
 
     return dataclasses.replace(
         control,
-        is_active=control.is_active.at[row].set(True, mode="drop"),
+        is_active=set_at(control.is_active, row, True),
         context_len=inherit(control.context_len),
         priority=inherit(control.priority),
         namespace=inherit(control.namespace),
         num_published=inherit(control.num_published),
-        last_used=control.last_used.at[row].set(clock, mode="drop"),
-        num_uses=control.num_uses.at[row].add(1, mode="drop"),
+        last_used=set_at(control.last_used, row, clock),
+        num_uses=add_at(control.num_uses, row, 1),
         clock=clock,
         counters=count_events(control, {Counter.FORKS: ok}),
         block_pools=tuple(pools),
@@ -260,15 +261,15 @@ def truncate_row(
     ]
     return dataclasses.replace(
         control,
-        context_len=control.context_len.at[row].set(new_len, mode="drop"),
-        num_published=control.num_published.at[row].min(
-            new_len // config.groups[config.indexed_group].block_size, mode="drop"
+        context_len=set_at(control.context_len, row, new_len),
+        num_published=min_at(
+            control.num_published, row, new_len // config.groups[config.indexed_group].block_size
         ),
         block_pools=tuple(pools),
     ), status
 
 
-def free_row(control: Control, seq_id: jax.Array) -> tuple[Control, jax.Array]:
+def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
     """Ends a row: all its blocks lose this owner."""
     status = first_failure(
         *check_seq_ids(control, seq_id),
@@ -278,7 +279,7 @@ def free_row(control: Control, seq_id: jax.Array) -> tuple[Control, jax.Array]:
     row = jnp.where(ok, seq_id, control.max_seqs)
 
     def clear(field: jax.Array) -> jax.Array:
-        return field.at[row].set(jnp.zeros_like(field[0]), mode="drop")
+        return set_at(field, row, jnp.zeros_like(field[0]))
 
     return dataclasses.replace(
         control,
@@ -319,12 +320,10 @@ def reorder_rows(
         old_ids = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
         # Column by column from the last one, so that of what stays cached the ends go first.
         pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])
-        pools.append(
-            dataclasses.replace(pool, block_table=pool.block_table.at[row].set(new_ids, mode="drop"))
-        )
+        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, new_ids)))
 
     def inherit(field: jax.Array) -> jax.Array:
-        return field.at[row].set(field.at[parent_ids].get(mode="clip"), mode="drop")
+        return set_at(field, row, field.at[parent_ids].get(mode="clip"))
 
     clock = control.clock + moves.any().astype(jnp.uint32)
     return dataclasses.replace(
@@ -333,15 +332,15 @@ def reorder_rows(
         priority=inherit(control.priority),
         namespace=inherit(control.namespace),
         num_published=inherit(control.num_published),
-        last_used=control.last_used.at[row].set(clock, mode="drop"),
-        num_uses=control.num_uses.at[row].add(1, mode="drop"),
+        last_used=set_at(control.last_used, row, clock),
+        num_uses=add_at(control.num_uses, row, 1),
         clock=clock,
         block_pools=tuple(pools),
     ), status
 
 
 def edit_row(
-    control: Control, seq_id: jax.Array, priority: jax.Array | None = None
+    control: Control, seq_id: jax.Array, priority: jax.Array | None = None, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     """Sets a row's priority, or with None marks the row as just used."""
     status = first_failure(
@@ -351,12 +350,10 @@ def edit_row(
     ok = status == Status.OK
     row = jnp.where(ok, seq_id, control.max_seqs)
     if priority is not None:
-        return dataclasses.replace(
-            control, priority=control.priority.at[row].set(priority, mode="drop")
-        ), status
+        return dataclasses.replace(control, priority=set_at(control.priority, row, priority)), status
     clock = control.clock + ok.astype(jnp.uint32)
-    last_used = control.last_used.at[row].set(clock, mode="drop")
-    num_uses = control.num_uses.at[row].add(1, mode="drop")
+    last_used = set_at(control.last_used, row, clock)
+    num_uses = add_at(control.num_uses, row, 1)
     return dataclasses.replace(control, last_used=last_used, num_uses=num_uses, clock=clock), status
 
 
@@ -364,7 +361,7 @@ def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array
     """bool[n], masked entries whose id already stands in an earlier masked entry."""
     order = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     rows = jnp.where(mask, seq_ids, max_seqs)
-    first = jnp.full(max_seqs, seq_ids.shape[0], jnp.int32).at[rows].min(order, mode="drop")
+    first = min_at(jnp.full(max_seqs, seq_ids.shape[0], jnp.int32), rows, order)
     return mask & (first.at[rows].get(mode="fill", fill_value=0) < order)
 
 
@@ -384,7 +381,7 @@ def _drop_columns(pool: BlockPool, row: jax.Array, first_column: jax.Array) -> B
     is_dropped = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) >= first_column
     pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[::-1])
     kept = jnp.where(is_dropped, pool.num_blocks, entries)
-    return dataclasses.replace(pool, block_table=block_table.at[row].set(kept, mode="drop"))
+    return dataclasses.replace(pool, block_table=set_at(block_table, row, kept))
 
 
 def _window_is_lost(

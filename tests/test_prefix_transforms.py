@@ -145,7 +145,7 @@ def test_nothing_recompiles_whatever_the_prompts():
         cache, _ = kv.commit(cache, [i % 4])
         cache, _ = kv.evict(cache, i % 3)
         cache, _ = kv.free(cache, [(i + 2) % 4])
-        jitted = [step_fn, kv.cache._allocate, kv.cache._free, *(
+        jitted = [step_fn, kv.cache._each_row, *(
             getattr(kv.prefix_cache, f"_{name}") for name in ("commit", "lookup", "evict")
         )]  # fmt: skip
         sizes = [fn._cache_size() for fn in jitted]
