@@ -114,8 +114,7 @@ def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def extend_with_index(cache, i, prompt_len):
-    rows = jnp.arange(NUM_ROWS, dtype=jnp.int32)
-    tokens = tokens_of(rows, cache.context_len)[:, None]
+    tokens = tokens_of(jnp.arange(NUM_ROWS, dtype=jnp.int32)[:, None], jnp.int32(0))
     return kv.extend(cache, jnp.ones(NUM_ROWS, jnp.int32), max_new=1, tokens=tokens)
 
 

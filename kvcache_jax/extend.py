@@ -154,10 +154,9 @@ def record_tokens(
         return set_at(block_tokens, dst[i], block_tokens[src[i]])
 
     block_tokens = lax.fori_loop(0, num_copies, copy_block, index.block_tokens)
-    block_size = config.groups[group_id].block_size
-    slots = step.slots[group_id]
-    block_tokens = set_at(block_tokens, (slots // block_size, slots % block_size), tokens)
-    return dataclasses.replace(control, prefix_index=dataclasses.replace(index, block_tokens=block_tokens))
+    by_slot = set_at(block_tokens.reshape(-1), step.slots[group_id], tokens)
+    index = dataclasses.replace(index, block_tokens=by_slot.reshape(block_tokens.shape))
+    return dataclasses.replace(control, prefix_index=index)
 
 
 def _give_back(

@@ -42,7 +42,9 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     def as_usual(*passed: jax.Array) -> Any:
         rest = iter(passed)
         pairs = zip(leaves, is_passed, strict=True)
-        state, args = treedef.unflatten(next(rest) if given else jnp.zeros_like(leaf) for leaf, given in pairs)
+        state, args = treedef.unflatten(
+            next(rest) if given else jnp.zeros_like(leaf) for leaf, given in pairs
+        )
         # XLA aborts on a parameter of the kernel that nothing reads, so the arguments come back.
         return fn(state, *args), args
 
