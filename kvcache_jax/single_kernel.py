@@ -7,6 +7,8 @@ a separate call of `extend` takes half the time, `commit` 0.4 (`python -m experi
 
 Such a function cannot hold a scatter. So the operations update their arrays through `set_at`, `add_at`,
 `min_at` and `max_at`, which are loops there, and scatters on accelerators and under `vmap`.
+
+The attributes are XLA's own, so versions of jax that were not tested get the many kernels.
 """
 
 import functools
@@ -19,10 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.xla_metadata import xla_metadata_call
+from jax.experimental import xla_metadata
 from jax.typing import ArrayLike
 
 Index = jax.Array | tuple[jax.Array, ...]
+
+OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
 
 _is_one_kernel = jax.make_user_context(False)
 
@@ -35,6 +39,8 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
       state: What `fn` returns the next version of, all arrays of it.
       *args: Pytrees of arrays.
     """
+    if not OLDEST_TESTED <= jax.__version_info__ < BEFORE:
+        return fn(state, *args)
     leaves, treedef = jax.tree.flatten((state, args))
     # Arguments without elements stay outside.
     is_passed = [leaf.size > 0 for leaf in leaves]
@@ -48,7 +54,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         # XLA aborts on a parameter of the kernel that nothing reads, so the arguments come back.
         return fn(state, *args), args
 
-    @functools.partial(xla_metadata_call, inlineable=False, xla_cpu_small_call=True)
+    @functools.partial(xla_metadata.xla_metadata_call, inlineable=False, xla_cpu_small_call=True)
     def as_one(*passed: jax.Array) -> Any:
         with _is_one_kernel(True):
             return as_usual(*passed)
@@ -110,6 +116,6 @@ def _update(method: str, combine: Callable, array: jax.Array, index: Index, valu
         new = combine(old, lax.dynamic_index_in_dim(values, i).reshape(old.shape))
         return lax.dynamic_update_slice(array, jnp.where(is_inside, new, old), start)
 
-    if num_entries == 1:
-        return update_one(0, array)
-    return lax.fori_loop(0, num_entries, update_one, array)
+    if num_entries > 1:
+        return lax.fori_loop(0, num_entries, update_one, array)
+    return update_one(0, array) if num_entries else array

@@ -36,6 +36,10 @@ NOTHING_TO_DO = "test_cases.py::test_case_e_nothing_to_do_and_block_boundaries"
 PADDING = "test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
 MAX_LEN = "test_cases.py::test_case_h_row_at_max_seq_len[100]"
 FORK = "test_cases.py::test_case_i_fork_takes_no_block"
+UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
+ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
+OTHER_POLICIES = "test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
+UNREAD = "test_single_kernel.py::test_arguments_that_are_empty_or_not_read"
 RESERVED = "test_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
 BRANCHES = "test_cases.py::test_case_k_three_branches_of_one_row"
 REORDER = "test_cases.py::test_case_m_reorder_with_duplicates"
@@ -198,8 +202,8 @@ EXTEND = in_module(
     "extend",
     (
         "failed row advances",
-        "context_len.at[rows].set(new_len,",
-        "context_len.at[seq_ids].set(context_len + num_new,",
+        "set_at(control.context_len, rows, new_len)",
+        "set_at(control.context_len, seq_ids, context_len + num_new)",
         f"{FAILED_ROW}[extend]",
     ),
     ("clock advances on an empty call", "grows.any().astype(jnp.uint32)", "jnp.uint32(1)", NOTHING_TO_DO),
@@ -301,8 +305,8 @@ ROWS = in_module(
     ),
     (
         "touch leaves no mark",
-        "last_used = control.last_used.at[row].set(clock,",
-        "last_used = control.last_used.at[row].set(0,",
+        "last_used = set_at(control.last_used, row, clock)",
+        "last_used = set_at(control.last_used, row, 0)",
         ROW_FIELDS,
     ),
     (
@@ -328,8 +332,19 @@ BLOCK_POOL = in_module(
     ("peak forgotten", "jnp.maximum(pool.peak_used, num", "jnp.maximum(0, num", FIGURES),
 )
 
+SINGLE_KERNEL = in_module(
+    "single_kernel",
+    ("entries outside are written", "jnp.where(is_inside, new, old)", "new", UPDATES),
+    ("negative entries are written", "(at >= 0) & (at < size)", "at < size", UPDATES),
+    ("negative entries wrap around", "wrap_negative_indices=False", "wrap_negative_indices=True", UPDATES),
+    ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
+    ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
+    ("arguments that nothing reads", "return fn(state, *args), args", "return fn(state, *args), 0", UNREAD),
+)
+
 CACHE = in_module(
     "cache",
+    ("kernels hold policies", "index.history is not None", "index.history is None", OTHER_POLICIES),
     (
         "reorder one row after the other",
         "return rows.reorder_rows(control, *columns, config=config)",
@@ -426,6 +441,7 @@ MUTATIONS = [
     *DEMAND,
     *ROWS,
     *BLOCK_POOL,
+    *SINGLE_KERNEL,
     *CACHE,
     *BUILD,
     *ARGUMENTS,

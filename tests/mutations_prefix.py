@@ -101,8 +101,8 @@ MUTATIONS = [
         ("hits end inside blocks of other groups", "lengths % step == 0", "lengths % 1 == 0", WHOLE_BLOCKS),
         (
             "links of evicted blocks stay",
-            'set(nowhere, mode="drop"),\n        keeper=companions.keeper.at[block_ids]',
-            'set(block_ids, mode="drop"),\n        keeper=companions.keeper.at[block_ids]',
+            "(keepers, slots), nowhere),\n        keeper=",
+            "(keepers, slots), block_ids),\n        keeper=",
             GROUPS,
         ),
         (
@@ -125,18 +125,18 @@ MUTATIONS = [
         "extend",
         (
             "tokens of a copied block forgotten",
-            "block_tokens.at[dst[i]].set(block_tokens[src[i]])",
+            "set_at(block_tokens, dst[i], block_tokens[src[i]])",
             "block_tokens",
             SCRIPT,
         ),
-        ("tokens not recorded", '.set(tokens, mode="drop")', '.add(0 * tokens, mode="drop")', SCRIPT),
+        ("tokens not recorded", "step.slots[group_id], tokens)", "step.slots[group_id], 0)", SCRIPT),
     ),
     *in_module(
         "rows",
         (
             "truncation leaves blocks published in the row",
-            "num_published.at[row].min(",
-            "num_published.at[row].max(",
+            "num_published=min_at(",
+            "num_published=(lambda kept, *_: kept)(",
             SCRIPT,
         ),
         (

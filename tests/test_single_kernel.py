@@ -1,0 +1,168 @@
+"""One kernel per operation on CPUs, scatters elsewhere: the same values, no trace of it on accelerators."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+
+import kvcache_jax as kv
+from kvcache_jax.single_kernel import add_at, max_at, min_at, set_at, single_kernel
+
+pytestmark = pytest.mark.contract
+
+CONFIG = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, block_size=2, max_seqs=3, max_seq_len=12)
+UPDATES = {
+    set_at: lambda old, new: new,
+    add_at: lambda old, new: old + new,
+    min_at: min,
+    max_at: max,
+}
+MARK = "xla_cpu_small_call"
+
+
+def expected_update(combine, array, index, values):
+    """Entry by entry, in Python."""
+    array = array.copy()
+    index = np.broadcast_arrays(*index)
+    values = np.broadcast_to(values, index[0].shape + array.shape[len(index) :])
+    for entry in np.ndindex(index[0].shape):
+        place = tuple(int(axis[entry]) for axis in index)
+        if all(0 <= at < size for at, size in zip(place, array.shape, strict=False)):
+            for at in np.ndindex(array.shape[len(index) :]):
+                array[place + at] = combine(array[place + at], values[entry + at])
+    return array
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
+@pytest.mark.parametrize("shape, index_shapes", [
+    ((9,), [(14,)]), ((9,), [()]), ((5, 3), [(7,)]), ((5, 3), [()]), ((5, 3), [(4, 1), (1, 6)]),
+    ((4, 3, 2), [(8,), (8,)]), ((6,), [(0,)]),
+])  # fmt: skip
+def test_updates_skip_what_is_outside(update, shape, index_shapes):
+    rng = np.random.default_rng(0)
+    array = rng.integers(-50, 50, shape, np.int32)
+    index = [rng.integers(-4, size + 4, s, np.int32) for s, size in zip(index_shapes, shape, strict=False)]
+    if update is set_at:  # which of equal entries stays is left open
+        index = [rng.permutation(np.arange(-4, size + 4))[: np.prod(s, dtype=int)].reshape(s).astype(np.int32)
+                 for s, size in zip(index_shapes, shape, strict=False)]  # fmt: skip
+    entries = np.broadcast_shapes(*index_shapes)
+    values = rng.integers(-90, 90, entries + shape[len(index) :], np.int32)
+    expected = expected_update(UPDATES[update], array, index, values)
+
+    def fn(array, index, values):
+        return update(array, tuple(index), values)
+
+    array, index, values = jax.tree.map(jnp.asarray, (array, index, values))
+    np.testing.assert_array_equal(fn(array, index, values), expected)
+    in_kernel = jax.jit(lambda *args: single_kernel(fn, *args))
+    np.testing.assert_array_equal(in_kernel(array, index, values), expected)
+    arrays, several = jnp.stack([array, array + 1]), jnp.stack([values, values])
+    batched = jax.jit(jax.vmap(lambda *args: single_kernel(fn, *args), in_axes=(0, None, 0)))
+    assert MARK not in batched.lower(arrays, index, several).as_text()
+    np.testing.assert_array_equal(batched(arrays, index, several)[0], expected)
+
+
+def test_one_value_for_all_entries():
+    in_kernel = jax.jit(lambda array, index: single_kernel(lambda a, i: set_at(a, i, True), array, index))
+    found = in_kernel(jnp.zeros(5, bool), jnp.array([3, 7, 1], jnp.int32))
+    assert found.tolist() == [False, True, False, True, False]
+
+
+UNREAD = """
+import jax, jax.numpy as jnp
+from kvcache_jax.single_kernel import single_kernel
+
+def fn(state, empty, unread):
+    return state + 1, empty.sum(dtype=jnp.int32)
+
+args = jnp.arange(3, dtype=jnp.int32), jnp.zeros((2, 0), jnp.int32), jnp.ones(4, bool)
+state, total = jax.jit(lambda *args: single_kernel(fn, *args))(*args)
+print(state.tolist(), int(total))
+"""
+
+
+def test_arguments_that_are_empty_or_not_read():
+    """XLA ends the process where it cannot have them."""
+    result = subprocess.run([sys.executable, "-c", UNREAD], capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout) == (0, "[1, 2, 3] 0\n"), result.stderr[-1000:]
+
+
+OPERATIONS = {
+    "extend": lambda cache: kv.extend(cache, jnp.ones(3, jnp.int32), max_new=1),
+    "allocate": lambda cache: kv.allocate(cache, [0, 1], [3, 4]),
+    "free": lambda cache: kv.free(cache, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_operation_is_one_kernel(operation):
+    compiled = jax.jit(operation).lower(kv.init(CONFIG, storage=False)).compile().as_text()
+    entry = compiled[compiled.index("\nENTRY") :]
+    # What else is left: copies of what is not donated, views, and what goes before and behind it.
+    work = re.findall(r"[\])}] ([a-z-]+)\(", entry)
+    assert work.count("call") == 1 and MARK in entry
+    assert work.count("fusion") <= 4
+    assert {*work} <= {
+        "call",
+        "fusion",
+        "copy",
+        "constant",
+        "parameter",
+        "get-tuple-element",
+        "bitcast",
+        "tuple",
+    }
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_accelerators_get_scatters_and_no_mark(platform, operation):
+    traced = jax.jit(operation).trace(kv.init(CONFIG, storage=False))
+    assert MARK in traced.lower(lowering_platforms=("cpu",)).as_text()
+    lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert MARK not in lowered and "stablehlo.scatter" in lowered
+
+
+def test_other_policies_are_not_in_a_kernel():
+    """A policy may hold what a kernel cannot, such as a sort."""
+
+    @kv.eviction_policy("sorted")
+    def by_rank(blocks):
+        order = jnp.argsort(blocks.recency)
+        return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+
+    config = kv.CacheConfig(
+        CONFIG.layers, num_blocks=4, block_size=2, max_seqs=3, max_seq_len=8,
+        enable_prefix_caching=True, eviction_policy="sorted",
+    )  # fmt: skip
+    cache = kv.init(config, storage=False)
+    tokens = jnp.zeros((1, 6), jnp.int32)
+    allocate = jax.jit(lambda cache: kv.allocate(cache, [0], [6], tokens=tokens))
+    assert MARK not in allocate.lower(cache).as_text()
+    for i in range(3):
+        tokens = jnp.full((1, 6), i, jnp.int32)
+        cache, admission = kv.allocate(cache, [0], [6], tokens=tokens)
+        cache, _ = kv.extend(cache, [6], max_new=6, seq_ids=[0], tokens=tokens)
+        cache, _ = kv.commit(cache, [0])
+        cache, _ = kv.free(cache, [0])
+        assert admission.status.tolist() == [kv.Status.OK] and not kv.check_invariants(cache)
+    assert int(kv.stats(cache).num_evictions) > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_random_script_without_kernels(monkeypatch, seed):
+    """What accelerators run, and versions of jax that were not tested; against the oracle."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
+    jax.clear_caches()
+    try:
+        driver, rng = PrefixDriver(prefix_config()), np.random.default_rng(seed)
+        for _ in range(150):
+            driver.apply(*random_prefix_operation(rng, driver))
+        assert MARK not in jax.jit(OPERATIONS["free"]).lower(kv.init(CONFIG, storage=False)).as_text()
+    finally:
+        jax.clear_caches()
