@@ -51,7 +51,6 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         state, args = treedef.unflatten(
             next(rest) if given else jnp.zeros_like(leaf) for leaf, given in pairs
         )
-        # XLA aborts on a parameter of the kernel that nothing reads, so the arguments come back.
         return fn(state, *args), args
 
     @functools.partial(xla_metadata.xla_metadata_call, inlineable=False, xla_cpu_small_call=True)
@@ -69,7 +68,10 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         result = jax.vmap(as_usual, axes, axis_size=axis_size)(*passed)
         return result, jax.tree.map(lambda _: True, result)
 
-    return call(*itertools.compress(leaves, is_passed))[0]
+    # XLA ends the process over a parameter that nothing in the kernel reads. So the arguments come back, and
+    # the barrier keeps constants from being put in their place.
+    passed = lax.optimization_barrier(tuple(itertools.compress(leaves, is_passed)))
+    return call(*passed)[0]
 
 
 def set_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:

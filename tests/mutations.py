@@ -39,7 +39,7 @@ FORK = "test_cases.py::test_case_i_fork_takes_no_block"
 UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
 ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
 OTHER_POLICIES = "test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
-UNREAD = "test_single_kernel.py::test_arguments_that_are_empty_or_not_read"
+UNREAD = "test_single_kernel.py::test_parameters_that_nothing_reads"
 RESERVED = "test_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
 BRANCHES = "test_cases.py::test_case_k_three_branches_of_one_row"
 REORDER = "test_cases.py::test_case_m_reorder_with_duplicates"
@@ -340,6 +340,7 @@ SINGLE_KERNEL = in_module(
     ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
     ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
     ("arguments that nothing reads", "return fn(state, *args), args", "return fn(state, *args), 0", UNREAD),
+    ("constants as parameters", "= lax.optimization_barrier(", "= (", UNREAD),
 )
 
 CACHE = in_module(

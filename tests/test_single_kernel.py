@@ -85,11 +85,28 @@ state, total = jax.jit(lambda *args: single_kernel(fn, *args))(*args)
 print(state.tolist(), int(total))
 """
 
+CONSTANT = """
+import jax, jax.numpy as jnp
+import kvcache_jax as kv
 
-def test_arguments_that_are_empty_or_not_read():
-    """XLA ends the process where it cannot have them."""
-    result = subprocess.run([sys.executable, "-c", UNREAD], capture_output=True, text=True, timeout=100)
-    assert (result.returncode, result.stdout) == (0, "[1, 2, 3] 0\n"), result.stderr[-1000:]
+@jax.jit
+def program():
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, block_size=2, max_seqs=3, max_seq_len=12)
+    cache = kv.init(config)
+    cache, _ = kv.allocate(cache, [0], [3])
+    cache, step = kv.extend(cache, [3, 0, 0], max_new=3)
+    cache, _ = kv.free(cache, [2])
+    return cache.context_len
+
+print(program().tolist())
+"""
+
+
+@pytest.mark.parametrize("program, printed", [(UNREAD, "[1, 2, 3] 0\n"), (CONSTANT, "[3, 0, 0]\n")])
+def test_parameters_that_nothing_reads(program, printed):
+    """XLA ends the process over one: empty, not looked at, or a constant all along."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout) == (0, printed), result.stderr[-1000:]
 
 
 OPERATIONS = {
