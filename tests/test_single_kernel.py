@@ -90,19 +90,20 @@ import jax, jax.numpy as jnp
 import kvcache_jax as kv
 
 @jax.jit
-def program():
-    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, block_size=2, max_seqs=3, max_seq_len=12)
-    cache = kv.init(config)
-    cache, _ = kv.allocate(cache, [0], [3])
-    cache, step = kv.extend(cache, [3, 0, 0], max_new=3)
-    cache, _ = kv.free(cache, [2])
-    return cache.context_len
+def program(num_new):
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, block_size=4, max_seqs=1, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [0], [16])
+    cache, step = kv.extend(cache, num_new, max_new=16)
+    x = jnp.ones((1, 16, 1, 4))
+    cache, out = kv.attention(cache, 0, x, x, x, step)
+    return cache.context_len, out[0, :3].sum()
 
-print(program().tolist())
+length, total = program(jnp.array([3]))
+print(length.tolist(), int(total))
 """
 
 
-@pytest.mark.parametrize("program, printed", [(UNREAD, "[1, 2, 3] 0\n"), (CONSTANT, "[3, 0, 0]\n")])
+@pytest.mark.parametrize("program, printed", [(UNREAD, "[1, 2, 3] 0\n"), (CONSTANT, "[3] 12\n")])
 def test_parameters_that_nothing_reads(program, printed):
     """XLA ends the process over one: empty, not looked at, or a constant all along."""
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
