@@ -112,7 +112,7 @@ def least_valuable(
         return jnp.min(jnp.where(is_victim, order, nowhere))[None]
     rank, _ = rank_true(is_victim)
     place = jnp.where(is_victim, rank, batch)
-    return set_at(jnp.full(batch, nowhere, jnp.int32), place, order)
+    return set_at(jnp.full_like(keys, nowhere, shape=batch), place, order)
 
 
 def _nth_least(values: jax.Array, mask: jax.Array, n: jax.Array, most: int) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcache_jax.control_flow import run_if
 from kvcache_jax.single_kernel import add_at, min_at, set_at
 from kvcache_jax.state import BlockPool, CachedBlocks
 
@@ -175,12 +176,8 @@ def _enqueue(
     rank, num_added = rank_true(mask)
     added = num_added.astype(jnp.uint32)
 
-    # At most one trip: `lax.cond` would copy the queue that it passes through.
-    def sweep(state):
-        return _swept(state[0], ref_count), jnp.bool_(False)
-
     is_full = cached.tail - cached.head + added > length
-    cached, _ = lax.while_loop(lambda state: state[1], sweep, (cached, is_full))
+    cached = run_if(is_full, lambda cached: _swept(cached, ref_count), cached)
     position = cached.tail + rank.astype(jnp.uint32)
     place = jnp.where(mask, (position % length).astype(jnp.int32), cached.queue.shape[0])
     return dataclasses.replace(

@@ -15,6 +15,7 @@ from jax import lax
 from kvcache_jax import block_pool
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.control_flow import run_if
 from kvcache_jax.single_kernel import add_at
 from kvcache_jax.state import BlockPool, Control
 
@@ -135,15 +136,12 @@ def decide(
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
     def walk(state):
-        ref_counts, _, _, _ = state
-        ref_counts, grows, copies, _ = _walk(ref_counts, available, control, demands, seq_ids, wants, config)
-        return ref_counts, grows, copies, jnp.bool_(False)
+        ref_counts, _, _ = state
+        return _walk(ref_counts, available, control, demands, seq_ids, wants, config)[:3]
 
-    # At most one trip; `lax.cond` would copy the counts that it passes through.
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
-    nothing_to_copy = jnp.zeros((len(demands), *wants.shape), bool)
-    state = ref_counts, wants, nothing_to_copy, ~fits | is_shared
-    ref_counts, grows, copies, _ = lax.while_loop(lambda state: state[3], walk, state)
+    nothing_to_copy = jnp.zeros_like(wants, shape=(len(demands), *wants.shape))
+    ref_counts, grows, copies = run_if(~fits | is_shared, walk, (ref_counts, wants, nothing_to_copy))
     pools = tuple(
         dataclasses.replace(pool, ref_count=ref_count)
         for pool, ref_count in zip(control.block_pools, ref_counts, strict=True)

@@ -40,7 +40,7 @@ def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheC
     def evict_some(state):
         control, left = state
         if has_keys:
-            return _evict_by_key(control, group_id, left, config), jnp.int32(0)
+            return _evict_by_key(control, group_id, left, config), jnp.zeros_like(left)
         control, num_evicted = _evict_from_front(control, group_id, left, config)
         return control, left - num_evicted
 

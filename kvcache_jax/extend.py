@@ -10,6 +10,7 @@ from jax import lax
 from kvcache_jax import block_pool, eviction
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.control_flow import run_if
 from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
 from kvcache_jax.single_kernel import add_at, set_at
@@ -170,12 +171,9 @@ def _give_back(
         pool = _drop_out_of_reach(pool, group, rows, demand.first_kept)
         tails = jnp.where(copies, demand.tail, pool.num_blocks)
 
-        # At most one trip, because `lax.cond` copies the big arrays that it passes through.
-        def release_tails(state, tails=tails):
-            return block_pool.release_repeated(state[0], tails), jnp.bool_(False)
-
-        pool, _ = lax.while_loop(lambda state: state[1], release_tails, (pool, copies.any()))
-        pools.append(pool)
+        pools.append(
+            run_if(copies.any(), lambda pool, tails=tails: block_pool.release_repeated(pool, tails), pool)
+        )
     return dataclasses.replace(control, block_pools=tuple(pools))
 
 
@@ -237,17 +235,15 @@ def _take_copies(
     num_copies = num_true(mask)
 
     def put_copies(state):
-        pool, src, dst, _ = state
+        pool, src, dst = state
         new = block_pool.next_free(pool, mask, rank, num_taken)
         table_rows = jnp.where(mask, rows, pool.block_table.shape[0])
         pool = _put(block_pool.own(pool, new, num_copies), table_rows, columns, new)
         place = jnp.where(mask, copying.rank, tail.shape[0])
-        return pool, set_at(src, place, tail), set_at(dst, place, new), jnp.bool_(False)
+        return pool, set_at(src, place, tail), set_at(dst, place, new)
 
-    # At most one trip, because `lax.cond` copies the big arrays that it passes through.
     nowhere = jnp.full_like(tail, pool.num_blocks)
-    state = pool, nowhere, nowhere, num_copies > 0
-    pool, src, dst, _ = lax.while_loop(lambda state: state[3], put_copies, state)
+    pool, src, dst = run_if(num_copies > 0, put_copies, (pool, nowhere, nowhere))
     return pool, BlockCopies(src=src, dst=dst, num_copies=num_copies)
 
 

@@ -16,6 +16,7 @@ from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
+from kvcache_jax.control_flow import run_if
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
 from kvcache_jax.single_kernel import add_at, max_at, set_at
@@ -86,7 +87,7 @@ def commit_rows(
         control, is_cut = state
         return _publish_batch(control, rows, num_pending(control, is_cut), is_cut, config)
 
-    is_cut = jnp.zeros(seq_ids.shape, bool)
+    is_cut = jnp.zeros_like(num_full, bool)
     control, _ = lax.while_loop(lambda state: num_pending(*state).any(), publish_some, (control, is_cut))
     return control, status
 
@@ -161,7 +162,7 @@ def _first_pending(
     is_entry = order < ends[-1]
     rows_in_call = jnp.arange(num_pending.shape[0], dtype=jnp.int32)
     first_places = jnp.where(num_pending > 0, starts, size)
-    row = lax.cummax(max_at(jnp.zeros(size, jnp.int32), first_places, rows_in_call))
+    row = lax.cummax(max_at(jnp.zeros_like(starts, shape=size), first_places, rows_in_call))
     start = starts.at[row].get(mode="clip")
     column = num_published.at[row].get(mode="clip") + order - start
     block_ids = pool.block_table.at[rows.at[row].get(mode="clip"), column].get(
@@ -238,9 +239,8 @@ def _adopt(
     and that block could be evicted under them.
     """
 
-    # At most one trip, and none in most steps; `lax.cond` would copy the big arrays.
     def exchange(state):
-        pool, _, _ = state
+        pool, _ = state
         nowhere = pool.num_blocks
         # One private block may stand in several rows of the batch.
         mask = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
@@ -259,8 +259,7 @@ def _adopt(
         assert pool.cached is not None
         cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
         pool = dataclasses.replace(pool, block_table=table, ref_count=ref_count, cached=cached)
-        return block_pool.put_on_free_stack(pool, old, mask), num_true(mask), jnp.bool_(False)
+        return block_pool.put_on_free_stack(pool, old, mask), num_true(mask)
 
-    state = pool, jnp.int32(0), is_exchanged.any()
-    pool, num_adopted, _ = lax.while_loop(lambda state: state[2], exchange, state)
-    return pool, num_adopted
+    num_exchanged = num_true(is_exchanged)
+    return run_if(num_exchanged > 0, exchange, (pool, num_exchanged))

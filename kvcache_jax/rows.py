@@ -361,7 +361,7 @@ def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array
     """bool[n], masked entries whose id already stands in an earlier masked entry."""
     order = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     rows = jnp.where(mask, seq_ids, max_seqs)
-    first = min_at(jnp.full(max_seqs, seq_ids.shape[0], jnp.int32), rows, order)
+    first = min_at(jnp.full_like(rows, seq_ids.shape[0], shape=max_seqs), rows, order)
     return mask & (first.at[rows].get(mode="fill", fill_value=0) < order)
 
 

@@ -92,7 +92,6 @@ def test_inside_shard_map(expected):
         mesh=mesh,
         in_specs=(cache_spec, TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC, P()),
         out_specs=(cache_spec, TOKEN_SPEC, P()),
-        check_vma=False,
     )
     _, outs = run(kv.donate(local), cache, *make_inputs())
     for out, want in zip(outs, expected, strict=True):
@@ -122,3 +121,54 @@ def test_only_the_heads_may_be_split():
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="only the heads split"):
         kv.init(CONFIG, sharding=NamedSharding(mesh, P("heads")))
+
+
+@pytest.mark.parametrize(
+    "num_groups, policy, is_run", [(1, "lru", True), (2, "lru", False), (2, "lfu", False)]
+)
+def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
+    """Data parallel, every operation. JAX follows what differs between devices when it traces a loop."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    layers = [kv.FullAttention(1, DIM), kv.SlidingWindow(1, DIM, window=4, block_size=2)][:num_groups]
+    config = kv.CacheConfig(
+        layers, num_blocks=8, block_size=2, max_seqs=2, max_seq_len=12,
+        enable_prefix_caching=True, eviction_policy=policy,
+    )  # fmt: skip
+
+    def script(cache, num_tokens):
+        text = jnp.arange(6, dtype=jnp.int32) % num_tokens
+        texts = jnp.stack([text, text])
+        cache, admission = kv.allocate(cache, [0, 1], [5, 3], tokens=texts)
+        outs = []
+        for num_new, width in (([5, 3], 5), ([1, 1], 1)):
+            cache, step = kv.extend(cache, num_new, max_new=width, tokens=texts[:, :width])
+            x = jnp.full((2, width, 1, DIM), num_tokens, jnp.float32)
+            for layer in range(num_groups):
+                cache, out = kv.attention(cache, layer, x, x, x, step)
+            outs.append(out)
+            cache, _ = kv.commit(cache, [0, 1])
+            cache, _ = kv.free(cache, [1])
+            cache, _ = kv.fork(cache, [0], [1])
+        cache, _ = kv.reorder(cache, [0, 1], [1, 0])
+        cache, _ = kv.truncate(cache, [0], [1])
+        cache, _ = kv.touch(cache, [0])
+        cache, _ = kv.free(cache, [0, 1])
+        cache, num_evicted = kv.evict(cache, 1)
+        return cache.control, admission.status, outs, num_evicted
+
+    def on_device(caches, num_tokens):
+        mine = jax.tree.map(lambda x: x[0], caches)
+        return jax.tree.map(lambda x: x[None], script(mine, num_tokens[0]))
+
+    caches = jax.tree.map(lambda x: jnp.stack([x, x]), kv.init(config))
+    num_tokens = jnp.array([1, 5], jnp.int32)
+    spread = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    jax.eval_shape(spread, caches, num_tokens)
+    if not is_run:
+        return
+    found = jax.jit(spread)(caches, num_tokens)
+    alone = jax.jit(script)
+    for i in range(2):
+        want = alone(kv.init(config), num_tokens[i])
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, atol=1e-6), found, want)
+    assert int(found[-1].sum()) > 0
