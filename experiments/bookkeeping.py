@@ -33,7 +33,6 @@ import argparse
 import concurrent.futures
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -78,7 +77,7 @@ def identity(cache, i, prompt_len):
 def jitted(step: Callable) -> dict[str, Callable]:
     """The three ways to run a step; compiled once per pool size, whatever the workload."""
 
-    def loop(cache, num_steps, prompt_len):
+    def loop(cache, span, prompt_len):
         def body(i, carry):
             cache, worst, _ = carry
             cache, result = step(cache, i, prompt_len)
@@ -87,7 +86,7 @@ def jitted(step: Callable) -> dict[str, Callable]:
         # The last step's result comes out, so that every step computes all of it.
         _, result = jax.eval_shape(step, cache, jnp.int32(0), prompt_len)
         result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
-        return lax.fori_loop(0, num_steps, body, (cache, status_of(result), result))
+        return lax.fori_loop(*span, body, (cache, status_of(result), result))
 
     return {FLOOR: identity} | {
         figure: jax.jit(fn, donate_argnums=0) for figure, fn in ((CALL, step), (LOOP, loop))
@@ -100,29 +99,34 @@ class Timing:
     def __init__(self, operation: Operation, workload: Workload, num_blocks: int):
         self.operation, self.workload, self.num_blocks = operation, workload, num_blocks
         self.num_steps = operation.steps_of(workload)
+        self.num_warm_up = self.num_steps // 4
         self.prepared = jax.block_until_ready(prepare(operation, workload, num_blocks))
         self.prompt_len = jnp.int32(workload.prompt_len)
         self.ids = [jnp.int32(i) for i in range(self.num_steps)]
         self.figures = (FLOOR, CALL, LOOP) if self.num_steps > 1 else (FLOOR, CALL)
         self.seconds: dict[str, list[float]] = {figure: [] for figure in self.figures}
-        self.round()
-        self.first_call_s = {figure: self.seconds[figure].pop(0) for figure in self.figures}
+        self.first_call_s = self.round()
         for seconds in self.seconds.values():
             seconds.clear()
         self._verify()
 
-    def round(self) -> None:
+    def round(self) -> dict[str, float]:
+        """Adds samples; returns how long the first call of each figure took."""
+        first_call_s = {}
+        ends = jnp.array([0, self.num_warm_up, self.num_steps], jnp.int32)
         for figure in self.figures:
-            fn, cache, statuses = jitted(self.operation.step)[figure], self._fresh(), []
-            for i in self.ids if figure != LOOP else (self.num_steps,):
+            fn, cache, statuses, seconds = jitted(self.operation.step)[figure], self._fresh(), [], []
+            for steps in self.ids if figure != LOOP else ((ends[0], ends[1]), (ends[1], ends[2])):
                 start = time.perf_counter()
-                cache, *results = jax.block_until_ready(fn(cache, i, self.prompt_len))
-                self.seconds[figure].append(time.perf_counter() - start)
+                cache, *results = jax.block_until_ready(fn(cache, steps, self.prompt_len))
+                seconds.append(time.perf_counter() - start)
                 statuses.append(status_of(results[0]))
+            first_call_s[figure] = seconds[0]
+            self.seconds[figure] += seconds if figure != LOOP else seconds[1:]
             if figure != FLOOR:
                 require_ok(jnp.stack(statuses), f"{self.operation.name}, {figure}")
-            if figure != FLOOR:
                 self.after = cache
+        return first_call_s
 
     def _fresh(self) -> kv.Cache:
         return jax.block_until_ready(jax.tree.map(jnp.copy, self.prepared))
@@ -137,16 +141,19 @@ class Timing:
         if problems := kv.check_invariants(cache):
             raise RuntimeError(f"{self.operation.name}: {problems[0]}")
 
+    def steps_per_call(self, figure: str) -> int:
+        return self.num_steps - self.num_warm_up if figure == LOOP else 1
+
     def median_us(self, figure: str) -> float:
         if figure == ABOVE_FLOOR:
             return self.median_us(CALL) - self.median_us(FLOOR)
-        return 1e6 * float(np.median(self.seconds[figure])) / (self.num_steps if figure == LOOP else 1)
+        return 1e6 * float(np.median(self.seconds[figure])) / self.steps_per_call(figure)
 
     def records(self) -> list[dict]:
         blocks_used = [int(kv.stats(cache).num_blocks_used) for cache in (self.prepared, self.after)]
         records = []
         for figure in self.figures:
-            steps_per_call = self.num_steps if figure == LOOP else 1
+            steps_per_call = self.steps_per_call(figure)
             records.append(
                 {
                     "operation": self.operation.name,
@@ -262,13 +269,10 @@ def main() -> None:
     parser.add_argument(
         "--peers-python", action="append", default=[], metavar="PYTHON", help="where a peer is installed"
     )
-    parser.add_argument("--workers", type=int, help="XLA's worker threads; default: one per core")
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="time for one operation's figures, per pool"
     )
     args = parser.parse_args()
-    if args.workers is not None:
-        os.environ["PJRT_NPROC"] = str(args.workers)  # read when the backend starts, which nothing has yet
 
     start = time.perf_counter()
     full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
@@ -291,7 +295,6 @@ def main() -> None:
     report = {
         "machine": machine(),
         "revision": revision(),
-        "workers": args.workers or "one per core",
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "seconds": time.perf_counter() - start,

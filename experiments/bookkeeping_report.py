@@ -7,7 +7,7 @@ from experiments.timing import show_table
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, XLA workers: {report['workers']}")
+    print(f"{host['cpu']}, {host['num_cores']} cores")
     print(f"{report['device']}, jax {report['jax']}; times in microseconds")
     records = [record for record in report["records"] if record["workload"] == FULL.name]
     _show_figures(f"{NUM_ROWS} rows, {NUM_BLOCKS:,} blocks of {BLOCK_SIZE}; {FULL}", records)
