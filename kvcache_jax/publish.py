@@ -23,7 +23,7 @@ from kvcache_jax.single_kernel import add_at, max_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
-_BATCH = 16
+_BATCH = 24
 
 
 class _Batch(NamedTuple):
