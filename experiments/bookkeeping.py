@@ -1,32 +1,32 @@
 """Question: what does the bookkeeping of the cache cost, without any keys and values?
 
-Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON] [--workers N]
+Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 23 us inside a loop and 182 us as a separate call, 147 of
-  them above the dispatch floor (that misses its bar of 100); with one XLA worker, at an earlier commit, 9,
-  139 and 109 us. As separate calls: a prompt of 8,192 tokens 127 us, fork of 64 rows 446, reorder 708, free
-  of 64 rows of 256 blocks 325, truncate 277. With the prefix cache: `extend` 1.18x in a loop, with `commit`
-  of what is full 2.2x of that (misses its bar of 2), evicting 1.6x; commit of a prompt 707 us, with 65,536
-  blocks 1.65x (in a loop) and 1.504x (separate call) of what it takes with 1,024 (misses its bar of 1.5).
-  All other growths hold: at most 1.25x, and 2.9x at 1,048,576 blocks (bar 3).
+Answer:  a decode step's `extend` of 256 rows takes 7.5 us inside a loop and 119 us as a separate call, 84 of
+  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 70 us, fork of 64 rows 198,
+  reorder 668, free of 64 rows of 256 blocks 309, truncate 283. With the prefix cache: `extend` 11.8 us in a
+  loop, 1.6x (misses its bar of 1.3; 1.25x to 1.6x from process to process: it writes every token into the
+  record of a block somewhere in 4 MB), with `commit` of what is full 1.85x of that, evicting 1.3x; a prompt
+  found 183 us, commit of a prompt 276. In a loop that commit takes 1.55x with 65,536 blocks of what it takes
+  with 1,024 (misses its bar of 1.5; 1.41x to 1.57x in other runs). All other growths hold: at most 1.3x, and
+  2.4x at 1,048,576 blocks (bar 3).
   The control state is 1.06 MB; the temporaries of a decode step (2.2 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 1,001 us for the same step with prefix caching off, 1,038 with it
-  on; for the prompt 39 us with it off (a slice of a list), 460 with it on. Levanter's pager 1,375 us when 16
-  of the rows take a page and 16,214 us when all do, where `extend` takes 274.
-Record:  experiments/results/bookkeeping.json, and bookkeeping_one_worker.json.
+  Beside it (--peers): vLLM 0.33's manager 980 us for the same step with prefix caching off, 1,023 with it
+  on; for the prompt 39 us with it off (a slice of a list), 449 with it on. Levanter's pager 1,372 us when 16
+  of the rows take a page and 16,234 us when all do, where `extend` takes 182.
+Record:  experiments/results/bookkeeping.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
 order, `max_seq_len` 8,192. Each operation is timed as
   dispatch floor  an identity jit on the same state: what any call costs
   separate call   one jitted call, `block_until_ready` after each
-  in a loop       a jitted `fori_loop` of such steps, divided by their number
+  in a loop       a jitted `fori_loop` of such steps, divided by their number; a quarter of them goes before
+                  and is not timed
 with the state donated and warm. When the steps that a state has room for are used up, a copy of the
 prepared state takes its place outside of the timed region: no figure contains the undoing of its
 operation. The figures of all operations are taken in turn, and so are those of one operation on pools of
 several sizes. Every status must be OK; the loop must end in the very state that separate calls end in, and
 `check_invariants` must find it sound. Compile time stands apart.
-XLA spreads even these small kernels over one worker thread per core, and a call then waits for a thread
-to wake up, the longer the busier the machine is. `--workers 1` is the same program without that.
 """
 
 import argparse
