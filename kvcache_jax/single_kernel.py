@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 Index = jax.Array | tuple[jax.Array, ...]
 
 OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
+_SMALL = 4096
 
 _is_one_kernel = jax.make_user_context(False)
 
@@ -36,7 +37,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
 
     Args:
       fn: Of pytrees of arrays, without scatters, sorts, products of matrices and random numbers.
-      state: What `fn` returns the next version of, all arrays of it.
+      state: What `fn` returns the next version of, all arrays of it; big ones are edited, not replaced.
       *args: Pytrees of arrays.
     """
     if not OLDEST_TESTED <= jax.__version_info__ < BEFORE:
@@ -51,7 +52,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         state, args = treedef.unflatten(
             next(rest) if given else jnp.zeros_like(leaf) for leaf, given in pairs
         )
-        return fn(state, *args), args
+        return fn(state, *args), (args, [_first(leaf) for leaf in jax.tree.leaves(state)])
 
     @functools.partial(xla_metadata.xla_metadata_call, inlineable=False, xla_cpu_small_call=True)
     def as_one(*passed: jax.Array) -> Any:
@@ -69,9 +70,14 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         return result, jax.tree.map(lambda _: True, result)
 
     # XLA ends the process over a parameter that nothing in the kernel reads. So the arguments come back, and
-    # the barrier keeps constants from being put in their place.
+    # of the state an element of each array; the barrier keeps constants from being put in their place.
     passed = lax.optimization_barrier(tuple(itertools.compress(leaves, is_passed)))
     return call(*passed)[0]
+
+
+def _first(array: jax.Array) -> jax.Array | None:
+    """An element of a small array. Of a big one a part is replaced or nothing, which reads it."""
+    return lax.slice_in_dim(array.reshape(-1), 0, 1) if 0 < array.size <= _SMALL else None
 
 
 def set_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:

@@ -78,10 +78,13 @@ import jax, jax.numpy as jnp
 from kvcache_jax.single_kernel import single_kernel
 
 def fn(state, empty, unread):
-    return state + 1, empty.sum(dtype=jnp.int32)
+    kept, replaced = state
+    return (kept + 1, jnp.zeros_like(replaced)), empty.sum(dtype=jnp.int32)
 
-args = jnp.arange(3, dtype=jnp.int32), jnp.zeros((2, 0), jnp.int32), jnp.ones(4, bool)
-state, total = jax.jit(lambda *args: single_kernel(fn, *args))(*args)
+state = jnp.arange(3, dtype=jnp.int32), jnp.arange(300, dtype=jnp.int32)
+args = state, jnp.zeros((2, 0), jnp.int32), jnp.ones(4, bool)
+(state, replaced), total = jax.jit(lambda *args: single_kernel(fn, *args))(*args)
+assert not replaced.any()
 print(state.tolist(), int(total))
 """
 
