@@ -52,7 +52,9 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         state, args = treedef.unflatten(
             next(rest) if given else jnp.zeros_like(leaf) for leaf, given in pairs
         )
-        return fn(state, *args), (args, [_first(leaf) for leaf in jax.tree.leaves(state)])
+        # Read before anything is written, or XLA would copy the arrays.
+        firsts, state = lax.optimization_barrier(([_first(leaf) for leaf in jax.tree.leaves(state)], state))
+        return fn(state, *args), (args, firsts)
 
     @functools.partial(xla_metadata.xla_metadata_call, inlineable=False, xla_cpu_small_call=True)
     def as_one(*passed: jax.Array) -> Any:

@@ -339,7 +339,7 @@ SINGLE_KERNEL = in_module(
     ("negative entries wrap around", "wrap_negative_indices=False", "wrap_negative_indices=True", UPDATES),
     ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
     ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
-    ("arguments that nothing reads", "(args, [_first(leaf)", "(0, [_first(leaf)", UNREAD),
+    ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
     ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
     ("constants as parameters", "= lax.optimization_barrier(", "= (", UNREAD),
 )
