@@ -341,7 +341,7 @@ SINGLE_KERNEL = in_module(
     ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
     ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
     ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
-    ("constants as parameters", "= lax.optimization_barrier(", "= (", UNREAD),
+    ("constants as parameters", "passed = lax.optimization_barrier(", "passed = (", UNREAD),
 )
 
 CACHE = in_module(
