@@ -86,7 +86,8 @@ def jitted(step: Callable) -> dict[str, Callable]:
         # The last step's result comes out, so that every step computes all of it.
         _, result = jax.eval_shape(step, cache, jnp.int32(0), prompt_len)
         result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
-        return lax.fori_loop(*span, body, (cache, status_of(result), result))
+        first, end = span
+        return lax.fori_loop(first, end, body, (cache, status_of(result), result))
 
     return {FLOOR: identity} | {
         figure: jax.jit(fn, donate_argnums=0) for figure, fn in ((CALL, step), (LOOP, loop))
