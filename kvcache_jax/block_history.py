@@ -126,5 +126,5 @@ def _nth_least(values: jax.Array, mask: jax.Array, n: jax.Array, most: int) -> j
         higher = limit | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
         return jnp.where(num_true(mask & (flipped < higher)) < n, higher, limit)
 
-    limit = lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
+    limit = lax.fori_loop(0, 32, try_bit, jnp.zeros_like(flipped, shape=()))
     return lax.bitcast_convert_type(limit ^ jnp.uint32(1 << 31), jnp.int32)

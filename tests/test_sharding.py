@@ -132,12 +132,13 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
     layers = [kv.FullAttention(1, DIM), kv.SlidingWindow(1, DIM, window=4, block_size=2)][:num_groups]
     config = kv.CacheConfig(
         layers, num_blocks=8, block_size=2, max_seqs=2, max_seq_len=12,
-        enable_prefix_caching=True, eviction_policy=policy,
+        enable_prefix_caching=True, eviction_policy=policy, eviction_batch=2,
     )  # fmt: skip
 
     def script(cache, num_tokens):
         text = jnp.arange(6, dtype=jnp.int32) % num_tokens
         texts = jnp.stack([text, text])
+        rows = jnp.arange(2, dtype=jnp.int32) * jnp.minimum(num_tokens, 1)
         cache, admission = kv.allocate(cache, [0, 1], [5, 3], tokens=texts)
         outs = []
         for num_new, width in (([5, 3], 5), ([1, 1], 1)):
@@ -146,7 +147,7 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
             for layer in range(num_groups):
                 cache, out = kv.attention(cache, layer, x, x, x, step)
             outs.append(out)
-            cache, _ = kv.commit(cache, [0, 1])
+            cache, _ = kv.commit(cache, rows)
             cache, _ = kv.free(cache, [1])
             cache, _ = kv.fork(cache, [0], [1])
         cache, _ = kv.reorder(cache, [0, 1], [1, 0])

@@ -1,5 +1,6 @@
 """One kernel per operation on CPUs, scatters elsewhere: the same values, no trace of it on accelerators."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -118,11 +119,14 @@ OPERATIONS = {
     "allocate": lambda cache: kv.allocate(cache, [0, 1], [3, 4]),
     "free": lambda cache: kv.free(cache, [0, 1]),
 }
+INDEXED = dataclasses.replace(CONFIG, enable_prefix_caching=True)
+IN_KERNELS = {name: (operation, CONFIG) for name, operation in OPERATIONS.items()}
+IN_KERNELS["commit"] = (lambda cache: kv.commit(cache, [0, 1]), INDEXED)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_operation_is_one_kernel(operation):
-    compiled = jax.jit(operation).lower(kv.init(CONFIG, storage=False)).compile().as_text()
+@pytest.mark.parametrize("operation, config", IN_KERNELS.values(), ids=IN_KERNELS)
+def test_an_operation_is_one_kernel(operation, config):
+    compiled = jax.jit(operation).lower(kv.init(config, storage=False)).compile().as_text()
     entry = compiled[compiled.index("\nENTRY") :]
     # What else is left: copies of what is not donated, views, and what goes before and behind it.
     work = re.findall(r"[\])}] ([a-z-]+)\(", entry)
