@@ -101,7 +101,7 @@ def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block
         for start in range(0, len(prompt), 9)
     ]
     assert_close(np.concatenate(logits), want[: len(prompt)])
-    # The program of the chunks decodes too; with full layers alone and with both kinds, one of width 1 as well.
+    # The program of the chunks decodes too; one of width 1 with full layers alone and with both kinds.
     width = 1 if block_size == 16 and family in ("llama", "qwen2_windows") else WIDTH
     last, chosen = logits[-1][-1], []
     for i in range(len(greedy)):
