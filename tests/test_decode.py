@@ -302,7 +302,7 @@ def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
 
 
 @pytest.mark.parametrize(
-    ("num_beams", "stops", "penalty"), [(2, [], 1.0), (2, [3, 8], 0.0), (1, [], 1.0), (2, [2, 9], 2.0)]
+    ("num_beams", "stops", "penalty"), [(2, [], 1.0), (2, [3, 8], 0.0), (1, [], 1.0), (2, [9, 15], 2.0)]
 )
 def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
     prompts = [PROMPTS[0], PROMPTS[3]]
