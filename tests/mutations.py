@@ -431,7 +431,6 @@ BEAM = in_module(
 SCORE = in_module(
     "score",
     ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
-    ("scores that fail together are given up", " and len(wave) == 1:", ":", SCORES),
 )
 
 MUTATIONS = [
