@@ -81,12 +81,13 @@ def _first(array: jax.Array) -> jax.Array | None:
     return lax.slice_in_dim(array.reshape(-1), 0, 1) if 0 < array.size <= _SMALL else None
 
 
-def set_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
+def set_at(array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1) -> jax.Array:
     """`array` with `values` at `index`: i32[...], or one per leading axis; entries outside are skipped.
 
-    Of equal entries the last one stays in a single kernel, and any of them elsewhere.
+    Of equal entries the last one stays in a single kernel, and any of them elsewhere. There a trip of the loop
+    updates `unroll` entries: of an array that no cache holds, several are then waited for at once.
     """
-    return _update("set", lambda old, new: new, array, index, values)
+    return _update("set", lambda old, new: new, array, index, values, unroll)
 
 
 def add_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
@@ -104,7 +105,9 @@ def max_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
     return _update("max", lax.max, array, index, values)
 
 
-def _update(method: str, combine: Callable, array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
+def _update(
+    method: str, combine: Callable, array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1
+) -> jax.Array:
     index = index if isinstance(index, tuple) else (index,)
     values = jnp.asarray(values, array.dtype)
     if not _is_one_kernel.value:
@@ -126,5 +129,5 @@ def _update(method: str, combine: Callable, array: jax.Array, index: Index, valu
         return lax.dynamic_update_slice(array, jnp.where(is_inside, new, old), start)
 
     if num_entries > 1:
-        return lax.fori_loop(0, num_entries, update_one, array)
+        return lax.fori_loop(0, num_entries, update_one, array, unroll=unroll)
     return update_one(0, array) if num_entries else array
