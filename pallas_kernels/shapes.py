@@ -86,15 +86,17 @@ class DecodeShape:
         The layer is the last one, and all others are NaN.
         """
         rng = np.random.default_rng(seed)
+        dtype = jnp.dtype(self.dtype)
         rows = self.rows()
+        first_column, num_columns = np.asarray(rows.first_column), np.asarray(rows.num_columns)
         table = np.full((len(self.lens), self.num_columns), self.num_blocks, np.int32)
         pool_shape = (self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         k_pool, v_pool = (np.full(pool_shape, np.nan, np.float32) for _ in "kv")
         free = list(rng.permutation(self.num_blocks))
         sinks = self.options.num_sink_blocks(self.block_size)
         for row, length in enumerate(self.lens):
-            for nth in range(int(rows.num_columns[row])):
-                column = nth if nth < sinks else int(rows.first_column[row]) + nth - sinks
+            for nth in range(num_columns[row]):
+                column = nth if nth < sinks else first_column[row] + nth - sinks
                 table[row, column] = block = free.pop()
                 tokens = min(self.block_size, length - column * self.block_size)
                 for pool in (k_pool, v_pool):
@@ -103,12 +105,12 @@ class DecodeShape:
         q_shape = (len(self.lens), self.num_queries, self.num_kv_heads, self.group_size, self.head_dim)
         sink_logits = None
         if self.has_sink_logits:
-            sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]), jnp.float32)
+            sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]).astype(np.float32))
         k_pool, v_pool = (pool.reshape(-1, *pool_shape[2:]) for pool in (k_pool, v_pool))
         return DecodeProblem(
-            q=jnp.asarray(rng.standard_normal(q_shape), self.dtype),
-            k_pool=jnp.asarray(k_pool, self.dtype),
-            v_pool=jnp.asarray(v_pool, self.dtype),
+            q=jnp.asarray(rng.standard_normal(q_shape).astype(dtype)),
+            k_pool=jnp.asarray(k_pool.astype(dtype)),
+            v_pool=jnp.asarray(v_pool.astype(dtype)),
             block_table=jnp.asarray(table),
             rows=rows,
             options=self.options,
@@ -119,24 +121,18 @@ class DecodeShape:
 
 DECODE_SHAPES = (
     DecodeShape("plain", (37, 5)),
-    DecodeShape("one_token", (1, 16, 17)),
-    DecodeShape("idle_rows", (0, 70, 0)),
+    DecodeShape("idle_rows", (0, 70, 0, 1, 16, 17)),
     DecodeShape("long", (530, 64), num_kv_heads=1),
-    DecodeShape("group_1", (33,), group_size=1),
-    DecodeShape("group_16", (50,), group_size=16, num_kv_heads=1),
-    DecodeShape("head_128", (45, 70), head_dim=128, num_kv_heads=1),
-    DecodeShape("head_256", (45,), head_dim=256, num_kv_heads=1),
-    DecodeShape("block_8", (61,), block_size=8),
-    DecodeShape("block_24", (100, 24), block_size=24, num_kv_heads=1),
+    DecodeShape("group_1_block_8", (61,), group_size=1, block_size=8),
+    DecodeShape("group_16_soft_cap", (60,), group_size=16, num_kv_heads=1, soft_cap=5.0),
+    DecodeShape("head_128_block_24", (100, 24), head_dim=128, block_size=24, num_kv_heads=1),
+    DecodeShape("head_256_f16", (45,), head_dim=256, num_kv_heads=1, dtype="float16"),
     DecodeShape("block_128", (200, 128), block_size=128, num_kv_heads=1),
     DecodeShape("block_72", (150,), block_size=72, num_kv_heads=1),
-    DecodeShape("f16", (45,), dtype="float16"),
     DecodeShape("drafts", (70, 3, 20), num_queries=5, group_size=3),
     DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
-    DecodeShape("window", (150, 20), window=40),
     DecodeShape("window_drafts", (190, 30), window=33, num_queries=4),
     DecodeShape("kept_tokens", (230, 21, 3), window=40, num_sink_tokens=5),
-    DecodeShape("soft_cap", (60,), soft_cap=5.0),
     DecodeShape("sink_logits", (60, 0), has_sink_logits=True),
     DecodeShape(
         "all",
@@ -148,4 +144,4 @@ DECODE_SHAPES = (
         has_sink_logits=True,
     ),
 )
-"""Small enough to interpret, one hard thing each, and all of them together."""
+"""Small enough to interpret, one or two hard things each, and all of them together."""

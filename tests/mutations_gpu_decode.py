@@ -43,7 +43,7 @@ MUTATIONS = [
             "first_tile), by_lane) >= 0",
             f"{FILE}::test_sink_logits_count_once_in_a_split_row",
         ),
-        ("soft cap forgotten behind tanh", "(options.soft_cap * _LOG2_E)", "_LOG2_E", decode("soft_cap")),
+        ("soft cap forgotten behind tanh", "(options.soft_cap * _LOG2_E)", "_LOG2_E", decode("group_16_soft_cap")),
         ("the scale ignored", "logits * (options.scale * _LOG2_E)", "logits * _LOG2_E", decode("plain")),
         ("queries that do not count have a result", " | (query >= num_queries)", "", UNSEEN),
         ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", SPLIT),
@@ -60,7 +60,7 @@ MUTATIONS = [
             "the window one longer",
             "position > query_pos - self",
             "position >= query_pos - self",
-            decode("window"),
+            decode("window_drafts"),
         ),
         (
             "one kept token more",
