@@ -47,7 +47,7 @@ class DecodeShape:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the block table."""
+        """Columns that the longest row fills."""
         return max(1, -(-max(self.lens) // self.block_size))
 
     @property
@@ -62,7 +62,10 @@ class DecodeShape:
         return DecodeOptions(self.num_blocks, scale, self.soft_cap, self.window, self.num_sink_tokens)
 
     def rows(self) -> DecodeRows:
-        """Row `i` uses row `i` of the table, and reads what its first query reaches."""
+        """Row `i` uses row `-1 - i` of the table, and reads what its first query reaches.
+
+        The indices of idle rows are far out of range.
+        """
         lens = np.array(self.lens, np.int32)
         num_queries = np.minimum(lens, self.num_queries)
         first_position = lens - num_queries
@@ -72,8 +75,11 @@ class DecodeShape:
             first = np.maximum(first, (first_position - self.window + 1) // self.block_size)
         held = -(-lens // self.block_size)
         num_columns = np.minimum(held, sinks) + np.maximum(held - first, 0)
+        table_row = len(lens) - np.arange(len(lens), dtype=np.int32)
+        for indices in (table_row, first, first_position):
+            indices[lens == 0] = 10**8 * (-1) ** np.arange(np.sum(lens == 0))
         return DecodeRows(
-            table_row=jnp.arange(len(lens), dtype=jnp.int32),
+            table_row=jnp.asarray(table_row),
             first_column=jnp.asarray(first),
             num_columns=jnp.asarray(num_columns),
             first_position=jnp.asarray(first_position),
@@ -83,13 +89,14 @@ class DecodeShape:
     def problem(self, seed: int = 0) -> DecodeProblem:
         """Random data: a permuted table, entries that are not read out of range, unowned slots NaN.
 
-        The layer is the last one, and all others are NaN.
+        The table has a row and a column more than are read. The layer is the last one, and all
+        others are NaN.
         """
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
         rows = self.rows()
-        first_column, num_columns = np.asarray(rows.first_column), np.asarray(rows.num_columns)
-        table = np.full((len(self.lens), self.num_columns), self.num_blocks, np.int32)
+        table_row, first_column, num_columns, *_ = map(np.asarray, rows)
+        table = np.full((len(self.lens) + 1, self.num_columns + 1), self.num_blocks, np.int32)
         pool_shape = (self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         k_pool, v_pool = (np.full(pool_shape, np.nan, np.float32) for _ in "kv")
         free = list(rng.permutation(self.num_blocks))
@@ -97,7 +104,7 @@ class DecodeShape:
         for row, length in enumerate(self.lens):
             for nth in range(num_columns[row]):
                 column = nth if nth < sinks else first_column[row] + nth - sinks
-                table[row, column] = block = free.pop()
+                table[table_row[row], column] = block = free.pop()
                 tokens = min(self.block_size, length - column * self.block_size)
                 for pool in (k_pool, v_pool):
                     values = rng.standard_normal((self.num_kv_heads, tokens, self.head_dim))
@@ -133,7 +140,7 @@ DECODE_SHAPES = (
     DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
     DecodeShape("window_drafts", (190, 30), window=33, num_queries=4),
     DecodeShape("kept_tokens", (230, 21, 3), window=40, num_sink_tokens=5),
-    DecodeShape("sink_logits", (60, 0), has_sink_logits=True),
+    DecodeShape("sink_logits", (530, 0), has_sink_logits=True),
     DecodeShape(
         "all",
         (201, 64, 0, 7),

@@ -4,10 +4,8 @@ from mutations import in_module
 from mutations_kernels import in_kernel
 
 FILE = "test_mosaic_gpu_decode.py"
-MANY_TILES = f"{FILE}::test_the_rings_go_round_whatever_the_split[1]"
-SPLIT = f"{FILE}::test_the_rings_go_round_whatever_the_split[5]"
+MANY_TILES = f"{FILE}::test_one_program_walks_nine_tiles"
 UNSEEN = f"{FILE}::test_values_that_nobody_sees_may_be_nan"
-IDLE = f"{FILE}::test_indices_of_idle_rows_may_be_anything"
 IN_ORDER = f"{FILE}::test_a_plan_has_every_tile_once_and_in_order"
 MERGE = f"{FILE}::test_merge[shape1]"
 CACHE = "test_attention_kernels.py::test_prefill_fork_and_decode"
@@ -41,12 +39,17 @@ MUTATIONS = [
             "sink logits count in every item",
             "first_tile), by_lane) == 0",
             "first_tile), by_lane) >= 0",
-            f"{FILE}::test_sink_logits_count_once_in_a_split_row",
+            decode("sink_logits"),
         ),
-        ("soft cap forgotten behind tanh", "(options.soft_cap * _LOG2_E)", "_LOG2_E", decode("group_16_soft_cap")),
+        (
+            "soft cap forgotten behind tanh",
+            "(options.soft_cap * _LOG2_E)",
+            "_LOG2_E",
+            decode("group_16_soft_cap"),
+        ),
         ("the scale ignored", "logits * (options.scale * _LOG2_E)", "logits * _LOG2_E", decode("plain")),
         ("queries that do not count have a result", " | (query >= num_queries)", "", UNSEEN),
-        ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", SPLIT),
+        ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", decode("long")),
     ),
     *in_kernel(
         "decode_mask",
@@ -95,7 +98,7 @@ MUTATIONS = [
             "idle rows look into the table",
             "jnp.where(reads, rows.table_row[row], 0)",
             "rows.table_row[row]",
-            IDLE,
+            decode("idle_rows"),
         ),
         (
             "nothing is split",

@@ -1,6 +1,5 @@
 """The GPU's decode and merge, interpreted with race detection, against their references."""
 
-import dataclasses
 import functools
 
 import jax
@@ -48,24 +47,10 @@ def test_decode(name):
     check(SHAPES[name].problem())
 
 
-@pytest.mark.parametrize("num_programs", [1, 5])
-def test_the_rings_go_round_whatever_the_split(num_programs, monkeypatch):
-    """One program walks nine tiles; five split the long row, and the short one not."""
-    monkeypatch.setattr(decode, "_INTERPRETED_PROGRAMS", num_programs)
+def test_one_program_walks_nine_tiles(monkeypatch):
+    """The rings go round."""
+    monkeypatch.setattr(decode, "_INTERPRETED_PROGRAMS", 1)
     check(SHAPES["long"].problem(seed=1))
-
-
-def test_sink_logits_count_once_in_a_split_row():
-    check(dataclasses.replace(SHAPES["long"], has_sink_logits=True).problem())
-
-
-def test_rows_in_any_order_of_a_larger_table():
-    problem = SHAPES["kept_tokens"].problem()
-    order = np.array([4, 0, 2])
-    table = np.full((6, problem.block_table.shape[1] + 1), 10**6, np.int32)
-    table[order, :-1] = problem.block_table
-    rows = problem.rows._replace(table_row=jnp.asarray(order, jnp.int32))
-    check(problem._replace(block_table=jnp.asarray(table), rows=rows))
 
 
 def test_values_that_nobody_sees_may_be_nan():
@@ -74,27 +59,18 @@ def test_values_that_nobody_sees_may_be_nan():
     problem = shape.problem()
     rows = jax.tree.map(np.asarray, problem.rows)
     rows = rows._replace(num_queries=rows.num_queries - 2)
-    v_pool, block_table = np.array(problem.v_pool), np.asarray(problem.block_table)
+    v_pool, table = np.array(problem.v_pool), np.asarray(problem.block_table)[rows.table_row]
     num_poisoned = 0
     for row, length in enumerate(shape.lens):
         first, count = rows.first_position[row], rows.num_queries[row]
         for position in range(rows.first_column[row] * shape.block_size, length):
             if not first - shape.window < position < first + count:
                 column, offset = divmod(position, shape.block_size)
-                block = problem.layer * shape.num_blocks + block_table[row, column]
+                block = problem.layer * shape.num_blocks + table[row, column]
                 v_pool[block, :, offset] = np.nan
                 num_poisoned += 1
     assert num_poisoned > 4
     check(problem._replace(rows=rows, v_pool=v_pool))
-
-
-def test_indices_of_idle_rows_may_be_anything():
-    problem = SHAPES["idle_rows"].problem()
-    wild = {}
-    for name in ("table_row", "first_column", "first_position"):
-        wild[name] = np.array(getattr(problem.rows, name))
-        wild[name][[0, 2]] = -(10**8), 10**8
-    check(problem._replace(rows=problem.rows._replace(**wild)))
 
 
 def test_a_plan_serves_all_layers_and_heads():
@@ -109,9 +85,7 @@ def test_a_plan_serves_all_layers_and_heads():
 def make_rows(num_columns) -> DecodeRows:
     num_columns = np.asarray(num_columns, np.int32)
     order = np.arange(len(num_columns), dtype=np.int32)
-    rows = DecodeRows(
-        order, np.zeros_like(order), num_columns, num_columns * 16 - 1, np.ones_like(order)
-    )
+    rows = DecodeRows(order, np.zeros_like(order), num_columns, num_columns * 16 - 1, np.ones_like(order))
     return jax.tree.map(jnp.asarray, rows)
 
 
