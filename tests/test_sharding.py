@@ -27,9 +27,9 @@ TOKEN_SPEC = P(None, None, None, "heads", None)
 
 
 def make_inputs(num_q_heads=2 * HEADS):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (LAYERS, 3, 3, num_q_heads, DIM))
-    return q, *(jax.random.normal(key, (LAYERS, 3, 3, HEADS, DIM)) for key in keys[1:])
+    rng = np.random.default_rng(0)
+    shapes = [(LAYERS, 3, 3, heads, DIM) for heads in (num_q_heads, HEADS, HEADS)]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def forward(cache, q, k, v, num_new):
