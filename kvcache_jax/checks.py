@@ -148,11 +148,12 @@ def _check_index(cache: Cache) -> list[str]:
     if index.history is not None:
         violations += _check_history(index.history, parent, is_published, depth)
     hashes, bucket_ids = map(np.asarray, _expected_hashes(index, control.hash_key, depth))
-    for block in np.flatnonzero(is_published).tolist():
-        if (hashes[block] != np.asarray(index.block_hash)[block]).any():
-            violations.append(f"block {block} has another hash than its tokens")
-        elif block not in buckets[bucket_ids[block]]:
-            violations.append(f"block {block} is in the wrong bucket")
+    is_hash = (hashes == np.asarray(index.block_hash)).all(axis=1)
+    is_listed = (buckets[bucket_ids] == np.arange(nowhere)[:, None]).any(axis=1)
+    for block in published[~is_hash[published]]:
+        violations.append(f"block {block} has another hash than its tokens")
+    for block in published[is_hash[published] & ~is_listed[published]]:
+        violations.append(f"block {block} is in the wrong bucket")
     for g, (companions, other) in enumerate(zip(index.companions, control.block_pools, strict=True)):
         if companions is not None and other.cached is not None:
             found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))

@@ -91,6 +91,9 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
       One sentence per row and layer that reads something else; empty if all is well.
     """
     found = []
+    rows = np.repeat(np.array([*expected], int), [len(tokens) for tokens in expected.values()])
+    positions = np.concatenate([np.arange(0), *(np.arange(len(tokens)) for tokens in expected.values())])
+    tokens = np.concatenate([np.arange(0), *map(np.asarray, expected.values())]).astype(int)
     table = [np.asarray(pool.block_table) for pool in cache.control.block_pools]
     pools = [(np.asarray(pool.k), np.asarray(pool.v)) for pool in cache.pools]
     for layer, kind in enumerate(cache.config.layers):
@@ -99,21 +102,17 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
             cache.config.groups[group_id].block_size,
             cache.control.block_pools[group_id].num_blocks,
         )
-        for row, tokens in expected.items():
-            positions = np.arange(len(tokens))
-            blocks = table[group_id][row, positions // block_size]
-            held = blocks < num_blocks
-            where = index * num_blocks + blocks[held], slice(None), positions[held] % block_size
-            for is_value, pool in enumerate(pools[group_id]):
-                want = token_codes(
-                    np.asarray(tokens)[held], layer, kind.num_kv_heads, kind.head_dim, bool(is_value)
+        blocks = table[group_id][rows, positions // block_size]
+        held = blocks < num_blocks
+        where = index * num_blocks + blocks[held], slice(None), positions[held] % block_size
+        for is_value, pool in enumerate(pools[group_id]):
+            want = token_codes(tokens[held], layer, kind.num_kv_heads, kind.head_dim, bool(is_value))
+            is_wrong = (pool[where].astype(np.float32) != want).any(axis=(1, 2))
+            for row in np.unique(rows[held][is_wrong]).tolist():
+                at = positions[held][is_wrong & (rows[held] == row)].tolist()
+                found.append(
+                    f"row {row} reads wrong {'values' if is_value else 'keys'} in layer {layer} at {at}"
                 )
-                wrong = (pool[where].astype(np.float32) != want).any(axis=(1, 2))
-                if wrong.any():
-                    at = positions[held][wrong].tolist()
-                    found.append(
-                        f"row {row} reads wrong {'values' if is_value else 'keys'} in layer {layer} at {at}"
-                    )
     return found
 
 
@@ -133,12 +132,13 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
         for row in active
         if lengths[row] != len(oracle.rows[row].tokens)
     ]
+    counters = np.asarray(cache.control.counters)
     for counter, expected in (
         (Counter.COPIES, oracle.num_copies),
         (Counter.EVICTIONS, oracle.num_evictions),
         (Counter.ADOPTIONS, oracle.num_adoptions),
     ):
-        if (count := int(cache.control.counters[counter])) != expected % 2**32:
+        if (count := int(counters[counter])) != expected % 2**32:
             found.append(f"{count} {counter.name.lower()}, expected {expected}")
     for g, pool in enumerate(cache.control.block_pools):
         if int(pool.num_free) != oracle.num_free(g):
@@ -172,12 +172,14 @@ def _check_published(cache: Cache, oracle: Oracle) -> list[str]:
     for prefix in sorted(prefixes.keys() ^ oracle.published.keys()):
         is_there = "is" if prefix in prefixes else "is not"
         found.append(f"{prefix[1]} in namespace {prefix[0]} {is_there} published")
+    history = {} if index.history is None else vars(index.history)
+    fields = {name: np.asarray(values) for name, values in history.items() if values is not None}
+    fields.pop("num_children", None)
     for prefix in prefixes.keys() & oracle.published.keys():
         expected = oracle.history[oracle.published[prefix]]
-        for field, values in vars(index.history).items() if index.history is not None else ():
-            if field != "num_children" and values is not None:
-                if (value := int(values[prefixes[prefix]])) != getattr(expected, field):
-                    found.append(f"{prefix[1]} has {field} {value}, expected {getattr(expected, field)}")
+        for field, values in fields.items():
+            if (value := int(values[prefixes[prefix]])) != getattr(expected, field):
+                found.append(f"{prefix[1]} has {field} {value}, expected {getattr(expected, field)}")
     return found
 
 
@@ -284,17 +286,19 @@ class _Runner:
 
     def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
         """Logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
+        # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
+        width = 1 if max(chunks) == 1 else len(tokens)
         cache = init(self.config)
         cache, _ = allocate(cache, [1], [len(tokens)])
         if beside is not None:
             cache, _ = allocate(cache, [0], [0])
-            cache, _ = self.feed(cache, {0: beside[:3]}, max(chunks))
+            cache, _ = self.feed(cache, {0: beside[:3]}, width)
         logits, start = [], 0
         for size in chunks:
             pieces = {1: tokens[start : start + size]}
             if beside is not None:
                 pieces[0] = beside[3 + start : 4 + start]
-            cache, out = self.feed(cache, pieces, max(chunks))
+            cache, out = self.feed(cache, pieces, width)
             logits.append(out[1, :size])
             start += size
         return np.concatenate(logits)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ class PrefixDriver(Driver):
     """A `Driver` whose tokens are often those of another row, with the operations of the prefix cache."""
 
     eviction_key: Callable | None = None
+    left_out: ClassVar = ("allocate",)  # of the operations of `random_script`; `admit` stands for it
 
     def __post_init__(self):
         super().__post_init__()
@@ -112,7 +114,7 @@ def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> t
         rows += [int(row) for row in rng.integers(-1, ROWS, 2)]
         any_len = rng.choice([-1, 5, 9, 31, 2**31 - 1], len(rows), p=[0.02, 0.08, 0.1, 0.4, 0.4])
         return "commit", rows, [int(n) for n in any_len]
-    while (operation := random_operation(rng, driver))[0] == "allocate":
+    while (operation := random_operation(rng, driver))[0] in driver.left_out:
         pass
     return operation
 

@@ -1,11 +1,9 @@
 """Random scripts of operations, run on a cache and on the oracle side by side."""
 
-import copy
 import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
@@ -75,8 +73,8 @@ class Driver:
         return [token % NUM_TOKENS_RANGE for token in range(start, start + length)]
 
     def apply(self, name: str, *args) -> None:
-        before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(self.cache.control)]
-        expected_before = copy.deepcopy(self.expected_state())
+        before = control_bytes(self.cache)
+        expected_before = self.expected_state()
         got, expected = getattr(self, name)(*args)
         got = [kv.Status(status) for status in np.asarray(got).tolist()]
         assert got == expected, f"{name}{args}: status {got}, expected {expected}"
@@ -86,32 +84,34 @@ class Driver:
         violations += testing.check_tokens(self.cache, {row: r.tokens for row, r in self.oracle.rows.items()})
         assert not violations, f"{name}{args}: {violations}"
         if expected_before == self.expected_state() and not (name == "reorder" and kv.Status.OK in got):
-            after = jax.tree.leaves(self.cache.control)
-            same = all(
-                old.tobytes() == np.asarray(new).tobytes() for old, new in zip(before, after, strict=True)
-            )
+            same = before == control_bytes(self.cache)
             assert same, f"{name}{args} changed no row and changed the state"
 
     def expected_state(self):
-        """What an operation that does nothing leaves alone."""
+        """A copy of what an operation that does nothing leaves alone."""
         oracle = self.oracle
-        return oracle.rows, oracle.owners, oracle.published, list(oracle.cached), oracle.clock
+        rows = {
+            seq_id: dataclasses.replace(row, tokens=row.tokens.copy(), tables=[*map(dict, row.tables)])
+            for seq_id, row in oracle.rows.items()
+        }
+        owners = [*map(dict, oracle.owners)]
+        return rows, owners, oracle.published.copy(), list(oracle.cached), oracle.clock
 
     def allocate(self, seq_ids, num_tokens):
         self.cache, admission = kv.allocate(self.cache, seq_ids, num_tokens)
         return admission.status, self.oracle.allocate(seq_ids, num_tokens)
 
-    def extend(self, num_new):
+    def extend(self, num_new, width=None):
         """All rows, padded."""
         tokens = [self.new_tokens(n) for n in num_new]
-        width = WIDTH if max(num_new) > 1 else 1
-        self.cache, status = append_padded(self.cache, _padded(tokens, width), jnp.array(num_new))
+        width = width or (WIDTH if max(num_new) > 1 else 1)
+        self.cache, status = append_padded(self.cache, padded(tokens, width), np.array(num_new))
         return status, self.oracle.extend(range(ROWS), tokens)
 
     def extend_some(self, seq_ids, num_new):
         tokens = [self.new_tokens(n) for n in num_new]
         self.cache, status = append_some(
-            self.cache, _padded(tokens, WIDTH), jnp.array(num_new), jnp.array(seq_ids)
+            self.cache, padded(tokens, WIDTH), np.array(num_new), np.array(seq_ids)
         )
         return status, self.oracle.extend(seq_ids, tokens)
 
@@ -120,9 +120,7 @@ class Driver:
         tokens = [self.new_tokens(n) for n in num_new]
         flat = np.full(NUM_PACKED, 77, np.int32)
         flat[: sum(num_new)] = sum(tokens, [])
-        self.cache, status = append_packed(
-            self.cache, jnp.asarray(flat), jnp.array(num_new), jnp.array(seq_ids)
-        )
+        self.cache, status = append_packed(self.cache, flat, np.array(num_new), np.array(seq_ids))
         return status, self.oracle.extend(seq_ids, tokens)
 
     def fork(self, src_ids, dst_ids):
@@ -142,11 +140,16 @@ class Driver:
         return status, self.oracle.free(seq_ids)
 
 
-def _padded(tokens, width):
+def control_bytes(cache):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache.control)]
+
+
+def padded(tokens, width):
+    """i32[n, width] of n lists: one shape, so that one program serves all lengths."""
     out = np.full((len(tokens), width), 99, np.int32)
     for row, ids in enumerate(tokens):
         out[row, : len(ids)] = ids
-    return jnp.asarray(out)
+    return out
 
 
 def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:

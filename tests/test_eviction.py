@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+from prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
 
 import kvcache_jax as kv
 from kvcache_jax import block_history
-from kvcache_jax.oracle import EVICTION_KEYS
+from kvcache_jax.eviction_policy import eviction_keys
+from kvcache_jax.oracle import EVICTION_KEYS, OracleBlock
 
 LAYERS = [kv.FullAttention(1, 5)]
 
@@ -36,29 +37,43 @@ MIXED, ALIKE = "test: used, not deep, not idle", "test: all alike"
 KEYS = {**EVICTION_KEYS, MIXED: mixed_key, ALIKE: EVICTION_KEYS["lru"]}
 
 
-@pytest.mark.parametrize(("policy", "batch"), [*((policy, 1) for policy in KEYS), ("lfu", 3), (MIXED, 4)])
+class PolicyDriver(PrefixDriver):
+    """How tokens are laid out, which test_prefix_scripts.py varies, is nothing to a policy."""
+
+    left_out = ("allocate", "extend_some", "extend_packed")
+
+    def extend(self, num_new):
+        return super().extend(num_new, WIDTH)
+
+
+# Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
+@pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), (MIXED, 4)])
 def test_a_random_script(policy, batch):
     """The contents that stay are those that the oracle keeps, after every operation."""
     rng = np.random.default_rng(5)
     config = prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
-    driver = PrefixDriver(config, KEYS[policy])
+    driver = PolicyDriver(config, KEYS[policy])
     for _ in range(600):
         driver.apply(*random_prefix_operation(rng, driver))
     assert driver.num_hits > 20 and driver.oracle.num_evictions > 20
     assert driver.oracle.num_adoptions > 10
 
 
-def test_a_constant_key_is_lru():
-    """The queue and the keys, two ways to the same order, leave the same blocks after every operation."""
-    drivers = [PrefixDriver(prefix_config(num_blocks=19, eviction_policy=name)) for name in ("lru", "lfu")]
-    drivers[1] = PrefixDriver(prefix_config(num_blocks=19, eviction_policy=ALIKE), KEYS[ALIKE])
-    rngs = [np.random.default_rng(3) for _ in drivers]
-    for _ in range(250):
-        for rng, driver in zip(rngs, drivers, strict=True):
-            driver.apply(*random_prefix_operation(rng, driver))
-        published = [set(driver.oracle.published) for driver in drivers]
-        assert published[0] == published[1]
-    assert drivers[0].oracle.num_evictions > 10
+@pytest.mark.parametrize("policy", [name for name in EVICTION_KEYS if name != "lru"])
+def test_keys_have_the_oracles_order(policy):
+    rng, clock = np.random.default_rng(0), 50
+    blocks = [
+        OracleBlock(*map(int, rng.integers(0, clock, 2)), *map(int, rng.integers(0, 9, 3))) for _ in range(99)
+    ]
+    metadata = kv.BlockMetadata(
+        recency=np.arange(99),
+        num_hits=np.array([block.num_hits for block in blocks]),
+        age=np.array([clock - block.published_at for block in blocks]),
+        priority=np.array([block.priority for block in blocks]),
+    )
+    keys = np.asarray(eviction_keys(policy, metadata))
+    expected = np.array([EVICTION_KEYS[policy](block, clock) for block in blocks])
+    assert (np.sign(keys[:, None] - keys) == np.sign(expected[:, None] - expected)).all()
 
 
 def config_of(policy, num_blocks=8, **options):
@@ -66,65 +81,86 @@ def config_of(policy, num_blocks=8, **options):
     return kv.CacheConfig(LAYERS, **sizes, enable_prefix_caching=True, eviction_policy=policy, **options)
 
 
-def serve(cache, prompt, priority=0):
-    """A request from beginning to end; returns the tokens that it found cached."""
-    tokens = np.array([prompt], np.int32)
-    cache, admission = kv.allocate(cache, [0], [len(prompt)], tokens=tokens, priority=[priority])
-    kv.raise_for_status(admission.status, "allocate")
-    hit = int(admission.num_cached[0])
-    cache, step = kv.extend(
-        cache, [len(prompt) - hit], max_new=len(prompt) - hit, seq_ids=[0], tokens=tokens[:, hit:]
-    )
-    kv.raise_for_status(step.status, "extend")
-    cache, _ = kv.commit(cache, [0])
-    return kv.free(cache, [0])[0], hit
+MIXED_CONFIG = config_of(MIXED, eviction_batch=2)
 
 
-def cached_len(cache, prompt):
-    return int(kv.lookup(cache, np.array([[*prompt, 0]], np.int32), [len(prompt) + 1])[0])
+@kv.donate
+def serve_each(cache, prompts, lengths, priorities):
+    """Requests from beginning to end, one after the other; those without tokens are skipped."""
+
+    def serve_one(cache, request):
+        prompt, length, priority = request
+        row = jnp.where(length > 0, 0, cache.max_seqs)  # max_seqs: skipped
+        cache, admission = kv.allocate(
+            cache, row[None], length[None], tokens=prompt[None], priority=priority[None]
+        )
+        new = jnp.roll(prompt, -admission.num_cached[0])[None]
+        num_new = length - admission.num_cached
+        cache, step = kv.extend(cache, num_new, max_new=prompt.shape[0], seq_ids=row[None], tokens=new)
+        cache, _ = kv.commit(cache, row[None])
+        cache, _ = kv.free(cache, row[None])
+        return cache, jnp.maximum(admission.status[0], step.status[0])
+
+    return jax.lax.scan(serve_one, cache, (prompts, lengths, priorities))
 
 
-A, B, C = [1, 1], [2, 2], [3, 3]
+def serve(cache, requests):
+    """Serves up to 8 pairs of a prompt and its priority."""
+    prompts, lengths, priorities = np.zeros((8, 8), np.int32), np.zeros(8, np.int32), np.zeros(8, np.int32)
+    for i, (prompt, priority) in enumerate(requests):
+        prompts[i, : len(prompt)], lengths[i], priorities[i] = prompt, len(prompt), priority
+    cache, status = serve_each(cache, prompts, lengths, priorities)
+    assert not np.asarray(status)[: len(requests)].any()
+    return cache
+
+
+def cached_lens(cache, prompts):
+    """How many tokens of each prompt are cached; {prompt: length}."""
+    tokens = np.zeros((len(prompts), 5), np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+    found = kv.lookup(cache, tokens, [len(prompt) + 1 for prompt in prompts])
+    return dict(zip(prompts, found.tolist(), strict=True))
+
+
+A, B, C = (1, 1), (2, 2), (3, 3)
 
 
 @pytest.mark.parametrize(
     ("policy", "requests", "gone"),
     [
-        ("lru", [(A, 0), (B, 0), ([*A, 9], 0)], B),
-        ("fifo", [(A, 0), (B, 0), ([*A, 9], 0)], A),
-        ("lfu", [(A, 0), ([*A, 9], 0), (B, 0), ([*B, 9], 0), ([*B, 9], 0), (C, 0), ([*C, 9], 0)], A),
+        ("fifo", [(A, 0), (B, 0), ((*A, 9), 0)], A),
+        ("lfu", [(A, 0), ((*A, 9), 0), (B, 0), ((*B, 9), 0), ((*B, 9), 0), (C, 0), ((*C, 9), 0)], A),
         # A has two uses in 8 ticks, B two in 4, C one in 2, or in 4 after another request.
-        ("hyperbolic", [(A, 0), ([*A, 9], 0), (B, 0), ([*B, 9], 0), (C, 0)], A),
-        ("hyperbolic", [(A, 0), (B, 0), ([*A, 9], 0), ([*A, 9], 0), (C, 0), ([*C, 9], 0)], B),
+        ("hyperbolic", [(A, 0), ((*A, 9), 0), (B, 0), ((*B, 9), 0), (C, 0)], A),
+        ("hyperbolic", [(A, 0), (B, 0), ((*A, 9), 0), ((*A, 9), 0), (C, 0), ((*C, 9), 0)], B),
         ("priority", [(A, 5), (B, 1), (C, 2)], B),
-        ("priority", [(A, 5), (B, 1), (C, 2), ([*B, 9], 7)], C),  # the last user's
-        ("priority", [(A, 5), (B, 1), (C, 2), ([*A, 9], 0)], A),
+        ("priority", [(A, 5), (B, 1), (C, 2), ((*B, 9), 7)], C),  # the last user's
+        ("priority", [(A, 5), (B, 1), (C, 2), ((*A, 9), 0)], A),
     ],
 )
 def test_the_least_valuable_block_goes(policy, requests, gone):
-    cache = kv.init(config_of(policy), storage=False)
-    for prompt, priority in requests:
-        cache, _ = serve(cache, prompt, priority)
+    cache = serve(kv.init(config_of(policy), storage=False), requests)
+    is_there = {prompt for prompt, length in cached_lens(cache, [A, B, C]).items() if length}
+    assert is_there == {prompt[:2] for prompt, _ in requests}
     cache, num_evicted = kv.evict(cache, 1)
     assert int(num_evicted) == 1 and not kv.check_invariants(cache)
-    there = {tuple(prompt[:2]) for prompt, _ in requests}
-    assert {prompt for prompt in there if not cached_len(cache, prompt)} == {tuple(gone)}
+    assert {prompt for prompt in is_there if not cached_lens(cache, [A, B, C])[prompt]} == {gone}
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_a_parent_counts_as_its_most_valuable_child(batch):
+def test_a_parent_counts_as_its_most_valuable_child():
     """The beginning of the prompt has priority 0, as others have; its continuation has 9."""
-    cache = kv.init(config_of("priority", eviction_batch=batch), storage=False)
-    cache, _ = serve(cache, [1, 1], priority=0)
-    cache, _ = serve(cache, [*A, 4, 4], priority=9)  # a hit: sets the beginning's to 9 ...
-    cache, _ = serve(cache, [*A, 5], priority=0)  # ... and this back to 0
-    cache, _ = serve(cache, [*B, 6, 6], priority=1)
+    cache = kv.init(config_of("priority"), storage=False)
+    long_a, long_b = (*A, 4, 4), (*B, 6, 6)
+    # The second, a hit, sets the beginning's to 9, and the third sets it back to 0.
+    cache = serve(cache, [(A, 0), (long_a, 9), ((*A, 5), 0), (long_b, 1)])
     order = []
     for _ in range(4):
-        before = {prompt: cached_len(cache, prompt) for prompt in [(1, 1, 4, 4), (2, 2, 6, 6)]}
+        before = cached_lens(cache, [long_a, long_b])
         cache, num_evicted = kv.evict(cache, 1)
         assert int(num_evicted) == 1 and not kv.check_invariants(cache)
-        order += [prompt[0] for prompt, length in before.items() if cached_len(cache, prompt) < length]
+        after = cached_lens(cache, [long_a, long_b])
+        order += [prompt[0] for prompt in before if after[prompt] < before[prompt]]
     assert order == [2, 2, 1, 1]
     assert int(kv.evict(cache, 1)[1]) == 0
 
@@ -156,27 +192,16 @@ def test_lru_keeps_no_history():
 def test_a_policy_evicts_inside_jit_and_scan():
     """Admission, publication and eviction under one jit, a policy of one's own in it."""
 
-    @kv.donate
-    def serve_all(cache, prompts):
-        def serve_one(cache, prompt):
-            cache, admission = kv.allocate(cache, [0], [5], tokens=prompt[None])
-            num_new = 5 - admission.num_cached
-            new = jax.lax.dynamic_slice(jnp.tile(prompt, 2), admission.num_cached, (5,))
-            cache, step = kv.extend(cache, num_new, max_new=5, seq_ids=[0], tokens=new[None])
-            cache, _ = kv.commit(cache, [0])
-            cache, _ = kv.free(cache, [0])
-            return cache, jnp.maximum(admission.status[0], step.status[0])
-
-        return jax.lax.scan(serve_one, cache, prompts)
-
-    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 3, (60, 5)), jnp.int32)
-    cache, status = serve_all(kv.init(config_of(MIXED), storage=False), prompts)
-    assert not status.any() and not kv.check_invariants(cache)
+    rng = np.random.default_rng(0)
+    cache = kv.init(MIXED_CONFIG, storage=False)
+    for _ in range(8):
+        cache = serve(cache, [(prompt, 0) for prompt in rng.integers(0, 3, (8, 5))])
+        assert not kv.check_invariants(cache)
     assert int(kv.stats(cache).num_evictions) > 20
 
 
 def test_broken_histories_are_found():
-    cache, _ = serve(kv.init(config_of(MIXED), storage=False), [*A, *B, 7])
+    cache = serve(kv.init(MIXED_CONFIG, storage=False), [((*A, *B, 7), 0)])
     index = cache.control.prefix_index
 
     def violations(**fields):
@@ -219,10 +244,10 @@ def test_registration_refuses_what_cannot_work():
 
 
 def test_an_exported_program_knows_its_policy():
-    cache = kv.init(config_of(MIXED, eviction_batch=2), storage=False)
+    cache = kv.init(MIXED_CONFIG, storage=False)
     exported = jax.export.export(jax.jit(lambda cache: kv.evict(cache, 1)))(cache)
     loaded = jax.export.deserialize(exported.serialize())
-    cache, _ = serve(cache, [*A, *B, 7])
+    cache = serve(cache, [((*A, *B, 7), 0)])
     after, num_evicted = loaded.call(cache)
     assert int(num_evicted) == 1 and after.config == cache.config and not kv.check_invariants(after)
 

@@ -8,13 +8,15 @@ from random_script import ROWS, WIDTH, Driver, full_config, grouped_config, rand
 
 import kvcache_jax as kv
 
+NUM_BLOCKS = 15  # too few for all rows to be long
+
 
 # Together 12,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 2_500), (grouped_config, 3_500)])
 def test_a_long_random_script(make_config, num_steps, seed):
     """Each operation is followed by every check there is."""
-    rng, driver = np.random.default_rng(seed), Driver(make_config())
+    rng, driver = np.random.default_rng(seed), Driver(make_config(num_blocks=NUM_BLOCKS))
     for _ in range(num_steps):
         driver.apply(*random_operation(rng, driver))
     # The script is only worth something if it went everywhere.
@@ -22,7 +24,7 @@ def test_a_long_random_script(make_config, num_steps, seed):
         assert driver.statuses[name, "OUT_OF_BLOCKS"] > 0, (name, driver.statuses)
     for name in ("fork", "reorder", "truncate", "free"):
         assert driver.statuses[name, "OK"] > 50, (name, driver.statuses)
-    assert driver.oracle.num_copies > num_steps // 25
+    assert driver.oracle.num_copies > num_steps // 30
     if make_config is grouped_config:
         assert driver.statuses["truncate", "WINDOW_LOST"] > 10
 
@@ -51,12 +53,12 @@ operations = st.one_of(
 
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_a_full_group(script):
-    run_script(full_config(num_blocks=9), script)
+    run_script(full_config(num_blocks=NUM_BLOCKS), script)
 
 
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_three_groups(script):
-    run_script(grouped_config(num_blocks=9), script)
+    run_script(grouped_config(num_blocks=NUM_BLOCKS), script)
 
 
 def run_script(config, script):
@@ -68,7 +70,7 @@ def run_script(config, script):
 
 
 def test_forks_of_forks_freed_in_any_order():
-    driver = Driver(full_config())
+    driver = Driver(full_config(num_blocks=NUM_BLOCKS))
     driver.apply("allocate", [0, ROWS], [9, 0])
     driver.apply("extend", [5, 0, 0, 0, 0, 0])
     for row in range(ROWS - 1):
@@ -76,4 +78,4 @@ def test_forks_of_forks_freed_in_any_order():
         driver.apply("extend", [1 if r == row else 0 for r in range(ROWS)])
     for row in np.random.default_rng(3).permutation(ROWS).tolist():
         driver.apply("free", [row, ROWS])
-    assert int(kv.stats(driver.cache).num_blocks_free) == 24
+    assert int(kv.stats(driver.cache).num_blocks_free) == NUM_BLOCKS

@@ -4,11 +4,13 @@ import functools
 
 import jax
 import numpy as np
+from random_script import padded
 
 import kvcache_jax as kv
 from kvcache_jax import testing
 
 ROWS, WIDTH, PROMPT_WIDTH = 6, 5, 23
+MAX_LEN = 32  # of the prompts that `num_cached` takes
 NAMESPACES = [kv.namespace(), kv.namespace(tenant="a")]
 OPERATIONS = ("admit", "extend", "extend", "commit", "free", "fork", "truncate", "reorder")
 
@@ -33,7 +35,7 @@ commit = jax.jit(kv.commit)
 
 
 def num_cached(cache, tokens, namespace=None):
-    return int(kv.lookup(cache, [list(tokens)], [len(tokens)], namespace)[0])
+    return int(kv.lookup(cache, padded([tokens], MAX_LEN), [len(tokens)], namespace)[0])
 
 
 class WindowScript:
@@ -95,13 +97,10 @@ class WindowScript:
             assert row in self.rows or int(admission.status[0]) == kv.Status.OUT_OF_BLOCKS
 
     def _extend(self, *_):
-        tokens, codes = np.zeros((2, ROWS, WIDTH), np.int32)
         new = [self.text(int(n)) for n in self.rng.integers(0, WIDTH + 1, ROWS)]
-        for row, ids in enumerate(new):
-            tokens[row, : len(ids)] = ids
-            codes[row, : len(ids)] = self.codes(ids, self.spaces.get(row, 0))
+        codes = [self.codes(ids, self.spaces.get(row, 0)) for row, ids in enumerate(new)]
         num_new = np.array([len(ids) for ids in new], np.int32)
-        self.cache, status = append_as(self.cache, tokens, codes, num_new)
+        self.cache, status = append_as(self.cache, padded(new, WIDTH), padded(codes, WIDTH), num_new)
         for row, code in enumerate(status.tolist()):
             if code == kv.Status.OK and new[row]:
                 self.rows[row] = self.rows[row] + new[row]
