@@ -86,13 +86,13 @@ MUTATIONS = [
             "all items begin at the first tile",
             "(item - first_item[row]) * run_len[row]",
             "0 * (item - first_item[row])",
-            f"{IN_ORDER}[7-num_columns2-8]",
+            f"{IN_ORDER}[7-num_columns2]",
         ),
         (
             "a tile too few",
             "jnp.clip(num_tiles[row] - first_tile, 0",
             "jnp.clip(num_tiles[row] - first_tile - 1, 0",
-            f"{IN_ORDER}[1-num_columns2-8]",
+            f"{IN_ORDER}[1-num_columns2]",
         ),
         (
             "idle rows look into the table",
