@@ -100,7 +100,7 @@ def score(
         held, logprobs, failed = _score_rows(forward, params, held, history, length, chunk_len=chunk_len)
         held, _ = free(held, ids)
         logprobs, failed = np.asarray(logprobs), np.asarray(failed)
-        if failed[rows].all():
+        if failed[rows].all() and len(wave) == 1:
             raise_for_status([Status.OUT_OF_BLOCKS], f"scoring continuation {wave[0]}")
         if failed.any():
             # Fewer at a time leave each other more blocks.

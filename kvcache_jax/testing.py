@@ -286,17 +286,19 @@ class _Runner:
 
     def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
         """Logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
+        # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
+        width = 1 if max(chunks) == 1 else len(tokens)
         cache = init(self.config)
         cache, _ = allocate(cache, [1], [len(tokens)])
         if beside is not None:
             cache, _ = allocate(cache, [0], [0])
-            cache, _ = self.feed(cache, {0: beside[:3]}, max(chunks))
+            cache, _ = self.feed(cache, {0: beside[:3]}, width)
         logits, start = [], 0
         for size in chunks:
             pieces = {1: tokens[start : start + size]}
             if beside is not None:
                 pieces[0] = beside[3 + start : 4 + start]
-            cache, out = self.feed(cache, pieces, max(chunks))
+            cache, out = self.feed(cache, pieces, width)
             logits.append(out[1, :size])
             start += size
         return np.concatenate(logits)

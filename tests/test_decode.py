@@ -5,7 +5,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny_model import VOCAB, config, dense_logits, forward, make_params
+import tiny_model
+from tiny_model import VOCAB, dense_logits, forward, make_params
 
 import kvcache_jax as kv
 from kvcache_jax import decode_loop
@@ -13,6 +14,9 @@ from kvcache_jax import decode_loop
 PARAMS = make_params()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6], [15, 0, 15, 0, 15]]
 LENGTH = 48
+# One config, so that most tests share their programs: short texts fit four rows, long ones run out of blocks.
+NUM_BLOCKS = 24
+config = functools.partial(tiny_model.config, num_blocks=NUM_BLOCKS)
 
 
 @functools.cache
@@ -97,7 +101,7 @@ def test_the_timeline_tells_what_rows_held_and_when_they_ended():
     assert (first.num_steps, first.num_blocks_used, first.num_refs, first.num_active_seqs) == (0, 4, 8, 4)
     assert first.running == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)} and first.ended == []
     np.testing.assert_array_equal(first.block_tables[0][0, :3], first.block_tables[0][1, :3])
-    assert (first.block_tables[0] < 64).sum() == 8
+    assert (first.block_tables[0] < NUM_BLOCKS).sum() == 8
     assert set(last.running.values()) == {(2, 0), (2, 1)}
     ended = [generation for look in looks for generation in look.ended]
     assert len(ended) == 6 and sorted(ended, key=lambda g: (g.prompt_id, g.sample_id)) == result.generations
@@ -149,14 +153,14 @@ def test_stop_strings_cut_at_the_token_that_completes_them():
 
 
 def test_a_row_without_blocks_ends_with_its_tokens_intact():
-    """Three rows of 7, 1 and 4 tokens need 2 + 1 + 1 blocks of 5; the last one goes to whoever asks first."""
+    """Three rows of 7, 1 and 4 tokens grow by 36, to 11 + 9 + 10 of 24 blocks: who asks first gets them."""
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-    result = generate(prompts, {"num_blocks": 5}, max_new_tokens=20)
+    result = generate(prompts, max_new_tokens=36)
     reasons = [g.finish_reason for g in result.generations]
     assert "out_of_blocks" in reasons
     for prompt, generation in zip(prompts, result.generations, strict=True):
-        expected, _ = greedy(prompt, 20)
-        assert 0 < len(generation.tokens) <= 20
+        expected, _ = greedy(prompt, 36)
+        assert 0 < len(generation.tokens) <= 36
         assert generation.tokens == expected[: len(generation.tokens)]
         if generation.finish_reason == "out_of_blocks":
             # It got as far as its blocks: the last token drawn is not stored any more.
@@ -165,48 +169,44 @@ def test_a_row_without_blocks_ends_with_its_tokens_intact():
 
 
 def test_max_seq_len_ends_a_row():
-    result = generate([PROMPTS[2]], {"max_seq_len": 14, "max_seqs": 2}, max_new_tokens=30)
+    result = generate([PROMPTS[2]], max_new_tokens=60)
     assert result.generations[0].finish_reason == "length"
-    assert result.generations[0].tokens == greedy(PROMPTS[2], 3)[0]
+    assert result.generations[0].tokens == greedy(PROMPTS[2], LENGTH - len(PROMPTS[2]))[0]
 
 
-def other_forward(params, tokens, cache, step):
-    return forward(params, tokens, cache, step)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 10}], ids=["roomy", "tight"])
+@pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kind", ["ngram", "weak draft", "itself"])
-def test_speculative_greedy_decoding_gives_the_same_tokens(kind, sizes):
+def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
     draft = None
     if kind != "ngram":
         params = PARAMS if kind == "itself" else make_params(seed=1)
-        draft = kv.Draft(other_forward, params, config())
-    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3]]
-    result = generate(prompts, sizes, num_drafts=3, draft=draft, max_new_tokens=12)
-    if sizes:
+        draft = kv.Draft(forward, params, config())
+    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3], PROMPTS[1]]
+    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=num_new)
+    if num_new == 26:
         assert {g.finish_reason for g in result.generations} == {"length", "out_of_blocks"}
     for prompt, generation in zip(prompts, result.generations, strict=True):
-        expected, scores = greedy(prompt, 12)
+        expected, scores = greedy(prompt, num_new)
         assert generation.tokens == expected[: len(generation.tokens)]
         np.testing.assert_allclose(generation.logprobs, scores[: len(generation.tokens)], atol=1e-4)
-        assert len(generation.tokens) == 12 or generation.finish_reason == "out_of_blocks"
+        assert len(generation.tokens) == num_new or generation.finish_reason == "out_of_blocks"
     assert 0 <= result.num_accepted <= result.num_drafted
     if kind == "itself":
         assert result.num_accepted == result.num_drafted
-    if not sizes:
+    if num_new == 12:
         assert result.num_drafted > 0
         assert all(g.finish_reason == "length" for g in result.generations)
-    if kind == "itself" and not sizes:
+    if kind == "itself" and num_new == 12:
         assert result.num_steps == 3  # 11 tokens after the first, four a step
     check_idle(result)
 
 
 def test_speculative_sampling_accepts_everything_from_the_model_itself():
-    draft = kv.Draft(other_forward, PARAMS, config())
+    draft = kv.Draft(forward, PARAMS, config())
     result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)
     assert result.num_accepted >= 0.98 * result.num_drafted > 0
     assert all(len(g.tokens) == 12 for g in result.generations)
-    weak = kv.Draft(other_forward, make_params(seed=1), config())
+    weak = kv.Draft(forward, make_params(seed=1), config())
     result = generate(num_drafts=3, draft=weak, temperature=0.9, max_new_tokens=12)
     assert 0 < result.num_accepted < 0.9 * result.num_drafted
 
@@ -216,8 +216,8 @@ def test_speculative_decoding_rolls_windows_back():
     layers = [window, kv.FullAttention(2, 4)]
     plain = generate(PROMPTS[:3], max_new_tokens=12)
     cfg = kv.CacheConfig(layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, max_query_len=16)
-    expected = kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=12)
-    got = kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=12, num_drafts=3)
+    expected = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12)
+    got = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12, num_drafts=3)
     assert [g.tokens for g in got.generations] == [g.tokens for g in expected.generations]
     assert [g.tokens for g in expected.generations[:3]] != [g.tokens for g in plain.generations]
     assert got.num_steps < expected.num_steps
@@ -227,7 +227,7 @@ def test_speculative_decoding_rolls_windows_back():
 
 
 def test_other_prompts_compile_nothing():
-    generate([[1, 2, 3], [4]], max_new_tokens=3)
+    generate([[1, 2, 3], [4], [5], [6], [7]], max_new_tokens=3)
     sizes = [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)]
     generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 20, [2, 3], [5]], max_new_tokens=5, seed=3)
     assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
@@ -257,9 +257,11 @@ def test_bad_input_is_refused(options, message):
 
 def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
-    continuations = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
-    for sizes in ({}, {"num_blocks": 6}, {"max_seqs": 2}):
-        got = kv.score(forward, PARAMS, context, continuations, config(**sizes), chunk_len=4).logprobs
+    short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
+    # Three of these at a time need ten blocks each beside the two that they share: all of them fail.
+    long = [[1, 2, 3] * 12, [7] * 37, [2, 2, 5, 1] * 9, [15] * 30]
+    for continuations in (short, long):
+        got = kv.score(forward, PARAMS, context, continuations, config(), chunk_len=3).logprobs
         for tokens, scores in zip(continuations, got, strict=True):
             prefix, expected = list(context), []
             for token in tokens:
@@ -267,7 +269,7 @@ def test_score_equals_the_model_without_a_cache():
                 prefix.append(token)
             assert scores.shape == (len(tokens),)
             np.testing.assert_allclose(scores, expected, atol=1e-4)
-    (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config()).logprobs
+    (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config(), chunk_len=3).logprobs
     np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
     with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
         kv.score(forward, PARAMS, context, [[1] * 20], config(num_blocks=4))
@@ -300,7 +302,7 @@ def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
 
 
 @pytest.mark.parametrize(
-    ("num_beams", "stops", "penalty"), [(2, [], 1.0), (2, [3, 8], 0.0), (1, [], 1.0), (2, [3, 8, 2, 9], 2.0)]
+    ("num_beams", "stops", "penalty"), [(2, [], 1.0), (2, [3, 8], 0.0), (1, [], 1.0), (2, [9, 15], 2.0)]
 )
 def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
     prompts = [PROMPTS[0], PROMPTS[3]]
@@ -374,12 +376,13 @@ def test_enough_beams_find_the_best_of_all():
 
 
 def test_beam_search_without_blocks_returns_what_it_had():
-    (beams,) = kv.beam_search(
-        forward, PARAMS, [PROMPTS[3]], config(num_blocks=3), max_new_tokens=12, num_beams=2
-    ).beams
-    assert {beam.finish_reason for beam in beams} == {"out_of_blocks"}
-    expected = slow_beam_search(PROMPTS[3], 2, len(beams[0].tokens), [], 1.0)
-    assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
+    """Two prompts fill 20 of 24 blocks, and every beam wants one of its own."""
+    prompts = [(PROMPTS[0] * 6)[:39], (PROMPTS[2] * 4)[:39]]
+    found = kv.beam_search(forward, PARAMS, prompts, config(), max_new_tokens=10, num_beams=2)
+    assert "out_of_blocks" in {beam.finish_reason for beams in found.beams for beam in beams}
+    for prompt, beams in zip(prompts, found.beams, strict=True):
+        expected = slow_beam_search(prompt, 2, len(beams[0].tokens), [], 1.0)
+        assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
 
 
 def test_the_vocabulary_is_read_off_the_model():

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from test_decode import PARAMS, PROMPTS, greedy
-from tiny_model import config, forward
+import tiny_model
+from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of, slow_beam_search
+from tiny_model import forward
 
 import kvcache_jax as kv
 
@@ -12,13 +13,11 @@ FAMILY = [[*SHARED, 8], [*SHARED, 9, 7, 1], [*SHARED, 8], [2, 2], SHARED[:6]]
 
 
 def cached_config(**sizes):
-    return config(enable_prefix_caching=True, **sizes)
+    return tiny_model.config(enable_prefix_caching=True, **sizes)
 
 
-def generate(prompts, sizes=None, **options):
-    return kv.generate(
-        forward, PARAMS, prompts, cached_config(**(sizes or {})), **{"max_new_tokens": 7, **options}
-    )
+def generate(prompts, **options):
+    return kv.generate(forward, PARAMS, prompts, cached_config(), **{"max_new_tokens": 7, **options})
 
 
 def check_greedy(result, prompts, num_new=7):
@@ -56,13 +55,16 @@ def test_samples_and_a_pool_that_must_evict():
     options = dict(num_samples=2, temperature=1.1, seed=3)
     free = kv.generate(forward, PARAMS, FAMILY, config(), max_new_tokens=7, **options)
     roomy = generate(FAMILY, **options)
-    tight = generate(FAMILY, {"num_blocks": 11, "max_seqs": 2}, **options)
+    # A pool that others have filled: 10 of its 64 blocks each.
+    filled = generate([[token] * 40 for token in range(7)], max_new_tokens=1)
+    assert int(kv.stats(filled.cache).num_evictions) == 6
+    tight = generate(FAMILY, cache=filled.cache, **options)
     for result in (roomy, tight):
         assert [g.tokens for g in result.generations] == [g.tokens for g in free.generations]
         assert result.num_cached_tokens >= 12
         assert kv.check_invariants(result.cache) == []
     assert int(kv.stats(roomy.cache).num_evictions) == 0
-    assert int(kv.stats(tight.cache).num_evictions) > 0
+    assert int(kv.stats(tight.cache).num_evictions) > 6
 
 
 def test_drafts_are_never_published():
@@ -70,30 +72,35 @@ def test_drafts_are_never_published():
     result = generate(FAMILY, num_drafts=3, draft=drafts)
     check_greedy(result, FAMILY)
     for generation, prompt in zip(result.generations, FAMILY, strict=True):
-        text = [*prompt, *generation.tokens, 0]
-        num_known = len(prompt) + 6
-        assert int(kv.lookup(result.cache, [text], [len(text)])[0]) == num_known // 4 * 4
+        text = np.zeros((1, LENGTH), np.int32)
+        num_tokens = len(prompt) + 7
+        text[0, :num_tokens] = [*prompt, *generation.tokens]
+        num_known = num_tokens - 1
+        assert int(kv.lookup(result.cache, text, [num_tokens + 1])[0]) == num_known // 4 * 4
 
 
 def test_score_and_beams():
     continuations = [[1, 2], [7, 7, 7, 7], []]
-    plain = kv.score(forward, PARAMS, SHARED, continuations, config())
     first = kv.score(forward, PARAMS, SHARED, continuations, cached_config())
-    again = kv.score(forward, PARAMS, [*SHARED, 4], continuations, cached_config(), cache=first.cache)
+    longer = [*SHARED, 4]
+    again = kv.score(forward, PARAMS, longer, continuations, cached_config(), cache=first.cache)
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 8)
-    for got, want in zip(first.logprobs, plain.logprobs, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
+    for context, scores in ((SHARED, first.logprobs), (longer, again.logprobs)):
+        for tokens, got in zip(continuations, scores, strict=True):
+            want = [logprobs_of([*context, *tokens[:i]])[token] for i, token in enumerate(tokens)]
+            np.testing.assert_allclose(got, want, atol=1e-4)
     assert kv.check_invariants(again.cache) == []
 
-    plain = kv.beam_search(forward, PARAMS, FAMILY[:1], config(), max_new_tokens=4)
-    cached = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
-    assert [beam.tokens for beam in plain.beams[0]] == [beam.tokens for beam in cached.beams[0]]
+    found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
+    expected = slow_beam_search(FAMILY[0], 4, 4, [], 1.0)
+    assert [beam.tokens for beam in found.beams[0]] == [tokens for tokens, _ in expected]
 
 
 def test_a_cache_that_cannot_be_gone_on_with():
     result = generate(FAMILY[:1])
+    other = cached_config(num_blocks=63)
     with pytest.raises(ValueError, match="config"):
-        generate(FAMILY[:1], {"num_blocks": 63}, cache=result.cache)
-    cache, _ = kv.allocate(result.cache, [1], [3], tokens=[[1, 2, 3]])
+        kv.generate(forward, PARAMS, FAMILY[:1], other, max_new_tokens=7, cache=result.cache)
+    cache, _ = kv.allocate(result.cache, [1], [3], tokens=np.ones((1, LENGTH), np.int32))
     with pytest.raises(ValueError, match="1 active row"):
         generate(FAMILY[:1], cache=cache)
