@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 
@@ -66,7 +67,8 @@ class Checkpoints:
                 )
         leaves, structure = jax.tree.flatten(like)
         leaves = self._read(step, "state", ocp.args.StandardRestore(leaves))
-        return step, jax.tree.unflatten(structure, leaves)
+        # In numpy, tied to no device like a new state: the programs of one serve the other.
+        return step, jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
 
     def _read(self, step: int, item: str, how: ocp.args.CheckpointArgs) -> Any:
         try:

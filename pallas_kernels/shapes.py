@@ -47,7 +47,7 @@ class DecodeShape:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the block table."""
+        """Columns that the longest row fills."""
         return max(1, -(-max(self.lens) // self.block_size))
 
     @property
@@ -62,7 +62,10 @@ class DecodeShape:
         return DecodeOptions(self.num_blocks, scale, self.soft_cap, self.window, self.num_sink_tokens)
 
     def rows(self) -> DecodeRows:
-        """Row `i` uses row `i` of the table, and reads what its first query reaches."""
+        """Row `i` uses row `-1 - i` of the table, and reads what its first query reaches.
+
+        The indices of idle rows are far out of range.
+        """
         lens = np.array(self.lens, np.int32)
         num_queries = np.minimum(lens, self.num_queries)
         first_position = lens - num_queries
@@ -72,8 +75,11 @@ class DecodeShape:
             first = np.maximum(first, (first_position - self.window + 1) // self.block_size)
         held = -(-lens // self.block_size)
         num_columns = np.minimum(held, sinks) + np.maximum(held - first, 0)
+        table_row = len(lens) - np.arange(len(lens), dtype=np.int32)
+        for indices in (table_row, first, first_position):
+            indices[lens == 0] = 10**8 * (-1) ** np.arange(np.sum(lens == 0))
         return DecodeRows(
-            table_row=jnp.arange(len(lens), dtype=jnp.int32),
+            table_row=jnp.asarray(table_row),
             first_column=jnp.asarray(first),
             num_columns=jnp.asarray(num_columns),
             first_position=jnp.asarray(first_position),
@@ -83,19 +89,22 @@ class DecodeShape:
     def problem(self, seed: int = 0) -> DecodeProblem:
         """Random data: a permuted table, entries that are not read out of range, unowned slots NaN.
 
-        The layer is the last one, and all others are NaN.
+        The table has a row and a column more than are read. The layer is the last one, and all
+        others are NaN.
         """
         rng = np.random.default_rng(seed)
+        dtype = jnp.dtype(self.dtype)
         rows = self.rows()
-        table = np.full((len(self.lens), self.num_columns), self.num_blocks, np.int32)
+        table_row, first_column, num_columns, *_ = map(np.asarray, rows)
+        table = np.full((len(self.lens) + 1, self.num_columns + 1), self.num_blocks, np.int32)
         pool_shape = (self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         k_pool, v_pool = (np.full(pool_shape, np.nan, np.float32) for _ in "kv")
         free = list(rng.permutation(self.num_blocks))
         sinks = self.options.num_sink_blocks(self.block_size)
         for row, length in enumerate(self.lens):
-            for nth in range(int(rows.num_columns[row])):
-                column = nth if nth < sinks else int(rows.first_column[row]) + nth - sinks
-                table[row, column] = block = free.pop()
+            for nth in range(num_columns[row]):
+                column = nth if nth < sinks else first_column[row] + nth - sinks
+                table[table_row[row], column] = block = free.pop()
                 tokens = min(self.block_size, length - column * self.block_size)
                 for pool in (k_pool, v_pool):
                     values = rng.standard_normal((self.num_kv_heads, tokens, self.head_dim))
@@ -103,12 +112,12 @@ class DecodeShape:
         q_shape = (len(self.lens), self.num_queries, self.num_kv_heads, self.group_size, self.head_dim)
         sink_logits = None
         if self.has_sink_logits:
-            sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]), jnp.float32)
+            sink_logits = jnp.asarray(rng.standard_normal(q_shape[2:4]).astype(np.float32))
         k_pool, v_pool = (pool.reshape(-1, *pool_shape[2:]) for pool in (k_pool, v_pool))
         return DecodeProblem(
-            q=jnp.asarray(rng.standard_normal(q_shape), self.dtype),
-            k_pool=jnp.asarray(k_pool, self.dtype),
-            v_pool=jnp.asarray(v_pool, self.dtype),
+            q=jnp.asarray(rng.standard_normal(q_shape).astype(dtype)),
+            k_pool=jnp.asarray(k_pool.astype(dtype)),
+            v_pool=jnp.asarray(v_pool.astype(dtype)),
             block_table=jnp.asarray(table),
             rows=rows,
             options=self.options,
@@ -119,25 +128,19 @@ class DecodeShape:
 
 DECODE_SHAPES = (
     DecodeShape("plain", (37, 5)),
-    DecodeShape("one_token", (1, 16, 17)),
-    DecodeShape("idle_rows", (0, 70, 0)),
+    DecodeShape("idle_rows", (0, 70, 0, 1, 16, 17)),
     DecodeShape("long", (530, 64), num_kv_heads=1),
-    DecodeShape("group_1", (33,), group_size=1),
-    DecodeShape("group_16", (50,), group_size=16, num_kv_heads=1),
-    DecodeShape("head_128", (45, 70), head_dim=128, num_kv_heads=1),
-    DecodeShape("head_256", (45,), head_dim=256, num_kv_heads=1),
-    DecodeShape("block_8", (61,), block_size=8),
-    DecodeShape("block_24", (100, 24), block_size=24, num_kv_heads=1),
+    DecodeShape("group_1_block_8", (61,), group_size=1, block_size=8),
+    DecodeShape("group_16_soft_cap", (60,), group_size=16, num_kv_heads=1, soft_cap=5.0),
+    DecodeShape("head_128_block_24", (100, 24), head_dim=128, block_size=24, num_kv_heads=1),
+    DecodeShape("head_256_f16", (45,), head_dim=256, num_kv_heads=1, dtype="float16"),
     DecodeShape("block_128", (200, 128), block_size=128, num_kv_heads=1),
     DecodeShape("block_72", (150,), block_size=72, num_kv_heads=1),
-    DecodeShape("f16", (45,), dtype="float16"),
     DecodeShape("drafts", (70, 3, 20), num_queries=5, group_size=3),
     DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
-    DecodeShape("window", (150, 20), window=40),
     DecodeShape("window_drafts", (190, 30), window=33, num_queries=4),
     DecodeShape("kept_tokens", (230, 21, 3), window=40, num_sink_tokens=5),
-    DecodeShape("soft_cap", (60,), soft_cap=5.0),
-    DecodeShape("sink_logits", (60, 0), has_sink_logits=True),
+    DecodeShape("sink_logits", (530, 0), has_sink_logits=True),
     DecodeShape(
         "all",
         (201, 64, 0, 7),
@@ -148,4 +151,4 @@ DECODE_SHAPES = (
         has_sink_logits=True,
     ),
 )
-"""Small enough to interpret, one hard thing each, and all of them together."""
+"""Small enough to interpret, one or two hard things each, and all of them together."""

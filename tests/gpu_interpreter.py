@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from interpreters import callbacks_on_the_host
 
 from pallas_kernels.mosaic_gpu import interpret
 
@@ -11,6 +12,7 @@ from pallas_kernels.mosaic_gpu import interpret
 def run_interpreted(function: Callable, *arguments: Any, **keywords: Any) -> Any:
     """The results of a function that interprets kernels."""
     try:
-        return interpret.run_interpreted(function, *arguments, **keywords)
+        with callbacks_on_the_host():
+            return interpret.run_interpreted(function, *arguments, **keywords)
     except (interpret.RaceError, jax.errors.JaxRuntimeError) as error:
         raise AssertionError(str(error)) from error

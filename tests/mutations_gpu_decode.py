@@ -4,10 +4,8 @@ from mutations import in_module
 from mutations_kernels import in_kernel
 
 FILE = "test_mosaic_gpu_decode.py"
-MANY_TILES = f"{FILE}::test_the_rings_go_round_whatever_the_split[1]"
-SPLIT = f"{FILE}::test_the_rings_go_round_whatever_the_split[5]"
+MANY_TILES = f"{FILE}::test_one_program_walks_nine_tiles"
 UNSEEN = f"{FILE}::test_values_that_nobody_sees_may_be_nan"
-IDLE = f"{FILE}::test_indices_of_idle_rows_may_be_anything"
 IN_ORDER = f"{FILE}::test_a_plan_has_every_tile_once_and_in_order"
 MERGE = f"{FILE}::test_merge[shape1]"
 CACHE = "test_attention_kernels.py::test_prefill_fork_and_decode"
@@ -41,12 +39,17 @@ MUTATIONS = [
             "sink logits count in every item",
             "first_tile), by_lane) == 0",
             "first_tile), by_lane) >= 0",
-            f"{FILE}::test_sink_logits_count_once_in_a_split_row",
+            decode("sink_logits"),
         ),
-        ("soft cap forgotten behind tanh", "(options.soft_cap * _LOG2_E)", "_LOG2_E", decode("soft_cap")),
+        (
+            "soft cap forgotten behind tanh",
+            "(options.soft_cap * _LOG2_E)",
+            "_LOG2_E",
+            decode("group_16_soft_cap"),
+        ),
         ("the scale ignored", "logits * (options.scale * _LOG2_E)", "logits * _LOG2_E", decode("plain")),
         ("queries that do not count have a result", " | (query >= num_queries)", "", UNSEEN),
-        ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", SPLIT),
+        ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", decode("long")),
     ),
     *in_kernel(
         "decode_mask",
@@ -60,7 +63,7 @@ MUTATIONS = [
             "the window one longer",
             "position > query_pos - self",
             "position >= query_pos - self",
-            decode("window"),
+            decode("window_drafts"),
         ),
         (
             "one kept token more",
@@ -83,19 +86,19 @@ MUTATIONS = [
             "all items begin at the first tile",
             "(item - first_item[row]) * run_len[row]",
             "0 * (item - first_item[row])",
-            f"{IN_ORDER}[7-num_columns2-8]",
+            f"{IN_ORDER}[7-num_columns2]",
         ),
         (
             "a tile too few",
             "jnp.clip(num_tiles[row] - first_tile, 0",
             "jnp.clip(num_tiles[row] - first_tile - 1, 0",
-            f"{IN_ORDER}[1-num_columns2-8]",
+            f"{IN_ORDER}[1-num_columns2]",
         ),
         (
             "idle rows look into the table",
             "jnp.where(reads, rows.table_row[row], 0)",
             "rows.table_row[row]",
-            IDLE,
+            decode("idle_rows"),
         ),
         (
             "nothing is split",
@@ -163,7 +166,7 @@ MUTATIONS = [
             "gradients of copies stay",
             "_copy_bwd(num_blocks, copies, grad)[0]",
             "grad",
-            "test_attention_kernels.py::test_gradients_are_those_of_xla[mosaic_tpu]",
+            "test_attention_kernels.py::test_gradients_equal_a_dense_reference[mosaic_tpu]",
         ),
     ),
     *in_module(

@@ -43,7 +43,7 @@ MUTATIONS = [
             "a key too many in the window",
             "position > query_position - options.window",
             "position >= query_position - options.window",
-            f"{MANY_TILES}[window]",
+            f"{MANY_TILES}[window_drafts]",
         ),
         (
             "sink columns lie at the window",

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import jax
 import numpy as np
-from random_script import ROWS, WIDTH, Driver, random_operation
+from random_script import ROWS, WIDTH, Driver, padded, random_operation
 
 import kvcache_jax as kv
 from kvcache_jax import testing
@@ -23,7 +23,7 @@ def prefix_config(**sizes):
     )
 
 
-commit = jax.jit(kv.commit)
+allocate, lookup, commit = jax.jit(kv.allocate), jax.jit(kv.lookup), jax.jit(kv.commit)
 
 
 @dataclasses.dataclass
@@ -46,19 +46,16 @@ class PrefixDriver(Driver):
 
     def admit(self, seq_ids, num_tokens, prompts, namespace_ids, priority):
         namespaces = [NAMESPACES[i] for i in namespace_ids]
-        tokens = np.full((len(prompts), PROMPT_WIDTH), 7, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        found = np.asarray(
-            kv.lookup(self.cache, tokens[:1], num_tokens[:1], np.asarray(namespaces[:1], np.uint32))
-        )
-        self.cache, admission = kv.allocate(
+        tokens, words = padded(prompts, PROMPT_WIDTH), np.array(namespaces, np.uint32)
+        lengths = np.array(num_tokens)
+        found = np.asarray(lookup(self.cache, tokens[:1], lengths[:1], words[:1]))
+        self.cache, admission = allocate(
             self.cache,
-            seq_ids,
-            num_tokens,
+            np.array(seq_ids),
+            lengths,
             tokens=tokens,
-            namespace=np.asarray(namespaces, np.uint32),
-            priority=priority,
+            namespace=words,
+            priority=np.array(priority),
         )
         expected = self.oracle.allocate(seq_ids, num_tokens, prompts, namespaces, priority)
         got_cached = np.asarray(admission.num_cached).tolist()

@@ -41,17 +41,24 @@ class PrefixUser:
             tokens[i, : len(text)] = text
         return tokens
 
+    def padded(self, values, fill=None):
+        """An entry per row, so that one program serves all; `max_seqs`, the default, is a row to skip."""
+        num_rows = self.cache.max_seqs
+        return np.array([*values, *[num_rows if fill is None else fill] * (num_rows - len(values))])
+
     def allocate(self, texts, namespace=None, reuse=True):
         """{row: prompt} in one call; returns the statuses and the tokens found cached."""
+        prompts = [*texts.values(), *[[]] * (self.cache.max_seqs - len(texts))]
         self.cache, admission = kv.allocate(
             self.cache,
-            list(texts),
-            [len(text) for text in texts.values()],
-            tokens=self.prompts(list(texts.values())),
+            self.padded(texts),
+            np.array([*map(len, prompts)]),
+            tokens=self.prompts(prompts),
             namespace=namespace,
             reuse=reuse,
         )
-        found, num_cached = statuses(admission.status), admission.num_cached.tolist()
+        found = statuses(admission.status)[: len(texts)]
+        num_cached = np.asarray(admission.num_cached)[: len(texts)].tolist()
         for row, status, hit in zip(texts, found, num_cached, strict=True):
             if status == Status.OK:
                 self.texts[row], self.targets[row] = list(texts[row][:hit]), list(texts[row])
@@ -70,7 +77,7 @@ class PrefixUser:
         num_new = np.zeros(self.cache.max_seqs, np.int32)
         for row, text in new.items():
             tokens[row, : len(text)], num_new[row] = text, len(text)
-        self.cache, status = append_tokens(self.cache, jnp.asarray(tokens), jnp.asarray(num_new))
+        self.cache, status = append_tokens(self.cache, tokens, num_new)
         found = statuses(status)
         for row, text in new.items():
             if found[row] == Status.OK:
@@ -88,9 +95,9 @@ class PrefixUser:
             assert set(self.append(new).values()) == {Status.OK}
 
     def commit(self, *rows, final_len=None):
-        lengths = np.full(len(rows), 2**31 - 1, np.int32) if final_len is None else np.array(final_len)
-        self.cache, status = commit(self.cache, np.array(rows), final_len=lengths)
-        assert statuses(status) == [Status.OK] * len(rows)
+        lengths = self.padded(final_len or (), 2**31 - 1)
+        self.cache, status = commit(self.cache, self.padded(rows), final_len=lengths)
+        assert statuses(status)[: len(rows)] == [Status.OK] * len(rows)
         self.check()
 
     def start(self, row, text, namespace=None):
@@ -113,8 +120,8 @@ class PrefixUser:
         self.check()
 
     def free(self, *rows):
-        self.cache, status = kv.free(self.cache, list(rows))
-        assert statuses(status) == [Status.OK] * len(rows)
+        self.cache, status = kv.free(self.cache, self.padded(rows))
+        assert statuses(status)[: len(rows)] == [Status.OK] * len(rows)
         for row in rows:
             del self.texts[row]
         self.check()

@@ -20,34 +20,31 @@ from jax.sharding import PartitionSpec as P
 import kvcache_jax as kv
 from kvcache_jax import attention_kernels, storage, testing
 from tests import tiny_model
-from tests.attention_driver import AttentionDriver, fragment
+from tests.attention_driver import AttentionDriver, dense_attention, fragment
+from tests.dense_reference import dense_attention as dense_jnp
 from tests.helpers import table
 
 pytestmark = pytest.mark.contract
 
-NUM_KV_HEADS = 2
-# The smallest pools that the kernels take.
+NUM_Q_HEADS = 4
+# The smallest pools that the kernels take; two heads where they are split over devices.
 SIZES = {
-    "mosaic_gpu": dict(head_dim=64, dtype="bfloat16"),
-    "mosaic_tpu": dict(head_dim=128, dtype="float32"),
+    "mosaic_gpu": dict(num_kv_heads=1, head_dim=64, dtype="bfloat16"),
+    "mosaic_tpu": dict(num_kv_heads=2, head_dim=128, dtype="float32"),
 }
 IMPLEMENTATIONS = list(SIZES)
 
 
 def config_of(implementation, *, windows=(None, (9, 3)), **options):
-    head_dim = SIZES[implementation]["head_dim"]
+    *heads, dtype = SIZES[implementation].values()
     layers = [
-        kv.FullAttention(NUM_KV_HEADS, head_dim)
+        kv.FullAttention(*heads)
         if window is None
-        else kv.SlidingWindow(
-            NUM_KV_HEADS, head_dim, window=window[0], num_sink_tokens=window[1], max_rollback=2
-        )
+        else kv.SlidingWindow(*heads, window=window[0], num_sink_tokens=window[1], max_rollback=2)
         for window in windows
     ]
     sizes = dict(num_blocks=16, block_size=8, max_seqs=4, max_seq_len=32, max_query_len=11) | options
-    return kv.CacheConfig(
-        layers, dtype=SIZES[implementation]["dtype"], implementation=implementation, **sizes
-    )
+    return kv.CacheConfig(layers, dtype=dtype, implementation=implementation, **sizes)
 
 
 @pytest.fixture
@@ -101,7 +98,7 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
 
     def scenario():
         config = config_of(implementation)
-        driver = AttentionDriver(config, num_q_heads=4, cache=fragment(kv.init(config)), **options)
+        driver = AttentionDriver(config, num_q_heads=NUM_Q_HEADS, cache=fragment(kv.init(config)), **options)
         driver.start(0, 11)
         driver.start(2, 5)
         driver.step({0: 11, 2: 3})
@@ -120,47 +117,53 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
     """Row 0 copies its published block into the last free one; what it leaves is evicted for row 1's copy."""
-    head_dim, dtype = SIZES[implementation].values()
-    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
-    k = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 8, NUM_KV_HEADS, head_dim)), dtype)
+    *heads, dtype = SIZES[implementation].values()
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    k = np.random.default_rng(0).standard_normal((1, 2, 8, *heads)).astype(jnp.dtype(dtype))
+    config = kv.CacheConfig(
+        [kv.FullAttention(*heads)],
+        num_blocks=3,
+        block_size=8,
+        max_seqs=2,
+        max_seq_len=16,
+        dtype=dtype,
+        implementation=implementation,
+        enable_prefix_caching=True,
+    )
 
-    def scenario(implementation):
-        cache = kv.init(
-            kv.CacheConfig(
-                [kv.FullAttention(NUM_KV_HEADS, head_dim)],
-                num_blocks=3,
-                block_size=8,
-                max_seqs=2,
-                max_seq_len=16,
-                dtype=dtype,
-                implementation=implementation,
-                enable_prefix_caching=True,
-            )
-        )
-        cache, _ = kv.allocate(cache, [0, 1], [8, 8], tokens=tokens)
+    @jax.jit
+    def scenario(k):
+        cache, _ = kv.allocate(kv.init(config), [0, 1], [8, 8], tokens=tokens)
         cache, _ = kv.append(cache, k, k + 1, [8, 8], tokens=tokens)
         cache, _ = kv.commit(cache, [0, 1])
         cache, _ = kv.truncate(cache, [0, 1], [4, 4])
-        assert table(cache, 0) + table(cache, 1) == [0, 1]
+        before = cache
         cache, _ = kv.append(cache, k[:, :, :1], k[:, :, :1], [1, 1], tokens=tokens[:, :1])
-        assert table(cache, 0) + table(cache, 1) == [2, 0]
-        return cache.pools
+        return before, cache
 
-    found = run_interpreted(lambda: scenario(implementation))
-    for pool, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(scenario("xla")), strict=True):
-        np.testing.assert_array_equal(pool.astype(jnp.float32), wanted.astype(jnp.float32))
+    before, cache = run_interpreted(lambda: scenario(k))
+    assert table(before, 0) + table(before, 1) == [0, 1]
+    assert table(cache, 0) + table(cache, 1) == [2, 0]
+    k = k[0].astype(np.float32)
+    for pool, old in ((cache.pools[0].k, k), (cache.pools[0].v, (k + 1).astype(dtype).astype(np.float32))):
+        blocks = np.asarray(pool).astype(np.float32).swapaxes(1, 2)
+        np.testing.assert_array_equal(blocks[1], old[1])
+        for block, row in ((2, 0), (0, 1)):
+            np.testing.assert_array_equal(blocks[block, :4], old[row, :4])
+            np.testing.assert_array_equal(blocks[block, 4], k[row, 0])
 
 
 def chunk(implementation, num_new, seed):
     """q, k and v of all rows for one call."""
-    head_dim, dtype = SIZES[implementation].values()
+    num_kv_heads, head_dim, dtype = SIZES[implementation].values()
     rng = np.random.default_rng(seed)
-    shapes = [(4, num_new, heads, head_dim) for heads in (2 * NUM_KV_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    shapes = [(4, num_new, heads, head_dim) for heads in (NUM_Q_HEADS, num_kv_heads, num_kv_heads)]
+    return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
 def append_and_attend(cache, chunks, **options):
     """Row 0 prefills and forks to row 2; both go on. The attention of every call and layer."""
+    cache, _ = kv.allocate(cache, [0], [chunks[0][0].shape[1]])
     outs = []
     for i, (q, k, v) in enumerate(chunks):
         num_new = q.shape[1]
@@ -174,30 +177,41 @@ def append_and_attend(cache, chunks, **options):
     return cache, outs
 
 
+def rows_of(chunks):
+    """q, k and v of what `append_and_attend` attends to: row 0's prompt, its second chunk, row 2's."""
+    (q, k, v), second = chunks
+    yield q[0], k[0], v[0]
+    for row in (0, 2):
+        yield (
+            second[0][row],
+            *(jnp.concatenate([x[0], y[row]]) for x, y in zip((k, v), second[1:], strict=True)),
+        )
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_are_those_of_xla(implementation):
+def test_gradients_equal_a_dense_reference(implementation):
     """Through attention, sink logits, copy-on-write and the pools."""
     chunks = [chunk(implementation, num_new, seed) for seed, num_new in enumerate((3, 1))]
-    sink_logits = jnp.linspace(-1, 1, 4)
+    sink_logits = np.linspace(-1, 1, 4, dtype=np.float32)
     config = config_of(implementation, windows=(None,))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradient(config, chunks, sink_logits):
-        def loss(chunks, sink_logits):
-            cache, _ = kv.allocate(kv.init(config), [0], [3])
-            _, outs = append_and_attend(cache, chunks, sink_logits=sink_logits)
-            return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs)
+    def score(outs):
+        return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs)
 
-        return jax.grad(loss, argnums=(0, 1))(chunks, sink_logits)
+    def loss(chunks, sink_logits):
+        return score(append_and_attend(kv.init(config), chunks, sink_logits=sink_logits)[1])
 
-    found = run_interpreted(lambda: gradient(config, chunks, sink_logits))
-    wanted = gradient(dataclasses.replace(config, implementation="xla"), chunks, sink_logits)
+    def dense_loss(chunks, sink_logits):
+        return score(dense_jnp(*row, sink_logits=sink_logits)[0] for row in rows_of(chunks))
+
+    found = run_interpreted(lambda: jax.jit(jax.grad(loss, argnums=(0, 1)))(chunks, sink_logits))
+    chunks = jax.tree.map(lambda x: x.astype(np.float32), chunks)
+    wanted = jax.jit(jax.grad(dense_loss, argnums=(0, 1)))(chunks, sink_logits)
     tolerance = {"bfloat16": 3e-2, "float32": 1e-5}[SIZES[implementation]["dtype"]]
     for each, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert float(jnp.abs(want.astype(jnp.float32)).max()) > 0.01
-        np.testing.assert_allclose(
-            each.astype(jnp.float32), want.astype(jnp.float32), rtol=tolerance, atol=tolerance
-        )
+        each, want = (np.asarray(x).astype(np.float32) for x in (each, want))
+        assert np.abs(want).max() > 0.01
+        np.testing.assert_allclose(each, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -205,27 +219,25 @@ def test_each_device_runs_its_own_heads(axis_type, count_calls):
     """With the pools never gathered."""
     config = config_of("mosaic_tpu", windows=(None,))
     chunks = [chunk("mosaic_tpu", 2, seed) for seed in range(2)]
-    _, wanted = append_and_attend(
-        kv.allocate(kv.init(dataclasses.replace(config, implementation="xla")), [0], [2])[0], chunks
-    )
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(axis_type,))
 
     def scenario():
         with jax.set_mesh(mesh):
-            cache, _ = kv.allocate(kv.init(dataclasses.replace(config, head_axis="heads")), [0], [2])
+            cache = kv.init(dataclasses.replace(config, head_axis="heads"))
             split = NamedSharding(mesh, P(None, None, "heads", None))
             return jax.jit(append_and_attend)(cache, jax.device_put(chunks, split))
 
     cache, outs = run_interpreted(scenario)
     assert cache.pools[0].k.sharding.shard_shape(cache.pools[0].k.shape)[1] == 1
     assert count_calls["copy_blocks"]
-    for out, want in zip(outs, wanted, strict=True):
-        assert out.sharding.shard_shape(out.shape)[2] == 2
-        np.testing.assert_allclose(out, want, atol=1e-5)
+    assert all(out.sharding.shard_shape(out.shape)[2] == 2 for out in outs)
+    found = [np.asarray(outs[0])[0], *np.asarray(outs[1])[[0, 2]]]
+    for out, row in zip(found, rows_of(chunks), strict=True):
+        np.testing.assert_allclose(out, dense_attention(*row)[0], atol=1e-5)
 
 
 def test_generate_runs_unchanged():
-    """Samples that fork one prompt, with drafts: the tokens of XLA's attention."""
+    """Samples that fork one prompt, with drafts, have the log-probabilities of attention without a cache."""
     head_dim = SIZES["mosaic_tpu"]["head_dim"]
 
     def attention(cache, layer, q, k, v, step):
@@ -244,11 +256,12 @@ def test_generate_runs_unchanged():
         implementation="mosaic_tpu",
     )
 
-    def generate(config):
-        prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
+    params, prompts = tiny_model.make_params(), [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7]]
+
+    def generate():
         return kv.generate(
             forward,
-            tiny_model.make_params(),
+            params,
             prompts,
             config,
             max_new_tokens=5,
@@ -258,9 +271,17 @@ def test_generate_runs_unchanged():
             chunk_len=8,
         )
 
-    found = run_interpreted(lambda: generate(config))
-    wanted = generate(dataclasses.replace(config, implementation="xla"))
-    assert [each.tokens for each in found.generations] == [each.tokens for each in wanted.generations]
+    @jax.jit
+    def dense_logprobs(tokens):
+        return jax.nn.log_softmax(tiny_model.dense_logits(params, tokens), axis=-1)
+
+    generations = run_interpreted(generate).generations
+    assert len({tuple(each.tokens) for each in generations}) == len(generations) == 4
+    for each in generations:
+        text = [*prompts[each.prompt_id], *each.tokens]
+        logprobs = np.asarray(dense_logprobs(np.array(text + [0] * (16 - len(text)))))
+        wanted = [logprobs[at - 1, text[at]] for at in range(len(text) - 5, len(text))]
+        np.testing.assert_allclose(each.logprobs, wanted, atol=1e-5)
 
 
 def test_init_imports_the_kernels_and_the_library_does_not():
@@ -282,12 +303,15 @@ def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):
     monkeypatch.setattr("pallas_kernels.versions.BEFORE", (0, 11, 2))
     config = config_of("mosaic_tpu", windows=(None,))
     (q, k, v) = chunk("mosaic_tpu", 1, 0)
-    with testing.interpreted():
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attend(config, q, k, v):
         cache, _ = kv.allocate(kv.init(config), [0], [1])
-        with pytest.raises(NotImplementedError, match=r"tested with jax >= 0.11.2, < 0.11.2, and this is"):
-            kv.extend(cache, [1, 0, 0, 0], max_new=1)
-        cache = kv.init(dataclasses.replace(config, implementation=None))
-        cache, _ = kv.allocate(cache, [0], [1])
         cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
-        cache, out = kv.attention(cache, 0, q, k, v, step)
+        return kv.attention(cache, 0, q, k, v, step)[1]
+
+    with testing.interpreted():
+        with pytest.raises(NotImplementedError, match=r"tested with jax >= 0.11.2, < 0.11.2, and this is"):
+            attend(config, q, k, v)
+        out = attend(dataclasses.replace(config, implementation=None), q, k, v)
     np.testing.assert_allclose(out[0], np.repeat(v[0], 2, axis=1), rtol=1e-6)

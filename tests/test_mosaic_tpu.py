@@ -44,8 +44,7 @@ def check(problem: DecodeProblem) -> None:
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-# With head_dim 128, head_128 is what others are.
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("head_128", "f16")])
+@pytest.mark.parametrize("name", SHAPES)
 def test_many_tiles(name, monkeypatch):
     shape = for_tpu(SHAPES[name])
     monkeypatch.setattr(decode, "MAX_TILE_LEN", max(32, shape.block_size))
@@ -57,36 +56,25 @@ def test_large_tiles(name):
     check(for_tpu(SHAPES[name]).problem(seed=1))
 
 
-def test_rows_in_any_order_of_a_larger_table():
-    problem = for_tpu(SHAPES["kept_tokens"]).problem()
-    order = np.array([4, 0, 2])
-    table = np.full((6, problem.block_table.shape[1] + 1), 10**6, np.int32)
-    table[order, :-1] = problem.block_table
-    rows = problem.rows._replace(table_row=jnp.asarray(order, jnp.int32))
-    check(problem._replace(block_table=jnp.asarray(table), rows=rows))
-
-
 def test_values_that_nobody_sees_are_nan(monkeypatch):
     """Also those of blocks that are read: before the window, after the last query that counts."""
     monkeypatch.setattr(decode, "MAX_TILE_LEN", 32)
     shape = for_tpu(SHAPES["window_drafts"])
     problem = shape.problem()
-    rows = problem.rows._replace(num_queries=problem.rows.num_queries - 2)
-    v_pool = np.array(problem.v_pool.astype(jnp.float32))
+    rows = jax.tree.map(np.asarray, problem.rows)
+    rows = rows._replace(num_queries=rows.num_queries - 2)
+    v_pool, table = np.array(problem.v_pool), np.asarray(problem.block_table)[rows.table_row]
+    num_poisoned = 0
     for row, length in enumerate(shape.lens):
-        first = int(rows.first_position[row])
-        for position in range(length):
-            if not first - shape.window < position < first + int(rows.num_queries[row]):
+        first, count = rows.first_position[row], rows.num_queries[row]
+        for position in range(rows.first_column[row] * shape.block_size, length):
+            if not first - shape.window < position < first + count:
                 column, offset = divmod(position, shape.block_size)
-                block = int(problem.block_table[row, column])
-                if block < shape.num_blocks:
-                    v_pool[problem.layer * shape.num_blocks + block, :, offset] = np.nan
-    problem = problem._replace(rows=rows, v_pool=jnp.asarray(v_pool, problem.v_pool.dtype))
-    assert (
-        np.isnan(v_pool[-shape.num_blocks :]).sum()
-        > np.isnan(shape.problem().v_pool[-shape.num_blocks :]).sum()
-    )
-    check(problem)
+                block = problem.layer * shape.num_blocks + table[row, column]
+                v_pool[block, :, offset] = np.nan
+                num_poisoned += 1
+    assert num_poisoned > 4
+    check(problem._replace(rows=rows, v_pool=v_pool))
 
 
 def test_a_row_that_asks_and_reads_nothing_sees_its_sink_alone():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_invariants
+from random_script import padded
 
 import kvcache_jax as kv
 
@@ -14,6 +15,7 @@ CONFIG = kv.CacheConfig(
     max_seq_len=40,
     enable_prefix_caching=True,
 )
+WIDTH = 32  # of all prompts
 # Text at 0-4, an image at 5-14, text at 15-17, another image at 18-25, text.
 ITEMS = [[5, 15], [18, 26]]
 
@@ -25,8 +27,8 @@ def prompt(first=b"cat", second=b"dog", tail=(8, 9)):
 
 
 def published(tokens):
-    cache, _ = kv.allocate(kv.init(CONFIG), [0], [len(tokens)], tokens=[tokens], items=[ITEMS])
-    cache, _ = kv.extend(cache, [len(tokens)], max_new=len(tokens), seq_ids=[0], tokens=[tokens])
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [len(tokens)], tokens=padded([tokens], WIDTH), items=[ITEMS])
+    cache, _ = kv.extend(cache, [len(tokens)], max_new=WIDTH, seq_ids=[0], tokens=padded([tokens], WIDTH))
     return kv.commit(cache, [0])[0]
 
 
@@ -42,20 +44,21 @@ def published(tokens):
 )
 def test_a_hit_never_ends_inside_an_item(tokens, num_cached, num_items):
     cache = published(prompt())
-    found = kv.lookup(cache, [tokens], [len(tokens)], items=[ITEMS])
-    cache, admission = kv.allocate(cache, [1], [len(tokens)], tokens=[tokens], items=[ITEMS])
+    prompts = padded([tokens], WIDTH)
+    found = kv.lookup(cache, prompts, [len(tokens)], items=[ITEMS])
+    cache, admission = kv.allocate(cache, [1], [len(tokens)], tokens=prompts, items=[ITEMS])
     assert found.tolist() == admission.num_cached.tolist() == [num_cached]
     assert admission.num_items_cached.tolist() == [num_items]
     assert_invariants(cache)
 
 
 def test_rows_with_fewer_items_and_none():
-    cache, tokens = published(prompt()), prompt()[:22]
+    cache, tokens = published(prompt()), padded([prompt()[:22]] * 2, WIDTH)
     items = [[[5, 15], [0, 0]], ITEMS]
-    cache, admission = kv.allocate(cache, [1, 2], [22, 22], tokens=[tokens, tokens], items=items)
+    cache, admission = kv.allocate(cache, [1, 2], [22, 22], tokens=tokens, items=items)
     assert admission.num_cached.tolist() == [20, 16]
     assert admission.num_items_cached.tolist() == [1, 1]
-    _, admission = kv.allocate(cache, [3], [22], tokens=[tokens])
+    _, admission = kv.allocate(cache, [3], [22], tokens=tokens[:1])
     assert (admission.num_cached.tolist(), admission.num_items_cached.tolist()) == ([20], [0])
 
 

@@ -21,24 +21,37 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def data(tmp_path):
-    (tmp_path / "text").mkdir()
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    data = tmp_path_factory.mktemp("data")
+    (data / "text").mkdir()
     examples = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(12)]
     lines = "".join(json.dumps(example) + "\n" for example in examples)
-    (tmp_path / "text" / "gsm8k_test.jsonl").write_text(lines)
-    return tmp_path
+    (data / "text" / "gsm8k_test.jsonl").write_text(lines)
+    return data
 
 
-def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, capsys):
-    arguments = ["--checkpoint", str(folder), "--shared", "40", "--own", "5", "--prompts", "3"]
+@pytest.fixture(scope="module")
+def prompts(data):
+    return prefix_prompts.few_shot_prompts(data / "text" / "gsm8k_test.jsonl", 3)
+
+
+@pytest.fixture(scope="module")
+def lengths(prompts):
+    """The made-up prompts are as long as the longest of the others: their programs are the same."""
+    return ["--shared", str(max(map(len, prompts)) - 5), "--own", "5"]
+
+
+def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, prompts, lengths, capsys):
+    arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "3"]
     assert prefix_prompts.main([*arguments, "--data", str(data), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     made_up = report["made_up"]
-    assert made_up["cached_tokens"] == {"first": [0, 0, 0], "second": [32, 32, 32]}
-    assert made_up["prompt_len"] == 45
+    longest = max(map(len, prompts))
+    num_cached = (longest - 5) // 16 * 16
+    assert made_up["cached_tokens"] == {"first": [0, 0, 0], "second": [num_cached] * 3}
+    assert made_up["prompt_len"] == longest
     few_shot = report["few_shot"]
-    prompts = prefix_prompts.few_shot_prompts(data / "text" / "gsm8k_test.jsonl", 3)
     shared = bytes(prompts[0]).rindex(b"Question: What is ") + len(b"Question: What is ")
     assert few_shot["num_tokens"] == sum(map(len, prompts))
     expected = 2 * (shared // 16 * 16) / few_shot["num_tokens"]
@@ -46,9 +59,9 @@ def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, ca
     assert few_shot["bytes_kept"] < few_shot["bytes_of_all_prompts"]
 
 
-def test_missing_files(folder, tmp_path, capsys, monkeypatch):
+def test_missing_files(folder, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    arguments = ["--checkpoint", str(folder), "--shared", "40", "--own", "5", "--prompts", "1"]
+    arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "1"]
     assert prefix_prompts.main(arguments) == 0
     assert "few-shot prompts: skipped" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:

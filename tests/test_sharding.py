@@ -1,5 +1,6 @@
 """Heads split over eight devices: same result, no collective on a pool, pools never gathered."""
 
+import functools
 import re
 
 import jax
@@ -27,9 +28,9 @@ TOKEN_SPEC = P(None, None, None, "heads", None)
 
 
 def make_inputs(num_q_heads=2 * HEADS):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (LAYERS, 3, 3, num_q_heads, DIM))
-    return q, *(jax.random.normal(key, (LAYERS, 3, 3, HEADS, DIM)) for key in keys[1:])
+    rng = np.random.default_rng(0)
+    shapes = [(LAYERS, 3, 3, heads, DIM) for heads in (num_q_heads, HEADS, HEADS)]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def forward(cache, q, k, v, num_new):
@@ -41,16 +42,17 @@ def forward(cache, q, k, v, num_new):
     return cache, jnp.stack(outs), step.status
 
 
-def run(step_fn, cache, q, k, v):
-    """Prefill, fork, copy-on-write, decode past the window; all outputs."""
+def run(step_fn, cache, put=jnp.asarray):
+    """Prefill, fork, copy-on-write, decode past the window; all outputs. `put` places q, k and v."""
+    inputs = make_inputs()
     cache, _ = kv.allocate(cache, [0, 1], [3, 2])
-    cache, out, status = step_fn(cache, q, k, v, jnp.array([3, 2, 0]))
+    cache, out, status = step_fn(cache, *map(put, inputs), np.array([3, 2, 0], np.int32))
     outs = [out]
     cache, _ = kv.fork(cache, [0], [2])
     for i in range(7):
-        token = [x[:, :, i % 3 : i % 3 + 1] for x in (q, k, v)]
-        cache, out, status = step_fn(cache, *token, jnp.ones(3, jnp.int32))
-        assert not status.any()
+        tokens = [put(np.roll(x, -i, axis=2)) for x in inputs]
+        cache, out, status = step_fn(cache, *tokens, np.ones(3, np.int32))
+        assert not np.asarray(status).any()
         outs.append(out)
     assert int(kv.stats(cache).num_copies) == 2
     assert kv.check_invariants(cache) == []
@@ -59,7 +61,7 @@ def run(step_fn, cache, q, k, v):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run(kv.donate(forward), testing.poison(kv.init(CONFIG)), *make_inputs())[1]
+    return run(kv.donate(forward), testing.poison(kv.init(CONFIG)))[1]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -67,11 +69,11 @@ def test_heads_split_over_devices(axis_type, expected):
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         cache = testing.poison(kv.init(CONFIG, sharding=NamedSharding(mesh, POOL_SPEC)))
-        inputs = [jax.device_put(x, NamedSharding(mesh, TOKEN_SPEC)) for x in make_inputs()]
+        put = functools.partial(jax.device_put, device=NamedSharding(mesh, TOKEN_SPEC))
         step_fn = kv.donate(forward)
-        program = step_fn.lower(cache, *inputs, jnp.array([3, 2, 0])).compile()
+        program = step_fn.lower(cache, *map(put, make_inputs()), np.array([3, 2, 0], np.int32)).compile()
         assert not COLLECTIVE.findall(program.as_text())
-        cache, outs = run(step_fn, cache, *inputs)
+        cache, outs = run(step_fn, cache, put)
     for pool in cache.pools:
         assert pool.k.sharding.shard_shape(pool.k.shape)[1] == 1
         assert pool.v.sharding.shard_shape(pool.v.shape)[1] == 1
@@ -93,7 +95,7 @@ def test_inside_shard_map(expected):
         in_specs=(cache_spec, TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC, P()),
         out_specs=(cache_spec, TOKEN_SPEC, P()),
     )
-    _, outs = run(kv.donate(local), cache, *make_inputs())
+    _, outs = run(kv.donate(local), cache)
     for out, want in zip(outs, expected, strict=True):
         np.testing.assert_allclose(out, want, atol=1e-5)
 
@@ -101,20 +103,18 @@ def test_inside_shard_map(expected):
 def test_one_cache_per_device():
     """Data parallel: a stack of independent caches, one on each device."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    caches = jax.tree.map(lambda x: jnp.stack([x] * 8), kv.init(CONFIG))
+    caches = jax.tree.map(lambda x: np.stack([x] * 8), kv.init(CONFIG))
     caches = jax.device_put(caches, NamedSharding(mesh, P("data")))
-    lengths = jnp.arange(1, 25, dtype=jnp.int32).reshape(8, 3)
+    lengths = np.arange(1, 25, dtype=np.int32).reshape(8, 3)
 
     @jax.jit
     def fill(caches, lengths):
         return jax.vmap(lambda c, n: kv.allocate(c, jnp.arange(3), n)[0])(caches, lengths)
 
-    filled = fill(caches, lengths)
+    filled = jax.device_get(fill(caches, lengths).control)
     for i in range(8):
-        alone, _ = kv.allocate(kv.init(CONFIG), jnp.arange(3), lengths[i])
-        jax.tree.map(
-            np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], filled.control), alone.control
-        )
+        alone, _ = kv.allocate(kv.init(CONFIG), np.arange(3), lengths[i])
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i], y), filled, alone.control)
 
 
 def test_only_the_heads_may_be_split():
@@ -140,16 +140,18 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         texts = jnp.stack([text, text])
         rows = jnp.arange(2, dtype=jnp.int32) * jnp.minimum(num_tokens, 1)
         cache, admission = kv.allocate(cache, [0, 1], [5, 3], tokens=texts)
-        outs = []
-        for num_new, width in (([5, 3], 5), ([1, 1], 1)):
-            cache, step = kv.extend(cache, num_new, max_new=width, tokens=texts[:, :width])
-            x = jnp.full((2, width, 1, DIM), num_tokens, jnp.float32)
+
+        def go_on(cache, num_new):
+            cache, step = kv.extend(cache, num_new, max_new=5, tokens=texts[:, :5])
+            x = jnp.full((2, 5, 1, DIM), num_tokens, jnp.float32)
             for layer in range(num_groups):
                 cache, out = kv.attention(cache, layer, x, x, x, step)
-            outs.append(out)
             cache, _ = kv.commit(cache, rows)
             cache, _ = kv.free(cache, [1])
             cache, _ = kv.fork(cache, [0], [1])
+            return cache, out
+
+        cache, outs = jax.lax.scan(go_on, cache, jnp.array([[5, 3], [1, 1]], jnp.int32))
         cache, _ = kv.reorder(cache, [0, 1], [1, 0])
         cache, _ = kv.truncate(cache, [0], [1])
         cache, _ = kv.touch(cache, [0])
@@ -161,13 +163,13 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         mine = jax.tree.map(lambda x: x[0], caches)
         return jax.tree.map(lambda x: x[None], script(mine, num_tokens[0]))
 
-    caches = jax.tree.map(lambda x: jnp.stack([x, x]), kv.init(config))
-    num_tokens = jnp.array([1, 5], jnp.int32)
+    caches = jax.tree.map(lambda x: np.stack([x, x]), kv.init(config))
+    num_tokens = np.array([1, 5], np.int32)
     spread = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     jax.eval_shape(spread, caches, num_tokens)
     if not is_run:
         return
-    found = jax.jit(spread)(caches, num_tokens)
+    found = jax.device_get(jax.jit(spread)(caches, num_tokens))
     alone = jax.jit(script)
     for i in range(2):
         want = alone(kv.init(config), num_tokens[i])

@@ -179,14 +179,13 @@ def test_other_policies_are_not_in_a_kernel():
     assert int(kv.stats(cache).num_evictions) > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_random_script_without_kernels(monkeypatch, seed):
+def test_a_random_script_without_kernels(monkeypatch):
     """What accelerators run, and versions of jax that were not tested; against the oracle."""
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
     jax.clear_caches()
     try:
-        driver, rng = PrefixDriver(prefix_config()), np.random.default_rng(seed)
-        for _ in range(150):
+        driver, rng = PrefixDriver(prefix_config()), np.random.default_rng(0)
+        for _ in range(300):
             driver.apply(*random_prefix_operation(rng, driver))
         assert MARK not in jax.jit(OPERATIONS["free"]).lower(kv.init(CONFIG, storage=False)).as_text()
     finally:

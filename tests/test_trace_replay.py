@@ -43,19 +43,19 @@ def test_hits_equal_those_of_a_dict(tmp_path, capsys):
 
 def test_the_replayed_cache_is_sound(tmp_path):
     """Nothing is cut: what was published and not evicted is there."""
-    requests = make_requests(seed=1, num_requests=41)
+    requests = make_requests(seed=1, num_requests=129)
     trace = read_trace(write(tmp_path, requests), TOKENS_PER_ID)
     shares = []
-    record = trace_replay.replay(trace, 20, "lru", shares.append)
-    assert record["hit_rate_blocks"] == sum(lru_hits(requests, 20)[0]) / trace.num_ids.sum()
+    record = trace_replay.replay(trace, 25, "lru", shares.append)
+    assert record["hit_rate_blocks"] == sum(lru_hits(requests, 25)[0]) / trace.num_ids.sum()
     assert shares == sorted(shares) and shares[-1] == 1 and len(shares) > 10
 
 
 def test_the_table_and_the_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    path = write(tmp_path, make_requests(num_requests=20))
-    shown = run(capsys, "--trace", path, "--blocks", 20, "--picture", tmp_path / "rates.png")
-    assert "trace.jsonl: 20 requests" in shown and "lru" in shown
+    path = write(tmp_path, make_requests())
+    shown = run(capsys, "--trace", path, "--blocks", 25, "--picture", tmp_path / "rates.png")
+    assert "trace.jsonl: 130 requests" in shown and "lru" in shown
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 

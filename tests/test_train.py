@@ -225,7 +225,7 @@ def refusal(capsys, *arguments):
 
 def test_the_command_trains_evaluates_and_records(small, tmp_path, capsys):
     out, state = tmp_path / "model", tmp_path / "state"
-    arguments = ["--steps", "2", "--out", str(out), "--state", str(state), "--json"]
+    arguments = ["--steps", "3", "--out", str(out), "--state", str(state), "--json"]
     assert train.main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((out / "training.json").read_text())
@@ -235,7 +235,7 @@ def test_the_command_trains_evaluates_and_records(small, tmp_path, capsys):
         "training.json",
         "loss.png",
     }
-    assert record["settings"]["steps"] == 2 and record["num_bytes"] == 3 * len(DATA)
+    assert record["settings"]["steps"] == 3 and record["num_bytes"] == 3 * len(DATA)
     assert len(record["loss"]) == 1 and 7 < record["loss"][0] < 8.2
     assert train.main(arguments) == 0  # the state went with the run, nothing is in the way
     capsys.readouterr()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+from interpreters import callbacks_on_the_host
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
@@ -10,7 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 def run_interpreted(function: Callable, *arguments: object, **keywords: object):
     """The results of a function that interprets one kernel, under jit."""
     try:
-        results = jax.block_until_ready(jax.jit(function)(*arguments, **keywords))
+        with callbacks_on_the_host():
+            results = jax.block_until_ready(jax.jit(function)(*arguments, **keywords))
     except jax.errors.JaxRuntimeError as error:
         pltpu.reset_tpu_interpret_mode_state()
         raise AssertionError(str(error)) from error
