@@ -129,7 +129,7 @@ MUTATIONS = [
             "block_tokens",
             SCRIPT,
         ),
-        ("tokens not recorded", "step.slots[group_id], tokens)", "step.slots[group_id], 0)", SCRIPT),
+        ("tokens not recorded", "step.slots[group_id], tokens, ", "step.slots[group_id], 0, ", SCRIPT),
     ),
     *in_module(
         "rows",
