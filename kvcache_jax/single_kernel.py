@@ -84,8 +84,8 @@ def _first(array: jax.Array) -> jax.Array | None:
 def set_at(array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1) -> jax.Array:
     """`array` with `values` at `index`: i32[...], or one per leading axis; entries outside are skipped.
 
-    Of equal entries the last one stays in a single kernel, and any of them elsewhere. In a kernel each trip
-    of the loop updates `unroll` entries, so that the processor waits for several places of a big array at once.
+    Of equal entries the last one stays in a single kernel, and any of them elsewhere. In a kernel a trip of
+    the loop updates `unroll` entries: the processor waits for several places of a big array at once.
     """
     return _update("set", lambda old, new: new, array, index, values, unroll)
 
