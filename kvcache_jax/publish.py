@@ -84,11 +84,13 @@ def commit_rows(
         return jnp.where(is_cut, 0, jnp.maximum(num_full - num_published, 0))
 
     def publish_some(state):
-        control, is_cut = state
-        return _publish_batch(control, rows, num_pending(control, is_cut), is_cut, config)
+        control, is_cut, pending = state
+        control, is_cut = _publish_batch(control, rows, pending, is_cut, config)
+        return control, is_cut, num_pending(control, is_cut)
 
     is_cut = jnp.zeros_like(num_full, bool)
-    control, _ = lax.while_loop(lambda state: num_pending(*state).any(), publish_some, (control, is_cut))
+    state = control, is_cut, num_pending(control, is_cut)
+    control, *_ = lax.while_loop(lambda state: state[2].any(), publish_some, state)
     return control, status
 
 
@@ -102,18 +104,19 @@ def _publish_batch(
     size = min(_BATCH, num_pending.shape[0] * pool.max_blocks_per_seq)
     num_published = control.num_published.at[rows].get(mode="fill", fill_value=0)
     batch = _first_pending(pool, rows, num_published, num_pending, size)
-    before = pool.block_table.at[rows, num_published - 1].get(mode="fill", fill_value=pool.num_blocks)
-    before = jnp.where(num_published > 0, before, pool.num_blocks)
+    entry_rows = rows.at[batch.row].get(mode="clip")
+    first_column = num_published.at[batch.row].get(mode="clip")
+    before = pool.block_table.at[entry_rows, first_column - 1].get(mode="fill", fill_value=pool.num_blocks)
+    before = jnp.where(first_column > 0, before, pool.num_blocks)
     (batch, before), table = block_pool.read_first((batch, before), pool.block_table)
     pool = dataclasses.replace(pool, block_table=table)
-    verdict = _judge(control, index, batch, rows, before)
+    verdict = _judge(control, index, batch, entry_rows, before)
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
     pool = block_pool.mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
     is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
     pool, num_adopted = _adopt(pool, is_exchanged, batch, verdict.canonical)
 
-    entry_rows = rows.at[batch.row].get(mode="clip")
     if index.history is not None:
         index = _note_uses(control, index, batch, verdict, is_exchanged, entry_rows)
     done_rows = jnp.where(verdict.is_done, entry_rows, control.max_seqs)
@@ -172,15 +175,14 @@ def _first_pending(
 
 
 def _judge(
-    control: Control, index: PrefixIndex, batch: _Batch, rows: jax.Array, before: jax.Array
+    control: Control, index: PrefixIndex, batch: _Batch, entry_rows: jax.Array, before: jax.Array
 ) -> _Verdict:
-    """Looks every block up; `before` i32[n] is the published block in front of each row's first entry."""
+    """Looks every block up; `before` i32[E] is the published block in front of its row's first entry."""
     nowhere, block_size = index.block_tokens.shape
     order = jnp.arange(batch.row.shape[0], dtype=jnp.int32)
-    namespace = control.namespace.at[rows.at[batch.row].get(mode="clip")].get(mode="clip")
+    namespace = control.namespace.at[entry_rows].get(mode="clip")
     tokens = index.block_tokens.at[batch.block_ids].get(mode="clip")
 
-    before = before.at[batch.row].get(mode="clip")
     base = jnp.where(
         (before < nowhere)[:, None],
         index.block_hash.at[before].get(mode="clip"),
