@@ -2,17 +2,17 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 7.5 us inside a loop and 119 us as a separate call, 84 of
-  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 70 us, fork of 64 rows 198,
-  reorder 668, free of 64 rows of 256 blocks 309, truncate 283. With the prefix cache: `extend` 11.8 us in a
-  loop, 1.6x (misses its bar of 1.3; 1.5x to 1.6x in other runs), with `commit` of what is full 1.85x of
-  that, evicting 1.3x; a prompt found 183 us, commit of a prompt 276. In a loop that commit takes 1.55x with
-  65,536 blocks of what it takes with 1,024 (misses its bar of 1.5; 1.4x to 1.55x in other runs). All other
-  growths hold: at most 1.3x, and 2.4x at 1,048,576 blocks (bar 3).
-  The control state is 1.06 MB; the temporaries of a decode step (2.2 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 980 us for the same step with prefix caching off, 1,023 with it
-  on; for the prompt 39 us with it off (a slice of a list), 449 with it on. Levanter's pager 1,372 us when 16
-  of the rows take a page and 16,234 us when all do, where `extend` takes 182.
+Answer:  a decode step's `extend` of 256 rows takes 8.0 us inside a loop and 124 us as a separate call, 87 of
+  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 77 us, fork of 64 rows 209,
+  reorder 716, free of 64 rows of 256 blocks 334, truncate 285. With the prefix cache: `extend` 10.7 us in a
+  loop, 1.34x (misses its bar of 1.3; 1.36x in another run), with `commit` of what is full 1.94x of that
+  (bar 2; 2.02x in another run), evicting 1.35x; a prompt found 189 us, commit of a prompt 290. In a loop
+  that commit takes 1.39x with 65,536 blocks of what it takes with 1,024 (bar 1.5; 1.49x in another run). All
+  other growths are at most 1.3x, and 2.2x at 1,048,576 blocks (bar 3).
+  The control state is 1.06 MB; the temporaries of a decode step (2.3 MB) do not grow with the pool.
+  Beside it (--peers): vLLM 0.33's manager 1,049 us for the same step with prefix caching off, 1,078 with it
+  on; for the prompt 39 us with it off (a slice of a list), 457 with it on. Levanter's pager 1,425 us when 16
+  of the rows take a page and 16,615 us when all do, where `extend` takes 195.
 Record:  experiments/results/bookkeeping.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
