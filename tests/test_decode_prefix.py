@@ -88,7 +88,7 @@ def test_score_and_beams():
     for context, scores in ((SHARED, first.logprobs), (longer, again.logprobs)):
         for tokens, got in zip(continuations, scores, strict=True):
             want = [logprobs_of([*context, *tokens[:i]])[token] for i, token in enumerate(tokens)]
-            np.testing.assert_allclose(got, want, atol=1e-4)
+            np.testing.assert_allclose(got, want, atol=1e-5)
     assert kv.check_invariants(again.cache) == []
 
     found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)

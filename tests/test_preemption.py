@@ -29,9 +29,9 @@ def make_cache(lengths, num_blocks=20, priority=None, **options):
 
 
 def grow(cache, seq_ids):
-    seq_ids = np.array(seq_ids + [ROWS] * (ROWS - len(seq_ids)))  # one shape; ROWS is skipped
-    cache, step = kv.extend(cache, np.ones(ROWS, int), max_new=1, seq_ids=seq_ids)
-    assert set(step.status.tolist()) <= {kv.Status.OK, kv.Status.SKIPPED}
+    padded = np.array(seq_ids + [ROWS] * (ROWS - len(seq_ids)))  # one shape; ROWS is skipped
+    cache, step = kv.extend(cache, np.ones(ROWS, int), max_new=1, seq_ids=padded)
+    kv.raise_for_status(step.status[: len(seq_ids)], "extend")
     return cache
 
 

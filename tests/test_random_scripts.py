@@ -8,7 +8,7 @@ from random_script import ROWS, WIDTH, Driver, full_config, grouped_config, rand
 
 import kvcache_jax as kv
 
-NUM_BLOCKS = 15  # too few for all rows to be long
+NUM_BLOCKS = 18  # too few for all rows to be long
 
 
 # Together 12,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
@@ -24,7 +24,7 @@ def test_a_long_random_script(make_config, num_steps, seed):
         assert driver.statuses[name, "OUT_OF_BLOCKS"] > 0, (name, driver.statuses)
     for name in ("fork", "reorder", "truncate", "free"):
         assert driver.statuses[name, "OK"] > 50, (name, driver.statuses)
-    assert driver.oracle.num_copies > num_steps // 30
+    assert driver.oracle.num_copies > num_steps // 25
     if make_config is grouped_config:
         assert driver.statuses["truncate", "WINDOW_LOST"] > 10
 
@@ -53,12 +53,12 @@ operations = st.one_of(
 
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_a_full_group(script):
-    run_script(full_config(num_blocks=NUM_BLOCKS), script)
+    run_script(full_config(num_blocks=9), script)
 
 
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_three_groups(script):
-    run_script(grouped_config(num_blocks=NUM_BLOCKS), script)
+    run_script(grouped_config(num_blocks=9), script)
 
 
 def run_script(config, script):
