@@ -47,7 +47,7 @@ class PolicyDriver(PrefixDriver):
 
 
 # Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
-@pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), (MIXED, 4)])
+@pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), ("lfu", 3), (MIXED, 4)])
 def test_a_random_script(policy, batch):
     """The contents that stay are those that the oracle keeps, after every operation."""
     rng = np.random.default_rng(5)
@@ -148,9 +148,10 @@ def test_the_least_valuable_block_goes(policy, requests, gone):
     assert {prompt for prompt in is_there if not cached_lens(cache, [A, B, C])[prompt]} == {gone}
 
 
-def test_a_parent_counts_as_its_most_valuable_child():
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_parent_counts_as_its_most_valuable_child(batch):
     """The beginning of the prompt has priority 0, as others have; its continuation has 9."""
-    cache = kv.init(config_of("priority"), storage=False)
+    cache = kv.init(config_of("priority", eviction_batch=batch), storage=False)
     long_a, long_b = (*A, 4, 4), (*B, 6, 6)
     # The second, a hit, sets the beginning's to 9, and the third sets it back to 0.
     cache = serve(cache, [(A, 0), (long_a, 9), ((*A, 5), 0), (long_b, 1)])
