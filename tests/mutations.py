@@ -93,7 +93,7 @@ COPIED = "test_mutant_gaps.py::test_a_copied_block_passes_no_gradient_to_what_st
 ROW_FIELDS = "test_mutant_gaps.py::test_priority_namespace_and_recency_follow_the_rows"
 FIGURES = "test_mutant_gaps.py::test_figures"
 DONATED = "test_mutant_gaps.py::test_donation_reuses_the_pools_and_reset_keeps_them"
-INVARIANTS = "test_mutant_gaps.py::test_broken_states_are_found"
+INVARIANTS = "test_checks.py::test_broken_rows_and_blocks_are_found"
 STATUS_ERROR = "test_mutant_gaps.py::test_failed_rows_raise"
 DROPPED = "test_mutant_gaps.py::test_reorder_gives_back_what_several_rows_dropped"
 

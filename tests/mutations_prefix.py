@@ -8,6 +8,7 @@ ROLLED = "test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
+INDEX = "test_checks.py::test_a_broken_index_is_found"
 LATER = "test_decode_prefix.py::test_a_later_call_finds_prompts_and_answers_of_an_earlier_one"
 
 MUTATIONS = [
@@ -150,6 +151,21 @@ MUTATIONS = [
             "jnp.where(prompt.reuse, found,",
             "jnp.where(True, found,",
             "test_prefix_scripts.py::test_reuse_can_be_declined",
+        ),
+    ),
+    *in_module(
+        "checks",
+        (
+            "hashes not checked",
+            'violations.append(f"block {block} has another hash',
+            'str(f"block {block} has another hash',
+            INDEX,
+        ),
+        (
+            "buckets not checked",
+            'violations.append(f"block {block} is in the wrong',
+            'str(f"block {block} is in the wrong',
+            INDEX,
         ),
     ),
     *in_module(

@@ -37,8 +37,8 @@ def trace_of(tmp_path, requests):
     return read_trace(write(tmp_path, requests), TOKENS_PER_ID)
 
 
-def test_simulated_hits_are_those_of_the_cache(tmp_path):
-    policy = "test: everything that a trace has"
+@pytest.mark.parametrize("policy", ["hyperbolic", "test: everything that a trace has"])
+def test_simulated_hits_are_those_of_the_cache(tmp_path, policy):
     trace = trace_of(tmp_path, list(recurring_requests()))
     num_hits = simulate(trace, 40, search.of_library(policy))
     record = replay(trace, 40, policy)
