@@ -34,13 +34,18 @@ def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array
     return values
 
 
-def _saturated(name: str, values: Any) -> Any:
+def _integers(name: str, values: Any) -> jax.Array | np.ndarray:
     if not isinstance(values, jax.Array):
         values = np.asarray(values)
     if values.size == 0:
         raise ValueError(f"{name} is empty, expected at least one row")
     if not jnp.issubdtype(values.dtype, np.integer):
         raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
+    return values
+
+
+def _saturated(name: str, values: Any) -> Any:
+    values = _integers(name, values)
     if values.dtype == np.int32:
         return values
     numpy = jnp if isinstance(values, jax.Array) else np
@@ -58,9 +63,26 @@ def static_count(name: str, value: Any, limit: int, limit_name: str) -> int:
     return int(value)
 
 
+def _words(name: str, values: Any) -> jax.Array | np.ndarray:
+    """Token ids as i32, different ones of different ids: u32 is taken bit by bit, and nothing is cut."""
+    values = _integers(name, values)
+    if values.dtype == np.uint32:
+        return values.view(np.int32)
+    if values.dtype.itemsize > 4:
+        fix = "give each position an id of 32 bits, of a digest for example the first 32"
+        if isinstance(values, jax.Array):
+            raise TypeError(f"{name} has dtype {values.dtype}, expected at most 32 bits: {fix}")
+        for extreme in (values.min(), values.max()):
+            if not _INT32.min <= extreme <= _INT32.max:
+                raise ValueError(
+                    f"{name} has the id {extreme}, expected {_INT32.min} to {_INT32.max}, or uint32: {fix}"
+                )
+    return values.astype(np.int32)
+
+
 def token_ids(values: Any, *shape: int | None) -> jax.Array:
     """Token ids as i32 of the given shape; None stands for any length."""
-    values = jnp.asarray(_saturated("tokens", values))
+    values = jnp.asarray(_words("tokens", values))
     fits = len(values.shape) == len(shape)
     fits = fits and all(want in (None, got) for got, want in zip(values.shape, shape, strict=True))
     if not fits:
@@ -73,7 +95,7 @@ def host_tokens(values: Any) -> np.ndarray:
     """Token ids of one sequence in numpy, i32[n]; there may be none."""
     if len(values) == 0:
         return np.zeros(0, np.int32)
-    values = np.asarray(_saturated("token_ids", np.asarray(values)))
+    values = np.asarray(_words("token_ids", np.asarray(values)))
     if values.ndim != 1:
         raise ValueError(f"token_ids has shape {values.shape}, expected one sequence of integers, [n]")
     return values

@@ -20,6 +20,7 @@ from jax import lax
 
 from kvcache_jax.attention_options import Options
 from kvcache_jax.queries import Queries
+from kvcache_jax.single_kernel import get_at
 from kvcache_jax.storage import block_rows
 
 # Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.
@@ -43,9 +44,7 @@ def _tile(
     behind_sinks = queries.first_column[:, None] + nth - options.num_sink_blocks
     column = jnp.where(nth < options.num_sink_blocks, nth, behind_sinks)
     is_read = nth < queries.num_columns[:, None]
-    block_ids = block_table.at[queries.table_row[:, None], column].get(
-        mode="fill", fill_value=options.num_blocks
-    )
+    block_ids = get_at(block_table, (queries.table_row[:, None], column), options.num_blocks)
     block_ids = jnp.where(is_read, block_ids, options.num_blocks)
     rows = block_rows(block_ids, layer, options.num_blocks, pool.shape[0])
 
@@ -79,7 +78,7 @@ def _load(pool: jax.Array, rows: jax.Array) -> jax.Array:
     Slots that nobody owns may hold anything. Where no query looks, `_clean` must follow if the tile is
     multiplied by weights of 0: 0 * NaN would poison the sum.
     """
-    tile = pool.at[rows].get(mode="fill", fill_value=jnp.nan).swapaxes(1, 2)
+    tile = get_at(pool, rows, jnp.nan).swapaxes(1, 2)
     return tile.reshape(*tile.shape[:2], -1, tile.shape[-1]).astype(jnp.float32)
 
 
@@ -179,7 +178,7 @@ def save(options: Options, pools, block_table: jax.Array, layer: jax.Array, quer
     num_rows = queries.table_row.shape[0]
     num_entries = num_rows * block_table.shape[-1]
     if num_entries < options.num_blocks:
-        ids = block_table.at[queries.table_row].get(mode="fill", fill_value=options.num_blocks).reshape(-1)
+        ids = get_at(block_table, queries.table_row, options.num_blocks).reshape(-1)
         order = jnp.arange(num_entries, dtype=jnp.int32)
         table = jnp.where(ids < options.num_blocks, order, num_entries).reshape(num_rows, -1)
         table_row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -187,7 +186,7 @@ def save(options: Options, pools, block_table: jax.Array, layer: jax.Array, quer
         ids = jnp.arange(options.num_blocks, dtype=jnp.int32)
         table, table_row = block_table, queries.table_row
     rows = block_rows(ids, layer, options.num_blocks, pools[0].shape[0])
-    k, v = (pool.at[rows].get(mode="clip") for pool in pools)
+    k, v = (get_at(pool, rows) for pool in pools)
     return Saved(rows, k, v, table, table_row)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.control_flow import run_if
-from kvcache_jax.single_kernel import add_at, min_at, set_at
+from kvcache_jax.single_kernel import add_at, get_at, min_at, set_at
 from kvcache_jax.state import BlockPool, CachedBlocks
 
 _ENTRIES_PER_SWEEP = 1024
@@ -49,14 +49,14 @@ def num_used(pool: BlockPool) -> jax.Array:
 
 def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     """i32 like `block_ids`: owners of each block, 0 for nowhere."""
-    return pool.ref_count.at[block_ids].get(mode="fill", fill_value=0)
+    return get_at(pool.ref_count, block_ids, 0)
 
 
 def is_published(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     """Bool like `block_ids`; False for nowhere."""
     if pool.cached is None:
         return jnp.zeros(block_ids.shape, bool)
-    return pool.cached.is_published.at[block_ids].get(mode="fill", fill_value=False)
+    return get_at(pool.cached.is_published, block_ids, False)
 
 
 def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
@@ -81,7 +81,7 @@ def next_free(pool: BlockPool, mask: jax.Array, rank: jax.Array, num_taken: jax.
     blocks comes last, in the order of its eviction.
     """
     place = jnp.where(num_taken == pool.num_free, rank, pool.num_free - 1 - rank)
-    return jnp.where(mask, pool.free_stack.at[place].get(mode="clip"), pool.num_blocks)
+    return jnp.where(mask, get_at(pool.free_stack, place), pool.num_blocks)
 
 
 def own(pool: BlockPool, block_ids: jax.Array, num_taken: jax.Array) -> BlockPool:
@@ -98,7 +98,7 @@ def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """`share` for i32[n] blocks that differ and may be cached: those are referenced again."""
     assert pool.cached is not None
-    is_cached = (block_ids < pool.num_blocks) & (pool.ref_count.at[block_ids].get(mode="clip") == 0)
+    is_cached = (block_ids < pool.num_blocks) & (get_at(pool.ref_count, block_ids) == 0)
     is_cached, ref_count = read_first(is_cached, pool.ref_count)
     cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_cached))
     return _note_peak(share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids))
@@ -113,7 +113,7 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
         the first will be evicted first: pass a row's last block first.
     """
     ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last = (block_ids < pool.num_blocks) & (ref_count.at[block_ids].get(mode="clip") == 0)
+    is_last = (block_ids < pool.num_blocks) & (get_at(ref_count, block_ids) == 0)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
 
 
@@ -122,11 +122,11 @@ def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     block_ids = block_ids.reshape(-1)
     num_ids = block_ids.shape[0]
     ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last = (block_ids < pool.num_blocks) & (ref_count.at[block_ids].get(mode="clip") == 0)
+    is_last = (block_ids < pool.num_blocks) & (get_at(ref_count, block_ids) == 0)
     # Counts of ownerless blocks serve as scratch: the first occurrence leaves the lowest mark.
     mark = jnp.arange(num_ids, dtype=jnp.int32) - num_ids
     marked = min_at(ref_count, jnp.where(is_last, block_ids, pool.num_blocks), mark)
-    is_first = is_last & (marked.at[block_ids].get(mode="clip") == mark)
+    is_first = is_last & (get_at(marked, block_ids) == mark)
     ref_count = set_at(marked, jnp.where(is_first, block_ids, pool.num_blocks), 0)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)
 
@@ -149,7 +149,7 @@ def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 def withdraw(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """The published blocks `block_ids` i32[n], which differ, are so no longer, and without owner free."""
     assert pool.cached is not None
-    is_cached = (block_ids < pool.num_blocks) & (pool.ref_count.at[block_ids].get(mode="clip") == 0)
+    is_cached = (block_ids < pool.num_blocks) & (get_at(pool.ref_count, block_ids) == 0)
     cached = dataclasses.replace(
         pool.cached,
         is_published=set_at(pool.cached.is_published, block_ids, False),
@@ -196,9 +196,9 @@ def queue_entries(
     place = (positions % jnp.uint32(cached.queue.shape[0])).astype(jnp.int32)
     block_ids = cached.queue[place]
     is_entry = positions - cached.head < cached.tail - cached.head
-    is_entry &= cached.queued_at.at[block_ids].get(mode="fill", fill_value=0) == positions
-    is_cached = cached.is_published.at[block_ids].get(mode="fill", fill_value=False)
-    is_cached &= ref_count.at[block_ids].get(mode="fill", fill_value=1) == 0
+    is_entry &= get_at(cached.queued_at, block_ids, 0) == positions
+    is_cached = get_at(cached.is_published, block_ids, False)
+    is_cached &= get_at(ref_count, block_ids, 1) == 0
     return block_ids, is_entry & is_cached
 
 

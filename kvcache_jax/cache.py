@@ -23,7 +23,7 @@ from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
-from kvcache_jax.single_kernel import single_kernel
+from kvcache_jax.single_kernel import get_at, single_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
 
 
@@ -397,9 +397,8 @@ def _gather(
     pool: Any, control: Control, seq_id: jax.Array, index: jax.Array, group_id: int, max_seq_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     block_pool = control.block_pools[group_id]
-    is_row = (seq_id >= 0) & (seq_id < control.max_seqs)
-    length = jnp.where(is_row, control.context_len.at[seq_id].get(mode="clip"), 0)
-    ids = block_pool.block_table.at[seq_id].get(mode="clip")
+    length = get_at(control.context_len, seq_id, 0)
+    ids = get_at(block_pool.block_table, seq_id)
     block = storage.block_rows(ids, index, block_pool.num_blocks, pool.k.shape[0])
     k, v = storage.load_row(pool, block, length, max_seq_len)
     return k, v, length

@@ -16,7 +16,7 @@ import numpy as np
 from kvcache_jax import block_pool
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.single_kernel import set_at
+from kvcache_jax.single_kernel import get_at, min_at, set_at
 from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
 
 
@@ -86,7 +86,7 @@ def _columns(
     assert companions is not None
     places = _places(indexed, other, found.shape[0] * indexed.block_size // other.block_size)
     nowhere = companions.keeper.shape[0]
-    return companions.block_ids.at[found[places.column], places.slot].get(mode="fill", fill_value=nowhere)
+    return get_at(companions.block_ids, (found[places.column], places.slot), nowhere)
 
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
@@ -133,19 +133,31 @@ def link(
         slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
         column = (columns * indexed.block_size // group.block_size)[:, None] + slots
         is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
-        ids = pool.block_table.at[rows[:, None], column].get(mode="fill", fill_value=pool.num_blocks)
-        present = companions.block_ids.at[canonical].get(mode="fill", fill_value=0)
+        ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
+        present = get_at(companions.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
         is_linked &= ~block_pool.is_published(pool, ids)
+        is_linked, keeper = _first_wins(companions.keeper, is_linked, ids)
         keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
         all_companions[g] = Companions(
             block_ids=set_at(companions.block_ids, (keepers, slots), ids),
-            keeper=set_at(companions.keeper, linked, keepers),
+            keeper=set_at(keeper, linked, keepers),
         )
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, companions=tuple(all_companions))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def _first_wins(keeper: jax.Array, wants: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of the entries that want the same block for their companion, as forks may, the first gets it.
+
+    Returns:
+      bool like `wants`, and `keeper` with marks, below all blocks, at the blocks that are to have one.
+    """
+    mark = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape) - ids.size
+    marked = min_at(keeper, jnp.where(wants, ids, keeper.shape[0]), mark)
+    return wants & (get_at(marked, ids, 0) == mark), marked
 
 
 def drop_companions(control: Control, keepers: jax.Array) -> Control:
@@ -157,7 +169,7 @@ def drop_companions(control: Control, keepers: jax.Array) -> Control:
         if companions is None:
             continue
         nowhere = companions.keeper.shape[0]
-        ids = companions.block_ids.at[keepers].get(mode="fill", fill_value=nowhere).reshape(-1)
+        ids = get_at(companions.block_ids, keepers, nowhere).reshape(-1)
         pools[g] = block_pool.withdraw(pools[g], ids)
         all_companions[g] = Companions(
             block_ids=set_at(companions.block_ids, keepers, nowhere),
@@ -172,8 +184,8 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     companions = index.companions[group_id]
     assert companions is not None
     nowhere = companions.keeper.shape[0]
-    keepers = companions.keeper.at[block_ids].get(mode="fill", fill_value=companions.block_ids.shape[0])
-    present = companions.block_ids.at[keepers].get(mode="fill", fill_value=nowhere)
+    keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
+    present = get_at(companions.block_ids, keepers, nowhere)
     slots = jnp.argmax(present == block_ids[:, None], axis=1)
     companions = Companions(
         block_ids=set_at(companions.block_ids, (keepers, slots), nowhere),

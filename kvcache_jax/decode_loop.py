@@ -26,6 +26,7 @@ from kvcache_jax.sampling import (
     row_keys,
     sample,
 )
+from kvcache_jax.single_kernel import get_at
 from kvcache_jax.state import Cache, Step
 from kvcache_jax.stats import num_available_blocks, num_blocks_needed
 from kvcache_jax.status import Status
@@ -124,13 +125,13 @@ def prefill(
     """
 
     def num_left(cache: Cache, failed: jax.Array) -> jax.Array:
-        held = cache.context_len.at[seq_ids].get(mode="fill", fill_value=np.iinfo(np.int32).max)
+        held = get_at(cache.context_len, seq_ids, np.iinfo(np.int32).max)
         return jnp.where(failed, 0, jnp.maximum(prompt_len - held, 0))
 
     def feed(state):
         cache, last_logits, failed = state
         num_new = jnp.minimum(num_left(cache, failed), chunk_len)
-        first = cache.context_len.at[seq_ids].get(mode="fill", fill_value=0)
+        first = get_at(cache.context_len, seq_ids, 0)
         at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
         tokens = jnp.take_along_axis(prompts, jnp.minimum(at, prompts.shape[1] - 1), axis=1)
         cache, step = extend(cache, num_new, max_new=chunk_len, seq_ids=seq_ids, tokens=tokens)

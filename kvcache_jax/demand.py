@@ -16,7 +16,7 @@ from kvcache_jax import block_pool
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.control_flow import run_if
-from kvcache_jax.single_kernel import add_at
+from kvcache_jax.single_kernel import add_at, get_at
 from kvcache_jax.state import BlockPool, Control
 
 
@@ -41,14 +41,14 @@ class NewTokens:
     def spread(self, per_row: jax.Array, fill: int) -> jax.Array:
         """i32[tokens], each token's row's entry of `per_row i32[n]`; `fill` for padding."""
         if self.is_packed:
-            return per_row.at[self.row].get(mode="fill", fill_value=fill)
+            return get_at(per_row, self.row, fill)
         return jnp.broadcast_to(per_row[:, None], self.shape).reshape(-1)
 
     def count(self, mask: jax.Array) -> jax.Array:
         """i32[n], each row's tokens for which `mask bool[tokens]` is true."""
         if self.is_packed:
             before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(mask, dtype=jnp.int32)])
-            return jnp.diff(before.at[self.starts].get(mode="clip"))
+            return jnp.diff(get_at(before, self.starts))
         return jnp.sum(mask.reshape(self.shape), axis=1, dtype=jnp.int32)
 
 
@@ -85,7 +85,7 @@ class Demand(NamedTuple):
 def needs_block(pool: BlockPool, group: LayerGroup, token_rows: jax.Array, positions: jax.Array) -> jax.Array:
     """bool[tokens], the token is the first of a block that its row does not hold yet."""
     # Outside the table nothing is needed, so the fill value is any block.
-    entry = pool.block_table.at[token_rows, positions // group.block_size].get(mode="fill", fill_value=0)
+    entry = get_at(pool.block_table, (token_rows, positions // group.block_size), 0)
     return (positions % group.block_size == 0) & (entry == pool.num_blocks)
 
 
@@ -103,9 +103,7 @@ def demand_of(
     is_token = tokens.offset < tokens.spread(num_new, 0)
     opens_block = is_token & needs_block(pool, group, token_rows, positions)
     has_tail = (num_new > 0) & (context_len % group.block_size > 0)
-    tail = pool.block_table.at[seq_ids, context_len // group.block_size].get(
-        mode="fill", fill_value=pool.num_blocks
-    )
+    tail = get_at(pool.block_table, (seq_ids, context_len // group.block_size), pool.num_blocks)
     tail = jnp.where(has_tail, tail, pool.num_blocks)
     return Demand(tokens.count(opens_block), tail, first_kept_column(group, context_len))
 
@@ -194,7 +192,7 @@ def _walk(
         for g, demand in enumerate(row_demands):
             pool = control.block_pools[g]
             leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
-            owners = ref_counts[g].at[jnp.append(leaving, demand.tail)].get(mode="fill", fill_value=0)
+            owners = get_at(ref_counts[g], jnp.append(leaving, demand.tail), 0)
             owners, ref_count = block_pool.read_first(owners, ref_counts[g])
             # A published block is never written again, not even by its one owner.
             copies_tail = (owners[-1] > 1) | block_pool.is_published(pool, demand.tail)
@@ -229,5 +227,5 @@ def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: 
         return jnp.full(0, pool.num_blocks, jnp.int32)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
     is_leaving = (columns >= group.num_sink_blocks) & (columns < first_kept)
-    entries = pool.block_table.at[seq_id].get(mode="fill", fill_value=pool.num_blocks)
+    entries = get_at(pool.block_table, seq_id, pool.num_blocks)
     return jnp.where(is_leaving, entries, pool.num_blocks)

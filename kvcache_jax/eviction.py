@@ -15,7 +15,7 @@ from jax import lax
 from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.single_kernel import set_at
+from kvcache_jax.single_kernel import get_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
 _ENTRIES_PER_TRIP = 128
@@ -85,8 +85,8 @@ def _evict_by_key(control: Control, group_id: int, num_blocks: jax.Array, config
         control = forget(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None
-        parents = index.parent.at[block_ids].get(mode="fill", fill_value=pool.num_blocks)
-        competes = index.history.num_children.at[parents].get(mode="fill", fill_value=1) == 0
+        parents = get_at(index.parent, block_ids, pool.num_blocks)
+        competes = get_at(index.history.num_children, parents, 1) == 0
         competes &= block_pool.ref_counts(pool, parents) == 0
         is_candidate = set_at(is_candidate, block_ids, False)
         is_candidate = set_at(is_candidate, jnp.where(competes, parents, pool.num_blocks), True)

@@ -13,7 +13,7 @@ from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.control_flow import run_if
 from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
-from kvcache_jax.single_kernel import add_at, set_at
+from kvcache_jax.single_kernel import add_at, get_at, set_at
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
 
@@ -53,8 +53,8 @@ def wish_of(
         repeated = is_repeated(seq_ids, is_row & (num_new > 0), control.max_seqs)
         id_checks = (*check_seq_ids(control, seq_ids), (repeated, Status.DUPLICATE_SEQ_ID))
         seq_ids = jnp.where(is_row, seq_ids, control.max_seqs)
-    context_len = control.context_len.at[seq_ids].get(mode="fill", fill_value=0)
-    is_active = control.is_active.at[seq_ids].get(mode="fill", fill_value=False)
+    context_len = get_at(control.context_len, seq_ids, 0)
+    is_active = get_at(control.is_active, seq_ids, False)
     ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
     is_too_long = (num_new > max_new) | ends_outside | (num_new > config.max_seq_len - context_len)
     status = first_failure(
@@ -109,12 +109,12 @@ def extend_control(
         num_taken = num_opened + num_copies
         rank = new_rank + tokens.spread(copy_rank + copies_tail[g].astype(jnp.int32), 0)
         ids = block_pool.next_free(pool, opens_block, rank, num_taken)
-        num_opened_before = new_rank.at[tokens.starts[:-1]].get(mode="clip")
+        num_opened_before = get_at(new_rank, tokens.starts[:-1])
         copied = _Copying(rows, context_len // group.block_size, demand.tail, copies_tail[g], copy_rank)
         pool, copies_made = _take_copies(pool, copied, copy_rank + num_opened_before, num_taken)
         table_rows = jnp.where(opens_block, token_rows, control.max_seqs)
         pool = _put(block_pool.own(pool, ids, num_opened), table_rows, columns, ids)
-        block_ids = pool.block_table.at[token_rows, columns].get(mode="fill", fill_value=pool.num_blocks)
+        block_ids = get_at(pool.block_table, (token_rows, columns), pool.num_blocks)
         slot = block_ids * group.block_size + positions % group.block_size
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
         plans.append(_plan(group, context_len, new_len, query_len))
@@ -192,7 +192,7 @@ def _drop_out_of_reach(
     def entries_at(pool: BlockPool, distance: jax.Array) -> tuple[jax.Array, jax.Array]:
         columns = first_kept - distance
         is_droppable = (rows < pool.block_table.shape[0]) & (columns >= group.num_sink_blocks)
-        entries = pool.block_table.at[rows, columns].get(mode="fill", fill_value=nowhere)
+        entries = get_at(pool.block_table, (rows, columns), nowhere)
         return jnp.where(is_droppable, entries, nowhere), columns
 
     def drop_column(state):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.single_kernel import set_at
+from kvcache_jax.single_kernel import get_at, set_at
 from kvcache_jax.state import PrefixIndex
 
 
@@ -41,7 +41,7 @@ def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
 def candidates(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
     """i32[...], the published block with this hash, or nowhere; `matches` says whether it is the one."""
     entries = index.buckets[bucket_of(index, hashes)]
-    stored = index.block_hash.at[entries].get(mode="fill", fill_value=0)
+    stored = get_at(index.block_hash, entries, 0)
     is_same = (entries < index.parent.shape[0]) & (stored == hashes[..., None, :]).all(axis=-1)
     # No two published blocks have the same hash, see `insert`.
     return jnp.min(jnp.where(is_same, entries, index.parent.shape[0]), axis=-1)
@@ -51,9 +51,9 @@ def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.A
     """bool[...], whether the published blocks stand for exactly this."""
     nowhere = index.parent.shape[0]
     is_same = block_ids < nowhere
-    is_same &= (index.block_tokens.at[block_ids].get(mode="clip") == content.tokens).all(axis=-1)
-    is_same &= index.parent.at[block_ids].get(mode="clip") == content.parent
-    return is_same & (index.namespace.at[block_ids].get(mode="clip") == content.namespace).all(axis=-1)
+    is_same &= (get_at(index.block_tokens, block_ids) == content.tokens).all(axis=-1)
+    is_same &= get_at(index.parent, block_ids) == content.parent
+    return is_same & (get_at(index.namespace, block_ids) == content.namespace).all(axis=-1)
 
 
 def find_prefix(
@@ -86,7 +86,7 @@ def find_prefix(
 
 def free_way(index: PrefixIndex, buckets: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The `rank[i]`-th empty place of bucket `buckets[i]`: way i32[n], and bool[n] whether there is one."""
-    is_empty = index.buckets.at[buckets].get(mode="clip") == index.parent.shape[0]
+    is_empty = get_at(index.buckets, buckets) == index.parent.shape[0]
     is_it = is_empty & (jnp.cumsum(is_empty, axis=-1, dtype=jnp.int32) == rank[:, None] + 1)
     return jnp.argmax(is_it, axis=-1).astype(jnp.int32), is_it.any(axis=-1)
 
@@ -117,10 +117,10 @@ def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priori
 def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
     """Takes published blocks i32[n], which differ, out of their buckets; nowhere is skipped."""
     nowhere = index.parent.shape[0]
-    buckets = bucket_of(index, index.block_hash.at[block_ids].get(mode="clip"))
+    buckets = bucket_of(index, get_at(index.block_hash, block_ids))
     ways = jnp.argmax(index.buckets[buckets] == block_ids[:, None], axis=-1)
     buckets = jnp.where(block_ids < nowhere, buckets, index.buckets.shape[0])
-    parents = index.parent.at[block_ids].get(mode="fill", fill_value=nowhere)
+    parents = get_at(index.parent, block_ids, nowhere)
     return dataclasses.replace(
         index,
         buckets=set_at(index.buckets, (buckets, ways), nowhere),

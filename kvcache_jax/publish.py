@@ -19,7 +19,7 @@ from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.control_flow import run_if
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
-from kvcache_jax.single_kernel import add_at, max_at, set_at
+from kvcache_jax.single_kernel import add_at, get_at, max_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
@@ -72,15 +72,15 @@ def commit_rows(
     status = first_failure(
         *checks,
         (is_repeated(seq_ids, is_row, control.max_seqs), Status.DUPLICATE_SEQ_ID),
-        (~control.is_active.at[seq_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (final_len < 0, Status.BAD_LENGTH),
     )
-    final_len = jnp.minimum(final_len, control.context_len.at[seq_ids].get(mode="clip"))
+    final_len = jnp.minimum(final_len, get_at(control.context_len, seq_ids))
     rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
     num_full = jnp.where(status == Status.OK, final_len // block_size, 0)
 
     def num_pending(control: Control, is_cut: jax.Array) -> jax.Array:
-        num_published = control.num_published.at[rows].get(mode="fill", fill_value=0)
+        num_published = get_at(control.num_published, rows, 0)
         return jnp.where(is_cut, 0, jnp.maximum(num_full - num_published, 0))
 
     def publish_some(state):
@@ -102,12 +102,11 @@ def _publish_batch(
     pool, index = control.block_pools[group_id], control.prefix_index
     assert index is not None
     size = min(_BATCH, num_pending.shape[0] * pool.max_blocks_per_seq)
-    num_published = control.num_published.at[rows].get(mode="fill", fill_value=0)
+    num_published = get_at(control.num_published, rows, 0)
     batch = _first_pending(pool, rows, num_published, num_pending, size)
-    entry_rows = rows.at[batch.row].get(mode="clip")
-    first_column = num_published.at[batch.row].get(mode="clip")
-    before = pool.block_table.at[entry_rows, first_column - 1].get(mode="fill", fill_value=pool.num_blocks)
-    before = jnp.where(first_column > 0, before, pool.num_blocks)
+    entry_rows = get_at(rows, batch.row)
+    first_column = get_at(num_published, batch.row)
+    before = get_at(pool.block_table, (entry_rows, first_column - 1), pool.num_blocks)
     (batch, before), table = block_pool.read_first((batch, before), pool.block_table)
     pool = dataclasses.replace(pool, block_table=table)
     verdict = _judge(control, index, batch, entry_rows, before)
@@ -144,7 +143,7 @@ def _note_uses(
 ) -> PrefixIndex:
     """Tells the eviction policy of what was published, and of what was adopted by other rows."""
     nowhere = index.parent.shape[0]
-    priority = control.priority.at[entry_rows].get(mode="clip")
+    priority = get_at(control.priority, entry_rows)
     new_ids = jnp.where(verdict.is_new, batch.block_ids, nowhere)
     history = block_history.note_published(index.history, new_ids, control.clock, priority, batch.column)
     is_adopted = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
@@ -166,11 +165,9 @@ def _first_pending(
     rows_in_call = jnp.arange(num_pending.shape[0], dtype=jnp.int32)
     first_places = jnp.where(num_pending > 0, starts, size)
     row = lax.cummax(max_at(jnp.zeros_like(starts, shape=size), first_places, rows_in_call))
-    start = starts.at[row].get(mode="clip")
-    column = num_published.at[row].get(mode="clip") + order - start
-    block_ids = pool.block_table.at[rows.at[row].get(mode="clip"), column].get(
-        mode="fill", fill_value=pool.num_blocks
-    )
+    start = get_at(starts, row)
+    column = get_at(num_published, row) + order - start
+    block_ids = get_at(pool.block_table, (get_at(rows, row), column), pool.num_blocks)
     return _Batch(is_entry, row, start, column, jnp.where(is_entry, block_ids, pool.num_blocks))
 
 
@@ -180,17 +177,17 @@ def _judge(
     """Looks every block up; `before` i32[E] is the published block in front of its row's first entry."""
     nowhere, block_size = index.block_tokens.shape
     order = jnp.arange(batch.row.shape[0], dtype=jnp.int32)
-    namespace = control.namespace.at[entry_rows].get(mode="clip")
-    tokens = index.block_tokens.at[batch.block_ids].get(mode="clip")
+    namespace = get_at(control.namespace, entry_rows)
+    tokens = get_at(index.block_tokens, batch.block_ids)
 
     base = jnp.where(
         (before < nowhere)[:, None],
-        index.block_hash.at[before].get(mode="clip"),
+        get_at(index.block_hash, before),
         root_hash(control.hash_key, namespace),
     )
     added = block_hashes(control.hash_key, tokens, batch.column * block_size)
     up_to = jnp.cumsum(added, axis=0, dtype=jnp.uint32)
-    hashes = base + up_to - (up_to - added).at[batch.start].get(mode="clip")
+    hashes = base + up_to - get_at(up_to - added, batch.start)
     # Computed once: fused into the comparisons below, it would be computed for every pair.
     hashes, tokens, base = lax.optimization_barrier((hashes, tokens, base))
 
@@ -248,8 +245,8 @@ def _adopt(
         mask = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
         old = jnp.where(mask, batch.block_ids, nowhere)
         new = jnp.where(mask, canonical, nowhere)
-        num_owners = pool.ref_count.at[old].get(mode="fill", fill_value=0)
-        is_revived = mask & (pool.ref_count.at[new].get(mode="fill", fill_value=1) == 0)
+        num_owners = get_at(pool.ref_count, old, 0)
+        is_revived = mask & (get_at(pool.ref_count, new, 1) == 0)
         is_revived &= ~_stands_before(new, is_revived)
         (num_owners, is_revived), ref_count = block_pool.read_first((num_owners, is_revived), pool.ref_count)
         ref_count = set_at(add_at(ref_count, new, num_owners), old, 0)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvcache_jax.single_kernel import get_at
 from kvcache_jax.state import Step
 
 
@@ -35,7 +36,7 @@ def queries_of(step: Step, group_id: int, nowhere: int) -> Queries:
     row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right").astype(jnp.int32)
 
     def per_token(values: jax.Array) -> jax.Array:
-        return values.at[row].get(mode="fill", fill_value=0)
+        return get_at(values, row, 0)
 
     return Queries(
         per_token(step.seq_ids),

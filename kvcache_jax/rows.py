@@ -15,7 +15,7 @@ from jax import lax
 from kvcache_jax import block_pool, companions, eviction, prefix_index
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.single_kernel import add_at, min_at, set_at
+from kvcache_jax.single_kernel import add_at, get_at, min_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
@@ -123,7 +123,7 @@ def allocate_row(
     is_unknown = num_tokens > (prompt.tokens.shape[0] if control.prefix_index else config.max_seq_len)
     status = first_failure(
         *check_seq_ids(control, seq_id),
-        (control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_IN_USE),
+        (get_at(control.is_active, seq_id), Status.SEQ_IN_USE),
         (num_tokens < 0, Status.BAD_LENGTH),
         (num_tokens > config.max_seq_len, Status.TOO_LONG),
         (is_unknown, Status.BAD_LENGTH),
@@ -207,8 +207,8 @@ def fork_row(
     """Starts row `dst_id` on the blocks that hold the tokens of `src_id`."""
     status = first_failure(
         *check_seq_ids(control, src_id, dst_id),
-        (~control.is_active.at[src_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
-        (control.is_active.at[dst_id].get(mode="clip"), Status.SEQ_IN_USE),
+        (~get_at(control.is_active, src_id), Status.SEQ_NOT_ACTIVE),
+        (get_at(control.is_active, dst_id), Status.SEQ_IN_USE),
     )
     ok = status == Status.OK
     row = jnp.where(ok, dst_id, control.max_seqs)
@@ -221,7 +221,7 @@ def fork_row(
     clock = control.clock + ok.astype(jnp.uint32)
 
     def inherit(field: jax.Array) -> jax.Array:
-        return set_at(field, row, field.at[src_id].get(mode="clip"))
+        return set_at(field, row, get_at(field, src_id))
 
     return dataclasses.replace(
         control,
@@ -242,14 +242,14 @@ def truncate_row(
     control: Control, seq_id: jax.Array, new_len: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     """Drops the tokens from `new_len` on; blocks without a token left, reserved ones too, go back."""
-    context_len = control.context_len.at[seq_id].get(mode="clip")
+    context_len = get_at(control.context_len, seq_id)
     is_lost = [
         _window_is_lost(pool, group, seq_id, context_len, new_len)
         for pool, group in zip(control.block_pools, config.groups, strict=True)
     ]
     status = first_failure(
         *check_seq_ids(control, seq_id),
-        (~control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE),
         (new_len < 0, Status.BAD_LENGTH),
         (new_len > context_len, Status.TOO_LONG),
         (any_of(is_lost), Status.WINDOW_LOST),
@@ -273,7 +273,7 @@ def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tup
     """Ends a row: all its blocks lose this owner."""
     status = first_failure(
         *check_seq_ids(control, seq_id),
-        (~control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE),
     )
     ok = status == Status.OK
     row = jnp.where(ok, seq_id, control.max_seqs)
@@ -308,8 +308,8 @@ def reorder_rows(
     status = first_failure(
         *checks,
         (is_repeated(seq_ids, is_row, control.max_seqs), Status.DUPLICATE_SEQ_ID),
-        (~control.is_active.at[seq_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
-        (~control.is_active.at[parent_ids].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, parent_ids), Status.SEQ_NOT_ACTIVE),
     )
     moves = (status == Status.OK) & (seq_ids != parent_ids)
     row = jnp.where(moves, seq_ids, control.max_seqs)
@@ -317,13 +317,13 @@ def reorder_rows(
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         new_ids = token_blocks(pool, group, control.context_len, parent_ids)
         new_ids = jnp.where(moves[:, None], new_ids, pool.num_blocks)
-        old_ids = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
+        old_ids = get_at(pool.block_table, row, pool.num_blocks)
         # Column by column from the last one, so that of what stays cached the ends go first.
         pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, new_ids)))
 
     def inherit(field: jax.Array) -> jax.Array:
-        return set_at(field, row, field.at[parent_ids].get(mode="clip"))
+        return set_at(field, row, get_at(field, parent_ids))
 
     clock = control.clock + moves.any().astype(jnp.uint32)
     return dataclasses.replace(
@@ -345,7 +345,7 @@ def edit_row(
     """Sets a row's priority, or with None marks the row as just used."""
     status = first_failure(
         *check_seq_ids(control, seq_id),
-        (~control.is_active.at[seq_id].get(mode="clip"), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE),
     )
     ok = status == Status.OK
     row = jnp.where(ok, seq_id, control.max_seqs)
@@ -362,21 +362,19 @@ def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array
     order = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     rows = jnp.where(mask, seq_ids, max_seqs)
     first = min_at(jnp.full_like(rows, seq_ids.shape[0], shape=max_seqs), rows, order)
-    return mask & (first.at[rows].get(mode="fill", fill_value=0) < order)
+    return mask & (get_at(first, rows, 0) < order)
 
 
 def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq_ids: jax.Array) -> jax.Array:
     """i32[..., max_blocks_per_seq], the rows' blocks that hold tokens; nowhere for reserved ones."""
-    num_held = num_blocks_for(context_len.at[seq_ids].get(mode="clip"), group.block_size)
+    num_held = num_blocks_for(get_at(context_len, seq_ids), group.block_size)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-    return jnp.where(
-        columns < num_held[..., None], pool.block_table.at[seq_ids].get(mode="clip"), pool.num_blocks
-    )
+    return jnp.where(columns < num_held[..., None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 
 
 def _drop_columns(pool: BlockPool, row: jax.Array, first_column: jax.Array) -> BlockPool:
     """Releases the row's blocks from `first_column` on; `row == max_seqs` changes nothing."""
-    entries = pool.block_table.at[row].get(mode="fill", fill_value=pool.num_blocks)
+    entries = get_at(pool.block_table, row, pool.num_blocks)
     entries, block_table = block_pool.read_first(entries, pool.block_table)
     is_dropped = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) >= first_column
     pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[::-1])
@@ -395,5 +393,5 @@ def _window_is_lost(
     # The next token reaches back to here; behind the sinks, what is held is contiguous up to the tail.
     column = jnp.maximum(new_len - kind.window + 1, 0) // group.block_size
     is_read = (column >= group.num_sink_blocks) & (column * group.block_size < new_len)
-    entry = pool.block_table.at[seq_id, column].get(mode="fill", fill_value=pool.num_blocks)
+    entry = get_at(pool.block_table, (seq_id, column), pool.num_blocks)
     return is_beyond | (is_read & (entry == pool.num_blocks))

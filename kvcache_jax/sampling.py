@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from kvcache_jax.pytree import pytree_dataclass
+from kvcache_jax.single_kernel import get_at
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -282,10 +283,10 @@ def _accept_row(
     rejected = jnp.where(num_accepted < num_drafts, num_accepted, most)
     logprobs = target[num_accepted]
     if draft is None:
-        token = drafts.at[rejected].get(mode="fill", fill_value=vocab)
+        token = get_at(drafts, rejected, vocab)
         residual = jnp.where(_vocabulary(logprobs) == token, -jnp.inf, logprobs)
     else:
-        q = jnp.exp(draft.at[rejected].get(mode="fill", fill_value=-jnp.inf))
+        q = jnp.exp(get_at(draft, rejected, -jnp.inf))
         residual = jnp.log(jnp.maximum(jnp.exp(logprobs) - q, 0))
     # Only by rounding can a draft be rejected and leave nothing: p and q are then equal, and p is the answer.
     residual = jnp.where(jnp.isneginf(residual).all(), logprobs, residual)
@@ -328,14 +329,14 @@ def ngram_drafts(
         # How many tokens before each place, up to `ngram`, are those before the end.
         run = jnp.zeros_like(place)
         for back in range(1, ngram + 1):
-            ending = tokens.at[jnp.maximum(length - back, 0)].get(mode="clip")
+            ending = get_at(tokens, jnp.maximum(length - back, 0))
             is_longer = (run == back - 1) & (place >= back) & (jnp.roll(tokens, back) == ending)
             run += is_longer.astype(jnp.int32)
         run = jnp.where(place < length, run, 0)
         start = jnp.max(jnp.where((run > 0) & (run == jnp.max(run)), place, 0))
         count = jnp.where(start > 0, jnp.minimum(length - start, num_drafts), 0)
         ahead = jnp.arange(num_drafts, dtype=jnp.int32)
-        drafts = tokens.at[start + ahead].get(mode="clip").astype(jnp.int32)
+        drafts = get_at(tokens, start + ahead).astype(jnp.int32)
         return jnp.where(ahead < count, drafts, 0), count
 
     return jax.vmap(find)(tokens, length)

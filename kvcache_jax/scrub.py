@@ -11,6 +11,7 @@ from kvcache_jax import arguments, block_pool, eviction
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.single_kernel import get_at
 from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, count_events
 
 
@@ -91,7 +92,7 @@ def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
     # Children of what goes go along: without their parent they are never found.
     def grow(state):
         mask, _ = state
-        behind = is_cached(group_id) & ~mask & mask.at[index.parent].get(mode="fill", fill_value=False)
+        behind = is_cached(group_id) & ~mask & get_at(mask, index.parent, False)
         return mask | behind, behind.any()
 
     mask, _ = lax.while_loop(lambda state: state[1], grow, (masks[group_id], jnp.bool_(True)))
@@ -99,7 +100,7 @@ def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
         if companions is None:
             masks[g] = mask
         else:
-            masks[g] |= is_cached(g) & mask.at[companions.keeper].get(mode="fill", fill_value=False)
+            masks[g] |= is_cached(g) & get_at(mask, companions.keeper, False)
     return masks
 
 
@@ -115,7 +116,7 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
         if index is not None and pool.cached is not None:
             namespace, companions = index.namespace, index.companions[g]
             if companions is not None:
-                namespace = namespace.at[companions.keeper].get(mode="clip")
+                namespace = get_at(namespace, companions.keeper)
             is_kept |= pool.cached.is_published & (namespace != words).any(axis=-1)
         masks.append(~is_kept)
     return masks
@@ -182,7 +183,7 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: i
     """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
     columns = control.context_len // block_size
     rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
-    tails = blocks.block_table.at[rows, columns].get(mode="fill", fill_value=blocks.num_blocks)
+    tails = get_at(blocks.block_table, (rows, columns), blocks.num_blocks)
     # A last block may be shared by a longer fork, for which it is not the last, or be published.
     starts = jnp.arange(blocks.max_blocks_per_seq, dtype=jnp.int32) * block_size
     filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
@@ -197,7 +198,7 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: i
             tail = tails[row]
             layers = jnp.arange(num_layers, dtype=jnp.int32) * blocks.num_blocks
             where = jnp.where(tail < blocks.num_blocks, layers + tail, values.shape[0])
-            is_rest = offsets >= num_tokens.at[tail].get(mode="clip")
+            is_rest = offsets >= get_at(num_tokens, tail)
             offset = jnp.where(is_rest, offsets, block_size)
             return values.at[where[:, None], :, offset].set(jnp.zeros((), values.dtype), mode="drop")
 

@@ -23,7 +23,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import xla_metadata
 from jax.typing import ArrayLike
 
-Index = jax.Array | tuple[jax.Array, ...]
+Index = ArrayLike | tuple[ArrayLike, ...]
 
 OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
 _SMALL = 4096
@@ -71,14 +71,25 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         return result, jax.tree.map(lambda _: True, result)
 
     # XLA ends the process over a parameter that nothing in the kernel reads. So the arguments come back, and
-    # of the state an element of each array; the barrier keeps constants from being put in their place.
+    # of the state an element of each array; one barrier keeps constants from being put in their place, the
+    # other keeps all that comes back, also where little of it is used.
     passed = lax.optimization_barrier(tuple(itertools.compress(leaves, is_passed)))
-    return call(*passed)[0]
+    return lax.optimization_barrier(call(*passed))[0]
 
 
 def _first(array: jax.Array) -> jax.Array | None:
     """An element of a small array. Of a big one a part is replaced or nothing, which reads it."""
     return lax.slice_in_dim(array.reshape(-1), 0, 1) if 0 < array.size <= _SMALL else None
+
+
+def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Array:
+    """`array` at `index`: i32[...], or one per leading axis.
+
+    Entries outside, negative ones among them, are `fill`; without it they are some element.
+    """
+    if fill is None:
+        return array.at[index].get(mode="clip", wrap_negative_indices=False)
+    return array.at[index].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
 def set_at(array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1) -> jax.Array:
@@ -119,14 +130,19 @@ def _update(
     places = [axis.reshape(-1) for axis in index]
 
     def update_one(i: ArrayLike, array: jax.Array) -> jax.Array:
-        place = [lax.dynamic_index_in_dim(axis, i, keepdims=False) for axis in places]
+        place = [
+            lax.dynamic_index_in_dim(axis, i, keepdims=False, allow_negative_indices=False) for axis in places
+        ]
         is_inside = jnp.bool_(True)
         for at, size in zip(place, array.shape, strict=False):
             is_inside &= (at >= 0) & (at < size)
         start = (*place, *(jnp.zeros_like(place[0]) for _ in window))
-        old = lax.dynamic_slice(array, start, (*(1 for _ in place), *window))
-        new = combine(old, lax.dynamic_index_in_dim(values, i).reshape(old.shape))
-        return lax.dynamic_update_slice(array, jnp.where(is_inside, new, old), start)
+        old = lax.dynamic_slice(array, start, (*(1 for _ in place), *window), allow_negative_indices=False)
+        value = lax.dynamic_index_in_dim(values, i, allow_negative_indices=False)
+        new = combine(old, value.reshape(old.shape))
+        return lax.dynamic_update_slice(
+            array, jnp.where(is_inside, new, old), start, allow_negative_indices=False
+        )
 
     if num_entries > 1:
         return lax.fori_loop(0, num_entries, update_one, array, unroll=unroll)

@@ -157,7 +157,8 @@ class Companions:
     """The blocks of another layer group that hold the same tokens as the published blocks of the indexed one.
 
     A block of the other group belongs to the published block that has its last token. Each may be missing:
-    it left a window before it could be published, or was evicted.
+    it left a window before it could be published, was evicted, or belongs to a block of another row. Forks
+    that part within a block of the indexed group share smaller blocks, and only one of them is a hit.
 
     Attributes:
       block_ids: i32[num_blocks, most per block], of the other group, by their order in the sequence, or

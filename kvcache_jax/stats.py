@@ -12,6 +12,7 @@ from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import LayerGroup
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.rows import num_blocks_for
+from kvcache_jax.single_kernel import get_at
 from kvcache_jax.state import BlockPool, Cache, Counter
 
 
@@ -161,8 +162,8 @@ def num_blocks_needed(
         seq_ids = jnp.arange(cache.max_seqs, dtype=jnp.int32)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_new = arguments.int_column("num_new", num_new, seq_ids.shape[0])
-    is_row = (seq_ids >= 0) & (seq_ids < cache.max_seqs) & cache.is_active.at[seq_ids].get(mode="clip")
-    context_len = cache.context_len.at[seq_ids].get(mode="clip")
+    is_row = get_at(cache.is_active, seq_ids, False)
+    context_len = get_at(cache.context_len, seq_ids)
     num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
     needed = jnp.zeros_like(num_new)
     for layer_group, pool in _selected(cache, group):
@@ -170,11 +171,9 @@ def num_blocks_needed(
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
         first = num_blocks_for(context_len, block_size)[:, None]
         end = num_blocks_for(context_len + num_new, block_size)[:, None]
-        entries = pool.block_table.at[seq_ids].get(mode="clip")
+        entries = get_at(pool.block_table, seq_ids)
         is_new = (columns >= first) & (columns < end) & (entries == pool.num_blocks)
-        tail = pool.block_table.at[seq_ids, context_len // block_size].get(
-            mode="fill", fill_value=pool.num_blocks
-        )
+        tail = get_at(pool.block_table, (seq_ids, context_len // block_size), pool.num_blocks)
         is_kept = (block_pool.ref_counts(pool, tail) > 1) | block_pool.is_published(pool, tail)
         copies_tail = (num_new > 0) & (context_len % block_size > 0) & is_kept
         needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)

@@ -37,6 +37,7 @@ PADDING = "test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
 MAX_LEN = "test_cases.py::test_case_h_row_at_max_seq_len[100]"
 FORK = "test_cases.py::test_case_i_fork_takes_no_block"
 UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
+READS = "test_single_kernel.py::test_reads_outside_give_the_fill"
 ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
 OTHER_POLICIES = "test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
 UNREAD = "test_single_kernel.py::test_parameters_that_nothing_reads"
@@ -272,7 +273,7 @@ ROWS = in_module(
     ),
     (
         "fork into an active row",
-        '(control.is_active.at[dst_id].get(mode="clip"), Status',
+        "(get_at(control.is_active, dst_id), Status",
         "(jnp.bool_(False), Status",
         f"{FAILED_ROW}[fork]",
     ),
@@ -336,11 +337,18 @@ SINGLE_KERNEL = in_module(
     "single_kernel",
     ("entries outside are written", "jnp.where(is_inside, new, old)", "new", UPDATES),
     ("negative entries are written", "(at >= 0) & (at < size)", "at < size", UPDATES),
-    ("negative entries wrap around", "wrap_negative_indices=False", "wrap_negative_indices=True", UPDATES),
+    ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
+    ("negative entries are read", "fill_value=fill, wrap_negative_indices=False", "fill_value=fill", READS),
     ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
     ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
     ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
     ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
+    (
+        "results that nothing reads",
+        "return lax.optimization_barrier(call(*passed))",
+        "return call(*passed)",
+        UNREAD,
+    ),
     ("constants as parameters", "passed = lax.optimization_barrier(", "passed = (", UNREAD),
 )
 
@@ -362,7 +370,7 @@ CACHE = in_module(
         "write(cache, layer, k[0],",
         BRANCHES,
     ),
-    ("gather clips ids", "jnp.where(is_row, control", "jnp.where(True, control", GATHER),
+    ("gather clips ids", "control.context_len, seq_id, 0)", "control.context_len, seq_id)", GATHER),
     ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED),
 )
 

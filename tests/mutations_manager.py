@@ -134,8 +134,8 @@ MUTATIONS = [
         ),
         (
             "what goes with cached blocks stays",
-            "masks[g] |= is_cached(g) & mask.at",
-            "masks[g] |= False & mask.at",
+            "masks[g] |= is_cached(g) & get_at",
+            "masks[g] |= False & get_at",
             ROWS_SCRIPT,
         ),
         (

@@ -16,14 +16,14 @@ MUTATIONS = [
         "prefix_index",
         (
             "tokens of a hit not compared",
-            "is_same &= (index.block_tokens",
-            "is_same |= (index.block_tokens",
+            "is_same &= (get_at(index.block_tokens",
+            "is_same |= (get_at(index.block_tokens",
             COLLISIONS,
         ),
         (
             "parent of a hit not compared",
-            'clip") == content.parent',
-            'clip") == index.parent[block_ids]',
+            "block_ids) == content.parent",
+            "block_ids) == index.parent[block_ids]",
             COLLISIONS,
         ),
         ("the last token is a hit too", "(num_tokens - 1) // block_size", "num_tokens // block_size", SCRIPT),
@@ -53,7 +53,7 @@ MUTATIONS = [
             "-(-final_len // block_size), 0",
             SCRIPT,
         ),
-        ("final_len ignored", "jnp.minimum(final_len, control", "jnp.minimum(2**30, control", SCRIPT),
+        ("final_len ignored", "jnp.minimum(final_len, get_at(", "jnp.minimum(2**30, get_at(", SCRIPT),
         ("equal blocks both published", "is_new &= leader == order", "pass", SCRIPT),
         (
             "the parent is the block before, published or not",

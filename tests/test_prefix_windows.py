@@ -107,6 +107,39 @@ def test_evicting_a_companion_or_its_keeper_breaks_no_link():
     assert int(kv.stats(cache).num_blocks_free) == 32
 
 
+def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share():
+    """They part within a block of the indexed group, behind a whole one of the other group."""
+    layers = [kv.FullAttention(1, 5), kv.SlidingWindow(1, 5, window=6, block_size=2)]
+    sizes = dict(num_blocks=12, block_size=4, max_seqs=4, max_seq_len=24, max_query_len=8)
+    cache = kv.init(kv.CacheConfig(layers, **sizes, enable_prefix_caching=True))
+    tenants = [kv.namespace(tenant=name) for name in "AB"]
+
+    def extended(cache, new):
+        tokens = padded([new.get(row, []) for row in range(4)], 8)
+        num_new = np.array([len(new.get(row, [])) for row in range(4)])
+        cache, status = append_padded(cache, tokens, num_new)
+        assert not status.any()
+        return cache
+
+    cache, _ = kv.allocate(cache, [0], [2], tokens=[[1, 2]], namespace=tenants[0])
+    cache, _ = kv.fork(extended(cache, {0: [1, 2]}), [0], [1])
+    cache = extended(cache, {0: [10, 11, 12, 13], 1: [20, 21, 22, 23]})
+    cache, status = commit(cache, np.array([0, 1]))
+    assert_invariants(cache)
+    cache, _ = kv.free(cache, [0, 1])
+    cache, _ = kv.evict(cache, 1)
+    assert_invariants(cache)
+    # Another tenant fills the pool; the first tenant's prompts find their own tokens or nothing.
+    for row in (2, 3):
+        prompt = [100 * row + i for i in range(8)]
+        cache, _ = kv.allocate(cache, [row], [8], tokens=[prompt], namespace=tenants[1])
+        cache = extended(cache, {row: prompt})
+    for first in (10, 20):
+        prompt = [1, 2, first, first + 1, 9]
+        found, admission = kv.allocate(cache, [0], [5], tokens=[prompt], namespace=tenants[0])
+        assert testing.check_tokens(found, {0: prompt[: int(admission.num_cached[0])]}) == []
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_long_random_script_of_three_groups(seed):
     run_script(seed, 1_500)

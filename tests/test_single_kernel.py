@@ -12,7 +12,7 @@ import pytest
 from prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 
 import kvcache_jax as kv
-from kvcache_jax.single_kernel import add_at, max_at, min_at, set_at, single_kernel
+from kvcache_jax.single_kernel import add_at, get_at, max_at, min_at, set_at, single_kernel
 
 pytestmark = pytest.mark.contract
 
@@ -78,6 +78,17 @@ def test_several_entries_per_trip(unroll):
     np.testing.assert_array_equal(in_kernel(array, index, values), expected)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_reads_outside_give_the_fill(is_compiled):
+    array, indices = jnp.arange(1, 7).reshape(3, 2), jnp.array([-4, -1, 0, 2, 3, 2**31 - 1, -(2**31)])
+    read = jax.jit(get_at, static_argnums=2) if is_compiled else get_at
+    assert read(array[:, 0], indices, 9).tolist() == [9, 9, 1, 5, 9, 9, 9]
+    assert read(array, indices, 9)[:, 1].tolist() == [9, 9, 2, 6, 9, 9, 9]
+    assert read(array, (indices, 1 - indices), 9).tolist() == [9, 9, 2, 9, 9, 9, 9]
+    # Without a fill: of a row that exists.
+    assert set(read(array[:, 0], indices, None).tolist()) <= {1, 3, 5}
+
+
 def test_one_value_for_all_entries():
     in_kernel = jax.jit(lambda array, index: single_kernel(lambda a, i: set_at(a, i, True), array, index))
     found = in_kernel(jnp.zeros(5, bool), jnp.array([3, 7, 1], jnp.int32))
@@ -116,10 +127,30 @@ length, total = program(jnp.array([3]))
 print(length.tolist(), int(total))
 """
 
+# The cache is not returned.
+DROPPED = """
+import jax, jax.numpy as jnp
+import kvcache_jax as kv
 
-@pytest.mark.parametrize("program, printed", [(UNREAD, "[1, 2, 3] 0\n"), (CONSTANT, "[3] 12\n")])
+config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, block_size=4, max_seqs=2, max_seq_len=16)
+cache, _ = kv.allocate(kv.init(config), [0], [16])
+
+def loss(x):
+    later, step = kv.extend(cache, jnp.array([3, 0]), num_tokens=5)
+    return kv.attention(later, 0, x, x, x, step)[1].sum()
+
+print(round(float(jax.jit(jax.grad(loss))(jnp.ones((5, 1, 4))).sum())))
+print(jax.jit(lambda cache, n: kv.extend(cache, n, num_tokens=12)[1].status)(cache, jnp.array([1, 1])))
+"""
+
+
+@pytest.mark.parametrize(
+    "program, printed",
+    [(UNREAD, "[1, 2, 3] 0\n"), (CONSTANT, "[3] 12\n"), (DROPPED, "12\n[0 5]\n")],
+    ids=["unread", "constant", "dropped"],
+)
 def test_parameters_that_nothing_reads(program, printed):
-    """XLA ends the process over one: empty, not looked at, or a constant all along."""
+    """XLA ends the process over one: empty, not looked at, constant, or read for what is not looked at."""
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (result.returncode, result.stdout) == (0, printed), result.stderr[-1000:]
 

@@ -1,5 +1,6 @@
 """What is known at trace time raises, and says what it got and what it expected."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from kvcache_jax.arguments import host_tokens, token_ids
 from tests.helpers import says, statuses
 
 STATIC_ERRORS = (ValueError, TypeError, NotImplementedError)
@@ -182,6 +184,30 @@ def test_row_operations_refuse_bad_ids(small, operation):
             call(cache, np.zeros(2, np.int32), np.zeros(2, np.float32))
         with pytest.raises(STATIC_ERRORS, match=says(2, 3)):
             call(cache, [0, 1], [0, 0, 0])
+
+
+@pytest.mark.parametrize("wide", [2**31, -(2**31) - 1, 2**40, 2**63])
+def test_token_ids_that_do_not_fit_are_refused(wide):
+    """Cut to 32 bits, ids would meet others, and rows would hit what is not theirs."""
+    cache = kv.init(dataclasses.replace(SMALL, enable_prefix_caching=True), storage=False)
+    calls = (
+        lambda ids: kv.lookup(cache, [ids], [2]),
+        lambda ids: kv.allocate(cache, [0], [2], tokens=[ids]),
+        lambda ids: kv.extend(cache, [2, 0, 0], max_new=2, tokens=[ids, [0, 0], [0, 0]]),
+        lambda ids: kv.explain(cache, ids),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=says(wide, "uint32")):
+            call([1, wide])
+    with jax.enable_x64(True), pytest.raises(TypeError, match=says("int64", 32)):
+        kv.lookup(cache, jnp.array([[1, 2]], jnp.int64), [2])
+
+
+def test_unsigned_token_ids_keep_all_their_bits():
+    ids = np.array([[3_000_000_001, 4_000_000_001, 7]], np.uint32)
+    for values in (ids, jnp.asarray(ids)):
+        assert np.asarray(token_ids(values, 1, None)).view(np.uint32).tolist() == ids.tolist()
+    assert host_tokens(np.array([200], np.uint8)).tolist() == [200]
 
 
 def test_append_refuses_wrong_shapes(small):
