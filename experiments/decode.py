@@ -27,7 +27,8 @@ import numpy as np
 import kvcache_jax as kv
 from experiments import command, decode_options, decode_timeline, decode_view
 from experiments.command import InputError
-from kvcache_jax.config import control_bytes, format_bytes
+from kvcache_jax.config import format_bytes
+from kvcache_jax.memory_plan import control_bytes
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 from models.tokenizer import Tokenizer

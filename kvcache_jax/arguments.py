@@ -69,14 +69,28 @@ def token_ids(values: Any, *shape: int | None) -> jax.Array:
     return values
 
 
-def host_tokens(values: Any) -> np.ndarray:
-    """Token ids of one sequence in numpy, i32[n]; there may be none."""
+def host_tokens(name: str, values: Any, *, least: int = 0) -> np.ndarray:
+    """The token ids of one sequence in numpy, i32[n].
+
+    Raises:
+      TypeError: They are no integers.
+      ValueError: No sequence, fewer than `least`, or an id that 32 bits would make another one of.
+    """
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
+    values = np.asarray(values)
+    if values.ndim != 1:
+        raise ValueError(f"{name} has shape {values.shape}, expected one sequence of token ids, [n]")
+    if len(values) < least:
+        raise ValueError(f"{name} has {len(values)} tokens, expected at least {least}")
     if len(values) == 0:
         return np.zeros(0, np.int32)
-    values = np.asarray(_saturated("token_ids", np.asarray(values)))
-    if values.ndim != 1:
-        raise ValueError(f"token_ids has shape {values.shape}, expected one sequence of integers, [n]")
-    return values
+    if not np.issubdtype(values.dtype, np.integer):
+        raise TypeError(f"{name} has dtype {values.dtype}, expected integer token ids")
+    is_id = (values >= 0) & (values <= _INT32.max)
+    if not is_id.all():
+        raise ValueError(f"{name} has the token id {values[~is_id][0]}, expected ids from 0 to {_INT32.max}")
+    return values.astype(np.int32)
 
 
 def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:

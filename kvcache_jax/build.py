@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax import implementations
-from kvcache_jax.config import CacheConfig, describe
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.memory_plan import describe
 from kvcache_jax.state import Cache, Control, empty_control, empty_pools
 
 _log = logging.getLogger("kvcache_jax")
@@ -48,7 +49,8 @@ def init(
         _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
     implementations.load(config.implementation)
     cache = _builder(config, sharding, storage)()
-    _log.info("init: %s", describe(config))
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("init: %s", describe(config))
     return cache
 
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvcache_jax.arguments import host_tokens
 from kvcache_jax.cache import allocate, extend, fork, free
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_arguments import usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.state import Cache
@@ -49,7 +51,8 @@ def score(
       forward: As in `generate`.
       params: Passed on to `forward`.
       context: Token ids, at least one.
-      continuations: Token ids of each; an empty one scores as an empty array.
+      continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
+        do not reach as NaN.
       config: Of the cache. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       chunk_len: Most tokens of a row in one call of the model.
@@ -58,11 +61,12 @@ def score(
       A `ScoreResult`.
 
     Raises:
-      ValueError: nothing to condition on, a continuation too long for a row, or a cache of another config.
+      ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, or
+        a cache of another config.
       StatusError: the cache has too few blocks for a continuation alone.
     """
-    if not len(context):
-        raise ValueError("context is empty, expected at least one token id")
+    context = host_tokens("context", context, least=1)
+    continuations = [host_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:
         raise ValueError(
             f"max_seqs is {config.max_seqs}, expected at least 2: the context and a continuation"
@@ -72,7 +76,7 @@ def score(
         raise ValueError(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
-    chunk_len = min(chunk_len, config.query_len_limit)
+    chunk_len = usable_chunk_len(chunk_len, config)
     # All but the context's last token: feeding that one gives the first continuation token its logits.
     shared_len = np.array([len(context) - 1], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
