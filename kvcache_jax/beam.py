@@ -131,15 +131,15 @@ def beam_search(
       FloatingPointError: the model's logits are NaN for all beams of a prompt. (As in `sample`, one that is
         NaN counts as -inf.)
     """
-    prompts = decode_arguments.prompt_tokens(prompts)
-    if not prompts:
+    prompt_tokens = decode_arguments.prompt_tokens(prompts)
+    if not prompt_tokens:
         raise ValueError("prompts is empty, expected at least one prompt")
     max_new_tokens = decode_arguments.count("max_new_tokens", max_new_tokens)
     num_beams = decode_arguments.count("num_beams", num_beams)
     length_penalty = decode_arguments.finite_number("length_penalty", length_penalty)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     look_every = decode_arguments.steps_between_looks(look_every, on_look is not None)
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompt_tokens))
     num_rows = len(prompts) * num_beams
     if num_rows > config.max_seqs:
         raise ValueError(
@@ -166,7 +166,7 @@ def beam_search(
         return beams
 
     stops, penalty = decode_arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)
-    cache, logits = prefilling(_prefill, forward, params, init(config), prompts, num_beams, chunk_len)
+    cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, chunk_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )

@@ -65,39 +65,39 @@ def score(
         a cache of another config.
       StatusError: the cache has too few blocks for a continuation alone.
     """
-    context = host_tokens("context", context, least=1)
-    continuations = [host_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
+    shared = host_tokens("context", context, least=1)
+    own = [host_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:
         raise ValueError(
             f"max_seqs is {config.max_seqs}, expected at least 2: the context and a continuation"
         )
-    longest = len(context) + max((len(tokens) for tokens in continuations), default=0)
+    longest = len(shared) + max((len(tokens) for tokens in own), default=0)
     if longest > config.max_seq_len:
         raise ValueError(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
     # All but the context's last token: feeding that one gives the first continuation token its logits.
-    shared_len = np.array([len(context) - 1], np.int32)
+    shared_len = np.array([len(shared) - 1], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
-    history[:, : len(context)] = context
+    history[:, : len(shared)] = shared
     held, admission = allocate(idle_cache(cache, config), [0], shared_len, tokens=history[:1])
     raise_for_status(admission.status, "allocating the context")
     first = np.zeros(1, np.int32)
     held, _, failed = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
     raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the context")
 
-    results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(continuations))}
-    waiting = [i for i in range(len(continuations)) if len(continuations[i])]
+    results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
+    waiting = [i for i in range(len(own)) if len(own[i])]
     wave_len = config.max_seqs - 1
     while waiting:
         wave = waiting[:wave_len]
         rows = np.arange(1, len(wave) + 1)
         length = np.zeros(config.max_seqs, np.int32)
         for row, i in zip(rows, wave, strict=True):
-            tokens = continuations[i]
-            history[row, len(context) : len(context) + len(tokens)] = tokens
-            length[row] = len(context) + len(tokens)
+            tokens = own[i]
+            history[row, len(shared) : len(shared) + len(tokens)] = tokens
+            length[row] = len(shared) + len(tokens)
         ids = np.full(wave_len, config.max_seqs)
         ids[: len(wave)] = rows
         held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
@@ -111,10 +111,10 @@ def score(
             wave_len = max(1, len(wave) // 2)
         for row, i in zip(rows, wave, strict=True):
             if not failed[row]:
-                results[i] = logprobs[row, len(context) : length[row]]
+                results[i] = logprobs[row, len(shared) : length[row]]
                 waiting.remove(i)
     held, _ = free(held, [0])
-    logprobs = [results[i] for i in range(len(continuations))]
+    logprobs = [results[i] for i in range(len(own))]
     return ScoreResult(logprobs, held, int(admission.num_cached[0]))
 
 
