@@ -65,6 +65,7 @@ def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, pr
         (["--shared", "10000000"], "got --shared 10000000, expected fewer than the text has: "),
         (["--own", "10000000"], "got --own 10000000, expected fewer than the text has: "),
         (["--data", "nowhere"], "argument --data: there is no folder nowhere"),
+        (["--prompts", "1"], "expected an integer of at least 2"),
         (["--prompts", "5"], "gsm8k_test.jsonl has 12 examples, expected 13: lower --prompts"),
         (["--data", "."], "got --data ., expected text/gsm8k_test.jsonl in it: "),
     ],
@@ -80,7 +81,7 @@ def test_bad_input_is_refused_before_anything_is_timed(folder, data, capsys, mon
 
 def test_missing_files(folder, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "1"]
+    arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "2"]
     assert prefix_prompts.main(arguments) == 0
     assert "few-shot prompts: skipped" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
