@@ -5,6 +5,9 @@ import dataclasses
 import pytest
 
 from pallas_kernels.mosaic_gpu.budget import Budget
+from pallas_kernels.mosaic_gpu.compile_cases import CASES as KERNEL_CASES
+from pallas_kernels.mosaic_gpu.decode import programs_per_sm
+from pallas_kernels.mosaic_gpu.decode_plan import tiling_of
 from tests.aot import gpu
 from tests.aot.alignment import tma_alignment
 from tests.aot.compiling import ProgramCost
@@ -24,17 +27,18 @@ SASS = """
    -:2:-:Y:02        /*0900*/                   HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], R24
 """
 PASSES = """
-    %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %8, %9 = %c1) threads(%10, %11, %12) \
-in (%13 = %c128, %14 = %c1, %15 = %c1) dynamic_shared_memory_size %mpmd_map3A_1 {
-    %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %c512_0, %8 = %c1) threads(%9, %10, %11) \
-in (%12 = %c128, %13 = %c1, %14 = %c1) dynamic_shared_memory_size %c4104_i32 {
+    %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %8, %9 = %c1) threads(%10) \
+in (%13 = %c128) dynamic_shared_memory_size %mpmd_map3A_1 {
+    %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %c512_0, %8 = %c1) threads(%10) \
+in (%12 = %c128) dynamic_shared_memory_size %c4104_i32 {
 """
 # Two slots of a ring, the second one and then each in turn; `stride` bytes lie between them.
 PTX = """
 	mov.b64 	%rd1, __dynamic_shmem__0;
 	cvt.u32.u64 	%r1, %rd1;
 	add.s32 	%r2, %r1, {second};
-	@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd9, {{%r8,%r9}}], [%r7];
+	@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd9, \
+{{%r8,%r9}}], [%r7];
 	mov.b32 	%r3, 0;
 $L__BB0_1:
 	and.b32 	%r4, %r3, 1;
@@ -190,6 +194,19 @@ def test_copies_as_big_as_a_pool_are_counted():
   %fusion.4 = bf16[64,8,16,128]{3,2,1,0} fusion(%copy.1), kind=kLoop
 """
     assert num_copies(hlo, at_least=64 * 8 * 16 * 128) == 2
+
+
+def test_as_many_programs_as_a_plan_counts_on_fit_into_the_registers_of_an_sm():
+    """`aot` holds each case to its budget, and the budget fits the plan. Threads get registers by eights."""
+    cases = [case for case in KERNEL_CASES if case.name.startswith("decode_")]
+    assert cases
+    for case in cases:
+        q, k_pool, *_ = case.arguments()
+        _, num_queries, _, group_size, head_dim = q.shape
+        tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
+        num_programs = programs_per_sm(tiling, head_dim)
+        assert num_programs * 128 * (-(-case.budget.registers // 8) * 8) <= 65536, case.name
+        assert num_programs * (case.budget.shared_memory + 1024) <= 228 * 1024, case.name
 
 
 def test_case_names_differ_and_words_choose():

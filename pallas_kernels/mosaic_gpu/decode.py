@@ -10,7 +10,6 @@ The softmax is online and to the base 2, with `scale * log2(e)` folded into one 
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
+    MAX_LANES,
     TILE_ROWS,
     DecodePlan,
     Item,
@@ -74,7 +74,7 @@ def paged_decode(
     Raises:
       ValueError: the arguments do not fit together, or this kernel does not take them.
     """
-    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
+    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits, layer)
     if reason := why_not(k_pool, q.shape[3]):
         raise ValueError(reason)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
@@ -105,13 +105,12 @@ def paged_decode(
         v_smem=ring,
         p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=tiled(TILE_ROWS, 2)),
         out_smem=plgpu.SMEM((head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)),
-        lse_smem=plgpu.SMEM((tiling.num_lanes,), jnp.float32),
+        # The result and the sink logits: two rows of 128 bytes, to which the copy engine wants them aligned.
+        per_lane_smem=plgpu.SMEM((2, MAX_LANES), jnp.float32),
         q_barrier=plgpu.Barrier(num_arrivals=1 if sink_logits is None else 2),
         k_barrier=ring_barrier,
         v_barrier=ring_barrier,
     )
-    if sink_logits is not None:
-        scratch["sinks_smem"] = plgpu.SMEM((tiling.num_lanes,), jnp.float32)
     out, lse, *parts = launch(
         functools.partial(_decode, options, tiling, can_split, interpret),
         cost=_cost(q, k_pool, block_table),
@@ -148,17 +147,27 @@ def plan_for(
     """
     _, num_queries, num_heads, group_size, head_dim = q_shape
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    num_programs = NUM_SMS * (SHARED_MEMORY // _shared_memory(tiling, head_dim))
+    num_programs = NUM_SMS * programs_per_sm(tiling, head_dim)
     if interpret:
         num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
     return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
 
 
+def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
+    """How many programs of 128 threads shared memory and registers leave room for.
+
+    Registers are known only once it is compiled: `compile_cases` holds five programs to 96 a thread, which 8
+    lanes of head_dim 64 need, and three to 168.
+    """
+    by_registers = 5 if tiling.num_lanes == 8 else 3
+    return min(SHARED_MEMORY // _shared_memory(tiling, head_dim), by_registers)
+
+
 def _shared_memory(tiling: Tiling, head_dim: int) -> int:
     """Bytes of shared memory of one program; the system takes 1 KB, barriers and alignment a little more."""
     rings = 2 * _STAGES * TILE_ROWS * head_dim * 2
-    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2 + 2 * 4)
+    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2)
     return rings + lanes + 4096
 
 
@@ -208,11 +217,10 @@ def _decode(
     v_smem,
     p_smem,
     out_smem,
-    lse_smem,
+    per_lane_smem,
     q_barrier,
     k_barrier,
     v_barrier,
-    sinks_smem: Any = None,
 ) -> None:
     """One key/value head and lane tile of one item; or nothing, where the plan has no item."""
     num_results = 4 if can_split else 2
@@ -233,6 +241,7 @@ def _decode(
     block_size, head_dim = k_ref.shape[2:]
     first_lane = lane_tile * tiling.num_lanes
     lanes = pl.ds(first_lane, tiling.num_lanes)
+    lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
         options, tiling, block_size, first_column, num_columns, first_position, num_queries, first_lane
     )

@@ -13,6 +13,5 @@ def unflatten(program: jax.Array, num_middle: int, num_last: int) -> tuple[jax.A
       num_middle: Values of the second index.
       num_last: Values of the third.
     """
-    num_middle, num_last = jnp.int32(num_middle), jnp.int32(num_last)
-    rest = lax.div(program, num_last)
-    return lax.div(rest, num_middle), lax.rem(rest, num_middle), lax.rem(program, num_last)
+    rest, last = lax.div(program, jnp.int32(num_last)), lax.rem(program, jnp.int32(num_last))
+    return lax.div(rest, jnp.int32(num_middle)), lax.rem(rest, jnp.int32(num_middle)), last

@@ -1,7 +1,7 @@
 """How well aligned the shared memory is that the copy engine reads and writes, as a kernel's PTX shows it.
 
-The copy engine (TMA) faults at run time where an address in shared memory is no multiple of 128 bytes; neither
-the compiler nor an interpreter looks for that.
+The copy engine (TMA) faults at run time where an address in shared memory is no multiple of 128 bytes;
+neither the compiler nor an interpreter looks for that.
 """
 
 import re
@@ -19,7 +19,7 @@ _STORE = re.compile(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta\S* 
 
 
 def tma_alignment(ptx: str) -> int:
-    """The largest power of two, up to `BASE`, of which every address in shared memory is sure to be a multiple.
+    """The largest power of two, up to `BASE`, of which every address in shared memory surely is a multiple.
 
     What an instruction computes is a multiple of what its operands let one conclude, of 1 if it is not known
     here; a register that is written in several places, say a counter, is as bad as the worst of them.

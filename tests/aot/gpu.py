@@ -53,8 +53,8 @@ def failures(cost: ProgramCost, budget: Budget) -> list[str]:
     for kernel in cost.kernels:
         if kernel.tma_alignment < TMA_ALIGNMENT:
             found.append(
-                f"{kernel.name} copies to or from shared memory at multiples of {kernel.tma_alignment} bytes, "
-                f"expected of {TMA_ALIGNMENT}"
+                f"{kernel.name} copies to or from shared memory at multiples of {kernel.tma_alignment} "
+                f"bytes, expected of {TMA_ALIGNMENT}"
             )
         if any(size > most for size, most in zip(kernel.grid, MAX_GRID, strict=True)):
             found.append(f"{kernel.name} has a grid of {kernel.grid}, at most {MAX_GRID}")
