@@ -140,7 +140,7 @@ def plan_for(
 
     Args:
       rows: Who asks.
-      q_shape: `(r, t, h, g, d)`.
+      q_shape: `(r, t, h, g, d)`; a plan for another `g` gives the same results, and may fill the GPU worse.
       num_columns: Columns of the block table.
       block_size: Tokens of a block.
       interpret: As if fewer programs ran side by side.
