@@ -12,8 +12,8 @@ ours, its plan made before (as once per step for all layers) and made again each
 can be imported (`kernel_speed_sides`, `kernel_speed_torch`). Then the movement of tokens and blocks, and the
 whole step of a decoder with the shape of Llama-3.2-1B beside its roofline.
 
-Each side is checked against the float32 reference before it is timed; the sides of an entry take turns in one
-process (`kernel_speed_timing` says what is timed). Who is wrong or cannot run is reported with the reason, and
+Each side is checked against the float32 reference before it is timed; the sides of an entry take turns in
+one process (`kernel_speed_timing` says what is timed). Who is wrong or cannot run is reported and why;
 entries that do not fit into the memory or the time are listed; the most important ones come first. A ratio is
 the fastest peer's median over ours: above 1 we are faster. GB/s count the keys and values of the rows, each
 once.
@@ -47,6 +47,8 @@ from experiments.kernel_speed_torch import FLASHINFER_DIR
 
 RESULTS = Path(__file__).parent / "results"
 LOG = "kernel_speed.log"
+SECONDS, QUICK_SECONDS = 1.0, 0.6
+"""For the samples of an entry."""
 GRACE_S = 20.0
 """An entry may take so much longer than the time that is left."""
 SLOW = 20.0
@@ -78,7 +80,7 @@ class Run:
           InputError: Nothing can be measured here.
         """
         self.options, self._start = options, time.monotonic()
-        self.seconds = None if options.interpret else 0.6 if options.quick else 1.0
+        self.seconds = None if options.interpret else QUICK_SECONDS if options.quick else SECONDS
         self._end = self._start + 60 * options.minutes
         self._longest_s = self._start_s = 0.0
         self._without = dict.fromkeys(options.without, "left out by --without")
