@@ -65,6 +65,7 @@ class Jobs:
 
     def make(self, kind, name):
         self.now = name
+        print("the data of", name)
         self._act("data", name)
         sides = [
             Side(side, functools.partial(self.prepare, side, name), side.startswith("ours")) for side in SIDES

@@ -369,3 +369,6 @@ def test_a_side_that_loses_the_device_ends_the_contest(monkeypatch):
                 contest, sides[:1] + [fake("peer", fails_on=fails_on)], 0.0, check_device=jobs.check
             )
         assert loss.value.args == ("peer", "RuntimeError: it broke")
+    monkeypatch.setattr(jax, "block_until_ready", lost)
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        jobs.clean()  # between entries too

@@ -88,6 +88,8 @@ def test_a_side_ends_the_process(measure, act, step, how):
     assert reason(report, "two", "peer") == f"{step}: {crash['how']}"
     pids = [entry["pid"] for entry in report["decodes"]]
     assert pids[0] != pids[1] == pids[2] == pids[3]
+    printed = "\n".join(crash["last_words"])
+    assert "the data of two" in printed and "the data of one" not in printed
     if act == "abort":  # Python says where it was
         assert any("prepare" in line and "kernel_speed_fakes" in line for line in crash["last_words"])
 
@@ -309,6 +311,7 @@ def test_a_signal_ends_the_run_in_order(hanging, number):
 def test_nothing_is_left_behind_when_the_run_is_killed(hanging):
     run, path, worker = hanging
     os.kill(worker, signal.SIGTERM)  # a whole group may be told to end, and the worker is not who saves
+    time.sleep(0.3)
     assert not is_gone(worker)
     run.kill()
     run.wait(20)
