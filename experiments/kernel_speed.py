@@ -161,7 +161,7 @@ class Run:
                 break
             except CrashError as crash:
                 self._note(crash, kind, name)
-                if crash.side is None:
+                if crash.side is None or crash.side in without:  # nobody can be left out
                     self.report["skipped"].append({"cell": name, "reason": f"{crash.step}: {crash}"})
                     return
                 without[crash.side] = f"{crash.step}: {crash}"
