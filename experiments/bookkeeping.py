@@ -28,10 +28,10 @@ several sizes. Every status must be OK; the loop must end in the very state that
 `check_invariants` must find it sound. Compile time stands apart.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 
@@ -41,6 +41,7 @@ import numpy as np
 from jax import lax
 
 import kvcache_jax as kv
+from experiments import command
 from experiments.bookkeeping_operations import (
     ABOVE_FLOOR,
     BLOCK_SIZE,
@@ -262,27 +263,35 @@ def bars_of(
     return bars
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.bookkeeping", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--peers", action="store_true", help="time vLLM's manager and levanter's pager too")
     parser.add_argument(
         "--peers-python", action="append", default=[], metavar="PYTHON", help="where a peer is installed"
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="time for one operation's figures, per pool"
+        "--seconds",
+        type=command.number(0, is_above=True),
+        default=0.5,
+        help="time for one operation's figures, per pool",
     )
-    args = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.peers_python and not options.peers:
+        parser.error("got --peers-python without --peers, expected both: add --peers")
+    for python in options.peers_python:
+        if shutil.which(python) is None:
+            parser.error(f"got --peers-python {python}, expected a Python interpreter")
 
     start = time.perf_counter()
     full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
-    measure(full, args.seconds * len(full))
+    measure(full, options.seconds * len(full))
     growth = []
     for operation in OPERATIONS:
         if operation.index == EVERYTHING:
             continue  # with the pool grows what there is to evict
         growth.append(prepared([(operation, SMALL, size) for size in (SMALLEST_POOL, *GROWTH)]))
-        measure(growth[-1], args.seconds * len(growth[-1]))
+        measure(growth[-1], options.seconds * len(growth[-1]))
     memory = {"N": decode_step_bytes(256), "8N": decode_step_bytes(8 * 256)}
     sizes = {
         "num_blocks": NUM_BLOCKS,
@@ -291,7 +300,7 @@ def main() -> None:
         "prompt_len": FULL.prompt_len,
         "context_lens": OPERATIONS[0].lens(FULL).tolist(),
     }
-    peers = run_peers(sizes, args.peers_python) if args.peers else []
+    peers = run_peers(sizes, options.peers_python) if options.peers else []
     report = {
         "machine": machine(),
         "revision": revision(),
@@ -306,11 +315,12 @@ def main() -> None:
         "peers": peers,
         "bars": bars_of(full, growth, memory, peers),
     }
-    if args.json:
+    if options.json:
         print(json.dumps(report))
     else:
         show(report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

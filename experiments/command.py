@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+_DATA = "KVCACHE_DATA_DIR"
+
 
 class InputError(ValueError):
     """What a user gave does not fit; the message is for `Parser.error`."""
@@ -32,7 +34,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.splitlines())}\n")
+        self._end(2, message)
+
+    def fail(self, message: str) -> NoReturn:
+        """The input was right, and what came of it is no result."""
+        self._end(1, message)
+
+    def _end(self, code: int, message: str) -> NoReturn:
+        self.exit(code, f"{self.prog}: {' '.join(message.splitlines())}\n")
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -60,15 +69,29 @@ def number(least: float, most: float = math.inf, *, is_above: bool = False) -> C
             value = math.nan
         if not least <= value <= most or math.isinf(value) or (is_above and value == least):
             limit = None if math.isinf(most) else most
-            expected = f"above {least:g} and at most {most:g}" if is_above else _range(least, limit)
+            expected = _range(least, limit, is_above)
             raise argparse.ArgumentTypeError(f"got {text!r}, expected a number {expected}")
         return value
 
     return parse
 
 
+def folder(text: str) -> Path:
+    """An argparse `type`: a folder that is there."""
+    if not os.path.isdir(text):  # `Path.is_dir` raises where the name is too long
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)
+
+
+def add_data_folder(parser: argparse.ArgumentParser, what: str) -> None:
+    """The option --data, a folder with other people's data; None where none is named."""
+    named = os.environ.get(_DATA) or None  # a default that is a text goes through `type` too
+    text = f"folder with {what}; default: {_DATA}"
+    parser.add_argument("--data", type=folder, default=named, metavar="DIR", help=text)
+
+
 def picture(text: str) -> Path:
-    """An argparse `type`: a file that matplotlib can write."""
+    """An argparse `type`: a file that matplotlib can write, and that can be written."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -78,10 +101,15 @@ def picture(text: str) -> Path:
     path = Path(text)
     if path.suffix[1:] not in FigureCanvasBase.filetypes:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a name that ends in .png, .pdf or .svg")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"got {text!r}, but there is no folder {path.parent}: make it first")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text!r}, which is a folder, expected a file name")
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, which cannot be written: {error.strerror}") from None
     return path
 
 
@@ -108,5 +136,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def _range(least: float, most: float | None) -> str:
-    return f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+def _range(least: float, most: float | None, is_above: bool = False) -> str:
+    first, last = (int(x) if x is not None and x == int(x) else x for x in (least, most))
+    if is_above:
+        return f"above {first}" if last is None else f"above {first} and at most {last}"
+    return f"of at least {first}" if last is None else f"from {first} to {last}"

@@ -27,7 +27,8 @@ import numpy as np
 import kvcache_jax as kv
 from experiments import command, decode_options, decode_timeline, decode_view
 from experiments.command import InputError
-from kvcache_jax.config import control_bytes, format_bytes
+from kvcache_jax.config import format_bytes
+from kvcache_jax.memory_plan import control_bytes
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 from models.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def prepare(options: argparse.Namespace) -> Job:
     decode_options.check(options)
     prompts = decode_options.read_prompts(options)
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
-    if not options.checkpoint.exists():
+    if not os.path.exists(options.checkpoint):  # `Path.exists` raises where the name is too long
         train = ": train it with python -m experiments.train" * (options.checkpoint == decode_options.MODEL)
         raise InputError(f"there is no checkpoint {options.checkpoint}{train}")
     decoder = checkpoint.load(options.checkpoint, dtype=dtype)
@@ -320,15 +321,17 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = decode(job, view)
     except (InputError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
-    if options.picture:
-        decode_timeline.draw_timeline(outcome.result.timeline, job.config, options.picture)
+    except FloatingPointError as error:
+        parser.fail(str(error))
     if options.json:
         print(json.dumps(report(job, outcome), allow_nan=False))
-        return 0
-    decode_view.show_figures(figures(job, outcome), color)
-    print(decode_timeline.timeline_text(outcome.result.timeline, job.config, color))
+    else:
+        decode_view.show_figures(figures(job, outcome), color)
+        print(decode_timeline.timeline_text(outcome.result.timeline, job.config, color))
     if options.picture:
-        print(f"\nwrote {options.picture}")
+        decode_timeline.draw_timeline(outcome.result.timeline, job.config, options.picture)
+        if not options.json:
+            print(f"\nwrote {options.picture}")
     return 0
 
 

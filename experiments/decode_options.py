@@ -122,11 +122,11 @@ def _refuse(options: argparse.Namespace, option: str, *others: str) -> None:
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """From the arguments, a file or standard input, else our own."""
-    if options.file and options.prompts:
+    if options.file is not None and options.prompts:
         raise InputError("got prompts as arguments and --prompts, expected only one of them")
     if options.file == "-" or options.prompts == ["-"]:
         return _lines(sys.stdin.buffer.read(), "standard input")
-    if options.file:
+    if options.file is not None:
         return _read_file(Path(options.file))
     return options.prompts or _piped() or list(OWN_PROMPTS)
 

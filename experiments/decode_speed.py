@@ -22,7 +22,6 @@ other token.
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,16 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="the two cases that have a bar, and fewer rounds"
     )
     parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with the Azure trace; default: KVCACHE_DATA_DIR"
-    )
+    command.add_data_folder(parser, "the Azure trace")
     parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
     options = parser.parse_args(arguments)
-    data = options.data or (
-        Path(os.environ["KVCACHE_DATA_DIR"]) if "KVCACHE_DATA_DIR" in os.environ else None
-    )
-    if data is not None and not data.is_dir():
-        parser.error(f"there is no folder {data}: name one with --data or KVCACHE_DATA_DIR")
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
     except checkpoint.CheckpointError as error:
@@ -229,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
         records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL), longest_uncached)
     for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
         records += measure(case, decoder, contexts, seconds / 2)
-    memory = memory_report(data)
+    memory = memory_report(options.data)
     report = {
         "machine": timing.machine(),
         "revision": timing.revision(),
@@ -241,12 +233,12 @@ def main(arguments: list[str] | None = None) -> int:
         "memory": memory,
         "bars": bars_of(records, memory),
     }
-    if options.picture:
-        draw(report, options.picture)
     if options.json:
         print(json.dumps(report))
     else:
         show(report)
+    if options.picture:
+        draw(report, options.picture)
     return 0
 
 

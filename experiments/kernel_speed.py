@@ -1,6 +1,7 @@
 """Question: how fast are the GPU kernels beside the memory's bandwidth, and beside other people's?
 
 Command: python -m experiments.kernel_speed [--quick] [--json] [--minutes 8] [--flashinfer DIR]
+         python -m experiments.kernel_speed --only "32 x 8k, group 4" --without "FlashInfer XQA"
          python -m experiments.kernel_speed --interpret --output DIR    the same path on a CPU, no times
 Machine: one NVIDIA Hopper GPU with nothing else on it; results/<device>.json and .png
 Answer:  not yet measured.
@@ -11,77 +12,88 @@ ours, its plan made before (as once per step for all layers) and made again each
 can be imported (`kernel_speed_sides`, `kernel_speed_torch`). Then the movement of tokens and blocks, and the
 whole step of a decoder with the shape of Llama-3.2-1B beside its roofline.
 
-Each side is checked against the float32 reference before it is timed; the sides of a cell take turns
-(`kernel_speed_timing` says what is timed). Who is wrong or cannot run is reported with the reason, and cells
-that do not fit into the memory or the time are listed; the most important ones come first. A ratio is the
-fastest peer's median over ours: above 1 we are faster. GB/s count the keys and values of the rows, each once.
-The results are written after every cell, so that whatever ends the run leaves what was measured.
+Each side is checked against the float32 reference before it is timed; the sides of an entry take turns in
+one process (`kernel_speed_timing` says what is timed). Who is wrong or cannot run is reported and why;
+entries that do not fit into the memory or the time are listed; the most important ones come first. A ratio is
+the fastest peer's median over ours: above 1 we are faster. GB/s count the keys and values of the rows, each
+once.
+
+Only another process, the worker, touches the device. When it ends, hangs or loses the device, the side whose
+turn it was has failed, and a new worker measures the entry again without it; a side that does so repeatedly
+is left out of what follows. The results are written after every entry, so that whatever ends the run leaves
+what was measured; what the workers printed is in kernel_speed.log beside them.
 """
 
 import argparse
+import collections
 import contextlib
-import datetime
-import functools
-import gc
-import importlib.metadata
 import json
 import os
 import re
-import subprocess
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from experiments import command, timing
-from experiments.kernel_speed_cells import QUICK, TINY, Cell, all_cells
-from experiments.kernel_speed_moves import (
-    COPY,
-    READ,
-    TINY_POOLS,
-    Pools,
-    ceiling_contests,
-    floor_contest,
-    move_contests,
-)
-from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
+from experiments import command
+from experiments.kernel_speed_names import COPY, OURS, READ, SIDES, WITH_PLAN
+from experiments.kernel_speed_process import CrashError, OutOfTimeError, Worker
 from experiments.kernel_speed_report import draw, show
-from experiments.kernel_speed_sides import jax_sides
 from experiments.kernel_speed_summary import ceilings, comparison, gb_per_s, medians_us, summary
-from experiments.kernel_speed_timing import FAILED, Contest, Side, compete, deadline, launches_for, one_line
-from experiments.kernel_speed_torch import FLASHINFER_DIR, free_memory, torch_sides
+from experiments.kernel_speed_torch import FLASHINFER_DIR
 
 RESULTS = Path(__file__).parent / "results"
-NUM_MOVED = 512
-"""Blocks that are gathered, scattered and copied."""
-NUM_FIRST_CELLS = 6
-"""Decodes before the other kernels have their turn."""
-ANSWER_S = 90.0
-"""A sample that takes longer is one that never ends."""
+LOG = "kernel_speed.log"
+SECONDS, QUICK_SECONDS = 1.0, 0.6
+"""For the samples of an entry."""
+GRACE_S = 20.0
+"""An entry may take so much longer than the time that is left."""
+SLOW = 20.0
+"""Interpreted kernels may take so many times as long."""
+NUM_STARTS, PAUSE_S = 3, 3.0
+"""A device may need a moment after a process on it was ended."""
+ALLOWED_CRASHES = 2
+"""A side is left out then; a hang counts as two."""
+ALLOWED_OF_OURS = 3
+
+
+class EndedError(BaseException):
+    """SIGTERM; not an Exception, so that nothing takes it for a failure."""
 
 
 class Run:
-    """One benchmark: its report, which is saved after every entry, and its time.
+    """One benchmark: its report, which is saved after every entry, its worker and its time.
 
     Attributes:
       report: The object of `--json`.
-      end: When it must be done, of `time.monotonic`.
       seconds: For the samples of an entry; None only checks.
+      jobs: (kind, name) of every entry: the list of the report that it goes to.
     """
 
-    def __init__(self, options: argparse.Namespace, device: Any):
-        self.options, self.device, self.start = options, device, time.monotonic()
-        self.end = self.start + 60 * options.minutes
-        self.seconds = None if options.interpret else 0.6 if options.quick else 1.0
-        self.longest_s = 0.0
+    def __init__(self, options: argparse.Namespace):
+        """Starts the worker.
+
+        Raises:
+          InputError: Nothing can be measured here.
+        """
+        self.options, self._start = options, time.monotonic()
+        self.seconds = None if options.interpret else QUICK_SECONDS if options.quick else SECONDS
+        self._end = self._start + 60 * options.minutes
+        self._longest_s = self._start_s = 0.0
+        self._without = dict.fromkeys(options.without, "left out by --without")
+        self._crashes: collections.Counter[str] = collections.Counter()
+        (options.output / LOG).write_text("")
+        self._worker: Worker | None = self._new_worker()
+        self.jobs: list[tuple[str, str]] = [(kind, name) for kind, name in self._worker.hello["names"]]
         self.report: dict[str, Any] = {
-            **environment(device),
+            **self._worker.hello["environment"],
             "is_interpreted": options.interpret,
             "is_quick": options.quick,
+            "only": options.only,
+            "without": options.without,
             "ceilings": {},
             "entries": [],
             "decodes": [],
@@ -89,6 +101,7 @@ class Run:
             "steps": [],
             "skipped": [],
             "left_out": [],
+            "crashes": [],
             "stopped": "",
         }
 
@@ -97,9 +110,10 @@ class Run:
         """Of the report."""
         slug = re.sub(r"[^a-z0-9]+", "_", self.report["device"]["name"].lower()).strip("_")
         kind = "_interpreted" if self.options.interpret else "_quick" if self.options.quick else ""
-        return self.options.output / f"{slug}{kind}.json"
+        return self.options.output / f"{slug}{kind}{'_only' * bool(self.options.only)}.json"
 
     def save(self) -> None:
+        """Whole or not at all."""
         report = self.report
         report["ceilings"] = ceilings(report["entries"])
         for entry in report["decodes"]:
@@ -112,196 +126,133 @@ class Run:
                 )
                 entry["of_ceiling"] = shares
         report["summary"] = summary(report["decodes"])
-        report["seconds"] = time.monotonic() - self.start
-        self.path.write_text(json.dumps(report, indent=1) + "\n")
-
-    def watch(self, what: str) -> AbstractContextManager:
-        """Ends the process if the device does not answer: nothing in this process can stop a kernel."""
-        if self.options.interpret:
-            return contextlib.nullcontext()
-
-        def give_up() -> None:
-            self.report["stopped"] = f"no answer within {ANSWER_S:g} s: {what}"
-            self.save()
-            print(f"{self.report['stopped']}; results so far: {self.path}", file=sys.stderr, flush=True)
-            os._exit(3)
-
-        return deadline(ANSWER_S, give_up)
-
-    def enter(self, kind: str, name: str, make: Callable[[], tuple[Contest, Sequence[Side], dict]]) -> None:
-        """Adds one entry to the report's `kind`, if there is time for it."""
-        left = self.end - time.monotonic()
-        if self.report["stopped"] or left < 1.2 * self.longest_s:
-            self.report["left_out"].append(name)
-            return
-        start = time.monotonic()
-        try:
-            contest, sides, sizes = make()
-        except Exception as failure:  # no room for the data, or no reference
-            self.report["skipped"].append({"cell": name, "reason": one_line(failure)})
-            return
-        records = compete(contest, sides, self.seconds, self.watch)
-        entry = {**sizes, "name": name, "num_bytes": contest.num_bytes, "sides": records}
-        self.report[kind].append(entry)
-        del contest, sides
-        gc.collect()
-        jax.clear_caches()
-        free_memory()
-        if any(record["status"] == FAILED for record in records):
-            self._check_device(name)
-        self.save()
-        self.longest_s = max(self.longest_s, time.monotonic() - start)
-        print(f"{time.monotonic() - self.start:4.0f} s  {kind}: {name}", file=sys.stderr, flush=True)
-
-    def _check_device(self, name: str) -> None:
-        """After an illegal access, everything that follows would fail in the name of another."""
-        try:
-            jax.block_until_ready(jax.numpy.arange(8).sum())
-        except Exception as failure:
-            self.report["stopped"] = f"the device is lost after {name}: {one_line(failure)}"
-
-    def decode(self, cell: Cell) -> None:
-        limit = (self.device.memory_stats() or {}).get("bytes_limit")
-        if limit is not None and cell.needed_bytes > limit:
-            reason = f"needs {cell.needed_bytes / 1e9:.0f} GB, and {limit / 1e9:.0f} GB may be used"
-            self.report["skipped"].append({"cell": cell.name, "reason": reason})
-            return
-
-        def make() -> tuple[Contest, Sequence[Side], dict]:
-            interpret = self.options.interpret
-            num_launches = 2 if interpret else launches_for(cell.kv_bytes)
-            problem = jax.block_until_ready(make_problem(cell, num_buffers=2 if interpret else None))
-            expected = expected_output(problem, (num_launches - 1) % problem.num_buffers)
-            contest = Contest(
-                cell.name, cell.kv_bytes, lambda out: error_of(out, expected), TOLERANCE, num_launches
-            )
-            sizes = {**cell._asdict(), "num_buffers": problem.num_buffers}
-            return contest, [*jax_sides(problem, interpret), *torch_sides(problem)], sizes
-
-        self.enter("decodes", cell.name, make)
+        report["seconds"] = time.monotonic() - self._start
+        unfinished = self.path.with_suffix(".json.unfinished")
+        unfinished.write_text(json.dumps(report, indent=1) + "\n")
+        unfinished.replace(self.path)
 
     def measure(self) -> None:
-        cells = list(TINY if self.options.interpret else QUICK if self.options.quick else all_cells())
-        self._try("the ceilings", self._ceilings)
-        for cell in cells[:NUM_FIRST_CELLS]:
-            self.decode(cell)
-        self._try("the movement of tokens and blocks", self._moves)
-        self._try("the decoder's steps", self._steps)
-        for cell in cells[NUM_FIRST_CELLS:]:
-            self.decode(cell)
-
-    def _try(self, name: str, stage: Callable[[], None]) -> None:
-        """What cannot even be prepared is skipped: no room, a lost device, no flax for the decoder."""
+        """All entries, or those of --only; what ends it early is in the report."""
+        only = tuple(self.options.only)
+        todo = [job for job in self.jobs if not only or job[1].startswith(only)]
         try:
-            stage()
-        except Exception as failure:
-            self.report["skipped"].append({"cell": name, "reason": one_line(failure)})
+            while todo:
+                self.enter(*todo[0])
+                del todo[0]
+        except (EndedError, KeyboardInterrupt) as end:
+            self.report["stopped"] = f"ended by {'SIGTERM' if isinstance(end, EndedError) else 'Ctrl-C'}"
+            self.report["left_out"] += [name for _, name in todo]
+        finally:
+            self.close()
+            self.save()
 
-    def _ceilings(self) -> None:
-        self._enter_all("entries", [floor_contest()])
-        self._enter_all(
-            "entries", ceiling_contests(1 << 12) if self.options.interpret else ceiling_contests()
+    def enter(self, kind: str, name: str) -> None:
+        """Adds one entry to the report's `kind`, if there is time for it."""
+        without = dict(self._without)
+        while self._has_time():
+            try:
+                worker = self._ready_worker()
+                if worker is None:
+                    break
+                start = time.monotonic()
+                job = {"kind": kind, "name": name, "seconds": self.seconds, "without": without}
+                answer = worker.ask(job, self._end + GRACE_S)
+            except OutOfTimeError:
+                break
+            except CrashError as crash:
+                self._note(crash, kind, name)
+                if crash.side is None or crash.side in without:  # nobody can be left out
+                    self.report["skipped"].append({"cell": name, "reason": f"{crash.step}: {crash}"})
+                    return
+                without[crash.side] = f"{crash.step}: {crash}"
+                continue
+            if "skipped" in answer:
+                self.report["skipped"].append({"cell": name, "reason": answer["skipped"]})
+                return
+            self.report[kind].append(answer["entry"])
+            self.save()
+            self._longest_s = max(self._longest_s, time.monotonic() - start)
+            self._say(f"{kind}: {name}")
+            return
+        self.report["left_out"].append(name)
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self._worker is not None:
+            self._worker.kill()
+
+    def _has_time(self) -> bool:
+        is_running = self._worker is not None and self._worker.is_alive
+        needed_s = 1.2 * self._longest_s + (0 if is_running else self._start_s)
+        return not self.report["stopped"] and self._end - time.monotonic() > needed_s
+
+    def _new_worker(self) -> Worker:
+        start = time.monotonic()
+        flags = [flag for flag in ("quick", "interpret") if getattr(self.options, flag)]
+        worker = Worker(
+            [f"--{flag}" for flag in flags],
+            self.options.output / LOG,
+            self._end + GRACE_S,
+            SLOW if self.options.interpret else 1,
         )
+        self._start_s = max(self._start_s, time.monotonic() - start)
+        return worker
 
-    def _moves(self) -> None:
-        if self.options.interpret:
-            self._enter_all("moves", move_contests(TINY_POOLS, (3,), 2, interpret=True))
-        else:
-            num_tokens = (128,) if self.options.quick else (1, 128, 4096)
-            self._enter_all("moves", move_contests(Pools(), num_tokens, NUM_MOVED))
-
-    def _enter_all(self, kind: str, contests: list[tuple[Contest, list[Side]]]) -> None:
-        """One by one, each freed before the next."""
-        while contests:
-            contest, sides = contests.pop(0)
-            self.enter(kind, contest.name, functools.partial(tuple, (contest, sides, {})))
-            del contest, sides
-
-    def _steps(self) -> None:
-        from experiments import kernel_speed_step as step  # needs flax
-
-        interpret = self.options.interpret
-        sizes = step.SIZES[:1] if self.options.quick else step.SIZES
-        if interpret:
-            sizes = (step.StepSizes(2, 32, num_steps=1),)
-        decoder = step.make_decoder(step.TINY if interpret else step.LLAMA_1B)
-        for size in sizes:
-            config = {
-                "param_bytes": step.param_bytes(decoder),
-                "kv_bytes": step.kv_bytes(decoder.config, size),
-            }
-
-            def make(size=size, config=config):
-                return (*step.step_contest(decoder, size, interpret), {**size._asdict(), **config})
-
-            self.enter("steps", f"step of {size.batch} x {size.context} tokens", make)
-
-
-def environment(device: Any) -> dict[str, Any]:
-    """Where and when; of packages that are not installed, nothing."""
-    peers = {}
-    for package in (
-        "torch",
-        "flashinfer-python",
-        "jax-cuda13-plugin",
-        "jax-cuda12-plugin",
-        "nvidia-cudnn-cu13",
-    ):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            peers[package] = importlib.metadata.version(package)
-    return {
-        "device": {
-            "name": device.device_kind,
-            "platform": device.platform,
-            "compute_capability": getattr(device, "compute_capability", None),
-            "runtime": device.client.platform_version.splitlines()[0],
-            "driver": _driver() if device.platform == "gpu" else None,
-        },
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "jax": jax.__version__,
-        "packages": peers,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
-def _driver() -> str | None:
-    try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        lines = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
+    def _ready_worker(self) -> Worker | None:
+        """The one there is, or a new one; None, and the run is stopped, if none starts any more."""
+        if self._worker is not None and self._worker.is_alive:
+            return self._worker
+        reason = ""
+        for nth in range(NUM_STARTS):
+            time.sleep(PAUSE_S if nth else 0)
+            try:
+                self._worker = self._new_worker()
+            except (CrashError, command.InputError) as failure:
+                reason = str(failure)
+                self._say(f"no worker: {reason}")
+            else:
+                return self._worker
+        self.report["stopped"] = f"after a crash nothing can be measured any more: {reason}"
         return None
-    return lines[0].strip() if lines else None
+
+    def _note(self, crash: CrashError, kind: str, name: str) -> None:
+        side = crash.side
+        self._say(f"{kind}: {name}: {side or 'no side'}, {crash.step}: {crash}")
+        self.report["crashes"].append(
+            {
+                "entry": name,
+                "side": side,
+                "step": crash.step,
+                "how": str(crash),
+                "last_words": crash.last_words,
+            }
+        )
+        if side is None:
+            return
+        self._crashes[side] += 2 if crash.is_hang else 1
+        if self._crashes[side] >= (ALLOWED_OF_OURS if side in (OURS, WITH_PLAN) else ALLOWED_CRASHES):
+            self._without[side] = f"left out after its crash on {name}: {crash}"
+
+    def _say(self, words: str) -> None:
+        print(f"{time.monotonic() - self._start:4.0f} s  {words}", file=sys.stderr, flush=True)
 
 
-def find_device(interpret: bool) -> Any:
-    """The device that is measured.
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises `EndedError`, once; a lender of machines sends it before SIGKILL."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    Raises:
-      command.InputError: it is none that the kernels are for.
-    """
-    from pallas_kernels.versions import untested_jax
+    def end(number: int, _) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise EndedError
 
-    if reason := untested_jax():
-        raise command.InputError(reason)
-    advice = "run it on an H100 or H200, or see the path with --interpret --output DIR"
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        device = jax.devices("cpu")[0] if interpret else jax.devices()[0]
-    except RuntimeError as error:
-        raise command.InputError(f"jax finds no device ({one_line(error)}): {advice}") from error
-    if interpret:
-        return device
-    if device.platform != "gpu":
-        raise command.InputError(
-            f"jax runs on {device.platform} here, expected an NVIDIA Hopper GPU: {advice}"
-        )
-    capability = getattr(device, "compute_capability", "unknown")
-    if capability != "9.0":
-        raise command.InputError(
-            f"{device.device_kind} has compute capability {capability}, expected 9.0 (Hopper): {advice}"
-        )
-    return device
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -316,6 +267,20 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="default %(default)g",
     )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="CELL",
+        help="entries whose names begin so, as the tables print them; into a file of their own; repeatable",
+    )
+    add(
+        "--without",
+        action="append",
+        default=[],
+        metavar="SIDE",
+        help=f"leave a side out; repeatable; one of: {'; '.join(SIDES)}",
+    )
     add("--interpret", action="store_true", help="tiny cells on the CPU: everything but the times")
     add("--output", type=Path, metavar="DIR", help="folder of the results; default: experiments/results")
     add(
@@ -329,35 +294,50 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             "got --interpret without --output, expected a folder: nothing measured goes to the results"
         )
+    for side in options.without:
+        if side not in SIDES:
+            parser.error(f"got --without {side!r}, expected one of: {'; '.join(SIDES)}")
     options.output = options.output or RESULTS
     if options.flashinfer is None and FLASHINFER_DIR in os.environ:
         options.flashinfer = Path(os.environ[FLASHINFER_DIR])
     for folder in (options.output, options.flashinfer):
         if folder is not None and not folder.is_dir():
             parser.error(f"there is no folder {folder}: make it first")
-    # Read when jax starts its backend: the peers need memory too.
+    # For the workers. The first is read when jax starts its backend: the peers need memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        device = find_device(options.interpret)
-    except command.InputError as error:
-        parser.error(str(error))
     if options.flashinfer:
         os.environ[FLASHINFER_DIR] = str(options.flashinfer.resolve())
+    with ended_by_sigterm():
+        try:
+            return _measure(parser, options)
+        except EndedError:
+            return 1
 
-    run = Run(options, device)
-    with jax.default_device(device):
-        run.measure()
-    run.save()
-    picture = run.path.with_suffix(".png")
+
+def _measure(parser: command.Parser, options: argparse.Namespace) -> int:
     try:
-        draw(run.report, picture)
-    except ImportError:
-        print("no picture, it needs matplotlib: pip install 'kvcache_jax[pictures]'", file=sys.stderr)
+        run = Run(options)
+    except command.InputError as error:
+        parser.error(str(error))
+    except (CrashError, OutOfTimeError) as error:
+        parser.exit(1, f"{parser.prog}: nothing was measured, {str(error) or 'there was no time'}\n")
+    for beginning in options.only:
+        if not any(name.startswith(beginning) for _, name in run.jobs):
+            run.close()
+            names = "; ".join(name for _, name in run.jobs[:8])
+            parser.error(
+                f"got --only {beginning!r}, expected the beginning of one of {len(run.jobs)}: {names}; ..."
+            )
+    run.measure()
     if options.json:
         print(json.dumps(run.report))
     else:
         show(run.report)
-        print(f"written: {run.path}")
+        print(f"written: {run.path}", flush=True)
+    try:
+        draw(run.report, run.path.with_suffix(".png"))
+    except ImportError:
+        print("no picture, it needs matplotlib: pip install 'kvcache_jax[pictures]'", file=sys.stderr)
     return 1 if run.report["stopped"] else 0
 
 

@@ -1,4 +1,4 @@
-"""What `experiments.kernel_speed` decodes: the cells, and their order. Only the standard library."""
+"""What `experiments.kernel_speed` decodes: the cells, and their order; the steps. Only Python."""
 
 from typing import NamedTuple
 
@@ -87,3 +87,24 @@ QUICK = (
 )
 TINY = (Cell(2, 96, 4, 16, num_kv_heads=2), Cell(1, 128, 1, 64, num_kv_heads=1))
 """For the interpreter."""
+
+
+class StepSizes(NamedTuple):
+    """A decoder's rows, and the tokens that each holds after the last step of a sample."""
+
+    batch: int
+    context: int
+    num_steps: int = 32
+    block_size: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"step of {self.batch} x {self.context} tokens"
+
+    @property
+    def start_len(self) -> int:
+        return self.context - self.num_steps
+
+
+STEPS = (StepSizes(32, 8192), StepSizes(1, 8192))
+TINY_STEPS = (StepSizes(2, 32, num_steps=1),)

@@ -15,26 +15,39 @@ import numpy as np
 from jax import lax
 
 from experiments import kernel_speed_timing
+from experiments.kernel_speed_names import COPY, CUDA_GRAPH, FLOOR, JAX_LOOP, OURS, PYTORCH, READ, XLA
 from experiments.kernel_speed_problem import random_pool
-from experiments.kernel_speed_sides import OURS, looped
+from experiments.kernel_speed_sides import looped
 from experiments.kernel_speed_timing import Contest, Program, Side, launches_for
 from pallas_kernels import reference
 
-READ, COPY, FLOOR = "read", "copy", "one tiny kernel"
 NUM_BUFFERS = 4
 
+Maker = Callable[[], tuple[Contest, list[Side]]]
+"""Nothing is on the device before it is called."""
 
-def ceiling_contests(buffer_len: int = 1 << 27) -> list[tuple[Contest, list[Side]]]:
-    """How fast memory is read, and how fast it is read and written: float32 buffers, summed or added to."""
+
+def ceiling_makers(buffer_len: int = 1 << 27) -> dict[str, Maker]:
+    """What a launch costs, how fast memory is read, and how fast it is read and written."""
+    return {
+        FLOOR: floor_contest,
+        READ: functools.partial(_read, buffer_len),
+        COPY: functools.partial(_copy, buffer_len),
+    }
+
+
+def _buffers(buffer_len: int) -> jax.Array:
+    return jax.random.uniform(jax.random.key(0), (NUM_BUFFERS, buffer_len), jnp.float32)
+
+
+def _read(buffer_len: int) -> tuple[Contest, list[Side]]:
+    """Sums buffer after buffer."""
     from experiments import kernel_speed_torch
 
-    buffers = jax.random.uniform(jax.random.key(0), (NUM_BUFFERS, buffer_len), jnp.float32)
+    buffers = _buffers(buffer_len)
     num_bytes = 4 * buffer_len
     num_launches = launches_for(num_bytes)
     total = float(np.asarray(buffers[(num_launches - 1) % NUM_BUFFERS]).sum(dtype=np.float64))
-    first = np.asarray(buffers[0, :1024])
-    # Reads and writes all buffers, so that fewer launches make a sample.
-    num_copies = launches_for(2 * buffers.nbytes)
 
     def sum_loop(buffers: jax.Array) -> jax.Array:
         def body(nth, _):
@@ -50,6 +63,16 @@ def ceiling_contests(buffer_len: int = 1 << 27) -> list[tuple[Contest, list[Side
         tensor = kernel_speed_torch.as_tensor(buffers)
         return kernel_speed_torch.captured(lambda nth: tensor[nth % NUM_BUFFERS].sum(), num_launches)
 
+    contest = Contest(READ, num_bytes, lambda got: abs(float(got) / total - 1), 1e-3, num_launches)
+    return contest, [Side(XLA, xla_sum), Side(PYTORCH, torch_sum)]
+
+
+def _copy(buffer_len: int) -> tuple[Contest, list[Side]]:
+    """Adds to all buffers, so that fewer launches make a sample."""
+    buffers = _buffers(buffer_len)
+    first = np.asarray(buffers[0, :1024])
+    num_copies = launches_for(2 * buffers.nbytes)
+
     def xla_add(_) -> Program:
         def loop(buffers, _):
             return lax.fori_loop(0, num_copies, lambda _, x: x + 1, buffers)
@@ -57,11 +80,10 @@ def ceiling_contests(buffer_len: int = 1 << 27) -> list[tuple[Contest, list[Side
         program = _in_place(loop, buffers.copy())
         return program._replace(result=lambda state: np.asarray(state[0, :1024]))
 
-    read = Contest(READ, num_bytes, lambda got: abs(float(got) / total - 1), 1e-3, num_launches)
-    copy = Contest(
+    contest = Contest(
         COPY, 2 * buffers.nbytes, lambda got: float(np.abs(got - first - num_copies).max()), 1e-3, num_copies
     )
-    return [(read, [Side("XLA", xla_sum), Side("PyTorch", torch_sum)]), (copy, [Side("XLA", xla_add)])]
+    return contest, [Side(XLA, xla_add)]
 
 
 def floor_contest() -> tuple[Contest, list[Side]]:
@@ -79,8 +101,8 @@ def floor_contest() -> tuple[Contest, list[Side]]:
 
     contest = Contest(FLOOR, 0, lambda _: 0.0, 0.0, launches_for(0))
     return contest, [
-        Side("JAX loop", functools.partial(looped, add, x, (), NUM_BUFFERS)),
-        Side("CUDA graph", torch_add),
+        Side(JAX_LOOP, functools.partial(looped, add, x, (), NUM_BUFFERS)),
+        Side(CUDA_GRAPH, torch_add),
     ]
 
 
@@ -128,10 +150,10 @@ class Pools(NamedTuple):
 TINY_POOLS = Pools(num_layers=2, num_blocks=4, num_kv_heads=1, block_size=8, head_dim=64)
 
 
-def move_contests(
+def move_makers(
     sizes: Pools, num_tokens: tuple[int, ...], num_moved: int, interpret: bool = False
-) -> list[tuple[Contest, list[Side]]]:
-    """Appends of so many tokens, and so many blocks gathered, scattered and copied.
+) -> dict[str, Maker]:
+    """Appends of so many tokens, and so many blocks gathered, scattered and copied; by name.
 
     Args:
       sizes: Of the pools.
@@ -139,16 +161,17 @@ def move_contests(
       num_moved: Blocks of each other movement, in all layers; at most half of them.
       interpret: Run our kernels on the CPU.
     """
-    return [
-        *(_append(sizes, num, interpret) for num in num_tokens),
-        *(
-            _move(sizes, name, num_moved, interpret)
-            for name in ("gather_blocks", "scatter_blocks", "copy_blocks")
-        ),
-    ]
+    makers: dict[str, Maker] = {}
+    for num in num_tokens:
+        name = f"append {num} token{'s' * (num > 1)}"
+        makers[name] = functools.partial(_append, name, sizes, num, interpret)
+    for kernel in ("gather_blocks", "scatter_blocks", "copy_blocks"):
+        name = f"{kernel.partition('_')[0]} {num_moved} blocks of {sizes.num_layers} layers"
+        makers[name] = functools.partial(_move, name, sizes, kernel, num_moved, interpret)
+    return makers
 
 
-def _append(sizes: Pools, num_tokens: int, interpret: bool) -> tuple[Contest, list[Side]]:
+def _append(name: str, sizes: Pools, num_tokens: int, interpret: bool) -> tuple[Contest, list[Side]]:
     num_bytes = 2 * num_tokens * sizes.token_bytes
     num_launches = launches_for(num_bytes) if not interpret else sizes.num_layers
     order = np.random.default_rng(0).permutation(sizes.num_blocks * sizes.block_size)
@@ -159,11 +182,12 @@ def _append(sizes: Pools, num_tokens: int, interpret: bool) -> tuple[Contest, li
         layer = lax.rem(nth, jnp.int32(sizes.num_layers))
         return kernels.append_kv(*pools, *inputs, num_blocks=sizes.num_blocks, layer=layer, **options)
 
-    name = f"append {num_tokens} token{'s' * (num_tokens > 1)}"
     return _contest(name, num_bytes, num_launches, step, sizes.draw, inputs, interpret)
 
 
-def _move(sizes: Pools, kernel: str, num_moved: int, interpret: bool) -> tuple[Contest, list[Side]]:
+def _move(
+    name: str, sizes: Pools, kernel: str, num_moved: int, interpret: bool
+) -> tuple[Contest, list[Side]]:
     num_bytes = 2 * num_moved * sizes.block_bytes
     num_launches = launches_for(num_bytes) if not interpret else 1
     order = np.random.default_rng(0).permutation(sizes.num_blocks).astype(np.int32)
@@ -195,7 +219,6 @@ def _move(sizes: Pools, kernel: str, num_moved: int, interpret: bool) -> tuple[C
         move = functools.partial(getattr(kernels, kernel), num_blocks=sizes.num_blocks, **options)
         return work(move, state, inputs)
 
-    name = f"{kernel.partition('_')[0]} {num_moved} blocks of {sizes.num_layers} layers"
     return _contest(name, num_bytes, num_launches, step, start, inputs, interpret)
 
 
@@ -236,4 +259,4 @@ def _contest(
         return max(float((got != wanted).mean()) for got, wanted in pairs)
 
     contest = Contest(name, num_bytes, error_of, 0.0, num_launches)
-    return contest, [Side(OURS, ours, is_ours=True), Side("XLA", xla)]
+    return contest, [Side(OURS, ours, is_ours=True), Side(XLA, xla)]

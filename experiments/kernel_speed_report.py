@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.kernel_speed_cells import BLOCK_SIZES, LARGE_BYTES
-from experiments.kernel_speed_sides import OURS, WITH_PLAN
+from experiments.kernel_speed_names import OURS, WITH_PLAN
 from experiments.kernel_speed_summary import absences, gb_per_s, medians_us
 from experiments.timing import show_table
 

@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 
 from experiments import kernel_speed_timing
+from experiments.kernel_speed_names import GATHER_CUDNN, GATHER_XLA, JAX_TRITON, OURS, WITH_PLAN
 from experiments.kernel_speed_problem import Problem
 from experiments.kernel_speed_timing import Program, Side
 
-OURS, WITH_PLAN = "ours", "ours, plan included"
 NUM_SMS = 132
 
 
@@ -32,9 +32,9 @@ def jax_sides(problem: Problem, interpret: bool = False) -> list[Side]:
     return [
         Side(OURS, functools.partial(_ours, problem, True, interpret), is_ours=True),
         Side(WITH_PLAN, functools.partial(_ours, problem, False, interpret), is_ours=True),
-        Side("JAX Triton", functools.partial(_triton, problem)),
-        Side("gather + cuDNN", functools.partial(_gathered, problem, "cudnn")),
-        Side("gather + XLA", functools.partial(_gathered, problem, "xla")),
+        Side(JAX_TRITON, functools.partial(_triton, problem)),
+        Side(GATHER_CUDNN, functools.partial(_gathered, problem, "cudnn")),
+        Side(GATHER_XLA, functools.partial(_gathered, problem, "xla")),
     ]
 
 

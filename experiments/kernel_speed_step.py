@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,9 @@ from jax import lax
 
 import kvcache_jax as kv
 from experiments.decode_speed_sides import scattered
+from experiments.kernel_speed_cells import StepSizes
+from experiments.kernel_speed_names import OURS, XLA_ATTENTION
 from experiments.kernel_speed_problem import error_of, random_pool
-from experiments.kernel_speed_sides import OURS
 from experiments.kernel_speed_timing import Contest, Program, Side, compiled
 from kvcache_jax.implementations import MOSAIC_GPU, XLA, interpreted
 from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
@@ -51,22 +51,6 @@ LLAMA_1B = DecoderConfig(
 TINY = dataclasses.replace(
     LLAMA_1B, vocab_size=32, hidden_size=64, mlp_size=32, num_layers=1, num_q_heads=2, num_kv_heads=1
 )
-
-
-class StepSizes(NamedTuple):
-    """Rows, and the tokens that each holds after the last step of a sample."""
-
-    batch: int
-    context: int
-    num_steps: int = 32
-    block_size: int = 16
-
-    @property
-    def start_len(self) -> int:
-        return self.context - self.num_steps
-
-
-SIZES = (StepSizes(32, 8192), StepSizes(1, 8192))
 
 
 def param_bytes(decoder: Decoder) -> int:
@@ -105,9 +89,9 @@ def step_contest(decoder: Decoder, sizes: StepSizes, interpret: bool = False) ->
         return error_of(logits, expected[0])
 
     num_bytes = param_bytes(decoder) + kv_bytes(decoder.config, sizes)
-    contest = Contest(f"{sizes.batch} x {sizes.context} tokens", num_bytes, error, TOLERANCE, sizes.num_steps)
+    contest = Contest(sizes.name, num_bytes, error, TOLERANCE, sizes.num_steps)
     ours = functools.partial(_prepare, decoder, sizes, MOSAIC_GPU, interpret)
-    return contest, [Side("XLA attention", xla), Side(OURS, ours, is_ours=True)]
+    return contest, [Side(XLA_ATTENTION, xla), Side(OURS, ours, is_ours=True)]
 
 
 def steps(cache: kv.Cache, decoder: Decoder, tokens: jax.Array, start_len: int) -> tuple[kv.Cache, jax.Array]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.kernel_speed_cells import LARGE_BYTES
-from experiments.kernel_speed_sides import OURS
+from experiments.kernel_speed_names import OURS
 from experiments.kernel_speed_timing import MEASURED
 
 LEAST_OF_CEILING, LEAST_MEAN, LEAST_RATIO = 0.9, 1.0, 0.9

@@ -5,12 +5,10 @@ number; nothing is subtracted. What the host does between launches therefore cou
 waits for it. Each launch reads other buffers than the one before, so that no cache serves them.
 """
 
-import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from experiments.timing import summary
@@ -19,6 +17,13 @@ MEASURED, CHECKED, WRONG, FAILED = "measured", "checked, not measured", "wrong",
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
 SAMPLE_S = 0.01
 MAX_LAUNCHES = 256
+
+PREPARE, LAUNCH, COMPARE, SAMPLE = "preparing", "the first launches", "comparing", "a sample"
+"""Steps of a side."""
+START, DATA, CLEAN = "starting", "making the data", "freeing the memory"
+"""Steps of the process."""
+FAILURES = (Exception, SystemExit)
+"""A library may end the process when it is imported or does not support something."""
 
 
 class Program(NamedTuple):
@@ -69,6 +74,10 @@ class Contest(NamedTuple):
     num_launches: int
 
 
+class LostDeviceError(RuntimeError):
+    """The device answers nobody after `side` failed for `reason`, the two arguments."""
+
+
 def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
     """`function` compiled for these arguments; `options` are of `jax.jit`."""
     import jax
@@ -85,7 +94,9 @@ def compete(
     contest: Contest,
     sides: Sequence[Side],
     seconds: float | None,
-    watch: Callable[[str], AbstractContextManager] = lambda what: contextlib.nullcontext(),
+    announce: Callable[[str, str], None] = lambda side, step: None,
+    check_device: Callable[[], None] = lambda: None,
+    without: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict]:
     """Checks all sides, then times those that are right, in turns.
 
@@ -93,12 +104,17 @@ def compete(
       contest: What is to be done.
       sides: Who does it.
       seconds: For all samples, at least `MIN_ROUNDS` of each side; None only checks.
-      watch: (what runs) -> a context in which the device is waited for.
+      announce: (side, step) is called before a side does anything.
+      check_device: Called when a side failed; raises if nobody can go on.
+      without: Sides that do not take part, and why.
 
     Returns:
       A record per side, in order: `status`, the `reason` if it is not right, `error`, `first_call_s`
       (compiling, and the launches of one sample), `launches_per_sample` and, per launch, the figures of
       `timing.summary`.
+
+    Raises:
+      LostDeviceError: After a side failed; what would follow would fail in the name of another.
     """
     records, running = [], []
     for side in sides:
@@ -106,7 +122,7 @@ def compete(
             "side": side.name,
             "is_ours": side.is_ours,
             "status": FAILED,
-            "reason": "",
+            "reason": without.get(side.name, ""),
             "note": "",
             "error": None,
             "first_call_s": None,
@@ -114,45 +130,66 @@ def compete(
             "median_us": None,
         }
         records.append(record)
-        start = time.perf_counter()
-        try:
-            program = side.prepare(contest.num_launches)
-            record["note"] = program.note
-            with watch(f"{side.name} on {contest.name}"):
-                handle = program.run()
-                program.wait(handle)
-            record["first_call_s"] = time.perf_counter() - start
-            error = contest.error_of(program.result(handle))
-        except Exception as failure:  # whatever stops a side is its verdict
-            record["reason"] = one_line(failure)
+        if side.name in without:
             continue
-        record["error"] = error if math.isfinite(error) else None
-        if error <= contest.tolerance:  # NaN is not
-            record["status"] = CHECKED
+        try:
+            program = _checked(contest, side, record, announce)
+        except FAILURES as failure:  # whatever stops a side is its verdict
+            _fail(record, failure, check_device)
+            continue
+        if program is not None:
             running.append((record, program, []))
-        else:
-            record["status"] = WRONG
-            record["reason"] = f"off the reference by {error:.2g}, at most {contest.tolerance:g} expected"
-        del program, handle
+        del program
     if seconds is not None:
-        _time(contest, running, seconds, watch)
+        _time(contest, running, seconds, announce, check_device)
     return records
 
 
-def _time(contest: Contest, running: list, seconds: float, watch: Callable) -> None:
+def _checked(contest: Contest, side: Side, record: dict, announce: Callable) -> Program | None:
+    """The side's program, None if it is wrong; `record` says so."""
+    start = time.perf_counter()
+    announce(side.name, PREPARE)
+    program = side.prepare(contest.num_launches)
+    record["note"] = program.note
+    announce(side.name, LAUNCH)
+    handle = program.run()
+    program.wait(handle)
+    record["first_call_s"] = time.perf_counter() - start
+    announce(side.name, COMPARE)
+    error = contest.error_of(program.result(handle))
+    record["error"] = error if math.isfinite(error) else None
+    if error <= contest.tolerance:  # NaN is not
+        record["status"] = CHECKED
+        return program
+    record["status"] = WRONG
+    record["reason"] = f"off the reference by {error:.2g}, at most {contest.tolerance:g} expected"
+    return None
+
+
+def _fail(record: dict, failure: BaseException, check_device: Callable[[], None]) -> None:
+    record["status"], record["reason"] = FAILED, one_line(failure)
+    try:
+        check_device()
+    except FAILURES as loss:
+        raise LostDeviceError(record["side"], record["reason"]) from loss
+
+
+def _time(
+    contest: Contest, running: list, seconds: float, announce: Callable, check_device: Callable
+) -> None:
     """Adds the figures; the first round warms up."""
     end, num_rounds = time.perf_counter() + seconds, 0
     while num_rounds <= MIN_ROUNDS or (num_rounds <= MAX_ROUNDS and time.perf_counter() < end):
         for entry in tuple(running):
             record, program, samples = entry
+            announce(record["side"], SAMPLE)
             try:
-                with watch(f"{record['side']} on {contest.name}"):
-                    start = time.perf_counter()
-                    program.wait(program.run())
-                    sample = time.perf_counter() - start
-            except Exception as failure:
-                record["status"], record["reason"] = FAILED, one_line(failure)
+                start = time.perf_counter()
+                program.wait(program.run())
+                sample = time.perf_counter() - start
+            except FAILURES as failure:
                 running.remove(entry)
+                _fail(record, failure, check_device)
                 continue
             if num_rounds:
                 samples.append(sample / contest.num_launches)
@@ -166,15 +203,3 @@ def one_line(failure: BaseException) -> str:
     lines = str(failure).strip().splitlines()
     kind = type(failure).__name__
     return f"{kind}: {lines[0][:200]}" if lines else kind
-
-
-@contextlib.contextmanager
-def deadline(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
-    """Calls `give_up`, on another thread, if the block takes longer: a kernel may never end."""
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

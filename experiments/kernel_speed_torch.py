@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.kernel_speed_names import FA2, FA2_TENSOR_CORES, FLASHINFER_CUDNN, TORCH_SDPA, TRT_LLM, XQA
 from experiments.kernel_speed_timing import Program, Side, one_line
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ _WORKSPACE_BYTES = 256 << 20
 def torch_sides(problem: "Problem") -> list[Side]:
     """Those that cannot be imported raise when they are prepared."""
     return [
-        Side("FlashInfer fa2", functools.partial(_flashinfer, problem, "fa2", False)),
-        Side("FlashInfer fa2, tensor cores", functools.partial(_flashinfer, problem, "fa2", True)),
-        Side("FlashInfer cuDNN", functools.partial(_flashinfer, problem, "cudnn", False)),
-        Side("FlashInfer XQA", functools.partial(_xqa, problem)),
-        Side("FlashInfer TRT-LLM", functools.partial(_trtllm, problem)),
-        Side("gather + torch SDPA", functools.partial(_sdpa, problem)),
+        Side(FA2, functools.partial(_flashinfer, problem, "fa2", False)),
+        Side(FA2_TENSOR_CORES, functools.partial(_flashinfer, problem, "fa2", True)),
+        Side(FLASHINFER_CUDNN, functools.partial(_flashinfer, problem, "cudnn", False)),
+        Side(XQA, functools.partial(_xqa, problem)),
+        Side(TRT_LLM, functools.partial(_trtllm, problem)),
+        Side(TORCH_SDPA, functools.partial(_sdpa, problem)),
     ]
 
 
@@ -203,3 +204,10 @@ def free_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    """Waits for what PyTorch launched, where it was imported; raises if the device is lost."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()

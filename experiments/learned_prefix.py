@@ -266,11 +266,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.learned_prefix", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--steps", type=command.integer(1), default=40, help="updates per seed")
-    parser.add_argument("--data", type=Path, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that")
+    parser.add_argument(
+        "--data", type=command.folder, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that"
+    )
     parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
     options = parser.parse_args(arguments)
-    if options.data is not None and not options.data.is_dir():
-        parser.error(f"--data {options.data}: there is no such folder")
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
     except checkpoint.CheckpointError as error:

@@ -18,10 +18,8 @@ Time to first token is the host's clock around `generate` of one token, admissio
 compiled before.
 """
 
-import argparse
+import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,12 +31,14 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments import command
+from experiments.command import InputError
 from experiments.corpus import MODEL, held_out_files
 from experiments.timing import machine, revision, show_table, summary
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 
 BLOCK_SIZE, NUM_SHOTS = 16, 8
+NO_DATA = "for there is neither --data nor KVCACHE_DATA_DIR; see the module's first lines"
 BAR = 4.0  # times shorter, for the second prompt of a pair
 Prompt = Sequence[int]
 
@@ -67,8 +67,15 @@ class Runner:
 
 
 def made_up_pairs(num_pairs: int, shared_len: int, own_len: int) -> list[tuple[list[int], list[int]]]:
-    """Pairs of prompts from held-out source: `shared_len` tokens in common and `own_len` of their own."""
+    """Pairs of prompts from held-out source: `shared_len` tokens in common and `own_len` of their own.
+
+    Raises:
+      InputError: there is not so much of it.
+    """
     text = np.frombuffer(b"".join(held_out_files().values()), np.uint8).astype(int)
+    for option, length in (("--shared", shared_len), ("--own", own_len)):
+        if length >= len(text):
+            raise InputError(f"got {option} {length}, expected fewer than the text has: {len(text)} bytes")
     rng = np.random.default_rng(0)
 
     def piece(length: int) -> list[int]:
@@ -82,13 +89,24 @@ def made_up_pairs(num_pairs: int, shared_len: int, own_len: int) -> list[tuple[l
     return pairs
 
 
-def few_shot_prompts(path: Path, num_prompts: int) -> list[list[int]]:
-    """The first examples of the file as shots, the next as questions."""
-    with path.open(encoding="utf-8") as file:
-        examples = [json.loads(line) for line, _ in zip(file, range(NUM_SHOTS + num_prompts), strict=False)]
-    shots = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples[:NUM_SHOTS])
-    questions = [f"{shots}Question: {e['question']}\nAnswer:" for e in examples[NUM_SHOTS:]]
-    return [list(question.encode()) for question in questions]
+def few_shot_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
+    """The first examples of the folder's file as shots, the next as questions.
+
+    Raises:
+      InputError: there is no such file, or it has too few examples.
+    """
+    path = folder / "text" / "gsm8k_test.jsonl"
+    num_examples = NUM_SHOTS + num_prompts
+    try:
+        with path.open(encoding="utf-8") as file:
+            examples = [json.loads(line) for line in itertools.islice(file, num_examples)]
+        pairs = [(example["question"], example["answer"]) for example in examples]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise InputError(f"got --data {folder}, expected text/gsm8k_test.jsonl in it: {error}") from error
+    if len(pairs) < num_examples:
+        raise InputError(f"{path} has {len(pairs)} examples, expected {num_examples}: lower --prompts")
+    shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:NUM_SHOTS])
+    return [list(f"{shots}Question: {question}\nAnswer:".encode()) for question, _ in pairs[NUM_SHOTS:]]
 
 
 def time_pairs(decoder: Decoder, pairs: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:
@@ -186,20 +204,22 @@ def _time_row(name: str, figures: dict[str, float]) -> tuple[str, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.prefix_prompts", __doc__)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="has text/gsm8k_test.jsonl")
+    command.add_data_folder(parser, "text/gsm8k_test.jsonl")
     parser.add_argument("--checkpoint", type=Path, default=MODEL, metavar="DIR")
     parser.add_argument("--shared", type=command.integer(1), default=1024, metavar="N")
     parser.add_argument("--own", type=command.integer(1), default=32, metavar="N")
-    parser.add_argument("--prompts", type=command.integer(1), default=20, metavar="N", help="and pairs")
+    parser.add_argument("--prompts", type=command.integer(2), default=20, metavar="N", help="and pairs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
-    except checkpoint.CheckpointError as error:
+        pairs = made_up_pairs(options.prompts, options.shared, options.own)
+        questions = None if options.data is None else few_shot_prompts(options.data, options.prompts)
+    except (InputError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
     report = {"machine": machine(), "revision": revision(), "jax": jax.__version__}
-    report["made_up"] = time_pairs(decoder, made_up_pairs(options.prompts, options.shared, options.own))
-    report["few_shot"] = _few_shot(options, decoder, parser)
+    report["made_up"] = time_pairs(decoder, pairs)
+    report["few_shot"] = NO_DATA if questions is None else time_few_shot(decoder, questions)
     if options.json:
         print(json.dumps(report))
     else:
@@ -207,17 +227,5 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _few_shot(options: argparse.Namespace, decoder: Decoder, parser: command.Parser) -> dict[str, Any] | str:
-    """The figures, or why there are none."""
-    folder = options.data or os.environ.get("KVCACHE_DATA_DIR")
-    if folder is None:
-        return "for there is neither --data nor KVCACHE_DATA_DIR; see the module's first lines"
-    path = Path(folder) / "text" / "gsm8k_test.jsonl"
-    try:
-        return time_few_shot(decoder, few_shot_prompts(path, options.prompts))
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"got --data {folder}, expected text/gsm8k_test.jsonl in it: {error}")
-
-
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    command.run(main)

@@ -185,12 +185,12 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "records": records,
     }
-    if options.picture:
-        draw(report, options.picture)
     if options.json:
         print(json.dumps(report))
     else:
         show(report)
+    if options.picture:
+        draw(report, options.picture)
     return 0
 
 

@@ -16,14 +16,12 @@ counts each byte of the files that are not trained on (`corpus.HELD_OUT`) once.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
-import math
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn, track
 
 from experiments import command, corpus, train_report
+from experiments.progress import progress
 from experiments.train_checkpoints import Checkpoints, TrainingError
 from experiments.training import SAVE_EVERY, Recipe, settings_of, train
 from models import checkpoint
@@ -89,8 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (TrainingError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
     except FloatingPointError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+        parser.fail(str(error))
     if options.json:
         print(json.dumps(report))
     else:
@@ -107,10 +103,10 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     _require_writable("--out", options.out)
     _require_writable("--state", state_folder)
     data = corpus.training_bytes()
-    with stop_on_interrupt() as stop, progress_of(recipe) as show:
+    with stop_on_interrupt() as stop, progress("training", recipe.steps, every=SAVE_EVERY) as show:
 
         def on_step(num_done: int, bits: np.ndarray) -> bool:
-            show(num_done, bits)
+            show(num_done, f"{bits[-50:].mean():.3f} bits per byte")
             return stop.is_set()
 
         try:
@@ -133,10 +129,10 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _require_writable(option: str, folder: Path) -> None:
-    """Before an hour is spent on what cannot be kept."""
+    """Before an hour is spent on what cannot be kept; makes nothing."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise TrainingError(
@@ -145,8 +141,13 @@ def _require_writable(option: str, folder: Path) -> None:
 
 
 def _evaluate(folder: Path) -> dict[str, Any]:
-    progress = functools.partial(track, description="evaluating", console=Console(stderr=True))
-    return train_report.evaluate(folder, progress)
+    def shown(batches: Sequence[Any]) -> Iterator[Any]:
+        with progress("evaluating", len(batches), every=max(1, len(batches) // 10)) as show:
+            for num_done, batch in enumerate(batches, 1):
+                yield batch
+                show(num_done, "")
+
+    return train_report.evaluate(folder, shown)
 
 
 def save_model(folder: Path, decoder: Decoder) -> None:
@@ -171,28 +172,6 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def progress_of(recipe: Recipe) -> Iterator[Callable[[int, np.ndarray], None]]:
-    """A bar on standard error; where that is a file, a line now and then."""
-    console = Console(stderr=True)
-    columns = ("training", BarColumn(), MofNCompleteColumn(), "{task.fields[bits]:.3f} bits per byte")
-    progress = Progress(*columns, TimeRemainingColumn(), console=console)
-    task = progress.add_task("", total=recipe.steps, bits=math.log2(256))
-
-    def show(num_done: int, bits: np.ndarray) -> None:
-        progress.start()  # not before: bad input is one line
-        mean = bits[-50:].mean()
-        progress.update(task, completed=num_done, bits=mean)
-        if not console.is_terminal and num_done % SAVE_EVERY == 0:
-            console.print(f"step {num_done}: {mean:.3f} bits per byte")
-
-    try:
-        yield show
-    finally:
-        if progress.live.is_started:
-            progress.stop()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,15 @@ class Checkpoints:
     Args:
       folder: Made where it is missing.
       settings: What the run depends on. Name -> what JSON can hold, or else has a `str`.
+      is_resumed: The folder must be there, and is not made.
+
+    Raises:
+      TrainingError: it is not.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]):
+    def __init__(self, folder: Path, settings: dict[str, Any], *, is_resumed: bool = False):
+        if is_resumed and not folder.is_dir():
+            raise _no_state(folder)
         self.folder = folder
         self.settings = json.loads(json.dumps(settings, default=str))
         # Not in the background: the next update is given the buffers that are being saved.
@@ -56,7 +62,7 @@ class Checkpoints:
         """
         step = self._manager.latest_step()
         if step is None:
-            raise TrainingError(f"{self.folder} has no state to resume from: start without --resume")
+            raise _no_state(self.folder)
         stored = self._read(step, "settings", ocp.args.JsonRestore())
         for name in sorted(stored.keys() | self.settings.keys()):
             was, now = stored.get(name), self.settings.get(name)
@@ -91,3 +97,7 @@ class Checkpoints:
         """Deletes the states: their run has ended."""
         for step in self._manager.all_steps():
             self._manager.delete(step)
+
+
+def _no_state(folder: Path) -> TrainingError:
+    return TrainingError(f"{folder} has no state to resume from: start without --resume")

@@ -106,7 +106,7 @@ def train(
     decoder: Any = Decoder(config, rngs=nnx.Rngs(recipe.seed))  # optax's types know of no modules
     state = (decoder, optimizer.init(decoder), np.zeros(recipe.steps), np.zeros(()))
     caches = {}
-    with Checkpoints(state_folder, settings_of(recipe, config, data)) as checkpoints:
+    with Checkpoints(state_folder, settings_of(recipe, config, data), is_resumed=is_resumed) as checkpoints:
         first = 0
         if is_resumed:
             first, state = checkpoints.restore(state)

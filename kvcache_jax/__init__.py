@@ -30,7 +30,6 @@ from kvcache_jax.config import (
     LayerGroup,
     LayerKind,
     SlidingWindow,
-    describe,
     memory_bytes,
 )
 from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
@@ -51,6 +50,7 @@ from kvcache_jax.manager_errors import (
     WindowLost,
 )
 from kvcache_jax.manager_requests import Batch, Request
+from kvcache_jax.memory_plan import describe
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache

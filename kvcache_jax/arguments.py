@@ -75,7 +75,7 @@ def _words(name: str, values: Any) -> jax.Array | np.ndarray:
         for extreme in (values.min(), values.max()):
             if not _INT32.min <= extreme <= _INT32.max:
                 raise ValueError(
-                    f"{name} has the id {extreme}, expected {_INT32.min} to {_INT32.max}, or uint32: {fix}"
+                    f"{name} has the token id {extreme}, expected {_INT32.min} to {_INT32.max}, or uint32: {fix}"
                 )
     return values.astype(np.int32)
 
@@ -91,14 +91,14 @@ def token_ids(values: Any, *shape: int | None) -> jax.Array:
     return values
 
 
-def host_tokens(values: Any) -> np.ndarray:
-    """Token ids of one sequence in numpy, i32[n]; there may be none."""
-    if len(values) == 0:
-        return np.zeros(0, np.int32)
-    values = np.asarray(_words("token_ids", np.asarray(values)))
+def host_tokens(name: str, values: Any) -> np.ndarray:
+    """The tokens of one sequence in numpy, i32[n]; there may be none."""
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
+    values = np.asarray(values)
     if values.ndim != 1:
-        raise ValueError(f"token_ids has shape {values.shape}, expected one sequence of integers, [n]")
-    return values
+        raise ValueError(f"{name} has shape {values.shape}, expected one sequence of token ids, [n]")
+    return np.asarray(_words(name, values)) if len(values) else np.zeros(0, np.int32)
 
 
 def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:

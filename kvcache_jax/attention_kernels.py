@@ -52,9 +52,10 @@ def forward(
     )
     plan = {"plan": package.DecodePlan(*work)} if work else {}
 
+    # Cut and joined on each device: a reshape of q would need its sharding where mesh axes are explicit.
     def decode(q, k_pool, v_pool, table, rows, layer, sink_logits, plan):
-        return package.paged_decode(
-            q,
+        results = package.paged_decode(
+            _cut(q),
             k_pool,
             v_pool,
             table,
@@ -65,6 +66,7 @@ def forward(
             interpret=is_interpreted(),
             **plan,
         )
+        return tuple(_joined(x, q.shape) for x in results)
 
     rows = _decode_rows(queries, options.window, options.num_sink_blocks, block_size)
     heads = (2, 1, 1, None, None, None, None if sink_logits is None else 0, None)
@@ -72,9 +74,8 @@ def forward(
     num_layers = pools[0].shape[0] // options.num_blocks
     is_layer = layer < num_layers  # one that does not exist reads NaN
     safe_layer = jnp.where(is_layer, layer, 0)
-    out, lse = decode(_cut(q), *pools, block_table, rows, safe_layer, sink_logits, plan)
-    out, lse = (jnp.where(is_layer, _joined(x, q.shape), jnp.nan) for x in (out, lse))
-    return out, lse
+    out, lse = decode(q, *pools, block_table, rows, safe_layer, sink_logits, plan)
+    return jnp.where(is_layer, out, jnp.nan), jnp.where(is_layer, lse, jnp.nan)
 
 
 def _cut(q: jax.Array) -> jax.Array:

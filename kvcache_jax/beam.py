@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvcache_jax import decode_arguments
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, extend, fork, reorder
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_host import Look, Stopwatch, look_at
 from kvcache_jax.decode_loop import Forward, prefill
+from kvcache_jax.sampling import without_nan
 from kvcache_jax.state import Cache
 from kvcache_jax.status import Status, raise_for_status
 
@@ -124,26 +126,30 @@ def beam_search(
       A `BeamResult`.
 
     Raises:
-      ValueError: bad sizes. StatusError: the prompts do not fit.
+      ValueError, TypeError: bad sizes, ids that are none.
+      StatusError: the prompts do not fit.
+      FloatingPointError: the model's logits are NaN for all beams of a prompt. (As in `sample`, one that is
+        NaN counts as -inf.)
     """
-    lengths = [len(prompt) for prompt in prompts]
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"prompts have lengths {lengths}, expected at least one of at least one token")
-    if max_new_tokens < 1 or num_beams < 1:
-        raise ValueError(
-            f"max_new_tokens is {max_new_tokens}, num_beams {num_beams}, expected at least 1 each"
-        )
+    prompt_tokens = decode_arguments.prompt_tokens(prompts)
+    if not prompt_tokens:
+        raise ValueError("prompts is empty, expected at least one prompt")
+    max_new_tokens = decode_arguments.count("max_new_tokens", max_new_tokens)
+    num_beams = decode_arguments.count("num_beams", num_beams)
+    length_penalty = decode_arguments.finite_number("length_penalty", length_penalty)
+    chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
+    look_every = decode_arguments.steps_between_looks(look_every, on_look is not None)
+    longest = max(map(len, prompt_tokens))
     num_rows = len(prompts) * num_beams
     if num_rows > config.max_seqs:
         raise ValueError(
             f"{len(prompts)} prompts x {num_beams} beams, expected at most max_seqs = {config.max_seqs}"
         )
-    if max(lengths) + max_new_tokens > config.max_seq_len + 1:
+    if longest + max_new_tokens > config.max_seq_len + 1:
         raise ValueError(
-            f"a prompt of {max(lengths)} and {max_new_tokens} new tokens, "
+            f"a prompt of {longest} and {max_new_tokens} new tokens, "
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
-    look_every = look_every or (8 if on_look else np.iinfo(np.int32).max)
     prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
@@ -151,14 +157,16 @@ def beam_search(
     def look(state: _Search) -> list[list[Beam]]:
         found = jax.device_get(state._replace(cache=None))
         beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompts))]
+        if [] in beams:
+            raise FloatingPointError(f"prompt {beams.index([])} has no hypothesis: all its logits are NaN")
         seconds = time.perf_counter() - start
         timeline.append(look_at(state.cache, int(state.num_steps), seconds, running))
         if on_look:
             on_look(timeline[-1], beams)
         return beams
 
-    stops, penalty = jnp.array(list(stop_tokens) or [-1], jnp.int32), jnp.float32(length_penalty)
-    cache, logits = prefilling(_prefill, forward, params, init(config), prompts, num_beams, chunk_len)
+    stops, penalty = decode_arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)
+    cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, chunk_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )
@@ -175,7 +183,7 @@ def _prefill(
     forward: Forward,
     params: Any,
     cache: Cache,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[np.ndarray],
     num_beams: int,
     chunk_len: int,
 ) -> tuple[Cache, jax.Array]:
@@ -187,7 +195,6 @@ def _prefill(
         row[: len(prompt)] = prompt
     cache, admission = allocate(cache, firsts, lengths, tokens=tokens)
     raise_for_status(admission.status, "allocating the prompts")
-    chunk_len = min(chunk_len, config.query_len_limit)
     cache, logits, failed = prefill(forward, params, cache, tokens, lengths, firsts, chunk_len=chunk_len)
     raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the prompts")
     if num_beams > 1:
@@ -299,7 +306,8 @@ def _expand(
     """Extends the beams of the masked prompts by one token; returns also their parents, i32[p, b]."""
     num_prompts, num_beams, vocab = logits.shape
     max_new_tokens = state.tokens.shape[-1]
-    scores = jax.nn.log_softmax(logits, axis=-1)
+    scores = jax.nn.log_softmax(without_nan(logits), axis=-1)
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # all -inf: the beam ends
     totals = state.logprob[..., None] + scores
     # Enough that num_beams candidates go on even if every stop token is among the best of every beam.
     num_candidates = min(num_beams * (1 + stop_tokens.shape[0]), num_beams * vocab)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax import implementations
-from kvcache_jax.config import CacheConfig, describe
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.head_axis import check_in_mesh
+from kvcache_jax.memory_plan import describe
 from kvcache_jax.state import Cache, Control, empty_control, empty_pools
 
 _log = logging.getLogger("kvcache_jax")
@@ -34,7 +36,7 @@ def init(
 
     Raises:
       ValueError: `sharding` splits another axis than the heads, or the heads over another mesh axis than
-        `config.head_axis`.
+        `config.head_axis`; or the current mesh does not have that.
 
     Example:
       >>> import kvcache_jax as kv
@@ -43,12 +45,14 @@ def init(
         allocations 0, forks 0, frees 0, copies 0)
     """
     if sharding is None and config.head_axis is not None:
+        check_in_mesh(config.head_axis)
         sharding = PartitionSpec(None, config.head_axis, None, None)
     if isinstance(sharding, NamedSharding | PartitionSpec):
         _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
     implementations.load(config.implementation)
     cache = _builder(config, sharding, storage)()
-    _log.info("init: %s", describe(config))
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("init: %s", describe(config))
     return cache
 
 

@@ -17,6 +17,16 @@ DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
 
+def as_integer(name: str, value: Any) -> int:
+    """`value`, of whatever integer type, as a Python int."""
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}, expected an integer")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, expected an integer") from None
+
+
 def ceil_div(numerator: int, denominator: int) -> int:
     """Smallest integer not below the quotient."""
     return -(-numerator // denominator)
@@ -273,42 +283,6 @@ def memory_bytes(config: CacheConfig) -> int:
     return sum(group.num_blocks * group.block_bytes for group in config.groups)
 
 
-def control_bytes(config: CacheConfig) -> int:
-    """Bytes of block tables, ref counts and free stacks, which dominate the control state."""
-    return sum(
-        4 * (config.max_seqs * group.max_blocks_per_seq + 2 * group.num_blocks) for group in config.groups
-    )
-
-
-def describe(config: CacheConfig) -> str:
-    """The memory plan in words, one line per layer group and a total.
-
-    Example:
-      >>> import kvcache_jax as kv
-      >>> print(kv.describe(kv.CacheConfig([kv.FullAttention(2, 64)] * 4, num_blocks=256)))
-      FullAttention x 4 layers: 256 blocks of 16 tokens, 2 heads x 64, float32, 64.0 KiB a block, 16.0 MiB
-      16 rows of at most 8192 tokens; keys and values 16.0 MiB, control state 34.0 KiB
-    """
-    lines = []
-    for group in config.groups:
-        kind = group.kind
-        window = ""
-        if isinstance(kind, SlidingWindow):
-            window = f"({kind.window}, sinks {kind.num_sink_tokens}, rollback {kind.max_rollback})"
-        lines.append(
-            f"{type(kind).__name__}{window} x {group.num_layers} layers: "
-            f"{group.num_blocks} blocks of {group.block_size} tokens, "
-            f"{kind.num_kv_heads} heads x {kind.head_dim}, {config.dtype.name}, "
-            f"{format_bytes(group.block_bytes)} a block, {format_bytes(group.num_blocks * group.block_bytes)}"
-        )
-    lines.append(
-        f"{config.max_seqs} rows of at most {config.max_seq_len} tokens; "
-        f"keys and values {format_bytes(memory_bytes(config))}, "
-        f"control state {format_bytes(control_bytes(config))}"
-    )
-    return "\n".join(lines)
-
-
 def format_bytes(num_bytes: int) -> str:
     """`num_bytes` with a binary unit, e.g. "16.0 MiB"."""
     value, unit = float(num_bytes), "B"
@@ -368,13 +342,7 @@ def _check_indices(group: LayerGroup) -> None:
 
 
 def _check_integer(owner: Any, name: str) -> int:
-    value = getattr(owner, name)
-    if isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {value!r}, expected an integer")
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}, expected an integer") from None
+    value = as_integer(name, getattr(owner, name))
     object.__setattr__(owner, name, value)
     return value
 

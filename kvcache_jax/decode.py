@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax import decode_loop
+from kvcache_jax import decode_arguments, decode_loop
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, fork
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
@@ -109,8 +109,8 @@ def generate(
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
-      seed: Of all draws. A continuation depends on it and on its prompt and sample numbers, not on what
-        else is decoded beside it.
+      seed: Of all draws, at least 0. A continuation depends on it and on its prompt and sample numbers, not
+        on what else is decoded beside it.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
       detokenize: Tokens to text, for `stop_strings`.
@@ -127,17 +127,22 @@ def generate(
       A `GenerateResult`.
 
     Raises:
-      ValueError: for empty prompts, prompts that can never fit, bad options; names got and expected.
+      ValueError, TypeError: for empty prompts, ids that are none, prompts that can never fit, bad options;
+        names got and expected.
     """
-    requests = Requests(prompts, num_samples)
-    _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, detokenize, chunk_len)
-    chunk_len = min(chunk_len, config.query_len_limit)
-    is_watching = on_tokens is not None or on_look is not None or bool(stop_strings)
-    look_every = look_every or (8 if is_watching else np.iinfo(np.int32).max)
+    requests = Requests(prompts, decode_arguments.count("num_samples", num_samples))
+    max_new_tokens = decode_arguments.count("max_new_tokens", max_new_tokens)
+    num_drafts = decode_arguments.count("num_drafts", num_drafts, least=0)
+    seed = decode_arguments.count("seed", seed, least=0)
+    decode_arguments.check_stop_strings(stop_strings, detokenize)
+    _check(requests, config, num_drafts, draft)
+    chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
+    is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
+    look_every = decode_arguments.steps_between_looks(look_every, is_watched)
     drafting = Drafting(num_drafts, draft.forward if draft else None) if num_drafts else None
     draft_params = draft.params if draft else None
 
-    stops = jnp.array(list(stop_tokens) or [-1], jnp.int32)
+    stops = decode_arguments.stop_ids(stop_tokens)
     host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
     prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -171,24 +176,12 @@ def generate(
     )
 
 
-def _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, detokenize, chunk_len) -> None:
-    for name, value, least in (
-        ("max_new_tokens", max_new_tokens, 1),
-        ("num_samples", requests.num_samples, 1),
-        ("num_drafts", num_drafts, 0),
-        ("chunk_len", chunk_len, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}, expected at least {least}")
+def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draft | None) -> None:
     if requests.num_samples > config.max_seqs:
         raise ValueError(
             f"num_samples is {requests.num_samples}, expected at most max_seqs = {config.max_seqs}"
         )
     for i, prompt in enumerate(requests.prompts):
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"prompt {i} has shape {prompt.shape}, expected at least one token id")
-        if not np.issubdtype(prompt.dtype, np.integer):
-            raise TypeError(f"prompt {i} has dtype {prompt.dtype}, expected integer token ids")
         if len(prompt) >= config.max_seq_len:
             raise ValueError(
                 f"prompt {i} has {len(prompt)} tokens, expected fewer than max_seq_len = {config.max_seq_len}"
@@ -200,8 +193,6 @@ def _check(requests, config, max_new_tokens, num_drafts, draft, stop_strings, de
                     f"prompt {i} has {len(prompt)} tokens and needs {need} blocks, "
                     f"expected at most num_blocks = {group.num_blocks}; raise num_blocks"
                 )
-    if stop_strings and detokenize is None:
-        raise ValueError("stop_strings are given without detokenize, expected a function from tokens to text")
     if draft is not None and not num_drafts:
         raise ValueError("draft is given with num_drafts = 0, expected at least 1")
     if num_drafts >= config.query_len_limit:

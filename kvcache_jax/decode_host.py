@@ -13,6 +13,7 @@ from kvcache_jax.block_pool import num_used
 from kvcache_jax.build import init
 from kvcache_jax.cache import free
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_arguments import prompt_tokens
 from kvcache_jax.decode_loop import DecodeState
 from kvcache_jax.prefix_cache import commit
 from kvcache_jax.state import Cache
@@ -126,7 +127,7 @@ class Requests:
     """The prompts that wait, each with the number of its samples."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int):
-        self.prompts = [np.asarray(prompt) for prompt in prompts]
+        self.prompts = prompt_tokens(prompts)
         self.num_samples = num_samples
         self.waiting = deque(range(len(self.prompts)))
 

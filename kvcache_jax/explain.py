@@ -34,7 +34,7 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
       >>> print(kv.explain(cache, [1, 2, 3, 4, 5, 6, 9, 9, 9]))
       4 of 9 tokens are cached. At position 6 the prompt has token 9, where the nearest cached sequence has 7.
     """
-    tokens = arguments.host_tokens(tokens)
+    tokens = arguments.host_tokens("tokens", tokens)
     num_tokens = len(tokens) if num_tokens is None else num_tokens
     if not 0 <= num_tokens <= len(tokens):
         raise ValueError(f"num_tokens is {num_tokens}, expected 0 <= num_tokens <= {len(tokens)} tokens")

@@ -47,9 +47,15 @@ def _axis_to_map(pool: jax.Array, head_axis: str | None) -> str | None:
     axis = spec[1] if len(spec) > 1 and spec[1] is not None else head_axis
     if axis is None or axis in mesh.manual_axes:
         return None
+    check_in_mesh(axis)
+    return axis
+
+
+def check_in_mesh(axis: str) -> None:
+    """Raises unless the current mesh has the axis."""
+    mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
         raise ValueError(
             f"head_axis is {axis!r} and the current mesh has the axes {mesh.axis_names}, expected it among "
             "them: run inside `with jax.set_mesh(mesh)`"
         )
-    return axis

@@ -110,7 +110,7 @@ class CacheManager:
         Raises:
           DuplicateRequest, OutOfRows, OutOfBlocks, TooLong: changed nothing.
         """
-        token_ids = arguments.host_tokens(token_ids)
+        token_ids = arguments.host_tokens("token_ids", token_ids)
         with self._holder.turn("allocate_request") as cache:
             is_replaced = request_id in self._rows
             if is_replaced and not replace:
@@ -170,7 +170,7 @@ class CacheManager:
         if (token_ids is None) != isinstance(new, Mapping):
             raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")
         new = {new: token_ids} if token_ids is not None else new
-        new = {request_id: arguments.host_tokens(ids) for request_id, ids in new.items()}
+        new = {request_id: arguments.host_tokens("token_ids", ids) for request_id, ids in new.items()}
         if not new:
             raise ValueError("got no request, expected at least one")
         longest = max(len(ids) for ids in new.values())

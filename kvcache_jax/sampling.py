@@ -365,6 +365,11 @@ def _checked_logits(logits: Any, params: SamplingParams) -> jax.Array:
         raise ValueError(f"logits has shape {logits.shape}, expected ({n}, vocab): a row per row of params")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"logits has dtype {logits.dtype}, expected a floating dtype")
+    return without_nan(logits)
+
+
+def without_nan(logits: jax.Array) -> jax.Array:
+    """f32[...] with -inf for NaN and the largest number for +inf."""
     logits = logits.astype(jnp.float32)
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, _FLOAT32.max))
 

@@ -12,6 +12,7 @@ from jax import lax
 
 from kvcache_jax.cache import allocate, extend, fork, free
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.decode_arguments import model_tokens, usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.state import Cache
@@ -49,7 +50,8 @@ def score(
       forward: As in `generate`.
       params: Passed on to `forward`.
       context: Token ids, at least one.
-      continuations: Token ids of each; an empty one scores as an empty array.
+      continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
+        do not reach as NaN.
       config: Of the cache. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       chunk_len: Most tokens of a row in one call of the model.
@@ -58,42 +60,43 @@ def score(
       A `ScoreResult`.
 
     Raises:
-      ValueError: nothing to condition on, a continuation too long for a row, or a cache of another config.
+      ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, or
+        a cache of another config.
       StatusError: the cache has too few blocks for a continuation alone.
     """
-    if not len(context):
-        raise ValueError("context is empty, expected at least one token id")
+    shared = model_tokens("context", context, least=1)
+    own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:
         raise ValueError(
             f"max_seqs is {config.max_seqs}, expected at least 2: the context and a continuation"
         )
-    longest = len(context) + max((len(tokens) for tokens in continuations), default=0)
+    longest = len(shared) + max((len(tokens) for tokens in own), default=0)
     if longest > config.max_seq_len:
         raise ValueError(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
-    chunk_len = min(chunk_len, config.query_len_limit)
+    chunk_len = usable_chunk_len(chunk_len, config)
     # All but the context's last token: feeding that one gives the first continuation token its logits.
-    shared_len = np.array([len(context) - 1], np.int32)
+    shared_len = np.array([len(shared) - 1], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
-    history[:, : len(context)] = context
+    history[:, : len(shared)] = shared
     held, admission = allocate(idle_cache(cache, config), [0], shared_len, tokens=history[:1])
     raise_for_status(admission.status, "allocating the context")
     first = np.zeros(1, np.int32)
     held, _, failed = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
     raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the context")
 
-    results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(continuations))}
-    waiting = [i for i in range(len(continuations)) if len(continuations[i])]
+    results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
+    waiting = [i for i in range(len(own)) if len(own[i])]
     wave_len = config.max_seqs - 1
     while waiting:
         wave = waiting[:wave_len]
         rows = np.arange(1, len(wave) + 1)
         length = np.zeros(config.max_seqs, np.int32)
         for row, i in zip(rows, wave, strict=True):
-            tokens = continuations[i]
-            history[row, len(context) : len(context) + len(tokens)] = tokens
-            length[row] = len(context) + len(tokens)
+            tokens = own[i]
+            history[row, len(shared) : len(shared) + len(tokens)] = tokens
+            length[row] = len(shared) + len(tokens)
         ids = np.full(wave_len, config.max_seqs)
         ids[: len(wave)] = rows
         held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
@@ -107,10 +110,10 @@ def score(
             wave_len = max(1, len(wave) // 2)
         for row, i in zip(rows, wave, strict=True):
             if not failed[row]:
-                results[i] = logprobs[row, len(context) : length[row]]
+                results[i] = logprobs[row, len(shared) : length[row]]
                 waiting.remove(i)
     held, _ = free(held, [0])
-    logprobs = [results[i] for i in range(len(continuations))]
+    logprobs = [results[i] for i in range(len(own))]
     return ScoreResult(logprobs, held, int(admission.num_cached[0]))
 
 

@@ -36,6 +36,7 @@ _FLOATS = ("F32", "BF16", "F16")
 
 # Names in the files of what `Decoder` holds, the last part (kernel, scale, bias) left out.
 _EMBEDDING, _UNEMBEDDING = "model.embed_tokens", "lm_head"
+_EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
 _OUTER = {"embedding": _EMBEDDING, "unembedding": _UNEMBEDDING, "norm": "model.norm"}
 _INNER = {
     "attention_norm": "input_layernorm",
@@ -74,6 +75,8 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
         _check_names(folder, stored, [name for name, _, _ in wanted], config)
         for name, is_transposed, shape in wanted:
             stored[name].check(shape[::-1] if is_transposed else shape)
+        if config.tie_embeddings and _UNEMBEDDING_TENSOR in stored:
+            _check_same(folder, stored[_EMBEDDING_TENSOR], stored[_UNEMBEDDING_TENSOR])
         values = []
         for name, is_transposed, _ in wanted:
             value = stored[name].read()
@@ -157,7 +160,7 @@ def _stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
     for values in (JsonObject(path if path.exists() else folder / _CONFIG), JsonObject(folder / _CONFIG)):
         stop_tokens = values.get("eos_token_id", (int, list), [])
         stop_tokens = stop_tokens if isinstance(stop_tokens, list) else [stop_tokens]
-        if not all(type(token) is int for token in stop_tokens):
+        if not all(type(token) is int and 0 <= token < 2**31 for token in stop_tokens):
             raise values.error("eos_token_id", "a token id or a list of them")
         if stop_tokens:
             return tuple(stop_tokens)
@@ -186,16 +189,17 @@ class _Tensor:
     path: pathlib.Path
     file: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
     def check(self, shape: tuple[int, ...]) -> None:
-        stored = self.file.get_slice(self.name)
-        if tuple(stored.get_shape()) != shape:
+        if self.shape != shape:
+            raise CheckpointError(f"{self.path}: {self.name} has shape {self.shape}, expected {shape}")
+        dtype = self.file.get_slice(self.name).get_dtype()
+        if dtype not in _FLOATS:
             raise CheckpointError(
-                f"{self.path}: {self.name} has shape {tuple(stored.get_shape())}, expected {shape}"
-            )
-        if stored.get_dtype() not in _FLOATS:
-            raise CheckpointError(
-                f"{self.path}: {self.name} has dtype {stored.get_dtype()}, "
-                f"expected one of {', '.join(_FLOATS)}"
+                f"{self.path}: {self.name} has dtype {dtype}, expected one of {', '.join(_FLOATS)}"
             )
 
     def read(self) -> np.ndarray:
@@ -241,18 +245,20 @@ def _check_names(
     missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted)
     if missing:
         raise CheckpointError(f"{folder} has no tensor {_few(missing)}")
-    embedding, unembedding = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
-    if config.tie_embeddings and unembedding in unknown:
-        # Some programs write a tied matrix twice.
-        stored[unembedding].check((config.vocab_size, config.hidden_size))
-        if not np.array_equal(stored[unembedding].read(), stored[embedding].read()):
-            raise CheckpointError(
-                f"{folder}: {unembedding} differs from {embedding}, expected them equal: "
-                "tie_word_embeddings is true"
-            )
-        unknown -= {unembedding}
+    if config.tie_embeddings:
+        unknown -= {_UNEMBEDDING_TENSOR}  # some programs write a tied matrix twice
     if unknown:
         raise CheckpointError(f"{folder} has the unknown tensor {_few(unknown)}")
+
+
+def _check_same(folder: pathlib.Path, embedding: _Tensor, unembedding: _Tensor) -> None:
+    """The two of a tied matrix, of which the first is checked already; NaN is the same as NaN."""
+    unembedding.check(embedding.shape)
+    if not np.array_equal(unembedding.read(), embedding.read(), equal_nan=True):
+        raise CheckpointError(
+            f"{folder}: {unembedding.name} differs from {embedding.name}, expected them equal: "
+            "tie_word_embeddings is true"
+        )
 
 
 def _few(names: Collection[str]) -> str:

@@ -45,6 +45,7 @@ _ONLY = {
     "use_mrope": False,
 }
 _NUMBER = (int, float)
+_PLAIN_ROPE = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}  # says nothing of a scaling
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -62,7 +63,7 @@ class JsonObject:
                 values = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
                 raise CheckpointError(f"{path.parent} has no {path.name}") from None
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise CheckpointError(f"{path} is not a whole JSON file: {error}") from error
             if not isinstance(values, dict):
                 raise CheckpointError(f"{path} holds a {type(values).__name__}, expected a JSON object")
@@ -83,6 +84,13 @@ class JsonObject:
     def part(self, name: str) -> "JsonObject":
         """The object under `name`; empty where it is missing or null."""
         return JsonObject(self.path, self.get(name, dict, {}), f"{self.prefix}{name}.")
+
+    def make[T](self, kind: type[T], **options: Any) -> T:
+        """`kind(**options)`, whose options were read here: what it refuses is wrong in the file."""
+        try:
+            return kind(**options)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {self.prefix}{error}") from error
 
     def error(self, name: str, expected: str) -> CheckpointError:
         """To be raised: what the entry is and what it should be."""
@@ -108,7 +116,8 @@ def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) 
             raise values.error("hidden_size", f"a multiple of num_attention_heads = {num_q_heads}")
         head_dim = hidden_size // num_q_heads
     dtype = _dtype(values) if dtype is None else dtype
-    options = dict(
+    return values.make(
+        DecoderConfig,
         vocab_size=values.get("vocab_size", int),
         hidden_size=hidden_size,
         mlp_size=values.get("intermediate_size", int),
@@ -126,10 +135,6 @@ def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) 
         param_dtype=dtype if param_dtype is None else param_dtype,
         **_rope(values),
     )
-    try:
-        return DecoderConfig(**options)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
@@ -212,13 +217,16 @@ def _rope(values: JsonObject) -> dict[str, Any]:
     if part.get("partial_rotary_factor", object, 1.0) != 1.0:
         raise part.error("partial_rotary_factor", "1.0: nothing else is implemented")
     theta = part.get("rope_theta", _NUMBER, values.get("rope_theta", _NUMBER, 10_000.0))
-    type_name = "rope_type" if part.values.get("rope_type") is not None else "type"
-    rope_type = part.get(type_name, str, "default")  # older files: "type"
+    is_old = part.values.get("rope_type") is None and part.values.get("type") is not None
+    type_name = "type" if is_old else "rope_type"
+    is_plain = _PLAIN_ROPE.issuperset(part.values)
+    rope_type = part.get(type_name, str, "default" if is_plain else ...)
     if rope_type not in ("default", "llama3"):
         raise part.error(type_name, "default or llama3: nothing else is implemented")
     scaling = None
     if rope_type == "llama3":
-        scaling = Llama3Scaling(
+        scaling = part.make(
+            Llama3Scaling,
             factor=part.get("factor", _NUMBER),
             low_freq_factor=part.get("low_freq_factor", _NUMBER),
             high_freq_factor=part.get("high_freq_factor", _NUMBER),
@@ -229,6 +237,8 @@ def _rope(values: JsonObject) -> dict[str, Any]:
 
 def _windows(values: JsonObject, family: _Family) -> tuple[int | None, ...]:
     num_layers = values.get("num_hidden_layers", int)
+    if num_layers < 1:
+        raise values.error("num_hidden_layers", "at least 1")
     window = values.get("sliding_window", int, None)
     first = num_layers  # layer with a window
     if family.windowed_layers == "none" and window is not None:
@@ -244,7 +254,7 @@ def _windows(values: JsonObject, family: _Family) -> tuple[int | None, ...]:
     layer_types = values.get("layer_types", list, implied)
     if family.windowed_layers != "some" and layer_types != implied:
         raise values.error("layer_types", f"{implied}, or none: {family.architecture} does not read it")
-    if len(layer_types) != num_layers or not {_FULL, _SLIDING}.issuperset(layer_types):
+    if len(layer_types) != num_layers or any(kind not in (_FULL, _SLIDING) for kind in layer_types):
         raise values.error("layer_types", f"{num_layers} times {_FULL} or {_SLIDING}")
     if _SLIDING in layer_types and (window is None or window < 1):
         raise values.error("sliding_window", f"the tokens in reach of {_SLIDING}, with use_sliding_window")

@@ -15,6 +15,7 @@
 """
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ class Llama3Scaling:
     original_max_seq_len: int
 
     def __post_init__(self):
-        _check_positive(self, "factor", "low_freq_factor", "original_max_seq_len")
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
         low, high = self.low_freq_factor, self.high_freq_factor
         if not high > low:
             raise ValueError(f"high_freq_factor is {high}, expected above low_freq_factor = {low}")
@@ -101,7 +102,7 @@ class DecoderConfig:
                 raise ValueError(f"{name} is {dtype}, expected float32 or bfloat16")
             object.__setattr__(self, name, dtype)
         _check_positive(self, "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads")
-        _check_positive(self, "num_kv_heads", "head_dim", "max_seq_len", "rope_theta")
+        _check_positive(self, "num_kv_heads", "head_dim", "max_seq_len", "rope_theta", "norm_eps")
         heads = self.num_q_heads, self.num_kv_heads
         if heads[0] % heads[1]:
             raise ValueError(f"num_q_heads is {heads[0]}, expected a multiple of num_kv_heads = {heads[1]}")
@@ -293,8 +294,8 @@ def rope_frequencies(config: DecoderConfig) -> np.ndarray:
 
 def _check_positive(owner: Any, *names: str) -> None:
     for name in names:
-        if not getattr(owner, name) > 0:
-            raise ValueError(f"{name} is {getattr(owner, name)}, expected a positive number")
+        if not 0 < getattr(owner, name) <= sys.float_info.max:
+            raise ValueError(f"{name} is {getattr(owner, name)}, expected a positive, finite number")
 
 
 def _normal(config: DecoderConfig, rngs: nnx.Rngs, shape: tuple[int, int], std: float) -> nnx.Param:

@@ -49,7 +49,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, by the `tokenizers` library.
+    """A tokenizer.json, by the `tokenizers` library; truncation and padding that it asks for are left out.
 
     Raises:
       ValueError: the file is none; names it.
@@ -61,6 +61,9 @@ class FileTokenizer:
             self.inner = tokenizers.Tokenizer.from_str(pathlib.Path(path).read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path} is no tokenizer.json: {error}") from error
+        # What its training cut or filled up stands in the file too; a prompt is to stay as it is.
+        self.inner.no_truncation()
+        self.inner.no_padding()
 
     @property
     def vocab_size(self) -> int:

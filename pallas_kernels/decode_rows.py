@@ -21,7 +21,8 @@ class DecodeRows(NamedTuple):
     Attributes:
       table_row: i32[r], row of the block table.
       first_column: i32[r], at least `num_sink_blocks`.
-      num_columns: i32[r]; 0 reads nothing, and the row's output is 0 and -inf.
+      num_columns: i32[r]; 0 reads nothing, and the row's output is 0 and -inf, or with sink logits 0 and
+        these.
       first_position: i32[r], position of the row's first query; the others follow.
       num_queries: i32[r], queries that count; the output of the others is 0 and -inf.
     """
@@ -78,24 +79,30 @@ def check_decode(
     rows: DecodeRows,
     options: DecodeOptions,
     sink_logits: jax.Array | None,
+    layer: jax.Array | int,
 ) -> None:
     """Raises unless the arguments of `paged_decode` fit together; limits of one kernel are its own."""
-    if q.ndim != 5:
+    if q.ndim != 5 or 0 in q.shape:
         raise ValueError(
-            f"q has shape {q.shape}, expected [rows, queries, num_kv_heads, group_size, head_dim]"
+            f"q has shape {q.shape}, expected [rows, queries, num_kv_heads, group_size, head_dim], each at "
+            "least 1"
         )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q is {q.dtype}, expected a floating dtype")
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     if not 1 <= num_queries <= MAX_QUERIES:
         raise ValueError(f"q has {num_queries} queries a row, expected 1 to {MAX_QUERIES}: split the row")
     check_pools(k_pool, v_pool, options.num_blocks)
+    check_layer(layer)
     if (num_kv_heads, head_dim) != (k_pool.shape[1], k_pool.shape[3]):
         raise ValueError(
             f"q has {num_kv_heads} key/value heads of {head_dim}, expected {k_pool.shape[1]} of "
             f"{k_pool.shape[3]} as in the pools"
         )
-    if block_table.ndim != 2 or block_table.dtype != jnp.int32:
+    if block_table.ndim != 2 or 0 in block_table.shape or block_table.dtype != jnp.int32:
         raise ValueError(
-            f"block_table is {block_table.dtype}{block_table.shape}, expected int32 [max_rows, columns]"
+            f"block_table is {block_table.dtype}{block_table.shape}, expected int32 [max_rows, columns], "
+            "each at least 1"
         )
     for name, values in rows._asdict().items():
         if values.shape != (num_rows,) or values.dtype != jnp.int32:
@@ -111,7 +118,16 @@ def check_pools(k_pool: jax.Array, v_pool: jax.Array, num_blocks: int) -> None:
             f"the pools are {k_pool.dtype}{k_pool.shape} and {v_pool.dtype}{v_pool.shape}, expected two "
             "equal [num_layers * num_blocks, num_kv_heads, block_size, head_dim]"
         )
+    if 0 in k_pool.shape:
+        raise ValueError(f"the pools have shape {k_pool.shape}, expected no axis of length 0")
     if num_blocks < 1 or k_pool.shape[0] % num_blocks:
         raise ValueError(
             f"the pools have {k_pool.shape[0]} blocks, expected a multiple of num_blocks = {num_blocks}"
         )
+
+
+def check_layer(layer: jax.Array | int) -> None:
+    """Raises unless the layer is one integer."""
+    dtype = jnp.result_type(layer)
+    if jnp.shape(layer) != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"layer is {dtype}{jnp.shape(layer)}, expected an integer scalar")

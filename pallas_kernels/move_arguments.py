@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode_rows import check_pools
+from pallas_kernels.decode_rows import check_layer, check_pools
 
 
 def check_moved_blocks(
@@ -34,10 +34,17 @@ def check_block_values(
 
 
 def check_append(
-    k_pool: jax.Array, v_pool: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array, num_blocks: int
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    num_blocks: int,
+    layer: jax.Array | int,
 ) -> None:
     """Raises unless `k` and `v` are `[n, num_kv_heads, head_dim]`, and `slots` is i32[n]."""
     check_pools(k_pool, v_pool, num_blocks)
+    check_layer(layer)
     if slots.ndim != 1 or slots.dtype != jnp.int32:
         raise ValueError(f"slots is {slots.dtype}{slots.shape}, expected int32[n]")
     expected = (slots.shape[0], k_pool.shape[1], k_pool.shape[3])

@@ -5,7 +5,11 @@ import dataclasses
 import pytest
 
 from pallas_kernels.mosaic_gpu.budget import Budget
+from pallas_kernels.mosaic_gpu.compile_cases import CASES as KERNEL_CASES
+from pallas_kernels.mosaic_gpu.decode import programs_per_sm
+from pallas_kernels.mosaic_gpu.decode_plan import tiling_of
 from tests.aot import gpu
+from tests.aot.alignment import tma_alignment
 from tests.aot.compiling import ProgramCost
 from tests.aot.dump import KernelCost, read_kernels
 from tests.aot.hlo import num_copies
@@ -23,11 +27,43 @@ SASS = """
    -:2:-:Y:02        /*0900*/                   HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], R24
 """
 PASSES = """
-    %1 = gpu.launch async [%2] threads(%3) in (%4 = %5) dynamic_shared_memory_size %mpmd_map3A_1 {
-    %1 = gpu.launch async [%2] threads(%3) in (%4 = %c128) dynamic_shared_memory_size %c4104_i32 {
+    %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %8, %9 = %c1) threads(%10) \
+in (%13 = %c128) dynamic_shared_memory_size %mpmd_map3A_1 {
+    %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %c512_0, %8 = %c1) threads(%10) \
+in (%12 = %c128) dynamic_shared_memory_size %c4104_i32 {
+"""
+# Two slots of a ring, the second one and then each in turn; `stride` bytes lie between them.
+PTX = """
+	mov.b64 	%rd1, __dynamic_shmem__0;
+	cvt.u32.u64 	%r1, %rd1;
+	add.s32 	%r2, %r1, {second};
+	@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd9, \
+{{%r8,%r9}}], [%r7];
+	mov.b32 	%r3, 0;
+$L__BB0_1:
+	and.b32 	%r4, %r3, 1;
+	mul.wide.u32 	%rd2, %r4, {stride};
+	add.s64 	%rd3, %rd1, %rd2;
+	cvt.u32.u64 	%r5, %rd3;
+	@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r5+{plus}], [%rd9, \
+{{%r8,%r9}} ], [%r7];
+	ex2.approx.f32 	%r6, %r6;
+	@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd8], [{source}], 128;
+	add.s32 	%r3, %r3, 1;
+	bra 	$L__BB0_1;
 """
 BUDGET = Budget(registers=64, shared_memory=4104, min_wgmma=2, min_tma=2, temporary_bytes=8)
-KERNEL = KernelCost("decode_0", registers=64, spill_bytes=0, shared_memory=4104, wgmma=2, tma=2)
+KERNEL = KernelCost(
+    "decode_0",
+    registers=64,
+    spill_bytes=0,
+    shared_memory=4104,
+    wgmma=2,
+    tma=2,
+    tma_alignment=128,
+    grid=(2**31 - 1, 65535, 65535),
+    tanh_approx=0,
+)
 COST = ProgramCost((KERNEL,), temporary_bytes=8, pool_copies=0, missing_alias_bytes=0)
 
 
@@ -35,11 +71,46 @@ def write_dump(folder, stores=0, loads=0):
     (folder / "append_kv_0.ptxas").write_text(PTXAS.format(stores=stores, loads=loads))
     (folder / "append_kv_0.sass_ctrl").write_text(SASS)
     (folder / "append_kv_0.mlir-passes.log").write_text(PASSES)
+    (folder / "append_kv_0.ptx").write_text(ptx())
+
+
+def ptx(second=256, stride=256, plus=0, source="%rd1"):
+    return PTX.format(second=second, stride=stride, plus=plus, source=source)
 
 
 def test_a_dump_is_read(tmp_path):
     write_dump(tmp_path, stores=16, loads=20)
-    assert read_kernels(tmp_path) == [KernelCost("append_kv_0", 42, 36, 4104, wgmma=1, tma=2)]
+    (kernel,) = read_kernels(tmp_path)
+    assert kernel == KernelCost("append_kv_0", 42, 36, 4104, 1, 2, 256, grid=(1, 512, 1), tanh_approx=0)
+
+
+def test_an_approximate_tanh_is_found(tmp_path):
+    write_dump(tmp_path)
+    file = tmp_path / "append_kv_0.ptx"
+    file.write_text(file.read_text() + "\ttanh.approx.f32 \t%r6, %r6;\n")
+    assert read_kernels(tmp_path)[0].tanh_approx == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 256),
+        ({"stride": 4096, "second": 4096}, 1024),
+        ({"second": 32}, 32),
+        ({"stride": 96}, 32),
+        ({"plus": 64}, 64),
+        ({"source": "%r3"}, 1),  # a counter
+        ({"source": "%rd2"}, 256),
+        ({"source": "%r6"}, 1),  # of which nothing is known
+    ],
+)
+def test_the_alignment_of_copies_is_read(changes, expected):
+    assert tma_alignment(ptx(**changes)) == expected
+
+
+def test_a_kernel_whose_copies_are_not_found_is_refused():
+    with pytest.raises(ValueError, match="no TMA copy that this reader knows"):
+        tma_alignment(ptx().replace("cp.async.bulk", "cp.async.other"))
 
 
 def test_a_dump_without_disassembly_is_refused(tmp_path):
@@ -68,6 +139,19 @@ def test_a_program_at_its_budget_passes():
         ({"spill_bytes": 4}, "4 spilled bytes, at most 0"),
         ({"wgmma": 1}, "1 HGMMA, at least 2"),
         ({"tma": 1}, "1 UTMALDG, at least 2"),
+        (
+            {"tma_alignment": 32},
+            "decode_0 copies to or from shared memory at multiples of 32 bytes, expected of 128",
+        ),
+        (
+            {"grid": (1, 65536, 1)},
+            "decode_0 has a grid of (1, 65536, 1), at most (2147483647, 65535, 65535)",
+        ),
+        (
+            {"grid": (1, 1, 65536)},
+            "decode_0 has a grid of (1, 1, 65536), at most (2147483647, 65535, 65535)",
+        ),
+        ({"tanh_approx": 4}, "decode_0 has 4 tanh.approx, which is 5e-4 off"),
     ],
 )
 def test_a_kernel_beyond_its_budget_fails(change, found):
@@ -95,7 +179,9 @@ def test_a_program_without_kernels_fails():
 
 
 def test_of_several_kernels_the_largest_and_the_sums_count():
-    other = KernelCost("merge_0", registers=70, spill_bytes=1, shared_memory=5, wgmma=3, tma=4)
+    other = dataclasses.replace(
+        KERNEL, name="merge_0", registers=70, spill_bytes=1, shared_memory=5, wgmma=3, tma=4
+    )
     cost = dataclasses.replace(COST, kernels=(KERNEL, other))
     assert gpu.totals(cost) == (70, 1, 4104, 5, 6)
 
@@ -108,6 +194,19 @@ def test_copies_as_big_as_a_pool_are_counted():
   %fusion.4 = bf16[64,8,16,128]{3,2,1,0} fusion(%copy.1), kind=kLoop
 """
     assert num_copies(hlo, at_least=64 * 8 * 16 * 128) == 2
+
+
+def test_as_many_programs_as_a_plan_counts_on_fit_into_the_registers_of_an_sm():
+    """`aot` holds each case to its budget, and the budget fits the plan. Threads get registers by eights."""
+    cases = [case for case in KERNEL_CASES if case.name.startswith("decode_")]
+    assert cases
+    for case in cases:
+        q, k_pool, *_ = case.arguments()
+        _, num_queries, _, group_size, head_dim = q.shape
+        tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
+        num_programs = programs_per_sm(tiling, head_dim)
+        assert num_programs * 128 * (-(-case.budget.registers // 8) * 8) <= 65536, case.name
+        assert num_programs * (case.budget.shared_memory + 1024) <= 228 * 1024, case.name
 
 
 def test_case_names_differ_and_words_choose():

@@ -216,9 +216,9 @@ def test_gradients_equal_a_dense_reference(implementation):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_each_device_runs_its_own_heads(axis_type, count_calls):
-    """With the pools never gathered."""
+    """With the pools never gathered; the prompt has more tokens than a kernel's row."""
     config = config_of("mosaic_tpu", windows=(None,))
-    chunks = [chunk("mosaic_tpu", 2, seed) for seed in range(2)]
+    chunks = [chunk("mosaic_tpu", num_new, seed) for seed, num_new in enumerate((9, 2))]
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(axis_type,))
 
     def scenario():

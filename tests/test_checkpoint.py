@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -159,10 +160,14 @@ def test_the_width_of_heads_has_a_default(copy):
     assert checkpoint.load_config(folder).head_dim == 128
 
 
-def test_a_tied_matrix_may_be_stored_twice(copy):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tied_matrix_may_be_stored_twice(copy, dtype):
     folder = copy("qwen2")
+    embedding = load_file(folder / "model.safetensors")[EMBEDDING].astype(dtype)
+    embedding[3, 4] = math.nan
+    edit_tensors(folder, {EMBEDDING: embedding})
     before = checkpoint.load(folder)
-    edit_tensors(folder, {UNEMBEDDING: load_file(folder / "model.safetensors")[EMBEDDING]})
+    edit_tensors(folder, {UNEMBEDDING: embedding})
     assert_same(before, checkpoint.load(folder))
 
 
@@ -251,6 +256,13 @@ def refuses(folder, message, load=checkpoint.load):
     assert str(folder) in str(error.value)  # the checkpoint is named
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CONFIG_ERRORS = [
     (
         "llama",
@@ -271,10 +283,19 @@ CONFIG_ERRORS = [
     ("llama", dict(torch_dtype="float8"), r"torch_dtype is 'float8', expected float32 or bfloat16"),
     ("llama", dict(hidden_size="32"), r"hidden_size is '32', expected int"),
     ("llama", dict(hidden_size=True), r"hidden_size is True, expected int"),
+    ("llama", dict(rms_norm_eps=-1.0), r"norm_eps is -1.0, expected a positive, finite number"),
+    ("llama", dict(rms_norm_eps=math.nan), r"norm_eps is nan, expected a positive, finite number"),
+    ("llama", dict(rms_norm_eps=math.inf), r"norm_eps is inf, expected a positive, finite number"),
+    ("llama", dict(rope_theta=10**400, rope_parameters=None), r"rope_theta is 10*, expected a positive"),
+    ("llama", dict(num_hidden_layers=-1), r"num_hidden_layers is -1, expected at least 1"),
     ("llama", dict(rms_norm_eps="1e-5"), r"rms_norm_eps is '1e-5', expected int or float"),
     ("llama", dict(tie_word_embeddings=1), r"tie_word_embeddings is 1, expected bool"),
     ("llama", dict(num_key_value_heads=3), r"config.json: num_q_heads is 4, .* num_kv_heads = 3"),
-    ("llama", dict(num_attention_heads=0), r"config.json: num_q_heads is 0, expected a positive number"),
+    (
+        "llama",
+        dict(num_attention_heads=0),
+        r"config.json: num_q_heads is 0, expected a positive, finite number",
+    ),
     (
         "qwen2",
         dict(num_attention_heads=0),
@@ -292,6 +313,14 @@ CONFIG_ERRORS = [
         r"rope_scaling.type is 'linear', expected default or llama3",
     ),
     ("llama", dict(rope_scaling={"rope_type": "llama3"}), r"has no rope_scaling.factor"),
+    ("llama", dict(rope_scaling={"factor": 8.0}), r"has no rope_scaling.rope_type"),
+    ("llama", dict(rope_scaling=LLAMA3 | {"factor": 0}), r"rope_scaling.factor is 0, expected a positive"),
+    ("llama", dict(rope_scaling=LLAMA3 | {"factor": math.nan}), r"rope_scaling.factor is nan, expected"),
+    (
+        "llama",
+        dict(rope_scaling=LLAMA3 | {"high_freq_factor": 1.0}),
+        r"config.json: rope_scaling.high_freq_factor is 1.0, expected above low_freq_factor = 1.0",
+    ),
     ("llama", dict(rope_parameters=[1]), r"rope_parameters is \[1\], expected dict"),
     (
         "llama",
@@ -319,6 +348,11 @@ CONFIG_ERRORS = [
         "qwen2",
         dict(layer_types=["linear_attention"] * 2),
         r"layer_types is .*expected 2 times full_attention or",
+    ),
+    (
+        "qwen2",
+        dict(layer_types=[{}, []]),
+        r"layer_types is \[\{\}, \[\]\], expected 2 times full_attention or",
     ),
     ("qwen2", dict(layer_types=["full_attention"]), r"layer_types is .*expected 2 times full_attention or"),
     (
@@ -362,8 +396,9 @@ def test_a_broken_json_file_is_named(copy, tmp_path):
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text[:-9])
     refuses(folder, "config.json is not a whole JSON file")
-    (folder / "config.json").write_bytes(b"\xff\xfe")
-    refuses(folder, "config.json is not a whole JSON file")
+    for data in (b"\xff\xfe", b"[" * 100_000):
+        (folder / "config.json").write_bytes(data)
+        refuses(folder, "config.json is not a whole JSON file")
 
 
 def test_a_missing_tensor_is_named(copy):
@@ -398,6 +433,10 @@ def test_a_tied_matrix_stored_twice_must_be_the_same(copy):
     refuses(folder, f"{UNEMBEDDING} differs from {EMBEDDING}, expected them equal: tie_word_embeddings")
     edit_tensors(folder, {UNEMBEDDING: other[1:]})
     refuses(folder, rf"{UNEMBEDDING} has shape \(96, 32\), expected \(97, 32\)")
+    edit_tensors(folder, {EMBEDDING: other[1:], UNEMBEDDING: other[1:]})
+    refuses(folder, rf"{EMBEDDING} has shape \(96, 32\), expected \(97, 32\)")
+    edit_tensors(folder, {EMBEDDING: other.astype(jnp.float8_e4m3fn), UNEMBEDDING: other})
+    refuses(folder, f"{EMBEDDING} has dtype F8_E4M3, expected one of F32, BF16, F16")
 
 
 def test_a_misshapen_tensor_is_named(copy):

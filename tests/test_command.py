@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from experiments import command
+from experiments import bookkeeping, command
+
+TOO_LONG = "x" * 300  # for the name of a file
 
 
 def parse(*arguments):
@@ -16,6 +18,9 @@ def parse(*arguments):
     parser.add_argument("--mass", type=command.number(0, 1, is_above=True))
     parser.add_argument("--heat", type=command.number(0))
     parser.add_argument("--picture", type=command.picture)
+    parser.add_argument("--top", type=command.integer(0, 2**31 - 1))
+    parser.add_argument("--seconds", type=command.number(0, is_above=True))
+    command.add_data_folder(parser, "nothing")
     return parser.parse_args(arguments)
 
 
@@ -33,7 +38,10 @@ def refusal(capsys, *arguments):
 def test_good_values_are_parsed(tmp_path):
     options = parse("--count", "3", "--rows", "0", "--share", "1", "--heat", "1e3")
     assert (options.count, options.rows, options.share, options.heat) == (3, 0, 1.0, 1000.0)
-    assert parse("--picture", f"{tmp_path}/a.png").picture == tmp_path / "a.png"
+    path = tmp_path / "a.png"
+    assert parse("--picture", str(path)).picture == path and not path.exists()
+    path.write_text("an older one")
+    assert parse("--picture", str(path)).picture == path and path.read_text() == "an older one"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,11 @@ def test_good_values_are_parsed(tmp_path):
         (["--share", "2"], "argument --share: got '2', expected a number from 0 to 1"),
         (["--share", "nan"], "argument --share: got 'nan', expected a number from 0 to 1"),
         (["--mass", "0"], "argument --mass: got '0', expected a number above 0 and at most 1"),
+        (["--top=-1"], "--top: got '-1', expected an integer from 0 to 2147483647\n"),
+        (["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0\n"),
+        (["--data", TOO_LONG], f"argument --data: there is no folder {TOO_LONG}"),
+        (["--picture", f"{TOO_LONG}.png"], "which cannot be written: File name too long"),
+        (["--picture", f"{TOO_LONG}/steps.png"], f"there is no folder {TOO_LONG}: make it first"),
         (["--heat", "inf"], "argument --heat: got 'inf', expected a number of at least 0"),
         (["--heat=-1"], "argument --heat: got '-1', expected a number of at least 0"),
         (["--heat", "a\nb"], "argument --heat: got 'a\\nb', expected a number of at least 0"),
@@ -62,7 +75,36 @@ def test_bad_values_are_one_sentence(capsys, arguments, message):
 
 def test_a_picture_is_a_file(capsys, tmp_path):
     (tmp_path / "a.png").mkdir()
-    assert "which is a folder" in refusal(capsys, "--picture", f"{tmp_path}/a.png")
+    assert "a.png', which cannot be written: Is a directory" in refusal(
+        capsys, "--picture", f"{tmp_path}/a.png"
+    )
+
+
+def test_a_folder_with_data_may_be_named_by_the_environment(capsys, monkeypatch, tmp_path):
+    for value, expected in ((None, None), ("", None), (str(tmp_path), tmp_path)):
+        monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+        if value is not None:
+            monkeypatch.setenv("KVCACHE_DATA_DIR", value)
+        assert parse().data == expected
+    assert parse("--data", str(tmp_path.parent)).data == tmp_path.parent
+    monkeypatch.setenv("KVCACHE_DATA_DIR", TOO_LONG)
+    assert f"there is no folder {TOO_LONG}" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0"),
+        (["--peers-python", "nowhere"], "got --peers-python without --peers, expected both: add --peers"),
+        (["--peers", "--peers-python", "nowhere"], "got --peers-python nowhere, expected a Python"),
+    ],
+)
+def test_bookkeeping_refuses_bad_input(capsys, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        bookkeeping.main(arguments)
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"python -m experiments.bookkeeping: {message}") and said.count("\n") == 1
 
 
 def test_the_extra_for_pictures_is_named(capsys, monkeypatch, tmp_path):

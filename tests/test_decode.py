@@ -236,7 +236,7 @@ def test_other_prompts_compile_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": [[1], []]}, "prompt 1 has shape"),
+        ({"prompts": [[1], []]}, "prompt 1 has 0 tokens, expected at least 1"),
         ({"prompts": [[1] * 48]}, "prompt 0 has 48 tokens, expected fewer than max_seq_len = 48"),
         (
             {"prompts": [[1] * 30], "sizes": {"num_blocks": 7}},
@@ -244,15 +244,65 @@ def test_other_prompts_compile_nothing():
         ),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"num_samples": 5}, "num_samples is 5, expected at most max_seqs = 4"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
         ({"num_drafts": -1}, "num_drafts is -1"),
+        ({"seed": -1}, "seed is -1, expected at least 0"),
+        ({"look_every": -1}, "look_every is -1, expected at least 1"),
+        ({"look_every": 0}, "look_every is 0, expected at least 1"),
+        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776, expected"),
+        ({"stop_tokens": [3.7]}, "stop_tokens has dtype float64, expected integers"),
         ({"stop_strings": ["x"]}, "without detokenize"),
+        ({"stop_strings": ["x", ""], "detokenize": str}, "stop_strings has '', expected texts of at least"),
+        (
+            {"stop_strings": "xy", "detokenize": str},
+            r"stop_strings is 'xy', expected a list of texts: \['xy'\]",
+        ),
         ({"temperature": -1.0}, "temperature"),
-        ({"prompts": [[1], [2.5]]}, "prompt 1 has dtype float64, expected integer token ids"),
     ],
 )
 def test_bad_input_is_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         generate(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "prompts is empty"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
+        ({"num_beams": 0}, "num_beams is 0, expected at least 1"),
+        ({"look_every": -1}, "look_every is -1, expected at least 1"),
+        ({"chunk_len": 0}, "chunk_len is 0, expected at least 1"),
+        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
+    ],
+)
+def test_a_beam_search_refuses_bad_input(options, message):
+    options = {"prompts": PROMPTS[:1], "max_new_tokens": 3, **options}
+    with pytest.raises((ValueError, TypeError), match=message):
+        kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([2**40 + 3], "has the token id 1099511627779, expected -2147483648 to 2147483647"),
+        ([1, -1], "has the token id -1, expected none below 0"),
+        ([1.5, 2.7], "has dtype float64, expected integers"),
+        ([True], "has dtype bool, expected integers"),
+        ("abc", "is 'abc', expected integer token ids: encode the text first"),
+        ([[1, 2]], r"has shape \(1, 2\), expected one sequence of token ids"),
+    ],
+)
+def test_token_ids_are_checked_alike(tokens, message):
+    for name, call in {
+        "prompt 1": lambda: generate([[1], tokens]),
+        "prompt 0": lambda: kv.beam_search(forward, PARAMS, [tokens], config(), max_new_tokens=2),
+        "context": lambda: kv.score(forward, PARAMS, tokens, [[1]], config()),
+        "continuation 0": lambda: kv.score(forward, PARAMS, [1], [tokens], config()),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{name} {message}"):
+            call()
 
 
 def test_score_equals_the_model_without_a_cache():
@@ -271,10 +321,14 @@ def test_score_equals_the_model_without_a_cache():
             np.testing.assert_allclose(scores, expected, atol=1e-4)
     (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config(), chunk_len=3).logprobs
     np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
+    (beyond,) = kv.score(forward, PARAMS, [5], [[6, VOCAB]], config(), chunk_len=3).logprobs
+    assert beyond[0] == alone[0] and np.isnan(beyond[1])
     with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
         kv.score(forward, PARAMS, context, [[1] * 20], config(num_blocks=4))
-    with pytest.raises(ValueError, match="context is empty"):
+    with pytest.raises(ValueError, match="context has 0 tokens, expected at least 1"):
         kv.score(forward, PARAMS, [], [[1]], config())
+    with pytest.raises(ValueError, match="chunk_len is 0, expected at least 1"):
+        kv.score(forward, PARAMS, [5], [[1]], config(), chunk_len=0)
 
 
 def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
@@ -383,6 +437,25 @@ def test_beam_search_without_blocks_returns_what_it_had():
     for prompt, beams in zip(prompts, found.beams, strict=True):
         expected = slow_beam_search(prompt, 2, len(beams[0].tokens), [], 1.0)
         assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
+
+
+def test_beams_go_around_logits_that_are_no_number():
+    params = {**PARAMS, "head": PARAMS["head"].at[:, 8].set(np.nan)}
+    options = dict(max_new_tokens=10, num_beams=2)
+    found = kv.beam_search(forward, params, [PROMPTS[0], PROMPTS[3]], config(), **options)
+    for prompt, beams in zip([PROMPTS[0], PROMPTS[3]], found.beams, strict=True):
+        assert len(beams) == 2
+        for beam in beams:
+            known = list(prompt)
+            for token, logprob in zip(beam.tokens, beam.logprobs, strict=True):
+                logits = np.delete(next_logits(known), 8)
+                assert token != 8
+                expected = next_logits(known)[token] - np.log(np.exp(logits).sum())
+                np.testing.assert_allclose(logprob, expected, atol=1e-4)
+                known.append(token)
+    params["embedding"] = PARAMS["embedding"].at[PROMPTS[3][-1]].set(np.nan)
+    with pytest.raises(FloatingPointError, match="prompt 1 has no hypothesis: all its logits are NaN"):
+        kv.beam_search(forward, params, [PROMPTS[0], PROMPTS[3]], config(), **options)
 
 
 def test_the_vocabulary_is_read_off_the_model():

@@ -194,6 +194,30 @@ def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
 
 
+def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
+    decoder = checkpoint.load(folder / "plain")
+    decoder.norm.scale[...] *= np.nan
+    checkpoint.save(tmp_path, decoder)
+    arguments = (*PROMPTS, "--beams", 2, "--max-new", 6, "--block-size", 4, "--json")
+    with pytest.raises(SystemExit) as error:
+        run(capsys, *arguments, "--checkpoint", tmp_path)
+    assert error.value.code == 1
+    captured = capsys.readouterr()
+    expected = "python -m experiments.decode: prompt 0 has no hypothesis: all its logits are NaN\n"
+    assert (captured.out, captured.err) == ("", expected)
+
+
+def test_an_object_is_printed_before_a_picture_fails(capsys, folder, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(decode.decode_timeline, "draw_timeline", fail)
+    arguments = (*SAMPLING, "--checkpoint", folder / "plain", "--picture", tmp_path / "out.png", "--json")
+    with pytest.raises(OSError, match="the disk is full"):
+        run(capsys, *arguments)
+    assert len(json.loads(capsys.readouterr().out)["prompts"]) == 2
+
+
 # --- what is wrong is one sentence ---
 
 
@@ -242,6 +266,10 @@ def refusal(capsys, *arguments):
         (["a", "--temperature", "nan"], "got 'nan', expected a number from 0 to 1000"),
         (["a", "--speculative", 128], "got '128', expected an integer from 1 to 127"),
         (["a", "--picture", "nowhere/out.png"], "there is no folder nowhere"),
+        (["a", "--top-k", -1], "got '-1', expected an integer from 0 to 2147483647"),
+        (["a", "--picture", "x" * 300 + ".png"], "which cannot be written: File name too long"),
+        (["--prompts", ""], ". is no file, expected one with a prompt per line"),
+        (["a", "--prompts", ""], "got prompts as arguments and --prompts, expected only one of them"),
         (["a", "--prompts", "file"], "got prompts as arguments and --prompts, expected only one of them"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
@@ -273,6 +301,7 @@ def test_a_kernel_decodes_what_xla_does(capsys, folder):
 
 def test_bad_checkpoints_are_refused(capsys, folder, tmp_path):
     assert f"there is no checkpoint {tmp_path / 'x'}" in refusal(capsys, "a", "--checkpoint", tmp_path / "x")
+    assert "there is no checkpoint xxx" in refusal(capsys, "a", "--checkpoint", "x" * 300)
     assert "has no config.json" in refusal(capsys, "a", "--checkpoint", tmp_path)
     for name in ("config.json", "model.safetensors"):
         data = (folder / "plain" / name).read_bytes()

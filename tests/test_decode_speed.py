@@ -212,6 +212,7 @@ def test_the_figure_is_drawn(tmp_path):
     ("arguments", "said"),
     [
         (["--data", "/nowhere"], "there is no folder /nowhere"),
+        (["--data", "x" * 300], "there is no folder xxx"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
     ],
 )

@@ -1,6 +1,5 @@
 """The kernels' benchmark: its path on a CPU, its arithmetic, and what it says when something is wrong."""
 
-import functools
 import json
 import math
 import sys
@@ -9,24 +8,31 @@ import types
 
 import jax
 import jax.numpy as jnp
+import kernel_speed_tiny
 import numpy as np
 import pytest
-from interpreters import callbacks_on_the_host
 
 from experiments import (
     flashinfer_modules,
     kernel_speed,
     kernel_speed_cells,
+    kernel_speed_jobs,
+    kernel_speed_process,
     kernel_speed_report,
     kernel_speed_summary,
 )
 from experiments import kernel_speed_timing as timing
 from experiments.kernel_speed_cells import Cell, all_cells
+from experiments.kernel_speed_names import OURS, SIDES, XLA_ATTENTION
 from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
-from experiments.kernel_speed_sides import OURS, looped
+from experiments.kernel_speed_sides import jax_sides, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
 
-CELL = Cell(2, 64, 4, 16, num_kv_heads=1, head_dim=64)
+CELL = kernel_speed_tiny.CELL
+
+
+def tiny_worker(monkeypatch, mode):
+    monkeypatch.setattr(kernel_speed_process, "COMMAND", ("-m", "tests.kernel_speed_tiny", mode))
 
 
 # --- the path ---
@@ -34,12 +40,11 @@ CELL = Cell(2, 64, 4, 16, num_kv_heads=1, head_dim=64)
 
 @pytest.mark.contract
 def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_speed, "TINY", (CELL,))
-    with callbacks_on_the_host():
-        assert kernel_speed.main(["--interpret", "--output", str(tmp_path), "--json"]) == 0
+    tiny_worker(monkeypatch, "interpreted")
+    assert kernel_speed.main(["--interpret", "--output", str(tmp_path), "--json"]) == 0
     printed = capsys.readouterr()
     report = json.loads((tmp_path / "cpu_interpreted.json").read_text())
-    assert json.loads(printed.out) == report
+    assert json.loads(printed.out) == report and report["crashes"] == []
     assert (tmp_path / "cpu_interpreted.png").read_bytes().startswith(b"\x89PNG")
     assert {"device", "machine", "revision", "date", "jax", "packages", "xla_flags"} < set(report)
 
@@ -49,6 +54,7 @@ def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
         for entry in report[kind]
         for side in entry["sides"]
     }
+    assert {side for _, side in status} | {XLA_ATTENTION} == set(SIDES)
     checked = {where for where, verdict in status.items() if verdict == CHECKED}
     names = {entry["name"] for entry in report["moves"] + report["steps"]}
     ours = {(name, OURS) for name in names | {CELL.name}}
@@ -88,7 +94,7 @@ def test_a_wrong_kernel_is_not_passed(monkeypatch):
         return problem._replace(block_table=problem.block_table[:, ::-1].at[0, 0].set(0))
 
     for wrong in (shifted(problem), problem._replace(q=problem.q * math.nan)):
-        sides = [side for side in kernel_speed.jax_sides(wrong) if side.name == "gather + XLA"]
+        sides = [side for side in jax_sides(wrong) if side.name == "gather + XLA"]
         contest = Contest("cell", 1, lambda out: error_of(out, expected), TOLERANCE, 2)
         (record,) = timing.compete(contest, sides, None)
         assert record["status"] == WRONG and "off the reference" in record["reason"]
@@ -180,9 +186,9 @@ def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
 # --- what is asked ---
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        kernel_speed.main([])
+        kernel_speed.main(["--output", str(tmp_path)])
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert "jax runs on cpu here, expected an NVIDIA Hopper GPU" in said and "--interpret" in said
@@ -297,15 +303,6 @@ def test_a_sample_is_long_whatever_a_launch_takes():
     assert timing.launches_for(10**12) == 2
 
 
-def test_a_device_that_does_not_answer_is_given_up():
-    given_up = []
-    with timing.deadline(0.01, lambda: given_up.append("late")):
-        time.sleep(0.1)
-    with timing.deadline(10, lambda: given_up.append("never")):
-        pass
-    assert given_up == ["late"]
-
-
 # --- the run ---
 
 
@@ -320,94 +317,58 @@ class FakeDevice:
         return {"bytes_limit": 60 * 10**9}
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_speed, "_driver", lambda: "580")
-    parsed = dict(interpret=False, quick=False, minutes=8.0, output=tmp_path)
-    return kernel_speed.Run(kernel_speed.argparse.Namespace(**parsed), FakeDevice())
+def test_every_entry_has_a_name_before_anything_is_made():
+    """Nothing here has a GPU; and what does not fit is not tried."""
+    jobs = kernel_speed_jobs.Jobs(FakeDevice(), is_quick=False, interpret=False)
+    names = jobs.names
+    assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 6 + 2
+    first = [kind for kind, _ in names[:17]]
+    assert first == ["entries"] * 3 + ["decodes"] * 6 + ["moves"] * 6 + ["steps"] * 2
+    with pytest.raises(kernel_speed_jobs.NoRoomError, match="needs 69 GB, and 60 GB may be used"):
+        jobs.make("decodes", Cell(128, 32768, 4, 16).name)  # 17 GB, four times
+    assert jobs.environment["device"]["compute_capability"] == "9.0"
 
 
-def work():
-    return Contest("work", 1000, lambda _: 0.0, 0.0, 1), [fake(OURS, 0.001, is_ours=True)], {}
-
-
-def test_results_are_named_after_the_device_and_saved_each_time(run):
-    run.seconds = 0.0
-    run.enter("moves", "work", work)
-    saved = json.loads((run.options.output / "nvidia_h200.json").read_text())
-    assert saved["moves"][0]["sides"][0]["status"] == MEASURED
-    assert saved["device"]["driver"] == "580" and saved["seconds"] > 0
-    run.options.quick = True
-    assert run.path.name == "nvidia_h200_quick.json"
-
-
-def test_what_does_not_fit_is_listed(run):
-    run.decode(Cell(128, 32768, 4, 16))  # 17 GB, four times
-    (skipped,) = run.report["skipped"]
-    assert skipped == {
-        "cell": "128 x 32k, group 4, block 16",
-        "reason": "needs 69 GB, and 60 GB may be used",
-    }
-
-    def no_room():
-        raise MemoryError("out of memory")
-
-    run.enter("decodes", "huge", no_room)
-    assert run.report["skipped"][1] == {"cell": "huge", "reason": "MemoryError: out of memory"}
-    run.end = time.monotonic() - 1
-    run.enter("moves", "late", work)
-    assert run.report["left_out"] == ["late"] and not run.report["moves"]
-
-
-def test_a_timed_run_from_end_to_end(run, monkeypatch, capsys):
+def test_a_timed_run_from_end_to_end(tmp_path, monkeypatch, capsys):
     """On a CPU, where ours does not run: the peers' times, and what follows from them."""
-    step = pytest.importorskip("experiments.kernel_speed_step", reason="needs flax")
-    monkeypatch.setattr(kernel_speed, "QUICK", (CELL._replace(batch=1),))
-    monkeypatch.setattr(kernel_speed_cells, "ROTATED_BYTES", 3 * CELL.kv_bytes)
-    contests = kernel_speed.ceiling_contests
-    monkeypatch.setattr(kernel_speed, "ceiling_contests", lambda: contests(1 << 12))
-    pools = functools.partial(kernel_speed.Pools, 2, 8, 1, 8, 64)
-    monkeypatch.setattr(kernel_speed, "Pools", pools)
-    monkeypatch.setattr(kernel_speed, "NUM_MOVED", 2)
-    monkeypatch.setattr(step, "LLAMA_1B", step.TINY)
-    monkeypatch.setattr(step, "SIZES", (step.StepSizes(2, 32, num_steps=2),))
-    run.options.quick, run.seconds = True, 0.0
-    run.measure()
-    run.save()
-    kernel_speed_report.show(run.report)
+    pytest.importorskip("flax")
+    tiny_worker(monkeypatch, "timed")
+    monkeypatch.setattr(kernel_speed, "QUICK_SECONDS", 0.0)
+    assert kernel_speed.main(["--quick", "--output", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    (decode,), (taken,) = run.report["decodes"], run.report["steps"]
+    report = json.loads((tmp_path / "cpu_quick.json").read_text())
+    (decode,), (taken,) = report["decodes"], report["steps"]
     assert decode["num_buffers"] == 6 and decode["comparison"]["best_peer"] == "gather + XLA"
     assert decode["comparison"]["why_no_ratio"].startswith("ours: failed: ")
-    rates = run.report["ceilings"]
+    rates = report["ceilings"]
     assert 0 < rates["read"] and 0 < rates["copy"]
     (xla, ours) = taken["sides"]
     assert xla["status"] == MEASURED and taken["of_ceiling"] == {
         "XLA attention": pytest.approx(taken["num_bytes"] / xla["median_us"] / 1e3 / rates["read"])
     }
     assert ours["status"] == FAILED and "it is for cuda devices, and this is cpu" in ours["reason"]
-    assert [entry["name"] for entry in run.report["moves"]][0] == "append 128 tokens"
+    assert [entry["name"] for entry in report["moves"]][0] == "append 128 tokens"
     assert "gather + XLA" in shown and "0 of 1 cells compared with a peer" in shown
 
 
-def test_a_lost_device_ends_the_run(run, monkeypatch):
+def test_a_side_that_loses_the_device_ends_the_contest(monkeypatch):
+    """What came after it would fail in its stead."""
+
     def lost(*_):
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    run.seconds = 0.0
+    contest = Contest("work", 1000, lambda _: 0.0, 0.0, num_launches=1)
+    jobs = kernel_speed_jobs.Jobs(jax.devices()[0], is_quick=True, interpret=True)
+    for fails_on in (1, 3):
+        sides = [fake(OURS, is_ours=True), fake("peer", fails_on=fails_on), fake("next")]
+        records = timing.compete(contest, sides, 0.0, check_device=jobs.check)
+        assert [record["status"] for record in records] == [MEASURED, FAILED, MEASURED]
+        with monkeypatch.context() as patch, pytest.raises(timing.LostDeviceError) as loss:
+            patch.setattr(jax, "block_until_ready", lost)
+            timing.compete(
+                contest, sides[:1] + [fake("peer", fails_on=fails_on)], 0.0, check_device=jobs.check
+            )
+        assert loss.value.args == ("peer", "RuntimeError: it broke")
     monkeypatch.setattr(jax, "block_until_ready", lost)
-    contest, _, sizes = work()
-    run.enter("moves", "bad", lambda: (contest, [fake("peer", fails_on=1), fake(OURS, is_ours=True)], sizes))
-    assert "the device is lost after bad" in run.report["stopped"]
-    run.enter("moves", "next", work)
-    assert run.report["left_out"] == ["next"]
-    monkeypatch.setattr(kernel_speed, "make_problem", lost)
-    for name in ("floor_contest", "move_contests"):
-        monkeypatch.setattr(kernel_speed, name, lost)
-    monkeypatch.setattr(run, "_steps", lost)
-    run.options.quick = True
-    run.measure()
-    skipped = [skipped["cell"] for skipped in run.report["skipped"]]
-    assert skipped == ["the ceilings", "the movement of tokens and blocks", "the decoder's steps"]
-    cells = {cell.name for cell in kernel_speed_cells.QUICK}
-    assert cells < set(run.report["left_out"])
+    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+        jobs.clean()  # between entries too

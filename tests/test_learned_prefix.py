@@ -123,7 +123,8 @@ def test_the_text_to_measure_on_is_not_learned_from(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--data", "/nowhere"], "/nowhere"),
+        (["--data", "/nowhere"], "there is no folder /nowhere"),
+        (["--data", "x" * 300], "there is no folder xxx"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--steps", "0"], "got '0'"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from gpu_interpreter import run_interpreted
 
 from pallas_kernels import reference
-from pallas_kernels.decode_rows import DecodeRows
+from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, plan_for
 from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
 from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
@@ -143,10 +143,19 @@ def test_merge(shape):
     assert np.isneginf(np.asarray(lse).reshape(-1)[1])
 
 
+@pytest.mark.parametrize("soft_cap", [5.0, 30.0, 50.0])
+def test_soft_caps_are_as_good_as_float32(soft_cap):
+    logits = np.r_[np.linspace(-900, 900, 20_001), np.logspace(-9, 3, 500), 1e30, -1e30].astype(np.float32)
+    options = DecodeOptions(1, scale=0.125, soft_cap=soft_cap)
+    found = np.asarray(decode._scaled(options, logits))
+    expected = soft_cap * np.tanh(logits.astype(np.float64) * 0.125 / soft_cap) / np.log(2)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-7 * soft_cap)
+
+
 def refused(expected: str, shape: DecodeShape = SHAPES["plain"], **changes) -> None:
     problem = shape.problem()._replace(**changes)
     with pytest.raises(ValueError, match=expected):
-        paged_decode(*problem[:6], layer=0, sink_logits=problem.sink_logits, interpret=True)
+        paged_decode(*problem[:6], layer=problem.layer, sink_logits=problem.sink_logits, interpret=True)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
@@ -161,10 +170,20 @@ def test_what_the_kernel_does_not_take_is_refused():
         rows=rows._replace(num_columns=jnp.zeros(3, jnp.int32)),
     )
     refused("expected .rows, queries, num_kv_heads", q=jnp.zeros((2, 4, 64), jnp.bfloat16))
+    refused("q has shape .0, 1, 2, 4, 64., expected .* at least 1", q=jnp.zeros((0, 1, 2, 4, 64)))
+    refused("q has shape .2, 1, 2, 0, 64., expected .* at least 1", q=jnp.zeros((2, 1, 2, 0, 64)))
+    refused("q is int32, expected a floating dtype", q=jnp.zeros((2, 1, 2, 4, 64), jnp.int32))
+    refused("block_table is int32.3, 0., expected .* at least 1", block_table=jnp.zeros((3, 0), jnp.int32))
+    refused("layer is float32.., expected an integer scalar", layer=1.5)
+    refused("layer is int32.1,., expected an integer scalar", layer=jnp.zeros(1, jnp.int32))
+    no_heads = jnp.zeros((4, 0, 16, 64), jnp.bfloat16)
+    refused("pools have shape .4, 0, 16, 64., expected no axis", k_pool=no_heads, v_pool=no_heads)
     refused("key/value heads of 64, expected 2 of 64", q=jnp.zeros((2, 1, 3, 4, 64), jnp.bfloat16))
     refused("expected two equal", v_pool=jnp.zeros((3, 2, 16, 64), jnp.bfloat16))
     refused("sink_logits has shape", sink_logits=jnp.zeros(8))
     with pytest.raises(ValueError, match="last axis of 80"):
         merge_attention(jnp.zeros((2, 3, 80)), jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="last axis of 0"):
+        merge_attention(jnp.zeros((2, 3, 0)), jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match="expected .s, ..., d. and .s, ....."):
         merge_attention(jnp.zeros((2, 3, 64)), jnp.zeros((3, 2)))

@@ -341,3 +341,10 @@ def test_too_many_heads_to_append():
     pool, tokens = jnp.zeros((1, 257, 8, 64), "bfloat16"), jnp.zeros((1, 257, 64), "bfloat16")
     with pytest.raises(ValueError, match="257 key/value heads, expected at most 256"):
         mosaic_gpu.append_kv(pool, pool, tokens, tokens, jnp.zeros(1, jnp.int32), num_blocks=1)
+
+
+def test_too_large_tokens_to_append():
+    """K and V of a token must fit into shared memory."""
+    pool, tokens = jnp.zeros((1, 114, 8, 256)), jnp.zeros((1, 114, 256))
+    with pytest.raises(ValueError, match="keys of a token have 116736 bytes, expected at most 115712"):
+        mosaic_gpu.append_kv(pool, pool, tokens, tokens, jnp.zeros(1, jnp.int32), num_blocks=1)

@@ -59,6 +59,16 @@ def both(pool: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
             SCATTER | dict(v=shape(2, 3, 2, 16, 128)),
             r"v has shape \(2, 3, .* = \(3, 3, 2, 16",
         ),
+        (
+            "gather_blocks",
+            GATHER | both(shape(12, 0, 16, 128)),
+            r"pools have shape \(12, 0, 16, 128\), expected no axis of length 0",
+        ),
+        (
+            "append_kv",
+            APPEND | dict(layer=shape(dtype="float32")),
+            r"layer is float32\(\), expected an integer",
+        ),
         ("append_kv", APPEND | dict(slots=i32(5, 1)), r"slots is int32\(5, 1\), expected int32\[n\]"),
         (
             "append_kv",
@@ -75,6 +85,12 @@ def both(pool: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
 def test_what_does_not_fit_together(kernel, arguments, expected):
     with pytest.raises(ValueError, match=expected):
         jax.eval_shape(functools.partial(getattr(mosaic_tpu, kernel), num_blocks=4), **arguments)
+
+
+def test_no_blocks_are_gathered():
+    arguments = GATHER | dict(block_ids=i32(0))
+    k, v = jax.eval_shape(functools.partial(mosaic_tpu.gather_blocks, num_blocks=4), **arguments)
+    assert k.shape == v.shape == (3, 0, 2, 16, 128)
 
 
 @pytest.mark.parametrize(

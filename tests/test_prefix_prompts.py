@@ -33,7 +33,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(data):
-    return prefix_prompts.few_shot_prompts(data / "text" / "gsm8k_test.jsonl", 3)
+    return prefix_prompts.few_shot_prompts(data, 3)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,29 @@ def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, pr
     assert few_shot["bytes_kept"] < few_shot["bytes_of_all_prompts"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shared", "10000000"], "got --shared 10000000, expected fewer than the text has: "),
+        (["--own", "10000000"], "got --own 10000000, expected fewer than the text has: "),
+        (["--data", "nowhere"], "argument --data: there is no folder nowhere"),
+        (["--prompts", "1"], "expected an integer of at least 2"),
+        (["--prompts", "5"], "gsm8k_test.jsonl has 12 examples, expected 13: lower --prompts"),
+        (["--data", "."], "got --data ., expected text/gsm8k_test.jsonl in it: "),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_timed(folder, data, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(prefix_prompts, "time_pairs", lambda *_: pytest.fail("timed"))
+    with pytest.raises(SystemExit) as stop:
+        prefix_prompts.main(["--checkpoint", str(folder), "--data", str(data), *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_missing_files(folder, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "1"]
+    arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "2"]
     assert prefix_prompts.main(arguments) == 0
     assert "few-shot prompts: skipped" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:

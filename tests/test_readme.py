@@ -1,9 +1,12 @@
 """README.md's Python blocks run as they stand, in order, in one namespace."""
 
+import inspect
 import pathlib
 import re
 
 import pytest
+
+import kvcache_jax as kv
 
 README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 
@@ -28,6 +31,15 @@ def test_readme_blocks_run():
     assert python_blocks(text), "README.md has no python block"
     assert text.count("```python") == len(python_blocks(text)), "a python block is indented or not closed"
     run_blocks(text, str(README))
+
+
+def test_functions_that_are_said_to_go_on_with_a_cache_take_one():
+    said = re.search(r"([^;.]+) across calls that hand `cache=` on", README.read_text())
+    assert said is not None
+    names = re.findall(r"`(\w+)`", said.group(1))
+    assert {"generate", "score"} <= set(names)
+    for name in names:
+        assert "cache" in inspect.signature(getattr(kv, name)).parameters
 
 
 def test_blocks_share_a_namespace_and_fail_at_their_line():

@@ -1,5 +1,6 @@
 """Heads split over eight devices: same result, no collective on a pool, pools never gathered."""
 
+import dataclasses
 import functools
 import re
 
@@ -121,6 +122,14 @@ def test_only_the_heads_may_be_split():
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="only the heads split"):
         kv.init(CONFIG, sharding=NamedSharding(mesh, P("heads")))
+
+
+def test_head_axis_must_be_in_the_current_mesh():
+    config = dataclasses.replace(CONFIG, head_axis="heads")
+    with pytest.raises(ValueError, match=r"current mesh has the axes \(\)"):
+        kv.init(config)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))), pytest.raises(ValueError, match=r"the axes \('data',"):
+        kv.init(config)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,19 @@ def test_a_tokenizer_that_does_not_fit_is_named(tmp_path):
     refuses(
         tmp_path, r"generation_config.json: eos_token_id is \['</s>'\], expected a token id or a list of them"
     )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 1099511627776]}')
+    refuses(tmp_path, r"eos_token_id is \[3, 1099511627776\], expected a token id or a list of them")
     refuses(FIXTURES / "llama", "has no tokenizer.json and vocab_size is 97, expected at least 256")
+
+
+def test_prompts_are_neither_cut_nor_filled_up(tmp_path):
+    trained = byte_level_bpe()
+    expected = trained.encode(TEXT).ids, trained.encode("x").ids
+    trained.enable_truncation(4)
+    trained.enable_padding(length=8)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.encode(TEXT), tokenizer.encode("x")) == expected
 
 
 def test_a_missing_tokenizer_file_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import signal
 
 import jax
@@ -240,7 +241,9 @@ def test_the_command_trains_evaluates_and_records(small, tmp_path, capsys):
     assert train.main(arguments) == 0  # the state went with the run, nothing is in the way
     capsys.readouterr()
     assert train.main(["--evaluate", "--out", str(out), "--json"]) == 0
-    held_out = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert re.search(r"^evaluating: 1 of (\d+)\n(.*\n)*evaluating: \1 of \1\n$", captured.err)
+    held_out = json.loads(captured.out)
     assert held_out["bits_per_byte"] == record["held_out"]["bits_per_byte"]
     decoder = checkpoint.load(out, dtype=jnp.float32)
     bits = bits_of_files(decoder, list(small.values()))
@@ -289,4 +292,8 @@ def test_bad_input_is_one_sentence(tmp_path, capsys):
     assert "has no state to resume from" in refusal(
         capsys, "--resume", "--state", tmp_path, "--out", tmp_path
     )
+    missing = tmp_path / "a", tmp_path / "b"
+    message = refusal(capsys, "--resume", "--out", missing[0], "--state", missing[1])
+    assert message == f"{missing[1]} has no state to resume from: start without --resume"
+    assert not any(folder.exists() for folder in missing)
     assert refusal(capsys, "--evaluate", "--out", tmp_path) == f"{tmp_path} has no config.json"

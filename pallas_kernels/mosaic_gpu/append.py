@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.interpret import launch
-from pallas_kernels.mosaic_gpu.limits import NUM_SMS, check_moved_pool
+from pallas_kernels.mosaic_gpu.limits import NUM_SMS, SHARED_MEMORY, check_moved_pool
 from pallas_kernels.move_arguments import check_append
 
 MAX_TOKENS_PER_CTA = 8
@@ -15,6 +15,7 @@ MAX_CTA_BYTES = 32 * 1024
 """Of K in one CTA; as many of V."""
 _CTAS_PER_SM = 4
 _MAX_HEADS = 256  # rows of one transfer
+_MAX_TOKEN_BYTES = (SHARED_MEMORY - 1024) // 2  # of K; as many of V lie beside them, and a barrier
 
 
 def append_kv(
@@ -35,7 +36,7 @@ def append_kv(
 
     Args:
       k_pool: `[num_layers * num_blocks, h, block_size, d]` of 16 or 32 bits, d 64, 128 or 256, block_size a
-        multiple of 8 up to 512, h at most 256.
+        multiple of 8 up to 512, h at most 256, a token of all heads at most 113 KiB.
       v_pool: Like `k_pool`.
       k: `[n, h, d]`, cast to the pool's dtype.
       v: Like `k`.
@@ -50,17 +51,23 @@ def append_kv(
     Raises:
       ValueError: The arguments do not fit together, or this kernel does not take them.
     """
-    check_append(k_pool, v_pool, k, v, slots, num_blocks)
+    check_append(k_pool, v_pool, k, v, slots, num_blocks, layer)
     check_moved_pool(k_pool)
     num_tokens, num_heads, head_dim = k.shape
     if num_heads > _MAX_HEADS:
         raise ValueError(
             f"the pools have {num_heads} key/value heads, expected at most {_MAX_HEADS} on a GPU"
         )
+    token_bytes = num_heads * head_dim * k_pool.dtype.itemsize
+    if token_bytes > _MAX_TOKEN_BYTES:
+        raise ValueError(
+            f"the keys of a token have {token_bytes} bytes, expected at most {_MAX_TOKEN_BYTES} on a GPU: "
+            "shard the heads"
+        )
     if not num_tokens:
         return k_pool, v_pool
     block_size = k_pool.shape[2]
-    cta_tokens = _tokens_per_cta(num_tokens, num_heads * head_dim * k_pool.dtype.itemsize)
+    cta_tokens = _tokens_per_cta(num_tokens, token_bytes)
 
     def body(k_ref, v_ref, slots_ref, layer_ref, k_pool_ref, v_pool_ref, k_smem, v_smem, barrier):
         own = lax.axis_index("cta") * cta_tokens

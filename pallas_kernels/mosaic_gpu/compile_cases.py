@@ -14,6 +14,7 @@ from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase, i32, pool
 from pallas_kernels.mosaic_gpu.compile_cases_move import MOVE_CASES
 from pallas_kernels.mosaic_gpu.decode import paged_decode
+from pallas_kernels.mosaic_gpu.merge import merge_attention
 
 
 def _decode_case(
@@ -51,10 +52,11 @@ def _decode_case(
     return CompileCase(name, function, arguments, budget, pools=(1, 2))
 
 
-# As many programs as shared memory leaves room for share an SM, and so must their registers: of 128 threads
-# each, three have 168 registers a thread, five have 96. The rings of two stages take 64 KiB at head_dim 128.
+# As many programs as `programs_per_sm` says share an SM, and so must their registers: of 128 threads each,
+# three have 168 registers a thread, five have 96. The rings of two stages take 64 KiB at head_dim 128.
 _BUDGET = Budget(registers=128, shared_memory=76_500, min_wgmma=16, min_tma=25, temporary_bytes=9_000_000)
 _WIDE = dataclasses.replace(_BUDGET, registers=208, shared_memory=98_000)
+_HEAD_64_WIDE = dataclasses.replace(_BUDGET, registers=168, shared_memory=54_000, min_wgmma=8)
 _HEAD_256 = dataclasses.replace(_BUDGET, registers=224, shared_memory=148_000, min_wgmma=32)
 _CASES = {
     "decode_32_rows_group_4": dict(budget=_BUDGET),
@@ -64,7 +66,13 @@ _CASES = {
         group_size=16, budget=dataclasses.replace(_BUDGET, registers=144, shared_memory=84_000)
     ),
     "decode_head_64": dict(
-        head_dim=64, budget=dataclasses.replace(_BUDGET, registers=96, shared_memory=46_000, min_wgmma=8)
+        head_dim=64, budget=dataclasses.replace(_BUDGET, registers=96, shared_memory=45_600, min_wgmma=8)
+    ),
+    "decode_head_64_group_16": dict(head_dim=64, group_size=16, budget=_HEAD_64_WIDE),
+    "decode_head_64_8_queries": dict(head_dim=64, num_queries=8, budget=_HEAD_64_WIDE),
+    "decode_sink_logits": dict(has_sink_logits=True, budget=_BUDGET),
+    "decode_70000_rows": dict(
+        num_rows=70_000, max_len=16, budget=dataclasses.replace(_BUDGET, temporary_bytes=2_500_000_000)
     ),
     "decode_head_256": dict(head_dim=256, budget=_HEAD_256),
     "decode_block_8": dict(block_size=8, budget=dataclasses.replace(_BUDGET, min_tma=59)),
@@ -86,5 +94,29 @@ _CASES = {
         budget=dataclasses.replace(_WIDE, registers=160),
     ),
 }
-CASES = (*(_decode_case(name, **options) for name, options in _CASES.items()), *MOVE_CASES)
+
+
+def _merge_case(num_lanes: int, head_dim: int, budget: Budget) -> CompileCase:
+    def arguments() -> tuple:
+        outs = jax.ShapeDtypeStruct((3, num_lanes, head_dim), jnp.float32)
+        return outs, jax.ShapeDtypeStruct(outs.shape[:-1], outs.dtype)
+
+    return CompileCase(f"merge_{num_lanes}_lanes_head_{head_dim}", merge_attention, arguments, budget)
+
+
+# A ring of four parts, and of their logs.
+_MERGE_CASES = (
+    _merge_case(5, 192, Budget(registers=64, shared_memory=26_000, min_tma=10, temporary_bytes=40_000)),
+    _merge_case(20, 64, Budget(registers=96, shared_memory=26_000, min_tma=10, temporary_bytes=40_000)),
+    _merge_case(40, 256, Budget(registers=208, shared_memory=133_000, min_tma=10, temporary_bytes=600_000)),
+    # More programs than CUDA starts along any but the first axis.
+    _merge_case(
+        2_200_000, 64, Budget(registers=96, shared_memory=34_000, min_tma=10, temporary_bytes=4_000_000_000)
+    ),
+)
+CASES = (
+    *(_decode_case(name, **options) for name, options in _CASES.items()),
+    *_MERGE_CASES,
+    *MOVE_CASES,
+)
 """In the order of the table."""

@@ -81,6 +81,16 @@ MOVE_CASES = (
     _append_case("64", 64, Budget(registers=32, shared_memory=4_104, min_tma=2)),
     _append_case("4096", 4096, Budget(registers=64, shared_memory=32_776, min_tma=2)),
     _append_case("4096_f32", 4096, Budget(registers=64, shared_memory=65_544, min_tma=2), dtype="float32"),
+    # As large as a token may be.
+    _append_case(
+        "widest",
+        64,
+        Budget(registers=32, shared_memory=227 * 1024, min_tma=2),
+        num_kv_heads=113,
+        head_dim=256,
+        dtype="float32",
+        num_blocks=64,
+    ),
     _append_case(
         "8192_16x256",
         8192,

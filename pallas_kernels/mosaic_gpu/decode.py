@@ -10,7 +10,6 @@ The softmax is online and to the base 2, with `scale * log2(e)` folded into one 
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
+    MAX_LANES,
     TILE_ROWS,
     DecodePlan,
     Item,
@@ -28,6 +28,7 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
     plan_decode,
     tiling_of,
 )
+from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
 from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, SHARED_MEMORY, why_not_pool
 from pallas_kernels.mosaic_gpu.merge import merge_items
@@ -73,7 +74,7 @@ def paged_decode(
     Raises:
       ValueError: the arguments do not fit together, or this kernel does not take them.
     """
-    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
+    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits, layer)
     if reason := why_not(k_pool, q.shape[3]):
         raise ValueError(reason)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
@@ -104,20 +105,19 @@ def paged_decode(
         v_smem=ring,
         p_smem=plgpu.SMEM((tiling.num_lanes, TILE_ROWS), k_pool.dtype, transforms=tiled(TILE_ROWS, 2)),
         out_smem=plgpu.SMEM((head_dim, tiling.num_lanes), jnp.float32, transforms=tiled(tiling.num_lanes, 4)),
-        lse_smem=plgpu.SMEM((tiling.num_lanes,), jnp.float32),
+        # The result and the sink logits: two rows of 128 bytes, to which the copy engine wants them aligned.
+        per_lane_smem=plgpu.SMEM((2, MAX_LANES), jnp.float32),
         q_barrier=plgpu.Barrier(num_arrivals=1 if sink_logits is None else 2),
         k_barrier=ring_barrier,
         v_barrier=ring_barrier,
     )
-    if sink_logits is not None:
-        scratch["sinks_smem"] = plgpu.SMEM((tiling.num_lanes,), jnp.float32)
     out, lse, *parts = launch(
         functools.partial(_decode, options, tiling, can_split, interpret),
         cost=_cost(q, k_pool, block_table),
         interpret=interpret,
         out_type=(*result(num_rows), *result(num_parts)) if can_split else result(num_rows),
-        grid=(plan.items.shape[0], tiling.num_lane_tiles, num_heads),
-        grid_names=("item", "lane_tile", "head"),
+        grid=(plan.items.shape[0] * tiling.num_lane_tiles * num_heads,),
+        grid_names=("program",),
         kernel_name="paged_decode",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -140,24 +140,34 @@ def plan_for(
 
     Args:
       rows: Who asks.
-      q_shape: `(r, t, h, g, d)`.
+      q_shape: `(r, t, h, g, d)`; a plan for another `g` gives the same results, and may fill the GPU worse.
       num_columns: Columns of the block table.
       block_size: Tokens of a block.
       interpret: As if fewer programs ran side by side.
     """
     _, num_queries, num_heads, group_size, head_dim = q_shape
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
-    num_programs = NUM_SMS * (SHARED_MEMORY // _shared_memory(tiling, head_dim))
+    num_programs = NUM_SMS * programs_per_sm(tiling, head_dim)
     if interpret:
         num_programs = _INTERPRETED_PROGRAMS
     num_parallel = num_programs // (num_heads * tiling.num_lane_tiles)
     return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
 
 
+def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
+    """How many programs of 128 threads shared memory and registers leave room for.
+
+    Registers are known only once it is compiled: `compile_cases` holds five programs to 96 a thread, which 8
+    lanes of head_dim 64 need, and three to 168.
+    """
+    by_registers = 5 if tiling.num_lanes == 8 else 3
+    return min(SHARED_MEMORY // _shared_memory(tiling, head_dim), by_registers)
+
+
 def _shared_memory(tiling: Tiling, head_dim: int) -> int:
     """Bytes of shared memory of one program; the system takes 1 KB, barriers and alignment a little more."""
     rings = 2 * _STAGES * TILE_ROWS * head_dim * 2
-    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2 + 2 * 4)
+    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2)
     return rings + lanes + 4096
 
 
@@ -207,17 +217,16 @@ def _decode(
     v_smem,
     p_smem,
     out_smem,
-    lse_smem,
+    per_lane_smem,
     q_barrier,
     k_barrier,
     v_barrier,
-    sinks_smem: Any = None,
 ) -> None:
     """One key/value head and lane tile of one item; or nothing, where the plan has no item."""
     num_results = 4 if can_split else 2
     inputs, results = args[:-num_results], args[-num_results:]
     q_ref, k_ref, v_ref, table_ref, items_ref, layer_ref, *sinks_ref = inputs
-    item, lane_tile, head = (lax.axis_index(name) for name in ("item", "lane_tile", "head"))
+    item, lane_tile, head = unflatten(lax.axis_index("program"), tiling.num_lane_tiles, k_ref.shape[1])
     (
         row,
         table_row,
@@ -232,6 +241,7 @@ def _decode(
     block_size, head_dim = k_ref.shape[2:]
     first_lane = lane_tile * tiling.num_lanes
     lanes = pl.ds(first_lane, tiling.num_lanes)
+    lse_smem, sinks_smem = (per_lane_smem.at[nth, pl.ds(0, tiling.num_lanes)] for nth in range(2))
     mask = KeyMask(
         options, tiling, block_size, first_column, num_columns, first_position, num_queries, first_lane
     )
@@ -355,4 +365,6 @@ def _scaled(options: DecodeOptions, logits: jax.Array) -> jax.Array:
     """Scaled and capped logits, to the base 2."""
     if options.soft_cap is None:
         return logits * (options.scale * _LOG2_E)
-    return jnp.tanh(logits * (options.scale / options.soft_cap)) * (options.soft_cap * _LOG2_E)
+    # The hardware's tanh is 5e-4 off, which the cap multiplies; its exp2 is 2e-7 off, and inf is fine.
+    tanh = 1 - 2 / (1 + jnp.exp2(logits * (2 * _LOG2_E * options.scale / options.soft_cap)))
+    return tanh * (options.soft_cap * _LOG2_E)

@@ -18,7 +18,9 @@ from pallas_kernels.decode_rows import DecodeRows
 TILE_ROWS = 64
 """Keys of a tile: the rows of a wgmma."""
 
-_MAX_LANE_VALUES = 32 * 128  # lanes times head_dim of a program: more does not fit into its registers
+MAX_LANES = 32
+"""Lanes of a program."""
+_MAX_LANE_VALUES = MAX_LANES * 128  # lanes times head_dim of a program: more does not fit into its registers
 _MIN_SPLIT_TILES = 4
 
 
@@ -53,7 +55,7 @@ def tiling_of(num_queries: int, group_size: int, head_dim: int, block_size: int)
     """The cut into full tiles with the fewest copies."""
     piece = math.gcd(block_size, TILE_ROWS)
     all_lanes = num_queries * group_size
-    num_lane_tiles = -(-all_lanes // min(32, _MAX_LANE_VALUES // head_dim))
+    num_lane_tiles = -(-all_lanes // min(MAX_LANES, _MAX_LANE_VALUES // head_dim))
     lanes = -(-all_lanes // num_lane_tiles)
     return Tiling(
         num_queries=num_queries,

@@ -9,13 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _STAGES = 4
-_MAX_LANES = 32
+_MAX_LANES = 32  # of float32: 128 bytes, to which the copy engine wants shared memory aligned
 
 
 def merge_attention(
@@ -40,7 +41,7 @@ def merge_attention(
             "with s at least 1"
         )
     *shape, head_dim = outs.shape[1:]
-    if head_dim % 64 or head_dim > 256:
+    if head_dim not in (64, 128, 192, 256):
         raise ValueError(f"outs has a last axis of {head_dim}, this kernel takes 64, 128, 192 and 256")
     num_parts, num_lanes = outs.shape[0], math.prod(shape)
     if not num_lanes:
@@ -86,8 +87,9 @@ def _merge(
     num_rows, num_heads, head_dim, all_lanes = out.shape
     num_lanes = next(n for n in range(min(_MAX_LANES, all_lanes), 0, -8) if all_lanes % n == 0)
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    num_lane_tiles = all_lanes // num_lanes
     launch(
-        functools.partial(_merge_row, num_lanes, min_parts),
+        functools.partial(_merge_row, num_lanes, num_lane_tiles, min_parts),
         cost=pl.CostEstimate(
             flops=3 * part_out.size,
             transcendentals=2 * part_lse.size,
@@ -95,12 +97,12 @@ def _merge(
         ),
         interpret=interpret,
         out_type=(),
-        grid=(num_rows, all_lanes // num_lanes, num_heads),
-        grid_names=("row", "lane_tile", "head"),
+        grid=(num_rows * num_lane_tiles * num_heads,),
+        grid_names=("program",),
         kernel_name="merge_attention",
         scratch_types=dict(
             part_smem=plgpu.SMEM((_STAGES, head_dim, num_lanes), jnp.float32, transforms=tiled(num_lanes, 4)),
-            part_lse_smem=plgpu.SMEM((_STAGES, num_lanes), jnp.float32),
+            part_lse_smem=plgpu.SMEM((_STAGES, _MAX_LANES), jnp.float32),  # of each slot the first lanes
             barrier=plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -110,6 +112,7 @@ def _merge(
 
 def _merge_row(
     num_lanes: int,
+    num_lane_tiles: int,
     min_parts: int,
     out_ref,
     lse_ref,
@@ -122,17 +125,20 @@ def _merge_row(
     barrier,
 ) -> None:
     """One row, lane tile and key/value head; nothing, where the row has fewer parts."""
-    row, lane_tile, head = (lax.axis_index(name) for name in ("row", "lane_tile", "head"))
+    num_heads = part_ref.shape[1]
+    row, lane_tile, head = unflatten(lax.axis_index("program"), num_lane_tiles, num_heads)
     first, end = first_item_ref[row], first_item_ref[row + 1]
     head_dim = part_ref.shape[2]
-    lanes = pl.ds(lane_tile * num_lanes, num_lanes)
+    lanes, lanes_of_slot = pl.ds(lane_tile * num_lanes, num_lanes), pl.ds(0, num_lanes)
     layout = plgpu.Layout.WGMMA
     by_lane = layout.reduce(0)
 
     def fetch(part) -> None:
         slot = lax.rem(part - first, jnp.int32(_STAGES))
         plgpu.copy_gmem_to_smem(part_ref.at[part, head, :, lanes], part_smem.at[slot], barrier.at[slot])
-        plgpu.copy_gmem_to_smem(part_lse_ref.at[part, head, lanes], part_lse_smem.at[slot], barrier.at[slot])
+        plgpu.copy_gmem_to_smem(
+            part_lse_ref.at[part, head, lanes], part_lse_smem.at[slot, lanes_of_slot], barrier.at[slot]
+        )
 
     def per_lane(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, (head_dim, num_lanes), [1])
@@ -142,7 +148,8 @@ def _merge_row(
         slot = lax.rem(part - first, jnp.int32(_STAGES))
         plgpu.barrier_wait(barrier.at[slot])
         part_out = plgpu.load(part_smem.at[slot], layout=layout)
-        part_lse = plgpu.load(part_lse_smem.at[slot], layout=by_lane, optimized=False) * _LOG2_E
+        part_lse = part_lse_smem.at[slot, lanes_of_slot]
+        part_lse = plgpu.load(part_lse, layout=by_lane, optimized=False) * _LOG2_E
         plgpu.commit_smem()
         pl.when(part + _STAGES < end)(lambda: fetch(part + _STAGES))
         part_lse = jnp.maximum(part_lse, _MASKED)
@@ -170,8 +177,8 @@ def _merge_row(
         total = jnp.where(is_empty, 1.0, total)
         # The ring is free again: its first slot takes the result.
         part_smem[0] = jnp.where(per_lane(is_empty), 0.0, out / per_lane(total))
-        part_lse_smem[0] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
+        part_lse_smem[0, lanes_of_slot] = jnp.where(is_empty, -jnp.inf, (peak + jnp.log2(total)) / _LOG2_E)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(part_smem.at[0], out_ref.at[row, head, :, lanes])
-        plgpu.copy_smem_to_gmem(part_lse_smem.at[0], lse_ref.at[row, head, lanes])
+        plgpu.copy_smem_to_gmem(part_lse_smem.at[0, lanes_of_slot], lse_ref.at[row, head, lanes])
         plgpu.wait_smem_to_gmem(0)

@@ -48,7 +48,7 @@ def append_kv(
       ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); the slots
         do not fit into SMEM, or a tile of all heads into VMEM.
     """
-    check_append(k_pool, v_pool, k, v, slots, num_blocks)
+    check_append(k_pool, v_pool, k, v, slots, num_blocks, layer)
     check_tpu_pool(k_pool)
     num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens == 0:

@@ -70,7 +70,7 @@ def paged_decode(
       ValueError: The arguments do not fit together, or are not for a TPU (`check_tpu_pool`); table and
         rows do not fit into SMEM, or a row's queries or a block of all heads into VMEM.
     """
-    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits)
+    check_decode(q, k_pool, v_pool, block_table, rows, options, sink_logits, layer)
     check_tpu_pool(k_pool)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     check_scalars("the block table with its rows", block_table.size + NUM_ROW_SCALARS * num_rows)

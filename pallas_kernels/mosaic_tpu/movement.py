@@ -49,6 +49,9 @@ def gather_blocks(
 
     pools = _by_layer(k_pool, num_blocks), _by_layer(v_pool, num_blocks)
     num_layers, _, *block_shape = pools[0].shape
+    if not block_ids.size:
+        nothing = jnp.zeros((num_layers, 0, *block_shape), k_pool.dtype)
+        return nothing, nothing
     moved = jax.ShapeDtypeStruct((num_layers, block_ids.shape[0], *block_shape), k_pool.dtype)
     return _move("gather_blocks", ends, (block_ids,), count, pools, (moved, moved), interpret)
 

@@ -19,7 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import kernel_speed_moves, kernel_speed_problem, kernel_speed_sides, kernel_speed_timing
+from experiments import (
+    kernel_speed_moves,
+    kernel_speed_names,
+    kernel_speed_problem,
+    kernel_speed_sides,
+    kernel_speed_timing,
+)
 from experiments.kernel_speed_cells import Cell
 from experiments.kernel_speed_problem import Problem
 from tests.aot import h200
@@ -84,10 +90,13 @@ def loops() -> Iterator[tuple[str, kernel_speed_timing.Side, int, int, int]]:
             largest = cell.kv_bytes // 4
             for side in kernel_speed_sides.jax_sides(problem):
                 yield f"{cell.name}, {num_buffers} buffers, {side.name}", side, largest, NUM_LAUNCHES, 0
-    for contest, sides in kernel_speed_moves.ceiling_contests(1 << 16):
-        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == kernel_speed_moves.COPY)
+    makers = kernel_speed_moves.ceiling_makers(1 << 16)
+    for name in (kernel_speed_names.READ, kernel_speed_names.COPY):
+        contest, sides = makers[name]()
+        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == kernel_speed_names.COPY)
         yield f"{contest.name}, {sides[0].name}", sides[0], largest, contest.num_launches, alias_bytes
-    for contest, sides in kernel_speed_moves.move_contests(POOLS, (128,), 64):
+    for make in kernel_speed_moves.move_makers(POOLS, (128,), 64).values():
+        contest, sides = make()
         pool_bytes = 2 * 2 * int(np.prod(POOLS.shape))
         yield f"{contest.name}, ours", sides[0], pool_bytes // 4, contest.num_launches, pool_bytes
 

@@ -4,6 +4,8 @@ import dataclasses
 import pathlib
 import re
 
+from tests.aot.alignment import tma_alignment
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
@@ -16,6 +18,9 @@ class KernelCost:
       shared_memory: Bytes of one CTA, barriers included.
       wgmma: Tensor core instructions.
       tma: Loads by the copy engine.
+      tma_alignment: See `tests.aot.alignment.tma_alignment`.
+      grid: CTAs along x, y and z.
+      tanh_approx: Instructions that compute tanh to 11 bits.
     """
 
     name: str
@@ -24,6 +29,9 @@ class KernelCost:
     shared_memory: int
     wgmma: int
     tma: int
+    tma_alignment: int
+    grid: tuple[int, ...]
+    tanh_approx: int
 
 
 def read_kernels(folder: pathlib.Path) -> list[KernelCost]:
@@ -44,10 +52,15 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
     sass = disassembled.read_text()
     registers = re.findall(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    # Each pass of the compiler prints the launch; from the second on the size is a constant.
+    # Each pass of the compiler prints the launch; from the second on sizes are constants.
     sizes = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32\b", passes)
-    if not (registers and spills and sizes):
-        raise ValueError(f"cannot read registers, spills and shared memory of {ptxas.stem} from {report!r}")
+    axis = r"%\w+ = %c(\d+)\w*"
+    grids = re.findall(rf"blocks\([^)]*\) in \({axis}, {axis}, {axis}\)", passes)
+    if not (registers and spills and sizes and grids):
+        raise ValueError(
+            f"cannot read registers, spills, shared memory and grid of {ptxas.stem} from {report!r}"
+        )
+    ptx = ptxas.with_suffix(".ptx").read_text()
     return KernelCost(
         name=ptxas.stem,
         registers=max(int(n) for n in registers),
@@ -55,4 +68,7 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         shared_memory=int(sizes[-1]),
         wgmma=len(re.findall(r"\bHGMMA\b", sass)),
         tma=len(re.findall(r"\bUTMALDG\b", sass)),
+        tma_alignment=tma_alignment(ptx),
+        grid=tuple(int(n) for n in grids[-1]),
+        tanh_approx=len(re.findall(r"\btanh\.approx\b", ptx)),
     )

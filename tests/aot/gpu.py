@@ -6,8 +6,8 @@
 
 Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in
 `pallas_kernels/mosaic_gpu/compile_cases.py` and `tests/aot/step.py`. Exit status 1 if a program costs more
-than its budget, has fewer tensor core or copy engine instructions than demanded, copies a pool, or does not
-compile.
+than its budget, has fewer tensor core or copy engine instructions than demanded, copies a pool, would fault
+where only a GPU notices it, or does not compile.
 """
 
 import argparse
@@ -26,6 +26,10 @@ from tests.aot.cases import CASES
 from tests.aot.compiling import ProgramCost, compile_case
 
 WORKERS = 2
+TMA_ALIGNMENT = 128
+"""Of addresses in shared memory."""
+MAX_GRID = (2**31 - 1, 65535, 65535)
+"""CTAs along x, y and z."""
 HEADINGS = ("registers", "spilled", "shared", "HGMMA", "UTMALDG", "temporary", "verdict")
 
 
@@ -46,6 +50,16 @@ def failures(cost: ProgramCost, budget: Budget) -> list[str]:
     for what, value, least in (("HGMMA", wgmma, budget.min_wgmma), ("UTMALDG", tma, budget.min_tma)):
         if value < least:
             found.append(f"{value} {what}, at least {least}")
+    for kernel in cost.kernels:
+        if kernel.tma_alignment < TMA_ALIGNMENT:
+            found.append(
+                f"{kernel.name} copies to or from shared memory at multiples of {kernel.tma_alignment} "
+                f"bytes, expected of {TMA_ALIGNMENT}"
+            )
+        if any(size > most for size, most in zip(kernel.grid, MAX_GRID, strict=True)):
+            found.append(f"{kernel.name} has a grid of {kernel.grid}, at most {MAX_GRID}")
+        if kernel.tanh_approx:
+            found.append(f"{kernel.name} has {kernel.tanh_approx} tanh.approx, which is 5e-4 off")
     if cost.pool_copies:
         found.append(f"copies a pool {cost.pool_copies} times")
     if cost.missing_alias_bytes:
