@@ -78,6 +78,7 @@ OPTIONS = "test_static_errors.py::test_attention_refuses_bad_options"
 VMAP = "test_static_errors.py::test_batched_queries_need_a_batched_cache"
 
 GREEDY = "test_decode.py::test_greedy_equals_the_model_without_a_cache[3]"
+TOKEN_IDS = "test_decode.py::test_token_ids_are_checked_alike"
 STOPS = "test_decode.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
 SPECULATIVE = "test_decode.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
 BEAMS = "test_decode.py::test_beam_search_equals_a_search_on_lists"
@@ -382,6 +383,7 @@ BUILD = in_module(
 ARGUMENTS = in_module(
     "arguments",
     ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
+    ("token ids below 0", "is_id = (values >= 0) &", "is_id =", TOKEN_IDS),
     ("wide integers wrap", "if values.dtype.itemsize >= 4:", "if values.dtype.itemsize > 8:", WIDE_INTEGERS),
 )
 
