@@ -78,6 +78,7 @@ OPTIONS = "test_static_errors.py::test_attention_refuses_bad_options"
 VMAP = "test_static_errors.py::test_batched_queries_need_a_batched_cache"
 
 GREEDY = "test_decode.py::test_greedy_equals_the_model_without_a_cache[3]"
+WIDE_TOKENS = "test_static_errors.py::test_token_ids_that_do_not_fit_are_refused"
 TOKEN_IDS = "test_decode.py::test_token_ids_are_checked_alike"
 STOPS = "test_decode.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
 SPECULATIVE = "test_decode.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
@@ -371,7 +372,7 @@ CACHE = in_module(
         "write(cache, layer, k[0],",
         BRANCHES,
     ),
-    ("gather clips ids", "control.context_len, seq_id, 0)", "control.context_len, seq_id)", GATHER),
+    ("gather wraps ids", "control.context_len, seq_id, 0)", "control.context_len, seq_id % 3, 0)", GATHER),
     ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED),
 )
 
@@ -383,7 +384,7 @@ BUILD = in_module(
 ARGUMENTS = in_module(
     "arguments",
     ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
-    ("token ids below 0", "is_id = (values >= 0) &", "is_id =", TOKEN_IDS),
+    ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ("wide integers wrap", "if values.dtype.itemsize >= 4:", "if values.dtype.itemsize > 8:", WIDE_INTEGERS),
 )
 
@@ -410,6 +411,10 @@ CHECKS = in_module(
     "checks",
     ("lost blocks not found", "(times_free == 0) &", "(times_free < 0) &", INVARIANTS),
     ("missing owners not found", "entries != ref_count", "entries > ref_count", INVARIANTS),
+)
+
+DECODE_ARGUMENTS = in_module(
+    "decode_arguments", ("token ids below 0", "(tokens < 0).any()", "False", TOKEN_IDS)
 )
 
 DECODE_LOOP = in_module(
@@ -457,6 +462,7 @@ MUTATIONS = [
     *CACHE,
     *BUILD,
     *ARGUMENTS,
+    *DECODE_ARGUMENTS,
     *CONFIG,
     *STATS,
     *STATUS,

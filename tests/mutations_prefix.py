@@ -5,6 +5,7 @@ from mutations import in_module
 SCRIPT = "test_prefix_scripts.py::test_a_short_random_script"
 GROUPS = "test_prefix_windows.py::test_a_short_random_script_of_three_groups"
 ROLLED = "test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still_there"
+FORKS = "test_prefix_windows.py::test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share"
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
@@ -93,6 +94,12 @@ MUTATIONS = [
     ),
     *in_module(
         "companions",
+        (
+            "one block for two of another group",
+            "is_linked, keeper = _first_wins(companions.keeper, is_linked, ids)",
+            "keeper = companions.keeper",
+            FORKS,
+        ),
         (
             "a window that rolled is not missed",
             "is_usable &= num_missing[end] ==",
