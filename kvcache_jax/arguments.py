@@ -72,10 +72,10 @@ def _words(name: str, values: Any) -> jax.Array | np.ndarray:
         fix = "give each position 32 bits, of a digest for example the first ones"
         if isinstance(values, jax.Array):
             raise TypeError(f"{name} has dtype {values.dtype}, expected at most 32 bits: {fix}")
-        for extreme in (values.min(), values.max()):
-            if not _INT32.min <= extreme <= _INT32.max:
+        for id_ in (values.min(), values.max()):
+            if not _INT32.min <= id_ <= _INT32.max:
                 raise ValueError(
-                    f"{name} has the token id {extreme}, expected {_INT32.min} to {_INT32.max} or uint32: {fix}"
+                    f"{name} has the token id {id_}, expected {_INT32.min} to {_INT32.max}, or uint32: {fix}"
                 )
     return values.astype(np.int32)
 
