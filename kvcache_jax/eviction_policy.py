@@ -119,7 +119,10 @@ def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
     try:
         keys = policy.key(blocks)
         if keys is None:
-            raise TypeError(f"eviction policy {name!r} returned None, expected a key per block")
+            raise TypeError(
+                f"eviction policy {name!r} returned None, expected a key per block: "
+                "it must return one, and name in needs= what it reads"
+            )
         keys = jnp.asarray(keys)
     except Exception as error:
         error.add_note(
