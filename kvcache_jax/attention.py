@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from kvcache_jax import arguments, attention_vjp, implementations, storage
 from kvcache_jax.arguments import Layer
 from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.queries import queries_of
 from kvcache_jax.state import Cache, KVPool, Step
@@ -19,6 +21,7 @@ from kvcache_jax.state import Cache, KVPool, Step
 AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
 
 
+@takes_one
 @jax.named_scope("kvcache.attend")
 def attend(
     cache: Cache,
@@ -37,6 +40,7 @@ def attend(
     return out
 
 
+@takes_one
 @jax.named_scope("kvcache.attention")
 def attention(
     cache: Cache,
@@ -115,7 +119,7 @@ def _attend(
     is_packed = step.cu_query_lens is not None
     grouped = q.reshape(-1, 1 if is_packed else shape[1], num_kv_heads, shape[-2] // num_kv_heads, head_dim)
     if sink_logits is not None:
-        sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
+        sink_logits = jnp.asarray(sink_logits).astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
     options = _static_options(group, block_pool.num_blocks, head_dim, scale, soft_cap)
     name = implementations.choose(cache.config, implementation, pool, grouped.shape[3])
@@ -161,13 +165,17 @@ def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -
         raise TypeError(f"q has dtype {q.dtype}, expected a floating dtype")
 
 
-def _check_options(scale: Any, soft_cap: Any, sink_logits: jax.Array | None, num_q_heads: int) -> None:
+def _check_options(scale: Any, soft_cap: Any, sink_logits: Any, num_q_heads: int) -> None:
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if isinstance(value, Tracer):
             raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
+        if value is not None and not _is_number(value):
+            raise TypeError(f"{name} is {value!r}, expected a Python number or None")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
-    if sink_logits is not None and sink_logits.shape != (num_q_heads,):
-        raise ValueError(
-            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
-        )
+    if sink_logits is not None and (shape := np.shape(sink_logits)) != (num_q_heads,):
+        raise ValueError(f"sink_logits has shape {shape}, expected ({num_q_heads},), one per query head")
+
+
+def _is_number(value: Any) -> bool:
+    return np.ndim(value) == 0 and jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral"))

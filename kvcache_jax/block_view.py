@@ -6,11 +6,10 @@ Also the glyph and the colour of each row, which the text and the figure share.
 import string
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from kvcache_jax.arguments import group_ids
+from kvcache_jax.cache_form import require_values
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.state import Cache
 
@@ -47,17 +46,7 @@ class GroupView(NamedTuple):
 def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]:
     """The layer group, or all for None; `caller` is named in errors."""
     ids = group_ids(cache.config, group)
-    for leaf in jax.tree.leaves(cache.control):
-        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            raise TypeError(
-                f"{caller} got a {type(leaf).__name__} in the cache, expected arrays with values: call it "
-                "outside of jit, vmap, scan and eval_shape, or hand the cache to jax.debug.callback"
-            )
-    if cache.control.is_active.ndim != 1:
-        raise ValueError(
-            f"{caller} got a batched cache, is_active has shape {cache.control.is_active.shape}, expected "
-            "(max_seqs,): draw one at a time, jax.tree.map(lambda x: x[i], cache)"
-        )
+    require_values(caller, cache)
     return [_group_view(cache, g) for g in ids]
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax import implementations
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.head_axis import check_in_mesh
 from kvcache_jax.memory_plan import describe
@@ -97,6 +98,7 @@ def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, sto
     return jax.jit(build, out_shardings=out_shardings)
 
 
+@takes_one
 def reset(cache: Cache) -> Cache:
     """Ends all rows and forgets all contents; the pools' buffers are reused as they are."""
     return dataclasses.replace(cache, control=_reset(cache.control, config=cache.config))

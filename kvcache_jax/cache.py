@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, attention_kernels, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
@@ -44,6 +46,7 @@ def donate(fn: Callable) -> Callable:
     return jax.jit(fn, donate_argnums=0)
 
 
+@takes_one
 @jax.named_scope("kvcache.allocate")
 def allocate(
     cache: Cache,
@@ -111,6 +114,7 @@ def allocate(
     )
 
 
+@takes_one
 @jax.named_scope("kvcache.extend")
 def extend(
     cache: Cache,
@@ -203,6 +207,7 @@ def _extend(
     return dataclasses.replace(cache, control=control, pools=pools), step
 
 
+@takes_one
 @jax.named_scope("kvcache.write")
 def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) -> Cache:
     """Stores the step's keys and values of one layer in the slots that `extend` reserved.
@@ -230,6 +235,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) ->
     )
 
 
+@takes_one
 @jax.named_scope("kvcache.append")
 def append(
     cache: Cache,
@@ -264,6 +270,7 @@ def append(
     return cache, step
 
 
+@takes_one
 @jax.named_scope("kvcache.fork")
 def fork(cache: Cache, src_ids: IntRows, dst_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Starts rows that share all tokens of other rows; takes no block and copies nothing.
@@ -292,6 +299,7 @@ def fork(cache: Cache, src_ids: IntRows, dst_ids: IntRows) -> tuple[Cache, jax.A
     return _on_rows(rows.fork_row, cache, src_ids, dst_ids)
 
 
+@takes_one
 @jax.named_scope("kvcache.reorder")
 def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Lets each row continue from a parent as it was before the call, as beam search does.
@@ -312,6 +320,7 @@ def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache,
     return dataclasses.replace(cache, control=control), status
 
 
+@takes_one
 @jax.named_scope("kvcache.truncate")
 def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, jax.Array]:
     """Drops tokens from the end of rows; blocks left without a token, reserved ones too, go back.
@@ -333,6 +342,7 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
     return _on_rows(rows.truncate_row, cache, seq_ids, new_len)
 
 
+@takes_one
 @jax.named_scope("kvcache.free")
 def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Ends rows; blocks that no other row holds are free again.
@@ -347,12 +357,14 @@ def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     return _on_rows(rows.free_row, cache, arguments.int_column("seq_ids", seq_ids))
 
 
+@takes_one
 @jax.named_scope("kvcache.touch")
 def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Marks rows as just used. Returns the cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID."""
     return _on_rows(rows.edit_row, cache, arguments.int_column("seq_ids", seq_ids))
 
 
+@takes_one
 @jax.named_scope("kvcache.set_priority")
 def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cache, jax.Array]:
     """Sets rows' priority, i32[n]. Returns the cache and status i32[n], as `touch`."""
@@ -361,6 +373,7 @@ def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cac
     return _on_rows(rows.edit_row, cache, seq_ids, priority)
 
 
+@takes_one
 @jax.named_scope("kvcache.gather")
 def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A row's keys and values as contiguous arrays.
@@ -385,6 +398,8 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
+    if shape := np.shape(seq_id):
+        raise ValueError(f"seq_id has shape {shape}, expected one integer, []: gather reads one row")
     column = seq_id[None] if isinstance(seq_id, jax.Array) else [seq_id]
     seq_id = arguments.int_column("seq_id", column)[0]
     return _gather(

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax.build import init
+from kvcache_jax.cache_form import require_values
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.manager_errors import CacheLost, ManagerBusy, ManagerClosed
 from kvcache_jax.manager_programs import without_pools
@@ -42,6 +43,7 @@ class CacheHolder:
     ):
         """Builds a cache, or takes one over; `forget` is called when it is lost and returns who had it."""
         if isinstance(cache, Cache):
+            require_values("CacheManager", cache)
             num_active = int(np.asarray(cache.is_active).sum())
             if num_active:
                 raise ValueError(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache_jax.cache_form import require_values
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_index import bucket_of
@@ -21,12 +22,17 @@ def check_invariants(cache: Cache) -> list[str]:
     Returns:
       One sentence per violation; empty if all is well.
 
+    Raises:
+      TypeError: the cache is traced or has no values.
+      ValueError: the cache is batched or was donated.
+
     Example:
       >>> import kvcache_jax as kv
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
       >>> kv.check_invariants(cache)
       []
     """
+    require_values("check_invariants", cache)
     is_active = np.asarray(cache.control.is_active)
     context_len = np.asarray(cache.control.context_len)
     violations = []

@@ -185,10 +185,7 @@ class CacheConfig:
                 raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
         _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
-        dtype = np.dtype(self.dtype)
-        if dtype.name not in DTYPES:
-            raise ValueError(f"dtype is {dtype.name}, expected one of {', '.join(DTYPES)}")
-        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "dtype", _storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(
                 f"max_query_len is {self.max_query_len}, expected at most max_seq_len = {self.max_seq_len}"
@@ -363,3 +360,13 @@ def _check_not_negative(owner: Any, *names: str) -> None:
     for name in names:
         if _check_integer(owner, name) < 0:
             raise ValueError(f"{name} is {getattr(owner, name)}, expected at least 0")
+
+
+def _storage_dtype(value: Any) -> np.dtype:
+    try:
+        name = np.dtype(value).name
+    except TypeError:
+        name = repr(value)
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name}, expected one of {', '.join(DTYPES)}")
+    return np.dtype(name)

@@ -113,9 +113,22 @@ def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
     """i32[num_blocks], the policy's keys.
 
     Raises:
-      TypeError: the policy returned something else.
+      TypeError: the policy returned something else. What it raises comes with a note that names it.
     """
-    keys = jnp.asarray(_policies[name].key(blocks))
+    policy = _policies[name]
+    try:
+        keys = policy.key(blocks)
+        if keys is None:
+            raise TypeError(
+                f"eviction policy {name!r} returned None, expected a key per block: "
+                "it must return one, and name in needs= what it reads"
+            )
+        keys = jnp.asarray(keys)
+    except Exception as error:
+        error.add_note(
+            f"eviction policy {name!r} has needs={sorted(policy.needs)}: beside recency it sees nothing else"
+        )
+        raise
     is_small = jnp.issubdtype(keys.dtype, jnp.signedinteger) and keys.dtype.itemsize <= 4
     if keys.shape != blocks.recency.shape or not (is_small or keys.dtype == bool):
         raise TypeError(

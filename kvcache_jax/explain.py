@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache_jax import arguments
+from kvcache_jax.cache_form import require_values
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.state import Cache
 
@@ -24,6 +25,10 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
     Returns:
       A few sentences.
 
+    Raises:
+      TypeError: the cache is traced or has no values, or `tokens` are no integers.
+      ValueError: the cache is batched or was donated, or shapes and counts do not fit.
+
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
       >>> layers = [kv.FullAttention(1, 8)]
@@ -34,6 +39,7 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
       >>> print(kv.explain(cache, [1, 2, 3, 4, 5, 6, 9, 9, 9]))
       4 of 9 tokens are cached. At position 6 the prompt has token 9, where the nearest cached sequence has 7.
     """
+    require_values("explain", cache)
     tokens = arguments.host_tokens("tokens", tokens)
     num_tokens = len(tokens) if num_tokens is None else num_tokens
     if not 0 <= num_tokens <= len(tokens):

@@ -19,12 +19,14 @@ from kvcache_jax import arguments
 from kvcache_jax import manager_errors as errors
 from kvcache_jax import manager_programs as programs
 from kvcache_jax.cache_holder import CacheHolder
-from kvcache_jax.config import CacheConfig
+from kvcache_jax.config import CacheConfig, as_integer
 from kvcache_jax.manager_requests import (
     TO_THE_END,
     Batch,
     Request,
+    checked_count,
     checked_final_len,
+    checked_group,
     checked_widths,
     prompt_of,
 )
@@ -119,7 +121,7 @@ class CacheManager:
                 raise errors.too_long(request_id, len(token_ids), self._config.max_seq_len)
             seq_id = np.int32(self._rows.row(request_id) if is_replaced else self._rows.idle_row(request_id))
             prompt = prompt_of(token_ids, self._config.max_seq_len, namespace, priority, reuse)
-            new, (admission, num_blocks, num_unfreed) = self._holder.on_control(
+            new, (admission, num_blocks) = self._holder.on_control(
                 programs.admit, seq_id, prompt, np.bool_(is_replaced)
             )
             status = Status(int(admission.status[0]))
@@ -128,7 +130,7 @@ class CacheManager:
                     programs.shortage(programs.without_pools(cache), seq_id, prompt, np.bool_(is_replaced))
                 )
                 raise errors.out_of_blocks(request_id, *needs)
-            if num_unfreed or status != Status.OK:
+            if status != Status.OK:
                 raise errors.out_of_sync(request_id, status)
             num_cached = int(admission.num_cached[0])
             self._holder.cache = new
@@ -237,21 +239,21 @@ class CacheManager:
         Raises:
           UnknownRequest, TooLong (it has fewer tokens), WindowLost: changed nothing.
         """
-        if new_len < 0:
-            raise ValueError(f"new_len is {new_len}, expected at least 0")
+        lengths = np.array([checked_count("new_len", new_len)], np.int32)
         with self._holder.turn("truncate_request"):
-            new_len = min(new_len, TO_THE_END)
-            lengths = np.array([new_len], np.int32)
             self._change([request_id], programs.truncate, self._rows.columns([request_id]), lengths)
 
     def free_request(self, request_id: Hashable) -> None:
-        """Ends a request. Published blocks stay cached until their place is needed.
+        """Ends a request, also one whose row a step function has ended (see `OutOfSync`).
+
+        Published blocks stay cached until their place is needed.
 
         Raises:
           UnknownRequest: changed nothing.
         """
         with self._holder.turn("free_request"):
-            self._change([request_id], programs.free, self._rows.columns([request_id]))
+            # The one way to fail is that the row is idle already.
+            self._holder.cache, _ = self._holder.on_control(programs.free, self._rows.columns([request_id]))
             self._rows.end(request_id)
 
     # --- steps ---
@@ -293,13 +295,13 @@ class CacheManager:
             return list(self._rows)
 
     def request(self, request_id: Hashable) -> Request:
-        """What the cache holds of a request. Raises `UnknownRequest`."""
+        """What the cache holds of a request. Raises `UnknownRequest`, `OutOfSync`."""
         with self._holder.turn("request") as cache:
-            seq_id = self._rows.row(request_id)
             control = cache.control
             columns = control.context_len, control.num_published, control.priority, control.namespace
             tables = [pool.block_table for pool in control.block_pools]
-            (length, num_published, priority, namespace), tables = self._holder.fetch((columns, tables))
+            seq_id, (columns, tables) = self._read(request_id, (columns, tables))
+            length, num_published, priority, namespace = columns
             return Request(
                 request_id=request_id,
                 seq_id=seq_id,
@@ -314,19 +316,22 @@ class CacheManager:
             )
 
     def num_computed_tokens(self, request_id: Hashable) -> int:
-        """Tokens that a request holds, found cached or appended. Raises `UnknownRequest`."""
+        """Tokens that a request holds, found cached or appended. Raises `UnknownRequest`, `OutOfSync`."""
         with self._holder.turn("num_computed_tokens") as cache:
-            return int(self._holder.fetch(cache.context_len)[self._rows.row(request_id)])
+            seq_id, lengths = self._read(request_id, cache.context_len)
+            return int(lengths[seq_id])
 
     def block_table(self, request_id: Hashable, *, group: int = 0) -> np.ndarray:
         """i32[n], blocks of a request by column, up to the last one; `num_blocks` where a window has a hole.
 
         Raises:
-          UnknownRequest: no such request.
+          UnknownRequest, OutOfSync: no such request, or no longer.
         """
+        group = checked_group(self._config, group)
         with self._holder.turn("block_table") as cache:
             pool = cache.control.block_pools[group]
-            entries = self._holder.fetch(pool.block_table)[self._rows.row(request_id)]
+            seq_id, table = self._read(request_id, pool.block_table)
+            entries = table[seq_id]
             held = np.flatnonzero(entries < pool.num_blocks)
             return entries[: held[-1] + 1 if len(held) else 0].copy()
 
@@ -334,9 +339,10 @@ class CacheManager:
         """`block_id * block_size + offset` of a token that the request holds; reserves nothing.
 
         Raises:
-          UnknownRequest: no such request.
+          UnknownRequest, OutOfSync: no such request, or no longer.
           IndexError: it holds no such token, or a window has let it go.
         """
+        position, group = as_integer("position", position), checked_group(self._config, group)
         with self._holder.turn("slot_for"):
             length = self.num_computed_tokens(request_id)
             if not 0 <= position < length:
@@ -380,12 +386,9 @@ class CacheManager:
 
     def evict(self, num_blocks: int) -> int:
         """Gives up cached blocks, the least valuable first; returns how many there were to evict."""
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks is {num_blocks}, expected at least 0")
+        num_blocks = checked_count("num_blocks", num_blocks)
         with self._holder.turn("evict"):
-            self._holder.cache, count = self._holder.on_control(
-                programs.evict, np.int32(min(num_blocks, TO_THE_END))
-            )
+            self._holder.cache, count = self._holder.on_control(programs.evict, np.int32(num_blocks))
             return int(count)
 
     def select_victim_requests(self, policy: str, n: int) -> list[Hashable]:
@@ -434,6 +437,15 @@ class CacheManager:
         return f"CacheManager({len(self._rows)} requests; {self._holder.describe()})"
 
     # --- within a turn ---
+
+    def _read(self, request_id: Hashable, values: Any) -> tuple[int, Any]:
+        """The row of a request that is active, and `values` of the cache in numpy."""
+        seq_id, cache = self._rows.row(request_id), self._holder.cache
+        assert cache is not None
+        is_active, values = self._holder.fetch((cache.is_active, values))
+        if not is_active[seq_id]:
+            raise errors.out_of_sync(request_id, Status.SEQ_NOT_ACTIVE)
+        return seq_id, values
 
     def _change(self, request_ids: Sequence[Hashable], program: Callable, *args: Any) -> None:
         """Changes rows without moving keys or values; all of them or none."""

@@ -53,7 +53,10 @@ class WindowLost(CacheError):
 
 
 class OutOfSync(CacheError):
-    """A row is not as the manager left it: a step function must neither start nor end rows."""
+    """A row is not as the manager left it: a step function must neither start nor end rows.
+
+    A request whose row was ended can only be freed or replaced.
+    """
 
 
 class ManagerBusy(CacheError):
@@ -163,6 +166,6 @@ def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
     """For a row that someone else started or ended."""
     return OutOfSync(
         f"the row of request {request_id!r} is not as the manager left it ({status.name}): rows start and "
-        "end through the manager, not in a step function",
+        "end through the manager, not in a step function; free_request ends a request whose row is idle",
         request_id=request_id,
     )

@@ -22,18 +22,15 @@ from kvcache_jax.status import Status
 @jax.jit
 def admit(
     cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
-) -> tuple[Cache, tuple[Admission, jax.Array, jax.Array]]:
-    """`allocate` for one row, which is freed first if it is replaced; also i32[] blocks that it then holds.
-
-    The last result is i32[] rows that could not be freed.
-    """
+) -> tuple[Cache, tuple[Admission, jax.Array]]:
+    """`allocate` for one row, which is freed first if it is replaced; also i32[], its blocks."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
-    cache, status = operations.free(cache, freed[None])
+    cache, _ = operations.free(cache, freed[None])
     cache, admission = operations.allocate(
         cache, seq_id[None], **jax.tree.map(lambda array: array[None], prompt._asdict())
     )
     held = [num_true(pool.block_table[seq_id] < pool.num_blocks) for pool in cache.control.block_pools]
-    return cache, (admission, sum(held, start=jnp.int32(0)), num_true(~_is_fine(status)))
+    return cache, (admission, sum(held, start=jnp.int32(0)))
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from kvcache_jax import arguments
+from kvcache_jax.config import CacheConfig, as_integer
 from kvcache_jax.rows import Prompt
 from kvcache_jax.state import Step
 
@@ -51,8 +52,11 @@ class Request:
     namespace: tuple[int, ...]
 
 
-def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: int, reuse: bool) -> Prompt:
+def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool) -> Prompt:
     """The arguments of an admission, padded to one shape."""
+    priority = as_integer("priority", priority)
+    if not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority is {priority}, expected -2**31 <= priority < 2**31")
     words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
     if words.dtype != np.uint32 or words.shape != (4,):
         raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
@@ -76,8 +80,19 @@ def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
     return sorted(set(widths))
 
 
-def checked_final_len(request_id: Hashable, length: int | None) -> int:
+def checked_count(name: str, count: Any) -> int:
+    """An integer from 0 on; what 32 bits do not hold stands for all."""
+    count = as_integer(name, count)
+    if count < 0:
+        raise ValueError(f"{name} is {count}, expected at least 0")
+    return min(count, TO_THE_END)
+
+
+def checked_final_len(request_id: Hashable, length: Any) -> int:
     """The `final_len` of a commit; None stands for all tokens."""
-    if length is not None and length < 0:
-        raise ValueError(f"final_len of request {request_id!r} is {length}, expected at least 0")
-    return TO_THE_END if length is None else min(length, TO_THE_END)
+    return TO_THE_END if length is None else checked_count(f"final_len of request {request_id!r}", length)
+
+
+def checked_group(config: CacheConfig, group: Any) -> int:
+    """The number of one layer group."""
+    return arguments.group_ids(config, as_integer("group", group))[0]

@@ -50,7 +50,7 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
 
     Raises:
       TypeError: the cache is traced or has no values.
-      ValueError: the cache is batched, or `group` or `width` is out of range.
+      ValueError: the cache is batched or was donated, or `group` or `width` is out of range.
 
     Example:
       >>> import kvcache_jax as kv

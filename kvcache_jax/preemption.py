@@ -12,12 +12,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, block_pool, rows
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.state import Cache, Control
 
 _ROW_POLICIES = ("lru", "lfu", "longest", "priority")
 
 
+@takes_one
 def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
     """The rows to preempt first; changes nothing.
 
@@ -46,6 +48,7 @@ def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
     return _select(cache.control, policy=policy)[:n]
 
 
+@takes_one
 def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -> tuple[Cache, jax.Array]:
     """Frees whole rows, one after the other, until `utilization` is at most `target`.
 

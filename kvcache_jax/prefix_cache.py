@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from kvcache_jax import arguments, block_pool, companions, eviction, prefix_index, publish
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control, empty_index
@@ -70,6 +71,7 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
     return (words | np.uint32(1 << 31)).view(np.int32)
 
 
+@takes_one
 @jax.named_scope("kvcache.commit")
 def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) -> tuple[Cache, jax.Array]:
     """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
@@ -98,6 +100,7 @@ def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) 
     return dataclasses.replace(cache, control=control), status
 
 
+@takes_one
 @jax.named_scope("kvcache.lookup")
 def lookup(
     cache: Cache,
@@ -128,6 +131,7 @@ def lookup(
     return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
 
 
+@takes_one
 @jax.named_scope("kvcache.evict")
 def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
     """Gives up the contents of cached blocks, the least valuable first, and makes them free.
@@ -146,6 +150,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
     return dataclasses.replace(cache, control=control), num_evicted
 
 
+@takes_one
 @jax.named_scope("kvcache.reset_prefix_cache")
 def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
     """Forgets all published contents; active rows keep their blocks and can publish them again.

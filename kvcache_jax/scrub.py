@@ -10,11 +10,13 @@ from jax.typing import ArrayLike
 from kvcache_jax import arguments, block_pool, eviction
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.single_kernel import get_at
 from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, count_events
 
 
+@takes_one
 @jax.named_scope("kvcache.scrub")
 def scrub(
     cache: Cache, seq_ids: IntRows | None = None, *, namespace: ArrayLike | None = None

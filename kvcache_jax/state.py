@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
+from kvcache_jax import cache_form
 from kvcache_jax.config import (
     CacheConfig,
     LayerGroup,
@@ -451,17 +451,16 @@ def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Arra
 
 
 def _summary(cache: Cache) -> str:
-    """Two lines with the figures that a person asks for first; shapes only while tracing."""
+    """Two lines with the figures that a person asks for first; shapes only without values or of several."""
     control, config = cache.control, cache.config
     size = f"{len(config.groups)} groups, {config.num_layers} layers, {config.dtype.name}"
-    leaves = jax.tree.leaves(control)
-    is_concrete = all(
-        isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, Tracer)
-        for leaf in leaves
-    )
-    if not is_concrete or control.is_active.ndim != 1:
-        table = ", ".join(f"block_table {pool.block_table.shape}" for pool in control.block_pools)
-        return f"Cache({size}; {table})"
+    has_values = cache_form.missing_values(cache) is None
+    if has_values and cache_form.is_donated(cache):
+        return f"Cache({size}; donated, its arrays are deleted)"
+    if not has_values or cache_form.is_batched(cache):
+        tables = [pool.block_table for pool in control.block_pools]
+        shapes = ", ".join(f"block_table {getattr(table, 'shape', table)}" for table in tables)
+        return f"Cache({size}; {shapes})"
     used = [int((np.asarray(pool.ref_count) > 0).sum()) for pool in control.block_pools]
     blocks = ", ".join(f"{u}/{pool.num_blocks}" for u, pool in zip(used, control.block_pools, strict=True))
     used_bytes = sum(u * group.block_bytes for u, group in zip(used, config.groups, strict=True))

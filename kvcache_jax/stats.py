@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kvcache_jax import arguments, block_pool
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.block_pool import num_true
+from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import LayerGroup
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.rows import num_blocks_for
@@ -71,6 +72,7 @@ class Stats:
 
 
 @jax.jit
+@takes_one
 def stats(cache: Cache) -> Stats:
     """The cache's figures as a pytree of scalars; usable inside jit.
 
@@ -116,6 +118,7 @@ def stats(cache: Cache) -> Stats:
 
 
 @jax.jit
+@takes_one
 def utilization(cache: Cache) -> jax.Array:
     """f32[], referenced / total blocks of the fullest layer group."""
     used = [
@@ -124,6 +127,7 @@ def utilization(cache: Cache) -> jax.Array:
     return functools.reduce(jnp.maximum, used)
 
 
+@takes_one
 def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
     """bool[], whether `utilization` reached `threshold`."""
     if not 0 <= threshold <= 1:
@@ -131,12 +135,14 @@ def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
     return utilization(cache) >= threshold
 
 
+@takes_one
 def num_available_blocks(cache: Cache, *, group: int | None = None) -> jax.Array:
     """i32[], blocks that can be handed out, of one layer group or (None) of all together."""
     pools = _selected(cache, group)
     return sum((block_pool.num_available(pool) for _, pool in pools), start=jnp.int32(0))
 
 
+@takes_one
 def num_blocks_needed(
     cache: Cache, num_new: IntRows, seq_ids: IntRows | None = None, *, group: int | None = None
 ) -> jax.Array:
@@ -180,12 +186,14 @@ def num_blocks_needed(
     return needed
 
 
+@takes_one
 def idle_seq_ids(cache: Cache, n: int) -> jax.Array:
     """i32[n], the first idle rows, padded with `max_seqs`."""
     n = arguments.static_count("n", n, cache.max_seqs, "max_seqs")
     return _first_rows(~cache.is_active, n)
 
 
+@takes_one
 def active_seq_ids(cache: Cache) -> jax.Array:
     """i32[max_seqs], the active rows, padded with `max_seqs`."""
     return _first_rows(cache.is_active, cache.max_seqs)

@@ -4,7 +4,7 @@
   attention would read is compared with the tokens expected there. It finds stale, aliased, leaked
   and misordered blocks without any arithmetic.
 * `Oracle` and `check_against_oracle`: a dict-of-lists model that predicts statuses, counts and sharing.
-* `poison`: NaN in every slot that holds no token, so that a stray read shows.
+* `poison`: NaN in every slot that nobody may read, so that a stray read shows.
 * `check_forward`: takes a model's step and checks that caching changes nothing.
 * `interpreted`: within it, kernels for accelerators run on the CPU, where their races are looked for.
 """
@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache_jax.arguments import pool_of
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, donate, extend, fork, write
+from kvcache_jax.cache_form import require_values, takes_one
 from kvcache_jax.config import CacheConfig, memory_bytes
 from kvcache_jax.implementations import interpreted
 from kvcache_jax.oracle import Oracle, OracleRow
@@ -90,6 +92,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
     Returns:
       One sentence per row and layer that reads something else; empty if all is well.
     """
+    require_values("check_tokens", cache)
     found = []
     rows = np.repeat(np.array([*expected], int), [len(tokens) for tokens in expected.values()])
     positions = np.concatenate([np.arange(0), *(np.arange(len(tokens)) for tokens in expected.values())])
@@ -122,6 +125,7 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
     Returns:
       One sentence per difference; empty if the cache is the oracle's up to the names of blocks.
     """
+    require_values("check_against_oracle", cache)
     found = []
     active = np.flatnonzero(np.asarray(cache.is_active)).tolist()
     if active != sorted(oracle.rows):
@@ -184,10 +188,19 @@ def _check_published(cache: Cache, oracle: Oracle) -> list[str]:
 
 
 @jax.jit
+@takes_one
 def poison(cache: Cache) -> Cache:
-    """NaN in every slot that holds no token of any row: free blocks, reserved ones, unfilled tails."""
+    """NaN in every slot that nobody may read: free blocks, reserved ones, unfilled tails.
+
+    Published blocks keep all their slots, which later prompts may read: those without owner, and those of
+    which a truncated row holds only a part.
+
+    Args:
+      cache: Not changed, unless donated. Built with `storage=True`.
+    """
     pools = []
-    for group, control, pool in zip(cache.config.groups, cache.control.block_pools, cache.pools, strict=True):
+    for g, (group, control) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
+        pool = pool_of(cache, g)
         num_slots = control.num_blocks * group.block_size
         positions = jnp.arange(control.max_blocks_per_seq * group.block_size, dtype=jnp.int32)
         blocks = jnp.repeat(control.block_table, group.block_size, axis=1)
@@ -196,7 +209,10 @@ def poison(cache: Cache) -> Cache:
         holds_token = (
             jnp.zeros(num_slots, bool).at[jnp.where(is_token, slots, num_slots)].set(True, mode="drop")
         )
-        mask = holds_token.reshape(1, control.num_blocks, 1, group.block_size, 1)
+        is_kept = holds_token.reshape(control.num_blocks, group.block_size)
+        if control.cached is not None:
+            is_kept |= control.cached.is_published[:, None]
+        mask = is_kept[None, :, None, :, None]
 
         def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:
             layers = values.reshape(-1, mask.shape[1], *values.shape[1:])

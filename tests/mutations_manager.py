@@ -1,4 +1,4 @@
-"""The mutations of the manager, of `explain` and of `scrub`; see `mutations`."""
+"""The mutations of the manager, `explain`, `scrub` and `poison`, and of refused caches; see `mutations`."""
 
 from mutations import in_module
 
@@ -15,6 +15,9 @@ TURNS = "test_manager_steps.py::test_every_call_takes_its_turn"
 THREADS = "test_manager_steps.py::test_threads_take_turns[prefix caching]"
 LOST = "test_manager_steps.py::test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over"
 NEEDED = "test_manager_blocks.py::test_rows_of_one_call_help_each_other"
+OUT_OF_SYNC = "test_manager_steps.py::test_a_request_whose_row_was_ended_can_be_freed_or_replaced"
+STACKED = "test_cache_form.py::test_stacked_caches_are_refused"
+SPARED = "test_testing.py::test_poison_spares_what_later_prompts_may_read"
 
 LEAVES = "test_explain.py::test_where_a_prompt_leaves_what_is_cached"
 NOT_THERE = "test_explain.py::test_what_was_evicted_or_is_not_committed"
@@ -48,6 +51,7 @@ MUTATIONS = [
             LIFE,
         ),
         ("a hole has slots", "if block_id == layer_group.num_blocks:", "if False:", WINDOWS),
+        ("a request without a row is read", "if not is_active[seq_id]:", "if False:", OUT_OF_SYNC),
         ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
     ),
     *in_module(
@@ -104,6 +108,14 @@ MUTATIONS = [
             "0",
             NEEDED,
         ),
+    ),
+    *in_module(
+        "cache_form",
+        ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
+    ),
+    *in_module(
+        "testing",
+        ("cached blocks are spoilt", "is_kept |= control", "_ = control", SPARED),
     ),
     *in_module(
         "explain",

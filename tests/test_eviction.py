@@ -240,6 +240,20 @@ def test_registration_refuses_what_cannot_work():
     def halves(blocks):
         return blocks.num_hits / 2
 
+    @kv.eviction_policy("test: forgot")
+    def forgot(blocks):
+        return blocks.num_hits
+
+    @kv.eviction_policy("test: forgot one", needs=["num_hits"])
+    def forgot_one(blocks):
+        return blocks.num_hits - blocks.age
+
+    for name, match in (
+        ("forgot", r"'test: forgot' returned None, expected a key per block(?s:.*)has needs=\[\]"),
+        ("forgot one", r"unsupported operand(?s:.*)'test: forgot one' has needs=\['num_hits'\]"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            kv.evict(kv.init(config_of(f"test: {name}"), storage=False), 1)
     with pytest.raises(TypeError, match=r"'test: halves' returned float32\[8\], expected int32\[8\]"):
         kv.evict(kv.init(config_of("test: halves"), storage=False), 1)
 

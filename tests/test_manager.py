@@ -141,6 +141,17 @@ def test_absurd_arguments_change_nothing():
         (ValueError, "at least 0", lambda: manager.commit_tokens("a", -1)),
         (ValueError, "at least 0", lambda: manager.truncate_request("a", -1)),
         (ValueError, "at least 0", lambda: manager.evict(-1)),
+        (TypeError, "final_len of request 'a' is 1.5", lambda: manager.commit_tokens("a", 1.5)),
+        (TypeError, "new_len is 2.9, expected an integer", lambda: manager.truncate_request("a", 2.9)),
+        (TypeError, "new_len is '2', expected an integer", lambda: manager.truncate_request("a", "2")),
+        (TypeError, "num_blocks is True", lambda: manager.evict(True)),
+        (TypeError, "num_blocks is 1.5", lambda: manager.evict(1.5)),
+        (TypeError, "priority is 1.5", lambda: manager.allocate_request("b", [1], priority=1.5)),
+        (ValueError, "priority is 2147483648", lambda: manager.allocate_request("b", [1], priority=2**31)),
+        (TypeError, "position is 0.5", lambda: manager.slot_for("a", 0.5)),
+        (ValueError, "group is -1, expected 0 <= group < 1", lambda: manager.slot_for("a", 0, group=-1)),
+        (ValueError, "group is 1, expected 0 <= group < 1", lambda: manager.block_table("a", group=1)),
+        (TypeError, "group is None", lambda: manager.block_table("a", group=None)),
         (TypeError, "expected a function", lambda: manager.run(3)),
     ):
         unchanged(manager, error, call, match)

@@ -43,6 +43,31 @@ def test_a_step_that_cannot_be_traced_loses_nothing():
     check(manager, {"a": [1, 2, 3, 4]})
 
 
+def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
+    """A step function must not end rows; when one did, its requests are told of and can go."""
+    manager = kv.CacheManager(CONFIG)
+    for name in ("a", "b", "c"):
+        start(manager, name, [1, 2, 3])
+    manager.run(lambda cache: kv.free(cache, jnp.array([0, 2])))
+    for call in (
+        lambda: manager.request("a"),
+        lambda: manager.num_computed_tokens("a"),
+        lambda: manager.block_table("a"),
+        lambda: manager.slot_for("a", 0),
+        lambda: manager.append_tokens("a", [4]),
+        lambda: manager.commit_tokens("a"),
+        lambda: manager.fork_request("a", "d"),
+        lambda: manager.truncate_request("a", 1),
+    ):
+        error = unchanged(manager, kv.OutOfSync, call, "row of request 'a'.*free_request ends")
+        assert error.request_id == "a"
+    manager.free_request("a")
+    assert manager.request_ids() == ["b", "c"]
+    assert manager.allocate_request("c", [4, 5], replace=True) == 0
+    fill(manager, {"c": [4, 5]})
+    check(manager, {"b": [1, 2, 3], "c": [4, 5]})
+
+
 CALLS = {
     "allocate_request": ("b", [1]),
     "append_tokens": ("a", [1]),

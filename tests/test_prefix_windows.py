@@ -79,6 +79,15 @@ def test_hits_are_whole_blocks_of_every_group(block_sizes):
     assert hit == 2 * step
 
 
+def test_poison_spares_what_is_cached_in_any_group():
+    config = rolled_config(num_blocks=32, block_size=4, window={"block_size": 2})
+    tokens = list(range(1, 27))
+    cache, _ = run(kv.init(config), 0, tokens, one_by_one=False)
+    # What the hit holds is compared with the tokens.
+    _, hit = run(testing.poison(cache), 1, [*tokens[:24], 99], one_by_one=False)
+    assert hit == 24
+
+
 def test_sinks_are_needed_too():
     config = rolled_config(window={"num_sink_tokens": 2})
     cache, _ = run(kv.init(config), 0, TEN)

@@ -11,8 +11,17 @@ from tiny_model import VOCAB, config, forward, make_params
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.prefix_user import PrefixUser
 
 PARAMS = make_params()
+PREFIX_CONFIG = kv.CacheConfig(
+    [kv.FullAttention(1, 5)] * 2,
+    num_blocks=12,
+    block_size=4,
+    max_seqs=4,
+    max_seq_len=48,
+    enable_prefix_caching=True,
+)
 check = functools.partial(testing.check_forward, config=config(), vocab_size=VOCAB, num_tokens=12)
 
 
@@ -134,6 +143,20 @@ def test_poison_spares_exactly_the_tokens():
             held = ~np.isnan(np.asarray(values)).any(axis=(1, 3))
             assert held.sum() == 2 * num_tokens
     assert len(expected(oracle)[0]) == 6
+
+
+def test_poison_spares_what_later_prompts_may_read():
+    user = PrefixUser(PREFIX_CONFIG)
+    text = user.new_text(1, 9)
+    user.start(0, text)
+    user.truncate(0, 5)  # into the middle of a published block
+    user.cache = testing.poison(user.cache)
+    assert user.start(1, text) == 8  # which compares what the hit reads
+    user.free(0, 1)
+    user.cache = testing.poison(user.cache)
+    is_spoilt = np.isnan(np.asarray(user.cache.pools[0].k)).all(axis=(1, 2, 3))
+    assert is_spoilt.sum() == 2 * (12 - 2)
+    assert user.start(2, text) == 8
 
 
 def test_codes_tell_tokens_layers_heads_and_halves_apart():

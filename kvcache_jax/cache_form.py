@@ -1,0 +1,67 @@
+"""What form a cache is in: one or several stacked, with values or traced, donated; and who refuses which."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+if TYPE_CHECKING:
+    from kvcache_jax.state import Cache
+
+
+def is_batched(cache: "Cache") -> bool:
+    """Whether these are several caches, stacked; within a `vmap` over them there is one."""
+    return cache.control.is_active.ndim != 1
+
+
+def missing_values(cache: "Cache") -> str | None:
+    """The type that stands for an array without values, such as a tracer; None if all have values."""
+    for leaf in jax.tree.leaves(cache.control):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            return type(leaf).__name__
+    return None
+
+
+def is_donated(cache: "Cache") -> bool:
+    """Whether a step was given the cache's arrays; asked of a cache with values."""
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(cache.control))
+
+
+def require_one(caller: str, cache: "Cache", advice: str = "call it under jax.vmap, or on one") -> None:
+    """Refuses stacked caches. It looks at a shape alone, so programs are the same with it."""
+    if is_batched(cache):
+        raise ValueError(
+            f"{caller} got a batched cache, is_active has shape {cache.control.is_active.shape}, expected "
+            f"(max_seqs,): {advice} at a time, jax.tree.map(lambda x: x[i], cache)"
+        )
+
+
+def require_values(caller: str, cache: "Cache") -> None:
+    """Refuses what the host cannot read: a cache that is traced, a mere shape, donated or batched."""
+    if (kind := missing_values(cache)) is not None:
+        raise TypeError(
+            f"{caller} got a {kind} in the cache, expected arrays with values: call it outside of jit, vmap, "
+            "scan and eval_shape, or hand the cache to jax.debug.callback"
+        )
+    if is_donated(cache):
+        raise ValueError(
+            f"{caller} got a cache that was donated, its arrays are deleted, expected the cache that the "
+            "donated call returned"
+        )
+    require_one(caller, cache, "look at one")
+
+
+def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
+    """`require_one` for an operation whose first argument is the cache, when it is called or traced."""
+
+    @functools.wraps(operation)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        cache: Any = args[0] if args else kwargs.get("cache")
+        if cache is not None:
+            require_one(operation.__name__, cache)
+        return operation(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,139 @@
+"""Stacked, traced and donated caches: taken where that is possible, and refused by name where it is not."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+CONFIG = kv.CacheConfig(
+    [kv.FullAttention(2, 8), kv.SlidingWindow(2, 8, window=5)],
+    num_blocks=8,
+    block_size=4,
+    max_seqs=3,
+    max_seq_len=20,
+    enable_prefix_caching=True,
+)
+Q, K = np.zeros((3, 2, 4, 8), np.float32), np.zeros((3, 2, 2, 8), np.float32)
+TOKENS = np.zeros((3, 2), np.int32)
+ROWS, ONES = [0, 1, 2], [1, 1, 1]
+
+# Every public function of a cache; those of the device take `(cache, step)` here, those of the host a cache.
+ON_DEVICE = {
+    "active_seq_ids": lambda cache, step: kv.active_seq_ids(cache),
+    "allocate": lambda cache, step: kv.allocate(cache, ROWS, ONES, tokens=TOKENS),
+    "append": lambda cache, step: kv.append(cache, [K, K], [K, K], ONES, tokens=TOKENS),
+    "attend": lambda cache, step: kv.attend(cache, 0, Q, step),
+    "attention": lambda cache, step: kv.attention(cache, 0, Q, K, K, step),
+    "commit": lambda cache, step: kv.commit(cache, ROWS),
+    "evict": lambda cache, step: kv.evict(cache, 1),
+    "evict_to_utilization": lambda cache, step: kv.evict_to_utilization(cache, 0.5),
+    "extend": lambda cache, step: kv.extend(cache, ONES, max_new=2, tokens=TOKENS),
+    "fork": lambda cache, step: kv.fork(cache, ROWS, ROWS),
+    "free": lambda cache, step: kv.free(cache, ROWS),
+    "gather": lambda cache, step: kv.gather(cache, 0, 0),
+    "idle_seq_ids": lambda cache, step: kv.idle_seq_ids(cache, 2),
+    "lookup": lambda cache, step: kv.lookup(cache, TOKENS, ONES),
+    "needs_eviction": lambda cache, step: kv.needs_eviction(cache),
+    "num_available_blocks": lambda cache, step: kv.num_available_blocks(cache),
+    "num_blocks_needed": lambda cache, step: kv.num_blocks_needed(cache, ONES),
+    "poison": lambda cache, step: testing.poison(cache),
+    "reorder": lambda cache, step: kv.reorder(cache, ROWS, ROWS),
+    "reset": lambda cache, step: kv.reset(cache),
+    "reset_prefix_cache": lambda cache, step: kv.reset_prefix_cache(cache),
+    "scrub": lambda cache, step: kv.scrub(cache, ROWS),
+    "select_victim_rows": lambda cache, step: kv.select_victim_rows(cache, "lru", 2),
+    "set_priority": lambda cache, step: kv.set_priority(cache, ROWS, ONES),
+    "stats": lambda cache, step: kv.stats(cache),
+    "touch": lambda cache, step: kv.touch(cache, ROWS),
+    "truncate": lambda cache, step: kv.truncate(cache, ROWS, ONES),
+    "utilization": lambda cache, step: kv.utilization(cache),
+    "write": lambda cache, step: kv.write(cache, 0, K, K, step),
+    "write_tokens": lambda cache, step: testing.write_tokens(cache, TOKENS, step),
+}
+ON_HOST = {
+    "CacheManager": kv.CacheManager,
+    "block_map": kv.block_map,
+    "check_against_oracle": lambda cache: testing.check_against_oracle(cache, testing.Oracle(CONFIG)),
+    "check_invariants": kv.check_invariants,
+    "check_tokens": lambda cache: testing.check_tokens(cache, {}),
+    "draw_block_map": kv.draw_block_map,
+    "explain": lambda cache: kv.explain(cache, [1, 2]),
+}
+
+
+@pytest.fixture(scope="module")
+def cache():
+    return kv.init(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def stacked(cache):
+    return jax.tree.map(lambda x: np.stack([x, x]), cache)
+
+
+@pytest.fixture(scope="module")
+def step(cache):
+    _, step = jax.eval_shape(ON_DEVICE["extend"], cache, None)
+    return step
+
+
+def test_no_function_is_forgotten():
+    functions = [getattr(module, name) for module in (kv, testing) for name in module.__all__]
+    takes_cache = {
+        function.__name__
+        for function in functions
+        if inspect.isroutine(inspect.unwrap(function))
+        and [*inspect.signature(function).parameters][:1] == ["cache"]
+    }
+    assert takes_cache | {"CacheManager"} == ON_DEVICE.keys() | ON_HOST.keys()
+
+
+@pytest.mark.parametrize("name", [*ON_DEVICE, *ON_HOST])
+def test_stacked_caches_are_refused(stacked, step, name):
+    # `write_tokens` is `write` for all layers.
+    named = "write" if name == "write_tokens" else name
+    match = rf"^{named} got a batched cache, is_active has shape \(2, 3\), expected \(max_seqs,\): .*x\[i\]"
+    with pytest.raises(ValueError, match=match):
+        if name in ON_HOST:
+            ON_HOST[name](stacked)
+        else:
+            ON_DEVICE[name](stacked, step)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_what_is_refused_works_under_vmap_and_scan(stacked, step, name):
+    def both(stacked, step):
+        mapped = jax.vmap(ON_DEVICE[name], in_axes=(0, None))(stacked, step)
+        _, scanned = jax.lax.scan(lambda _, cache: (None, ON_DEVICE[name](cache, step)), None, stacked)
+        return mapped, scanned
+
+    mapped, scanned = jax.eval_shape(both, stacked, step)
+    assert jax.tree.leaves(mapped) == jax.tree.leaves(scanned)
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_the_host_wants_values(cache, name):
+    for transform in (jax.jit, lambda f: lambda c: jax.vmap(f)(jax.tree.map(lambda x: x[None], c))):
+        with pytest.raises(TypeError, match=f"^{name} got a .*Tracer in the cache, .* outside of jit"):
+            transform(lambda cache: ON_HOST[name](cache) and 0)(cache)
+    with pytest.raises(TypeError, match=f"^{name} got a ShapeDtypeStruct in the cache"):
+        ON_HOST[name](jax.eval_shape(lambda: kv.init(CONFIG)))
+
+
+def test_donated_caches_say_so():
+    cache = kv.init(CONFIG, storage=False)
+    kept = kv.donate(lambda cache: cache)(cache)
+    assert repr(cache) == "Cache(2 groups, 2 layers, float32; donated, its arrays are deleted)"
+    for name, question in ON_HOST.items():
+        with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):
+            question(cache)
+    assert "rows 0/3 active" in repr(kept)
+
+
+def test_a_cache_of_anything_can_be_shown(cache):
+    for leaves in (jax.tree.map(lambda x: x.shape, cache), jax.tree.map(lambda x: x.sharding, cache)):
+        assert "block_table" in repr(leaves)
