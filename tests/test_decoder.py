@@ -268,11 +268,11 @@ def test_cache_config_groups_layers_by_window():
     [
         (dict(dtype=jnp.float16), "dtype is float16, expected float32 or bfloat16"),
         (dict(param_dtype=jnp.int32), "param_dtype is int32, expected float32 or bfloat16"),
-        (dict(num_layers=0), "num_layers is 0, expected a positive number"),
+        (dict(num_layers=0), "num_layers is 0, expected a positive, finite number"),
         (dict(num_q_heads=3), "num_q_heads is 3, expected a multiple of num_kv_heads = 2"),
         (dict(head_dim=7), "head_dim is 7, expected an even number"),
         (dict(windows=(4,)), "windows has 1 entries, expected 2 or none"),
-        (dict(rope_theta=0.0), "rope_theta is 0.0, expected a positive number"),
+        (dict(rope_theta=0.0), "rope_theta is 0.0, expected a positive, finite number"),
     ],
 )
 def test_an_impossible_config_is_refused(changes, message):
@@ -283,5 +283,5 @@ def test_an_impossible_config_is_refused(changes, message):
 def test_an_impossible_scaling_is_refused():
     with pytest.raises(ValueError, match="high_freq_factor is 1.0, expected above low_freq_factor = 1.0"):
         Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=64)
-    with pytest.raises(ValueError, match="factor is 0.0, expected a positive number"):
+    with pytest.raises(ValueError, match="factor is 0.0, expected a positive, finite number"):
         Llama3Scaling(factor=0.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
