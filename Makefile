@@ -14,7 +14,7 @@ PY_0112 := .venv-0112/bin/python
 PY_AOT := .venv-aot/bin/python
 PY_AOT_0112 := .venv-aot-0112/bin/python
 PY_TPU := .venv-tpu/bin/python
-PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet
+PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-newest \
 	aot-0112 aot-tpu lint mutants bench clean distclean
