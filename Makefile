@@ -17,7 +17,7 @@ PY_TPU := .venv-tpu/bin/python
 PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-newest \
-	aot-0112 aot-tpu lint mutants bench clean distclean
+	aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
 
 help:
 	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | aot | aot-tpu | .venv | clean | distclean"
@@ -37,13 +37,15 @@ test-0112: .venv-0112
 
 # The kernels and a model's decode loop compiled for H200, without a GPU, by both ends of the supported versions of jax;
 # the loops of the benchmark by the oldest.
-aot: aot-newest aot-0112
+aot: aot-newest aot-0112 aot-benchmark
 
 aot-newest: .venv-aot
 	$(PY_AOT) -m tests.aot.gpu
 
 aot-0112: .venv-aot-0112
 	$(PY_AOT_0112) -m tests.aot.gpu
+
+aot-benchmark: .venv-aot-0112
 	$(PY_AOT_0112) -m tests.aot.benchmark
 
 # The TPU kernels compiled for three generations of TPUs, without one.
