@@ -117,7 +117,7 @@ MUTATIONS = [
             "blocks that are not full are linked",
             "(column + 1) * group.block_size <=",
             "column * group.block_size <=",
-            GROUPS,
+            WHOLE_BLOCKS,
         ),
     ),
     *in_module(
