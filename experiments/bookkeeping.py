@@ -5,10 +5,10 @@ Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
 Answer:  a decode step's `extend` of 256 rows takes 7.8 us inside a loop and 128 us as a separate call, 90 of
   them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 84 us, fork of 64 rows 222,
   reorder 757, free of 64 rows of 256 blocks 326, truncate 295. With the prefix cache: `extend` 10.9 us in a
-  loop, 1.39x (misses its bar of 1.3; 1.34x to 1.45x in other runs), with `commit` of what is full 1.89x (bar
-  2; 1.81x to 2.02x in other runs), evicting 1.35x; a prompt found 195 us, commit of a prompt 300. In a loop
-  that commit takes 1.31x with 65,536 blocks of what it takes with 1,024 (bar 1.5; 1.39x and 1.49x in other
-  runs). All other growths are at most 1.2x, and 2.1x at 1,048,576 blocks (bar 3).
+  loop, 1.39x (misses its bar of 1.3; 1.34x and 1.36x in earlier runs), with `commit` of what is full 1.89x
+  (bar 2; 1.94x and 2.02x in earlier runs), evicting 1.35x; a prompt found 195 us, commit of a prompt 300. In
+  a loop that commit takes 1.31x with 65,536 blocks of what it takes with 1,024 (bar 1.5; 1.39x and 1.49x in
+  earlier runs). All other growths are at most 1.2x, and 2.1x at 1,048,576 blocks (bar 3).
   The control state is 1.06 MB; the temporaries of a decode step (2.3 MB) do not grow with the pool.
   Beside it (--peers): vLLM 0.33's manager 1,016 us for the same step with prefix caching off, 1,088 with it
   on; for the prompt 42 us with it off (a slice of a list), 481 with it on. Levanter's pager 1,424 us when 16
