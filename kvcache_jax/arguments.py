@@ -54,11 +54,13 @@ def _saturated(name: str, values: Any) -> Any:
     return values.astype(np.int32)
 
 
-def static_count(name: str, value: Any, limit: int, limit_name: str) -> int:
-    """`value` as a Python int in `[1, limit]`."""
+def static_count(name: str, value: Any, limit: int | None = None, limit_name: str = "") -> int:
+    """`value` as a Python int of at least 1, and at most `limit`, if there is one."""
     if isinstance(value, Tracer | bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} is {value!r}, expected a Python int: it is a shape")
-    if not 1 <= value <= limit:
+    if limit is None and value < 1:
+        raise ValueError(f"{name} is {value}, expected at least 1")
+    if limit is not None and not 1 <= value <= limit:
         raise ValueError(f"{name} is {value}, expected 1 <= {name} <= {limit_name} = {limit}")
     return int(value)
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: filters, draws that belong to a row, and speculative decoding.
+"""From logits to tokens: filters, and draws that belong to a row.
 
 Arrays in, arrays out; nothing here knows of a cache. A draw depends on its row's seed and position alone,
 so a row says the same in any batch. Everything is float32 inside, whatever the dtype of the logits.
@@ -15,17 +15,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from kvcache_jax.arguments import static_count
 from kvcache_jax.pytree import pytree_dataclass
-from kvcache_jax.single_kernel import get_at
 
 _FLOAT32 = np.finfo(np.float32)
 
 # Not the user's default: under vmap, the bits of an "rbg" key depend on the other rows.
 _PRNG = "threefry2x32"
-
-# Folded into a key to verify drafts with: callers draw the drafts from the key itself, or from its splits and
-# small folds, which are the same (`split(key)[1]` is `fold_in(key, 1)`), and must not share their bits.
-_VERIFICATION = 0x5BEC0DE
 
 
 @pytree_dataclass()
@@ -71,7 +67,7 @@ def sampling_params(
       >>> params.top_k
       Array([0, 0, 0], dtype=int32)
     """
-    column = functools.partial(_column, _static_count("num_rows", num_rows))
+    column = functools.partial(_column, static_count("num_rows", num_rows))
     seeds = column("seed", seed, np.uint32, "integers in [0, 2**32)", lambda x: (x >= 0) & (x < 2**32))
     if np.ndim(seed) == 0:
         first = jax.random.bits(jax.random.key(seeds[0], impl=_PRNG), dtype=jnp.uint32)
@@ -128,7 +124,7 @@ def filtered_logprobs(logits: jax.Array, params: SamplingParams) -> jax.Array:
         lambda: is_kept,
     )
     filtered = jax.nn.log_softmax(jnp.where(is_kept, -distance, -jnp.inf))
-    is_first = _vocabulary(logits) == _first_argmax(logits)[:, None]
+    is_first = vocabulary(logits) == _first_argmax(logits)[:, None]
     # A row of -inf alone is greedy too: it has no distribution.
     is_greedy |= jnp.isneginf(logits).all(axis=1, keepdims=True)
     return jnp.where(is_greedy, jnp.where(is_first, 0, -jnp.inf), filtered)
@@ -140,7 +136,7 @@ def _top_k_top_p(distance: jax.Array, is_kept: jax.Array, top_k: jax.Array, top_
     bits = lax.sort(lax.bitcast_convert_type(distance, jnp.int32), is_stable=False)
     ranked = lax.bitcast_convert_type(bits, jnp.float32)
     top_k = jnp.where(top_k > 0, jnp.minimum(top_k, ranked.size), ranked.size)
-    has_mass = _vocabulary(ranked) < jnp.minimum(top_k, _num_true(is_kept))
+    has_mass = vocabulary(ranked) < jnp.minimum(top_k, _num_true(is_kept))
     mass = jnp.cumsum(jnp.where(has_mass, jnp.exp(-ranked), 0))
     # Compared before normalising: equal tokens sum up without rounding. Rounding must not cut at top_p = 1.
     is_before = (mass < top_p * mass[-1]) | (top_p >= 1)
@@ -167,7 +163,7 @@ def row_keys(params: SamplingParams, position: jax.Array) -> jax.Array:
       >>> row_keys(params, jnp.array([5, 9])).shape
       (2,)
     """
-    position = _with_shape("position", position, params.seed.shape, "one per row of params")
+    position = with_shape("position", position, params.seed.shape, "one per row of params")
     keys = jax.vmap(functools.partial(jax.random.key, impl=_PRNG))(params.seed)
     return jax.vmap(jax.random.fold_in)(keys, position)
 
@@ -205,144 +201,7 @@ def sample(logits: jax.Array, params: SamplingParams, position: jax.Array) -> tu
     return token, chosen - jax.nn.logsumexp(logits, axis=1)
 
 
-@jax.jit
-def accept_drafts(
-    target_logprobs: jax.Array,
-    draft_tokens: jax.Array,
-    num_drafts: jax.Array,
-    draft_logprobs: jax.Array | None,
-    keys: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Verifies drafts such that what is emitted is distributed as if drawn from the target, token by token.
-
-    A draft is accepted with probability min(1, p/q), where p is its probability under the target and q under
-    the draft model. At the first rejection the next token is drawn from max(p - q, 0), normalised; if all are
-    accepted, from the target's next distribution. A one-hot target accepts its own token and no other.
-
-    Args:
-      target_logprobs: f32[n, D + 1, vocab], entry d the target's distribution after d drafts: from
-        `filtered_logprobs`, for this is what is emitted.
-      draft_tokens: i32[n, D]. One that is no token of the vocabulary is rejected.
-      num_drafts: i32[n], how many of a row's drafts count, at most D.
-      draft_logprobs: f32[n, D, vocab], what the drafts were drawn from, filters included; None if they are
-        not random (`ngram_drafts`): then q is 1 for the draft, and the residual is p without it.
-      keys: keys[n], from `row_keys` with the position of the first draft. The drafts may be drawn from the
-        `row_keys` of the same seeds and their own positions: the bits used here are others.
-
-    Returns:
-      num_accepted i32[n], and the token that follows them, next_token i32[n]. The row emits
-      `draft_tokens[:num_accepted]`, then `next_token`.
-
-    References:
-      Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
-      arXiv:2211.17192.
-      Chen, Borgeaud, Irving, Lespiau, Sifre, Jumper, "Accelerating Large Language Model Decoding with
-      Speculative Sampling", arXiv:2302.01318.
-
-    Example:
-      >>> target = jnp.log(jnp.array([[[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]))
-      >>> keys = row_keys(sampling_params(1), jnp.array([4]))
-      >>> accept_drafts(target, jnp.array([[1, 0]]), jnp.array([2]), None, keys)
-      (Array([1], dtype=int32), Array([2], dtype=int32))
-    """
-    target, drafts = jnp.asarray(target_logprobs), jnp.asarray(draft_tokens)
-    if target.ndim != 3 or not drafts.size or target.shape[:2] != (len(drafts), drafts.shape[-1] + 1):
-        raise ValueError(
-            f"target_logprobs has shape {target.shape} and draft_tokens {drafts.shape}, expected "
-            "(n, D + 1, vocab) and (n, D), D at least 1; without drafts, use `sample`"
-        )
-    (n, most), vocab = drafts.shape, target.shape[2]
-    num_drafts = _with_shape("num_drafts", num_drafts, (n,), "one per row of draft_tokens")
-    keys = _with_shape("keys", keys, (n,), "one typed key per row, as `row_keys` makes them")
-    columns = [target.astype(jnp.float32), drafts.astype(jnp.int32), num_drafts.astype(jnp.int32), keys]
-    if draft_logprobs is not None:
-        draft = _with_shape("draft_logprobs", draft_logprobs, (n, most, vocab), "(n, D, vocab)")
-        columns.append(draft.astype(jnp.float32))
-    return jax.vmap(_accept_row)(*columns)
-
-
-def _accept_row(
-    target: jax.Array,
-    drafts: jax.Array,
-    num_drafts: jax.Array,
-    key: jax.Array,
-    draft: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`accept_drafts` for one row; `draft` are the log-probabilities, `drafts` the tokens."""
-    most, vocab = drafts.shape[0], target.shape[1]
-    accept_key, draw_key = jax.random.split(jax.random.fold_in(key, _VERIFICATION))
-    place = jnp.arange(most, dtype=jnp.int32)
-    ratio = target[place, drafts]
-    if draft is not None:
-        ratio -= draft[place, drafts]
-    is_accepted = jax.random.uniform(accept_key, (most,), jnp.float32) < jnp.exp(ratio)
-    is_accepted &= (place < num_drafts) & (drafts >= 0) & (drafts < vocab)
-    num_accepted = jnp.sum(jnp.cumprod(is_accepted, dtype=jnp.int32), dtype=jnp.int32)
-
-    # The place of the rejected draft; one past the end, where nothing is subtracted, if there is none.
-    rejected = jnp.where(num_accepted < num_drafts, num_accepted, most)
-    logprobs = target[num_accepted]
-    if draft is None:
-        token = get_at(drafts, rejected, vocab)
-        residual = jnp.where(_vocabulary(logprobs) == token, -jnp.inf, logprobs)
-    else:
-        q = jnp.exp(get_at(draft, rejected, -jnp.inf))
-        residual = jnp.log(jnp.maximum(jnp.exp(logprobs) - q, 0))
-    # Only by rounding can a draft be rejected and leave nothing: p and q are then equal, and p is the answer.
-    residual = jnp.where(jnp.isneginf(residual).all(), logprobs, residual)
-    return num_accepted, jax.random.categorical(draw_key, residual).astype(jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("num_drafts", "ngram"))
-def ngram_drafts(
-    tokens: jax.Array, length: jax.Array, num_drafts: int, ngram: int = 3
-) -> tuple[jax.Array, jax.Array]:
-    """Proposes what followed the last occurrence of the row's ending (prompt lookup).
-
-    Looks for the most recent earlier occurrence of the row's last `ngram` tokens, which may overlap the end;
-    if there is none, of its last `ngram - 1`, down to 1; and proposes the tokens that followed it there.
-
-    Args:
-      tokens: i32[n, T]; whatever stands at or past `length` is not read.
-      length: i32[n], tokens in each row.
-      num_drafts: At most so many drafts; a Python int.
-      ngram: Length of the longest ending looked for; a Python int.
-
-    Returns:
-      drafts i32[n, num_drafts], 0 where there is none, and count i32[n], how many there are.
-
-    References:
-      Saxena, "Prompt Lookup Decoding", 2023, github.com/apoorvumang/prompt-lookup-decoding.
-
-    Example:
-      >>> ngram_drafts(jnp.array([[5, 6, 7, 8, 9, 5, 6, 0]]), jnp.array([7]), 4)
-      (Array([[7, 8, 9, 5]], dtype=int32), Array([4], dtype=int32))
-    """
-    num_drafts, ngram = _static_count("num_drafts", num_drafts), _static_count("ngram", ngram)
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens is {tokens.dtype}{list(tokens.shape)}, expected integers [n, T] not empty")
-    length = _with_shape("length", length, tokens.shape[:1], "one per row of tokens").astype(jnp.int32)
-
-    def find(tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        # How many tokens before each place, up to `ngram`, are those before the end.
-        run = jnp.zeros_like(place)
-        for back in range(1, ngram + 1):
-            ending = get_at(tokens, jnp.maximum(length - back, 0))
-            is_longer = (run == back - 1) & (place >= back) & (jnp.roll(tokens, back) == ending)
-            run += is_longer.astype(jnp.int32)
-        run = jnp.where(place < length, run, 0)
-        start = jnp.max(jnp.where((run > 0) & (run == jnp.max(run)), place, 0))
-        count = jnp.where(start > 0, jnp.minimum(length - start, num_drafts), 0)
-        ahead = jnp.arange(num_drafts, dtype=jnp.int32)
-        drafts = get_at(tokens, start + ahead).astype(jnp.int32)
-        return jnp.where(ahead < count, drafts, 0), count
-
-    return jax.vmap(find)(tokens, length)
-
-
-def _vocabulary(values: jax.Array) -> jax.Array:
+def vocabulary(values: jax.Array) -> jax.Array:
     """i32[vocab], the ids along the last axis of `values`."""
     return jnp.arange(values.shape[-1], dtype=jnp.int32)
 
@@ -354,7 +213,7 @@ def _num_true(mask: jax.Array) -> jax.Array:
 def _first_argmax(logits: jax.Array) -> jax.Array:
     """i32[n], as `jnp.argmax` of logits without NaN, which takes three times as long on a CPU."""
     is_top = logits == jnp.max(logits, axis=1, keepdims=True)
-    return jnp.min(jnp.where(is_top, _vocabulary(logits), logits.shape[1]), axis=1)
+    return jnp.min(jnp.where(is_top, vocabulary(logits), logits.shape[1]), axis=1)
 
 
 def _checked_logits(logits: Any, params: SamplingParams) -> jax.Array:
@@ -374,19 +233,12 @@ def without_nan(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, _FLOAT32.max))
 
 
-def _with_shape(name: str, values: Any, shape: tuple[int, ...], what: str) -> jax.Array:
+def with_shape(name: str, values: Any, shape: tuple[int, ...], what: str) -> jax.Array:
+    """`values` as an array of that shape, which `what` explains."""
     values = jnp.asarray(values)
     if values.shape != shape:
         raise ValueError(f"{name} has shape {values.shape}, expected {shape}: {what}")
     return values
-
-
-def _static_count(name: str, value: Any) -> int:
-    if isinstance(value, Tracer | bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}, expected a Python int: it is a shape")
-    if value < 1:
-        raise ValueError(f"{name} is {value}, expected at least 1")
-    return int(value)
 
 
 def _column(

@@ -433,6 +433,10 @@ SAMPLING = in_module(
     "sampling",
     ("top-p without the last token", "1 + _num_true(is_before[:-1])", "_num_true(is_before[:-1])", FILTERS),
     ("same draw at every position", "fold_in)(keys, position)", "fold_in)(keys, 0 * position)", DRAWS),
+)
+
+SPECULATION = in_module(
+    "speculation",
     ("drafts accepted as if certain", "ratio -= draft[place, drafts]", "pass", ACCEPTED),
     ("rejected draft drawn again", "jnp.maximum(jnp.exp(logprobs) - q, 0)", "jnp.exp(logprobs)", ACCEPTED),
 )
@@ -469,6 +473,7 @@ MUTATIONS = [
     *CHECKS,
     *DECODE_LOOP,
     *SAMPLING,
+    *SPECULATION,
     *BEAM,
     *SCORE,
 ]

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache_jax import sampling
-from kvcache_jax.sampling import (
-    accept_drafts,
-    filtered_logprobs,
-    ngram_drafts,
-    row_keys,
-    sample,
-    sampling_params,
-)
+from kvcache_jax import speculation
+from kvcache_jax.sampling import filtered_logprobs, row_keys, sample, sampling_params
+from kvcache_jax.speculation import accept_drafts, ngram_drafts
 from tests.helpers import says
 
 SEEDS, NUM_DRAWS, VOCAB, MAX_DRAFTS = (0, 1, 2), 60_000, 16, 3
@@ -27,7 +21,7 @@ PUBLIC = (filtered_logprobs, row_keys, sample, accept_drafts, ngram_drafts)
 # Keys that a draft may be drawn with, beside the row's own; and those that it may not.
 FOLDED = jax.vmap(lambda key: jax.random.fold_in(key, 1))
 SPLIT = jax.vmap(lambda key: jax.random.split(key)[0])
-VERIFYING = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, sampling._VERIFICATION))[1])
+VERIFYING = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, speculation._VERIFICATION))[1])
 
 
 def softmax(logits):
