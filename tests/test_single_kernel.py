@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 
 import kvcache_jax as kv
 from kvcache_jax.single_kernel import add_at, get_at, max_at, min_at, set_at, single_kernel
@@ -218,16 +217,3 @@ def test_other_policies_are_not_in_a_kernel():
         cache, _ = kv.free(cache, [0])
         assert admission.status.tolist() == [kv.Status.OK] and not kv.check_invariants(cache)
     assert int(kv.stats(cache).num_evictions) > 0
-
-
-def test_a_random_script_without_kernels(monkeypatch):
-    """What accelerators run, and versions of jax that were not tested; against the oracle."""
-    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
-    jax.clear_caches()
-    try:
-        driver, rng = PrefixDriver(prefix_config()), np.random.default_rng(0)
-        for _ in range(300):
-            driver.apply(*random_prefix_operation(rng, driver))
-        assert MARK not in jax.jit(OPERATIONS["free"]).lower(kv.init(CONFIG, storage=False)).as_text()
-    finally:
-        jax.clear_caches()

@@ -20,7 +20,7 @@ def run(capsys, *arguments):
 
 def test_hits_equal_those_of_a_dict(tmp_path, capsys):
     requests = make_requests()
-    path, sizes = write(tmp_path, requests), [LONGEST, 25, 60]
+    path, sizes = write(tmp_path, requests), [LONGEST, 25]
     report = json.loads(run(capsys, "--trace", path, "--blocks", *sizes[::-1], "infinite", "--json"))
     num_distinct = len({block for request in requests for block in request["hash_ids"]})
     assert report["trace"]["num_distinct"] == num_distinct

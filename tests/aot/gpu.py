@@ -1,6 +1,6 @@
 """Compiles the kernels for H200 without a GPU and holds each to its budget.
 
-    python -m tests.aot.gpu                      # all cases, as `make aot` does on two versions of jax
+    python -m tests.aot.gpu                      # all cases, as `make aot` does on the newest jax
     python -m tests.aot.gpu decode append_64     # those with one of these words in their names
     python -m tests.aot.gpu append --dump kept   # and keep ptx, ptxas's report, sass and hlo, a folder a case
 
