@@ -16,9 +16,10 @@ from kvcache_jax import arguments, block_pool, companions, eviction, prefix_inde
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.empty_state import empty_index
 from kvcache_jax.indexing import num_true
 from kvcache_jax.single_kernel import single_kernel
-from kvcache_jax.state import Cache, Control, empty_index
+from kvcache_jax.state import Cache, Control
 
 
 def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
