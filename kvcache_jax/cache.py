@@ -362,7 +362,7 @@ def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
 @jax.named_scope("kvcache.touch")
 def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Marks rows as just used. Returns the cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID."""
-    return _on_rows(rows.edit_row, cache, arguments.int_column("seq_ids", seq_ids))
+    return _on_rows(rows.touch_row, cache, arguments.int_column("seq_ids", seq_ids))
 
 
 @takes_one
@@ -371,7 +371,7 @@ def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cac
     """Sets rows' priority, i32[n]. Returns the cache and status i32[n], as `touch`."""
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     priority = arguments.int_column("priority", priority, seq_ids.shape[0])
-    return _on_rows(rows.edit_row, cache, seq_ids, priority)
+    return _on_rows(rows.set_priority_row, cache, seq_ids, priority)
 
 
 @takes_one

@@ -223,6 +223,10 @@ class Control:
         return self.is_active.shape[-1]
 
 
+ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
+"""Names of the arrays of `Control` that have an entry per row, 0 for idle ones."""
+
+
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Cache:
     """A KV cache: pass it in, get a new one back. Old states stay valid unless donated.

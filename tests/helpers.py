@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from kvcache_jax.state import ROW_FIELDS
 
 # ---------------------------------------------------------------------------------------
 # comparisons
@@ -51,10 +52,7 @@ def statuses(status):
 def row_state(cache, seq_id):
     """Everything the control plane holds for one row, as bytes."""
     control = cache.control
-    per_row = {
-        name: getattr(control, name)
-        for name in ("is_active", "context_len", "priority", "namespace", "last_used", "num_uses")
-    }
+    per_row = {name: getattr(control, name) for name in ROW_FIELDS}
     for group, pool in enumerate(control.block_pools):
         per_row[f"block_table[{group}]"] = pool.block_table
     return {name: np.asarray(array)[seq_id].tobytes() for name, array in per_row.items()}
