@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arguments import static_count
+from kvcache_jax.integers import static_count
 from kvcache_jax.sampling import vocabulary, with_shape
 from kvcache_jax.single_kernel import get_at
 
