@@ -24,8 +24,9 @@ from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
+from kvcache_jax.indexing import get_at
 from kvcache_jax.integers import static_count
-from kvcache_jax.single_kernel import get_at, single_kernel
+from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
 
 

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from kvcache_jax import block_pool, rows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.indexing import num_true
 from kvcache_jax.integers import static_count
 from kvcache_jax.state import Cache, Control
 
@@ -138,4 +139,4 @@ def _in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:
     ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
     is_spared = num_freed == 0
     *_, order = lax.sort((is_spared, keys[policy], ~idle, ids), num_keys=3, is_stable=True)
-    return jnp.where(ids < block_pool.num_true(~is_spared), order, control.max_seqs)
+    return jnp.where(ids < num_true(~is_spared), order, control.max_seqs)

@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, block_pool, companions, eviction, prefix_index, publish
 from kvcache_jax.arguments import IntRows
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.indexing import num_true
 from kvcache_jax.integers import static_count
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control, empty_index

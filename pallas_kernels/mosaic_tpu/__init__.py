@@ -1,4 +1,4 @@
-"""The kernels for TPUs, in Mosaic TPU: the interface of `pallas_kernels.reference`, and `interpret`.
+"""The kernels for TPUs, in Mosaic TPU: what `pallas_kernels.reference` has but merging, with `interpret`.
 
 With `interpret=True` they run on any machine, slowly, and look for races; otherwise they need a TPU.
 """
