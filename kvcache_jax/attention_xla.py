@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.attention_options import Options
+from kvcache_jax.indexing import get_at
 from kvcache_jax.queries import Queries
-from kvcache_jax.single_kernel import get_at
 from kvcache_jax.storage import block_rows
 
 # Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.

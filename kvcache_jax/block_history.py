@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.block_pool import num_true, rank_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.eviction_policy import BlockMetadata, eviction_keys
-from kvcache_jax.single_kernel import add_at, set_at
+from kvcache_jax.indexing import add_at, num_true, rank_true, set_at
 from kvcache_jax.state import BlockHistory, CachedBlocks
 
 _MAX = jnp.iinfo(jnp.int32).max

@@ -5,36 +5,15 @@ without owner). The block table itself is edited by the callers, in the same ste
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.control_flow import run_if
-from kvcache_jax.single_kernel import add_at, get_at, min_at, set_at
+from kvcache_jax.indexing import add_at, get_at, min_at, num_true, rank_true, read_first, run_if, set_at
 from kvcache_jax.state import BlockPool, CachedBlocks
 
 _ENTRIES_PER_SWEEP = 1024
-
-
-def num_true(mask: jax.Array) -> jax.Array:
-    """i32[], true entries; stays 32-bit when x64 is enabled."""
-    return jnp.sum(mask, dtype=jnp.int32)
-
-
-def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """i32[n], how many true entries of bool[n] come before each, and i32[], how many there are."""
-    up_to = jnp.cumsum(mask, dtype=jnp.int32)
-    return up_to - mask.astype(jnp.int32), up_to[-1]
-
-
-def read_first(values: Any, array: jax.Array) -> tuple[Any, jax.Array]:
-    """`values` (a pytree), read from `array`, and `array`, to be written only after the read.
-
-    Without the fence XLA may plan the write first and keep a copy of the whole array for the read.
-    """
-    return lax.optimization_barrier((values, array))
 
 
 def num_available(pool: BlockPool) -> jax.Array:

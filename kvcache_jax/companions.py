@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax import block_pool
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.single_kernel import get_at, min_at, set_at
+from kvcache_jax.indexing import get_at, min_at, num_true, set_at
 from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
 
 

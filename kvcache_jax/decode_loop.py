@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 
 from kvcache_jax.cache import extend, truncate
+from kvcache_jax.indexing import get_at
 from kvcache_jax.prefix_cache import commit
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.sampling import SamplingParams, filtered_logprobs, row_keys, sample
-from kvcache_jax.single_kernel import get_at
 from kvcache_jax.speculation import accept_drafts, ngram_drafts
 from kvcache_jax.state import Cache, Step
 from kvcache_jax.stats import num_available_blocks, num_blocks_needed

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_pool
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.control_flow import run_if
-from kvcache_jax.single_kernel import add_at, get_at
+from kvcache_jax.indexing import add_at, get_at, num_true, read_first, run_if
 from kvcache_jax.state import BlockPool, Control
 
 
@@ -193,7 +191,7 @@ def _walk(
             pool = control.block_pools[g]
             leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
             owners = get_at(ref_counts[g], jnp.append(leaving, demand.tail), 0)
-            owners, ref_count = block_pool.read_first(owners, ref_counts[g])
+            owners, ref_count = read_first(owners, ref_counts[g])
             # A published block is never written again, not even by its one owner.
             copies_tail = (owners[-1] > 1) | block_pool.is_published(pool, demand.tail)
             num_back = num_true(owners[:-1] == 1)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_history, block_pool, companions, prefix_index
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.single_kernel import get_at, set_at
+from kvcache_jax.indexing import get_at, num_true, rank_true, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
 _ENTRIES_PER_TRIP = 128
@@ -58,7 +57,7 @@ def _evict_from_front(
     cached = pool.cached
     order = jnp.arange(_ENTRIES_PER_TRIP, dtype=jnp.uint32)
     block_ids, is_cached = block_pool.queue_entries(cached, pool.ref_count, cached.head + order)
-    rank, num_found = block_pool.rank_true(is_cached)
+    rank, num_found = rank_true(is_cached)
     is_victim = is_cached & (rank < most)
     # Up to and without the first cached block that stays.
     stays = is_cached & ~is_victim

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_pool, eviction
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.control_flow import run_if
 from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
+from kvcache_jax.indexing import add_at, get_at, num_true, rank_true, run_if, set_at
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
-from kvcache_jax.single_kernel import add_at, get_at, set_at
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
 
@@ -104,8 +102,8 @@ def extend_control(
         opens_block = is_token & needs_block(pool, group, token_rows, positions)
         # In row order, a row's copy before its new blocks: a tail that was released above and evicted for a
         # later row is then handed to a row whose copy comes after the one that reads it.
-        new_rank, num_opened = block_pool.rank_true(opens_block)
-        copy_rank, num_copies = block_pool.rank_true(copies_tail[g])
+        new_rank, num_opened = rank_true(opens_block)
+        copy_rank, num_copies = rank_true(copies_tail[g])
         num_taken = num_opened + num_copies
         rank = new_rank + tokens.spread(copy_rank + copies_tail[g].astype(jnp.int32), 0)
         ids = block_pool.next_free(pool, opens_block, rank, num_taken)

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, block_pool, rows
+from kvcache_jax import block_pool, rows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.indexing import num_true
+from kvcache_jax.integers import static_count
 from kvcache_jax.state import Cache, Control
 
 _ROW_POLICIES = ("lru", "lfu", "longest", "priority")
@@ -44,7 +46,7 @@ def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
       [1, 0]
     """
     _check_policy(policy)
-    n = arguments.static_count("n", n, cache.max_seqs, "max_seqs")
+    n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
     return _select(cache.control, policy=policy)[:n]
 
 
@@ -137,4 +139,4 @@ def _in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:
     ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
     is_spared = num_freed == 0
     *_, order = lax.sort((is_spared, keys[policy], ~idle, ids), num_keys=3, is_stable=True)
-    return jnp.where(ids < block_pool.num_true(~is_spared), order, control.max_seqs)
+    return jnp.where(ids < num_true(~is_spared), order, control.max_seqs)

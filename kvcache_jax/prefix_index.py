@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.single_kernel import get_at, set_at
+from kvcache_jax.indexing import get_at, set_at
 from kvcache_jax.state import PrefixIndex
 
 

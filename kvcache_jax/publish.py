@@ -13,13 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_history, block_pool, companions, prefix_index
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.control_flow import run_if
+from kvcache_jax.indexing import add_at, get_at, max_at, num_true, read_first, run_if, set_at
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
-from kvcache_jax.single_kernel import add_at, get_at, max_at, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
@@ -107,7 +105,7 @@ def _publish_batch(
     entry_rows = get_at(rows, batch.row)
     first_column = get_at(num_published, batch.row)
     before = get_at(pool.block_table, (entry_rows, first_column - 1), pool.num_blocks)
-    (batch, before), table = block_pool.read_first((batch, before), pool.block_table)
+    (batch, before), table = read_first((batch, before), pool.block_table)
     pool = dataclasses.replace(pool, block_table=table)
     verdict = _judge(control, index, batch, entry_rows, before)
 
@@ -248,12 +246,12 @@ def _adopt(
         num_owners = get_at(pool.ref_count, old, 0)
         is_revived = mask & (get_at(pool.ref_count, new, 1) == 0)
         is_revived &= ~_stands_before(new, is_revived)
-        (num_owners, is_revived), ref_count = block_pool.read_first((num_owners, is_revived), pool.ref_count)
+        (num_owners, is_revived), ref_count = read_first((num_owners, is_revived), pool.ref_count)
         ref_count = set_at(add_at(ref_count, new, num_owners), old, 0)
         entries = pool.block_table.at[:, batch.column].get(mode="fill", fill_value=nowhere)
         is_held = mask & (entries == old)
         holders = jnp.where(is_held, jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None], entries.shape[0])
-        holders, table = block_pool.read_first(holders, pool.block_table)
+        holders, table = read_first(holders, pool.block_table)
         table = set_at(table, (holders, batch.column), jnp.broadcast_to(new, entries.shape))
         assert pool.cached is not None
         cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))

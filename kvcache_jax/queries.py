@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.single_kernel import get_at
+from kvcache_jax.indexing import get_at
 from kvcache_jax.state import Step
 
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_pool, companions, eviction, prefix_index
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.single_kernel import add_at, get_at, min_at, set_at
+from kvcache_jax.indexing import add_at, get_at, min_at, num_true, read_first, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
@@ -215,7 +214,7 @@ def fork_row(
     pools = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         ids = jnp.where(ok, token_blocks(pool, group, control.context_len, src_id), pool.num_blocks)
-        ids, block_table = block_pool.read_first(ids, pool.block_table)
+        ids, block_table = read_first(ids, pool.block_table)
         pool = block_pool.share(pool, ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(block_table, row, ids)))
     clock = control.clock + ok.astype(jnp.uint32)
@@ -375,7 +374,7 @@ def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq
 def _drop_columns(pool: BlockPool, row: jax.Array, first_column: jax.Array) -> BlockPool:
     """Releases the row's blocks from `first_column` on; `row == max_seqs` changes nothing."""
     entries = get_at(pool.block_table, row, pool.num_blocks)
-    entries, block_table = block_pool.read_first(entries, pool.block_table)
+    entries, block_table = read_first(entries, pool.block_table)
     is_dropped = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) >= first_column
     pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[::-1])
     kept = jnp.where(is_dropped, pool.num_blocks, entries)

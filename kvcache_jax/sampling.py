@@ -15,7 +15,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from kvcache_jax.arguments import static_count
+from kvcache_jax.indexing import num_true
+from kvcache_jax.integers import static_count
 from kvcache_jax.pytree import pytree_dataclass
 
 _FLOAT32 = np.finfo(np.float32)
@@ -136,15 +137,15 @@ def _top_k_top_p(distance: jax.Array, is_kept: jax.Array, top_k: jax.Array, top_
     bits = lax.sort(lax.bitcast_convert_type(distance, jnp.int32), is_stable=False)
     ranked = lax.bitcast_convert_type(bits, jnp.float32)
     top_k = jnp.where(top_k > 0, jnp.minimum(top_k, ranked.size), ranked.size)
-    has_mass = vocabulary(ranked) < jnp.minimum(top_k, _num_true(is_kept))
+    has_mass = vocabulary(ranked) < jnp.minimum(top_k, num_true(is_kept))
     mass = jnp.cumsum(jnp.where(has_mass, jnp.exp(-ranked), 0))
     # Compared before normalising: equal tokens sum up without rounding. Rounding must not cut at top_p = 1.
     is_before = (mass < top_p * mass[-1]) | (top_p >= 1)
-    num_kept = jnp.minimum(top_k, 1 + _num_true(is_before[:-1]))
+    num_kept = jnp.minimum(top_k, 1 + num_true(is_before[:-1]))
     last = ranked[num_kept - 1]
     is_tie = distance == last
     tie_rank = jnp.cumsum(is_tie, dtype=jnp.int32)
-    return (distance < last) | (is_tie & (tie_rank <= num_kept - _num_true(distance < last)))
+    return (distance < last) | (is_tie & (tie_rank <= num_kept - num_true(distance < last)))
 
 
 @jax.jit
@@ -204,10 +205,6 @@ def sample(logits: jax.Array, params: SamplingParams, position: jax.Array) -> tu
 def vocabulary(values: jax.Array) -> jax.Array:
     """i32[vocab], the ids along the last axis of `values`."""
     return jnp.arange(values.shape[-1], dtype=jnp.int32)
-
-
-def _num_true(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask, dtype=jnp.int32)
 
 
 def _first_argmax(logits: jax.Array) -> jax.Array:

@@ -9,10 +9,9 @@ from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, block_pool, eviction
 from kvcache_jax.arguments import IntRows
-from kvcache_jax.block_pool import num_true
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.single_kernel import get_at
+from kvcache_jax.indexing import get_at, num_true, rank_true
 from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, count_events
 
 
@@ -173,7 +172,7 @@ def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Zeros in the masked blocks of all layers, one block after the other: nothing else is moved."""
     num_blocks = mask.shape[0]
     layers = jnp.arange(values.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
-    rank, num_masked = block_pool.rank_true(mask)
+    rank, num_masked = rank_true(mask)
     order = jnp.arange(num_blocks, dtype=jnp.int32)
     ids = jnp.zeros_like(rank).at[jnp.where(mask, rank, num_blocks)].set(order, mode="drop")
     return lax.fori_loop(

@@ -335,12 +335,16 @@ BLOCK_POOL = in_module(
     ("peak forgotten", "jnp.maximum(pool.peak_used, num", "jnp.maximum(0, num", FIGURES),
 )
 
-SINGLE_KERNEL = in_module(
-    "single_kernel",
+INDEXING = in_module(
+    "indexing",
     ("entries outside are written", "jnp.where(is_inside, new, old)", "new", UPDATES),
     ("negative entries are written", "(at >= 0) & (at < size)", "at < size", UPDATES),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
     ("negative entries are read", "fill_value=fill, wrap_negative_indices=False", "fill_value=fill", READS),
+)
+
+SINGLE_KERNEL = in_module(
+    "single_kernel",
     ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
     ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
     ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
@@ -431,7 +435,7 @@ DECODE_LOOP = in_module(
 
 SAMPLING = in_module(
     "sampling",
-    ("top-p without the last token", "1 + _num_true(is_before[:-1])", "_num_true(is_before[:-1])", FILTERS),
+    ("top-p without the last token", "1 + num_true(is_before[:-1])", "num_true(is_before[:-1])", FILTERS),
     ("same draw at every position", "fold_in)(keys, position)", "fold_in)(keys, 0 * position)", DRAWS),
 )
 
@@ -462,6 +466,7 @@ MUTATIONS = [
     *DEMAND,
     *ROWS,
     *BLOCK_POOL,
+    *INDEXING,
     *SINGLE_KERNEL,
     *CACHE,
     *BUILD,

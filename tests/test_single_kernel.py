@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.single_kernel import add_at, get_at, max_at, min_at, set_at, single_kernel
+from kvcache_jax.indexing import add_at, get_at, max_at, min_at, set_at
+from kvcache_jax.single_kernel import single_kernel
 
 pytestmark = pytest.mark.contract
 
