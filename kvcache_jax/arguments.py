@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
@@ -34,6 +33,13 @@ def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array
     return values
 
 
+def int_scalar(name: str, value: Any) -> jax.Array:
+    """`value` as i32[], saturated as in `int_column`."""
+    if shape := np.shape(value):
+        raise ValueError(f"{name} has shape {shape}, expected one integer, []")
+    return int_column(name, value[None] if isinstance(value, jax.Array) else [value])[0]
+
+
 def _integers(name: str, values: Any) -> jax.Array | np.ndarray:
     if not isinstance(values, jax.Array):
         values = np.asarray(values)
@@ -52,17 +58,6 @@ def _saturated(name: str, values: Any) -> Any:
     if values.dtype.itemsize >= 4:
         values = numpy.clip(values, max(_INT32.min, np.iinfo(values.dtype).min), _INT32.max)
     return values.astype(np.int32)
-
-
-def static_count(name: str, value: Any, limit: int | None = None, limit_name: str = "") -> int:
-    """`value` as a Python int of at least 1, and at most `limit`, if there is one."""
-    if isinstance(value, Tracer | bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}, expected a Python int: it is a shape")
-    if limit is None and value < 1:
-        raise ValueError(f"{name} is {value}, expected at least 1")
-    if limit is not None and not 1 <= value <= limit:
-        raise ValueError(f"{name} is {value}, expected 1 <= {name} <= {limit_name} = {limit}")
-    return int(value)
 
 
 def _words(name: str, values: Any) -> jax.Array | np.ndarray:

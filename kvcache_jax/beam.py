@@ -17,6 +17,7 @@ from kvcache_jax.cache import allocate, extend, fork, reorder
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_host import Look, Stopwatch, look_at
 from kvcache_jax.decode_loop import Forward, prefill
+from kvcache_jax.integers import static_count
 from kvcache_jax.sampling import without_nan
 from kvcache_jax.state import Cache
 from kvcache_jax.status import Status, raise_for_status
@@ -134,8 +135,8 @@ def beam_search(
     prompt_tokens = decode_arguments.prompt_tokens(prompts)
     if not prompt_tokens:
         raise ValueError("prompts is empty, expected at least one prompt")
-    max_new_tokens = decode_arguments.count("max_new_tokens", max_new_tokens)
-    num_beams = decode_arguments.count("num_beams", num_beams)
+    max_new_tokens = static_count("max_new_tokens", max_new_tokens)
+    num_beams = static_count("num_beams", num_beams)
     length_penalty = decode_arguments.finite_number("length_penalty", length_penalty)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     look_every = decode_arguments.steps_between_looks(look_every, on_look is not None)

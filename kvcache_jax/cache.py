@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, attention_kernels, rows, storage
@@ -26,6 +25,7 @@ from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
 from kvcache_jax.indexing import get_at
+from kvcache_jax.integers import static_count
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
 
@@ -161,9 +161,9 @@ def extend(
         )
     limit = cache.config.query_len_limit
     if max_new is not None:
-        max_new = arguments.static_count("max_new", max_new, limit, "max_query_len")
+        max_new = static_count("max_new", max_new, most=limit, most_name="max_query_len")
     if num_tokens is not None:
-        num_tokens = arguments.static_count("num_tokens", num_tokens, 2**31 - 1, "the largest index")
+        num_tokens = static_count("num_tokens", num_tokens, most=2**31 - 1, most_name="the largest index")
     if seq_ids is not None:
         seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
@@ -399,10 +399,7 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
-    if shape := np.shape(seq_id):
-        raise ValueError(f"seq_id has shape {shape}, expected one integer, []: gather reads one row")
-    column = seq_id[None] if isinstance(seq_id, jax.Array) else [seq_id]
-    seq_id = arguments.int_column("seq_id", column)[0]
+    seq_id = arguments.int_scalar("seq_id", seq_id)
     return _gather(
         pool, cache.control, seq_id, index, group_id=group_id, max_seq_len=cache.config.max_seq_len
     )

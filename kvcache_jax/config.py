@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,20 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.eviction_policy import LRU, eviction_policies
+from kvcache_jax.integers import static_count
 
 _MAX_INDEX = 2**31
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
-
-
-def as_integer(name: str, value: Any) -> int:
-    """`value`, of whatever integer type, as a Python int."""
-    if isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {value!r}, expected an integer")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}, expected an integer") from None
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -338,18 +328,17 @@ def _check_indices(group: LayerGroup) -> None:
             )
 
 
-def _check_integer(owner: Any, name: str) -> int:
-    value = as_integer(name, getattr(owner, name))
+def _check_count(owner: Any, name: str, least: int) -> int:
+    value = static_count(name, getattr(owner, name), least)
     object.__setattr__(owner, name, value)
     return value
 
 
 def _check_positive(owner: Any, *names: str) -> None:
     for name in names:
-        if _check_integer(owner, name) < 1:
-            raise ValueError(f"{name} is {getattr(owner, name)}, expected at least 1")
-        if getattr(owner, name) >= _MAX_INDEX and name != "memory_budget":
-            raise ValueError(f"{name} is {getattr(owner, name)}, expected below 2**31")
+        value = _check_count(owner, name, least=1)
+        if value >= _MAX_INDEX and name != "memory_budget":
+            raise ValueError(f"{name} is {value}, expected below 2**31")
 
 
 def _check_positive_or_none(owner: Any, *names: str) -> None:
@@ -358,8 +347,7 @@ def _check_positive_or_none(owner: Any, *names: str) -> None:
 
 def _check_not_negative(owner: Any, *names: str) -> None:
     for name in names:
-        if _check_integer(owner, name) < 0:
-            raise ValueError(f"{name} is {getattr(owner, name)}, expected at least 0")
+        _check_count(owner, name, least=0)
 
 
 def _storage_dtype(value: Any) -> np.dtype:

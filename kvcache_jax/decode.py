@@ -17,6 +17,7 @@ from kvcache_jax.cache import allocate, fork
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward
+from kvcache_jax.integers import static_count
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.sampling import sampling_params
 from kvcache_jax.state import Cache
@@ -130,10 +131,10 @@ def generate(
       ValueError, TypeError: for empty prompts, ids that are none, prompts that can never fit, bad options;
         names got and expected.
     """
-    requests = Requests(prompts, decode_arguments.count("num_samples", num_samples))
-    max_new_tokens = decode_arguments.count("max_new_tokens", max_new_tokens)
-    num_drafts = decode_arguments.count("num_drafts", num_drafts, least=0)
-    seed = decode_arguments.count("seed", seed, least=0)
+    requests = Requests(prompts, static_count("num_samples", num_samples))
+    max_new_tokens = static_count("max_new_tokens", max_new_tokens)
+    num_drafts = static_count("num_drafts", num_drafts, least=0)
+    seed = static_count("seed", seed, least=0)
     decode_arguments.check_stop_strings(stop_strings, detokenize)
     _check(requests, config, num_drafts, draft)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)

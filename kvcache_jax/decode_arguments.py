@@ -9,18 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arguments import host_tokens
-from kvcache_jax.config import CacheConfig, as_integer
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.integers import static_count
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STEPS_WHILE_WATCHED = 8
-
-
-def count(name: str, value: Any, least: int = 1) -> int:
-    """`value` as a Python int of at least `least`."""
-    value = as_integer(name, value)
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected at least {least}")
-    return value
 
 
 def finite_number(name: str, value: Any) -> float:
@@ -47,14 +40,14 @@ def prompt_tokens(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
 
 def usable_chunk_len(chunk_len: Any, config: CacheConfig) -> int:
     """Most tokens of a row in one call of the model; no more than the cache takes at once."""
-    return min(count("chunk_len", chunk_len), config.query_len_limit)
+    return min(static_count("chunk_len", chunk_len), config.query_len_limit)
 
 
 def steps_between_looks(look_every: Any, is_watched: bool) -> int:
     """`look_every`; without it few steps if somebody looks on, else as many as there are."""
     if look_every is None:
         return _STEPS_WHILE_WATCHED if is_watched else _NO_LIMIT
-    return min(count("look_every", look_every), _NO_LIMIT)
+    return min(static_count("look_every", look_every), _NO_LIMIT)
 
 
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:

@@ -19,7 +19,8 @@ from kvcache_jax import arguments
 from kvcache_jax import manager_errors as errors
 from kvcache_jax import manager_programs as programs
 from kvcache_jax.cache_holder import CacheHolder
-from kvcache_jax.config import CacheConfig, as_integer
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.integers import as_integer
 from kvcache_jax.manager_requests import (
     TO_THE_END,
     Batch,

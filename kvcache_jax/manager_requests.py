@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from kvcache_jax import arguments
-from kvcache_jax.config import CacheConfig, as_integer
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.integers import as_integer, static_count
 from kvcache_jax.rows import Prompt
 from kvcache_jax.state import Step
 
@@ -76,16 +77,13 @@ def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
     if not widths:
         raise ValueError("widths is empty, expected at least one")
     for width in widths:
-        arguments.static_count("each of widths", width, limit, "max_query_len")
+        static_count("each of widths", width, most=limit, most_name="max_query_len")
     return sorted(set(widths))
 
 
 def checked_count(name: str, count: Any) -> int:
     """An integer from 0 on; what 32 bits do not hold stands for all."""
-    count = as_integer(name, count)
-    if count < 0:
-        raise ValueError(f"{name} is {count}, expected at least 0")
-    return min(count, TO_THE_END)
+    return min(static_count(name, count, least=0), TO_THE_END)
 
 
 def checked_final_len(request_id: Hashable, length: Any) -> int:

@@ -4,7 +4,6 @@ Both read the control state alone, on the host, and say the same without colour.
 """
 
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvcache_jax.block_view import (
     row_rgb,
 )
 from kvcache_jax.config import SlidingWindow, ceil_div
+from kvcache_jax.integers import as_integer, static_count
 from kvcache_jax.state import Cache
 
 _GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
@@ -49,7 +49,7 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
       Lines, without a newline at the end.
 
     Raises:
-      TypeError: the cache is traced or has no values.
+      TypeError: the cache is traced or has no values, or `width` is no integer.
       ValueError: the cache is batched or was donated, or `group` or `width` is out of range.
 
     Example:
@@ -67,8 +67,7 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
         row 2  16 tokens  [ 3*2 ]
       0 owned by row 0   ~0 reserved by row 0   #2 shared by 2 rows   5*2 block 5, shared   . free
     """
-    if isinstance(width, bool) or not isinstance(width, int | np.integer) or width < 1:
-        raise ValueError(f"width is {width!r}, expected a positive int, the number of blocks per line")
+    width = static_count("width", width)
     views = group_views(cache, "block_map", group)
 
     def paint(text: str, style: str) -> str:
@@ -203,7 +202,7 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
         raise ImportError(
             "draw_block_map needs matplotlib, of the extra `pictures`: pip install 'kvcache_jax[pictures]'"
         ) from error
-    [view] = group_views(cache, "draw_block_map", operator.index(group))
+    [view] = group_views(cache, "draw_block_map", as_integer("group", group))
     num_blocks = len(view.state)
     num_cells = min(num_blocks, _MAX_CELLS)
     num_columns = min(num_cells, 20 if num_cells <= 320 else 64)

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, block_pool, rows
+from kvcache_jax import block_pool, rows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import num_true
+from kvcache_jax.integers import static_count
 from kvcache_jax.state import Cache, Control
 
 _ROW_POLICIES = ("lru", "lfu", "longest", "priority")
@@ -45,7 +46,7 @@ def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
       [1, 0]
     """
     _check_policy(policy)
-    n = arguments.static_count("n", n, cache.max_seqs, "max_seqs")
+    n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
     return _select(cache.control, policy=policy)[:n]
 
 

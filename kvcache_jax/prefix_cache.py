@@ -18,6 +18,7 @@ from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.empty_state import empty_index
 from kvcache_jax.indexing import num_true
+from kvcache_jax.integers import static_count
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control
 
@@ -68,6 +69,7 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
       >>> kv.item_tokens(b"an image", 2).tolist() == kv.item_tokens(b"an image", 3).tolist()[:2]
       True
     """
+    num_tokens = static_count("num_tokens", num_tokens, least=0)
     words = np.frombuffer(hashlib.shake_128(item).digest(4 * num_tokens), "<u4")
     return (words | np.uint32(1 << 31)).view(np.int32)
 
@@ -144,7 +146,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
     Returns:
       The cache and i32[], how many there were to evict, at most `num_blocks`.
     """
-    num_blocks = arguments.int_column("num_blocks", jnp.reshape(jnp.asarray(num_blocks), (1,)))[0]
+    num_blocks = arguments.int_scalar("num_blocks", num_blocks)
     if cache.control.prefix_index is None:
         return cache, jnp.zeros_like(num_blocks)
     control, num_evicted = _evict(cache.control, num_blocks, config=cache.config)

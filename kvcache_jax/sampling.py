@@ -15,8 +15,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from kvcache_jax.arguments import static_count
 from kvcache_jax.indexing import num_true
+from kvcache_jax.integers import static_count
 from kvcache_jax.pytree import pytree_dataclass
 
 _FLOAT32 = np.finfo(np.float32)

@@ -8,8 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arguments import static_count
 from kvcache_jax.indexing import get_at
+from kvcache_jax.integers import static_count
 from kvcache_jax.sampling import vocabulary, with_shape
 
 # Folded into a key to verify drafts with: callers draw the drafts from the key itself, or from its splits and

@@ -11,6 +11,7 @@ from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import LayerGroup
 from kvcache_jax.indexing import get_at, num_true
+from kvcache_jax.integers import static_count
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.rows import num_blocks_for
 from kvcache_jax.state import BlockPool, Cache, Counter
@@ -188,7 +189,7 @@ def num_blocks_needed(
 @takes_one
 def idle_seq_ids(cache: Cache, n: int) -> jax.Array:
     """i32[n], the first idle rows, padded with `max_seqs`."""
-    n = arguments.static_count("n", n, cache.max_seqs, "max_seqs")
+    n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
     return _first_rows(~cache.is_active, n)
 
 

@@ -11,6 +11,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvcache_jax.cache import allocate, donate, extend, fork, write
 from kvcache_jax.cache_form import require_values, takes_one
 from kvcache_jax.config import CacheConfig, memory_bytes
 from kvcache_jax.implementations import interpreted
+from kvcache_jax.memory_plan import control_bytes
 from kvcache_jax.oracle import Oracle, OracleRow
 from kvcache_jax.state import Cache, Counter, KVPool, Step
 from kvcache_jax.status import raise_for_status
@@ -40,7 +42,9 @@ __all__ = [
     "write_tokens",
 ]
 
-Forward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+BoundForward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+
+_FIRST_CHUNKS = (1, 5, 2)
 
 
 def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value: bool) -> Any:
@@ -223,7 +227,7 @@ def poison(cache: Cache) -> Cache:
 
 
 def check_forward(
-    forward: Forward,
+    forward: BoundForward,
     config: CacheConfig,
     *,
     vocab_size: int,
@@ -243,19 +247,17 @@ def check_forward(
     Args:
       forward: `(tokens i32[n, T], cache, step) -> (logits [n, T, vocab_size], cache)`; bind parameters
         with `functools.partial`.
-      config: At least 3 rows, which fit `num_tokens` each.
+      config: At least 3 rows, which fit `num_tokens` each and take them in one call.
       vocab_size: Tokens are drawn below it.
-      num_tokens: Length of the test sequence.
+      num_tokens: Length of the test sequence, at least 9.
       seed: Of the tokens.
       atol: Largest difference of two logits that should be equal.
 
     Raises:
       AssertionError: names what differs and by how much.
+      ValueError, TypeError: too small a config or `num_tokens`, a forward of other arguments.
     """
-    if config.max_seqs < 3 or config.max_seq_len < num_tokens:
-        raise ValueError(
-            f"config has {config.max_seqs} rows of {config.max_seq_len} tokens, expected 3 of {num_tokens}"
-        )
+    _check_arguments(forward, config, num_tokens)
     rng = np.random.default_rng(seed)
     tokens = rng.integers(vocab_size, size=num_tokens)
     at = num_tokens // 2
@@ -264,7 +266,7 @@ def check_forward(
 
     whole, whole_other = runner.run(tokens, [num_tokens]), runner.run(other, [num_tokens])
     _assert_close(runner.run(tokens, [1] * num_tokens), whole, atol, "token by token differs from one call")
-    chunks = [1, 5, 2, num_tokens - 8]
+    chunks = [*_FIRST_CHUNKS, num_tokens - sum(_FIRST_CHUNKS)]
     _assert_close(runner.run(tokens, chunks, beside=other), whole, atol, "chunks differ from one call")
     source, branch = runner.run_fork(tokens, other, at)
     _assert_close(source, whole[at:], atol, "the source of a fork differs")
@@ -273,10 +275,39 @@ def check_forward(
     runner.assert_no_pool_copy()
 
 
+def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int) -> None:
+    try:
+        parameters = inspect.signature(forward)
+    except ValueError:  # some callables have none
+        parameters = None
+    if parameters is not None:
+        try:
+            parameters.bind(None, None, None)
+        except TypeError:
+            raise TypeError(
+                f"forward takes {parameters}, expected (tokens, cache, step): bind its parameters, "
+                "functools.partial(forward, params)"
+            ) from None
+    if num_tokens <= sum(_FIRST_CHUNKS):
+        raise ValueError(
+            f"num_tokens is {num_tokens}, expected at least {sum(_FIRST_CHUNKS) + 1}: "
+            "the sequence is also fed in four uneven chunks"
+        )
+    if config.max_seqs < 3 or config.max_seq_len < num_tokens:
+        raise ValueError(
+            f"config has {config.max_seqs} rows of {config.max_seq_len} tokens, expected 3 of {num_tokens}"
+        )
+    if config.query_len_limit < num_tokens:
+        raise ValueError(
+            f"config has max_query_len = {config.query_len_limit}, expected at least {num_tokens}: "
+            "the whole sequence is fed in one call; raise max_query_len or lower num_tokens"
+        )
+
+
 class _Runner:
     """Feeds token sequences to a model's step and keeps count of its programs."""
 
-    def __init__(self, forward: Forward, config: CacheConfig):
+    def __init__(self, forward: BoundForward, config: CacheConfig):
         self.config = config
         self.widths: set[int] = set()
 
@@ -305,9 +336,9 @@ class _Runner:
         # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
         width = 1 if max(chunks) == 1 else len(tokens)
         cache = init(self.config)
-        cache, _ = allocate(cache, [1], [len(tokens)])
+        cache, _ = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
         if beside is not None:
-            cache, _ = allocate(cache, [0], [0])
+            cache, _ = allocate(cache, [0], [0], tokens=beside[None])
             cache, _ = self.feed(cache, {0: beside[:3]}, width)
         logits, start = [], 0
         for size in chunks:
@@ -321,7 +352,7 @@ class _Runner:
 
     def run_fork(self, tokens: np.ndarray, other: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
         """Logits from `at` on of a row and of its fork, fed in turn."""
-        cache, _ = allocate(init(self.config), [2], [at])
+        cache, _ = allocate(init(self.config), [2], [at], tokens=tokens[None])
         cache, _ = self.feed(cache, {2: tokens[:at]}, len(tokens))
         cache, status = fork(cache, [2], [0])
         raise_for_status(status, "fork")
@@ -340,15 +371,16 @@ class _Runner:
         )
 
     def assert_no_pool_copy(self) -> None:
-        used, pool_bytes = zip(*(self._compiled_bytes(scale) for scale in (1, 8)), strict=True)
-        growth, pool_growth = used[1] - used[0], pool_bytes[1] - pool_bytes[0]
-        assert growth < 0.01 * pool_growth, (
+        small, large = self._compiled_bytes(1), self._compiled_bytes(8)
+        growth, pool_growth, control_growth = (b - a for a, b in zip(small, large, strict=True))
+        # Copies of the control state are no pool copies; next to tiny pools they are not small.
+        assert growth < 0.01 * pool_growth + control_growth, (
             f"the compiled step uses {growth} bytes more when its pools grow by {pool_growth}: "
             "a pool is copied; keep one version of the cache and donate it"
         )
 
-    def _compiled_bytes(self, scale: int) -> tuple[int, int]:
-        """Bytes that a compiled decode step uses beside its donated cache, and the bytes of the pools."""
+    def _compiled_bytes(self, scale: int) -> tuple[int, int, int]:
+        """Bytes that a compiled decode step uses beside its donated cache; of the pools; of the control."""
         kinds = {
             group.kind: dataclasses.replace(group.kind, num_blocks=scale * group.num_blocks)
             for group in self.config.groups
@@ -359,8 +391,8 @@ class _Runner:
         rows = jax.ShapeDtypeStruct((config.max_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)
         memory = self.step_fn.lower(cache, tokens, rows).compile().memory_analysis()  # pyright: ignore
-        not_reused = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return memory.temp_size_in_bytes + not_reused, memory_bytes(config)
+        used = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return used, memory_bytes(config), control_bytes(config)
 
 
 def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str) -> None:

@@ -148,6 +148,12 @@ def test_the_least_valuable_block_goes(policy, requests, gone):
     assert {prompt for prompt in is_there if not cached_lens(cache, [A, B, C])[prompt]} == {gone}
 
 
+@pytest.mark.parametrize(("num_blocks", "expected"), [(2**31, 2), (2**40, 2), (-(2**40), 0)])
+def test_wide_numbers_of_blocks_mean_all_or_none(num_blocks, expected):
+    cache = serve(kv.init(config_of("fifo"), storage=False), [(A, 0), (B, 0)])
+    assert int(kv.evict(cache, num_blocks)[1]) == expected
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_parent_counts_as_its_most_valuable_child(batch):
     """The beginning of the prompt has priority 0, as others have; its continuation has 9."""

@@ -271,9 +271,16 @@ def test_unknown_groups_are_refused(branched, group):
         draw_block_map(branched, group=group)
 
 
-@pytest.mark.parametrize("width", [0, -3, 2.0, True, None])
-def test_bad_widths_are_refused(branched, width):
-    with pytest.raises(ValueError, match=f"width is {width!r}, expected a positive int"):
+@pytest.mark.parametrize(
+    ("width", "error", "expected"),
+    [
+        (0, ValueError, "at least 1"),
+        (-3, ValueError, "at least 1"),
+        *((width, TypeError, "an integer") for width in (2.0, True, None)),
+    ],
+)
+def test_bad_widths_are_refused(branched, width, error, expected):
+    with pytest.raises(error, match=f"width is {width!r}, expected {expected}"):
         block_map(branched, width=width)
 
 

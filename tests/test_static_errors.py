@@ -245,11 +245,31 @@ def test_storage_free_caches_have_nothing_to_attend():
         kv.testing.poison(cache)
 
 
-@pytest.mark.parametrize("seq_id", [[0], zeros(1, dtype=np.int32), jnp.zeros(1, jnp.int32)])
-def test_gather_reads_one_row(small, seq_id):
+@pytest.mark.parametrize(
+    ("name", "call"), [("seq_id", lambda cache, x: kv.gather(cache, x, 0)), ("num_blocks", kv.evict)]
+)
+def test_scalars_are_one_integer(small, name, call):
     cache, _ = small
-    with pytest.raises(ValueError, match=r"seq_id has shape \(1,\), expected one integer"):
-        kv.gather(cache, seq_id, 0)
+    for value in ([0], zeros(1, dtype=np.int32), jnp.zeros(1, jnp.int32)):
+        with pytest.raises(ValueError, match=rf"{name} has shape \(1,\), expected one integer"):
+            call(cache, value)
+    for value in (True, 1.0, None, np.float32(1), jnp.bool_(True)):
+        with pytest.raises(TypeError, match=rf"{name} has dtype .*, expected integers"):
+            call(cache, value)
+
+
+def test_counts_are_integers_of_the_host(small):
+    cache, _ = small
+    assert kv.idle_seq_ids(cache, np.int64(2)).tolist() == [3, 3]
+    for value in (2.5, True, np.bool_(True), None, "2"):
+        with pytest.raises(TypeError, match=rf"n is {re.escape(repr(value))}, expected an integer"):
+            kv.idle_seq_ids(cache, value)
+    with pytest.raises(TypeError, match="n is .*Tracer.*expected an integer: a Python int"):
+        jax.jit(kv.idle_seq_ids)(cache, 2)
+    with pytest.raises(ValueError, match="n is 4, expected 1 <= n <= max_seqs = 3"):
+        kv.idle_seq_ids(cache, 4)
+    with pytest.raises(ValueError, match="num_tokens is -1, expected at least 0"):
+        kv.item_tokens(b"image", -1)
 
 
 LAYER = kv.FullAttention(num_kv_heads=2, head_dim=8)

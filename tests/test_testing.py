@@ -33,6 +33,19 @@ def test_a_good_model_passes():
     check(model)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        config(enable_prefix_caching=True),
+        config(enable_prefix_caching=True, eviction_policy="fifo"),
+        config(max_seq_len=9, num_blocks=12),  # the least of everything
+    ],
+    ids=["prefix caching", "eviction policy", "smallest"],
+)
+def test_a_good_model_passes_with_other_configs(config):
+    check(model, config=config, num_tokens=9)
+
+
 def with_call_positions(tokens, cache, step):
     """Takes a token's place in the call for its place in the sequence."""
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -65,9 +78,23 @@ def test_a_bad_model_is_named(bad_model, message):
         check(bad_model)
 
 
-def test_too_small_a_config_is_refused():
-    with pytest.raises(ValueError, match="expected 3 of 12"):
-        check(model, config=config(max_seqs=2))
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"config": config(max_seqs=2)}, ValueError, "2 rows of 48 tokens, expected 3 of 12"),
+        ({"config": config(max_seq_len=11)}, ValueError, "4 rows of 11 tokens, expected 3 of 12"),
+        ({"config": config(max_query_len=11)}, ValueError, "max_query_len = 11, expected at least .* 12"),
+        ({"num_tokens": 8}, ValueError, "num_tokens is 8, expected at least 9"),
+        (
+            {"forward": forward},
+            TypeError,
+            r"takes \(params, .*expected \(tokens, cache, step\): bind",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        check(**{"forward": model} | changes)
 
 
 def filled():
