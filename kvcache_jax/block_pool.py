@@ -26,6 +26,11 @@ def num_used(pool: BlockPool) -> jax.Array:
     return pool.num_blocks - num_available(pool)
 
 
+def utilization(pool: BlockPool) -> jax.Array:
+    """f32[], share of the blocks that is referenced, 0 to 1."""
+    return num_used(pool).astype(jnp.float32) / pool.num_blocks
+
+
 def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     """i32 like `block_ids`: owners of each block, 0 for nowhere."""
     return get_at(pool.ref_count, block_ids, 0)
