@@ -229,7 +229,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) ->
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
-    arguments.new_keys_values(cache, pool, k, v, step)
+    arguments.check_keys_values(cache, pool, k, v, step)
     num_blocks = cache.control.block_pools[group_id].num_blocks
     return storage.with_pool(
         cache, group_id, storage.store_tokens(pool, index, k, v, step.slots[group_id], num_blocks)

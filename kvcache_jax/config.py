@@ -229,7 +229,7 @@ class CacheConfig:
             layer_ids.setdefault(kind, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
         if self.memory_budget is not None:
-            plans = _spend(self.memory_budget, plans, self.max_seqs)
+            plans = _spend(self.memory_budget, plans)
         return tuple(plans)
 
     @property
@@ -296,7 +296,7 @@ def config_from_json(data: bytes | bytearray) -> CacheConfig:
     return CacheConfig(**values)
 
 
-def _spend(budget: int, groups: list[LayerGroup], max_seqs: int) -> list[LayerGroup]:
+def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
     """Shares `budget` bytes so that all pools fill up at the same number of rows."""
     fixed = [group for group in groups if group.kind.num_blocks is not None]
     shared = [group for group in groups if group.kind.num_blocks is None]
