@@ -13,6 +13,8 @@ from jax import lax
 from kvcache_jax.indexing import add_at, get_at, min_at, num_true, rank_true, read_first, run_if, set_at
 from kvcache_jax.state import BlockPool, CachedBlocks
 
+# Of the queue, looked at per trip of a sweep: more make the trips' arrays longer, and the last trip looks
+# further past the end; fewer make more trips, each with a cost of its own.
 _ENTRIES_PER_SWEEP = 1024
 
 

@@ -73,7 +73,6 @@ def allocate(
       namespace: u32[4] or u32[n, 4], who may share the rows' blocks. Default: all zero.
       priority: i32[n], for eviction policies. Default: 0.
       reuse: bool[] or bool[n], look for cached prefixes; without prefix caching there are none.
-
       items: i32[n, I, 2], first position and end of each multimodal item (see `item_tokens`), equal ones
         where a row has fewer: an item is reused whole or not at all.
 
@@ -81,6 +80,9 @@ def allocate(
       The cache and an `Admission` with `status` (SEQ_IN_USE, TOO_LONG, BAD_LENGTH, OUT_OF_BLOCKS,
       SKIPPED, BAD_SEQ_ID) and `num_cached`. A row that fails takes nothing; smaller rows behind it
       may still succeed.
+
+    Raises:
+      ValueError, TypeError: no `tokens` with prefix caching, or shapes or dtypes that do not fit.
 
     Example:
       >>> import kvcache_jax as kv

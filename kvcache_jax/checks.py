@@ -1,4 +1,7 @@
-"""Does a cache keep its promises? Host-side, slow and independent of the code that keeps them."""
+"""Does a cache keep its promises? Host-side, slow, and written without the code that keeps them.
+
+Only the hash of a block and the bucket that it belongs into are computed by the same functions.
+"""
 
 import itertools
 

@@ -118,8 +118,9 @@ class CacheConfig:
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
-        "priority" (of the row that used it last), or a name registered with `eviction_policy`. Of equal
-        ones that released longest ago; always a block before its predecessor.
+        "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
+        published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
+        always a block before its predecessor.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
       implementation: Of attention and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper),
