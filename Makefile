@@ -18,7 +18,7 @@ PY_0112 := .venv-0112/bin/python
 PY_AOT := .venv-aot/bin/python
 PY_AOT_0112 := .venv-aot-0112/bin/python
 PY_TPU := .venv-tpu/bin/python
-PIP_INSTALL := -m pip --require-virtualenv --disable-pip-version-check install --quiet --no-compile
+PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-newest \
 	aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
@@ -85,34 +85,33 @@ distclean: clean
 
 .venv/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv)
-	$(PY) $(PIP_INSTALL) --editable '.[$(EXTRAS)]'
+	$(PY) -m pip $(PIP_INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 .venv/.made-dev: .venv/.made
-	$(PY) $(PIP_INSTALL) --editable '.[dev]'
+	$(PY) -m pip $(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 .venv-0112/.made: pyproject.toml Makefile
 	@$(call make_venv,.venv-0112)
-	$(PY_0112) $(PIP_INSTALL) jax==0.11.2 --editable '.[tests]'
+	$(PY_0112) -m pip $(PIP_INSTALL) jax==0.11.2 --editable '.[tests]'
 	@touch $@
 
-.venv-aot/.made: Makefile
-	@$(call make_venv,.venv-aot)
-	$(PY_AOT) $(PIP_INSTALL) 'jax>=0.11.2,<0.13' flax
-	$(PY_AOT) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_AOT))
+# These see what another environment has, and hold only what they add.
+.venv-aot/.made: .venv/.made
+	@$(call make_venv_on,.venv-aot,.venv)
+	$(PY) -m pip --python $(PY_AOT) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY))
 	@touch $@
 
-.venv-aot-0112/.made: Makefile
-	@$(call make_venv,.venv-aot-0112)
-	$(PY_AOT_0112) $(PIP_INSTALL) jax==0.11.2 flax
-	$(PY_AOT_0112) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_AOT_0112))
+.venv-aot-0112/.made: .venv-0112/.made
+	@$(call make_venv_on,.venv-aot-0112,.venv-0112)
+	$(PY_0112) -m pip --python $(PY_AOT_0112) $(PIP_INSTALL) flax
+	$(PY_0112) -m pip --python $(PY_AOT_0112) $(PIP_INSTALL) --no-deps $(call cuda_compiler,$(PY_0112))
 	@touch $@
 
-.venv-tpu/.made: Makefile
-	@$(call make_venv,.venv-tpu)
-	$(PY_TPU) $(PIP_INSTALL) jax==0.11.2
-	$(PY_TPU) $(PIP_INSTALL) --no-deps libtpu==0.0.48.1
+.venv-tpu/.made: .venv-0112/.made
+	@$(call make_venv_on,.venv-tpu,.venv-0112)
+	$(PY_0112) -m pip --python $(PY_TPU) $(PIP_INSTALL) --no-deps libtpu==0.0.48.1
 	@touch $@
 
 # XLA's CUDA plugin of the interpreter's jax, and the compiler and disassembler that it calls; no CUDA libraries.
@@ -138,4 +137,11 @@ for candidate in "$(PYTHON)" python3.12 python3.13 python3.14 python3 python \
 done; \
 echo "No Python of at least 3.12 with the venv and ensurepip modules was found: install one, or name it with make PYTHON=/path/to/python." >&2; \
 exit 1
+endef
+
+# $(1) on top of $(2): a path file, relative to the folder that it lies in, names the packages of the other.
+define make_venv_on
+$(2)/bin/python -m venv --clear --without-pip $(1) && for site in $(1)/lib/python3.*/site-packages; do \
+  echo "../../../../$(2)/$${site#$(1)/}" > "$$site/base.pth"; \
+done
 endef
