@@ -54,7 +54,6 @@ from kvcache_jax.memory_plan import describe
 from kvcache_jax.picture import block_map, draw_block_map
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache
-from kvcache_jax.sampling import SamplingParams, sampling_params
 from kvcache_jax.score import ScoreResult, score
 from kvcache_jax.scrub import scrub
 from kvcache_jax.state import (
@@ -121,7 +120,6 @@ __all__ = [
     "OutOfSync",
     "PrefixIndex",
     "Request",
-    "SamplingParams",
     "ScoreResult",
     "SlidingWindow",
     "Stats",
@@ -166,7 +164,6 @@ __all__ = [
     "reorder",
     "reset",
     "reset_prefix_cache",
-    "sampling_params",
     "score",
     "scrub",
     "select_victim_rows",

@@ -196,8 +196,8 @@ def _prefill(
         row[: len(prompt)] = prompt
     cache, admission = allocate(cache, firsts, lengths, tokens=tokens)
     raise_for_status(admission.status, "allocating the prompts")
-    cache, logits, failed = prefill(forward, params, cache, tokens, lengths, firsts, chunk_len=chunk_len)
-    raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the prompts")
+    cache, logits, status = prefill(forward, params, cache, tokens, lengths, firsts, chunk_len=chunk_len)
+    raise_for_status(status, "prefilling the prompts")
     if num_beams > 1:
         others = np.setdiff1d(np.arange(len(prompts) * num_beams), firsts)
         cache, _ = fork(cache, others // num_beams * num_beams, others)

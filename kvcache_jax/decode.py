@@ -16,7 +16,7 @@ from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, fork
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
-from kvcache_jax.decode_loop import DecodeState, Drafting, Forward
+from kvcache_jax.decode_loop import DecodeState, Drafting, Forward, Phase
 from kvcache_jax.integers import static_count
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.sampling import sampling_params
@@ -106,7 +106,7 @@ def generate(
       config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation.
       num_samples: Continuations per prompt.
-      temperature: 0 is greedy. See `SamplingParams` for this and the next three.
+      temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
@@ -224,7 +224,7 @@ def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options)
         length=jnp.zeros(rows, jnp.int32),
         max_len=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros((rows, width), jnp.float32),
-        reason=jnp.full(rows, decode_loop.IDLE, jnp.int32),
+        phase=jnp.full(rows, Phase.IDLE, jnp.int32),
         sampling=sampling_params(rows, **options),
         stop_tokens=stops,
         num_steps=jnp.int32(0),
@@ -319,7 +319,7 @@ def _prefill(
     firsts[: len(admitted)] = list(admitted)
     rows = np.minimum(firsts, max_seqs - 1)
     prompts, lengths = state.history[rows], jnp.where(firsts < max_seqs, state.prompt_len[rows], 0)
-    cache, logits, failed = decode_loop.prefill(
+    cache, logits, status = decode_loop.prefill(
         forward, params, state.cache, prompts, lengths, firsts, chunk_len=chunk_len
     )
     draft_cache = state.draft_cache
@@ -345,4 +345,4 @@ def _prefill(
     started = np.zeros(max_seqs, bool)
     started[[row for rows in admitted.values() for row in rows]] = True
     state = dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
-    return decode_loop.begin(state, logits[source], jnp.asarray(started), failed[source])
+    return decode_loop.begin(state, logits[source], jnp.asarray(started), status[source])

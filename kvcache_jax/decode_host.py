@@ -8,20 +8,19 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from kvcache_jax import decode_loop
 from kvcache_jax.block_pool import num_used
 from kvcache_jax.build import init
 from kvcache_jax.cache import free
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import prompt_tokens
-from kvcache_jax.decode_loop import DecodeState
+from kvcache_jax.decode_loop import DecodeState, Phase
 from kvcache_jax.prefix_cache import commit
 from kvcache_jax.state import Cache
 
 _FINISH_REASONS = {
-    decode_loop.STOPPED: "stop",
-    decode_loop.LENGTH: "length",
-    decode_loop.OUT_OF_BLOCKS: "out_of_blocks",
+    Phase.STOPPED: "stop",
+    Phase.LENGTH: "length",
+    Phase.OUT_OF_BLOCKS: "out_of_blocks",
 }
 
 
@@ -155,9 +154,9 @@ class Host:
 
     def look(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""
-        reason, length, prompt_len, history, logprobs = (
+        phase, length, prompt_len, history, logprobs = (
             np.asarray(x)
-            for x in (state.reason, state.length, state.prompt_len, state.history, state.logprobs)
+            for x in (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
         )
         ended: dict[int, Generation] = {}
         for row, (prompt_id, sample_id) in self.running.items():
@@ -168,9 +167,9 @@ class Host:
             if new and self.on_tokens:
                 self.on_tokens(prompt_id, sample_id, new)
             self.num_streamed[row] += len(new)
-            if cut is None and reason[row] == decode_loop.RUNNING:
+            if cut is None and phase[row] == Phase.RUNNING:
                 continue
-            why = "stop" if cut is not None else _FINISH_REASONS[int(reason[row])]
+            why = "stop" if cut is not None else _FINISH_REASONS[Phase(phase[row])]
             scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
             ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
         self.note(state, list(ended.values()))
@@ -203,5 +202,5 @@ class Host:
         draft_cache = state.draft_cache
         if draft_cache is not None:
             draft_cache, _ = free(draft_cache, ids)
-        reason = state.reason.at[ids].set(decode_loop.IDLE, mode="drop")
-        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, reason=reason)
+        phase = state.phase.at[ids].set(Phase.IDLE, mode="drop")
+        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=phase)

@@ -6,6 +6,7 @@ without new tokens; those with a prompt take part in prefill.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,8 +28,20 @@ from kvcache_jax.status import Status
 
 Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 
-RUNNING, STOPPED, LENGTH, OUT_OF_BLOCKS, IDLE = range(5)
-"""Why a row is not running, or that it is."""
+
+class Phase(enum.IntEnum):
+    """What a row is doing, or what ended it."""
+
+    RUNNING = 0
+    """It decodes."""
+    STOPPED = 1
+    """Ended by a stop token."""
+    LENGTH = 2
+    """Ended at its `max_len`."""
+    OUT_OF_BLOCKS = 3
+    """Ended for want of a block."""
+    IDLE = 4
+    """It holds no request."""
 
 
 @pytree_dataclass()
@@ -43,7 +56,7 @@ class DecodeState:
       length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
       max_len: i32[max_seqs], length at which the row ends.
       logprobs: f32[max_seqs, max_seq_len], of each generated token, under the model's own distribution.
-      reason: i32[max_seqs], RUNNING, STOPPED, LENGTH, OUT_OF_BLOCKS or IDLE.
+      phase: i32[max_seqs], each row's `Phase`.
       sampling: SamplingParams of each row.
       stop_tokens: i32[any], ids that end a row; -1 for none.
       num_steps: i32[], model calls of the decode loop.
@@ -58,7 +71,7 @@ class DecodeState:
     length: jax.Array
     max_len: jax.Array
     logprobs: jax.Array
-    reason: jax.Array
+    phase: jax.Array
     sampling: SamplingParams
     stop_tokens: jax.Array
     num_steps: jax.Array
@@ -73,12 +86,10 @@ class Drafting:
     Attributes:
       num_drafts: Proposed per step.
       forward: The draft model's; None looks up n-grams in the row's own history.
-      ngram: Longest n-gram to look up.
     """
 
     num_drafts: int
     forward: Forward | None = None
-    ngram: int = 3
 
 
 class Drafts(NamedTuple):
@@ -115,16 +126,16 @@ def prefill(
 
     Returns:
       The cache; logits f32[n, vocab] of each row's last prompt token, 0 for rows that take no part; and
-      bool[n], rows that ran out of blocks.
+      status i32[n]: of the `extend` that failed, OK for all other rows.
     """
 
-    def num_left(cache: Cache, failed: jax.Array) -> jax.Array:
+    def num_left(cache: Cache, status: jax.Array) -> jax.Array:
         held = get_at(cache.context_len, seq_ids, np.iinfo(np.int32).max)
-        return jnp.where(failed, 0, jnp.maximum(prompt_len - held, 0))
+        return jnp.where(status == Status.OK, jnp.maximum(prompt_len - held, 0), 0)
 
     def feed(state):
-        cache, last_logits, failed = state
-        num_new = jnp.minimum(num_left(cache, failed), chunk_len)
+        cache, last_logits, status = state
+        num_new = jnp.minimum(num_left(cache, status), chunk_len)
         first = get_at(cache.context_len, seq_ids, 0)
         at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
         tokens = jnp.take_along_axis(prompts, jnp.minimum(at, prompts.shape[1] - 1), axis=1)
@@ -134,16 +145,16 @@ def prefill(
         last = jnp.maximum(step.query_len - 1, 0)
         ends = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
         last_logits = jnp.where(is_last[:, None], ends, last_logits)
-        return cache, last_logits, failed | ((num_new > 0) & (step.status != Status.OK))
+        return cache, last_logits, jnp.where(num_new > 0, step.status, status)
 
     last_logits = jnp.zeros((seq_ids.shape[0], vocab_size(forward, params, cache)), jnp.float32)
-    state = cache, last_logits, jnp.zeros_like(prompt_len, bool)
-    cache, last_logits, failed = lax.while_loop(
+    state = cache, last_logits, jnp.full(seq_ids.shape, Status.OK, jnp.int32)
+    cache, last_logits, status = lax.while_loop(
         lambda state: (num_left(state[0], state[2]) > 0).any(), feed, state
     )
     if cache.config.enable_prefix_caching:
         cache, _ = commit(cache, seq_ids)
-    return cache, last_logits, failed
+    return cache, last_logits, status
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
@@ -158,12 +169,15 @@ def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def begin(state: DecodeState, logits: jax.Array, rows: jax.Array, failed: jax.Array) -> DecodeState:
-    """Draws the first token of each row in `rows` (bool[max_seqs]) from its prompt's last logits."""
+def begin(state: DecodeState, logits: jax.Array, rows: jax.Array, status: jax.Array) -> DecodeState:
+    """Draws the first token of each row in `rows` (bool[max_seqs]) from its prompt's last logits.
+
+    Those whose prefill failed (`status i32[max_seqs]`) end instead.
+    """
     token, logprob = sample(logits, state.sampling, state.length)
-    reason = jnp.where(rows, jnp.where(failed, OUT_OF_BLOCKS, RUNNING), state.reason)
-    state = dataclasses.replace(state, reason=reason.astype(jnp.int32))
-    emitted = jnp.where(rows & ~failed, 1, 0)
+    phase = jnp.where(rows, Phase.RUNNING, state.phase).astype(jnp.int32)
+    state = _end_failed(dataclasses.replace(state, phase=phase), jnp.where(rows, status, Status.OK))
+    emitted = jnp.where(rows & (status == Status.OK), 1, 0)
     return _emit(state, token[:, None], logprob[:, None], emitted)
 
 
@@ -187,11 +201,11 @@ def decode(
       max_steps: i32[].
       drafting: Speculative decoding, or None (static).
     """
-    was_running = state.reason == RUNNING
+    was_running = state.phase == Phase.RUNNING
     first_step = state.num_steps
 
     def goes_on(state: DecodeState) -> jax.Array:
-        has_ended = was_running & (state.reason != RUNNING)
+        has_ended = was_running & (state.phase != Phase.RUNNING)
         return was_running.any() & ~has_ended.any() & (state.num_steps - first_step < max_steps)
 
     def body(state: DecodeState) -> DecodeState:
@@ -205,7 +219,7 @@ def decode(
 def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeState:
     """One token for every running row."""
     tokens = _last_token(state)[:, None]
-    num_new = (state.reason == RUNNING).astype(jnp.int32)
+    num_new = (state.phase == Phase.RUNNING).astype(jnp.int32)
     cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
     logits, cache = forward(params, tokens, cache, step)
     token, logprob = sample(logits[:, 0].astype(jnp.float32), state.sampling, state.length)
@@ -222,7 +236,7 @@ def _decode_drafted(
       Fast Inference from Transformers via Speculative Decoding (Leviathan et al.; arXiv:2211.17192).
       Prompt Lookup Decoding (Saxena, 2023) for drafts from the row's own history.
     """
-    running = state.reason == RUNNING
+    running = state.phase == Phase.RUNNING
     num_new = jnp.where(running, 1 + drafting.num_drafts, 0)
     # Drafts never cost a row its next token: where they do not fit, nobody drafts in this step.
     has_room = (state.cache.context_len + num_new <= state.cache.config.max_seq_len).all()
@@ -272,11 +286,11 @@ def _decode_drafted(
 def _draft(draft_params: Any, state: DecodeState, drafting: Drafting) -> tuple[DecodeState, Drafts]:
     """Proposes the tokens that follow each row's history."""
     if drafting.forward is None:
-        tokens, count = ngram_drafts(state.history, state.length, drafting.num_drafts, drafting.ngram)
+        tokens, count = ngram_drafts(state.history, state.length, drafting.num_drafts)
         return state, Drafts(tokens, count, None)
     forward, cache = drafting.forward, state.draft_cache
     assert cache is not None
-    is_drafting = (state.reason == RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
+    is_drafting = (state.phase == Phase.RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
 
     def propose(carry, i):
         cache, token, is_drafting = carry
@@ -308,9 +322,9 @@ def _last_token(state: DecodeState) -> jax.Array:
 
 def _end_failed(state: DecodeState, status: jax.Array) -> DecodeState:
     """Ends running rows that `extend` could not grow."""
-    failed = (state.reason == RUNNING) & (status != Status.OK)
-    why = jnp.where(status == Status.TOO_LONG, LENGTH, OUT_OF_BLOCKS)
-    return dataclasses.replace(state, reason=jnp.where(failed, why, state.reason).astype(jnp.int32))
+    failed = (state.phase == Phase.RUNNING) & (status != Status.OK)
+    why = jnp.where(status == Status.TOO_LONG, Phase.LENGTH, Phase.OUT_OF_BLOCKS)
+    return dataclasses.replace(state, phase=jnp.where(failed, why, state.phase).astype(jnp.int32))
 
 
 def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens: jax.Array) -> DecodeState:
@@ -324,12 +338,13 @@ def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens
     nowhere = state.history.shape[1]
     at = jnp.where(order < num_tokens[:, None], state.length[:, None] + order, nowhere)
     length = state.length + jnp.maximum(num_tokens, 0)
-    ends = jnp.where(stops, STOPPED, jnp.where(length >= state.max_len, LENGTH, RUNNING))
+    ends = jnp.where(length >= state.max_len, Phase.LENGTH, Phase.RUNNING)
+    ends = jnp.where(stops, Phase.STOPPED, ends)
     grows = num_tokens > 0
     return dataclasses.replace(
         state,
         history=state.history.at[rows, at].set(tokens, mode="drop"),
         logprobs=state.logprobs.at[rows, at].set(logprobs, mode="drop"),
         length=length,
-        reason=jnp.where(grows & (state.reason == RUNNING), ends, state.reason).astype(jnp.int32),
+        phase=jnp.where(grows & (state.phase == Phase.RUNNING), ends, state.phase).astype(jnp.int32),
     )

@@ -83,8 +83,8 @@ def score(
     held, admission = allocate(idle_cache(cache, config), [0], shared_len, tokens=history[:1])
     raise_for_status(admission.status, "allocating the context")
     first = np.zeros(1, np.int32)
-    held, _, failed = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
-    raise_for_status(jnp.where(failed, Status.OUT_OF_BLOCKS, Status.OK), "prefilling the context")
+    held, _, status = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
+    raise_for_status(status, "prefilling the context")
 
     results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
     waiting = [i for i in range(len(own)) if len(own[i])]
@@ -100,16 +100,16 @@ def score(
         ids = np.full(wave_len, config.max_seqs)
         ids[: len(wave)] = rows
         held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
-        held, logprobs, failed = _score_rows(forward, params, held, history, length, chunk_len=chunk_len)
+        held, logprobs, status = _score_rows(forward, params, held, history, length, chunk_len=chunk_len)
         held, _ = free(held, ids)
-        logprobs, failed = np.asarray(logprobs), np.asarray(failed)
-        if failed[rows].all() and len(wave) == 1:
-            raise_for_status([Status.OUT_OF_BLOCKS], f"scoring continuation {wave[0]}")
-        if failed.any():
+        logprobs, status = np.asarray(logprobs), np.asarray(status)
+        if len(wave) == 1:
+            raise_for_status(status[rows], f"scoring continuation {wave[0]}")
+        if (status != Status.OK).any():
             # Fewer at a time leave each other more blocks.
             wave_len = max(1, len(wave) // 2)
         for row, i in zip(rows, wave, strict=True):
-            if not failed[row]:
+            if status[row] == Status.OK:
                 results[i] = logprobs[row, len(shared) : length[row]]
                 waiting.remove(i)
     held, _ = free(held, [0])
@@ -121,13 +121,19 @@ def score(
 def _score_rows(
     forward: Forward, params: Any, cache: Cache, history: jax.Array, length: jax.Array, *, chunk_len: int
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Feeds rows up to `length - 1`; f32[max_seqs, max_seq_len] log-probability of each token fed after."""
+    """Feeds rows up to `length - 1`.
+
+    Returns:
+      The cache; f32[max_seqs, max_seq_len], the log-probability of each token behind one that was fed; status
+      i32[max_seqs].
+    """
     rows = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
     nowhere = history.shape[1]
 
     def feed(state):
-        cache, logprobs, failed = state
-        num_new = jnp.where(failed, 0, jnp.clip(length - 1 - cache.context_len, 0, chunk_len))
+        cache, logprobs, status = state
+        num_left = jnp.clip(length - 1 - cache.context_len, 0, chunk_len)
+        num_new = jnp.where(status == Status.OK, num_left, 0)
         at = cache.context_len[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
         tokens = jnp.take_along_axis(history, jnp.minimum(at, nowhere - 1), axis=1)
         targets = jnp.take_along_axis(history, jnp.minimum(at + 1, nowhere - 1), axis=1)
@@ -137,12 +143,12 @@ def _score_rows(
         found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
         is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
         logprobs = logprobs.at[rows, jnp.where(is_fed, at + 1, nowhere)].set(found, mode="drop")
-        return cache, logprobs, failed | (step.status != Status.OK)
+        return cache, logprobs, jnp.where(num_new > 0, step.status, status)
 
     def is_left(state):
-        cache, _, failed = state
-        return (~failed & (cache.context_len < length - 1)).any()
+        cache, _, status = state
+        return ((status == Status.OK) & (cache.context_len < length - 1)).any()
 
     return lax.while_loop(
-        is_left, feed, (cache, jnp.zeros(history.shape, jnp.float32), jnp.zeros_like(length, bool))
+        is_left, feed, (cache, jnp.zeros(history.shape, jnp.float32), jnp.full_like(length, Status.OK))
     )

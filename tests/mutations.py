@@ -429,7 +429,7 @@ DECODE_ARGUMENTS = in_module(
 DECODE_LOOP = in_module(
     "decode_loop",
     ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
-    ("stop token does not end the row", "jnp.where(stops, STOPPED,", "jnp.where(False, STOPPED,", STOPS),
+    ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
     (
         "rejected drafts stay in the cache",
         "rows, before + 1 + num_accepted)",

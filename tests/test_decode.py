@@ -460,3 +460,14 @@ def test_beams_go_around_logits_that_are_no_number():
 
 def test_the_vocabulary_is_read_off_the_model():
     assert decode_loop.vocab_size(forward, PARAMS, kv.init(config())) == VOCAB
+
+
+def test_prefill_says_why_a_row_failed():
+    sizes = config(num_blocks=6, max_seq_len=12)
+    held, admission = kv.allocate(kv.init(sizes), [3, 0, 1], [2, 0, 12])
+    kv.raise_for_status(admission.status)
+    lengths, rows = np.array([2, 11, 13, 0], np.int32), np.array([3, 0, 1, 4], np.int32)
+    prompts = np.ones((4, 13), np.int32)
+    held, logits, status = decode_loop.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=4)
+    assert status.tolist() == [kv.Status.OK, kv.Status.OUT_OF_BLOCKS, kv.Status.TOO_LONG, kv.Status.OK]
+    assert held.context_len.tolist()[3] == 2 and np.asarray(logits).any(axis=1).tolist() == [1, 0, 0, 0]
