@@ -299,8 +299,8 @@ def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int
         )
     if config.query_len_limit < num_tokens:
         raise ValueError(
-            f"config has max_query_len = {config.query_len_limit}, expected at least num_tokens = {num_tokens}: "
-            "the whole sequence is fed in one call; raise max_query_len or lower num_tokens"
+            f"config has max_query_len = {config.query_len_limit}, expected at least num_tokens = "
+            f"{num_tokens}: the whole sequence is fed in one call; raise max_query_len or lower num_tokens"
         )
 
 
