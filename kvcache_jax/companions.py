@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcache_jax import block_pool
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.indexing import get_at, min_at, num_true, set_at
+from kvcache_jax.indexing import first_true, get_at, min_at, num_true, set_at
 from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
 
 
@@ -185,7 +185,7 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     nowhere = companions.keeper.shape[0]
     keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
     present = get_at(companions.block_ids, keepers, nowhere)
-    slots = jnp.argmax(present == block_ids[:, None], axis=1)
+    slots = first_true(present == block_ids[:, None])
     companions = Companions(
         block_ids=set_at(companions.block_ids, (keepers, slots), nowhere),
         keeper=set_at(companions.keeper, block_ids, companions.block_ids.shape[0]),

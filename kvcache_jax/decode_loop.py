@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from kvcache_jax.cache import extend, truncate
-from kvcache_jax.indexing import get_at
+from kvcache_jax.indexing import first_true, get_at
 from kvcache_jax.prefix_cache import commit
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.sampling import SamplingParams, filtered_logprobs, row_keys, sample
@@ -333,7 +333,7 @@ def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens
     num_tokens = jnp.minimum(num_tokens, state.max_len - state.length)
     is_stop = (tokens[..., None] == state.stop_tokens).any(axis=-1) & (order < num_tokens[:, None])
     stops = is_stop.any(axis=1)
-    num_tokens = jnp.where(stops, jnp.argmax(is_stop, axis=1).astype(jnp.int32) + 1, num_tokens)
+    num_tokens = jnp.where(stops, first_true(is_stop) + 1, num_tokens)
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
     nowhere = state.history.shape[1]
     at = jnp.where(order < num_tokens[:, None], state.length[:, None] + order, nowhere)

@@ -14,7 +14,7 @@ from jax import lax
 
 from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.indexing import get_at, num_true, rank_true, set_at
+from kvcache_jax.indexing import first_true, get_at, num_true, rank_true, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
 # Of the queue, all looked at where one block is wanted, as in a decoding step: more make that slower. Fewer
@@ -63,7 +63,7 @@ def _evict_from_front(
     is_victim = is_cached & (rank < most)
     # Up to and without the first cached block that stays.
     stays = is_cached & ~is_victim
-    num_passed = jnp.where(stays.any(), jnp.argmax(stays).astype(jnp.uint32), jnp.uint32(_ENTRIES_PER_TRIP))
+    num_passed = jnp.where(stays.any(), first_true(stays).astype(jnp.uint32), jnp.uint32(_ENTRIES_PER_TRIP))
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
     control = forget(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)

@@ -90,6 +90,11 @@ def num_true(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask, dtype=jnp.int32)
 
 
+def first_true(mask: jax.Array) -> jax.Array:
+    """i32[...], place of the first true entry along the last axis of bool[..., n], 0 where there is none."""
+    return jnp.argmax(mask, axis=-1).astype(jnp.int32)
+
+
 def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """i32[n], how many true entries of bool[n] come before each, and i32[], how many there are."""
     up_to = jnp.cumsum(mask, dtype=jnp.int32)

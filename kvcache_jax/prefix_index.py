@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import get_at, set_at
+from kvcache_jax.indexing import first_true, get_at, set_at
 from kvcache_jax.state import PrefixIndex
 
 
@@ -88,7 +88,7 @@ def free_way(index: PrefixIndex, buckets: jax.Array, rank: jax.Array) -> tuple[j
     """The `rank[i]`-th empty place of bucket `buckets[i]`: way i32[n], and bool[n] whether there is one."""
     is_empty = get_at(index.buckets, buckets) == index.parent.shape[0]
     is_it = is_empty & (jnp.cumsum(is_empty, axis=-1, dtype=jnp.int32) == rank[:, None] + 1)
-    return jnp.argmax(is_it, axis=-1).astype(jnp.int32), is_it.any(axis=-1)
+    return first_true(is_it), is_it.any(axis=-1)
 
 
 def insert(
@@ -118,7 +118,7 @@ def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
     """Takes published blocks i32[n], which differ, out of their buckets; nowhere is skipped."""
     nowhere = index.parent.shape[0]
     buckets = bucket_of(index, get_at(index.block_hash, block_ids))
-    ways = jnp.argmax(index.buckets[buckets] == block_ids[:, None], axis=-1)
+    ways = first_true(index.buckets[buckets] == block_ids[:, None])
     buckets = jnp.where(block_ids < nowhere, buckets, index.buckets.shape[0])
     parents = get_at(index.parent, block_ids, nowhere)
     return dataclasses.replace(

@@ -15,7 +15,7 @@ from jax import lax
 from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import add_at, get_at, max_at, num_true, read_first, run_if, set_at
+from kvcache_jax.indexing import add_at, first_true, get_at, max_at, num_true, read_first, run_if, set_at
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
@@ -194,7 +194,7 @@ def _judge(
     found = jnp.where(batch.is_entry, prefix_index.candidates(index, hashes), nowhere)
     is_new = batch.is_entry & (found == nowhere)
     is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
-    leader = jnp.where(is_new, jnp.argmax(is_equal, axis=1).astype(jnp.int32), order)
+    leader = jnp.where(is_new, first_true(is_equal), order)
     canonical = jnp.where(is_new, batch.block_ids[leader], found)
     is_first = order == batch.start
     parent = jnp.where(is_first, before, jnp.roll(canonical, 1))

@@ -72,6 +72,21 @@ def test_jit_equals_eager():
     assert_same(jitted_script(*args), eager)
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_x64_changes_no_dtype(policy):
+    window = kv.SlidingWindow(1, 5, window=5, block_size=2, num_blocks=40)
+    config = dataclasses.replace(CONFIG, layers=[*CONFIG.layers, window], eviction_policy=policy)
+
+    def shapes():
+        return jax.eval_shape(
+            lambda: script(kv.init(config), jnp.asarray(TEXTS), jnp.array(LENGTHS[0], jnp.int32))
+        )
+
+    plain = shapes()
+    with jax.enable_x64(True):
+        assert shapes() == plain
+
+
 def test_vmap_over_independent_caches():
     texts = jnp.stack([jnp.asarray(np.roll(TEXTS, i, axis=1)) for i in range(3)])
     caches = jax.tree.map(lambda x: jnp.stack([x] * 3), kv.init(CONFIG))
