@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from helpers import assert_invariants
-from random_script import append_padded, padded
-from window_script import MAX_LEN, WindowScript, commit, num_cached
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.helpers import assert_invariants
+from tests.random_script import append_padded, padded
+from tests.window_script import MAX_LEN, WindowScript, commit, num_cached
 
 
 def rolled_config(**sizes):
