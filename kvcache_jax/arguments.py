@@ -203,7 +203,7 @@ def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
     check(jax.lax.stop_gradient(values), cache.control.clock)
 
 
-def new_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
+def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
     """Checks the keys and values of one layer against the step and the pool."""
     expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
     for name, values in (("k", k), ("v", v)):

@@ -1,6 +1,5 @@
 """Attention on a cache: what a model calls."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvcache_jax.arguments import Layer
 from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
 from kvcache_jax.cache_form import takes_one
-from kvcache_jax.config import LayerGroup, SlidingWindow
+from kvcache_jax.config import SlidingWindow
 from kvcache_jax.queries import queries_of
 from kvcache_jax.state import Cache, KVPool, Step
 
@@ -121,10 +120,20 @@ def _attend(
     if sink_logits is not None:
         sink_logits = jnp.asarray(sink_logits).astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
-    options = _static_options(group, block_pool.num_blocks, head_dim, scale, soft_cap)
     name = implementations.choose(cache.config, implementation, pool, grouped.shape[3])
+    kind = group.kind
+    options = Options(
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        window=kind.window if isinstance(kind, SlidingWindow) else None,
+        num_sink_tokens=kind.num_sink_tokens if isinstance(kind, SlidingWindow) else 0,
+        num_sink_blocks=group.num_sink_blocks,
+        num_blocks=block_pool.num_blocks,
+        implementation=name,
+        head_axis=cache.config.head_axis,
+    )
     (k, v), out, lse = attention_vjp.attend(
-        dataclasses.replace(options, implementation=name, head_axis=cache.config.head_axis),
+        options,
         (pool.k, pool.v),
         grouped,
         sink_logits,
@@ -136,21 +145,6 @@ def _attend(
     cache = storage.with_pool(cache, group_id, KVPool(k=k, v=v))
     out = out.reshape(shape).astype(q.dtype)
     return cache, (out, lse.reshape(shape[:-1])) if return_lse else out
-
-
-def _static_options(
-    group: LayerGroup, num_blocks: int, head_dim: int, scale: float | None, soft_cap: float | None
-) -> Options:
-    kind = group.kind
-    is_window = isinstance(kind, SlidingWindow)
-    return Options(
-        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        window=kind.window if is_window else None,
-        num_sink_tokens=kind.num_sink_tokens if is_window else 0,
-        num_sink_blocks=group.num_sink_blocks,
-        num_blocks=num_blocks,
-    )
 
 
 def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -> None:

@@ -24,5 +24,5 @@ class Options:
     num_sink_tokens: int
     num_sink_blocks: int
     num_blocks: int
-    implementation: str = "xla"
-    head_axis: str | None = None
+    implementation: str
+    head_axis: str | None

@@ -13,6 +13,8 @@ from jax import lax
 from kvcache_jax.indexing import add_at, get_at, min_at, num_true, rank_true, read_first, run_if, set_at
 from kvcache_jax.state import BlockPool, CachedBlocks
 
+# Of the queue, looked at per trip of a sweep: more make the trips' arrays longer, and the last trip looks
+# further past the end; fewer make more trips, each with a cost of its own.
 _ENTRIES_PER_SWEEP = 1024
 
 
@@ -24,6 +26,11 @@ def num_available(pool: BlockPool) -> jax.Array:
 def num_used(pool: BlockPool) -> jax.Array:
     """i32[], referenced blocks."""
     return pool.num_blocks - num_available(pool)
+
+
+def utilization(pool: BlockPool) -> jax.Array:
+    """f32[], share of the blocks that is referenced, 0 to 1."""
+    return num_used(pool).astype(jnp.float32) / pool.num_blocks
 
 
 def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from kvcache_jax import implementations
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.empty_state import empty_control, empty_pools
 from kvcache_jax.head_axis import check_in_mesh
 from kvcache_jax.memory_plan import describe
-from kvcache_jax.state import Cache, Control, empty_control, empty_pools
+from kvcache_jax.state import Cache, Control
 
 _log = logging.getLogger("kvcache_jax")
 _DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)

@@ -73,7 +73,6 @@ def allocate(
       namespace: u32[4] or u32[n, 4], who may share the rows' blocks. Default: all zero.
       priority: i32[n], for eviction policies. Default: 0.
       reuse: bool[] or bool[n], look for cached prefixes; without prefix caching there are none.
-
       items: i32[n, I, 2], first position and end of each multimodal item (see `item_tokens`), equal ones
         where a row has fewer: an item is reused whole or not at all.
 
@@ -81,6 +80,9 @@ def allocate(
       The cache and an `Admission` with `status` (SEQ_IN_USE, TOO_LONG, BAD_LENGTH, OUT_OF_BLOCKS,
       SKIPPED, BAD_SEQ_ID) and `num_cached`. A row that fails takes nothing; smaller rows behind it
       may still succeed.
+
+    Raises:
+      ValueError, TypeError: no `tokens` with prefix caching, or shapes or dtypes that do not fit.
 
     Example:
       >>> import kvcache_jax as kv
@@ -229,7 +231,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) ->
     """
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
-    arguments.new_keys_values(cache, pool, k, v, step)
+    arguments.check_keys_values(cache, pool, k, v, step)
     num_blocks = cache.control.block_pools[group_id].num_blocks
     return storage.with_pool(
         cache, group_id, storage.store_tokens(pool, index, k, v, step.slots[group_id], num_blocks)
@@ -362,7 +364,7 @@ def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
 @jax.named_scope("kvcache.touch")
 def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Marks rows as just used. Returns the cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID."""
-    return _on_rows(rows.edit_row, cache, arguments.int_column("seq_ids", seq_ids))
+    return _on_rows(rows.touch_row, cache, arguments.int_column("seq_ids", seq_ids))
 
 
 @takes_one
@@ -371,7 +373,7 @@ def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cac
     """Sets rows' priority, i32[n]. Returns the cache and status i32[n], as `touch`."""
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     priority = arguments.int_column("priority", priority, seq_ids.shape[0])
-    return _on_rows(rows.edit_row, cache, seq_ids, priority)
+    return _on_rows(rows.set_priority_row, cache, seq_ids, priority)
 
 
 @takes_one

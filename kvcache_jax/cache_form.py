@@ -2,22 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-if TYPE_CHECKING:
-    from kvcache_jax.state import Cache
+from kvcache_jax.state import Cache
 
 
-def is_batched(cache: "Cache") -> bool:
+def is_batched(cache: Cache) -> bool:
     """Whether these are several caches, stacked; within a `vmap` over them there is one."""
     return cache.control.is_active.ndim != 1
 
 
-def missing_values(cache: "Cache") -> str | None:
+def missing_values(cache: Cache) -> str | None:
     """The type that stands for an array without values, such as a tracer; None if all have values."""
     for leaf in jax.tree.leaves(cache.control):
         if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray | np.generic):
@@ -25,12 +24,12 @@ def missing_values(cache: "Cache") -> str | None:
     return None
 
 
-def is_donated(cache: "Cache") -> bool:
+def is_donated(cache: Cache) -> bool:
     """Whether a step was given the cache's arrays; asked of a cache with values."""
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(cache.control))
 
 
-def require_one(caller: str, cache: "Cache", advice: str = "call it under jax.vmap, or on one") -> None:
+def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:
     """Refuses stacked caches. It looks at a shape alone, so programs are the same with it."""
     if is_batched(cache):
         raise ValueError(
@@ -39,7 +38,7 @@ def require_one(caller: str, cache: "Cache", advice: str = "call it under jax.vm
         )
 
 
-def require_values(caller: str, cache: "Cache") -> None:
+def require_values(caller: str, cache: Cache) -> None:
     """Refuses what the host cannot read: a cache that is traced, a mere shape, donated or batched."""
     if (kind := missing_values(cache)) is not None:
         raise TypeError(

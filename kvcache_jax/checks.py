@@ -1,4 +1,7 @@
-"""Does a cache keep its promises? Host-side, slow and independent of the code that keeps them."""
+"""Does a cache keep its promises? Host-side, slow, and written without the code that keeps them.
+
+Only the hash of a block and the bucket that it belongs into are computed by the same functions.
+"""
 
 import itertools
 
@@ -10,7 +13,15 @@ from kvcache_jax.cache_form import require_values
 from kvcache_jax.config import LayerGroup, SlidingWindow
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_index import bucket_of
-from kvcache_jax.state import BlockHistory, BlockPool, Cache, CachedBlocks, Companions, PrefixIndex
+from kvcache_jax.state import (
+    ROW_FIELDS,
+    BlockHistory,
+    BlockPool,
+    Cache,
+    CachedBlocks,
+    Companions,
+    PrefixIndex,
+)
 
 
 def check_invariants(cache: Cache) -> list[str]:
@@ -37,7 +48,7 @@ def check_invariants(cache: Cache) -> list[str]:
     context_len = np.asarray(cache.control.context_len)
     violations = []
     for row in np.flatnonzero(~is_active):
-        for name in ("context_len", "priority", "last_used", "num_uses", "namespace", "num_published"):
+        for name in ROW_FIELDS:
             if np.asarray(getattr(cache.control, name))[row].any():
                 violations.append(f"row {row} is idle and its {name} is not 0")
     for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len)):

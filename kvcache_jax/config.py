@@ -118,8 +118,9 @@ class CacheConfig:
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
-        "priority" (of the row that used it last), or a name registered with `eviction_policy`. Of equal
-        ones that released longest ago; always a block before its predecessor.
+        "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
+        published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
+        always a block before its predecessor.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
       implementation: Of attention and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper),
@@ -229,7 +230,7 @@ class CacheConfig:
             layer_ids.setdefault(kind, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
         if self.memory_budget is not None:
-            plans = _spend(self.memory_budget, plans, self.max_seqs)
+            plans = _spend(self.memory_budget, plans)
         return tuple(plans)
 
     @property
@@ -296,7 +297,7 @@ def config_from_json(data: bytes | bytearray) -> CacheConfig:
     return CacheConfig(**values)
 
 
-def _spend(budget: int, groups: list[LayerGroup], max_seqs: int) -> list[LayerGroup]:
+def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
     """Shares `budget` bytes so that all pools fill up at the same number of rows."""
     fixed = [group for group in groups if group.kind.num_blocks is not None]
     shared = [group for group in groups if group.kind.num_blocks is None]

@@ -17,6 +17,8 @@ from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import get_at, num_true, rank_true, set_at
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
+# Of the queue, all looked at where one block is wanted, as in a decoding step: more make that slower. Fewer
+# make more trips for a prompt, and past stale entries.
 _ENTRIES_PER_TRIP = 128
 
 

@@ -68,7 +68,7 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
             "tokens."
         )
     else:
-        said.append(_why_not_more(view, tokens, num_tokens, len(chain), chain, words))
+        said.append(_why_not_more(view, tokens, chain, words))
         others = np.unique(view.namespace[view.is_published], axis=0)
         if any(len(_chain(view, tokens, most, other)) > len(chain) for other in others):
             said.append("More of it is cached in another namespace, where this one may not look.")
@@ -127,11 +127,9 @@ def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) ->
     return chain
 
 
-def _why_not_more(
-    view: _View, tokens: np.ndarray, num_tokens: int, column: int, chain: list[int], namespace: np.ndarray
-) -> str:
-    """Why the block in `column`, behind the `chain`, is not found."""
-    start = column * view.block_size
+def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: np.ndarray) -> str:
+    """Why the block behind the `chain` is not found."""
+    start = len(chain) * view.block_size
     block = tokens[start : start + view.block_size]
     children = _children(view, chain[-1] if chain else len(view.parent), namespace)
     if len(children):
@@ -144,7 +142,7 @@ def _why_not_more(
         )
     if _is_held(view, tokens, start + view.block_size, namespace):
         return f"A row holds the tokens from position {start} on and has not committed them."
-    if not column and not (view.is_published & (view.namespace == namespace).all(axis=1)).any():
+    if not chain and not (view.is_published & (view.namespace == namespace).all(axis=1)).any():
         return "Nothing is cached in this namespace: never committed, or evicted."
     return f"No cached sequence goes on behind position {start}: never committed, or evicted."
 

@@ -153,6 +153,7 @@ def record_tokens(
         return set_at(block_tokens, dst[i], block_tokens[src[i]])
 
     block_tokens = lax.fori_loop(0, num_copies, copy_block, index.block_tokens)
+    # Entries per trip: fewer wait for one place after the other, more make a longer kernel to compile.
     by_slot = set_at(block_tokens.reshape(-1), step.slots[group_id], tokens, unroll=8)
     index = dataclasses.replace(index, block_tokens=by_slot.reshape(block_tokens.shape))
     return dataclasses.replace(control, prefix_index=index)

@@ -47,11 +47,8 @@ def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int
       ValueError: there is no such implementation, or it does not take this cache.
       NotImplementedError: it does not run here.
     """
-    for name in (asked, config.implementation):
-        if name not in (None, *IMPLEMENTATIONS):
-            raise ValueError(
-                f"implementation is {name!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}"
-            )
+    if asked not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation is {asked!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}")
     name = asked or config.implementation
     if name is None:
         fits = (name for name in _MEASURED if not _why_not(name, pool, group_size))

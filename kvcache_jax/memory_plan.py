@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.config import CacheConfig, SlidingWindow, format_bytes, memory_bytes
-from kvcache_jax.state import empty_control
+from kvcache_jax.empty_state import empty_control
 
 
 @functools.lru_cache(maxsize=64)

@@ -100,10 +100,8 @@ def _evict_rows(
 ) -> tuple[Control, jax.Array]:
     def next_row(control: Control) -> jax.Array:
         """The row to free now, or `max_seqs`."""
-        shares = [
-            block_pool.num_used(pool).astype(jnp.float32) / pool.num_blocks for pool in control.block_pools
-        ]
-        num_freed = _num_freed(control, [share > target for share in shares])
+        is_above = [block_pool.utilization(pool) > target for pool in control.block_pools]
+        num_freed = _num_freed(control, is_above)
         return _in_order(control, num_freed, policy)[0]
 
     def free_one(state):

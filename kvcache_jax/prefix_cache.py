@@ -16,10 +16,11 @@ from kvcache_jax import arguments, block_pool, companions, eviction, prefix_inde
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.empty_state import empty_index
 from kvcache_jax.indexing import num_true
 from kvcache_jax.integers import static_count
 from kvcache_jax.single_kernel import single_kernel
-from kvcache_jax.state import Cache, Control, empty_index
+from kvcache_jax.state import Cache, Control
 
 
 def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
@@ -83,7 +84,7 @@ def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) 
     Work follows what is new: committing a row that has nothing to publish costs nothing.
 
     Args:
-      cache: Not changed, unless donated.
+      cache: Not changed.
       seq_ids: i32[n], active rows.
       final_len: i32[n], tokens that will not be taken back, at most; such as without drafts. Default: all.
 
@@ -143,7 +144,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
       num_blocks: i32[], how many blocks of the group that prefixes are found by.
 
     Returns:
-      The cache and i32[], how many there were to evict, at most `num_blocks`.
+      The cache and i32[], how many there were to evict, at most `num_blocks`; 0 without prefix caching.
     """
     num_blocks = arguments.int_scalar("num_blocks", num_blocks)
     if cache.control.prefix_index is None:
@@ -163,7 +164,7 @@ def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
       cache: Not changed.
 
     Returns:
-      The cache and i32[], how many blocks were published.
+      The cache and i32[], how many blocks were published; 0 without prefix caching.
     """
     if cache.control.prefix_index is None:
         return cache, jnp.int32(0)

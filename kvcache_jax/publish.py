@@ -21,6 +21,8 @@ from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
+# A trip compares all pairs of so many blocks, also where one is new: more of them make the commit of a
+# decoding step slower, fewer that of a prompt, which takes more trips.
 _BATCH = 24
 
 

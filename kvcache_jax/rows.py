@@ -15,7 +15,7 @@ from jax import lax
 from kvcache_jax import block_pool, companions, eviction, prefix_index
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.indexing import add_at, get_at, min_at, num_true, read_first, set_at
-from kvcache_jax.state import BlockPool, Control, Counter, count_events
+from kvcache_jax.state import ROW_FIELDS, BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
 
@@ -40,6 +40,11 @@ def check_seq_ids(control: Control, *seq_ids: jax.Array) -> tuple[tuple[jax.Arra
     is_empty = [ids == control.max_seqs for ids in seq_ids]
     is_outside = [(ids < 0) | (ids > control.max_seqs) for ids in seq_ids]
     return (any_of(is_outside), Status.BAD_SEQ_ID), (any_of(is_empty), Status.SKIPPED)
+
+
+def _check_active(control: Control, seq_id: jax.Array) -> tuple[tuple[jax.Array, Status], ...]:
+    """`check_seq_ids` for a row that must hold a sequence."""
+    return *check_seq_ids(control, seq_id), (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE)
 
 
 def any_of(masks: list[jax.Array]) -> jax.Array:
@@ -217,24 +222,34 @@ def fork_row(
         ids, block_table = read_first(ids, pool.block_table)
         pool = block_pool.share(pool, ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(block_table, row, ids)))
-    clock = control.clock + ok.astype(jnp.uint32)
+    return dataclasses.replace(
+        _inherit(control, row, src_id, ok),
+        is_active=set_at(control.is_active, row, True),
+        counters=count_events(control, {Counter.FORKS: ok}),
+        block_pools=tuple(pools),
+    ), status
+
+
+def _inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, is_use: jax.Array) -> Control:
+    """Gives `rows` i32[...] what their parents have but for the blocks, and marks them as just used.
+
+    The clock advances if `is_use` bool[]; rows that are nowhere are skipped.
+    """
 
     def inherit(field: jax.Array) -> jax.Array:
-        return set_at(field, row, get_at(field, src_id))
+        return set_at(field, rows, get_at(field, parent_ids))
 
+    clock = control.clock + is_use.astype(jnp.uint32)
     return dataclasses.replace(
         control,
-        is_active=set_at(control.is_active, row, True),
         context_len=inherit(control.context_len),
         priority=inherit(control.priority),
         namespace=inherit(control.namespace),
         num_published=inherit(control.num_published),
-        last_used=set_at(control.last_used, row, clock),
-        num_uses=add_at(control.num_uses, row, 1),
+        last_used=set_at(control.last_used, rows, clock),
+        num_uses=add_at(control.num_uses, rows, 1),
         clock=clock,
-        counters=count_events(control, {Counter.FORKS: ok}),
-        block_pools=tuple(pools),
-    ), status
+    )
 
 
 def truncate_row(
@@ -247,8 +262,7 @@ def truncate_row(
         for pool, group in zip(control.block_pools, config.groups, strict=True)
     ]
     status = first_failure(
-        *check_seq_ids(control, seq_id),
-        (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE),
+        *_check_active(control, seq_id),
         (new_len < 0, Status.BAD_LENGTH),
         (new_len > context_len, Status.TOO_LONG),
         (any_of(is_lost), Status.WINDOW_LOST),
@@ -270,10 +284,7 @@ def truncate_row(
 
 def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
     """Ends a row: all its blocks lose this owner."""
-    status = first_failure(
-        *check_seq_ids(control, seq_id),
-        (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE),
-    )
+    status = first_failure(*_check_active(control, seq_id))
     ok = status == Status.OK
     row = jnp.where(ok, seq_id, control.max_seqs)
 
@@ -282,13 +293,7 @@ def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tup
 
     return dataclasses.replace(
         control,
-        is_active=clear(control.is_active),
-        context_len=clear(control.context_len),
-        priority=clear(control.priority),
-        namespace=clear(control.namespace),
-        num_published=clear(control.num_published),
-        last_used=clear(control.last_used),
-        num_uses=clear(control.num_uses),
+        **{name: clear(getattr(control, name)) for name in ROW_FIELDS},
         counters=count_events(control, {Counter.FREES: ok}),
         block_pools=tuple(_drop_columns(pool, row, jnp.int32(0)) for pool in control.block_pools),
     ), status
@@ -320,36 +325,24 @@ def reorder_rows(
         # Column by column from the last one, so that of what stays cached the ends go first.
         pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, new_ids)))
-
-    def inherit(field: jax.Array) -> jax.Array:
-        return set_at(field, row, get_at(field, parent_ids))
-
-    clock = control.clock + moves.any().astype(jnp.uint32)
-    return dataclasses.replace(
-        control,
-        context_len=inherit(control.context_len),
-        priority=inherit(control.priority),
-        namespace=inherit(control.namespace),
-        num_published=inherit(control.num_published),
-        last_used=set_at(control.last_used, row, clock),
-        num_uses=add_at(control.num_uses, row, 1),
-        clock=clock,
-        block_pools=tuple(pools),
-    ), status
+    control = _inherit(control, row, parent_ids, moves.any())
+    return dataclasses.replace(control, block_pools=tuple(pools)), status
 
 
-def edit_row(
-    control: Control, seq_id: jax.Array, priority: jax.Array | None = None, *, config: CacheConfig
+def set_priority_row(
+    control: Control, seq_id: jax.Array, priority: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    """Sets a row's priority, or with None marks the row as just used."""
-    status = first_failure(
-        *check_seq_ids(control, seq_id),
-        (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE),
-    )
+    """Sets a row's priority."""
+    status = first_failure(*_check_active(control, seq_id))
+    row = jnp.where(status == Status.OK, seq_id, control.max_seqs)
+    return dataclasses.replace(control, priority=set_at(control.priority, row, priority)), status
+
+
+def touch_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
+    """Marks a row as just used."""
+    status = first_failure(*_check_active(control, seq_id))
     ok = status == Status.OK
     row = jnp.where(ok, seq_id, control.max_seqs)
-    if priority is not None:
-        return dataclasses.replace(control, priority=set_at(control.priority, row, priority)), status
     clock = control.clock + ok.astype(jnp.uint32)
     last_used = set_at(control.last_used, row, clock)
     num_uses = add_at(control.num_uses, row, 1)

@@ -12,7 +12,7 @@ from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import get_at, num_true, rank_true
-from kvcache_jax.state import BlockPool, Cache, Control, Counter, KVPool, count_events
+from kvcache_jax.state import ROW_FIELDS, BlockPool, Cache, Control, Counter, KVPool, count_events
 
 
 @takes_one
@@ -136,10 +136,9 @@ def _end_rows(control: Control, is_row: jax.Array) -> Control:
         mask = is_row.reshape(-1, *[1] * (field.ndim - 1))
         return jnp.where(mask, jnp.zeros_like(field), field)
 
-    names = "is_active", "context_len", "priority", "namespace", "last_used", "num_uses", "num_published"
     return dataclasses.replace(
         control,
-        **{name: clear(getattr(control, name)) for name in names},
+        **{name: clear(getattr(control, name)) for name in ROW_FIELDS},
         counters=count_events(control, {Counter.FREES: num_true(is_row)}),
         block_pools=tuple(pools),
     )

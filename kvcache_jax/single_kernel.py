@@ -24,6 +24,8 @@ from jax.experimental import xla_metadata
 from kvcache_jax.indexing import is_one_kernel
 
 OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
+# Elements of an array that `fn` may replace as a whole. Fewer: XLA ends the process over a larger one that
+# nothing read. More: arrays that are only edited have an element read too, ahead of all edits.
 _SMALL = 4096
 
 

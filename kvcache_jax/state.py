@@ -5,22 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kvcache_jax import cache_form
-from kvcache_jax.config import (
-    CacheConfig,
-    LayerGroup,
-    ceil_div,
-    config_from_json,
-    config_to_json,
-    format_bytes,
-)
-from kvcache_jax.eviction_policy import LRU, needed_metadata
+from kvcache_jax.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.pytree import Static, pytree_dataclass
-
-# A bucket is compared at once. A full one refuses a block: now and then, if there is one bucket per block.
-_WAYS, _BUCKETS_PER_BLOCK = 8, 2
 
 
 class Counter(enum.IntEnum):
@@ -236,6 +223,10 @@ class Control:
         return self.is_active.shape[-1]
 
 
+ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
+"""Names of the arrays of `Control` that have an entry per row, 0 for idle ones."""
+
+
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Cache:
     """A KV cache: pass it in, get a new one back. Old states stay valid unless donated.
@@ -266,7 +257,9 @@ class Cache:
         return self.control.max_seqs
 
     def __repr__(self) -> str:
-        return _summary(self)
+        from kvcache_jax.summary import summary  # which needs this class
+
+        return summary(self)
 
 
 @pytree_dataclass()
@@ -343,133 +336,7 @@ class BlockCopies(NamedTuple):
     num_copies: jax.Array
 
 
-def empty_control(config: CacheConfig, hash_key: jax.Array) -> Control:
-    """A control state in which every row is idle and every block is free."""
-
-    def ints(*shape: int, fill: int = 0) -> jax.Array:
-        return jnp.full(shape, fill, jnp.int32)
-
-    max_seqs = config.max_seqs
-    return Control(
-        is_active=jnp.zeros(max_seqs, bool),
-        context_len=ints(max_seqs),
-        priority=ints(max_seqs),
-        namespace=jnp.zeros((max_seqs, 4), jnp.uint32),
-        last_used=jnp.zeros(max_seqs, jnp.uint32),
-        num_uses=jnp.zeros(max_seqs, jnp.uint32),
-        clock=jnp.zeros((), jnp.uint32),
-        counters=jnp.zeros(len(Counter), jnp.uint32),
-        hash_key=hash_key,
-        num_published=ints(max_seqs),
-        prefix_index=empty_index(config) if config.enable_prefix_caching else None,
-        block_pools=tuple(
-            BlockPool(
-                block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
-                ref_count=ints(group.num_blocks),
-                # Popped from the end, so the lowest ids go first.
-                free_stack=jnp.arange(group.num_blocks, dtype=jnp.int32)[::-1],
-                num_free=ints(fill=group.num_blocks),
-                peak_used=ints(),
-                cached=_no_cached_blocks(group.num_blocks) if config.enable_prefix_caching else None,
-            )
-            for group in config.groups
-        ),
-    )
-
-
-def _no_cached_blocks(num_blocks: int) -> CachedBlocks:
-    return CachedBlocks(
-        is_published=jnp.zeros(num_blocks, bool),
-        num_cached=jnp.zeros((), jnp.int32),
-        # Twice as long as there are blocks: half of it must be stale before it has to be swept.
-        queue=jnp.full(1 << (2 * num_blocks - 1).bit_length(), num_blocks, jnp.int32),
-        queued_at=jnp.zeros(num_blocks, jnp.uint32),
-        head=jnp.zeros((), jnp.uint32),
-        tail=jnp.zeros((), jnp.uint32),
-    )
-
-
-def empty_index(config: CacheConfig) -> PrefixIndex:
-    """An index in which nothing is published."""
-    group = config.groups[config.indexed_group]
-    num_blocks = group.num_blocks
-
-    def companions(other: LayerGroup) -> Companions | None:
-        if other is group:
-            return None
-        shape = (num_blocks, ceil_div(group.block_size, other.block_size))
-        return Companions(
-            block_ids=jnp.full(shape, other.num_blocks, jnp.int32),
-            keeper=jnp.full(other.num_blocks, num_blocks, jnp.int32),
-        )
-
-    return PrefixIndex(
-        buckets=jnp.full((_BUCKETS_PER_BLOCK * num_blocks, _WAYS), num_blocks, jnp.int32),
-        block_tokens=jnp.zeros((num_blocks, group.block_size), jnp.int32),
-        block_hash=jnp.zeros((num_blocks, 2), jnp.uint32),
-        parent=jnp.full(num_blocks, num_blocks, jnp.int32),
-        namespace=jnp.zeros((num_blocks, 4), jnp.uint32),
-        companions=tuple(companions(other) for other in config.groups),
-        history=_empty_history(config.eviction_policy, num_blocks),
-    )
-
-
-def _empty_history(policy: str, num_blocks: int) -> BlockHistory | None:
-    if policy == LRU:
-        return None
-    fields = {
-        "num_hits": ("num_hits", jnp.int32),
-        "age": ("published_at", jnp.uint32),
-        "idle": ("last_used_at", jnp.uint32),
-        "priority": ("priority", jnp.int32),
-        "depth": ("depth", jnp.int32),
-    }
-    needs = needed_metadata(policy)
-    return BlockHistory(
-        num_children=jnp.zeros(num_blocks, jnp.int32),
-        **{
-            field: jnp.zeros(num_blocks, dtype) if name in needs else None
-            for name, (field, dtype) in fields.items()
-        },
-    )
-
-
-def empty_pools(config: CacheConfig) -> tuple[KVPool, ...]:
-    """Zeroed keys and values of every group."""
-    pools = []
-    for group in config.groups:
-        kind = group.kind
-        shape = (group.num_layers * group.num_blocks, kind.num_kv_heads, group.block_size, kind.head_dim)
-        pools.append(KVPool(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype)))
-    return tuple(pools)
-
-
 def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
     """`control.counters` with each count of `events` added."""
     added = [events.get(counter, 0) for counter in Counter]
     return control.counters + jnp.stack([jnp.asarray(n).astype(jnp.uint32) for n in added])
-
-
-def _summary(cache: Cache) -> str:
-    """Two lines with the figures that a person asks for first; shapes only without values or of several."""
-    control, config = cache.control, cache.config
-    size = f"{len(config.groups)} groups, {config.num_layers} layers, {config.dtype.name}"
-    has_values = cache_form.missing_values(cache) is None
-    if has_values and cache_form.is_donated(cache):
-        return f"Cache({size}; donated, its arrays are deleted)"
-    if not has_values or cache_form.is_batched(cache):
-        tables = [pool.block_table for pool in control.block_pools]
-        shapes = ", ".join(f"block_table {getattr(table, 'shape', table)}" for table in tables)
-        return f"Cache({size}; {shapes})"
-    used = [int((np.asarray(pool.ref_count) > 0).sum()) for pool in control.block_pools]
-    blocks = ", ".join(f"{u}/{pool.num_blocks}" for u, pool in zip(used, control.block_pools, strict=True))
-    used_bytes = sum(u * group.block_bytes for u, group in zip(used, config.groups, strict=True))
-    total_bytes = sum(group.num_blocks * group.block_bytes for group in config.groups)
-    memory = f"{format_bytes(used_bytes)} of {format_bytes(total_bytes)}" if cache.pools else "no storage"
-    shown = Counter if control.prefix_index is not None else list(Counter)[: Counter.EVICTIONS]
-    counts = np.asarray(control.counters)
-    counters = ", ".join(f"{c.name.lower().replace('_', ' ')} {counts[c]}" for c in shown)
-    rows = int(np.asarray(control.is_active).sum())
-    return (
-        f"Cache({size}; blocks {blocks} used, {memory}; rows {rows}/{control.max_seqs} active;\n  {counters})"
-    )

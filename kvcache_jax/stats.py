@@ -121,10 +121,7 @@ def stats(cache: Cache) -> Stats:
 @takes_one
 def utilization(cache: Cache) -> jax.Array:
     """f32[], referenced / total blocks of the fullest layer group."""
-    used = [
-        block_pool.num_used(pool).astype(jnp.float32) / pool.num_blocks for pool in cache.control.block_pools
-    ]
-    return functools.reduce(jnp.maximum, used)
+    return functools.reduce(jnp.maximum, map(block_pool.utilization, cache.control.block_pools))
 
 
 @takes_one

@@ -13,7 +13,7 @@ class Status(enum.IntEnum):
     SKIPPED = 1
     """`seq_id == max_seqs`: the caller left this place empty."""
     OUT_OF_BLOCKS = 2
-    """The block pool of some layer group holds too few free blocks."""
+    """Some layer group has too few blocks that are free or can be evicted."""
     TOO_LONG = 3
     """More tokens than `max_seq_len`, than the call's `max_new`, or (truncate) than the row holds."""
     SEQ_IN_USE = 4
@@ -25,7 +25,7 @@ class Status(enum.IntEnum):
     DUPLICATE_SEQ_ID = 7
     """The row occurs earlier in the same call, and the earlier one won."""
     BAD_LENGTH = 8
-    """A negative number of tokens."""
+    """A negative number of tokens, or (allocate, prefix caching) more than `tokens` has."""
     WINDOW_LOST = 9
     """Keys that a sliding window needs at the shorter length were given back; see `max_rollback`."""
 

@@ -203,19 +203,19 @@ def poison(cache: Cache) -> Cache:
       cache: Not changed, unless donated. Built with `storage=True`.
     """
     pools = []
-    for g, (group, control) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
+    for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
         pool = pool_of(cache, g)
-        num_slots = control.num_blocks * group.block_size
-        positions = jnp.arange(control.max_blocks_per_seq * group.block_size, dtype=jnp.int32)
-        blocks = jnp.repeat(control.block_table, group.block_size, axis=1)
+        num_slots = block_pool.num_blocks * group.block_size
+        positions = jnp.arange(block_pool.max_blocks_per_seq * group.block_size, dtype=jnp.int32)
+        blocks = jnp.repeat(block_pool.block_table, group.block_size, axis=1)
         slots = blocks * group.block_size + positions % group.block_size
-        is_token = (positions < cache.context_len[:, None]) & (blocks < control.num_blocks)
+        is_token = (positions < cache.context_len[:, None]) & (blocks < block_pool.num_blocks)
         holds_token = (
             jnp.zeros(num_slots, bool).at[jnp.where(is_token, slots, num_slots)].set(True, mode="drop")
         )
-        is_kept = holds_token.reshape(control.num_blocks, group.block_size)
-        if control.cached is not None:
-            is_kept |= control.cached.is_published[:, None]
+        is_kept = holds_token.reshape(block_pool.num_blocks, group.block_size)
+        if block_pool.cached is not None:
+            is_kept |= block_pool.cached.is_published[:, None]
         mask = is_kept[None, :, None, :, None]
 
         def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:
@@ -299,8 +299,8 @@ def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int
         )
     if config.query_len_limit < num_tokens:
         raise ValueError(
-            f"config has max_query_len = {config.query_len_limit}, expected at least {num_tokens}: "
-            "the whole sequence is fed in one call; raise max_query_len or lower num_tokens"
+            f"config has max_query_len = {config.query_len_limit}, expected at least num_tokens = "
+            f"{num_tokens}: the whole sequence is fed in one call; raise max_query_len or lower num_tokens"
         )
 
 

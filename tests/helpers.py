@@ -14,6 +14,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from kvcache_jax.state import ROW_FIELDS
 
 # ---------------------------------------------------------------------------------------
 # what many tests begin with
@@ -70,10 +71,7 @@ def statuses(status):
 def row_state(cache, seq_id):
     """Everything the control plane holds for one row, as bytes."""
     control = cache.control
-    per_row = {
-        name: getattr(control, name)
-        for name in ("is_active", "context_len", "priority", "namespace", "last_used", "num_uses")
-    }
+    per_row = {name: getattr(control, name) for name in ROW_FIELDS}
     for group, pool in enumerate(control.block_pools):
         per_row[f"block_table[{group}]"] = pool.block_table
     return {name: np.asarray(array)[seq_id].tobytes() for name, array in per_row.items()}

@@ -299,7 +299,12 @@ ROWS = in_module(
     ),
     ("rollback beyond max_rollback", "return is_beyond |", "return", WINDOW_LOST),
     ("second rollback finds nothing lost", "| (is_read & (entry == pool.num_blocks))", "", LOST_TWICE),
-    ("freed row keeps its length", "clear(control.context_len)", "control.context_len", FREED),
+    (
+        "freed row keeps its length",
+        "for name in ROW_FIELDS}",
+        'for name in ROW_FIELDS if name != "context_len"}',
+        FREED,
+    ),
     (
         "reorder releases before it shares",
         "release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])",
@@ -314,8 +319,8 @@ ROWS = in_module(
     ),
     (
         "priority not set",
-        "if priority is not None:",
-        "if priority is not None:\n        priority *= 0",
+        "set_at(control.priority, row, priority)",
+        "set_at(control.priority, row, 0 * priority)",
         ROW_FIELDS,
     ),
 )

@@ -115,7 +115,7 @@ MUTATIONS = [
     ),
     *in_module(
         "testing",
-        ("cached blocks are spoilt", "is_kept |= control", "_ = control", SPARED),
+        ("cached blocks are spoilt", "is_kept |= block_pool", "_ = block_pool", SPARED),
     ),
     *in_module(
         "explain",

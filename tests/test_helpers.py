@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from tests.helpers import TokenDriver, changed_leaves, owned_slots, poison
+from kvcache_jax.state import ROW_FIELDS
+from tests.helpers import TokenDriver, changed_leaves, owned_slots, poison, row_state
 
 CONFIG = kv.CacheConfig([kv.FullAttention(2, 3)] * 2, num_blocks=12, block_size=4, max_seqs=3, max_seq_len=30)
 
@@ -28,6 +29,16 @@ def test_poison_reaches_every_slot_that_no_row_owns(driver):
         is_nan = np.isnan(np.asarray(half)).reshape(2, 12, 2, 4, 3).all(axis=(0, 2, 4))
         assert (is_nan == ~owned).all()
     assert changed_leaves(cache, poison(cache)) == []
+
+
+def test_a_row_s_state_has_all_that_the_control_holds_per_row(driver):
+    control = driver.cache.control
+    arrays = {f.name: getattr(control, f.name) for f in dataclasses.fields(control)}
+    per_row = [
+        name for name, array in arrays.items() if getattr(array, "shape", ())[:1] == (CONFIG.max_seqs,)
+    ]
+    assert sorted(ROW_FIELDS) == sorted(per_row)
+    assert row_state(driver.cache, 2).keys() == {*per_row, "block_table[0]"}
 
 
 def test_one_changed_bit_is_noticed(driver):

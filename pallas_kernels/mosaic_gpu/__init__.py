@@ -3,7 +3,6 @@
 from pallas_kernels.mosaic_gpu.append import append_kv
 from pallas_kernels.mosaic_gpu.decode import paged_decode, plan_for, why_not
 from pallas_kernels.mosaic_gpu.decode_plan import DecodePlan
-from pallas_kernels.mosaic_gpu.limits import why_not_move
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from pallas_kernels.mosaic_gpu.move_blocks import copy_blocks, gather_blocks, scatter_blocks
 
@@ -17,5 +16,4 @@ __all__ = [
     "plan_for",
     "scatter_blocks",
     "why_not",
-    "why_not_move",
 ]

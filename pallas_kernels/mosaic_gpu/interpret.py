@@ -36,13 +36,6 @@ def _interpret_params() -> Any:
     return InterpretGPUParams(detect_races=True, num_tma_threads_per_device=_TMA_THREADS)
 
 
-def races_found() -> bool:
-    """Whether the kernel interpreted last had a race; newer versions of jax raise as well."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    return bool(gpu_callbacks.get_races().races_found)
-
-
 class RaceError(RuntimeError):
     """Two accesses to the same memory, at least one of them a write, of which neither is surely first."""
 

@@ -24,12 +24,7 @@ def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:
     return None
 
 
-def why_not_move(pool: jax.Array) -> str | None:
-    """Why blocks of the pool are not moved, nor tokens appended; None if they are."""
-    return why_not_pool(pool, MOVED)
-
-
 def check_moved_pool(pool: jax.Array) -> None:
     """Raises if the kernels that move blocks and append do not take the pool."""
-    if reason := why_not_move(pool):
+    if reason := why_not_pool(pool, MOVED):
         raise ValueError(f"{reason}: choose another layout, or the XLA implementation")
