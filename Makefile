@@ -63,7 +63,7 @@ lint: .venv/.made-dev
 
 # All of them, or those with one of WORDS in their names.
 mutants: .venv
-	$(PY) tests/mutants.py $(WORDS)
+	$(PY) -m tests.mutants $(WORDS)
 
 bench: .venv
 	$(PY) -m experiments.bookkeeping

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from interpreters import callbacks_on_the_host
 
 from pallas_kernels.mosaic_gpu import interpret
+from tests.interpreters import callbacks_on_the_host
 
 
 def run_interpreted(function: Callable, *arguments: Any, **keywords: Any) -> Any:

@@ -13,7 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from kvcache_jax import testing
 from kvcache_jax.state import ROW_FIELDS
+
+# ---------------------------------------------------------------------------------------
+# what many tests begin with
+
+
+def tiny_config(**sizes):
+    """Two layers: a write just past the first layer's blocks would land in the next layer's block 0."""
+    return kv.CacheConfig(layers=[kv.FullAttention(num_kv_heads=2, head_dim=3)] * 2, **sizes)
+
+
+def append_tokens(cache, tokens, num_new):
+    """The first `num_new` of `tokens [max_seqs, T]`, as `testing.write_tokens` writes them."""
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
+    return testing.write_tokens(cache, tokens, step), step.status
+
+
+# Its programs are shared by all caches of one config.
+append_donated = kv.donate(append_tokens)
 
 # ---------------------------------------------------------------------------------------
 # comparisons

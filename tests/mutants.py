@@ -1,7 +1,7 @@
 """Breaks the library on purpose, one mutation of `mutations.py` at a time, and demands that a test fails.
 
-    python tests/mutants.py                  # all of them, as `make mutants` does
-    python tests/mutants.py window rollback  # those with one of these words in their names
+    python -m tests.mutants                  # all of them, as `make mutants` does
+    python -m tests.mutants window rollback  # those with one of these words in their names
 
 Each mutant is a copy of the repository with one text replaced, in a folder of its own, on which the tests
 that ought to notice run. A mutant counts as killed if one of them fails by an assertion or hangs. A mutant
@@ -22,13 +22,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from mutations import MUTATIONS as ALL_BUT_PREFIX
-from mutations import Mutation
-from mutations_gpu_decode import MUTATIONS as GPU_DECODE
-from mutations_kernels import MUTATIONS as KERNELS
-from mutations_manager import MUTATIONS as MANAGER
-from mutations_prefix import MUTATIONS as PREFIX
-from mutations_tpu import MUTATIONS as TPU
+from tests.mutations import MUTATIONS as ALL_BUT_PREFIX
+from tests.mutations import Mutation
+from tests.mutations_gpu_decode import MUTATIONS as GPU_DECODE
+from tests.mutations_kernels import MUTATIONS as KERNELS
+from tests.mutations_manager import MUTATIONS as MANAGER
+from tests.mutations_prefix import MUTATIONS as PREFIX
+from tests.mutations_tpu import MUTATIONS as TPU
 
 MUTATIONS = [*ALL_BUT_PREFIX, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU]
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
 """The mutations of the GPU's decode, plan and merge, and of how the cache calls kernels; see `mutations`."""
 
-from mutations import in_module
-from mutations_kernels import in_kernel
+from tests.mutations import in_module
+from tests.mutations_kernels import in_kernel
 
 FILE = "test_mosaic_gpu_decode.py"
 MANY_TILES = f"{FILE}::test_one_program_walks_nine_tiles"

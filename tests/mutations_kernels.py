@@ -1,6 +1,6 @@
 """The mutations of the GPU kernels that move blocks and append tokens; see `mutations`."""
 
-from mutations import Mutation
+from tests.mutations import Mutation
 
 GATHER = "test_mosaic_gpu_move.py::test_gather[bf16_16x64]"
 SCATTER = "test_mosaic_gpu_move.py::test_scatter[bf16_16x64]"

@@ -1,6 +1,6 @@
 """The mutations of the manager, `explain`, `scrub` and `poison`, and of refused caches; see `mutations`."""
 
-from mutations import in_module
+from tests.mutations import in_module
 
 REPLACED = "test_manager.py::test_replace_ends_the_old_request_only_if_the_new_one_fits"
 ERRORS = "test_manager.py::test_typed_errors_change_nothing"

@@ -1,6 +1,6 @@
 """The mutations of the prefix cache; see `mutations`."""
 
-from mutations import in_module
+from tests.mutations import in_module
 
 SCRIPT = "test_prefix_scripts.py::test_a_short_random_script"
 GROUPS = "test_prefix_windows.py::test_a_short_random_script_of_three_groups"

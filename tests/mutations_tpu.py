@@ -1,6 +1,6 @@
 """The mutations of the TPU kernels; see `mutations`."""
 
-from mutations import Mutation
+from tests.mutations import Mutation
 
 MANY_TILES = "test_mosaic_tpu.py::test_many_tiles"
 UNSEEN = "test_mosaic_tpu.py::test_values_that_nobody_sees_are_nan"

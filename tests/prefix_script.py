@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import jax
 import numpy as np
-from random_script import ROWS, WIDTH, Driver, padded, random_operation
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.random_script import ROWS, WIDTH, Driver, padded, random_operation
 
 PROMPT_WIDTH = 23
 NAMESPACES = [tuple(kv.namespace(tenant=name).tolist()) for name in ("", "a", "b")]

@@ -8,16 +8,10 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
-from tests.helpers import assert_invariants, statuses
+from tests.helpers import append_donated, assert_invariants, statuses
 
 WIDTH = 32  # of one `extend`
 TENANT_A, TENANT_B = kv.namespace(tenant="a"), kv.namespace(tenant="b")
-
-
-@kv.donate
-def append_tokens(cache, tokens, num_new):
-    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
-    return testing.write_tokens(cache, tokens, step), step.status
 
 
 commit = jax.jit(kv.commit)
@@ -77,7 +71,7 @@ class PrefixUser:
         num_new = np.zeros(self.cache.max_seqs, np.int32)
         for row, text in new.items():
             tokens[row, : len(text)], num_new[row] = text, len(text)
-        self.cache, status = append_tokens(self.cache, tokens, num_new)
+        self.cache, status = append_donated(self.cache, tokens, num_new)
         found = statuses(status)
         for row, text in new.items():
             if found[row] == Status.OK:

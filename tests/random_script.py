@@ -8,6 +8,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.helpers import append_donated
 
 ROWS, WIDTH, NUM_PACKED = 6, 5, 9
 NUM_TOKENS_RANGE = 2**14
@@ -33,19 +34,13 @@ def grouped_config(**sizes):
 
 
 # The compiled steps are shared by all drivers of one config.
-@functools.partial(kv.donate)
-def append_padded(cache, tokens, num_new):
-    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
-    return testing.write_tokens(cache, tokens, step), step.status
-
-
-@functools.partial(kv.donate)
+@kv.donate
 def append_some(cache, tokens, num_new, seq_ids):
     cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], seq_ids=seq_ids, tokens=tokens)
     return testing.write_tokens(cache, tokens, step), step.status
 
 
-@functools.partial(kv.donate)
+@kv.donate
 def append_packed(cache, tokens, num_new, seq_ids):
     cache, step = kv.extend(cache, num_new, num_tokens=tokens.shape[0], seq_ids=seq_ids, tokens=tokens)
     return testing.write_tokens(cache, tokens, step), step.status
@@ -105,7 +100,7 @@ class Driver:
         """All rows, padded."""
         tokens = [self.new_tokens(n) for n in num_new]
         width = width or (WIDTH if max(num_new) > 1 else 1)
-        self.cache, status = append_padded(self.cache, padded(tokens, width), np.array(num_new))
+        self.cache, status = append_donated(self.cache, padded(tokens, width), np.array(num_new))
         return status, self.oracle.extend(range(ROWS), tokens)
 
     def extend_some(self, seq_ids, num_new):

@@ -8,7 +8,6 @@ import functools
 import subprocess
 import sys
 
-import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import attention_kernels, storage, testing
-from tests import tiny_model
+from tests import gpu_interpreter, tiny_model
 from tests.attention_driver import AttentionDriver, dense_attention, fragment
 from tests.dense_reference import dense_attention as dense_jnp
 from tests.helpers import table

@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from block_map_reader import ANSI, read_groups, recount
 
 import kvcache_jax as kv
 from experiments import block_map_demo
+from tests.block_map_reader import ANSI, read_groups, recount
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 

@@ -23,14 +23,9 @@ from tests.helpers import (
     num_used,
     statuses,
     table,
+    tiny_config,
     token_vectors,
 )
-
-
-def tiny_config(**sizes):
-    """Two layers: a write just past the first layer's blocks would land in the next layer's block 0."""
-    return kv.CacheConfig(layers=[kv.FullAttention(num_kv_heads=2, head_dim=3)] * 2, **sizes)
-
 
 # Shared by most cases, so that each operation is compiled once. A row's last block is cut short: 6 * 16 + 4.
 ROOMY = tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=100)

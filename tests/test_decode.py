@@ -5,11 +5,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-import tiny_model
-from tiny_model import VOCAB, dense_logits, forward, make_params
 
 import kvcache_jax as kv
 from kvcache_jax import decode_loop
+from tests import tiny_model
+from tests.tiny_model import VOCAB, dense_logits, forward, make_params
 
 PARAMS = make_params()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6], [15, 0, 15, 0, 15]]

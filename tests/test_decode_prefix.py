@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import tiny_model
 from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of, slow_beam_search
-from tiny_model import forward
 
 import kvcache_jax as kv
+from tests import tiny_model
+from tests.tiny_model import forward
 
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 FAMILY = [[*SHARED, 8], [*SHARED, 9, 7, 1], [*SHARED, 8], [2, 2], SHARED[:6]]

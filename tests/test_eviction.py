@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
 
 import kvcache_jax as kv
 from kvcache_jax import block_history
 from kvcache_jax.eviction_policy import eviction_keys
 from kvcache_jax.oracle import EVICTION_KEYS, OracleBlock
+from tests.prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
 
 LAYERS = [kv.FullAttention(1, 5)]
 

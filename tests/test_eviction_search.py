@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
+
+from tests.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
 
 pytest.importorskip("rich")
 

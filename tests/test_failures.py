@@ -20,12 +20,8 @@ from tests.helpers import (
     num_free,
     poison,
     statuses,
+    tiny_config,
 )
-
-
-def tiny_config(**sizes):
-    return kv.CacheConfig(layers=[kv.FullAttention(num_kv_heads=2, head_dim=3)] * 2, **sizes)
-
 
 # ---------------------------------------------------------------------------------------
 # one row fails

@@ -140,6 +140,25 @@ def test_gradients_flow_into_the_pools_through_forks_and_copies():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_a_copied_block_passes_no_gradient_to_what_stood_there():
+    config = kv.CacheConfig([FULL] * 2, num_blocks=4, block_size=BLOCK, max_seqs=2, max_seq_len=8)
+
+    def read(pools, k):
+        cache, _ = kv.allocate(kv.init(config), [0], [3])
+        filled, _ = kv.append(dataclasses.replace(cache, pools=pools), k, k, [3, 0])
+        filled, _ = kv.fork(filled, [0], [1])
+        filled, _ = kv.extend(filled, [0, 1], max_new=1)
+        return kv.gather(filled, 1, 1)[0][:3].sum(), kv.stats(filled).num_copies
+
+    gradient = jax.jit(jax.grad(read, argnums=(0, 1), has_aux=True))
+    k = np.ones((2, 2, 3, HEADS, DIM), np.float32)
+    (grad_pools, grad_k), num_copies = jax.device_get(gradient(kv.init(config).pools, k))
+    assert num_copies == 1
+    np.testing.assert_array_equal(grad_k[1, 0], 1.0)
+    assert grad_k.sum() == 3 * HEADS * DIM
+    np.testing.assert_array_equal(grad_pools[0].k, 0.0)
+
+
 def test_a_slot_that_is_overwritten_passes_no_gradient_to_what_it_held():
     config = kv.CacheConfig([FULL], num_blocks=4, block_size=BLOCK, max_seqs=1, max_seq_len=16)
 

@@ -8,7 +8,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import kernel_speed_tiny
 import numpy as np
 import pytest
 
@@ -27,6 +26,7 @@ from experiments.kernel_speed_names import OURS, SIDES, XLA_ATTENTION
 from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import jax_sides, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
+from tests import kernel_speed_tiny
 
 CELL = kernel_speed_tiny.CELL
 

@@ -11,10 +11,10 @@ import types
 from pathlib import Path
 
 import pytest
-from kernel_speed_fakes import ENTRIES, SIDES, Jobs
 
 from experiments import kernel_speed, kernel_speed_process
 from experiments.kernel_speed_timing import FAILED, MEASURED
+from tests.kernel_speed_fakes import ENTRIES, SIDES, Jobs
 
 ROOT = Path(__file__).parent.parent
 FAKES = ("-m", "tests.kernel_speed_fakes")

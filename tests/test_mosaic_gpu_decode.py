@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import run_interpreted
 
 from pallas_kernels import reference
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, plan_for
 from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
 from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
+from tests.gpu_interpreter import run_interpreted
 
 pytestmark = pytest.mark.contract
 

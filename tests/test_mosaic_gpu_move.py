@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import run_interpreted
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu, reference
 from pallas_kernels.mosaic_gpu import append, interpret, move_blocks
+from tests.gpu_interpreter import run_interpreted
 
 pytestmark = pytest.mark.contract
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_interpreter import run_interpreted
 
 from pallas_kernels import reference
 from pallas_kernels.mosaic_tpu import decode, paged_decode
 from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
+from tests.tpu_interpreter import run_interpreted
 
 pytestmark = pytest.mark.contract
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_interpreter import run_interpreted
 
 from pallas_kernels import mosaic_tpu, reference
+from tests.tpu_interpreter import run_interpreted
 
 pytestmark = pytest.mark.contract
 

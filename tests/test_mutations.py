@@ -2,7 +2,7 @@
 
 import pathlib
 
-import mutants
+from tests import mutants
 
 TESTS = pathlib.Path(__file__).parent
 

@@ -4,13 +4,8 @@ import dataclasses
 
 import pytest
 
-import kvcache_jax as kv
 from kvcache_jax import Status
-from tests.helpers import TokenDriver, assert_invariants, assert_same, leaf_bytes, num_free
-
-
-def tiny_config(**sizes):
-    return kv.CacheConfig(layers=[kv.FullAttention(num_kv_heads=2, head_dim=3)] * 2, **sizes)
+from tests.helpers import TokenDriver, assert_invariants, assert_same, leaf_bytes, num_free, tiny_config
 
 
 @dataclasses.dataclass

@@ -119,6 +119,22 @@ def test_imports_point_down_the_layers():
     assert not violations, "\n".join(violations)
 
 
+def test_a_helper_of_the_tests_has_one_name():
+    """Under two names it would be two modules, and all that it jits would be compiled twice.
+
+    Files of tests go by the names that pytest gives them.
+    """
+    files = source_files("tests")
+    helpers = {path.stem for path in files if path.parent.name == "tests" and path.stem[:5] != "test_"}
+    assert "helpers" in helpers
+    for path in files:
+        for entry in read_imports(path.relative_to(ROOT).as_posix(), path.read_text()):
+            first, *rest = entry.name.split(".")
+            assert first not in helpers, f"{path.name}:{entry.line} imports {first}, expected tests.{first}"
+            is_test = first == "tests" and rest[0].startswith("test_")
+            assert not is_test, f"{path.name}:{entry.line} imports {entry.name}, expected {rest[0]}"
+
+
 @pytest.mark.parametrize(
     ("file", "source", "expected"),
     [

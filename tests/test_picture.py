@@ -6,11 +6,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from block_map_reader import ANSI, read_groups, recount
 
 import kvcache_jax as kv
 from kvcache_jax.block_view import row_rgb
 from kvcache_jax.picture import block_map, draw_block_map
+from tests.block_map_reader import ANSI, read_groups, recount
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

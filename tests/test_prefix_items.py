@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from helpers import assert_invariants
-from random_script import padded
 
 import kvcache_jax as kv
+from tests.helpers import assert_invariants
+from tests.random_script import padded
 
 CONFIG = kv.CacheConfig(
     [kv.FullAttention(1, 4)],

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 
 import kvcache_jax as kv
+from tests.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 
 STEPS = 7_000
 

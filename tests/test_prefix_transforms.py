@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import Status, block_pool, testing
-from tests.helpers import assert_same, leaf_bytes, statuses
+from kvcache_jax import Status, block_pool
+from tests.helpers import append_tokens, assert_same, leaf_bytes, statuses
 from tests.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 from tests.prefix_user import TENANT_A, TENANT_B
 
@@ -27,11 +27,6 @@ CONFIG = kv.CacheConfig(
 )
 TEXTS = np.random.default_rng(3).integers(1, 3, (4, 12)).astype(np.int32)
 TEXTS[1:, :8] = TEXTS[0, :8]
-
-
-def append_tokens(cache, tokens, num_new):
-    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
-    return testing.write_tokens(cache, tokens, step), step.status
 
 
 def script(cache, tokens, lengths):

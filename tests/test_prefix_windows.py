@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from helpers import assert_invariants
-from random_script import append_padded, padded
-from window_script import MAX_LEN, WindowScript, commit, num_cached
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.helpers import append_donated, assert_invariants
+from tests.random_script import padded
+from tests.window_script import MAX_LEN, WindowScript, commit, num_cached
 
 
 def rolled_config(**sizes):
@@ -30,7 +30,7 @@ def run(cache, row, tokens, *, one_by_one=True, commits="at the end"):
     width = 1 if one_by_one else MAX_LEN
     for start in range(num_cached, len(tokens), width):
         new = [tokens[start : start + width] if i == row else [] for i in range(cache.max_seqs)]
-        cache, status = append_padded(cache, padded(new, width), np.array([*map(len, new)]))
+        cache, status = append_donated(cache, padded(new, width), np.array([*map(len, new)]))
         assert status[row] == kv.Status.OK
         if commits == "at every step":
             cache, _ = commit(cache, np.array([row]))
@@ -126,7 +126,7 @@ def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share
     def extended(cache, new):
         tokens = padded([new.get(row, []) for row in range(4)], 8)
         num_new = np.array([len(new.get(row, [])) for row in range(4)])
-        cache, status = append_padded(cache, tokens, num_new)
+        cache, status = append_donated(cache, tokens, num_new)
         assert not status.any()
         return cache
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_script import ROWS, WIDTH, Driver, full_config, grouped_config, random_operation
 
 import kvcache_jax as kv
+from tests.random_script import ROWS, WIDTH, Driver, full_config, grouped_config, random_operation
 
 NUM_BLOCKS = 18  # too few for all rows to be long
 

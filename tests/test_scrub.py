@@ -9,8 +9,8 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
-from tests.helpers import assert_same, leaf_bytes, num_free, table
-from tests.prefix_user import TENANT_A, TENANT_B, PrefixUser, append_tokens, owned_slots, with_nan
+from tests.helpers import append_donated, assert_same, leaf_bytes, num_free, table
+from tests.prefix_user import TENANT_A, TENANT_B, PrefixUser, owned_slots, with_nan
 
 CONFIG = kv.CacheConfig(
     [kv.FullAttention(2, 5)] * 2,
@@ -163,7 +163,7 @@ def test_scrubbing_without_prefix_caching_and_with_windows(form):
     cache = testing.poison(kv.init(config))
     cache, _ = kv.allocate(cache, [0, 1], [9, 11], namespace=np.stack([TENANT_A, TENANT_B]))
     tokens = np.arange(1, 37).reshape(3, 12)
-    cache, _ = append_tokens(cache, tokens, np.array([9, 11, 0]))
+    cache, _ = append_donated(cache, tokens, np.array([9, 11, 0]))
     tables = [np.asarray(pool.block_table)[0] for pool in cache.control.block_pools]
     cache, _ = scrub(cache, **(dict(seq_ids=np.array([0])) if form == "rows" else dict(namespace=TENANT_A)))
     assert cache.is_active.tolist() == [False, True, False]

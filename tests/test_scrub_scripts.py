@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-from helpers import assert_same, leaf_bytes
-from prefix_user import owned_slots, with_nan
-from window_script import NAMESPACES, ROWS, WindowScript, grouped_config, num_cached
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.helpers import assert_same, leaf_bytes
+from tests.prefix_user import owned_slots, with_nan
+from tests.window_script import NAMESPACES, ROWS, WindowScript, grouped_config, num_cached
 
 WINDOW = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
 CONFIG = grouped_config(layers=[WINDOW, kv.FullAttention(1, 5), WINDOW])

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import VOCAB, config, forward, make_params
 
 import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.prefix_user import PrefixUser
+from tests.tiny_model import VOCAB, config, forward, make_params
 
 PARAMS = make_params()
 PREFIX_CONFIG = kv.CacheConfig(

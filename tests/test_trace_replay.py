@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
+
+from tests.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
 
 pytest.importorskip("rich")
 

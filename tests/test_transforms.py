@@ -152,6 +152,17 @@ def test_control_operations_hand_the_pools_on_by_reference():
     assert_equal_bits(cache.control, kv.init(GROUPED).control)
 
 
+def test_donation_reuses_the_pools_and_reset_keeps_them():
+    config = kv.CacheConfig([KIND], num_blocks=9, block_size=4, max_seqs=2, max_seq_len=16)
+    cache, _ = kv.allocate(kv.init(config), [1], [2])
+    old, address = cache, cache.pools[0].k.unsafe_buffer_pointer()
+    cache, _ = kv.donate(lambda cache: kv.extend(cache, [0, 2], max_new=2))(cache)
+    assert old.pools[0].k.is_deleted() and cache.pools[0].k.unsafe_buffer_pointer() == address
+    fresh = kv.reset(cache)
+    assert fresh.pools[0].k is cache.pools[0].k
+    assert_equal_bits(fresh.control, kv.init(config).control)
+
+
 NUM_BLOCKS = 2**18  # an array of so many entries would be seen beside all that has other sizes
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import jax
-from interpreters import callbacks_on_the_host
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+
+from tests.interpreters import callbacks_on_the_host
 
 
 def run_interpreted(function: Callable, *arguments: object, **keywords: object):

@@ -4,10 +4,10 @@ import functools
 
 import jax
 import numpy as np
-from random_script import padded
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.random_script import padded
 
 ROWS, WIDTH, PROMPT_WIDTH = 6, 5, 23
 MAX_LEN = 32  # of the prompts that `num_cached` takes
