@@ -56,24 +56,10 @@ def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
       The pool, and i32[n] block ids, nowhere where `mask` is false.
     """
     rank, num_taken = rank_true(mask)
-    ids = next_free(pool, mask, rank, num_taken)
-    return own(pool, ids, num_taken), ids
-
-
-def next_free(pool: BlockPool, mask: jax.Array, rank: jax.Array, num_taken: jax.Array) -> jax.Array:
-    """The `rank[i]`-th of `num_taken` blocks that are handed out together, nowhere where not masked.
-
-    From the top of the stack; where all of it goes, from the bottom, so that what was evicted for these
-    blocks comes last, in the order of its eviction.
-    """
-    place = jnp.where(num_taken == pool.num_free, rank, pool.num_free - 1 - rank)
-    return jnp.where(mask, get_at(pool.free_stack, place), pool.num_blocks)
-
-
-def own(pool: BlockPool, block_ids: jax.Array, num_taken: jax.Array) -> BlockPool:
-    """Gives the blocks on top of the stack, `num_taken` of them, one owner each; nowhere is skipped."""
-    ref_count = set_at(pool.ref_count, block_ids, 1)
-    return _note_peak(dataclasses.replace(pool, ref_count=ref_count, num_free=pool.num_free - num_taken))
+    ids = jnp.where(mask, get_at(pool.free_stack, pool.num_free - 1 - rank), pool.num_blocks)
+    ref_count = set_at(pool.ref_count, ids, 1)
+    pool = dataclasses.replace(pool, ref_count=ref_count, num_free=pool.num_free - num_taken)
+    return _note_peak(pool), ids
 
 
 def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:

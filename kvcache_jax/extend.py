@@ -10,7 +10,7 @@ from jax import lax
 from kvcache_jax import block_pool, eviction
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
 from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
-from kvcache_jax.indexing import add_at, get_at, num_true, rank_true, run_if, set_at
+from kvcache_jax.indexing import add_at, first_true, get_at, num_true, rank_true, read_first, run_if, set_at
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
@@ -100,18 +100,11 @@ def extend_control(
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
         columns = positions // group.block_size
         opens_block = is_token & needs_block(pool, group, token_rows, positions)
-        # In row order, a row's copy before its new blocks: a tail that was released above and evicted for a
-        # later row is then handed to a row whose copy comes after the one that reads it.
-        new_rank, num_opened = rank_true(opens_block)
-        copy_rank, num_copies = rank_true(copies_tail[g])
-        num_taken = num_opened + num_copies
-        rank = new_rank + tokens.spread(copy_rank + copies_tail[g].astype(jnp.int32), 0)
-        ids = block_pool.next_free(pool, opens_block, rank, num_taken)
-        num_opened_before = get_at(new_rank, tokens.starts[:-1])
-        copied = _Copying(rows, context_len // group.block_size, demand.tail, copies_tail[g], copy_rank)
-        pool, copies_made = _take_copies(pool, copied, copy_rank + num_opened_before, num_taken)
-        table_rows = jnp.where(opens_block, token_rows, control.max_seqs)
-        pool = _put(block_pool.own(pool, ids, num_opened), table_rows, columns, ids)
+        pool, copies_made = _take_copies(
+            pool, rows, context_len // group.block_size, demand.tail, copies_tail[g]
+        )
+        pool, ids = block_pool.take(pool, opens_block)
+        pool = _put(pool, jnp.where(opens_block, token_rows, control.max_seqs), columns, ids)
         block_ids = get_at(pool.block_table, (token_rows, columns), pool.num_blocks)
         slot = block_ids * group.block_size + positions % group.block_size
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
@@ -208,42 +201,42 @@ def _drop_out_of_reach(
     return lax.while_loop(is_left, drop_column, (pool, jnp.int32(1)))[0]
 
 
-class _Copying(NamedTuple):
-    """The last blocks to be copied, one entry per row of the call.
-
-    Attributes:
-      rows: i32[n], seq_id.
-      columns: i32[n], of the block table.
-      tail: i32[n], the block there.
-      mask: bool[n], whether the row copies it.
-      rank: i32[n], how many rows before it do.
-    """
-
-    rows: jax.Array
-    columns: jax.Array
-    tail: jax.Array
-    mask: jax.Array
-    rank: jax.Array
-
-
 def _take_copies(
-    pool: BlockPool, copying: _Copying, rank: jax.Array, num_taken: jax.Array
+    pool: BlockPool, rows: jax.Array, columns: jax.Array, tail: jax.Array, mask: jax.Array
 ) -> tuple[BlockPool, BlockCopies]:
-    """Gives each row that must copy its tail a block in the tail's place: the `rank[i]`-th of `num_taken`."""
-    rows, columns, tail, mask, _ = copying
-    num_copies = num_true(mask)
+    """Gives each masked row a block in the place of its last one, `tail` i32[n] in `columns` i32[n]."""
 
     def put_copies(state):
         pool, src, dst = state
-        new = block_pool.next_free(pool, mask, rank, num_taken)
-        table_rows = jnp.where(mask, rows, pool.block_table.shape[0])
-        pool = _put(block_pool.own(pool, new, num_copies), table_rows, columns, new)
-        place = jnp.where(mask, copying.rank, tail.shape[0])
+        # Released by its rows, and evicted for the blocks that are taken now: it may be among them.
+        was_evicted = mask & (block_pool.ref_counts(pool, tail) == 0) & ~block_pool.is_published(pool, tail)
+        was_evicted, ref_count = read_first(was_evicted, pool.ref_count)
+        pool = dataclasses.replace(pool, ref_count=ref_count)
+        pool, new = block_pool.take(pool, mask)
+        new = run_if(was_evicted.any(), lambda new: _left_to_last_reader(new, tail, mask), new)
+        pool = _put(pool, jnp.where(mask, rows, pool.block_table.shape[0]), columns, new)
+        rank, _ = rank_true(mask)
+        place = jnp.where(mask, rank, tail.shape[0])
         return pool, set_at(src, place, tail), set_at(dst, place, new)
 
+    num_copies = num_true(mask)
     nowhere = jnp.full_like(tail, pool.num_blocks)
     pool, src, dst = run_if(num_copies > 0, put_copies, (pool, nowhere, nowhere))
     return pool, BlockCopies(src=src, dst=dst, num_copies=num_copies)
+
+
+def _left_to_last_reader(new: jax.Array, tail: jax.Array, mask: jax.Array) -> jax.Array:
+    """`new` i32[n] in another order: a block that is also copied goes to the last masked row that copies it.
+
+    So no copy overwrites what a later one reads.
+    """
+
+    def swap(i: jax.Array, new: jax.Array) -> jax.Array:
+        is_it = (new == tail[i]) & mask & mask[i]
+        other = jnp.where(is_it.any(), first_true(is_it), i)
+        return set_at(set_at(new, other, new[i]), i, new[other])
+
+    return lax.fori_loop(0, new.shape[0], swap, new)
 
 
 def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Array) -> BlockPool:

@@ -1,0 +1,111 @@
+"""Rows copy their published last blocks in a call that evicts those blocks: each reads what was there."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+
+BLOCK, WIDTH = 4, 12
+SIZES = dict(block_size=BLOCK, max_seqs=4, max_seq_len=16, max_query_len=WIDTH, enable_prefix_caching=True)
+
+
+@kv.eviction_policy("test: deepest first", needs=["depth"])
+def deepest_first(block):
+    return -block.depth
+
+
+def padded(tokens):
+    """One width for all calls: few programs."""
+    return jnp.array([*tokens, *[0] * (WIDTH - len(tokens))], jnp.int32)
+
+
+def filled(cache, row, tokens, **options):
+    """The row holds the tokens, and all its full blocks are published."""
+    cache, admission = kv.allocate(cache, [row], [len(tokens)], tokens=padded(tokens)[None], **options)
+    rest = tokens[int(admission.num_cached[0]) :]
+    cache, step = kv.extend(cache, [len(rest)], max_new=WIDTH, seq_ids=[row], tokens=padded(rest)[None])
+    cache = testing.write_tokens(cache, padded(rest)[None], step)
+    return kv.commit(cache, [row])[0]
+
+
+def extended(cache, held, added):
+    """All rows grow in one call; what they hold is checked before and after."""
+    assert testing.check_tokens(cache, held) == []
+    added = [added.get(row, []) for row in range(SIZES["max_seqs"])]
+    tokens = jnp.stack([padded(new) for new in added])
+    cache, step = kv.extend(cache, [len(new) for new in added], max_new=WIDTH, tokens=tokens)
+    assert step.status.tolist() == [kv.Status.OK] * len(added)
+    cache = testing.write_tokens(cache, tokens, step)
+    assert kv.check_invariants(cache) == []
+    assert testing.check_tokens(cache, {row: held[row] + added[row] for row in held}) == []
+    return cache
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "test: deepest first"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_three_rows_whatever_is_evicted_first(policy, order):
+    """Three tails, of the first, second and third block of a row; what is cached besides is two blocks."""
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, eviction_policy=policy, **SIZES)
+    cache = kv.init(config)
+    texts = [[10 * row + i for i in range(BLOCK * num_blocks)] for row, num_blocks in enumerate((1, 2, 3))]
+    for row in order:
+        cache = filled(cache, row, texts[row])
+    for text in ([71] * BLOCK, [72] * BLOCK):
+        cache, _ = kv.free(filled(cache, 3, text), [3])
+    cache, _ = kv.truncate(cache, [0, 1, 2], [2, 6, 10])
+    assert int(kv.stats(cache).num_blocks_free) == 0
+    held = {row: texts[row][: BLOCK * row + 2] for row in range(3)}
+    extended(cache, held, {row: [90 + row] for row in held})
+
+
+def test_rows_that_share_the_tail():
+    """The block goes back to the last of the rows that copy it."""
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, **SIZES)
+    text = [1, 2, 3, 4]
+    cache = filled(kv.init(config), 0, text)
+    cache, _ = kv.fork(cache, [0, 0], [1, 2])
+    cache, _ = kv.free(filled(cache, 3, [7] * BLOCK), [3])
+    cache, _ = kv.truncate(cache, [0, 1, 2], [2, 2, 2])
+    cache = extended(cache, {row: text[:2] for row in range(3)}, {0: [50], 1: [60], 2: [70]})
+    assert int(kv.stats(cache).num_blocks_used) == 3
+
+
+@pytest.mark.parametrize(
+    "kind", [kv.FullAttention(2, 4), kv.SlidingWindow(2, 4, window=6, max_rollback=2)], ids=str
+)
+def test_companions_that_go_with_what_is_evicted(kind):
+    """Evicting the indexed group's blocks frees those of the other group, which rows are about to copy."""
+    config = kv.CacheConfig([kv.FullAttention(1, 4, num_blocks=4), kind], num_blocks=20, **SIZES)
+    cache = kv.init(config)
+    texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    for row, text in enumerate(texts):
+        cache = filled(cache, row, text, namespace=kv.namespace(tenant=str(row)))
+    cache, _ = kv.truncate(cache, [0, 1], [2, 2])
+    cache, _ = kv.allocate(cache, [2], [0], tokens=[[0]])
+    held = {0: texts[0][:2], 1: texts[1][:2], 2: []}
+    extended(cache, held, {0: [50], 1: [60], 2: list(range(70, 78))})
+
+
+def test_random_states():
+    """Rows of common and of own beginnings, cut anywhere, in a pool that is full."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 4)], num_blocks=8, eviction_policy="test: deepest first", **SIZES
+    )
+    rng, num_evicted = np.random.default_rng(0), 0
+    for _ in range(25):
+        cache, held = kv.init(config), {}
+        for row in range(4):
+            text = [1, 2, 3, 4, 5, 6, 7, 8] if rng.random() < 0.4 else rng.integers(9, 99, 8).tolist()
+            cache = filled(cache, row, text)
+            length = int(rng.integers(1, 8))
+            cache, _ = kv.truncate(cache, [row], [length])
+            held[row] = text[:length]
+        if int(kv.num_blocks_needed(cache, [1, 1, 1, 1]).sum()) > int(kv.num_available_blocks(cache)):
+            continue
+        cache = extended(cache, held, {row: [100 + row] for row in held})
+        num_evicted += int(kv.stats(cache).num_evictions)
+    assert num_evicted > 10, num_evicted
