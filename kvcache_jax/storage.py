@@ -83,7 +83,8 @@ def _copy_bwd(num_blocks, copies, grad):
     def return_grad(i, grad):
         i = num_copies - 1 - i
         moved = grad[layers + dst[i]]
-        return grad.at[layers + src[i]].add(moved).at[layers + dst[i]].set(jnp.zeros_like(moved))
+        # In this order: a block may be handed to the row that copies it.
+        return grad.at[layers + dst[i]].set(jnp.zeros_like(moved)).at[layers + src[i]].add(moved)
 
     return lax.fori_loop(0, num_copies, return_grad, grad), None, None, None
 

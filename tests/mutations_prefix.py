@@ -9,6 +9,7 @@ FORKS = "test_prefix_windows.py::test_forks_that_are_committed_together_do_not_b
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
+SHARED_TAIL = "test_prefix_copies.py::test_a_shared_tail_is_left_to_the_last_row_that_copies_it"
 INDEX = "test_checks.py::test_a_broken_index_is_found"
 LATER = "test_decode_prefix.py::test_a_later_call_finds_prompts_and_answers_of_an_earlier_one"
 
@@ -36,8 +37,8 @@ MUTATIONS = [
         ),
         (
             "every block in the bucket's first place",
-            "jnp.argmax(is_it, axis=-1)",
-            "0 * jnp.argmax(is_it, axis=-1)",
+            "return first_true(is_it)",
+            "return 0 * first_true(is_it)",
             SCRIPT,
         ),
     ),
@@ -86,8 +87,8 @@ MUTATIONS = [
         ),
         (
             "evicted block passed over",
-            "jnp.argmax(stays).astype(jnp.uint32)",
-            "1 + jnp.argmax(stays).astype(jnp.uint32)",
+            "first_true(stays).astype(jnp.uint32)",
+            "1 + first_true(stays).astype(jnp.uint32)",
             SCRIPT,
         ),
         ("evicts too little", "needs[group_id] - num_free, 0", "needs[group_id] - num_free - 1, 0", SCRIPT),
@@ -137,7 +138,28 @@ MUTATIONS = [
             "block_tokens",
             SCRIPT,
         ),
+        (
+            "a copy overwrites what a later one reads",
+            "lambda new: _left_to_last_reader(new, tail, mask)",
+            "lambda new: new",
+            "test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
+        ),
+        (
+            "a copied block left to its first reader",
+            "0, new.shape[0], swap",
+            "0, new.shape[0], lambda i, new: swap(new.shape[0] - 1 - i, new)",
+            SHARED_TAIL,
+        ),
         ("tokens not recorded", "step.slots[group_id], tokens, ", "step.slots[group_id], 0, ", SCRIPT),
+    ),
+    *in_module(
+        "storage",
+        (
+            "gradient of a block copied to itself lost",
+            ".set(jnp.zeros_like(moved)).at[layers + src[i]].add(moved)",
+            ".set(0 * moved).at[layers + src[i]].add(0 * moved)",
+            SHARED_TAIL,
+        ),
     ),
     *in_module(
         "rows",

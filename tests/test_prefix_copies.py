@@ -1,7 +1,9 @@
 """Rows copy their published last blocks in a call that evicts those blocks: each reads what was there."""
 
+import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,16 +64,27 @@ def test_three_rows_whatever_is_evicted_first(policy, order):
     extended(cache, held, {row: [90 + row] for row in held})
 
 
-def test_rows_that_share_the_tail():
-    """The block goes back to the last of the rows that copy it."""
+def test_a_shared_tail_is_left_to_the_last_row_that_copies_it():
+    """Rows 0 and 1 let go of a block, which is evicted for row 2. The gradient takes the same way back."""
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, **SIZES)
-    text = [1, 2, 3, 4]
-    cache = filled(kv.init(config), 0, text)
-    cache, _ = kv.fork(cache, [0, 0], [1, 2])
-    cache, _ = kv.free(filled(cache, 3, [7] * BLOCK), [3])
-    cache, _ = kv.truncate(cache, [0, 1, 2], [2, 2, 2])
-    cache = extended(cache, {row: text[:2] for row in range(3)}, {0: [50], 1: [60], 2: [70]})
-    assert int(kv.stats(cache).num_blocks_used) == 3
+    texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    cache, _ = kv.fork(filled(kv.init(config), 0, texts[0]), [0], [1])
+    cache, _ = kv.truncate(filled(cache, 2, texts[1]), [0, 1, 2], [2, 2, 2])
+    held = {0: texts[0][:2], 1: texts[0][:2], 2: texts[1][:2]}
+    after = extended(cache, held, {0: [50], 1: [60], 2: [70]})
+    blocks, blocks_after = (x.control.block_pools[0].block_table[:3, 0].tolist() for x in (cache, after))
+    assert int(kv.stats(after).num_evictions) == 1 and blocks_after[1] == blocks[0] == blocks[1]
+
+    @jax.jit
+    @jax.grad
+    def grad(pools):
+        tokens = jnp.array([[5], [6], [7], [0]])
+        after, _ = kv.extend(dataclasses.replace(cache, pools=pools), [1, 1, 1, 0], max_new=1, tokens=tokens)
+        return sum(kv.gather(after, row, 0)[0][:2].sum() for row in range(3))
+
+    expected = np.zeros_like(cache.pools[0].k)
+    expected[blocks[0], :, :2], expected[blocks[2], :, :2] = 2.0, 1.0
+    np.testing.assert_array_equal(grad(cache.pools)[0].k, expected)
 
 
 @pytest.mark.parametrize(
