@@ -1,8 +1,10 @@
 """generate, score and beam_search against the same model without a cache."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -275,12 +277,59 @@ def test_bad_input_is_refused(options, message):
         ({"chunk_len": 0}, "chunk_len is 0, expected at least 1"),
         ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
         ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
+        ({"length_penalty": -np.inf}, "length_penalty is -inf, expected a finite number"),
+        (
+            {"length_penalty": 400},
+            "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
+        ),
+        ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
+        ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
     ],
 )
 def test_a_beam_search_refuses_bad_input(options, message):
     options = {"prompts": PROMPTS[:1], "max_new_tokens": 3, **options}
     with pytest.raises((ValueError, TypeError), match=message):
         kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
+
+
+def host_loops(forward):
+    """Calls of all three, on parameters."""
+    return {
+        "generate": lambda params: kv.generate(forward, params, [[1]], config(), max_new_tokens=2),
+        "beam_search": lambda params: kv.beam_search(forward, params, [[1]], config(), max_new_tokens=2),
+        "score": lambda params: kv.score(forward, params, [1], [[2]], config()),
+    }
+
+
+def test_a_loop_of_the_host_is_not_traced():
+    for name, call in host_loops(forward).items():
+        message = (
+            f"^{name} is called within jit, grad or another transformation, expected outside of all: .*;"
+        )
+        for transformed in (jax.jit(call), jax.jit(lambda _, call=call: call(PARAMS)), jax.grad(call)):
+            with pytest.raises(TypeError, match=message):
+                transformed(PARAMS)
+
+
+def test_a_model_without_a_hash_is_refused():
+    @dataclasses.dataclass
+    class Model:
+        def __call__(self, *args):
+            return forward(*args)
+
+    message = (
+        "^forward is a Model and cannot be hashed .*, expected a function or an object that can be: pass"
+    )
+    draft = kv.Draft(Model(), PARAMS, config())
+    calls = [
+        *host_loops(Model()).values(),
+        lambda params: kv.generate(
+            forward, params, [[1]], config(), max_new_tokens=2, draft=draft, num_drafts=1
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -456,6 +505,26 @@ def test_beams_go_around_logits_that_are_no_number():
     params["embedding"] = PARAMS["embedding"].at[PROMPTS[3][-1]].set(np.nan)
     with pytest.raises(FloatingPointError, match="prompt 1 has no hypothesis: all its logits are NaN"):
         kv.beam_search(forward, params, [PROMPTS[0], PROMPTS[3]], config(), **options)
+
+
+def mute(params, tokens, cache, step):
+    """`forward`, but for logits that are all -inf."""
+    logits, cache = forward(params, tokens, cache, step)
+    return jnp.full_like(logits, -jnp.inf), cache
+
+
+def test_logits_without_a_number_have_no_beams():
+    with pytest.raises(
+        FloatingPointError, match="prompt 0 has no hypothesis: all its logits are NaN or -inf"
+    ):
+        kv.beam_search(mute, PARAMS, [[1]], config(), max_new_tokens=2)
+
+
+def test_one_token_has_the_same_score_under_any_penalty():
+    (beams,) = kv.beam_search(
+        forward, PARAMS, [PROMPTS[3]], config(), max_new_tokens=1, num_beams=2, length_penalty=400
+    ).beams
+    assert [beam.score for beam in beams] == [beam.logprob for beam in beams]
 
 
 def test_the_vocabulary_is_read_off_the_model():
