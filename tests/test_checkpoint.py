@@ -145,16 +145,12 @@ def test_windows_are_those_of_the_published_code(copy):
     family, folder = "qwen2_windows", copy("qwen2_windows")
     assert windows(layer_types=None) == (None, 9, 9)
     assert windows(layer_types=None, max_window_layers=2) == (None, None, 9)
-    assert (
-        windows(layer_types=None, max_window_layers=28)
-        == windows(layer_types=None, sliding_window=None)
-        == ()
-    )
     assert windows(layer_types=["sliding_attention", "full_attention", "sliding_attention"]) == (9, None, 9)
-    assert windows(layer_types=None, use_sliding_window=False) == ()
-    assert windows(remove=["use_sliding_window"], layer_types=None) == ()
-    assert windows(remove=["sliding_window", "layer_types"]) == (None, 4096, 4096)
-    deep = ["max_window_layers", "layer_types"]
+    for changes in (dict(max_window_layers=28), dict(use_sliding_window=False), dict(sliding_window=None)):
+        assert windows(layer_types=None, **changes) == ()
+    assert windows(remove=["layer_types", "use_sliding_window"]) == ()
+    assert windows(remove=["layer_types", "sliding_window"]) == (None, 4096, 4096)
+    deep = ["layer_types", "max_window_layers"]
     assert windows(remove=deep) == () and windows(remove=deep, num_hidden_layers=30)[27:] == (None, 9, 9)
     family = "mistral"
     assert windows(sliding_window=None) == ()
