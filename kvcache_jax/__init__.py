@@ -1,6 +1,20 @@
 """KV caches as values: one immutable pytree, and pure functions that allocate, append, fork and free.
 
-See `Cache` for the state, `CacheConfig` for sizes and options, and `cache.py` for the operations.
+The files, in an order to read them in; the first line of each says what it does:
+
+* state: `config`, `state`, `empty_state`, `build`, `memory_plan`, `status`, `summary`, `pytree`, `cache_form`
+* operations: `cache` is the page of them; `rows`, `demand`, `extend`, `block_pool` change the control state,
+  `storage` the keys and values, `stats` asks; below them `arguments`, `integers`, `indexing`, `single_kernel`
+* attention: `attention`, `attention_options`, `queries`, `attention_vjp`, `attention_xla`; and by kernels:
+  `implementations`, `attention_kernels`, `head_axis`
+* prefix cache: `prefix_cache` has the operations; `content_hash`, `prefix_index`, `publish`, `companions`
+  find blocks by their tokens; `eviction`, `eviction_policy`, `block_history`, `preemption` choose what goes;
+  `explain`, `scrub`
+* decoding: `decode`, `decode_host`, `decode_loop`, `decode_arguments`, `sampling`, `speculation`, `beam`,
+  `score`
+* on the host: `manager`, `manager_requests`, `manager_rows`, `manager_programs`, `manager_errors`,
+  `cache_holder`
+* checks and pictures: `checks`, `oracle`, `testing`, `picture`, `block_view`
 """
 
 import logging as _logging

@@ -27,9 +27,9 @@ class _Places(NamedTuple):
 
 
 def _places(indexed: LayerGroup, other: LayerGroup, num_columns: int) -> _Places:
-    ends = (np.arange(num_columns) + 1) * other.block_size
+    ends = (np.arange(num_columns, dtype=np.int32) + 1) * other.block_size
     column = (ends - 1) // indexed.block_size
-    slot = np.arange(num_columns) - column * indexed.block_size // other.block_size
+    slot = np.arange(num_columns, dtype=np.int32) - column * indexed.block_size // other.block_size
     return _Places(column.astype(np.int32), slot.astype(np.int32))
 
 
@@ -50,7 +50,7 @@ def usable_prefix(
     index, group_id = control.prefix_index, config.indexed_group
     assert index is not None
     indexed, pools = config.groups[group_id], control.block_pools
-    lengths = np.arange(found.shape[0] + 1) * indexed.block_size
+    lengths = np.arange(found.shape[0] + 1, dtype=np.int32) * indexed.block_size
     num_found = num_true(found < pools[group_id].num_blocks)
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = jnp.asarray(lengths % step == 0) & (jnp.asarray(lengths) <= num_found * indexed.block_size)
@@ -68,7 +68,7 @@ def usable_prefix(
         num_sinks, first, end = _needed(group, np.minimum(lengths, config.max_seq_len // step * step))
         is_usable &= num_missing[np.minimum(num_sinks, end)] == 0
         is_usable &= num_missing[end] == num_missing[np.minimum(np.maximum(first, num_sinks), end)]
-    num_tokens = jnp.max(jnp.where(is_usable, jnp.asarray(lengths, jnp.int32), 0))
+    num_tokens = jnp.max(jnp.where(is_usable, jnp.asarray(lengths), 0))
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
         order = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
         num_sinks, first, end = _needed(group, num_tokens)

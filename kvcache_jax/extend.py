@@ -89,13 +89,17 @@ def extend_control(
     token_rows = tokens.spread(rows, control.max_seqs)
     positions = tokens.spread(context_len, 0) + tokens.offset
     is_token = tokens.offset < tokens.spread(query_len, 0)
-    control = _give_back(control, demands, rows, copies_tail, config)
-    need = [
+    clock = control.clock + grows.any().astype(jnp.uint32)
+    pools = [
+        _drop_out_of_reach(pool, group, rows, demand.first_kept)
+        for pool, group, demand in zip(control.block_pools, config.groups, demands, strict=True)
+    ]
+    control = dataclasses.replace(control, clock=clock, block_pools=tuple(pools))
+    needs = [
         jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g].astype(jnp.int32), dtype=jnp.int32)
         for g, demand in enumerate(demands)
     ]
-    clock = control.clock + grows.any().astype(jnp.uint32)
-    control = eviction.make_room(dataclasses.replace(control, clock=clock), need, config)
+    control = _make_room(control, needs, demands, copies_tail, config)
     pools, slots, plans, copies = [], [], [], []
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
         columns = positions // group.block_size
@@ -152,21 +156,32 @@ def record_tokens(
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _give_back(
-    control: Control, demands: list[Demand], rows: jax.Array, copies_tail: jax.Array, config: CacheConfig
+def _make_room(
+    control: Control,
+    needs: list[jax.Array],
+    demands: list[Demand],
+    copies_tail: jax.Array,
+    config: CacheConfig,
 ) -> Control:
-    """Releases what left the windows of `rows`, and the last blocks that are to be copied."""
-    pools = []
-    for pool, group, demand, copies in zip(
-        control.block_pools, config.groups, demands, copies_tail, strict=True
-    ):
-        pool = _drop_out_of_reach(pool, group, rows, demand.first_kept)
-        tails = jnp.where(copies, demand.tail, pool.num_blocks)
+    """Releases the last blocks that are to be copied, and evicts until each group has what it `needs`."""
 
-        pools.append(
-            run_if(copies.any(), lambda pool, tails=tails: block_pool.release_repeated(pool, tails), pool)
+    def release_tails(pools: tuple[BlockPool, ...]) -> tuple[BlockPool, ...]:
+        return tuple(
+            block_pool.release_repeated(pool, jnp.where(copies, demand.tail, pool.num_blocks))
+            for pool, demand, copies in zip(pools, demands, copies_tail, strict=True)
         )
-    return dataclasses.replace(control, block_pools=tuple(pools))
+
+    def evict(trip: jax.Array, control: Control) -> Control:
+        pools = run_if(trip > 0, release_tails, control.block_pools)
+        most = [jnp.minimum(n, block_pool.num_available(pool)) for n, pool in zip(needs, pools, strict=True)]
+        return eviction.make_room(dataclasses.replace(control, block_pools=pools), most, config)
+
+    copies_any = copies_tail.any()
+    if control.prefix_index is None:
+        pools = run_if(copies_any, release_tails, control.block_pools)
+        return dataclasses.replace(control, block_pools=pools)
+    # What else is cached goes first, whatever the policy: a row's own block is no victim of its copy.
+    return lax.fori_loop(0, 1 + copies_any.astype(jnp.int32), evict, control)
 
 
 def _drop_out_of_reach(

@@ -159,9 +159,9 @@ def refused(expected: str, shape: DecodeShape = SHAPES["plain"], **changes) -> N
 
 
 def test_what_the_kernel_does_not_take_is_refused():
-    refused("float32, and the kernel takes bfloat16", DecodeShape("a", (3,), dtype="float32"))
-    refused("head_dim is 80, and the kernel takes 64", DecodeShape("a", (3,), head_dim=80))
-    refused("block_size is 20, and the kernel takes multiples of 8", DecodeShape("a", (3,), block_size=20))
+    refused("float32, expected bfloat16", DecodeShape("a", (3,), dtype="float32"))
+    refused("head_dim is 80, expected 64", DecodeShape("a", (3,), head_dim=80))
+    refused("block_size is 20, expected a multiple of 8", DecodeShape("a", (3,), block_size=20))
     refused("17 query heads share", DecodeShape("a", (3,), group_size=17))
     refused("9 queries a row, expected 1 to 8", DecodeShape("a", (30,), num_queries=9))
     rows = SHAPES["plain"].rows()

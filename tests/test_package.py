@@ -16,6 +16,8 @@ import types
 import jax
 import pytest
 
+import kvcache_jax
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = ("pallas_kernels", "kvcache_jax", "models", "experiments")  # each may import those before it
 SOURCE_FOLDERS = (*LAYERS, "tests")
@@ -305,6 +307,11 @@ def test_every_public_name_has_a_docstring():
     assert len(set(kvcache_jax.__all__)) == len(kvcache_jax.__all__)
     assert (kvcache_jax.__doc__ or "").strip()
     assert undocumented(kvcache_jax) == []
+
+
+def test_the_package_names_each_of_its_files_once():
+    named = re.findall(r"`(\w+)`", kvcache_jax.__doc__)
+    assert sorted(named) == sorted({path.stem for path in source_files("kvcache_jax")} - {"__init__"})
 
 
 def test_a_missing_docstring_is_found():

@@ -64,6 +64,20 @@ def test_three_rows_whatever_is_evicted_first(policy, order):
     extended(cache, held, {row: [90 + row] for row in held})
 
 
+def test_case_dd_the_original_stays_cached_whatever_the_policy():
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 4)], num_blocks=8, eviction_policy="test: deepest first", **SIZES
+    )
+    text = list(range(1, 9))
+    cache = filled(kv.init(config), 0, text)
+    for i in range(6):
+        cache, _ = kv.free(filled(cache, 3, [20 + i] * BLOCK), [3])
+    cache, _ = kv.truncate(cache, [0], [6])
+    cache = extended(cache, {0: text[:6]}, {0: [50]})
+    assert int(kv.stats(cache).num_evictions) == 1
+    assert kv.lookup(cache, padded(text)[None], [9]).tolist() == [8]
+
+
 def test_a_shared_tail_is_left_to_the_last_row_that_copies_it():
     """Rows 0 and 1 let go of a block, which is evicted for row 2. The gradient takes the same way back."""
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, **SIZES)

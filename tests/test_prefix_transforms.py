@@ -73,9 +73,9 @@ def test_x64_changes_no_dtype(policy):
     config = dataclasses.replace(CONFIG, layers=[*CONFIG.layers, window], eviction_policy=policy)
 
     def shapes():
-        return jax.eval_shape(
-            lambda: script(kv.init(config), jnp.asarray(TEXTS), jnp.array(LENGTHS[0], jnp.int32))
-        )
+        args = jnp.asarray(TEXTS), jnp.array(LENGTHS[0], jnp.int32)
+        result = jax.eval_shape(lambda: script(kv.init(config), *args))
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(result)]
 
     plain = shapes()
     with jax.enable_x64(True):

@@ -187,7 +187,7 @@ def why_not(k_pool: jax.Array, group_size: int) -> str | None:
     if reason := why_not_pool(k_pool, DECODED):
         return reason
     if group_size > 16:
-        return f"{group_size} query heads share a key/value head, and the kernel takes up to 16"
+        return f"{group_size} query heads share a key/value head, expected up to 16"
     return None
 
 

@@ -16,11 +16,11 @@ def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:
     """Why the kernels do not take blocks like these, or None if they do."""
     block_size, head_dim = pool.shape[2:]
     if pool.dtype.name not in dtypes:
-        return f"the pools are {pool.dtype}, and the kernel takes {', '.join(dtypes)}"
+        return f"the pools are {pool.dtype}, expected {' or '.join(dtypes)}"
     if head_dim not in HEAD_DIMS:
-        return f"head_dim is {head_dim}, and the kernel takes {', '.join(map(str, HEAD_DIMS))}"
+        return f"head_dim is {head_dim}, expected {' or '.join(map(str, HEAD_DIMS))}"
     if block_size % 8 or not 8 <= block_size <= MAX_BLOCK_SIZE:
-        return f"block_size is {block_size}, and the kernel takes multiples of 8 up to {MAX_BLOCK_SIZE}"
+        return f"block_size is {block_size}, expected a multiple of 8 up to {MAX_BLOCK_SIZE}"
     return None
 
 

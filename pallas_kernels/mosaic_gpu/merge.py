@@ -42,7 +42,7 @@ def merge_attention(
         )
     *shape, head_dim = outs.shape[1:]
     if head_dim not in (64, 128, 192, 256):
-        raise ValueError(f"outs has a last axis of {head_dim}, this kernel takes 64, 128, 192 and 256")
+        raise ValueError(f"outs has a last axis of {head_dim}, expected 64, 128, 192 or 256")
     num_parts, num_lanes = outs.shape[0], math.prod(shape)
     if not num_lanes:
         return jnp.zeros(outs.shape[1:], jnp.float32), jnp.zeros(shape, jnp.float32)
