@@ -117,7 +117,8 @@ def beam_search(
       config: Of the cache.
       max_new_tokens: Per hypothesis.
       num_beams: Hypotheses kept per prompt.
-      length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum.
+      length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum. The power of
+        `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
       chunk_len: Most prompt tokens of a row in one call of the model.
       look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
@@ -127,17 +128,18 @@ def beam_search(
       A `BeamResult`.
 
     Raises:
-      ValueError, TypeError: bad sizes, ids that are none.
+      ValueError, TypeError: bad sizes, ids that are none, a call within `jit`, a `forward` without a hash.
       StatusError: the prompts do not fit.
-      FloatingPointError: the model's logits are NaN for all beams of a prompt. (As in `sample`, one that is
-        NaN counts as -inf.)
+      FloatingPointError: the model's logits are NaN or -inf for all beams of a prompt. (As in `sample`, one
+        that is NaN counts as -inf.)
     """
+    decode_arguments.check_model("beam_search", forward, params)
     prompt_tokens = decode_arguments.prompt_tokens(prompts)
     if not prompt_tokens:
         raise ValueError("prompts is empty, expected at least one prompt")
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_beams = static_count("num_beams", num_beams)
-    length_penalty = decode_arguments.finite_number("length_penalty", length_penalty)
+    length_penalty = decode_arguments.usable_length_penalty(length_penalty, max_new_tokens)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     look_every = decode_arguments.steps_between_looks(look_every, on_look is not None)
     longest = max(map(len, prompt_tokens))
@@ -159,7 +161,9 @@ def beam_search(
         found = jax.device_get(state._replace(cache=None))
         beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompts))]
         if [] in beams:
-            raise FloatingPointError(f"prompt {beams.index([])} has no hypothesis: all its logits are NaN")
+            raise FloatingPointError(
+                f"prompt {beams.index([])} has no hypothesis: all its logits are NaN or -inf"
+            )
         seconds = time.perf_counter() - start
         timeline.append(look_at(state.cache, int(state.num_steps), seconds, running))
         if on_look:

@@ -128,9 +128,12 @@ def generate(
       A `GenerateResult`.
 
     Raises:
-      ValueError, TypeError: for empty prompts, ids that are none, prompts that can never fit, bad options;
-        names got and expected.
+      ValueError, TypeError: for empty prompts, ids that are none, prompts that can never fit, bad options, a
+        call within `jit`, a `forward` without a hash; names got and expected.
     """
+    decode_arguments.check_model("generate", forward, params, cache)
+    if draft is not None:
+        decode_arguments.check_model("generate", draft.forward, draft.params)
     requests = Requests(prompts, static_count("num_samples", num_samples))
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_drafts = static_count("num_drafts", num_drafts, least=0)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvcache_jax.arguments import host_tokens
 from kvcache_jax.config import CacheConfig
@@ -14,13 +15,53 @@ from kvcache_jax.integers import static_count
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STEPS_WHILE_WATCHED = 8
+# Of what a score is divided by: log-probabilities from 1e-17 to 1e9 stay normal float32 and above `_NEVER`.
+_MOST_DECIMALS = 20
+
+
+def check_model(caller: str, forward: Any, *values: Any) -> None:
+    """Refuses a call within a trace, of which `values` may be part, and a model that `jit` cannot know again.
+
+    Args:
+      caller: The function that was called.
+      forward: The model.
+      values: Pytrees that are handed to compiled programs.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, jnp.zeros(())))):
+        raise TypeError(
+            f"{caller} is called within jit, grad or another transformation, expected outside of all: it is "
+            "a loop of the host around compiled programs; jit your own that calls kv.extend and the model"
+        )
+    try:
+        hash(forward)
+    except TypeError as error:
+        raise TypeError(
+            f"forward is a {type(forward).__name__} and cannot be hashed ({error}), expected a function or "
+            "an object that can be: pass its method, or make it a @dataclass(frozen=True) or (eq=False)"
+        ) from None
 
 
 def finite_number(name: str, value: Any) -> float:
     """`value` as a Python float that is neither NaN nor infinite."""
-    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, int | float | np.number) else math.nan
+    except OverflowError:  # of an int
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} is {value!r}, expected a finite number")
-    return float(value)
+    return number
+
+
+def usable_length_penalty(value: Any, max_new_tokens: int) -> float:
+    """An exponent of lengths up to `max_new_tokens` whose powers scale a score that float32 can hold."""
+    penalty = finite_number("length_penalty", value)
+    decimals = math.log10(max_new_tokens)
+    if abs(penalty) * decimals > _MOST_DECIMALS:
+        raise ValueError(
+            f"length_penalty is {penalty}, expected at most {_MOST_DECIMALS / decimals:.3g} above or below 0 "
+            f"for max_new_tokens = {max_new_tokens}: scores are float32, divided by lengths to its power"
+        )
+    return penalty
 
 
 def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:

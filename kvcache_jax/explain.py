@@ -1,5 +1,6 @@
 """Why a prompt found no more of itself in the cache, in words. Host-side, for people who look into a miss."""
 
+import collections
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +77,11 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
 
 
 class _View(NamedTuple):
-    """The indexed group in numpy; see `PrefixIndex`, `BlockPool` and `Control` for the arrays."""
+    """The indexed group in numpy; see `PrefixIndex`, `BlockPool` and `Control` for the arrays.
+
+    `children` are the published blocks behind a parent, in a namespace's bytes; the first ones of sequences
+    have the parent `len(parent)`.
+    """
 
     block_size: int
     is_published: np.ndarray
@@ -86,40 +91,43 @@ class _View(NamedTuple):
     block_table: np.ndarray
     context_len: np.ndarray
     row_namespace: np.ndarray
+    children: dict[tuple[int, bytes], list[int]]
 
 
 def _view(cache: Cache) -> _View:
     control, group_id = cache.control, cache.config.indexed_group
     index, pool = control.prefix_index, control.block_pools[group_id]
     assert index is not None and pool.cached is not None
+    is_published, parent, namespace = (
+        np.asarray(array) for array in (pool.cached.is_published, index.parent, index.namespace)
+    )
+    children = collections.defaultdict(list)
+    for block in np.flatnonzero(is_published).tolist():
+        children[int(parent[block]), namespace[block].tobytes()].append(block)
     return _View(
         cache.config.groups[group_id].block_size,
-        *(
-            np.asarray(array)
-            for array in (
-                pool.cached.is_published,
-                index.block_tokens,
-                index.parent,
-                index.namespace,
-                pool.block_table,
-                control.context_len,
-                control.namespace,
-            )
-        ),
+        is_published,
+        np.asarray(index.block_tokens),
+        parent,
+        namespace,
+        np.asarray(pool.block_table),
+        np.asarray(control.context_len),
+        np.asarray(control.namespace),
+        children,
     )
 
 
-def _children(view: _View, parent: int, namespace: np.ndarray) -> np.ndarray:
-    """The published blocks behind a published block, or (nowhere) at the start."""
-    is_child = view.is_published & (view.parent == parent) & (view.namespace == namespace).all(axis=1)
-    return np.flatnonzero(is_child)
+def _children(view: _View, chain: list[int], namespace: np.ndarray) -> np.ndarray:
+    """The published blocks behind the `chain`, or those that begin a sequence."""
+    parent = chain[-1] if chain else len(view.parent)
+    return np.array(view.children.get((parent, namespace.tobytes()), ()), int)
 
 
 def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) -> list[int]:
     """The published blocks that hold the first tokens, at most `most`."""
     chain = []
     for block in tokens[: most * view.block_size].reshape(most, view.block_size):
-        children = _children(view, chain[-1] if chain else len(view.parent), namespace)
+        children = _children(view, chain, namespace)
         equal = children[(view.block_tokens[children] == block).all(axis=1)]
         if not len(equal):
             break
@@ -131,7 +139,7 @@ def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: 
     """Why the block behind the `chain` is not found."""
     start = len(chain) * view.block_size
     block = tokens[start : start + view.block_size]
-    children = _children(view, chain[-1] if chain else len(view.parent), namespace)
+    children = _children(view, chain, namespace)
     if len(children):
         is_same = view.block_tokens[children] == block
         num_same = np.where(is_same.all(axis=1), view.block_size, is_same.argmin(axis=1))

@@ -235,7 +235,7 @@ def _take_copies(
         return pool, set_at(src, place, tail), set_at(dst, place, new)
 
     num_copies = num_true(mask)
-    nowhere = jnp.full_like(tail, pool.num_blocks)
+    nowhere = jnp.maximum(tail, pool.num_blocks)  # all of them; a constant would lose the mesh of `tail`
     pool, src, dst = run_if(num_copies > 0, put_copies, (pool, nowhere, nowhere))
     return pool, BlockCopies(src=src, dst=dst, num_copies=num_copies)
 

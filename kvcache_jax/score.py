@@ -12,7 +12,7 @@ from jax import lax
 
 from kvcache_jax.cache import allocate, extend, fork, free
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.decode_arguments import model_tokens, usable_chunk_len
+from kvcache_jax.decode_arguments import check_model, model_tokens, usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.state import Cache
@@ -60,10 +60,11 @@ def score(
       A `ScoreResult`.
 
     Raises:
-      ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, or
-        a cache of another config.
+      ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, a
+        cache of another config, a call within `jit`, or a `forward` without a hash.
       StatusError: the cache has too few blocks for a continuation alone.
     """
+    check_model("score", forward, params, cache)
     shared = model_tokens("context", context, least=1)
     own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:

@@ -44,6 +44,7 @@ _ONLY = {
     "quantization_config": None,
     "use_mrope": False,
 }
+_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}  # what a missing key stands for; null is read
 _NUMBER = (int, float)
 _PLAIN_ROPE = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}  # says nothing of a scaling
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -239,6 +240,8 @@ def _windows(values: JsonObject, family: _Family) -> tuple[int | None, ...]:
     num_layers = values.get("num_hidden_layers", int)
     if num_layers < 1:
         raise values.error("num_hidden_layers", "at least 1")
+    if family.windowed_layers != "none":
+        values = JsonObject(values.path, {**_WINDOWS, **values.values})
     window = values.get("sliding_window", int, None)
     first = num_layers  # layer with a window
     if family.windowed_layers == "none" and window is not None:
@@ -248,7 +251,7 @@ def _windows(values: JsonObject, family: _Family) -> tuple[int | None, ...]:
     if family.windowed_layers == "some":
         if not values.get("use_sliding_window", bool, False):
             window = None
-        elif values.values.get("layer_types") is None:
+        elif window is not None and values.values.get("layer_types") is None:
             first = values.get("max_window_layers", int)
     implied = [_FULL if layer < first else _SLIDING for layer in range(num_layers)]
     layer_types = values.get("layer_types", list, implied)

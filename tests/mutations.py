@@ -79,7 +79,7 @@ VMAP = "test_static_errors.py::test_batched_queries_need_a_batched_cache"
 
 GREEDY = "test_decode.py::test_greedy_equals_the_model_without_a_cache[3]"
 WIDE_TOKENS = "test_static_errors.py::test_token_ids_that_do_not_fit_are_refused"
-TOKEN_IDS = "test_decode.py::test_token_ids_are_checked_alike"
+TOKEN_IDS = "test_decode_arguments.py::test_token_ids_are_checked_alike"
 STOPS = "test_decode.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
 SPECULATIVE = "test_decode.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
 BEAMS = "test_decode.py::test_beam_search_equals_a_search_on_lists"

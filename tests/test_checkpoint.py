@@ -137,19 +137,24 @@ def test_the_spelling_of_published_configs_is_read(copy):
 
 
 def test_windows_are_those_of_the_published_code(copy):
-    def windows(**changes):
+    def windows(remove=(), **changes):
         shutil.copy(FIXTURES / family / "config.json", folder)
-        edit_json(folder, **changes)
+        edit_json(folder, remove=remove, **changes)
         return checkpoint.load_config(folder).windows
 
     family, folder = "qwen2_windows", copy("qwen2_windows")
     assert windows(layer_types=None) == (None, 9, 9)
     assert windows(layer_types=None, max_window_layers=2) == (None, None, 9)
-    assert windows(layer_types=None, max_window_layers=28) == ()
     assert windows(layer_types=["sliding_attention", "full_attention", "sliding_attention"]) == (9, None, 9)
-    assert windows(layer_types=None, use_sliding_window=False) == ()
+    for changes in (dict(max_window_layers=28), dict(use_sliding_window=False), dict(sliding_window=None)):
+        assert windows(layer_types=None, **changes) == ()
+    assert windows(remove=["layer_types", "use_sliding_window"]) == ()
+    assert windows(remove=["layer_types", "sliding_window"]) == (None, 4096, 4096)
+    deep = ["layer_types", "max_window_layers"]
+    assert windows(remove=deep) == () and windows(remove=deep, num_hidden_layers=30)[27:] == (None, 9, 9)
     family = "mistral"
     assert windows(sliding_window=None) == ()
+    assert windows(remove=["sliding_window"]) == (4096, 4096, 4096)
 
 
 def test_the_width_of_heads_has_a_default(copy):

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -233,78 +234,6 @@ def test_other_prompts_compile_nothing():
     assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts": [[1], []]}, "prompt 1 has 0 tokens, expected at least 1"),
-        ({"prompts": [[1] * 48]}, "prompt 0 has 48 tokens, expected fewer than max_seq_len = 48"),
-        (
-            {"prompts": [[1] * 30], "sizes": {"num_blocks": 7}},
-            "needs 8 blocks, expected at most num_blocks = 7",
-        ),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"num_samples": 5}, "num_samples is 5, expected at most max_seqs = 4"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
-        ({"num_drafts": -1}, "num_drafts is -1"),
-        ({"seed": -1}, "seed is -1, expected at least 0"),
-        ({"look_every": -1}, "look_every is -1, expected at least 1"),
-        ({"look_every": 0}, "look_every is 0, expected at least 1"),
-        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776, expected"),
-        ({"stop_tokens": [3.7]}, "stop_tokens has dtype float64, expected integers"),
-        ({"stop_strings": ["x"]}, "without detokenize"),
-        ({"stop_strings": ["x", ""], "detokenize": str}, "stop_strings has '', expected texts of at least"),
-        (
-            {"stop_strings": "xy", "detokenize": str},
-            r"stop_strings is 'xy', expected a list of texts: \['xy'\]",
-        ),
-        ({"temperature": -1.0}, "temperature"),
-    ],
-)
-def test_bad_input_is_refused(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        generate(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts": []}, "prompts is empty"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
-        ({"num_beams": 0}, "num_beams is 0, expected at least 1"),
-        ({"look_every": -1}, "look_every is -1, expected at least 1"),
-        ({"chunk_len": 0}, "chunk_len is 0, expected at least 1"),
-        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
-        ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
-    ],
-)
-def test_a_beam_search_refuses_bad_input(options, message):
-    options = {"prompts": PROMPTS[:1], "max_new_tokens": 3, **options}
-    with pytest.raises((ValueError, TypeError), match=message):
-        kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([2**40 + 3], "has the token id 1099511627779, expected -2147483648 to 2147483647"),
-        ([1, -1], "has the token id -1, expected none below 0"),
-        ([1.5, 2.7], "has dtype float64, expected integers"),
-        ([True], "has dtype bool, expected integers"),
-        ("abc", "is 'abc', expected integer token ids: encode the text first"),
-        ([[1, 2]], r"has shape \(1, 2\), expected one sequence of token ids"),
-    ],
-)
-def test_token_ids_are_checked_alike(tokens, message):
-    for name, call in {
-        "prompt 1": lambda: generate([[1], tokens]),
-        "prompt 0": lambda: kv.beam_search(forward, PARAMS, [tokens], config(), max_new_tokens=2),
-        "context": lambda: kv.score(forward, PARAMS, tokens, [[1]], config()),
-        "continuation 0": lambda: kv.score(forward, PARAMS, [1], [tokens], config()),
-    }.items():
-        with pytest.raises((ValueError, TypeError), match=f"^{name} {message}"):
-            call()
-
-
 def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
     short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
@@ -456,6 +385,26 @@ def test_beams_go_around_logits_that_are_no_number():
     params["embedding"] = PARAMS["embedding"].at[PROMPTS[3][-1]].set(np.nan)
     with pytest.raises(FloatingPointError, match="prompt 1 has no hypothesis: all its logits are NaN"):
         kv.beam_search(forward, params, [PROMPTS[0], PROMPTS[3]], config(), **options)
+
+
+def mute(params, tokens, cache, step):
+    """`forward`, but for logits that are all -inf."""
+    logits, cache = forward(params, tokens, cache, step)
+    return jnp.full_like(logits, -jnp.inf), cache
+
+
+def test_logits_without_a_number_have_no_beams():
+    with pytest.raises(
+        FloatingPointError, match="prompt 0 has no hypothesis: all its logits are NaN or -inf"
+    ):
+        kv.beam_search(mute, PARAMS, [[1]], config(), max_new_tokens=2)
+
+
+def test_one_token_has_the_same_score_under_any_penalty():
+    (beams,) = kv.beam_search(
+        forward, PARAMS, [PROMPTS[3]], config(), max_new_tokens=1, num_beams=2, length_penalty=400
+    ).beams
+    assert [beam.score for beam in beams] == [beam.logprob for beam in beams]
 
 
 def test_the_vocabulary_is_read_off_the_model():

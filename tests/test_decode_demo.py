@@ -203,7 +203,7 @@ def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
         run(capsys, *arguments, "--checkpoint", tmp_path)
     assert error.value.code == 1
     captured = capsys.readouterr()
-    expected = "python -m experiments.decode: prompt 0 has no hypothesis: all its logits are NaN\n"
+    expected = "python -m experiments.decode: prompt 0 has no hypothesis: all its logits are NaN or -inf\n"
     assert (captured.out, captured.err) == ("", expected)
 
 

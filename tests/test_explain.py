@@ -1,5 +1,7 @@
 """What `explain` says of a miss, case by case; it says no more of other namespaces than that they have it."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,43 @@ def test_other_namespaces_are_not_described():
         said = explain(user, other, TENANT_B)
         assert said.endswith("has 5." if other[4] == 9 else "has 96.")
     assert explain(user, [9] * 9, kv.namespace(tenant="c")) == f"0 of 9 tokens are cached. {NOTHING}"
+
+
+class Counted(np.ndarray):
+    """An array that adds the elements of all arithmetic on it and its parts to `num_seen`."""
+
+    num_seen = 0
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        Counted.num_seen += max(np.size(array) for array in inputs)
+        return getattr(ufunc, method)(*map(np.asarray, inputs), **options)
+
+
+def test_blocks_are_not_searched_for_each_block_of_the_prompt(monkeypatch):
+    """Neither where other namespaces have the prompt too: their blocks are met once."""
+    module = importlib.import_module("kvcache_jax.explain")
+    make_view = module._view
+
+    def counted_view(cache):
+        fields = make_view(cache)._asdict().items()
+        arrays = {name: value.view(Counted) for name, value in fields if isinstance(value, np.ndarray)}
+        return make_view(cache)._replace(**arrays)
+
+    sizes = dict(num_blocks=160, block_size=4, max_seqs=4, max_seq_len=164)
+    config = kv.CacheConfig([kv.FullAttention(1, 5)], **sizes, enable_prefix_caching=True)
+    text, cache = np.arange(160, dtype=np.int32)[None], kv.init(config, storage=False)
+    for row, name in enumerate("abc"):
+        words = kv.namespace(tenant=name)
+        cache, _ = kv.allocate(cache, [row], [160], tokens=text, namespace=words)
+        cache, _ = kv.extend(cache, [160], max_new=160, seq_ids=[row], tokens=text)
+        cache, _ = kv.commit(cache, [row])
+    monkeypatch.setattr(module, "_view", counted_view)
+    other = np.append(text[0, :80], [999] * 9).astype(np.int32)
+    assert (
+        kv.explain(cache, other, namespace=words)
+        == f"80 of 89 tokens are cached. {DIFFERS.format(80, 999, 80)}"
+    )
+    assert 80 <= Counted.num_seen < 10 * 160
 
 
 def test_without_prefix_caching():

@@ -1,5 +1,6 @@
 """Heads split over eight devices: same result, no collective on a pool, pools never gathered."""
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -65,10 +66,14 @@ def expected():
     return run(kv.donate(forward), testing.poison(kv.init(CONFIG)))[1]
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_heads_split_over_devices(axis_type, expected):
+@pytest.mark.parametrize(
+    ("axis_type", "is_set"),
+    [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
+    ids=["auto", "explicit", "explicit without set_mesh"],
+)
+def test_heads_split_over_devices(axis_type, is_set, expected):
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         cache = testing.poison(kv.init(CONFIG, sharding=NamedSharding(mesh, POOL_SPEC)))
         put = functools.partial(jax.device_put, device=NamedSharding(mesh, TOKEN_SPEC))
         step_fn = kv.donate(forward)

@@ -1,0 +1,135 @@
+"""What generate, score and beam_search refuse, before anything runs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.tiny_model import config, forward, make_params
+
+PARAMS = make_params()
+
+
+def generate(prompts=((1, 2), (3,)), sizes=None, **options):
+    return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **{"max_new_tokens": 9, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": [[1], []]}, "prompt 1 has 0 tokens, expected at least 1"),
+        ({"prompts": [[1] * 48]}, "prompt 0 has 48 tokens, expected fewer than max_seq_len = 48"),
+        (
+            {"prompts": [[1] * 30], "sizes": {"num_blocks": 7}},
+            "needs 8 blocks, expected at most num_blocks = 7",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"num_samples": 5}, "num_samples is 5, expected at most max_seqs = 4"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
+        ({"num_drafts": -1}, "num_drafts is -1"),
+        ({"seed": -1}, "seed is -1, expected at least 0"),
+        ({"look_every": -1}, "look_every is -1, expected at least 1"),
+        ({"look_every": 0}, "look_every is 0, expected at least 1"),
+        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776, expected"),
+        ({"stop_tokens": [3.7]}, "stop_tokens has dtype float64, expected integers"),
+        ({"stop_strings": ["x"]}, "without detokenize"),
+        ({"stop_strings": ["x", ""], "detokenize": str}, "stop_strings has '', expected texts of at least"),
+        (
+            {"stop_strings": "xy", "detokenize": str},
+            r"stop_strings is 'xy', expected a list of texts: \['xy'\]",
+        ),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_bad_input_is_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        generate(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "prompts is empty"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
+        ({"num_beams": 0}, "num_beams is 0, expected at least 1"),
+        ({"look_every": -1}, "look_every is -1, expected at least 1"),
+        ({"chunk_len": 0}, "chunk_len is 0, expected at least 1"),
+        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
+        ({"length_penalty": -np.inf}, "length_penalty is -inf, expected a finite number"),
+        (
+            {"length_penalty": 400},
+            "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
+        ),
+        ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
+        ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
+    ],
+)
+def test_a_beam_search_refuses_bad_input(options, message):
+    options = {"prompts": [[1, 2]], "max_new_tokens": 3, **options}
+    with pytest.raises((ValueError, TypeError), match=message):
+        kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
+
+
+def host_loops(forward):
+    """Calls of all three, on parameters."""
+    return {
+        "generate": lambda params: kv.generate(forward, params, [[1]], config(), max_new_tokens=2),
+        "beam_search": lambda params: kv.beam_search(forward, params, [[1]], config(), max_new_tokens=2),
+        "score": lambda params: kv.score(forward, params, [1], [[2]], config()),
+    }
+
+
+def test_a_loop_of_the_host_is_not_traced():
+    for name, call in host_loops(forward).items():
+        message = (
+            f"^{name} is called within jit, grad or another transformation, expected outside of all: .*;"
+        )
+        for transformed in (jax.jit(call), jax.jit(lambda _, call=call: call(PARAMS)), jax.grad(call)):
+            with pytest.raises(TypeError, match=message):
+                transformed(PARAMS)
+
+
+def test_a_model_without_a_hash_is_refused():
+    @dataclasses.dataclass
+    class Model:
+        def __call__(self, *args):
+            return forward(*args)
+
+    message = (
+        "^forward is a Model and cannot be hashed .*, expected a function or an object that can be: pass"
+    )
+    draft = kv.Draft(Model(), PARAMS, config())
+    calls = [
+        *host_loops(Model()).values(),
+        lambda params: kv.generate(
+            forward, params, [[1]], config(), max_new_tokens=2, draft=draft, num_drafts=1
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([2**40 + 3], "has the token id 1099511627779, expected -2147483648 to 2147483647"),
+        ([1, -1], "has the token id -1, expected none below 0"),
+        ([1.5, 2.7], "has dtype float64, expected integers"),
+        ([True], "has dtype bool, expected integers"),
+        ("abc", "is 'abc', expected integer token ids: encode the text first"),
+        ([[1, 2]], r"has shape \(1, 2\), expected one sequence of token ids"),
+    ],
+)
+def test_token_ids_are_checked_alike(tokens, message):
+    for name, call in {
+        "prompt 1": lambda: generate([[1], tokens]),
+        "prompt 0": lambda: kv.beam_search(forward, PARAMS, [tokens], config(), max_new_tokens=2),
+        "context": lambda: kv.score(forward, PARAMS, tokens, [[1]], config()),
+        "continuation 0": lambda: kv.score(forward, PARAMS, [1], [tokens], config()),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{name} {message}"):
+            call()
