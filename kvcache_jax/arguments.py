@@ -169,7 +169,7 @@ def pool_of(cache: Cache, group_id: int) -> KVPool:
         raise ValueError(
             "the cache was built with storage=False and holds no keys and values; build it with storage=True"
         )
-    return cache.pools[group_id]
+    return jax.tree.map(jnp.asarray, cache.pools[group_id])
 
 
 def group_ids(config: CacheConfig, group: int | None) -> list[int]:

@@ -187,24 +187,26 @@ def _extend(
     max_new: int | None,
     num_tokens: int | None,
 ) -> tuple[Cache, Step]:
+    config = cache.config  # `reserve` outlives the trace: see `single_kernel`.
+
     def reserve(control, seq_ids, num_new, tokens):
         if num_tokens is not None:
             new_tokens, limit = packed_tokens(num_new, num_tokens), num_tokens
         else:
             assert max_new is not None
             new_tokens, limit = padded_tokens(num_new.shape[0], max_new), max_new
-        limit = min(limit, cache.config.query_len_limit)
-        control, step, copies = extend_control(control, seq_ids, num_new, new_tokens, limit, cache.config)
+        limit = min(limit, config.query_len_limit)
+        control, step, copies = extend_control(control, seq_ids, num_new, new_tokens, limit, config)
         if tokens is not None:
-            control = record_tokens(control, tokens, step, copies, cache.config)
+            control = record_tokens(control, tokens, step, copies, config)
         return control, step, copies
 
     control, step, copies = _in_one_kernel(reserve, cache.control, seq_ids, num_new, tokens)
     pools = cache.pools
     if pools:
-        step = attention_kernels.with_work(step, cache.config, pools, control.block_pools)
+        step = attention_kernels.with_work(step, config, pools, control.block_pools)
         pools = tuple(
-            storage.copy_blocks(pool, copied, block_pool.num_blocks, cache.config)
+            storage.copy_blocks(pool, copied, block_pool.num_blocks, config)
             for pool, copied, block_pool in zip(pools, copies, control.block_pools, strict=True)
         )
     return dataclasses.replace(cache, control=control, pools=pools), step

@@ -23,6 +23,7 @@ def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Arr
 
     Entries outside, negative ones among them, are `fill`; without it they are some element.
     """
+    array = jnp.asarray(array)  # numpy's, of a cache that was fetched to the host
     if fill is None:
         return array.at[index].get(mode="clip", wrap_negative_indices=False)
     return array.at[index].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
@@ -55,7 +56,7 @@ def max_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
 def _update(
     method: str, combine: Callable, array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1
 ) -> jax.Array:
-    index = index if isinstance(index, tuple) else (index,)
+    array, index = jnp.asarray(array), index if isinstance(index, tuple) else (index,)
     values = jnp.asarray(values, array.dtype)
     if not is_one_kernel.value:
         return getattr(array.at[index], method)(values, mode="drop", wrap_negative_indices=False)

@@ -33,21 +33,24 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     """`fn(state, *args)`, as one kernel where it is lowered for CPUs and not under `vmap`.
 
     Args:
-      fn: Of pytrees of arrays, without scatters, sorts, products of matrices and random numbers.
+      fn: Of pytrees of arrays, without scatters, sorts, products of matrices and random numbers. It outlives
+        the call, so what is traced comes to it as an argument.
       state: What `fn` returns the next version of, all arrays of it; big ones are edited, not replaced.
       *args: Pytrees of arrays.
     """
     if not OLDEST_TESTED <= jax.__version_info__ < BEFORE:
         return fn(state, *args)
     leaves, treedef = jax.tree.flatten((state, args))
+    # The rule for `vmap` outlives this call, so it holds no arrays that may be traced, only their types.
+    types = [jax.typeof(leaf) for leaf in leaves]
     # Arguments without elements stay outside.
     is_passed = [leaf.size > 0 for leaf in leaves]
 
     def as_usual(*passed: jax.Array) -> Any:
         rest = iter(passed)
-        pairs = zip(leaves, is_passed, strict=True)
+        pairs = zip(types, is_passed, strict=True)
         state, args = treedef.unflatten(
-            next(rest) if given else jnp.zeros_like(leaf) for leaf, given in pairs
+            next(rest) if given else jnp.zeros(type_.shape, type_.dtype) for type_, given in pairs
         )
         # Read before anything is written, or XLA would copy the arrays.
         firsts, state = lax.optimization_barrier(([_first(leaf) for leaf in jax.tree.leaves(state)], state))

@@ -1,5 +1,6 @@
 """Stacked, traced and donated caches: taken where that is possible, and refused by name where it is not."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -81,6 +82,13 @@ def step(cache):
     return step
 
 
+@pytest.fixture(scope="module")
+def started(cache):
+    """The cache with a token in every row, and the step that reserved it."""
+    cache, _ = ON_DEVICE["allocate"](cache, None)
+    return ON_DEVICE["extend"](cache, None)
+
+
 def test_no_function_is_forgotten():
     functions = [getattr(module, name) for module in (kv, testing) for name in module.__all__]
     takes_cache = {
@@ -113,6 +121,23 @@ def test_what_is_refused_works_under_vmap_and_scan(stacked, step, name):
 
     mapped, scanned = jax.eval_shape(both, stacked, step)
     assert jax.tree.leaves(mapped) == jax.tree.leaves(scanned)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_trace_leaves_no_tracer_behind(step, name):
+    # A size that no other test has: what was traced before is not traced, nor looked at, again.
+    cache = kv.init(dataclasses.replace(CONFIG, num_blocks=9))
+    with jax.checking_leaks():
+        jax.eval_shape(ON_DEVICE[name], cache, step)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_cache_that_was_fetched_to_the_host_is_taken(started, name):
+    got, expected = (ON_DEVICE[name](*args) for args in (jax.device_get(started), started))
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
