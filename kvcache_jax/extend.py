@@ -104,6 +104,8 @@ def extend_control(
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
         columns = positions // group.block_size
         opens_block = is_token & needs_block(pool, group, token_rows, positions)
+        opens_block, table = read_first(opens_block, pool.block_table)
+        pool = dataclasses.replace(pool, block_table=table)
         pool, copies_made = _take_copies(
             pool, rows, context_len // group.block_size, demand.tail, copies_tail[g]
         )
@@ -176,12 +178,16 @@ def _make_room(
         most = [jnp.minimum(n, block_pool.num_available(pool)) for n, pool in zip(needs, pools, strict=True)]
         return eviction.make_room(dataclasses.replace(control, block_pools=pools), most, config)
 
+    def release_and_evict(control: Control) -> Control:
+        # What else is cached goes first, whatever the policy: a row's own block is no victim of its copy.
+        return lax.fori_loop(0, 1 + copies_any.astype(jnp.int32), evict, control)
+
     copies_any = copies_tail.any()
     if control.prefix_index is None:
         pools = run_if(copies_any, release_tails, control.block_pools)
         return dataclasses.replace(control, block_pools=pools)
-    # What else is cached goes first, whatever the policy: a row's own block is no victim of its copy.
-    return lax.fori_loop(0, 1 + copies_any.astype(jnp.int32), evict, control)
+    lacks = [n > pool.num_free for n, pool in zip(needs, control.block_pools, strict=True)]
+    return run_if(copies_any | jnp.stack(lacks).any(), release_and_evict, control)
 
 
 def _drop_out_of_reach(
