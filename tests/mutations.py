@@ -40,7 +40,6 @@ UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
 READS = "test_single_kernel.py::test_reads_outside_give_the_fill"
 ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
 OTHER_POLICIES = "test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
-TRACERS = "test_cache_form.py::test_a_trace_leaves_no_tracer_behind[free]"
 UNREAD = "test_single_kernel.py::test_parameters_that_nothing_reads"
 RESERVED = "test_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
 BRANCHES = "test_cases.py::test_case_k_three_branches_of_one_row"
@@ -353,7 +352,6 @@ SINGLE_KERNEL = in_module(
     "single_kernel",
     ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
     ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
-    ("tracers outlive the call", "[jax.typeof(leaf) for leaf in leaves]", "leaves", TRACERS),
     ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
     ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
     (
