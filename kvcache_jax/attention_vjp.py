@@ -93,8 +93,8 @@ def _backward(options, *arguments):
 @_backward.defjvp
 def _refuse_second_derivative(options, primals, tangents):
     raise NotImplementedError(
-        "got a second derivative through attention, expected at most a gradient: to differentiate twice, read "
-        "keys and values back by gather and attend to them in jax.numpy"
+        "got a second derivative through attention, expected at most a gradient: to differentiate twice, "
+        "read keys and values back by gather and attend to them in jax.numpy"
     )
 
 
