@@ -58,7 +58,8 @@ def attention(
     """Stores the new keys and values of one layer and attends: what a model's layer calls.
 
     Query head `i` reads key/value head `i // (num_q_heads / num_kv_heads)`. A query sees the tokens of
-    its row up to its own position, in a window group those in reach.
+    its row up to its own position, in a window group those in reach. It can be differentiated once, in
+    reverse mode (`jax.grad`); forward mode and second derivatives raise.
 
     Args:
       cache: Not changed, unless donated.

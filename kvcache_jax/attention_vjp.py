@@ -80,10 +80,22 @@ def _attend_bwd(options, residuals, grads):
         tuple(materialised(grad, after_forward) for grad in pool_grads),
         *(materialised(grad, jnp.zeros) for grad in read_grads),
     )
-    grad_pools, grad_q, grad_sinks = attention_xla.backward(
-        options, saved, q, sink_logits, queries, out, lse, grads
-    )
+    grad_pools, grad_q, grad_sinks = _backward(options, saved, q, sink_logits, queries, out, lse, grads)
     return grad_pools, grad_q, grad_sinks, None, None, None, None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(options, *arguments):
+    """`attention_xla.backward`, which has no derivative: autodiff of it would give NaN."""
+    return attention_xla.backward(options, *arguments)
+
+
+@_backward.defjvp
+def _refuse_second_derivative(options, primals, tangents):
+    raise NotImplementedError(
+        "got a second derivative through attention, expected at most a gradient: to differentiate twice, "
+        "read keys and values back by gather and attend to them in jax.numpy"
+    )
 
 
 attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

@@ -235,6 +235,41 @@ def test_forward_mode_raises():
         jax.jit(lambda q: jax.jvp(read, (q,), (q,)))(q)
 
 
+def second_derivative(attend):
+    """Of a sum over `attend(cache, step, x)`; a function of x [1, 6, 1, DIM]."""
+    kind = kv.FullAttention(1, DIM)
+    config = kv.CacheConfig([kind], num_blocks=4, block_size=BLOCK, max_seqs=1, max_seq_len=8)
+    cache, _ = kv.allocate(kv.init(config), [0], [6])
+    cache, step = kv.extend(cache, [6], max_new=6)
+
+    def slope(x):
+        return (jax.grad(lambda x: (attend(cache, step, x) ** 2).sum())(x) * random(1, *x.shape)).sum()
+
+    return jax.grad(slope)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("compiled", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_a_second_derivative_is_refused(transform, compiled):
+    attend = transform(lambda cache, step, x: kv.attention(cache, 0, x, x / 2, jnp.sin(x), step)[1])
+    with pytest.raises(NotImplementedError, match="^got a second derivative .*, expected .* gather"):
+        compiled(second_derivative(attend))(random(0, 1, 6, 1, DIM))
+
+
+def test_what_gather_reads_has_a_second_derivative():
+    def dense(cache, step, x):
+        return dense_attention(x[0], x[0] / 2, jnp.sin(x[0]))[0]
+
+    def gathered(cache, step, x):
+        k, v, _ = kv.gather(kv.write(cache, 0, x / 2, jnp.sin(x), step), 0, 0)
+        return dense_attention(x[0], k[:6], v[:6])[0]
+
+    x = random(0, 1, 6, 1, DIM)
+    expected = second_derivative(dense)(x)
+    for fn in (second_derivative(gathered), jax.jit(second_derivative(gathered))):
+        np.testing.assert_allclose(fn(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_config_is_not_differentiated():
     """Integers of the control state have no gradient, and none is asked for."""
     config = kv.CacheConfig([FULL], num_blocks=4, block_size=BLOCK, max_seqs=1, max_seq_len=16)
