@@ -115,15 +115,15 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
-    """Row 0 copies its published block into the last free one; what it leaves is evicted for row 1's copy."""
+    """Rows 0 and 1 copy the block that they share; it is evicted, for row 2 needs one, and row 1 gets it."""
     *heads, dtype = SIZES[implementation].values()
-    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
-    k = np.random.default_rng(0).standard_normal((1, 2, 8, *heads)).astype(jnp.dtype(dtype))
+    tokens = np.arange(24, dtype=np.int32).reshape(3, 8)
+    k = np.random.default_rng(0).standard_normal((1, 3, 8, *heads)).astype(jnp.dtype(dtype))
     config = kv.CacheConfig(
         [kv.FullAttention(*heads)],
-        num_blocks=3,
+        num_blocks=4,
         block_size=8,
-        max_seqs=2,
+        max_seqs=3,
         max_seq_len=16,
         dtype=dtype,
         implementation=implementation,
@@ -132,23 +132,25 @@ def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
 
     @jax.jit
     def scenario(k):
-        cache, _ = kv.allocate(kv.init(config), [0, 1], [8, 8], tokens=tokens)
-        cache, _ = kv.append(cache, k, k + 1, [8, 8], tokens=tokens)
-        cache, _ = kv.commit(cache, [0, 1])
-        cache, _ = kv.truncate(cache, [0, 1], [4, 4])
+        cache, _ = kv.allocate(kv.init(config), [0, 2], [8, 8], tokens=tokens[::2])
+        cache, _ = kv.append(cache, k, k + 1, [8, 0, 8], tokens=tokens)
+        cache, _ = kv.commit(cache, [0, 2])
+        cache, _ = kv.fork(cache, [0], [1])
+        cache, _ = kv.truncate(cache, [0, 1, 2], [4, 4, 4])
         before = cache
-        cache, _ = kv.append(cache, k[:, :, :1], k[:, :, :1], [1, 1], tokens=tokens[:, :1])
+        cache, _ = kv.append(cache, k[:, :, :1], k[:, :, :1], [1, 1, 1], tokens=tokens[:, :1])
         return before, cache
 
     before, cache = run_interpreted(lambda: scenario(k))
-    assert table(before, 0) + table(before, 1) == [0, 1]
-    assert table(cache, 0) + table(cache, 1) == [2, 0]
+    assert [table(before, row) for row in range(3)] == [[0], [0], [1]]
+    assert table(cache, 1) == [0] and sorted(table(cache, 0) + table(cache, 2)) == [2, 3]
     k = k[0].astype(np.float32)
     for pool, old in ((cache.pools[0].k, k), (cache.pools[0].v, (k + 1).astype(dtype).astype(np.float32))):
         blocks = np.asarray(pool).astype(np.float32).swapaxes(1, 2)
-        np.testing.assert_array_equal(blocks[1], old[1])
-        for block, row in ((2, 0), (0, 1)):
-            np.testing.assert_array_equal(blocks[block, :4], old[row, :4])
+        np.testing.assert_array_equal(blocks[1], old[2])
+        for row, source in enumerate((0, 0, 2)):
+            (block,) = table(cache, row)
+            np.testing.assert_array_equal(blocks[block, :4], old[source, :4])
             np.testing.assert_array_equal(blocks[block, 4], k[row, 0])
 
 
