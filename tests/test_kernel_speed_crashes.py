@@ -262,7 +262,10 @@ def hanging(tmp_path):
     """A run that has measured one entry and hangs in the second; (process, pid of its worker)."""
     command = (*FAKES, json.dumps({"sides": {"peer": {"two": "hang@run"}}}))
     program = (
+        "import signal\n"
         "from experiments import command, kernel_speed, kernel_speed_process\n"
+        # Ignored in what a shell runs in the background, which is inherited.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"kernel_speed_process.COMMAND = {command!r}\n"
         "kernel_speed.SECONDS = 0.0\n"
         f"command.run(lambda: kernel_speed.main(['--output', {str(tmp_path)!r}, '--json']))"
