@@ -222,6 +222,12 @@ EXTEND = in_module(
         WINDOW_FORKS,
     ),
     ("window read from one token later", "1 - window, 0)", "2 - window, 0)", ROLLBACK),
+    (
+        "the block table is copied",
+        "read_first(opens_block, pool.block_table)",
+        "(opens_block, pool.block_table)",
+        "test_transforms.py::test_a_compiled_step_does_not_copy_the_block_table",
+    ),
 )
 
 DEMAND = in_module(

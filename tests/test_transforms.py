@@ -317,3 +317,25 @@ def test_init_logs_its_sizes_and_is_silent_by_default(caplog, capfd):
     logging.getLogger("kvcache_jax").setLevel(logging.NOTSET)
     kv.init(CONFIG)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("has_index", [False, True], ids=["plain", "prefix caching"])
+def test_a_compiled_step_does_not_copy_the_block_table(has_index):
+    def temporary_and_table_bytes(max_seq_len):
+        config = kv.CacheConfig(
+            [kv.FullAttention(1, 4)],
+            num_blocks=2048,
+            block_size=4,
+            max_seqs=8,
+            max_seq_len=max_seq_len,
+            enable_prefix_caching=has_index,
+        )
+        cache = jax.eval_shape(lambda: kv.init(config, storage=False))
+        tokens = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+        num_new = jax.ShapeDtypeStruct((8,), jnp.int32)
+        step = jax.jit(lambda c, n, t: kv.extend(c, n, max_new=1, tokens=t), donate_argnums=0)
+        memory = step.lower(cache, num_new, tokens).compile().memory_analysis()
+        return memory.temp_size_in_bytes, cache.control.block_pools[0].block_table.size * 4
+
+    temporaries, tables = zip(*map(temporary_and_table_bytes, (1024, 8192)), strict=True)
+    assert temporaries[1] - temporaries[0] < 0.1 * (tables[1] - tables[0])
