@@ -170,6 +170,7 @@ def draw(report: dict, path: Path) -> None:
         padding.axhline(4, color="0.6", linestyle="--", label="4%, published for blocks of 16")
         padding.set(xscale="log", xlabel="tokens per block", ylabel="% of the slots")
         padding.set_yscale("symlog", linthresh=0.1)
+        padding.set_ylim(0, 100)
         padding.set_xticks(sizes, [str(size) for size in sizes])
         padding.minorticks_off()
         padding.grid(alpha=0.3)
