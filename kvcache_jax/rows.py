@@ -382,8 +382,9 @@ def _window_is_lost(
     if not isinstance(kind, SlidingWindow):
         return jnp.bool_(False)
     is_beyond = (context_len > kind.window) & (context_len - new_len > kind.max_rollback)
-    # The next token reaches back to here; behind the sinks, what is held is contiguous up to the tail.
-    column = jnp.maximum(new_len - kind.window + 1, 0) // group.block_size
-    is_read = (column >= group.num_sink_blocks) & (column * group.block_size < new_len)
+    # Behind the sinks the next token reads from here on, and what is held is contiguous up to the tail.
+    first_len = jnp.maximum(new_len - kind.window + 1, 0)
+    column = jnp.maximum(first_len // group.block_size, group.num_sink_blocks)
+    is_read = column * group.block_size < new_len
     entry = get_at(pool.block_table, (seq_id, column), pool.num_blocks)
     return is_beyond | (is_read & (entry == pool.num_blocks))

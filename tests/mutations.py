@@ -178,6 +178,12 @@ ATTENTION_XLA = in_module(
     ("backward: scale left out", "slope * options.scale", "slope", TILE_GRADIENTS),
     ("backward: slope of the soft cap left out", "slope * options.scale", "options.scale", TILE_GRADIENTS),
     ("backward: sign of the log-sum-exp", "(axis=-1) - grad_lse)", "(axis=-1) + grad_lse)", TILE_GRADIENTS),
+    (
+        "backward: the first layer gets all gradients",
+        "rows = get_at(saved.rows, rows, pool_grads[0].shape[0])",
+        "pass",
+        PREFIX_GRADIENTS,
+    ),
     ("backward: only the last tile counts", "grad_q += jnp", "grad_q = jnp", TILE_GRADIENTS),
 )
 
@@ -305,6 +311,12 @@ ROWS = in_module(
     ),
     ("rollback beyond max_rollback", "return is_beyond |", "return", WINDOW_LOST),
     ("second rollback finds nothing lost", "| (is_read & (entry == pool.num_blocks))", "", LOST_TWICE),
+    (
+        "no look behind the sinks",
+        "jnp.maximum(first_len // group.block_size, group.num_sink_blocks)",
+        "first_len // group.block_size",
+        "test_windows.py::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost",
+    ),
     (
         "freed row keeps its length",
         "for name in ROW_FIELDS}",

@@ -236,6 +236,22 @@ def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
     driver.step({0: 5})
 
 
+def test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost():
+    """Each truncate is within the rollback; the next token would read tokens 1 to 4, of which 2 and 3 are gone."""
+    driver = WindowDriver(config_of(window_layer(4, num_sink_tokens=2, max_rollback=4), block_size=2))
+    driver.start(0, 12)
+    for _ in range(12):
+        driver.step({0: 1})
+    assert driver.truncate(0, 8) == Status.OK
+    before = leaf_bytes(driver.cache)
+    for new_len in (6, 5, 4):
+        assert driver.truncate(0, new_len) == Status.WINDOW_LOST
+        assert_same(before, leaf_bytes(driver.cache))
+    driver.step({0: 1})
+    assert driver.truncate(0, 7) == Status.OK
+    driver.step({0: 3})
+
+
 def test_five_windows_and_one_full():
     """Groups interleave in the model's order; each has its own block size and pool."""
     window, full = (
