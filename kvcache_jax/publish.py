@@ -128,9 +128,25 @@ def _publish_batch(
         counters=count_events(control, {Counter.ADOPTIONS: num_adopted}),
     )
     if len(config.groups) > 1:
-        is_first = verdict.is_done & ~_stands_before(verdict.canonical, verdict.is_done)
-        control = companions.link(control, is_first, entry_rows, batch.column, verdict.canonical, config)
+        control = _link_companions(control, batch, verdict, entry_rows, config)
     return control, set_at(is_cut, jnp.where(cut_here, batch.row, is_cut.shape[0]), True)
+
+
+def _link_companions(
+    control: Control, batch: _Batch, verdict: _Verdict, entry_rows: jax.Array, config: CacheConfig
+) -> Control:
+    """Row by row where rows have the same contents: what the first does not hold any more, the next may."""
+    order = jnp.arange(entry_rows.shape[0], dtype=jnp.int32)
+
+    def link_some(state):
+        control, is_left = state
+        is_again = is_left & _stands_before(verdict.canonical, is_left)
+        end = jnp.where(is_again.any(), first_true(is_again), order.shape[0])
+        mask = is_left & (order < end)
+        control = companions.link(control, mask, entry_rows, batch.column, verdict.canonical, config)
+        return control, is_left & ~mask
+
+    return lax.while_loop(lambda state: state[1].any(), link_some, (control, verdict.is_done))[0]
 
 
 def _note_uses(

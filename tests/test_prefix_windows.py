@@ -149,6 +149,23 @@ def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share
         assert testing.check_tokens(found, {0: prompt[: int(admission.num_cached[0])]}) == []
 
 
+def test_rows_of_equal_contents_that_are_committed_together_complete_each_other():
+    """The window of the first row left the beginning that the second still has."""
+    short, long = TEN[:4], TEN
+    cache = kv.init(rolled_config(num_blocks=32))
+    cache, _ = kv.allocate(cache, [0, 1], [0, 0], tokens=padded([[], []], MAX_LEN))
+    for i in range(10):
+        new = [long[i : i + 1], short[i : i + 1], []]
+        cache, _ = append_donated(cache, padded(new, 1), np.array([*map(len, new)]))
+    together, _ = commit(cache, np.array([0, 1]))
+    first, _ = commit(cache, np.array([0, 3]))
+    in_turn, _ = commit(first, np.array([1, 3]))
+    assert num_cached(first, [*short, 1]) == 0
+    for committed in (together, in_turn):
+        assert_invariants(committed)
+        assert num_cached(committed, [*short, 1]) == 4 and num_cached(committed, [*long, 1]) == 10
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_long_random_script_of_three_groups(seed):
     run_script(seed, 1_500)
