@@ -28,7 +28,7 @@ def scrub(
     With `namespace`: all its rows end, and all their blocks go, and all that is cached in it. A free block
     does not know whose it was, nor does the part of a block behind a row's last token: so every free block,
     every reserved one and the empty rest of last blocks is overwritten too. Nothing of the namespace is left
-    in the pools. What rows of other namespaces hold, and what is cached in them, is not touched.
+    in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in them, is not touched.
 
     Overwritten blocks are free. Call it inside a donated jit: called eagerly it copies the pools.
 
@@ -64,6 +64,8 @@ def scrub(
         is_row = (control.namespace == words).all(axis=-1) & control.is_active
     masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
     control = _forget(_end_rows(control, is_row), masks, cache.config)
+    if words is not None:
+        control = _forget_rests(control, cache.config)
     pools = []
     for g, pool in enumerate(cache.pools):
         pool = KVPool(k=_zero_blocks(pool.k, masks[g]), v=_zero_blocks(pool.v, masks[g]))
@@ -179,17 +181,35 @@ def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
     )
 
 
+def _forget_rests(control: Control, config: CacheConfig) -> Control:
+    """Takes the tokens out of the index that no row has and nothing published stands for."""
+    index, g = control.prefix_index, config.indexed_group
+    if index is None:
+        return control
+    block_size = config.groups[g].block_size
+    num_tokens = _num_tokens(control, control.block_pools[g], block_size)
+    is_token = jnp.arange(block_size, dtype=jnp.int32) < num_tokens[:, None]
+    index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
+    return dataclasses.replace(control, prefix_index=index)
+
+
+def _num_tokens(control: Control, blocks: BlockPool, block_size: int) -> jax.Array:
+    """i32[num_blocks], tokens that each block holds for a row, or published."""
+    starts = jnp.arange(blocks.max_blocks_per_seq, dtype=jnp.int32) * block_size
+    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
+    # A last block may be shared by a longer fork, for which it is not the last.
+    num_tokens = jnp.zeros_like(blocks.ref_count).at[blocks.block_table].max(filled, mode="drop")
+    if blocks.cached is None:
+        return num_tokens
+    return jnp.where(blocks.cached.is_published, block_size, num_tokens)
+
+
 def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
     """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
     columns = control.context_len // block_size
     rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (rows, columns), blocks.num_blocks)
-    # A last block may be shared by a longer fork, for which it is not the last, or be published.
-    starts = jnp.arange(blocks.max_blocks_per_seq, dtype=jnp.int32) * block_size
-    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
-    num_tokens = jnp.zeros_like(blocks.ref_count).at[blocks.block_table].max(filled, mode="drop")
-    if blocks.cached is not None:
-        num_tokens = jnp.where(blocks.cached.is_published, block_size, num_tokens)
+    num_tokens = _num_tokens(control, blocks, block_size)
     num_layers = pool.k.shape[0] // blocks.num_blocks
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 

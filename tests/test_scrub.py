@@ -125,6 +125,27 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it():
     assert user.start(1, text, TENANT_A) == 0
 
 
+def test_the_index_forgets_tokens_behind_the_last_one_of_a_row():
+    """Another tenant's row has the block of the first one's last tokens."""
+    user = PrefixUser(CONFIG)
+    user.admit(0, user.new_text(1, 24 * 4 // 2), TENANT_A)
+    user.fill(0)
+    user.admit(1, user.new_text(2, 24 * 4 // 2), TENANT_A)
+    user.fill(1)
+    user.free(0, 1)
+    user.start(2, user.new_text(3, 5), TENANT_B)
+    first, last = table(user.cache, 2)
+    scrub_user(user, namespace=TENANT_A)
+    tokens = np.asarray(user.cache.control.prefix_index.block_tokens)
+    assert tokens[first].tolist() == user.texts[2][:4] and tokens[last].tolist() == [
+        user.texts[2][4],
+        0,
+        0,
+        0,
+    ]
+    assert np.count_nonzero(tokens) == 5
+
+
 @pytest.mark.parametrize("length", [7, 8, 10])
 def test_the_longest_of_the_forks_that_share_a_last_block_keeps_its_tokens(length):
     user = PrefixUser(CONFIG)
