@@ -30,7 +30,10 @@ def num_used(pool: BlockPool) -> jax.Array:
 
 def utilization(pool: BlockPool) -> jax.Array:
     """f32[], share of the blocks that is referenced, 0 to 1."""
-    return num_used(pool).astype(jnp.float32) / pool.num_blocks
+    used = num_used(pool)
+    # XLA would multiply by the inverse of a constant, and so have 9 of 10 blocks be more than 0.9.
+    num_blocks = jnp.maximum(used, pool.num_blocks)
+    return used.astype(jnp.float32) / num_blocks.astype(jnp.float32)
 
 
 def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:

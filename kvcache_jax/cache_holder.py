@@ -52,6 +52,7 @@ class CacheHolder:
                 )
             if sharding is not None:
                 raise ValueError(f"sharding is {sharding} and the cache is built, expected a CacheConfig")
+            cache = jax.tree.map(jnp.asarray, cache)  # from numpy's, of a cache that was fetched to the host
             if cache.pools and isinstance(cache.pools[0].k.sharding, NamedSharding):
                 sharding = cache.pools[0].k.sharding
         elif not isinstance(cache, CacheConfig):

@@ -209,8 +209,13 @@ class CacheManager:
         Raises:
           UnknownRequest: changed nothing.
           ValueError: The cache has no prefix caching.
+          TypeError: A mapping, and `final_len` beside it.
         """
         lengths = dict(request_id) if isinstance(request_id, Mapping) else {request_id: final_len}
+        if isinstance(request_id, Mapping) and final_len is not None:
+            raise TypeError(
+                f"got {len(lengths)} requests and final_len = {final_len}, expected {{request_id: final_len}}"
+            )
         if not lengths:
             raise ValueError("got no request, expected at least one")
         lengths = {name: checked_final_len(name, length) for name, length in lengths.items()}
@@ -393,7 +398,11 @@ class CacheManager:
             return int(count)
 
     def select_victim_requests(self, policy: str, n: int) -> list[Hashable]:
-        """The requests to preempt first, at most `n`; see `kvcache_jax.select_victim_rows`. Ends none."""
+        """The requests to preempt first, at most `n`; see `kvcache_jax.select_victim_rows`. Ends none.
+
+        Raises:
+          OutOfSync: A step function started a row that would be one of them.
+        """
         with self._holder.turn("select_victim_requests") as cache:
             victims = select_victim_rows(programs.without_pools(cache), policy, n)
             return self._rows.requests_at(self._holder.fetch(victims))
@@ -403,11 +412,15 @@ class CacheManager:
 
         Returns:
           The requests that were ended, in that order. Their published blocks stay cached.
+
+        Raises:
+          OutOfSync: A step function started a row that would be among them; changed nothing.
         """
         with self._holder.turn("evict_to_utilization"):
             program = functools.partial(evict_to_utilization, target=target, policy=policy)
-            self._holder.cache, rows = self._holder.on_control(program)
+            cache, rows = self._holder.on_control(program)
             dropped = self._rows.requests_at(rows)
+            self._holder.cache = cache
             for request_id in dropped:
                 self._rows.end(request_id)
             return dropped

@@ -169,3 +169,12 @@ def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
         "end through the manager, not in a step function; free_request ends a request whose row is idle",
         request_id=request_id,
     )
+
+
+def nobodys_row(row: int) -> OutOfSync:
+    """For a row that someone else started."""
+    return OutOfSync(
+        f"row {row} is active and no request has it, expected rows to start and end through the manager: a "
+        "step function that started it can free it",
+        request_id=None,
+    )

@@ -43,7 +43,11 @@ class RequestRows:
     def requests_at(self, rows: np.ndarray) -> list[Hashable]:
         """Whose these rows are, in this order; `max_seqs` is skipped."""
         requests = {row: request_id for request_id, row in self._rows.items()}
-        return [requests[row] for row in rows.tolist() if row < self.max_seqs]
+        rows = rows[rows < self.max_seqs]
+        for row in rows.tolist():
+            if row not in requests:
+                raise errors.nobodys_row(row)
+        return [requests[row] for row in rows.tolist()]
 
     def idle_row(self, request_id: Hashable) -> int:
         """The first row without request."""

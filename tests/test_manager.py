@@ -303,6 +303,8 @@ def test_drafts_and_namespaces():
     tenant = kv.namespace(tenant="a")
     manager.allocate_request("a", [1] * 6, namespace=tenant)
     fill(manager, {"a": [1] * 6 + [8, 8, 8]})
+    with pytest.raises(TypeError, match="final_len = 6, expected {request_id: final_len}"):
+        manager.commit_tokens({"a": None}, final_len=6)
     manager.commit_tokens("a", final_len=6)
     assert manager.allocate_request("b", [1] * 6 + [8, 8, 8], namespace=tenant) == 4
     assert manager.allocate_request("c", [1] * 6) == 0
@@ -321,9 +323,11 @@ def test_a_restored_cache_still_hits():
     manager.free_request("a")
     leaves, tree = jax.tree.flatten(manager.query(jax.device_get))
     manager.close()
-    with kv.CacheManager(jax.tree.unflatten(tree, [jnp.asarray(x) for x in leaves])) as restored:
+    with kv.CacheManager(jax.tree.unflatten(tree, leaves)) as restored:  # of numpy's arrays
         assert start(restored, "b", list(range(9))) == 8
         check(restored, {"b": list(range(9))})
+        with pytest.raises(ZeroDivisionError):
+            restored.run(lambda cache: 1 / 0)
 
 
 def test_closing():

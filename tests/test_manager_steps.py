@@ -11,7 +11,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.manager_user import BOTH, CONFIG, check, fill, start, unchanged, write_step
+from tests.manager_user import BOTH, CONFIG, PLAIN, check, fill, start, unchanged, write_step
 
 # --- steps ---
 
@@ -66,6 +66,21 @@ def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
     assert manager.allocate_request("c", [4, 5], replace=True) == 0
     fill(manager, {"c": [4, 5]})
     check(manager, {"b": [1, 2, 3], "c": [4, 5]})
+
+
+def test_a_row_that_a_step_function_started_is_nobodys():
+    manager = kv.CacheManager(PLAIN)
+    start(manager, "a", [1, 2, 3])
+    manager.run(lambda cache: kv.allocate(cache, jnp.array([2]), jnp.array([5])))
+    for call in (
+        lambda: manager.select_victim_requests("longest", 2),
+        lambda: manager.evict_to_utilization(0.0),
+    ):
+        error = unchanged(manager, kv.OutOfSync, call, "row 2 is active and no request has it, expected")
+        assert error.request_id is None
+    assert manager.evict_to_utilization(0.5) == []
+    manager.run(lambda cache: kv.free(cache, jnp.array([2])))
+    assert manager.evict_to_utilization(0.0) == ["a"]
 
 
 CALLS = {

@@ -1,5 +1,6 @@
 """Figures of a cache, counted by hand."""
 
+import numpy as np
 import pytest
 
 import kvcache_jax as kv
@@ -49,3 +50,17 @@ def test_figures():
         bytes_cached=0,
         bytes_total=20 * block_bytes[0] + 5 * block_bytes[1],
     )
+
+
+@pytest.mark.parametrize(("num_used", "num_blocks"), [(9, 10), (3, 7), (20, 41), (35, 49)])
+def test_utilization_is_the_quotient_to_the_last_bit(num_used, num_blocks):
+    """What is compared with it is a quotient of the caller's; a product with 1 / num_blocks may be more or less."""
+    assert np.float32(num_used) * (np.float32(1) / np.float32(num_blocks)) != np.float32(
+        num_used / num_blocks
+    )
+    config = kv.CacheConfig([kv.FullAttention(1, 3)], num_blocks=num_blocks, block_size=1, max_seqs=1)
+    cache, _ = kv.allocate(kv.init(config, storage=False), [0], [num_used])
+    assert np.asarray(kv.utilization(cache)) == np.float32(num_used / num_blocks)
+    assert bool(kv.needs_eviction(cache, num_used / num_blocks))
+    after, dropped = kv.evict_to_utilization(cache, num_used / num_blocks)
+    assert dropped.tolist() == [1] and bool(after.is_active[0])
