@@ -12,6 +12,7 @@ References:
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -245,21 +246,27 @@ def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, o
         grad_q += jnp.einsum("rhmn,rhnd->rhmd", grad_logits, k)
         tile_k = jnp.einsum("rhmn,rhmd->rhnd", grad_logits, q32)
         tile_v = jnp.einsum("rhmn,rhmd->rhnd", weights, grad_out)
+        if adds_to_pools:
+            rows = get_at(saved.rows, rows, pool_grads[0].shape[0])
         grad_k = grad_k.at[rows].add(_as_blocks(tile_k, block_size), mode="drop")
         grad_v = grad_v.at[rows].add(_as_blocks(tile_v, block_size), mode="drop")
         return grad_q, grad_k, grad_v
 
-    no_grads = tuple(
-        zeros_after(grad_out[0, :, 0, 0], blocks.shape, jnp.float32) for blocks in (saved.k, saved.v)
-    )
+    # The gradients of rows that share a block are added up in float32: within the pools, if they have it.
+    adds_to_pools = pool_grads[0].dtype == jnp.float32
+    sums = pool_grads
+    if not adds_to_pools:
+        start = functools.partial(zeros_after, grad_out[0, :, 0, 0], dtype=jnp.float32)
+        sums = tuple(start(shape=blocks.shape) for blocks in (saved.k, saved.v))
     num_tiles = _num_tiles(tile_blocks, queries)
-    grad_q, *block_grads = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *no_grads))
-    pool_grads = tuple(
-        grad.at[saved.rows].add(blocks.astype(grad.dtype), mode="drop")
-        for grad, blocks in zip(pool_grads, block_grads, strict=True)
-    )
+    grad_q, *sums = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *sums))
+    if not adds_to_pools:
+        sums = [
+            grad.at[saved.rows].add(blocks.astype(grad.dtype), mode="drop")
+            for grad, blocks in zip(pool_grads, sums, strict=True)
+        ]
     grad_sinks = None
     if sink_logits is not None:
         lse, delta = (_by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
         grad_sinks = -jnp.sum(jnp.exp(sink_logits - lse) * delta, axis=(0, 1)).astype(sink_logits.dtype)
-    return pool_grads, _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks
+    return tuple(sums), _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks
