@@ -33,17 +33,9 @@ def test_a_good_model_passes():
     check(model)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        config(enable_prefix_caching=True),
-        config(enable_prefix_caching=True, eviction_policy="fifo"),
-        config(max_seq_len=9, num_blocks=12),  # the least of everything
-    ],
-    ids=["prefix caching", "eviction policy", "smallest"],
-)
-def test_a_good_model_passes_with_other_configs(config):
-    check(model, config=config, num_tokens=9)
+def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
+    least = config(enable_prefix_caching=True, eviction_policy="fifo", max_seq_len=9, num_blocks=12)
+    check(model, config=least, num_tokens=9)
 
 
 def with_call_positions(tokens, cache, step):
