@@ -28,7 +28,8 @@ def scrub(
     With `namespace`: all its rows end, and all their blocks go, and all that is cached in it. A free block
     does not know whose it was, nor does the part of a block behind a row's last token: so every free block,
     every reserved one and the empty rest of last blocks is overwritten too. Nothing of the namespace is left
-    in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in them, is not touched.
+    in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
+    them, is not touched.
 
     Overwritten blocks are free. Call it inside a donated jit: called eagerly it copies the pools.
 

@@ -54,7 +54,7 @@ def test_figures():
 
 @pytest.mark.parametrize(("num_used", "num_blocks"), [(9, 10), (3, 7), (20, 41), (35, 49)])
 def test_utilization_is_the_quotient_to_the_last_bit(num_used, num_blocks):
-    """What is compared with it is a quotient of the caller's; a product with 1 / num_blocks may be more or less."""
+    """Callers compare it with quotients of their own; a product with 1 / num_blocks may be more or less."""
     assert np.float32(num_used) * (np.float32(1) / np.float32(num_blocks)) != np.float32(
         num_used / num_blocks
     )

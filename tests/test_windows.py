@@ -237,7 +237,7 @@ def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
 
 
 def test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost():
-    """Each truncate is within the rollback; the next token would read tokens 1 to 4, of which 2 and 3 are gone."""
+    """Each truncate is within the rollback; the next token would read tokens 1 to 4, and 2 and 3 are gone."""
     driver = WindowDriver(config_of(window_layer(4, num_sink_tokens=2, max_rollback=4), block_size=2))
     driver.start(0, 12)
     for _ in range(12):
