@@ -42,7 +42,10 @@ class CacheHolder:
         forget: Callable[[], list[Hashable]],
     ):
         """Builds a cache, or takes one over; `forget` is called when it is lost and returns who had it."""
-        if isinstance(cache, Cache):
+        self.cache: Cache | None
+        if isinstance(cache, CacheConfig):
+            self.cache = init(cache, sharding=sharding)
+        elif isinstance(cache, Cache):
             require_values("CacheManager", cache)
             num_active = int(np.asarray(cache.is_active).sum())
             if num_active:
@@ -52,13 +55,12 @@ class CacheHolder:
                 )
             if sharding is not None:
                 raise ValueError(f"sharding is {sharding} and the cache is built, expected a CacheConfig")
-            cache = jax.tree.map(jnp.asarray, cache)  # from numpy's, of a cache that was fetched to the host
-            if cache.pools and isinstance(cache.pools[0].k.sharding, NamedSharding):
-                sharding = cache.pools[0].k.sharding
-        elif not isinstance(cache, CacheConfig):
+            self.cache = jax.tree.map(jnp.asarray, cache)  # its arrays are numpy's if it was fetched
+            if self.cache.pools and isinstance(self.cache.pools[0].k.sharding, NamedSharding):
+                sharding = self.cache.pools[0].k.sharding
+        else:
             raise TypeError(f"cache is a {type(cache).__name__}, expected a CacheConfig or a Cache")
-        self.config = cache if isinstance(cache, CacheConfig) else cache.config
-        self.cache = init(cache, sharding=sharding) if isinstance(cache, CacheConfig) else cache
+        self.config = self.cache.config
         self._sharding, self._has_storage = sharding, bool(self.cache.pools)
         self._hash_key = np.asarray(self.cache.control.hash_key)
         self._forget = forget
