@@ -42,9 +42,8 @@ class CacheHolder:
         forget: Callable[[], list[Hashable]],
     ):
         """Builds a cache, or takes one over; `forget` is called when it is lost and returns who had it."""
-        self.cache: Cache | None
         if isinstance(cache, CacheConfig):
-            self.cache = init(cache, sharding=sharding)
+            taken = init(cache, sharding=sharding)
         elif isinstance(cache, Cache):
             require_values("CacheManager", cache)
             num_active = int(np.asarray(cache.is_active).sum())
@@ -55,14 +54,15 @@ class CacheHolder:
                 )
             if sharding is not None:
                 raise ValueError(f"sharding is {sharding} and the cache is built, expected a CacheConfig")
-            self.cache = jax.tree.map(jnp.asarray, cache)  # its arrays are numpy's if it was fetched
-            if self.cache.pools and isinstance(self.cache.pools[0].k.sharding, NamedSharding):
-                sharding = self.cache.pools[0].k.sharding
+            taken: Cache = jax.tree.map(jnp.asarray, cache)  # its arrays are numpy's if it was fetched
+            if taken.pools and isinstance(taken.pools[0].k.sharding, NamedSharding):
+                sharding = taken.pools[0].k.sharding
         else:
             raise TypeError(f"cache is a {type(cache).__name__}, expected a CacheConfig or a Cache")
-        self.config = self.cache.config
-        self._sharding, self._has_storage = sharding, bool(self.cache.pools)
-        self._hash_key = np.asarray(self.cache.control.hash_key)
+        self.cache: Cache | None = taken
+        self.config = taken.config
+        self._sharding, self._has_storage = sharding, bool(taken.pools)
+        self._hash_key = np.asarray(taken.control.hash_key)
         self._forget = forget
         self._step_fns: collections.OrderedDict[Callable, Callable] = collections.OrderedDict()
         self._lock = threading.RLock()
