@@ -331,7 +331,7 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
     """Drops tokens from the end of rows; blocks left without a token, reserved ones too, go back.
 
     A row of a window group that is longer than the window can be rolled back by at most
-    `max_rollback` tokens.
+    `max_rollback` tokens, and not always into a prefix that it found cached.
 
     Args:
       cache: Not changed.

@@ -56,7 +56,8 @@ class SlidingWindow(LayerKind):
       window: Tokens in reach, the token itself included.
       num_sink_tokens: First tokens of a row that are kept and stay in reach (StreamingLLM).
       max_rollback: Tokens that `truncate` may drop again from a row longer than its window;
-        as many more tokens are kept.
+        as many more tokens are kept of those that the row computed. A row that began with a cached prefix
+        has of it what its next token reads.
     """
 
     window: int = dataclasses.field(kw_only=True)

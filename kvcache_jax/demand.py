@@ -114,20 +114,35 @@ def first_kept_column(group: LayerGroup, context_len: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.maximum(first_len, 0) // group.block_size, group.num_sink_blocks)
 
 
+class Decision(NamedTuple):
+    """Which of the rows that want to grow do.
+
+    Attributes:
+      grows: bool[n], the row grows.
+      copies_tail: bool[groups, n], it must copy its tail first.
+      depends_on_evictions: bool[], what a row gets may depend on what is evicted for those before it: some
+        last block that is to be written into is published, and may not be so any more at the row's turn.
+    """
+
+    grows: jax.Array
+    copies_tail: jax.Array
+    depends_on_evictions: jax.Array
+
+
 def decide(
     control: Control, demands: list[Demand], seq_ids: jax.Array, wants: jax.Array, config: CacheConfig
-) -> tuple[Control, jax.Array, jax.Array]:
-    """Which of the rows that want to grow do.
+) -> tuple[Control, Decision]:
+    """Decides for all rows as if no block were evicted for any.
 
     Returns:
       The control state unchanged, but to be used from here on: the walk counts on its arrays in place.
-      bool[n], the row grows. bool[groups, n], it must copy its tail first.
+      The decision.
     """
-    fits, is_shared = jnp.bool_(True), jnp.bool_(False)
+    fits, is_shared, is_published = jnp.bool_(True), jnp.bool_(False), jnp.bool_(False)
     for pool, demand in zip(control.block_pools, demands, strict=True):
         fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
-        is_kept = (block_pool.ref_counts(pool, demand.tail) > 1) | block_pool.is_published(pool, demand.tail)
-        is_shared |= is_kept.any()
+        is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
+        is_published |= block_pool.is_published(pool, demand.tail).any()
 
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
@@ -137,12 +152,24 @@ def decide(
 
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     nothing_to_copy = jnp.zeros_like(wants, shape=(len(demands), *wants.shape))
-    ref_counts, grows, copies = run_if(~fits | is_shared, walk, (ref_counts, wants, nothing_to_copy))
+    must_walk = ~fits | is_shared | is_published
+    ref_counts, grows, copies = run_if(must_walk, walk, (ref_counts, wants, nothing_to_copy))
     pools = tuple(
         dataclasses.replace(pool, ref_count=ref_count)
         for pool, ref_count in zip(control.block_pools, ref_counts, strict=True)
     )
-    return dataclasses.replace(control, block_pools=pools), grows, copies
+    needs = num_taken(demands, grows, copies)
+    lacks = [n > pool.num_free for n, pool in zip(needs, pools, strict=True)]
+    depends_on_evictions = is_published & jnp.stack(lacks).any()
+    return dataclasses.replace(control, block_pools=pools), Decision(grows, copies, depends_on_evictions)
+
+
+def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -> list[jax.Array]:
+    """i32[] per group, blocks that the rows take, copies included."""
+    return [
+        jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g].astype(jnp.int32), dtype=jnp.int32)
+        for g, demand in enumerate(demands)
+    ]
 
 
 def num_blocks_for_all(

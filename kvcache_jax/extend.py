@@ -9,8 +9,8 @@ from jax import lax
 
 from kvcache_jax import block_pool, eviction
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.demand import Demand, NewTokens, decide, demand_of, needs_block
-from kvcache_jax.indexing import add_at, first_true, get_at, num_true, rank_true, read_first, run_if, set_at
+from kvcache_jax.demand import Decision, Demand, NewTokens, decide, demand_of, needs_block, num_taken
+from kvcache_jax.indexing import add_at, get_at, num_true, rank_true, read_first, run_if, set_at
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
@@ -21,6 +21,8 @@ class Wish(NamedTuple):
 
     Attributes:
       seq_ids: i32[n], `max_seqs` for ids that name no row.
+      num_new: i32[n], as the caller gave it.
+      tokens: How the caller laid them out.
       context_len: i32[n], tokens before the call.
       status: i32[n], OK unless something but blocks stands against it.
       wants: bool[n], the row is to grow.
@@ -28,6 +30,8 @@ class Wish(NamedTuple):
     """
 
     seq_ids: jax.Array
+    num_new: jax.Array
+    tokens: NewTokens
     context_len: jax.Array
     status: jax.Array
     wants: jax.Array
@@ -62,12 +66,18 @@ def wish_of(
         ((num_new > 0) & is_too_long, Status.TOO_LONG),
     )
     wants = (status == Status.OK) & (num_new > 0)
-    wanted_len = jnp.where(wants, num_new, 0)
+    wish = Wish(seq_ids, num_new, tokens, context_len, status, wants, demands=[])
+    return _renewed(wish, wants, control, config)
+
+
+def _renewed(wish: Wish, wants: jax.Array, control: Control, config: CacheConfig) -> Wish:
+    """The wish of the rows `wants` bool[n], and what it takes as the pools are now."""
+    wanted_len = jnp.where(wants, wish.num_new, 0)
     demands = [
-        demand_of(pool, group, seq_ids, context_len, wanted_len, tokens)
+        demand_of(pool, group, wish.seq_ids, wish.context_len, wanted_len, wish.tokens)
         for pool, group in zip(control.block_pools, config.groups, strict=True)
     ]
-    return Wish(seq_ids, context_len, status, wants, demands)
+    return wish._replace(wants=wants, demands=demands)
 
 
 def extend_control(
@@ -78,45 +88,27 @@ def extend_control(
     max_new: int,
     config: CacheConfig,
 ) -> tuple[Control, Step, tuple[BlockCopies, ...]]:
-    """Reserves the slots; the caller carries out the copies before anything is written."""
-    seq_ids, context_len, status, wants, demands = wish_of(control, seq_ids, num_new, tokens, max_new, config)
-    control, grows, copies_tail = decide(control, demands, seq_ids, wants, config)
-    status = jnp.where(wants & ~grows, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    """Reserves the slots; the caller carries out the copies, in order, before anything is written."""
+    wish = wish_of(control, seq_ids, num_new, tokens, max_new, config)
+    control, decision = decide(control, wish.demands, wish.seq_ids, wish.wants, config)
+    clock = control.clock + decision.grows.any().astype(jnp.uint32)
+    control = dataclasses.replace(control, clock=clock)
+    control, copies, grows = _take_turns(control, wish, decision, config)
+
+    seq_ids, context_len = wish.seq_ids, wish.context_len
+    status = jnp.where(wish.wants & ~grows, jnp.int32(Status.OUT_OF_BLOCKS), wish.status)
     query_len = jnp.where(grows, num_new, 0)
     new_len = context_len + query_len
     rows = jnp.where(grows, seq_ids, control.max_seqs)
-
     token_rows = tokens.spread(rows, control.max_seqs)
     positions = tokens.spread(context_len, 0) + tokens.offset
     is_token = tokens.offset < tokens.spread(query_len, 0)
-    clock = control.clock + grows.any().astype(jnp.uint32)
-    pools = [
-        _drop_out_of_reach(pool, group, rows, demand.first_kept)
-        for pool, group, demand in zip(control.block_pools, config.groups, demands, strict=True)
-    ]
-    control = dataclasses.replace(control, clock=clock, block_pools=tuple(pools))
-    needs = [
-        jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g].astype(jnp.int32), dtype=jnp.int32)
-        for g, demand in enumerate(demands)
-    ]
-    control = _make_room(control, needs, demands, copies_tail, config)
-    pools, slots, plans, copies = [], [], [], []
-    for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
-        columns = positions // group.block_size
-        opens_block = is_token & needs_block(pool, group, token_rows, positions)
-        opens_block, table = read_first(opens_block, pool.block_table)
-        pool = dataclasses.replace(pool, block_table=table)
-        pool, copies_made = _take_copies(
-            pool, rows, context_len // group.block_size, demand.tail, copies_tail[g]
-        )
-        pool, ids = block_pool.take(pool, opens_block)
-        pool = _put(pool, jnp.where(opens_block, token_rows, control.max_seqs), columns, ids)
-        block_ids = get_at(pool.block_table, (token_rows, columns), pool.num_blocks)
+    slots, plans = [], []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        block_ids = get_at(pool.block_table, (token_rows, positions // group.block_size), pool.num_blocks)
         slot = block_ids * group.block_size + positions % group.block_size
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
         plans.append(_plan(group, context_len, new_len, query_len))
-        pools.append(pool)
-        copies.append(copies_made)
 
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
     control = dataclasses.replace(
@@ -125,7 +117,6 @@ def extend_control(
         last_used=set_at(control.last_used, rows, clock),
         num_uses=add_at(control.num_uses, rows, 1),
         counters=count_events(control, {Counter.COPIES: num_copies}),
-        block_pools=tuple(pools),
     )
     step = Step(
         status=status,
@@ -137,7 +128,85 @@ def extend_control(
         plans=tuple(plans),
         cu_query_lens=tokens.starts if tokens.is_packed else None,
     )
-    return control, step, tuple(copies)
+    return control, step, copies
+
+
+def _take_turns(
+    control: Control, wish: Wish, decision: Decision, config: CacheConfig
+) -> tuple[Control, tuple[BlockCopies, ...], jax.Array]:
+    """All rows take what was decided at once; or, where that may depend on evictions, each at its turn.
+
+    Returns:
+      The control state; per group the copies, of which a later one may overwrite what an earlier one read;
+      and bool[n], the row grows.
+    """
+    copies = tuple(
+        _no_copies(pool, demand) for pool, demand in zip(control.block_pools, wish.demands, strict=True)
+    )
+    if control.prefix_index is None:
+        control, copies = _take_blocks(control, copies, wish, decision, config)
+        return control, copies, decision.grows
+
+    is_one_by_one = decision.depends_on_evictions
+    order = jnp.arange(wish.wants.shape[0], dtype=jnp.int32)
+    num_turns = jnp.where(is_one_by_one, order.shape[0], 1)
+
+    def take_turn(turn: jax.Array, state):
+        control, copies, demands, decision, grows = state
+        is_turn = ~is_one_by_one | (order == turn)
+        decision = decision._replace(
+            grows=decision.grows & is_turn, copies_tail=decision.copies_tail & is_turn
+        )
+        control, copies = _take_blocks(control, copies, wish._replace(demands=demands), decision, config)
+        grows |= decision.grows
+
+        def decide_next(state):
+            control, *_ = state
+            next_wish = _renewed(wish, wish.wants & (order == turn + 1), control, config)
+            control, decision = decide(control, next_wish.demands, next_wish.seq_ids, next_wish.wants, config)
+            return control, next_wish.demands, decision
+
+        decided = run_if(turn + 1 < num_turns, decide_next, (control, demands, decision))
+        control, demands, decision = decided
+        return control, copies, demands, decision, grows
+
+    state = control, copies, wish.demands, decision, wish.wants & False
+    control, copies, _, _, grows = lax.fori_loop(0, num_turns, take_turn, state)
+    return control, copies, grows
+
+
+def _take_blocks(
+    control: Control, copies: tuple[BlockCopies, ...], wish: Wish, decision: Decision, config: CacheConfig
+) -> tuple[Control, tuple[BlockCopies, ...]]:
+    """Rows that grow get their blocks, and copies of their last ones.
+
+    Of several rows that take at once, none copies a block that may be evicted for another.
+    """
+    tokens, demands = wish.tokens, wish.demands
+    grows, copies_tail, _ = decision
+    rows = jnp.where(grows, wish.seq_ids, control.max_seqs)
+    token_rows = tokens.spread(rows, control.max_seqs)
+    positions = tokens.spread(wish.context_len, 0) + tokens.offset
+    is_token = tokens.offset < tokens.spread(wish.num_new, 0)
+    pools = [
+        _drop_out_of_reach(pool, group, rows, demand.first_kept)
+        for pool, group, demand in zip(control.block_pools, config.groups, demands, strict=True)
+    ]
+    control = dataclasses.replace(control, block_pools=tuple(pools))
+    control = _make_room(control, num_taken(demands, grows, copies_tail), demands, copies_tail, config)
+    pools, all_copies = [], []
+    for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
+        opens_block = is_token & needs_block(pool, group, token_rows, positions)
+        opens_block, table = read_first(opens_block, pool.block_table)
+        pool = dataclasses.replace(pool, block_table=table)
+        pool, copies_made = _take_copies(
+            pool, rows, wish.context_len // group.block_size, demand.tail, copies_tail[g], copies[g]
+        )
+        pool, ids = block_pool.take(pool, opens_block)
+        opening_rows = jnp.where(opens_block, token_rows, control.max_seqs)
+        pools.append(_put(pool, opening_rows, positions // group.block_size, ids))
+        all_copies.append(copies_made)
+    return dataclasses.replace(control, block_pools=tuple(pools)), tuple(all_copies)
 
 
 def record_tokens(
@@ -222,42 +291,30 @@ def _drop_out_of_reach(
     return lax.while_loop(is_left, drop_column, (pool, jnp.int32(1)))[0]
 
 
+def _no_copies(pool: BlockPool, demand: Demand) -> BlockCopies:
+    nowhere = jnp.maximum(demand.tail, pool.num_blocks)  # a constant would lose the mesh of `tail`
+    return BlockCopies(src=nowhere, dst=nowhere, num_copies=num_true(demand.tail < 0))
+
+
 def _take_copies(
-    pool: BlockPool, rows: jax.Array, columns: jax.Array, tail: jax.Array, mask: jax.Array
+    pool: BlockPool,
+    rows: jax.Array,
+    columns: jax.Array,
+    tail: jax.Array,
+    mask: jax.Array,
+    copies: BlockCopies,
 ) -> tuple[BlockPool, BlockCopies]:
     """Gives each masked row a block in the place of its last one, `tail` i32[n] in `columns` i32[n]."""
 
     def put_copies(state):
-        pool, src, dst = state
-        # Released by its rows, and evicted for the blocks that are taken now: it may be among them.
-        was_evicted = mask & (block_pool.ref_counts(pool, tail) == 0) & ~block_pool.is_published(pool, tail)
-        was_evicted, ref_count = read_first(was_evicted, pool.ref_count)
-        pool = dataclasses.replace(pool, ref_count=ref_count)
+        pool, (src, dst, num_copies) = state
         pool, new = block_pool.take(pool, mask)
-        new = run_if(was_evicted.any(), lambda new: _left_to_last_reader(new, tail, mask), new)
         pool = _put(pool, jnp.where(mask, rows, pool.block_table.shape[0]), columns, new)
-        rank, _ = rank_true(mask)
-        place = jnp.where(mask, rank, tail.shape[0])
-        return pool, set_at(src, place, tail), set_at(dst, place, new)
+        rank, num_more = rank_true(mask)
+        place = jnp.where(mask, num_copies + rank, tail.shape[0])
+        return pool, BlockCopies(set_at(src, place, tail), set_at(dst, place, new), num_copies + num_more)
 
-    num_copies = num_true(mask)
-    nowhere = jnp.maximum(tail, pool.num_blocks)  # all of them; a constant would lose the mesh of `tail`
-    pool, src, dst = run_if(num_copies > 0, put_copies, (pool, nowhere, nowhere))
-    return pool, BlockCopies(src=src, dst=dst, num_copies=num_copies)
-
-
-def _left_to_last_reader(new: jax.Array, tail: jax.Array, mask: jax.Array) -> jax.Array:
-    """`new` i32[n] in another order: a block that is also copied goes to the last masked row that copies it.
-
-    So no copy overwrites what a later one reads.
-    """
-
-    def swap(i: jax.Array, new: jax.Array) -> jax.Array:
-        is_it = (new == tail[i]) & mask & mask[i]
-        other = jnp.where(is_it.any(), first_true(is_it), i)
-        return set_at(set_at(new, other, new[i]), i, new[other])
-
-    return lax.fori_loop(0, new.shape[0], swap, new)
+    return run_if(mask.any(), put_copies, (pool, copies))
 
 
 def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Array) -> BlockPool:

@@ -136,6 +136,8 @@ class Oracle:
         """See `kvcache_jax.extend`; takes the tokens themselves."""
         seen: set[int] = set()
         statuses, any_grew = [], False
+        # Elsewhere a policy may look at many blocks at once, for all rows.
+        is_one_by_one = any(map(self._writes_published, seq_ids, new_tokens))
         for seq_id, tokens in zip(seq_ids, new_tokens, strict=True):
             status = self._check(seq_id)
             if status == Status.OK and tokens:
@@ -144,8 +146,20 @@ class Oracle:
                 self.clock += status == Status.OK and not any_grew
                 any_grew |= status == Status.OK
             statuses.append(status)
+            if is_one_by_one:
+                self._make_room()
         self._make_room()
         return statuses
+
+    def _writes_published(self, seq_id: int, tokens: Sequence[int]) -> bool:
+        """Whether the row's next token would go into a published block."""
+        if not tokens or self._check(seq_id) or self._check_growth(seq_id, tokens):
+            return False
+        row, tails = self.rows[seq_id], []
+        for table, group in zip(row.tables, self.config.groups, strict=True):
+            column, offset = divmod(len(row.tokens), group.block_size)
+            tails += [table[column]] if offset else []
+        return any(tail in self._prefix_of for tail in tails)
 
     def fork(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> list[Status]:
         """See `kvcache_jax.fork`."""
@@ -276,13 +290,18 @@ class Oracle:
                         holder.tables[group_id][column] = block
         return Status.OK
 
-    def _extend(self, seq_id: int, tokens: list[int]) -> Status:
+    def _check_growth(self, seq_id: int, tokens: Sequence[int]) -> Status:
         if seq_id not in self.rows:
             return Status.SEQ_NOT_ACTIVE
+        new_len = len(self.rows[seq_id].tokens) + len(tokens)
+        is_too_long = new_len > self.config.max_seq_len or len(tokens) > self.config.query_len_limit
+        return Status.TOO_LONG if is_too_long else Status.OK
+
+    def _extend(self, seq_id: int, tokens: list[int]) -> Status:
+        if status := self._check_growth(seq_id, tokens):
+            return status
         row = self.rows[seq_id]
         old_len, new_len = len(row.tokens), len(row.tokens) + len(tokens)
-        if new_len > self.config.max_seq_len or len(tokens) > self.config.query_len_limit:
-            return Status.TOO_LONG
         plans = []
         for g, group in enumerate(self.config.groups):
             table, owners = row.tables[g], self.owners[g]

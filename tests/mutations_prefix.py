@@ -9,7 +9,7 @@ FORKS = "test_prefix_windows.py::test_forks_that_are_committed_together_do_not_b
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
-SHARED_TAIL = "test_prefix_copies.py::test_a_shared_tail_is_left_to_the_last_row_that_copies_it"
+SHARED_TAIL = "test_prefix_copies.py::test_a_copy_overwrites_what_two_earlier_ones_read"
 INDEX = "test_checks.py::test_a_broken_index_is_found"
 LATER = "test_decode_prefix.py::test_a_later_call_finds_prompts_and_answers_of_an_earlier_one"
 
@@ -139,15 +139,21 @@ MUTATIONS = [
             SCRIPT,
         ),
         (
-            "a copy overwrites what a later one reads",
-            "lambda new: _left_to_last_reader(new, tail, mask)",
-            "lambda new: new",
+            "rows take at once what may be evicted for each other",
+            "is_one_by_one = decision.depends_on_evictions",
+            "is_one_by_one = decision.depends_on_evictions & False",
             "test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
         ),
         (
-            "a copied block left to its first reader",
-            "0, new.shape[0], swap",
-            "0, new.shape[0], lambda i, new: swap(new.shape[0] - 1 - i, new)",
+            "a row's turn decided ahead of evictions",
+            "run_if(turn + 1 < num_turns,",
+            "run_if(turn + 1 < 0,",
+            "test_prefix_copies.py::test_a_row_may_own_its_last_block_once_another_took_its_turn",
+        ),
+        (
+            "copies of an earlier turn forgotten",
+            "jnp.where(mask, num_copies + rank, tail.shape[0])",
+            "jnp.where(mask, rank, tail.shape[0])",
             SHARED_TAIL,
         ),
         ("tokens not recorded", "step.slots[group_id], tokens, ", "step.slots[group_id], 0, ", SCRIPT),

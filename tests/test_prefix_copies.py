@@ -78,8 +78,8 @@ def test_case_dd_the_original_stays_cached_whatever_the_policy():
     assert kv.lookup(cache, padded(text)[None], [9]).tolist() == [8]
 
 
-def test_a_shared_tail_is_left_to_the_last_row_that_copies_it():
-    """Rows 0 and 1 let go of a block, which is evicted for row 2. The gradient takes the same way back."""
+def test_a_copy_overwrites_what_two_earlier_ones_read():
+    """Rows 0 and 1 copy a block, which is evicted for row 2's copy. The gradient takes the same way back."""
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, **SIZES)
     texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
     cache, _ = kv.fork(filled(kv.init(config), 0, texts[0]), [0], [1])
@@ -87,7 +87,7 @@ def test_a_shared_tail_is_left_to_the_last_row_that_copies_it():
     held = {0: texts[0][:2], 1: texts[0][:2], 2: texts[1][:2]}
     after = extended(cache, held, {0: [50], 1: [60], 2: [70]})
     blocks, blocks_after = (x.control.block_pools[0].block_table[:3, 0].tolist() for x in (cache, after))
-    assert int(kv.stats(after).num_evictions) == 1 and blocks_after[1] == blocks[0] == blocks[1]
+    assert int(kv.stats(after).num_evictions) == 1 and blocks_after[2] == blocks[0] == blocks[1]
 
     @jax.jit
     @jax.grad
@@ -115,6 +115,61 @@ def test_companions_that_go_with_what_is_evicted(kind):
     cache, _ = kv.allocate(cache, [2], [0], tokens=[[0]])
     held = {0: texts[0][:2], 1: texts[1][:2], 2: []}
     extended(cache, held, {0: [50], 1: [60], 2: list(range(70, 78))})
+
+
+def in_turn(cache, added):
+    """Calls of one row each; the statuses."""
+    found = []
+    for row, new in added.items():
+        cache, step = kv.extend(cache, [len(new)], max_new=WIDTH, seq_ids=[row], tokens=padded(new)[None])
+        found += step.status.tolist()
+    return cache, found
+
+
+def at_once(cache, added):
+    tokens = jnp.stack([padded(new) for new in added.values()])
+    num_new = [*map(len, added.values())]
+    cache, step = kv.extend(cache, num_new, max_new=WIDTH, seq_ids=list(added), tokens=tokens)
+    return cache, step.status.tolist()
+
+
+def test_a_row_may_own_its_last_block_once_another_took_its_turn():
+    """Row 0 has a block evicted with which the publication of row 1's last window block goes."""
+    layers = [
+        kv.FullAttention(1, 4, num_blocks=6, block_size=2),
+        kv.SlidingWindow(1, 4, window=8, num_blocks=3),
+    ]
+    cache = kv.init(kv.CacheConfig(layers, num_blocks=1, **SIZES))
+    cache, _ = kv.truncate(filled(cache, 1, list(range(10, 18))), [1], [6])
+    cache, _ = kv.free(filled(cache, 2, [7, 8]), [2])
+    cache, _ = kv.allocate(cache, [0], [2], tokens=padded([5, 6])[None])
+    cache, _ = at_once(cache, {0: [5, 6]})
+    assert [int(kv.num_available_blocks(cache, group=g)) for g in range(2)] == [2, 0]
+    added = {0: [1], 1: [2]}
+    (cache, found), (expected, statuses) = at_once(cache, added), in_turn(cache, added)
+    assert found == statuses == [kv.Status.OK] * 2
+    assert kv.check_invariants(cache) == []
+    for pool, other in zip(cache.control.block_pools, expected.control.block_pools, strict=True):
+        np.testing.assert_array_equal(pool.block_table, other.block_table)
+
+
+def test_a_row_has_its_own_last_block_evicted_before_another_row_asks():
+    """Least used first: at row 1's turn what row 0 gave up is worth less than what is cached besides."""
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=5, eviction_policy="lfu", **SIZES)
+    cache, texts = kv.init(config), {name: [name * 10 + i for i in range(BLOCK)] for name in (1, 2, 3)}
+    for name in (1, 2):
+        for end in ([], [9], [9]):  # two hits each
+            cache, _ = kv.free(filled(cache, 3, texts[name] + end), [3])
+    cache, _ = kv.truncate(filled(cache, 0, texts[3]), [0], [2])
+    for row in (1, 2):
+        text = [70 + row] * BLOCK
+        cache, _ = kv.allocate(cache, [row], [BLOCK], tokens=padded(text)[None])
+        cache, _ = at_once(cache, {row: text})
+    added = {0: [1], 1: [2]}
+    for after, found in (at_once(cache, added), in_turn(cache, added)):
+        assert found == [kv.Status.OK] * 2
+        hits = [int(kv.lookup(after, padded(text)[None], [BLOCK + 1])[0]) for text in texts.values()]
+        assert hits == [0, BLOCK, 0]
 
 
 def test_random_states():
