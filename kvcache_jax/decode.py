@@ -111,7 +111,7 @@ def generate(
       top_p: 1 is off.
       min_p: 0 is off.
       seed: Of all draws, at least 0. A continuation depends on it and on its prompt and sample numbers, not
-        on what else is decoded beside it.
+        on what else is decoded beside it; with a draft model, also on whether there was room for its drafts.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
       detokenize: Tokens to text, for `stop_strings`.

@@ -158,14 +158,33 @@ def prefill(
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
-    """Width of the model's logits."""
+    """Width of the model's logits.
 
-    def one_token(params: Any, cache: Cache) -> jax.Array:
+    Raises:
+      TypeError: `forward` returns something else than logits and the cache.
+    """
+
+    def one_token(params: Any, cache: Cache) -> Any:
         zeros = jnp.zeros(cache.max_seqs, jnp.int32)
         cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
-        return forward(params, zeros[:, None], cache, step)[0]
+        return forward(params, zeros[:, None], cache, step)
 
-    return jax.eval_shape(one_token, params, cache).shape[-1]
+    result = jax.eval_shape(one_token, params, cache)
+    parts = result if isinstance(result, tuple) else (result,)
+    is_array = [isinstance(part, jax.ShapeDtypeStruct) for part in parts]
+    kinds = [
+        f"{part.dtype}{list(part.shape)}" if is_one else type(part).__name__
+        for part, is_one in zip(parts, is_array, strict=True)
+    ]
+    if not (len(parts) == 2 and is_array[0] and isinstance(parts[1], Cache)):
+        raise TypeError(f"forward returned ({', '.join(kinds)}), expected (logits, cache)")
+    logits, width = parts[0], (cache.max_seqs, 1)
+    if logits.ndim != 3 or logits.shape[:2] != width or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"forward returned logits {kinds[0]} for tokens int32{list(width)}, expected floats "
+            "[n, T, vocab] for tokens [n, T]"
+        )
+    return logits.shape[2]
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -237,15 +256,9 @@ def _decode_drafted(
       Prompt Lookup Decoding (Saxena, 2023) for drafts from the row's own history.
     """
     running = state.phase == Phase.RUNNING
-    num_new = jnp.where(running, 1 + drafting.num_drafts, 0)
-    # Drafts never cost a row its next token: where they do not fit, nobody drafts in this step.
-    has_room = (state.cache.context_len + num_new <= state.cache.config.max_seq_len).all()
-    for group in range(len(state.cache.config.groups)):
-        needed = num_blocks_needed(state.cache, num_new, group=group)
-        has_room &= jnp.sum(needed, dtype=jnp.int32) <= num_available_blocks(state.cache, group=group)
     state, drafts = _draft(draft_params, state, drafting)
-    count = jnp.where(running & has_room, jnp.minimum(drafts.num_drafts, state.max_len - state.length - 1), 0)
-    count = jnp.maximum(count, 0)
+    count = jnp.maximum(jnp.minimum(drafts.num_drafts, state.max_len - state.length - 1), 0)
+    count = jnp.where(running & _have_room(state.cache, running, count), count, 0)
 
     tokens = jnp.concatenate([_last_token(state)[:, None], drafts.tokens], axis=1)
     before = state.cache.context_len
@@ -254,10 +267,16 @@ def _decode_drafted(
     logits, cache = forward(params, tokens, cache, step)
     logits = logits.astype(jnp.float32)
 
-    num_rows, width, _ = logits.shape
+    num_rows, width, vocab = logits.shape
+    if drafts.logprobs is not None and drafts.logprobs.shape[2] != vocab:
+        raise ValueError(
+            f"the draft model's logits are for {drafts.logprobs.shape[2]} tokens and the model's for "
+            f"{vocab}, expected one vocabulary"
+        )
     wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), state.sampling)
     target = filtered_logprobs(logits.reshape(num_rows * width, -1), wide).reshape(logits.shape)
-    keys = row_keys(state.sampling, state.length)
+    positions = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)
+    keys = row_keys(wide, positions.reshape(-1)).reshape(num_rows, width)
     num_accepted, next_token = accept_drafts(target, drafts.tokens, count, drafts.logprobs, keys)
     emitted = jnp.concatenate([drafts.tokens, jnp.zeros_like(next_token)[:, None]], axis=1)
     emitted = emitted.at[jnp.arange(num_rows, dtype=jnp.int32), num_accepted].set(next_token)
@@ -281,6 +300,18 @@ def _decode_drafted(
         num_accepted=state.num_accepted + jnp.sum(jnp.where(grew, num_accepted, 0), dtype=jnp.int32),
     )
     return _emit(_end_failed(state, step.status), emitted, logprobs, jnp.where(grew, 1 + num_accepted, 0))
+
+
+def _have_room(cache: Cache, running: jax.Array, num_drafts: jax.Array) -> jax.Array:
+    """bool[max_seqs], the first rows whose drafts fit. Drafts never cost a row its next token."""
+    least = running.astype(jnp.int32)
+    have_room = running
+    for group in range(len(cache.config.groups)):
+        needed = num_blocks_needed(cache, least, group=group)
+        more = num_blocks_needed(cache, jnp.where(running, 1 + num_drafts, 0), group=group) - needed
+        num_left = num_available_blocks(cache, group=group) - jnp.sum(needed, dtype=jnp.int32)
+        have_room &= (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= num_left)
+    return have_room
 
 
 def _draft(draft_params: Any, state: DecodeState, drafting: Drafting) -> tuple[DecodeState, Drafts]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.indexing import get_at
 from kvcache_jax.integers import static_count
-from kvcache_jax.sampling import vocabulary, with_shape
+from kvcache_jax.sampling import with_shape
 
 # Folded into a key to verify drafts with: callers draw the drafts from the key itself, or from its splits and
 # small folds, which are the same (`split(key)[1]` is `fold_in(key, 1)`), and must not share their bits.
@@ -31,15 +31,18 @@ def accept_drafts(
     the draft model. At the first rejection the next token is drawn from max(p - q, 0), normalised; if all are
     accepted, from the target's next distribution. A one-hot target accepts its own token and no other.
 
+    Drafts that are not random have q = 1. Then the target's token is drawn at every place as `sample` draws
+    it, and drafts are accepted as far as they agree: the emitted tokens are those of plain decoding.
+
     Args:
       target_logprobs: f32[n, D + 1, vocab], entry d the target's distribution after d drafts: from
         `sampling.filtered_logprobs`, for this is what is emitted.
       draft_tokens: i32[n, D]. One that is no token of the vocabulary is rejected.
       num_drafts: i32[n], how many of a row's drafts count, at most D.
       draft_logprobs: f32[n, D, vocab], what the drafts were drawn from, filters included; None if they are
-        not random (`ngram_drafts`): then q is 1 for the draft, and the residual is p without it.
-      keys: keys[n], from `sampling.row_keys` with the position of the first draft. The drafts may be drawn
-        from the `row_keys` of the same seeds and their own positions: the bits used here are others.
+        not random (`ngram_drafts`).
+      keys: keys[n, D + 1], from `sampling.row_keys` with the position of each draft and of the token behind
+        them. Random drafts may be drawn from the same keys: the bits used here are others.
 
     Returns:
       num_accepted i32[n], and the token that follows them, next_token i32[n]. The row emits
@@ -54,7 +57,7 @@ def accept_drafts(
     Example:
       >>> from kvcache_jax.sampling import row_keys, sampling_params
       >>> target = jnp.log(jnp.array([[[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]))
-      >>> keys = row_keys(sampling_params(1), jnp.array([4]))
+      >>> keys = row_keys(sampling_params(3), jnp.array([4, 5, 6]))[None]
       >>> accept_drafts(target, jnp.array([[1, 0]]), jnp.array([2]), None, keys)
       (Array([1], dtype=int32), Array([2], dtype=int32))
     """
@@ -66,7 +69,7 @@ def accept_drafts(
         )
     (n, most), vocab = drafts.shape, target.shape[2]
     num_drafts = with_shape("num_drafts", num_drafts, (n,), "one per row of draft_tokens")
-    keys = with_shape("keys", keys, (n,), "one typed key per row, as `row_keys` makes them")
+    keys = with_shape("keys", keys, (n, most + 1), "one typed key per token, as `row_keys` makes them")
     columns = [target.astype(jnp.float32), drafts.astype(jnp.int32), num_drafts.astype(jnp.int32), keys]
     if draft_logprobs is not None:
         draft = with_shape("draft_logprobs", draft_logprobs, (n, most, vocab), "(n, D, vocab)")
@@ -78,32 +81,33 @@ def _accept_row(
     target: jax.Array,
     drafts: jax.Array,
     num_drafts: jax.Array,
-    key: jax.Array,
+    keys: jax.Array,
     draft: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`accept_drafts` for one row; `draft` are the log-probabilities, `drafts` the tokens."""
     most, vocab = drafts.shape[0], target.shape[1]
-    accept_key, draw_key = jax.random.split(jax.random.fold_in(key, _VERIFICATION))
     place = jnp.arange(most, dtype=jnp.int32)
-    ratio = target[place, drafts]
-    if draft is not None:
-        ratio -= draft[place, drafts]
-    is_accepted = jax.random.uniform(accept_key, (most,), jnp.float32) < jnp.exp(ratio)
-    is_accepted &= (place < num_drafts) & (drafts >= 0) & (drafts < vocab)
-    num_accepted = jnp.sum(jnp.cumprod(is_accepted, dtype=jnp.int32), dtype=jnp.int32)
+    if draft is None:
+        drawn = jax.vmap(jax.random.categorical)(keys, target).astype(jnp.int32)
+        num_accepted = _num_leading((drawn[:-1] == drafts) & (place < num_drafts))
+        return num_accepted, drawn[num_accepted]
 
+    accept_key, draw_key = jax.random.split(jax.random.fold_in(keys[0], _VERIFICATION))
+    ratio = target[place, drafts] - draft[place, drafts]
+    is_accepted = jax.random.uniform(accept_key, (most,), jnp.float32) < jnp.exp(ratio)
+    num_accepted = _num_leading(is_accepted & (place < num_drafts) & (drafts >= 0) & (drafts < vocab))
     # The place of the rejected draft; one past the end, where nothing is subtracted, if there is none.
     rejected = jnp.where(num_accepted < num_drafts, num_accepted, most)
     logprobs = target[num_accepted]
-    if draft is None:
-        token = get_at(drafts, rejected, vocab)
-        residual = jnp.where(vocabulary(logprobs) == token, -jnp.inf, logprobs)
-    else:
-        q = jnp.exp(get_at(draft, rejected, -jnp.inf))
-        residual = jnp.log(jnp.maximum(jnp.exp(logprobs) - q, 0))
+    residual = jnp.log(jnp.maximum(jnp.exp(logprobs) - jnp.exp(get_at(draft, rejected, -jnp.inf)), 0))
     # Only by rounding can a draft be rejected and leave nothing: p and q are then equal, and p is the answer.
     residual = jnp.where(jnp.isneginf(residual).all(), logprobs, residual)
     return num_accepted, jax.random.categorical(draw_key, residual).astype(jnp.int32)
+
+
+def _num_leading(mask: jax.Array) -> jax.Array:
+    """i32[], true entries before the first false one."""
+    return jnp.sum(jnp.cumprod(mask, dtype=jnp.int32), dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("num_drafts", "ngram"))

@@ -202,6 +202,25 @@ def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
     check_idle(result)
 
 
+def test_drafts_from_the_text_change_no_drawn_token():
+    """Nor does what is decoded beside a row, a short pool among it, that leaves no room for drafts."""
+    options = dict(temperature=0.5, seed=3, max_new_tokens=20)
+    plain = [g.tokens for g in generate(sizes={"num_blocks": 64}, **options).generations]
+    roomy = generate(sizes={"num_blocks": 64}, num_drafts=3, **options)
+    tight = generate(num_drafts=3, **options)
+    assert [g.tokens for g in roomy.generations] == plain and roomy.num_accepted > 10
+    for generation, expected in zip(tight.generations, plain, strict=True):
+        assert generation.tokens == expected[: len(generation.tokens)]
+    assert 0 < tight.num_drafted < roomy.num_drafted
+
+
+def test_one_row_without_room_does_not_keep_others_from_drafting():
+    """Two rows of 7 tokens in 5 blocks of 4: one of them can draft into the block that is left."""
+    draft, prompts = kv.Draft(forward, PARAMS, config()), [PROMPTS[0], PROMPTS[0][::-1]]
+    result = generate(prompts, sizes={"num_blocks": 5}, num_drafts=1, draft=draft, max_new_tokens=3)
+    assert result.num_drafted == 1 and [g.finish_reason for g in result.generations] == ["length"] * 2
+
+
 def test_speculative_sampling_accepts_everything_from_the_model_itself():
     draft = kv.Draft(forward, PARAMS, config())
     result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -90,6 +91,42 @@ def test_a_loop_of_the_host_is_not_traced():
         for transformed in (jax.jit(call), jax.jit(lambda _, call=call: call(PARAMS)), jax.grad(call)):
             with pytest.raises(TypeError, match=message):
                 transformed(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda logits, cache: (cache, logits), r"\(Cache, .*\[4, 1, 16\]\), expected \(logits, cache\)"),
+        (lambda logits, cache: cache, r"\(Cache\), expected"),
+        (lambda logits, cache: logits, r"\(float32\[4, 1, 16\]\), expected"),
+        (lambda logits, cache: None, r"\(NoneType\), expected"),
+        (
+            lambda logits, cache: (logits[:, 0], cache),
+            r"logits .*\[4, 16\] for tokens int32\[4, 1\], expected",
+        ),
+        (lambda logits, cache: (logits.astype(int), cache), r"logits .*, expected floats \[n, T, vocab\]"),
+    ],
+    ids=["swapped", "cache", "logits", "nothing", "last logits", "integers"],
+)
+def test_what_a_model_returns_is_checked(wrong, message):
+    def model(*args):
+        return wrong(*forward(*args))
+
+    for call in host_loops(model).values():
+        with pytest.raises(TypeError, match=f"^forward returned {message}"):
+            call(PARAMS)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused():
+    def wider(*args):
+        logits, cache = forward(*args)
+        return jnp.pad(logits, ((0, 0), (0, 0), (0, 1))), cache
+
+    draft = kv.Draft(wider, PARAMS, config())
+    with pytest.raises(
+        ValueError, match="draft model's logits are for 17 tokens and the model's for 16, expected"
+    ):
+        kv.generate(forward, PARAMS, [[1]], config(), max_new_tokens=3, draft=draft, num_drafts=1)
 
 
 def test_a_model_without_a_hash_is_refused():

@@ -195,6 +195,11 @@ def test_seeds_of_rows():
     assert sampling_params(2, seed=[4, 2**32 - 1]).seed.tolist() == [4, 2**32 - 1]
 
 
+def keys_from(params, position, num_tokens):
+    """keys[n, num_tokens], of the position and those after it."""
+    return jnp.stack([row_keys(params, position + i) for i in range(num_tokens)], axis=1)
+
+
 @functools.partial(jax.jit, static_argnames="draft_keys")
 def speculate(params, last, position, num_drafts, draft_keys):
     """(num_accepted i32[n], emitted i32[n, D + 1]) of a round; without `draft_keys` drafts are looked up."""
@@ -209,7 +214,8 @@ def speculate(params, last, position, num_drafts, draft_keys):
     drafts = jnp.stack(drafts, axis=1)
     contexts = jnp.concatenate([last[:, None], drafts], axis=1)
     target, draft = jnp.asarray(LOG_P)[contexts], draft_keys and jnp.asarray(LOG_Q)[contexts[:, :-1]]
-    num_accepted, token = accept_drafts(target, drafts, num_drafts, draft, row_keys(params, position))
+    keys = keys_from(params, position, MAX_DRAFTS + 1)
+    num_accepted, token = accept_drafts(target, drafts, num_drafts, draft, keys)
     emitted = jnp.concatenate([drafts, token[:, None]], axis=1).at[ROWS, num_accepted].set(token)
     return num_accepted, emitted
 
@@ -277,7 +283,7 @@ def test_greedy_target_accepts_its_own_tokens_only():
     is_best = (drafts == best[:, :-1]) & (np.arange(most) < num_drafts[:, None])
     expected = np.cumprod(is_best, axis=1).sum(axis=1)
     for draft in (None, np.log(softmax(logits[:, :-1] / 3)).astype(np.float32)):
-        keys = row_keys(sampling_params(n), np.arange(n))
+        keys = keys_from(sampling_params(n), np.arange(n), most + 1)
         accepted, token = accept_drafts(target, drafts, num_drafts, draft, keys)
         np.testing.assert_array_equal(accepted, expected)
         np.testing.assert_array_equal(token, best[np.arange(n), expected])
@@ -285,7 +291,7 @@ def test_greedy_target_accepts_its_own_tokens_only():
 
 def test_speculation_at_its_edges():
     n = 500
-    keys = row_keys(sampling_params(n, seed=1), np.arange(n))
+    keys = keys_from(sampling_params(n, seed=1), np.arange(n), 3)
     target = jnp.broadcast_to(LOG_P[0], (n, 3, VOCAB))
     likely, rare = np.argsort(P[0])[[-1, -3]]
     # A draft model equal to the target is always right; more drafts than there are count as all.
@@ -330,7 +336,8 @@ def test_ngram_drafts_match_oracle(rows, padding, num_drafts, ngram):
 def everything(logits, params, position):
     filtered, row_keys, sample, accept_drafts, ngram_drafts = PUBLIC
     drafts, count = ngram_drafts(jnp.tile(position[:, None] % 3, 6), jnp.full_like(position, 6), 2)
-    target, keys = jnp.stack([filtered(logits, params)] * 3, axis=1), row_keys(params, position)
+    target = jnp.stack([filtered(logits, params)] * 3, axis=1)
+    keys = jnp.stack([row_keys(params, position + i) for i in range(3)], axis=1)
     verified = [accept_drafts(target, drafts, count, draft, keys) for draft in (None, target[:, 1:])]
     return sample(logits, params, position), drafts, count, target, verified
 
@@ -369,7 +376,7 @@ def test_no_program_is_compiled_twice():
 
 def test_wrong_arguments_are_named():
     params, one = sampling_params(2), jnp.ones(1, jnp.int32)
-    keys, logits = row_keys(params, jnp.arange(2)), jnp.zeros((2, 5))
+    keys, logits = keys_from(params, jnp.arange(2), 4), jnp.zeros((2, 5))
     target, drafts, count = jnp.zeros((2, 4, 5)), jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     accept = functools.partial(accept_drafts, keys=keys)
     for call, *words in [
