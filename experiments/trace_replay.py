@@ -125,12 +125,15 @@ def replay(
     }
 
 
-def rates(trace: Trace, num_hits: np.ndarray, part: slice) -> dict[str, float]:
-    """Hit rates of some requests, given i32[num_requests] hit ids of all."""
-    hit_tokens = trace.num_hit_tokens(num_hits)
+def rates(trace: Trace, num_hits: np.ndarray, part: slice) -> dict[str, float | None]:
+    """Hit rates of some requests, given i32[num_requests] hit ids of all; None of no requests."""
+
+    def rate(hits: np.ndarray, asked: np.ndarray) -> float | None:
+        return float(hits[part].sum() / asked[part].sum()) if asked[part].any() else None
+
     return {
-        "hit_rate_blocks": float(num_hits[part].sum() / trace.num_ids[part].sum()),
-        "hit_rate_tokens": float(hit_tokens[part].sum() / trace.num_tokens[part].sum()),
+        "hit_rate_blocks": rate(num_hits, trace.num_ids),
+        "hit_rate_tokens": rate(trace.num_hit_tokens(num_hits), trace.num_tokens),
     }
 
 

@@ -5,6 +5,11 @@ from pathlib import Path
 from experiments.timing import show_table
 
 
+def rate(value: float | None) -> str:
+    """Four decimals; a dash where there was nothing to hit."""
+    return "–" if value is None else f"{value:.4f}"
+
+
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as a table."""
     host, trace = report["machine"], report["trace"]
@@ -17,9 +22,9 @@ def show(report: dict) -> None:
         [
             record["policy"],
             f"{record['num_blocks']:,}",
-            f"{record['hit_rate_blocks']:.4f}",
-            f"{record['hit_rate_tokens']:.4f}",
-            *(f"{half['hit_rate_blocks']:.4f}" for half in record["halves"]),
+            rate(record["hit_rate_blocks"]),
+            rate(record["hit_rate_tokens"]),
+            *(rate(half["hit_rate_blocks"]) for half in record["halves"]),
             f"{record['num_evictions']:,}",
             f"{record['replay_s']:.1f} s",
             f"{record['compile_s']:.1f} s",

@@ -9,6 +9,7 @@ or `dtype`.
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,17 @@ _WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}  # what a missing k
 _NUMBER = (int, float)
 _PLAIN_ROPE = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}  # says nothing of a scaling
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+
+# Where a `DecoderConfig` calls an entry of config.json by another name.
+_JSON_NAMES = {
+    "mlp_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_q_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_MOST_LAYERS = 1024  # ten times as many as the largest models have: more would only take long to refuse
 
 
 class JsonObject:
@@ -91,7 +103,8 @@ class JsonObject:
         try:
             return kind(**options)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: {self.prefix}{error}") from error
+            message = re.sub(r"\w+", lambda word: _JSON_NAMES.get(word[0], word[0]), str(error))
+            raise CheckpointError(f"{self.path}: {self.prefix}{message}") from error
 
     def error(self, name: str, expected: str) -> CheckpointError:
         """To be raised: what the entry is and what it should be."""
@@ -238,8 +251,8 @@ def _rope(values: JsonObject) -> dict[str, Any]:
 
 def _windows(values: JsonObject, family: _Family) -> tuple[int | None, ...]:
     num_layers = values.get("num_hidden_layers", int)
-    if num_layers < 1:
-        raise values.error("num_hidden_layers", "at least 1")
+    if not 1 <= num_layers <= _MOST_LAYERS:
+        raise values.error("num_hidden_layers", f"1 to {_MOST_LAYERS}")
     if family.windowed_layers != "none":
         values = JsonObject(values.path, {**_WINDOWS, **values.values})
     window = values.get("sliding_window", int, None)

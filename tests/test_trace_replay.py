@@ -42,6 +42,14 @@ def test_hits_equal_those_of_a_dict(tmp_path, capsys):
     assert report["records"][0]["num_evictions"] > 0 == report["records"][-1]["num_evictions"]
 
 
+def test_a_half_without_requests_has_no_rate(tmp_path, capsys):
+    path = write(tmp_path, make_requests()[:1])
+    (record,) = json.loads(run(capsys, "--trace", path, "--blocks", 25, "--json"))["records"]
+    assert record["hit_rate_blocks"] == 0 == record["halves"][1]["hit_rate_blocks"]
+    assert record["halves"][0] == {"hit_rate_blocks": None, "hit_rate_tokens": None}
+    assert " – " in run(capsys, "--trace", path, "--blocks", 25)
+
+
 def test_the_replayed_cache_is_sound(tmp_path):
     """Nothing is cut: what was published and not evicted is there."""
     requests = make_requests(seed=1, num_requests=129)
