@@ -171,7 +171,7 @@ def half_rates(trace: Trace, num_hits: np.ndarray) -> list[float]:
     """The hit rate by block of the first and of the second half, given i32[num_requests] hit ids."""
     half = len(trace.ids) // 2
     return [
-        record["hit_rate_blocks"]
+        record["hit_rate_blocks"] or 0.0
         for record in (rates(trace, num_hits, slice(0, half)), rates(trace, num_hits, slice(half, None)))
     ]
 
