@@ -2,7 +2,8 @@
 
 The definition is sequential: the rows grow one after the other, each giving back the blocks that left
 its window, then taking what it needs or failing. Almost always every row fits and no tail is shared;
-then all rows proceed at once. Otherwise `_walk` decides row by row.
+then all rows proceed at once. Otherwise `_walk` decides row by row; it knows how many blocks can be had, not
+which are evicted for them, and says where that matters (`Decision`).
 """
 
 import dataclasses

@@ -1,4 +1,8 @@
-"""Reserving slots for new tokens: the rows that `demand` lets grow take their blocks and copies."""
+"""Reserving slots for new tokens: the rows that `demand` lets grow take their blocks and copies.
+
+All at once, as a rule. Where what a row gets may depend on the blocks that are evicted for those before it,
+they take turns.
+"""
 
 import dataclasses
 from typing import NamedTuple
