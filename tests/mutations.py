@@ -454,6 +454,12 @@ DECODE_LOOP = in_module(
         "rows, before + 1 + count)",
         SPECULATIVE,
     ),
+    (
+        "drafts cost another row its token",
+        "running & _have_room(state.cache, running, count)",
+        "running",
+        "test_decode.py::test_one_row_without_room_does_not_keep_others_from_drafting",
+    ),
 )
 
 SAMPLING = in_module(
@@ -464,8 +470,19 @@ SAMPLING = in_module(
 
 SPECULATION = in_module(
     "speculation",
-    ("drafts accepted as if certain", "ratio -= draft[place, drafts]", "pass", ACCEPTED),
-    ("rejected draft drawn again", "jnp.maximum(jnp.exp(logprobs) - q, 0)", "jnp.exp(logprobs)", ACCEPTED),
+    ("drafts accepted as if certain", "drafts] - draft[place, drafts]", "drafts]", ACCEPTED),
+    (
+        "rejected draft drawn again",
+        "jnp.exp(logprobs) - jnp.exp(get_at(draft, rejected, -jnp.inf)), 0)",
+        "jnp.exp(logprobs), 0)",
+        ACCEPTED,
+    ),
+    (
+        "looked-up drafts accepted that there are not",
+        "(drawn[:-1] == drafts) & (place < num_drafts)",
+        "drawn[:-1] == drafts",
+        "test_sampling.py::test_greedy_target_accepts_its_own_tokens_only",
+    ),
 )
 
 BEAM = in_module(
