@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import shutil
 
 # Read when jax is imported or starts its backend, so they stand before the import. Most of the tests' time is
 # spent on compiling, so LLVM is told to hurry; XLA decides on fusions, buffers and copies before that.
@@ -43,3 +44,14 @@ def drop_programs():
     """Unloads each file's programs: thousands of them reach the kernel's limit of memory maps per process."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def copy_checkpoint(tmp_path):
+    """Copies the checkpoint of a fixture to where it may be broken."""
+
+    def copy(family):
+        source = pathlib.Path(__file__).resolve().parent / "fixtures" / family
+        return pathlib.Path(shutil.copytree(source, tmp_path / family))
+
+    return copy

@@ -77,17 +77,8 @@ OVERWRITTEN = "test_gradients.py::test_a_slot_that_is_overwritten_passes_no_grad
 OPTIONS = "test_static_errors.py::test_attention_refuses_bad_options"
 VMAP = "test_static_errors.py::test_batched_queries_need_a_batched_cache"
 
-GREEDY = "test_decode.py::test_greedy_equals_the_model_without_a_cache[3]"
 WIDE_TOKENS = "test_static_errors.py::test_token_ids_that_do_not_fit_are_refused"
-TOKEN_IDS = "test_decode_arguments.py::test_token_ids_are_checked_alike"
-STOPS = "test_decode.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
-SPECULATIVE = "test_decode.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
-BEAMS = "test_decode.py::test_beam_search_equals_a_search_on_lists"
-SCORES = "test_decode.py::test_score_equals_the_model_without_a_cache"
 
-FILTERS = "test_sampling.py::test_filters_match_oracle"
-DRAWS = "test_sampling.py::test_a_draw_depends_on_its_row_alone"
-ACCEPTED = "test_sampling.py::test_speculation_emits_what_the_target_would"
 
 TILES = "test_attention_tiles.py::test_attention_over_several_tiles"
 TILE_GRADIENTS = "test_attention_tiles.py::test_gradients_over_several_tiles"
@@ -440,62 +431,6 @@ CHECKS = in_module(
     ("missing owners not found", "entries != ref_count", "entries > ref_count", INVARIANTS),
 )
 
-DECODE_ARGUMENTS = in_module(
-    "decode_arguments", ("token ids below 0", "(tokens < 0).any()", "False", TOKEN_IDS)
-)
-
-DECODE_LOOP = in_module(
-    "decode_loop",
-    ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
-    ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
-    (
-        "rejected drafts stay in the cache",
-        "rows, before + 1 + num_accepted)",
-        "rows, before + 1 + count)",
-        SPECULATIVE,
-    ),
-    (
-        "drafts cost another row its token",
-        "running & _have_room(state.cache, running, count)",
-        "running",
-        "test_decode.py::test_one_row_without_room_does_not_keep_others_from_drafting",
-    ),
-)
-
-SAMPLING = in_module(
-    "sampling",
-    ("top-p without the last token", "1 + num_true(is_before[:-1])", "num_true(is_before[:-1])", FILTERS),
-    ("same draw at every position", "fold_in)(keys, position)", "fold_in)(keys, 0 * position)", DRAWS),
-)
-
-SPECULATION = in_module(
-    "speculation",
-    ("drafts accepted as if certain", "drafts] - draft[place, drafts]", "drafts]", ACCEPTED),
-    (
-        "rejected draft drawn again",
-        "jnp.exp(logprobs) - jnp.exp(get_at(draft, rejected, -jnp.inf)), 0)",
-        "jnp.exp(logprobs), 0)",
-        ACCEPTED,
-    ),
-    (
-        "looked-up drafts accepted that there are not",
-        "(drawn[:-1] == drafts) & (place < num_drafts)",
-        "drawn[:-1] == drafts",
-        "test_sampling.py::test_greedy_target_accepts_its_own_tokens_only",
-    ),
-)
-
-BEAM = in_module(
-    "beam",
-    ("beams keep their own rows", "rows[:, :1] + parents", "rows + 0 * parents", BEAMS),
-    ("length penalty left out", "best / scale[:, None]", "best", BEAMS),
-)
-
-SCORE = in_module(
-    "score",
-    ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
-)
-
 MUTATIONS = [
     *STORAGE,
     *ATTENTION_XLA,
@@ -511,14 +446,8 @@ MUTATIONS = [
     *CACHE,
     *BUILD,
     *ARGUMENTS,
-    *DECODE_ARGUMENTS,
     *CONFIG,
     *STATS,
     *STATUS,
     *CHECKS,
-    *DECODE_LOOP,
-    *SAMPLING,
-    *SPECULATION,
-    *BEAM,
-    *SCORE,
 ]

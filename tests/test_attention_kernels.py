@@ -115,7 +115,7 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
-    """Rows 0 and 1 copy the block that they share; it is evicted, for row 2 needs one, and row 1 gets it."""
+    """Rows 0 and 1 copy the block that they share; it is evicted, and row 2 has its own copied there."""
     *heads, dtype = SIZES[implementation].values()
     tokens = np.arange(24, dtype=np.int32).reshape(3, 8)
     k = np.random.default_rng(0).standard_normal((1, 3, 8, *heads)).astype(jnp.dtype(dtype))
@@ -143,7 +143,7 @@ def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
 
     before, cache = run_interpreted(lambda: scenario(k))
     assert [table(before, row) for row in range(3)] == [[0], [0], [1]]
-    assert table(cache, 1) == [0] and sorted(table(cache, 0) + table(cache, 2)) == [2, 3]
+    assert table(cache, 2) == [0] and sorted(table(cache, 0) + table(cache, 1)) == [2, 3]
     k = k[0].astype(np.float32)
     for pool, old in ((cache.pools[0].k, k), (cache.pools[0].v, (k + 1).astype(dtype).astype(np.float32))):
         blocks = np.asarray(pool).astype(np.float32).swapaxes(1, 2)

@@ -1,0 +1,64 @@
+"""Mutations of decoding; see `mutations.py`."""
+
+from tests.mutations import in_module
+
+GREEDY = "test_decode.py::test_greedy_equals_the_model_without_a_cache[3]"
+STOPS = "test_decode.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
+SPECULATIVE = "test_decode.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
+FILTERS = "test_sampling.py::test_filters_match_oracle"
+DRAWS = "test_sampling.py::test_a_draw_depends_on_its_row_alone"
+ACCEPTED = "test_sampling.py::test_speculation_emits_what_the_target_would"
+BEAMS = "test_decode.py::test_beam_search_equals_a_search_on_lists"
+SCORES = "test_decode.py::test_score_equals_the_model_without_a_cache"
+TOKEN_IDS = "test_decode_arguments.py::test_token_ids_are_checked_alike"
+
+MUTATIONS = [
+    *in_module("decode_arguments", ("token ids below 0", "(tokens < 0).any()", "False", TOKEN_IDS)),
+    *in_module(
+        "decode_loop",
+        ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
+        ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
+        (
+            "rejected drafts stay in the cache",
+            "rows, before + 1 + num_accepted)",
+            "rows, before + 1 + count)",
+            SPECULATIVE,
+        ),
+        (
+            "drafts cost another row its token",
+            "running & _have_room(state.cache, running, count)",
+            "running",
+            "test_decode.py::test_one_row_without_room_does_not_keep_others_from_drafting",
+        ),
+    ),
+    *in_module(
+        "sampling",
+        ("top-p without the last token", "1 + num_true(is_before[:-1])", "num_true(is_before[:-1])", FILTERS),
+        ("same draw at every position", "fold_in)(keys, position)", "fold_in)(keys, 0 * position)", DRAWS),
+    ),
+    *in_module(
+        "speculation",
+        ("drafts accepted as if certain", "drafts] - draft[place, drafts]", "drafts]", ACCEPTED),
+        (
+            "rejected draft drawn again",
+            "jnp.exp(logprobs) - jnp.exp(get_at(draft, rejected, -jnp.inf)), 0)",
+            "jnp.exp(logprobs), 0)",
+            ACCEPTED,
+        ),
+        (
+            "looked-up drafts accepted that there are not",
+            "(drawn[:-1] == drafts) & (place < num_drafts)",
+            "drawn[:-1] == drafts",
+            "test_sampling.py::test_greedy_target_accepts_its_own_tokens_only",
+        ),
+    ),
+    *in_module(
+        "beam",
+        ("beams keep their own rows", "rows[:, :1] + parents", "rows + 0 * parents", BEAMS),
+        ("length penalty left out", "best / scale[:, None]", "best", BEAMS),
+    ),
+    *in_module(
+        "score",
+        ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
+    ),
+]
