@@ -143,7 +143,7 @@ def test_a_row_may_own_its_last_block_once_another_took_its_turn():
     cache, _ = kv.truncate(filled(cache, 1, list(range(10, 18))), [1], [6])
     cache, _ = kv.free(filled(cache, 2, [7, 8]), [2])
     cache, _ = kv.allocate(cache, [0], [2], tokens=padded([5, 6])[None])
-    cache, _ = at_once(cache, {0: [5, 6]})
+    cache, _ = in_turn(cache, {0: [5, 6]})
     assert [int(kv.num_available_blocks(cache, group=g)) for g in range(2)] == [2, 0]
     added = {0: [1], 1: [2]}
     (cache, found), (expected, statuses) = at_once(cache, added), in_turn(cache, added)
@@ -154,22 +154,24 @@ def test_a_row_may_own_its_last_block_once_another_took_its_turn():
 
 
 def test_a_row_has_its_own_last_block_evicted_before_another_row_asks():
-    """Least used first: at row 1's turn what row 0 gave up is worth less than what is cached besides."""
-    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=5, eviction_policy="lfu", **SIZES)
-    cache, texts = kv.init(config), {name: [name * 10 + i for i in range(BLOCK)] for name in (1, 2, 3)}
-    for name in (1, 2):
-        for end in ([], [9], [9]):  # two hits each
-            cache, _ = kv.free(filled(cache, 3, texts[name] + end), [3])
-    cache, _ = kv.truncate(filled(cache, 0, texts[3]), [0], [2])
-    for row in (1, 2):
-        text = [70 + row] * BLOCK
-        cache, _ = kv.allocate(cache, [row], [BLOCK], tokens=padded(text)[None])
-        cache, _ = at_once(cache, {row: text})
+    """Deepest first: at row 1's turn that is what row 0 gave up, and not what is cached besides."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 4)], num_blocks=8, eviction_policy="test: deepest first", **SIZES
+    )
+    cache, texts = kv.init(config), [[71] * BLOCK, [72] * BLOCK, list(range(3 * BLOCK))]
+    for text in texts[:2]:
+        cache, _ = kv.free(filled(cache, 3, text), [3])
+    cache, _ = kv.truncate(filled(cache, 0, texts[2]), [0], [2 * BLOCK + 2])
+    for row, num_blocks in ((1, 1), (2, 2)):
+        text = [80 + row] * BLOCK * num_blocks
+        cache, _ = kv.allocate(cache, [row], [len(text)], tokens=padded(text)[None])
+        cache, _ = in_turn(cache, {row: text})
+    assert int(kv.stats(cache).num_blocks_free) == 0
     added = {0: [1], 1: [2]}
     for after, found in (at_once(cache, added), in_turn(cache, added)):
         assert found == [kv.Status.OK] * 2
-        hits = [int(kv.lookup(after, padded(text)[None], [BLOCK + 1])[0]) for text in texts.values()]
-        assert hits == [0, BLOCK, 0]
+        hits = [int(kv.lookup(after, padded([*text, 0])[None], [len(text) + 1])[0]) for text in texts]
+        assert hits == [0, BLOCK, 2 * BLOCK]
 
 
 def test_random_states():
