@@ -53,7 +53,7 @@ def test_a_random_script(policy, batch):
     rng = np.random.default_rng(5)
     config = prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
     driver = PolicyDriver(config, KEYS[policy])
-    for _ in range(400):
+    for _ in range(600):
         driver.apply(*random_prefix_operation(rng, driver))
     assert driver.num_hits > 20 and driver.oracle.num_evictions > 20
     assert driver.oracle.num_adoptions > 10
