@@ -322,7 +322,8 @@ def _prefill(
     firsts = np.full(num_rows, max_seqs, np.int32)
     firsts[: len(admitted)] = list(admitted)
     rows = np.minimum(firsts, max_seqs - 1)
-    prompts, lengths = state.history[rows], jnp.where(firsts < max_seqs, state.prompt_len[rows], 0)
+    prompts = np.asarray(state.history)[rows]
+    lengths = np.where(firsts < max_seqs, np.asarray(state.prompt_len)[rows], 0)
     cache, logits, status = decode_loop.prefill(
         forward, params, state.cache, prompts, lengths, firsts, chunk_len=chunk_len
     )
@@ -349,4 +350,4 @@ def _prefill(
     started = np.zeros(max_seqs, bool)
     started[[row for rows in admitted.values() for row in rows]] = True
     state = dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
-    return decode_loop.begin(state, logits[source], jnp.asarray(started), status[source])
+    return decode_loop.begin(state, logits, status, source, started)

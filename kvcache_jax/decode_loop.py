@@ -188,11 +188,15 @@ def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def begin(state: DecodeState, logits: jax.Array, rows: jax.Array, status: jax.Array) -> DecodeState:
-    """Draws the first token of each row in `rows` (bool[max_seqs]) from its prompt's last logits.
+def begin(
+    state: DecodeState, logits: jax.Array, status: jax.Array, source: jax.Array, rows: jax.Array
+) -> DecodeState:
+    """Draws the first token of each row in `rows` bool[max_seqs] from its prompt's last logits.
 
-    Those whose prefill failed (`status i32[max_seqs]`) end instead.
+    Its prompt is the `source` i32[max_seqs]-th of those whose `logits` f32[n, vocab] and `status` i32[n] a
+    prefill gave; if that failed, the row ends instead.
     """
+    logits, status = logits[source], status[source]
     token, logprob = sample(logits, state.sampling, state.length)
     phase = jnp.where(rows, Phase.RUNNING, state.phase).astype(jnp.int32)
     state = _end_failed(dataclasses.replace(state, phase=phase), jnp.where(rows, status, Status.OK))
