@@ -116,7 +116,7 @@ def generate(
       stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
       detokenize: Tokens to text, for `stop_strings`.
       num_drafts: Draft tokens per step: speculative decoding, by `draft` or else by n-gram lookup, which
-        gives the same tokens as no drafts.
+        gives the same tokens as no drafts, up to the rounding of the logits.
       draft: The draft model.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       chunk_len: Most prompt tokens of a row in one call of the model.
