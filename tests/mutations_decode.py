@@ -17,6 +17,12 @@ MUTATIONS = [
     *in_module(
         "decode_loop",
         ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
+        (
+            "first token from another prompt",
+            "logits[source], status[source]",
+            "logits[0 * source], status[source]",
+            GREEDY,
+        ),
         ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
         (
             "rejected drafts stay in the cache",

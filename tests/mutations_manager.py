@@ -137,6 +137,12 @@ MUTATIONS = [
     ),
     *in_module(
         "scrub",
+        (
+            "tokens behind a row's last one stay in the index",
+            "control = _forget_rests(control, cache.config)",
+            "pass",
+            "test_scrub.py::test_the_index_forgets_tokens_behind_the_last_one_of_a_row",
+        ),
         ("shared blocks are scrubbed", "(num_refs == pool.ref_count)", "(pool.ref_count > 0)", OWN),
         (
             "cached blocks behind scrubbed ones stay",

@@ -50,6 +50,12 @@ MUTATIONS = [
     *in_module(
         "publish",
         (
+            "windows of rows with equal contents left out",
+            "return control, is_left & ~mask",
+            "return control, is_left & False",
+            "test_prefix_windows.py::test_rows_of_equal_contents_that_are_committed_together_complete_each_other",
+        ),
+        (
             "a block too many published",
             "final_len // block_size, 0",
             "-(-final_len // block_size), 0",
