@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.attention_options import Options
-from kvcache_jax.indexing import get_at
+from kvcache_jax.head_axis import for_each_head
+from kvcache_jax.indexing import get_at, run_if
 from kvcache_jax.queries import Queries
 from kvcache_jax.storage import block_rows
 
@@ -58,12 +59,14 @@ def _tile(
     is_seen = key_pos <= query_pos
     if options.window is not None:
         is_seen &= (key_pos > query_pos - options.window) | (key_pos < options.num_sink_tokens)
-    return rows, is_seen & per_key(block_ids < options.num_blocks) & queries.is_query[:, :, None]
+    is_seen &= per_key(block_ids < options.num_blocks) & queries.is_query[:, :, None]
+    # Computed once: without the fence XLA computes them again for every value that is read or compared.
+    return lax.optimization_barrier((rows, is_seen))
 
 
 def _tile_blocks(pool: jax.Array, block_table: jax.Array, q: jax.Array) -> int:
-    """Blocks of a row in a tile; `q` is [r, h, m, d]."""
-    num_rows, num_heads, num_queries, head_dim = q.shape
+    """Blocks of a row in a tile; `q` is [h, r, m, d]."""
+    num_heads, num_rows, num_queries, head_dim = q.shape
     token_bytes = 4 * num_rows * num_heads * max(num_queries, head_dim)
     tokens = max(_MIN_TILE_TOKENS, _TILE_BYTES // token_bytes)
     return max(1, min(tokens // pool.shape[2], block_table.shape[-1]))
@@ -74,35 +77,40 @@ def _num_tiles(tile_blocks: int, queries: Queries) -> jax.Array:
 
 
 def _load(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    """f32[r, h, n, d], a tile of keys or values; a layer that does not exist reads NaN.
+    """f32[h, r, n, d], a tile of keys or values.
 
-    Slots that nobody owns may hold anything. Where no query looks, `_clean` must follow if the tile is
-    multiplied by weights of 0: 0 * NaN would poison the sum.
+    Slots that nobody owns may hold anything, and rows past the pool's end read some block. Where no query
+    looks, `_clean` must follow if the tile is multiplied by weights of 0: 0 * NaN would poison the sum.
     """
-    tile = get_at(pool, rows, jnp.nan).swapaxes(1, 2)
-    return tile.reshape(*tile.shape[:2], -1, tile.shape[-1]).astype(jnp.float32)
+    num_heads, block_size, head_dim = pool.shape[1:]
+    # A head's part of a block is one run of values, read head by head: no value is moved on its own.
+    runs = pool.reshape(-1, num_heads, block_size * head_dim)
+    tile = lax.optimization_barrier(jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, pool)))
+    tile = tile.reshape(*tile.shape[:3], block_size, head_dim)
+    return tile.reshape(num_heads, rows.shape[0], -1, head_dim).astype(jnp.float32)
 
 
 def _clean(tile: jax.Array, is_seen: jax.Array) -> jax.Array:
     """The tile with 0 where no query looks."""
-    return jnp.where(is_seen.any(axis=1)[:, None, :, None], tile, 0)
+    is_seen = is_seen.any(axis=1)
+    return run_if(~is_seen.all(), lambda tile: jnp.where(is_seen[:, :, None], tile, 0), tile)
 
 
 def _as_blocks(tile: jax.Array, block_size: int) -> jax.Array:
-    """`[r, h, n, d]` as the pool has it, `[r, b, h, s, d]`."""
-    num_rows, num_heads, _, head_dim = tile.shape
-    return tile.reshape(num_rows, num_heads, -1, block_size, head_dim).swapaxes(1, 2)
+    """`[h, r, n, d]` as the pool has it, `[r, b, h, s, d]`."""
+    num_heads, num_rows, _, head_dim = tile.shape
+    return jnp.moveaxis(tile.reshape(num_heads, num_rows, -1, block_size, head_dim), 0, 2)
 
 
 def _by_head(x: jax.Array) -> jax.Array:
-    """`[r, t, h, g, ...]` as `[r, h, m, ...]`."""
-    x = jnp.moveaxis(x, 2, 1)
+    """`[r, t, h, g, ...]` as `[h, r, m, ...]`."""
+    x = jnp.moveaxis(x, 2, 0)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _by_query(x: jax.Array, num_queries: int) -> jax.Array:
     """The inverse of `_by_head`, for `t = num_queries`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 1, 2)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 0, 2)
 
 
 def _repeated(queries: Queries, group_size: int) -> Queries:
@@ -112,8 +120,8 @@ def _repeated(queries: Queries, group_size: int) -> Queries:
 
 
 def _logits(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """f32[r, h, m, n] scaled (and capped) logits, and their derivative by the scaled product."""
-    logits = jnp.einsum("rhmd,rhnd->rhmn", q, k) * options.scale
+    """f32[h, r, m, n] scaled (and capped) logits, and their derivative by the scaled product."""
+    logits = jnp.einsum("hrmd,hrnd->hrmn", q, k) * options.scale
     if options.soft_cap is None:
         return logits, jnp.ones((), jnp.float32)
     capped = jnp.tanh(logits / options.soft_cap)
@@ -135,25 +143,27 @@ def forward(
     peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
     if sink_logits is not None:
         peak = peak * 0 + sink_logits
-    q, peak = _by_head(q.astype(jnp.float32)), _by_head(peak)
+    # A layer that does not exist reads NaN.
+    is_layer = (layer >= 0) & (layer < k_pool.shape[0] // options.num_blocks)
+    q, peak = _by_head(jnp.where(is_layer, q.astype(jnp.float32), jnp.nan)), _by_head(peak)
     tile_blocks = _tile_blocks(k_pool, block_table, q)
 
     def add_tile(i, state):
-        peak, total, out = state  # [r, h, m], [r, h, m], [r, h, m, d]
+        peak, total, out = state  # [h, r, m], [h, r, m], [h, r, m, d]
         rows, is_seen = _tile(options, k_pool, block_table, layer, queries, tile_blocks, i)
-        logits = jnp.where(is_seen[:, None], _logits(options, q, _load(k_pool, rows))[0], _MASKED)
+        logits = jnp.where(is_seen, _logits(options, q, _load(k_pool, rows))[0], _MASKED)
         new_peak = jnp.maximum(peak, logits.max(axis=-1))
         # Before a query's first key all of these are 1, and then decay to 0.
         weights = jnp.exp(logits - new_peak[..., None])
         decay = jnp.exp(peak - new_peak)
         total = total * decay + weights.sum(axis=-1)
         v = _clean(_load(v_pool, rows), is_seen)
-        return new_peak, total, out * decay[..., None] + jnp.einsum("rhmn,rhnd->rhmd", weights, v)
+        return new_peak, total, out * decay[..., None] + jnp.einsum("hrmn,hrnd->hrmd", weights, v)
 
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     num_tiles = _num_tiles(tile_blocks, queries)
     peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, jnp.zeros_like(q)))
-    is_empty = (peak <= _MASKED) | ~queries.is_query[:, None]
+    is_empty = (peak <= _MASKED) | ~queries.is_query
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
@@ -238,14 +248,13 @@ def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, o
         grad_q, grad_k, grad_v = state
         rows, is_seen = _tile(options, saved.k, saved.block_table, jnp.int32(0), queries, tile_blocks, i)
         k, v = (_clean(_load(pool, rows), is_seen) for pool in (saved.k, saved.v))
-        is_seen = is_seen[:, None]
         logits, slope = _logits(options, q32, k)
         weights = jnp.where(is_seen, jnp.exp(logits - safe_lse[..., None]), 0)
-        grad_logits = weights * (jnp.einsum("rhmd,rhnd->rhmn", grad_out, v) - delta[..., None])
+        grad_logits = weights * (jnp.einsum("hrmd,hrnd->hrmn", grad_out, v) - delta[..., None])
         grad_logits = jnp.where(is_seen, grad_logits * slope * options.scale, 0)
-        grad_q += jnp.einsum("rhmn,rhnd->rhmd", grad_logits, k)
-        tile_k = jnp.einsum("rhmn,rhmd->rhnd", grad_logits, q32)
-        tile_v = jnp.einsum("rhmn,rhmd->rhnd", weights, grad_out)
+        grad_q += jnp.einsum("hrmn,hrnd->hrmd", grad_logits, k)
+        tile_k = jnp.einsum("hrmn,hrmd->hrnd", grad_logits, q32)
+        tile_v = jnp.einsum("hrmn,hrmd->hrnd", weights, grad_out)
         if adds_to_pools:
             rows = get_at(saved.rows, rows, pool_grads[0].shape[0])
         grad_k = grad_k.at[rows].add(_as_blocks(tile_k, block_size), mode="drop")
@@ -256,7 +265,7 @@ def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, o
     adds_to_pools = pool_grads[0].dtype == jnp.float32
     sums = pool_grads
     if not adds_to_pools:
-        start = functools.partial(zeros_after, grad_out[0, :, 0, 0], dtype=jnp.float32)
+        start = functools.partial(zeros_after, grad_out[:, 0, 0, 0], dtype=jnp.float32)
         sums = tuple(start(shape=blocks.shape) for blocks in (saved.k, saved.v))
     num_tiles = _num_tiles(tile_blocks, queries)
     grad_q, *sums = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *sums))

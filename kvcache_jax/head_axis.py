@@ -1,14 +1,15 @@
-"""Kernels on pools whose heads are split over a mesh: each device runs them on its own heads.
+"""Pools whose heads are split over a mesh: each device works on its own heads.
 
-XLA cannot split a kernel by itself and would gather the pool. Which axis splits the heads is known from the
-pool's type where mesh axes are explicit, and else from `CacheConfig.head_axis`.
+XLA cannot split a kernel by itself and would gather the pool, so `over_heads` does. Which axis splits the
+heads is known from the pool's type where mesh axes are explicit, and else from `CacheConfig.head_axis`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def over_heads(
@@ -43,12 +44,24 @@ def num_local_heads(pool: jax.Array, head_axis: str | None) -> int:
 def _axis_to_map(pool: jax.Array, head_axis: str | None) -> str | None:
     """The axis that splits the heads, None if there is none or the caller maps over it already."""
     mesh = jax.sharding.get_abstract_mesh()
-    spec = jax.typeof(pool).sharding.spec
-    axis = spec[1] if len(spec) > 1 and spec[1] is not None else head_axis
+    axis = _axis_of_type(pool) or head_axis
     if axis is None or axis in mesh.manual_axes:
         return None
     check_in_mesh(axis)
     return axis
+
+
+def for_each_head(array: jax.Array, pool: jax.Array) -> jax.Array:
+    """The array once per head, `[heads, ...]`, split as the pool's heads are where its type tells."""
+    axis = _axis_of_type(pool)
+    split = None if axis is None else NamedSharding(jax.typeof(pool).sharding.mesh, PartitionSpec(axis))
+    return jnp.broadcast_to(array, (pool.shape[1], *array.shape), out_sharding=split)
+
+
+def _axis_of_type(pool: jax.Array) -> str | None:
+    """The axis that splits the heads, if the pool's type tells."""
+    spec = jax.typeof(pool).sharding.spec
+    return spec[1] if len(spec) > 1 else None
 
 
 def check_in_mesh(axis: str) -> None:
