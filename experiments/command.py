@@ -8,6 +8,7 @@ if not fits(options):
 """
 
 import argparse
+import errno
 import io
 import math
 import os
@@ -117,11 +118,13 @@ def wants_color(no_color: bool) -> bool:
     """On in a terminal; NO_COLOR and FORCE_COLOR (any text) decide before it, --no-color before them."""
     if no_color or os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Ends the process with `main`'s exit code; quietly on Ctrl-C and when nobody reads the output."""
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
@@ -130,10 +133,20 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # Python flushes standard output once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         code = 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _forget_output()
+        print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
+        code = 1
     sys.exit(code)
+
+
+def _forget_output() -> None:
+    """Python flushes standard output once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _range(least: float, most: float | None, is_above: bool = False) -> str:

@@ -147,6 +147,10 @@ def warm_up(job: Job) -> float:
             sizes = [2**i for i in range(most.bit_length())] if fewer else []
             for num_prompts in {most, *sizes}:
                 generate(job, prompts[:num_prompts], max_new_tokens=2)
+            if job.config.enable_prefix_caching:
+                # Asked of prompts that share blocks.
+                tokens = np.zeros((1, job.config.max_seq_len), np.int32)
+                kv.lookup(kv.init(job.config, storage=False), tokens, [1])
     except NotImplementedError as error:
         raise InputError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:

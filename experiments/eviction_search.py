@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--trace", type=Path, nargs="+", required=True, metavar="FILE", help="see experiments/traces.py"
     )
     parser.add_argument(
-        "--tokens-per-id", type=command.integer(1), default=512, metavar="N", help="default: 512"
+        "--tokens-per-id", type=command.integer(1, 2**31 - 1), default=512, metavar="N", help="default: 512"
     )
     parser.add_argument(
         "--replay", action="store_true", help="also replay what the library has through the cache itself"

@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--eviction-batch", type=command.integer(1), default=1, metavar="N", help="default: 1, exact"
     )
     parser.add_argument(
-        "--tokens-per-id", type=command.integer(1), default=512, metavar="N", help="default: 512"
+        "--tokens-per-id", type=command.integer(1, 2**31 - 1), default=512, metavar="N", help="default: 512"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw rate by size")

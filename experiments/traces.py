@@ -76,7 +76,7 @@ def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
     """(hash_ids, input_length) of one request."""
     try:
         request = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # the first also of an integer of too many digits
         raise InputError(f"{where} is {line[:40]!r}, expected a JSON object: {SOURCE}") from None
     request = request if isinstance(request, dict) else {}
     ids, length = request.get("hash_ids"), request.get("input_length")

@@ -64,6 +64,8 @@ class Checkpoints:
         if step is None:
             raise _no_state(self.folder)
         stored = self._read(step, "settings", ocp.args.JsonRestore())
+        if not isinstance(stored, dict):
+            raise self._broken(step, "settings", f"they are {stored!r}")
         for name in sorted(stored.keys() | self.settings.keys()):
             was, now = stored.get(name), self.settings.get(name)
             if was != now:
@@ -79,12 +81,15 @@ class Checkpoints:
     def _read(self, step: int, item: str, how: ocp.args.CheckpointArgs) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise TrainingError(
-                f"the {item} in {self.folder}, step {step}, cannot be read ({reason}): delete the folder and "
-                "start without --resume"
-            ) from error
+        except Exception as error:  # Orbax raises all kinds, bare ones among them
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise self._broken(step, item, reason) from error
+
+    def _broken(self, step: int, item: str, reason: str) -> TrainingError:
+        return TrainingError(
+            f"the {item} in {self.folder}, step {step}, cannot be read ({reason}): delete the folder and "
+            "start without --resume"
+        )
 
     def save(self, step: int, state: Any) -> None:
         """Keeps a pytree of arrays; it is whole on disk when this returns."""

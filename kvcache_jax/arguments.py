@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.state import Cache, KVPool, Step
+from kvcache_jax.static_numbers import as_integer
 
 IntRows = ArrayLike | Sequence[int]
 """What row operations accept for an i32[n]."""
@@ -40,9 +42,18 @@ def int_scalar(name: str, value: Any) -> jax.Array:
     return int_column(name, value[None] if isinstance(value, jax.Array) else [value])[0]
 
 
+def as_array(name: str, values: Any) -> jax.Array | np.ndarray:
+    """`values` as they are, or in numpy if they are Python's."""
+    if isinstance(values, jax.Array):
+        return values
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(f"{name} is no array ({error}), expected rows of one length: pad them") from None
+
+
 def _integers(name: str, values: Any) -> jax.Array | np.ndarray:
-    if not isinstance(values, jax.Array):
-        values = np.asarray(values)
+    values = as_array(name, values)
     if values.size == 0:
         raise ValueError(f"{name} is empty, expected at least one row")
     if not jnp.issubdtype(values.dtype, np.integer):
@@ -92,7 +103,7 @@ def host_tokens(name: str, values: Any) -> np.ndarray:
     """The tokens of one sequence in numpy, i32[n]; there may be none."""
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
-    values = np.asarray(values)
+    values = np.asarray(as_array(name, values))
     if values.ndim != 1:
         raise ValueError(f"{name} has shape {values.shape}, expected one sequence of token ids, [n]")
     return np.asarray(_words(name, values)) if len(values) else np.zeros(0, np.int32)
@@ -111,8 +122,7 @@ def item_spans(values: Any, num_rows: int) -> jax.Array:
     """Multimodal items of every row, i32[num_rows, I, 2]; None is no item."""
     if values is None:
         return jnp.zeros((num_rows, 0, 2), jnp.int32)
-    if not isinstance(values, jax.Array):
-        values = np.asarray(values)
+    values = as_array("items", values)
     if values.ndim != 3 or values.shape[0] != num_rows or values.shape[2] != 2:
         raise ValueError(
             f"items has shape {values.shape}, expected ({num_rows}, any, 2): the first position and the end "
@@ -127,24 +137,46 @@ def namespace_words(values: Any, num_rows: int) -> jax.Array:
     """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
     if values is None:
         return jnp.zeros((num_rows, 4), jnp.uint32)
-    values = jnp.asarray(values)
-    if values.dtype != jnp.uint32 or values.shape not in ((4,), (num_rows, 4)):
+    values = as_array("namespace", values)
+    if values.dtype != np.uint32 or values.shape not in ((4,), (num_rows, 4)):
         raise ValueError(
-            f"namespace is {values.dtype}{values.shape}, expected uint32 (4,) or ({num_rows}, 4)"
+            f"namespace is {values.dtype}{values.shape}, expected uint32 (4,) or ({num_rows}, 4): "
+            "make one of names with kvcache_jax.namespace(tenant=...)"
         )
-    return jnp.broadcast_to(values, (num_rows, 4))
+    return jnp.broadcast_to(jnp.asarray(values), (num_rows, 4))
+
+
+def flags(name: str, values: Any, num_rows: int) -> jax.Array:
+    """bool[num_rows] of one flag for all rows or one per row."""
+    values = as_array(name, values)
+    if values.dtype != bool or values.shape not in ((), (num_rows,)):
+        raise ValueError(f"{name} is {values.dtype}{values.shape}, expected bool () or ({num_rows},)")
+    return jnp.broadcast_to(jnp.asarray(values), (num_rows,))
+
+
+def share(name: str, value: Any) -> jax.Array:
+    """A number from 0 to 1 as f32[]; one that is traced is not looked at."""
+    value = as_array(name, value)
+    if value.shape or not jnp.isdtype(value.dtype, ("real floating", "integral")):
+        raise TypeError(f"{name} is {value.dtype}{list(value.shape)}, expected one number from 0 to 1")
+    if not isinstance(value, Tracer) and not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}, expected 0 <= {name} <= 1")
+    return jnp.asarray(value).astype(jnp.float32)
 
 
 def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array]:
     """(group, i32[] index in the group) of `layer`: an int, a traced index, or `(group, index)`."""
     if isinstance(layer, tuple):
-        group_id, index = layer
+        if len(layer) != 2:
+            raise ValueError(f"layer is {layer!r}, expected two integers: (group, index in the group)")
+        group_id, index = as_integer("group", layer[0]), layer[1]
         if not 0 <= group_id < len(config.groups):
             raise ValueError(f"group is {group_id}, expected 0 <= group < {len(config.groups)}")
-    elif isinstance(layer, int | np.integer):
+    elif isinstance(layer, int | np.integer) and not isinstance(layer, bool):
         group_id, index = config.locate(int(layer))
     else:
         group_id, index = 0, layer
+        _require_index(layer, index)
         if len(config.groups) > 1:
             raise ValueError(
                 f"layer is an array and the config has {len(config.groups)} layer groups, "
@@ -153,14 +185,21 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array]:
     num_layers = config.groups[group_id].num_layers
     if isinstance(index, int | np.integer) and not 0 <= index < num_layers:
         raise ValueError(f"index in group {group_id} is {index}, expected 0 <= index < {num_layers}")
-    index = jnp.asarray(index)
-    if index.shape or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(f"layer is {index.dtype}{list(index.shape)}, expected an integer scalar")
-    index = index.astype(jnp.int32)
+    _require_index(layer, index)
+    index = jnp.asarray(index).astype(jnp.int32)
     # A traced index out of range must not reach another layer: past the end, writes are dropped and
     # reads are NaN. A `checkify.debug_check` would say more, and no program with one can be exported.
     is_layer = (index >= 0) & (index < num_layers)
     return group_id, jnp.where(is_layer, index, num_layers)
+
+
+def _require_index(layer: Any, index: Any) -> None:
+    """Refuses what is no integer, or several."""
+    array = as_array("layer", index)
+    if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
+        is_array = isinstance(index, jax.Array | np.ndarray)
+        kind = f"{array.dtype}{list(array.shape)}" if is_array else repr(layer)
+        raise TypeError(f"layer is {kind}, expected an integer, or (group, index in the group)")
 
 
 def pool_of(cache: Cache, group_id: int) -> KVPool:
@@ -203,15 +242,36 @@ def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
     check(jax.lax.stop_gradient(values), cache.control.clock)
 
 
+def require_step(step: Any, cache: Cache) -> None:
+    """Refuses what is not a `Step`, or one of a cache with other layer groups."""
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step is a {type(step).__name__}, expected the Step that extend returns beside the cache"
+        )
+    if len(step.slots) != len(cache.config.groups):
+        raise ValueError(
+            f"step has {len(step.slots)} layer groups, expected {len(cache.config.groups)}, those of the "
+            "cache: pass the step that extend returned with it"
+        )
+
+
+def require_floats(name: str, values: Any) -> None:
+    """Refuses what is not an array of floating dtype."""
+    if not isinstance(values, jax.Array | np.ndarray):
+        raise TypeError(f"{name} is a {type(values).__name__}, expected an array")
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
+
+
 def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
     """Checks the keys and values of one layer against the step and the pool."""
+    require_step(step, cache)
     expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
     for name, values in (("k", k), ("v", v)):
+        require_floats(name, values)
         if values.shape != expected:
             raise ValueError(
                 f"{name} has shape {values.shape}, expected {expected}: "
                 "the step's tokens, num_kv_heads, head_dim"
             )
-        if not jnp.issubdtype(values.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
         refuse_shared_cache(name, values, cache)

@@ -16,6 +16,7 @@ from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import SlidingWindow
 from kvcache_jax.queries import queries_of
 from kvcache_jax.state import Cache, KVPool, Step
+from kvcache_jax.static_numbers import finite_number
 
 AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -111,6 +112,8 @@ def _attend(
     group_id, index = arguments.locate_layer(cache.config, layer)
     group, pool = cache.config.groups[group_id], arguments.pool_of(cache, group_id)
     num_kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
+    arguments.require_step(step, cache)
+    arguments.require_floats("q", q)
     _check_queries(q, step, num_kv_heads, head_dim)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
     arguments.refuse_shared_cache("q", q, cache)
@@ -156,21 +159,25 @@ def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -
             f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', head_dim)} "
             f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
         )
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"q has dtype {q.dtype}, expected a floating dtype")
 
 
 def _check_options(scale: Any, soft_cap: Any, sink_logits: Any, num_q_heads: int) -> None:
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if isinstance(value, Tracer):
             raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
-        if value is not None and not _is_number(value):
+        if value is None:
+            continue
+        if np.ndim(value) or not jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral")):
             raise TypeError(f"{name} is {value!r}, expected a Python number or None")
+        finite_number(name, np.asarray(value)[()])
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
-    if sink_logits is not None and (shape := np.shape(sink_logits)) != (num_q_heads,):
-        raise ValueError(f"sink_logits has shape {shape}, expected ({num_q_heads},), one per query head")
-
-
-def _is_number(value: Any) -> bool:
-    return np.ndim(value) == 0 and jnp.isdtype(np.asarray(value).dtype, ("real floating", "integral"))
+    if sink_logits is None:
+        return
+    sink_logits = arguments.as_array("sink_logits", sink_logits)
+    if sink_logits.shape != (num_q_heads,):
+        raise ValueError(
+            f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
+        )
+    if not jnp.isdtype(sink_logits.dtype, ("real floating", "integral")):
+        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected a floating dtype")

@@ -46,7 +46,7 @@ def _tile(
     behind_sinks = queries.first_column[:, None] + nth - options.num_sink_blocks
     column = jnp.where(nth < options.num_sink_blocks, nth, behind_sinks)
     is_read = nth < queries.num_columns[:, None]
-    block_ids = get_at(block_table, (queries.table_row[:, None], column), options.num_blocks)
+    block_ids = get_at(block_table, (queries.table_row[:, None], column))
     block_ids = jnp.where(is_read, block_ids, options.num_blocks)
     rows = block_rows(block_ids, layer, options.num_blocks, pool.shape[0])
 
@@ -233,9 +233,11 @@ def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, o
     pool_grads, grad_out, grad_lse = grads
     options = dataclasses.replace(options, num_blocks=saved.rows.shape[0])
     num_queries, block_size = q.shape[1], saved.k.shape[2]
+    # Padding may hold anything, and 0 * NaN would poison the keys' gradient.
+    q32 = jnp.where(queries.is_query[:, :, None, None, None], q.astype(jnp.float32), 0)
     queries = _repeated(queries._replace(table_row=saved.table_row), q.shape[3])
     q32, out, lse, grad_out, grad_lse = (
-        _by_head(x.astype(jnp.float32)) for x in (q, out, lse, grad_out, grad_lse)
+        _by_head(x.astype(jnp.float32)) for x in (q32, out, lse, grad_out, grad_lse)
     )
     is_empty = jnp.isneginf(lse)
     safe_lse = jnp.where(is_empty, 0, lse)

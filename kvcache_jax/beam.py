@@ -17,9 +17,9 @@ from kvcache_jax.cache import allocate, extend, fork, reorder
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_host import Look, Stopwatch, look_at
 from kvcache_jax.decode_loop import Forward, prefill
-from kvcache_jax.integers import static_count
 from kvcache_jax.sampling import without_nan
 from kvcache_jax.state import Cache
+from kvcache_jax.static_numbers import static_count
 from kvcache_jax.status import Status, raise_for_status
 
 _NEVER = -1e30

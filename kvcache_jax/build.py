@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax import implementations
 from kvcache_jax.cache_form import takes_one
-from kvcache_jax.config import CacheConfig
+from kvcache_jax.config import CacheConfig, require_config
 from kvcache_jax.empty_state import empty_control, empty_pools
 from kvcache_jax.head_axis import check_in_mesh
 from kvcache_jax.memory_plan import describe
 from kvcache_jax.state import Cache, Control
+from kvcache_jax.static_numbers import static_flag
 
 _log = logging.getLogger("kvcache_jax")
 _DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)
@@ -37,6 +38,7 @@ def init(
       A cache with all rows idle, all blocks free and all keys and values 0.
 
     Raises:
+      TypeError: `config` is something else.
       ValueError: `sharding` splits another axis than the heads, or the heads over another mesh axis than
         `config.head_axis`; or the current mesh does not have that.
 
@@ -46,6 +48,8 @@ def init(
       Cache(1 groups, 1 layers, float32; blocks 0/4 used, 0 B of 4.0 KiB; rows 0/2 active;
         allocations 0, forks 0, frees 0, copies 0)
     """
+    require_config("init", config)
+    static_flag("storage", storage)
     if sharding is None and config.head_axis is not None:
         check_in_mesh(config.head_axis)
         sharding = PartitionSpec(None, config.head_axis, None, None)

@@ -25,9 +25,9 @@ from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
 from kvcache_jax.indexing import get_at
-from kvcache_jax.integers import static_count
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
+from kvcache_jax.static_numbers import static_count
 
 
 def donate(fn: Callable) -> Callable:
@@ -106,7 +106,7 @@ def allocate(
         namespace=arguments.namespace_words(namespace, num_rows),
         priority=priority,
         tokens=tokens,
-        reuse=jnp.broadcast_to(jnp.asarray(reuse, bool), (num_rows,)),
+        reuse=arguments.flags("reuse", reuse, num_rows),
         items=arguments.item_spans(items, num_rows),
     )
     cache, (status, num_cached) = _on_rows(rows.allocate_row, cache, seq_ids, prompts)

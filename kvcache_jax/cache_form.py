@@ -54,13 +54,19 @@ def require_values(caller: str, cache: Cache) -> None:
 
 
 def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
-    """`require_one` for an operation whose first argument is the cache, when it is called or traced."""
+    """One cache for an operation whose first argument it is, asked when that is called or traced."""
 
     @functools.wraps(operation)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         cache: Any = args[0] if args else kwargs.get("cache")
-        if cache is not None:
-            require_one(operation.__name__, cache)
+        if args or "cache" in kwargs:
+            name = getattr(operation, "__name__", "the operation")
+            if not isinstance(cache, Cache):
+                raise TypeError(
+                    f"{name} got a {type(cache).__name__}, expected a Cache: the one that init built, or the "
+                    "first of what an operation returned"
+                )
+            require_one(name, cache)
         return operation(*args, **kwargs)
 
     return checked

@@ -66,7 +66,7 @@ class CacheHolder:
         self._forget = forget
         self._step_fns: collections.OrderedDict[Callable, Callable] = collections.OrderedDict()
         self._lock = threading.RLock()
-        self._is_running = False
+        self._is_running = self._is_kept = False
 
     @contextlib.contextmanager
     def turn(self, operation: str) -> Iterator[Cache]:
@@ -81,6 +81,15 @@ class CacheHolder:
                 raise ManagerClosed(f"{operation} was called on a manager that is closed")
             yield self.cache
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within a turn: the cache is given to no step."""
+        was_kept, self._is_kept = self._is_kept, True
+        try:
+            yield
+        finally:
+            self._is_kept = was_kept
+
     def on_control(self, program: Callable, *args: Any) -> tuple[Cache, Any]:
         """What `program(cache, *args) -> (cache, result)` makes of the control state; the result in numpy.
 
@@ -92,6 +101,8 @@ class CacheHolder:
 
     def step(self, program: Callable, *args: Any) -> Any:
         """Gives the cache to a jitted `program(cache, *args) -> (cache, result)`; keeps what it returns."""
+        if self._is_kept:
+            raise ManagerBusy("run was called by a question that looks at the cache, expected it after query")
         cache = self.cache
         self._is_running = True
         try:
@@ -108,13 +119,14 @@ class CacheHolder:
 
     def compiled(self, step_fn: Callable) -> Callable:
         """`step_fn` jitted with the cache donated; the same object for the same function."""
+        if not (callable(step_fn) and isinstance(step_fn, Hashable)):
+            raise TypeError(
+                f"step_fn is {step_fn!r}, expected a function (cache, *args) -> (cache, result) "
+                "that can be hashed"
+            )
         if step_fn in self._step_fns:
             self._step_fns.move_to_end(step_fn)
         else:
-            if not callable(step_fn):
-                raise TypeError(
-                    f"step_fn is {step_fn!r}, expected a function (cache, *args) -> (cache, result)"
-                )
             self._step_fns[step_fn] = jax.jit(_checked(step_fn), donate_argnums=0)
             if len(self._step_fns) > _MAX_STEP_FNS:
                 self._step_fns.popitem(last=False)
@@ -167,6 +179,8 @@ def _checked(step_fn: Callable) -> Callable:
         result = step_fn(cache, *args)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Cache)):
             raise TypeError(f"step_fn returned a {type(result).__name__}, expected a tuple (cache, result)")
+        if result[0].config != cache.config:
+            raise TypeError("step_fn returned a cache of another config, expected that of its argument")
         got, expected = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (result[0], cache))
         if got != expected and jax.tree.leaves(got) != jax.tree.leaves(expected):
             raise TypeError(

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.eviction_policy import LRU, eviction_policies
-from kvcache_jax.integers import static_count
+from kvcache_jax.static_numbers import static_count, static_flag
 
 _MAX_INDEX = 2**31
 DTYPES = ("float32", "bfloat16", "float16")
@@ -68,6 +68,12 @@ class SlidingWindow(LayerKind):
         super().__post_init__()
         _check_positive(self, "window")
         _check_not_negative(self, "num_sink_tokens", "max_rollback")
+        reach = self.window + self.max_rollback
+        if reach >= _MAX_INDEX:
+            raise ValueError(
+                f"window + max_rollback is {reach}, expected below 2**31, as far as 32-bit positions reach; "
+                f"lower window = {self.window} or max_rollback = {self.max_rollback}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +175,8 @@ class CacheConfig:
                 f"layers is one {self.layers!r}, expected a sequence with one entry per model layer: "
                 "write [kind] * num_layers"
             )
+        if not isinstance(self.layers, Iterable):
+            raise TypeError(f"layers is {self.layers!r}, expected a sequence with one entry per model layer")
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise ValueError("layers is empty, expected one entry per model layer")
@@ -176,6 +184,7 @@ class CacheConfig:
             if not isinstance(kind, FullAttention | SlidingWindow):
                 raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
         _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
+        static_flag("enable_prefix_caching", self.enable_prefix_caching)
         _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         object.__setattr__(self, "dtype", _storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
@@ -267,8 +276,17 @@ class CacheConfig:
         )
 
 
+def require_config(caller: str, config: Any) -> None:
+    """Refuses what is no `CacheConfig`."""
+    if not isinstance(config, CacheConfig):
+        raise TypeError(
+            f"{caller} got a {type(config).__name__}, expected a CacheConfig; cache.config is one"
+        )
+
+
 def memory_bytes(config: CacheConfig) -> int:
     """Bytes of the keys and values of all groups; the control state comes on top (see `describe`)."""
+    require_config("memory_bytes", config)
     return sum(group.num_blocks * group.block_bytes for group in config.groups)
 
 
@@ -330,17 +348,16 @@ def _check_indices(group: LayerGroup) -> None:
             )
 
 
-def _check_count(owner: Any, name: str, least: int) -> int:
+def _check_count(owner: Any, name: str, least: int) -> None:
     value = static_count(name, getattr(owner, name), least)
+    if value >= _MAX_INDEX and name != "memory_budget":
+        raise ValueError(f"{name} is {value}, expected below 2**31")
     object.__setattr__(owner, name, value)
-    return value
 
 
 def _check_positive(owner: Any, *names: str) -> None:
     for name in names:
-        value = _check_count(owner, name, least=1)
-        if value >= _MAX_INDEX and name != "memory_budget":
-            raise ValueError(f"{name} is {value}, expected below 2**31")
+        _check_count(owner, name, least=1)
 
 
 def _check_positive_or_none(owner: Any, *names: str) -> None:

@@ -17,10 +17,10 @@ from kvcache_jax.cache import allocate, fork
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward, Phase
-from kvcache_jax.integers import static_count
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.sampling import sampling_params
 from kvcache_jax.state import Cache
+from kvcache_jax.static_numbers import static_count
 from kvcache_jax.status import Status
 
 
@@ -228,7 +228,7 @@ def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options)
         length=jnp.zeros(rows, jnp.int32),
         max_len=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros((rows, width), jnp.float32),
-        phase=jnp.full(rows, Phase.IDLE, jnp.int32),
+        phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # weakly typed with an enum
         sampling=sampling_params(rows, **options),
         stop_tokens=stops,
         num_steps=jnp.int32(0),

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from kvcache_jax.arguments import host_tokens
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.integers import static_count
+from kvcache_jax.static_numbers import finite_number, static_count
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STEPS_WHILE_WATCHED = 8
@@ -39,17 +39,6 @@ def check_model(caller: str, forward: Any, *values: Any) -> None:
             f"forward is a {type(forward).__name__} and cannot be hashed ({error}), expected a function or "
             "an object that can be: pass its method, or make it a @dataclass(frozen=True) or (eq=False)"
         ) from None
-
-
-def finite_number(name: str, value: Any) -> float:
-    """`value` as a Python float that is neither NaN nor infinite."""
-    try:
-        number = float(value) if isinstance(value, int | float | np.number) else math.nan
-    except OverflowError:  # of an int
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {value!r}, expected a finite number")
-    return number
 
 
 def usable_length_penalty(value: Any, max_new_tokens: int) -> float:

@@ -169,19 +169,27 @@ def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
         cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
         return forward(params, zeros[:, None], cache, step)
 
-    result = jax.eval_shape(one_token, params, cache)
+    return width_of(jax.eval_shape(one_token, params, cache), cache.max_seqs, 1)
+
+
+def width_of(result: Any, num_rows: int, num_tokens: int) -> int:
+    """Width of the logits among what `forward` returned, arrays or their shapes, for a padded step.
+
+    Raises:
+      TypeError: it is something else than logits and the cache.
+    """
     parts = result if isinstance(result, tuple) else (result,)
-    is_array = [isinstance(part, jax.ShapeDtypeStruct) for part in parts]
+    is_array = [isinstance(part, jax.ShapeDtypeStruct | jax.Array) for part in parts]
     kinds = [
         f"{part.dtype}{list(part.shape)}" if is_one else type(part).__name__
         for part, is_one in zip(parts, is_array, strict=True)
     ]
     if not (len(parts) == 2 and is_array[0] and isinstance(parts[1], Cache)):
         raise TypeError(f"forward returned ({', '.join(kinds)}), expected (logits, cache)")
-    logits, width = parts[0], (cache.max_seqs, 1)
-    if logits.ndim != 3 or logits.shape[:2] != width or not jnp.issubdtype(logits.dtype, jnp.floating):
+    logits, shape = parts[0], (num_rows, num_tokens)
+    if logits.ndim != 3 or logits.shape[:2] != shape or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(
-            f"forward returned logits {kinds[0]} for tokens int32{list(width)}, expected floats "
+            f"forward returned logits {kinds[0]} for tokens int32{list(shape)}, expected floats "
             "[n, T, vocab] for tokens [n, T]"
         )
     return logits.shape[2]

@@ -6,11 +6,12 @@ most valuable descendant. `lru` is the exception: it is the order of release its
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class BlockMetadata(NamedTuple):
@@ -78,19 +79,26 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name is {name!r}, expected a str: write @eviction_policy('name', needs=[...])")
-    if name in _policies or name == LRU:
-        raise ValueError(
-            f"there is an eviction policy {name!r} already, expected a new name: compiled programs go by it"
-        )
-    unknown = sorted(set(needs) - OPTIONAL_METADATA)
-    if isinstance(needs, str) or unknown:
+    _require_new(name)
+    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
+    if not is_list or not all(isinstance(field, str) and field in OPTIONAL_METADATA for field in needs):
         raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
 
     def register(key: EvictionKey) -> EvictionKey:
+        if not callable(key):
+            raise TypeError(f"the policy {name!r} is {key!r}, expected a function of BlockMetadata")
+        _require_new(name)
         _policies[name] = _Policy(key, frozenset(needs))
         return key
 
     return register
+
+
+def _require_new(name: str) -> None:
+    if name in _policies or name == LRU:
+        raise ValueError(
+            f"there is an eviction policy {name!r} already, expected a new name: compiled programs go by it"
+        )
 
 
 def eviction_policies() -> tuple[str, ...]:
@@ -118,10 +126,10 @@ def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
     policy = _policies[name]
     try:
         keys = policy.key(blocks)
-        if keys is None:
+        if not isinstance(keys, jax.Array | np.ndarray):
             raise TypeError(
-                f"eviction policy {name!r} returned None, expected a key per block: "
-                "it must return one, and name in needs= what it reads"
+                f"eviction policy {name!r} returned a {type(keys).__name__}, expected an array of a key per "
+                "block: it must return one, and name in needs= what it reads"
             )
         keys = jnp.asarray(keys)
     except Exception as error:

@@ -9,6 +9,7 @@ from kvcache_jax import arguments
 from kvcache_jax.cache_form import require_values
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.state import Cache
+from kvcache_jax.static_numbers import static_count
 
 
 def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace: Any = None) -> str:
@@ -43,8 +44,7 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
     require_values("explain", cache)
     tokens = arguments.host_tokens("tokens", tokens)
     num_tokens = len(tokens) if num_tokens is None else num_tokens
-    if not 0 <= num_tokens <= len(tokens):
-        raise ValueError(f"num_tokens is {num_tokens}, expected 0 <= num_tokens <= {len(tokens)} tokens")
+    num_tokens = static_count("num_tokens", num_tokens, 0, most=len(tokens), most_name="tokens")
     words = np.asarray(arguments.namespace_words(namespace, 1))[0]
     if cache.control.prefix_index is None:
         return (

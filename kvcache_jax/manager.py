@@ -20,7 +20,6 @@ from kvcache_jax import manager_errors as errors
 from kvcache_jax import manager_programs as programs
 from kvcache_jax.cache_holder import CacheHolder
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.integers import as_integer
 from kvcache_jax.manager_requests import (
     TO_THE_END,
     Batch,
@@ -34,6 +33,7 @@ from kvcache_jax.manager_requests import (
 from kvcache_jax.manager_rows import Figures, RequestRows
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.state import Cache
+from kvcache_jax.static_numbers import as_integer
 from kvcache_jax.status import Status
 
 _log = logging.getLogger("kvcache_jax")
@@ -288,9 +288,12 @@ class CacheManager:
     def query[T](self, question: Callable[..., T], *args: Any) -> T:
         """`question(cache, *args)`, while nobody changes the cache: `manager.query(kv.check_invariants)`.
 
-        The answer must not hold the cache or its arrays: the next step is given them.
+        The answer must not hold the cache or its arrays: the next step is given them. So the question cannot
+        `run` one.
         """
-        with self._holder.turn("query") as cache:
+        if not callable(question):
+            raise TypeError(f"question is {question!r}, expected a function of the cache")
+        with self._holder.turn("query") as cache, self._holder.kept():
             return question(cache, *args)
 
     # --- questions ---

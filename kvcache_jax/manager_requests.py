@@ -9,9 +9,9 @@ import numpy as np
 
 from kvcache_jax import arguments
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.integers import as_integer, static_count
 from kvcache_jax.rows import Prompt
 from kvcache_jax.state import Step
+from kvcache_jax.static_numbers import as_integer, static_count
 
 TO_THE_END = np.iinfo(np.int32).max
 
@@ -74,7 +74,9 @@ def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
         widths = [1]
         while widths[-1] < limit:
             widths.append(min(max(16, 4 * widths[-1]), limit))
-    if not widths:
+    if not isinstance(widths, Sequence | np.ndarray):
+        raise TypeError(f"widths is {widths!r}, expected a list of integers")
+    if not len(widths):
         raise ValueError("widths is empty, expected at least one")
     for width in widths:
         static_count("each of widths", width, most=limit, most_name="max_query_len")

@@ -25,11 +25,16 @@ class RequestRows:
         return iter(self._rows)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        return request_id in self._rows
+        try:
+            return request_id in self._rows
+        except TypeError as error:
+            raise TypeError(
+                f"request_id is {request_id!r} ({error}), expected an id that can be hashed, such as a string"
+            ) from None
 
     def row(self, request_id: Hashable) -> int:
         """The row of a request that there is."""
-        if request_id not in self._rows:
+        if request_id not in self:
             raise errors.unknown(request_id, len(self._rows))
         return self._rows[request_id]
 

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.config import CacheConfig, SlidingWindow, format_bytes, memory_bytes
+from kvcache_jax.config import CacheConfig, SlidingWindow, format_bytes, memory_bytes, require_config
 from kvcache_jax.empty_state import empty_control
 
 
@@ -27,6 +27,7 @@ def describe(config: CacheConfig) -> str:
       FullAttention x 4 layers: 256 blocks of 16 tokens, 2 heads x 64, float32, 64.0 KiB a block, 16.0 MiB
       16 rows of at most 8192 tokens; keys and values 16.0 MiB, control state 34.6 KiB
     """
+    require_config("describe", config)
     lines = []
     for group in config.groups:
         kind = group.kind

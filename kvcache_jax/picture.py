@@ -20,8 +20,8 @@ from kvcache_jax.block_view import (
     row_rgb,
 )
 from kvcache_jax.config import SlidingWindow, ceil_div
-from kvcache_jax.integers import as_integer, static_count
 from kvcache_jax.state import Cache
+from kvcache_jax.static_numbers import as_integer, static_count
 
 _GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
 # Bounds of a picture, whatever the size of the cache.

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax import block_pool, rows
+from kvcache_jax import arguments, block_pool, rows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import num_true
-from kvcache_jax.integers import static_count
 from kvcache_jax.state import Cache, Control
+from kvcache_jax.static_numbers import static_count
 
 _ROW_POLICIES = ("lru", "lfu", "longest", "priority")
 
@@ -66,7 +66,7 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
       The cache and i32[max_seqs], the rows that were freed, in that order, then `max_seqs`.
 
     Raises:
-      ValueError: there is no such policy, or `target` is not from 0 to 1.
+      ValueError, TypeError: there is no such policy, or `target` is not from 0 to 1 (unless it is traced).
 
     Example:
       >>> import kvcache_jax as kv
@@ -77,9 +77,7 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
       ([1, 4, 4, 4], 0.375)
     """
     _check_policy(policy)
-    if isinstance(target, int | float) and not 0 <= target <= 1:
-        raise ValueError(f"target is {target}, expected 0 <= target <= 1")
-    target = jnp.asarray(target, jnp.float32)
+    target = arguments.share("target", target)
     control, dropped = _evict_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), dropped
 

@@ -18,9 +18,9 @@ from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.empty_state import empty_index
 from kvcache_jax.indexing import num_true
-from kvcache_jax.integers import static_count
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control
+from kvcache_jax.static_numbers import static_count
 
 
 def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
@@ -70,6 +70,8 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
       True
     """
     num_tokens = static_count("num_tokens", num_tokens, least=0)
+    if not isinstance(item, bytes | bytearray | memoryview):
+        raise TypeError(f"item is a {type(item).__name__}, expected the item's bytes")
     words = np.frombuffer(hashlib.shake_128(item).digest(4 * num_tokens), "<u4")
     return (words | np.uint32(1 << 31)).view(np.int32)
 

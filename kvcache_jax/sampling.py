@@ -16,8 +16,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from kvcache_jax.indexing import num_true
-from kvcache_jax.integers import static_count
 from kvcache_jax.pytree import pytree_dataclass
+from kvcache_jax.static_numbers import static_count
 
 _FLOAT32 = np.finfo(np.float32)
 

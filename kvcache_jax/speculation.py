@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.indexing import get_at
-from kvcache_jax.integers import static_count
 from kvcache_jax.sampling import with_shape
+from kvcache_jax.static_numbers import static_count
 
 # Folded into a key to verify drafts with: callers draw the drafts from the key itself, or from its splits and
 # small folds, which are the same (`split(key)[1]` is `fold_in(key, 1)`), and must not share their bits.

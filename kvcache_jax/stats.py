@@ -11,10 +11,10 @@ from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import LayerGroup
 from kvcache_jax.indexing import get_at, num_true
-from kvcache_jax.integers import static_count
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.rows import num_blocks_for
 from kvcache_jax.state import BlockPool, Cache, Counter
+from kvcache_jax.static_numbers import static_count
 
 
 @pytree_dataclass()
@@ -127,9 +127,7 @@ def utilization(cache: Cache) -> jax.Array:
 @takes_one
 def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
     """bool[], whether `utilization` reached `threshold`."""
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold is {threshold}, expected 0 <= threshold <= 1")
-    return utilization(cache) >= threshold
+    return utilization(cache) >= arguments.share("threshold", threshold)
 
 
 @takes_one

@@ -35,12 +35,12 @@ class StatusError(RuntimeError):
 
     def __init__(self, statuses: np.ndarray, operation: str):
         failures = [
-            f"row {i}: {Status(int(status)).name}"
-            for i, status in enumerate(statuses)
+            f"row {place[0] if len(place) == 1 else place}: {Status(int(status)).name}"
+            for place, status in np.ndenumerate(statuses)
             if status not in (Status.OK, Status.SKIPPED)
         ]
         super().__init__(
-            f"{operation} failed for {len(failures)} of {len(statuses)} rows ({'; '.join(failures)})"
+            f"{operation} failed for {len(failures)} of {statuses.size} rows ({'; '.join(failures)})"
         )
         self.statuses = statuses
 
@@ -49,16 +49,24 @@ def raise_for_status(status, operation: str = "the operation") -> None:
     """Raises `StatusError` unless every row is `OK` or `SKIPPED`. Host side: waits for the device.
 
     Args:
-      status: i32[n], as returned by an operation.
+      status: i32[n], as returned by an operation, or i32[..., n] by one under `vmap`.
       operation: What was tried, for the message.
 
     Raises:
       StatusError: names each failed row and its status.
+      ValueError, TypeError: `status` holds something else.
 
     Example:
       >>> import kvcache_jax as kv
       >>> kv.raise_for_status([kv.Status.OK, kv.Status.SKIPPED], "fork")
     """
     statuses = np.atleast_1d(np.asarray(status))
+    if not np.issubdtype(statuses.dtype, np.integer):
+        raise TypeError(
+            f"status is a {type(status).__name__}, expected the integers that an operation returned, such as "
+            "step.status or admission.status"
+        )
+    if not np.isin(statuses, list(Status)).all():
+        raise ValueError(f"status holds {statuses.tolist()}, expected members of kvcache_jax.Status")
     if not np.isin(statuses, (Status.OK, Status.SKIPPED)).all():
         raise StatusError(statuses, operation)

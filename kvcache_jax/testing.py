@@ -24,10 +24,12 @@ from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, donate, extend, fork, write
 from kvcache_jax.cache_form import require_values, takes_one
 from kvcache_jax.config import CacheConfig, ceil_div, memory_bytes
+from kvcache_jax.decode_loop import width_of
 from kvcache_jax.implementations import interpreted
 from kvcache_jax.memory_plan import control_bytes
 from kvcache_jax.oracle import Oracle, OracleRow
 from kvcache_jax.state import Cache, Counter, KVPool, Step
+from kvcache_jax.static_numbers import static_count
 from kvcache_jax.status import raise_for_status
 
 __all__ = [
@@ -249,20 +251,23 @@ def check_forward(
         with `functools.partial`.
       config: At least 3 rows, which fit `num_tokens` each and take them in one call.
       vocab_size: Tokens are drawn below it.
-      num_tokens: Length of the test sequence, at least 9.
+      num_tokens: Length of the test sequence, at least 9: it is also fed in four uneven chunks.
       seed: Of the tokens.
       atol: Largest difference of two logits that should be equal.
 
     Raises:
       AssertionError: names what differs and by how much.
-      ValueError, TypeError: too small a config or `num_tokens`, a forward of other arguments.
+      ValueError, TypeError: too small a config or `num_tokens`; a forward of other arguments, or one that
+        returns something else.
     """
+    vocab_size = static_count("vocab_size", vocab_size)
+    num_tokens = static_count("num_tokens", num_tokens, least=sum(_FIRST_CHUNKS) + 1)
     _check_arguments(forward, config, num_tokens)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(static_count("seed", seed, least=0))
     tokens = rng.integers(vocab_size, size=num_tokens)
     at = num_tokens // 2
     other = np.concatenate([tokens[:at], rng.integers(vocab_size, size=num_tokens - at)])
-    runner = _Runner(forward, config)
+    runner = _Runner(forward, config, vocab_size)
 
     whole, whole_other = runner.run(tokens, [num_tokens]), runner.run(other, [num_tokens])
     _assert_close(runner.run(tokens, [1] * num_tokens), whole, atol, "token by token differs from one call")
@@ -288,11 +293,6 @@ def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int
                 f"forward takes {parameters}, expected (tokens, cache, step): bind its parameters, "
                 "functools.partial(forward, params)"
             ) from None
-    if num_tokens <= sum(_FIRST_CHUNKS):
-        raise ValueError(
-            f"num_tokens is {num_tokens}, expected at least {sum(_FIRST_CHUNKS) + 1}: "
-            "the sequence is also fed in four uneven chunks"
-        )
     if config.max_seqs < 3 or config.max_seq_len < num_tokens:
         raise ValueError(
             f"config has {config.max_seqs} rows of {config.max_seq_len} tokens, expected 3 of {num_tokens}"
@@ -307,13 +307,18 @@ def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int
 class _Runner:
     """Feeds token sequences to a model's step and keeps count of its programs."""
 
-    def __init__(self, forward: BoundForward, config: CacheConfig):
+    def __init__(self, forward: BoundForward, config: CacheConfig, vocab_size: int):
         self.config = config
         self.widths: set[int] = set()
 
         def step_fn(cache: Cache, tokens: jax.Array, num_new: jax.Array):
             cache, step = extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
-            logits, cache = forward(tokens, cache, step)
+            result = forward(tokens, cache, step)
+            if (width := width_of(result, *tokens.shape)) != vocab_size:
+                raise ValueError(
+                    f"forward returned logits of {width} entries, expected vocab_size = {vocab_size}"
+                )
+            logits, cache = result
             return cache, (logits, step.status)
 
         self.step_fn = donate(step_fn)

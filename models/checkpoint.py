@@ -218,7 +218,7 @@ def _open(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Tenso
     for shard in sorted(set(map(str, shard_of.values()))):
         if pathlib.PurePath(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index.path} names {shard!r}, expected a safetensors file beside it")
-        if not (folder / shard).exists():
+        if not os.path.exists(folder / shard):  # `Path.exists` raises where the name is too long
             raise CheckpointError(f"{folder} has no {shard}, which {_INDEX} names")
         held, listed = _open_file(folder / shard, stack), {n for n in shard_of if shard_of[n] == shard}
         if held.keys() != listed:

@@ -429,7 +429,7 @@ STATS = in_module(
     ("copies not needed", "+ copies_tail.astype(jnp.int32)", "", COPY_NEEDS_BLOCK),
     ("own blocks count as shared", "ref_count > 1", "ref_count > 0", FIGURES),
     ("utilization of the emptiest group", "reduce(jnp.maximum,", "reduce(jnp.minimum,", FIGURES),
-    ("eviction only above the threshold", "(cache) >= threshold", "(cache) > threshold", FIGURES),
+    ("eviction only above the threshold", "(cache) >= arguments", "(cache) > arguments", FIGURES),
 )
 
 STATUS = in_module(

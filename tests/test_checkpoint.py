@@ -227,6 +227,9 @@ def test_a_missing_file_is_named(copy_checkpoint):
     folder = copy_checkpoint("qwen3")
     (folder / SHARD).unlink()
     refuses(folder, f"qwen3 has no {SHARD}, which model.safetensors.index.json names")
+    long = "x" * 300 + ".safetensors"
+    edit_json(folder, "model.safetensors.index.json", weight_map={EMBEDDING: long})
+    refuses(folder, f"qwen3 has no {long}, which model.safetensors.index.json names")
 
 
 def test_shards_and_index_must_agree(copy_checkpoint):

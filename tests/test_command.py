@@ -124,13 +124,15 @@ def test_the_extra_for_pictures_is_named(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_when_output_is_coloured(monkeypatch, environment, no_color, expected):
-    for name in ("FORCE_COLOR", "NO_COLOR"):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert command.wants_color(no_color) == expected
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert command.wants_color(no_color) == (not no_color and not environment.get("NO_COLOR"))
+    monkeypatch.setenv("TERM", "dumb")
+    assert command.wants_color(no_color) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,3 +153,13 @@ def test_ends_quietly(body, code):
     process.stdout.close()
     assert (process.stderr.read(), process.wait(timeout=30)) == (b"", code)
     process.stderr.close()
+
+
+def test_output_that_is_closed_or_full_is_no_traceback():
+    program = "from experiments import command; command.run(lambda: print(command.wants_color(False)))"
+    start = f"exec {sys.executable} -c '{program}'"
+    closed = subprocess.run(["sh", "-c", f"{start} >&-"], capture_output=True, text=True, timeout=60)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    full = subprocess.run(["sh", "-c", f"{start} >/dev/full"], capture_output=True, text=True, timeout=60)
+    assert full.returncode == 1
+    assert full.stderr == "standard output cannot be written: No space left on device\n"

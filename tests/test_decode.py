@@ -255,6 +255,14 @@ def test_other_prompts_compile_nothing():
     assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
 
 
+def test_prompts_that_wait_compile_nothing():
+    one_row = dict(max_seqs=1)
+    generate([[1, 2, 3]], one_row, max_new_tokens=2)
+    sizes = [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)]
+    generate([[9], [8, 7, 6], [2]], one_row, max_new_tokens=2)
+    assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
+
+
 def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
     short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]

@@ -241,6 +241,16 @@ def test_registration_refuses_what_cannot_work():
         kv.eviction_policy("test: by colour", needs=["colour"])
     with pytest.raises(TypeError, match="expected a str: write @eviction_policy"):
         kv.eviction_policy(mixed_policy)
+    for needs in (None, 3, "age", [1], [["age"]]):
+        with pytest.raises(ValueError, match=r"needs is .*, expected some of \['age', 'depth'"):
+            kv.eviction_policy("test: unmade", needs=needs)
+    with pytest.raises(TypeError, match="the policy 'test: unmade' is 3, expected a function"):
+        kv.eviction_policy("test: unmade")(3)
+    first, second = kv.eviction_policy("test: twice"), kv.eviction_policy("test: twice")
+    first(mixed_policy)
+    for decorator in (first, second):
+        with pytest.raises(ValueError, match="there is an eviction policy 'test: twice' already"):
+            decorator(mixed_policy)
 
     @kv.eviction_policy("test: halves", needs=["num_hits"])
     def halves(blocks):
@@ -255,7 +265,7 @@ def test_registration_refuses_what_cannot_work():
         return blocks.num_hits - blocks.age
 
     for name, match in (
-        ("forgot", r"'test: forgot' returned None, expected a key per block(?s:.*)has needs=\[\]"),
+        ("forgot", r"'test: forgot' returned a NoneType, expected an array(?s:.*)has needs=\[\]"),
         ("forgot one", r"unsupported operand(?s:.*)'test: forgot one' has needs=\['num_hits'\]"),
     ):
         with pytest.raises(TypeError, match=match):

@@ -148,7 +148,7 @@ def test_without_prefix_caching():
 
 def test_absurd_arguments():
     cache = kv.init(CONFIG)
-    with pytest.raises(ValueError, match="num_tokens is 3, expected 0 <= num_tokens <= 2"):
+    with pytest.raises(ValueError, match="num_tokens is 3, expected 0 <= num_tokens <= tokens = 2"):
         kv.explain(cache, [1, 2], 3)
     with pytest.raises(ValueError, match="uint32"):
         kv.explain(cache, [1, 2], 2, np.zeros(4, np.int32))

@@ -323,3 +323,33 @@ def test_config_is_not_differentiated():
     grad_pools, grad_k = jax.jit(jax.grad(read, argnums=(0, 1)))(kv.init(config).pools, k)
     np.testing.assert_array_equal(grad_k, 1.0)
     np.testing.assert_array_equal(grad_pools[0].k, 0.0)
+
+
+def test_padding_of_the_queries_changes_no_gradient():
+    config = kv.CacheConfig(
+        [kv.FullAttention(num_kv_heads=2, head_dim=4)], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=16
+    )
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 2, 4)).astype(np.float32)
+    cache, _ = kv.allocate(kv.init(config), [0, 1], [5, 6])
+    cache, _ = kv.append(cache, np.stack([x]), np.stack([x]), [2, 3])
+    cache, step = kv.extend(cache, [3, 1], max_new=3)
+
+    @jax.jit
+    def gradients(q, k, pools):
+        def loss(q, k, pools):
+            _, out = kv.attention(dataclasses.replace(cache, pools=pools), 0, q, k, k, step)
+            return jnp.sum(out * out)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, pools)
+
+    q = rng.normal(size=x.shape).astype(np.float32)
+    q[1, 1:] = 0
+    wanted = gradients(q, x, cache.pools)
+    for value in (np.nan, np.inf):
+        q[1, 1:] = value
+        for grad, want in zip(
+            jax.tree.leaves(gradients(q, x, cache.pools)), jax.tree.leaves(wanted), strict=True
+        ):
+            np.testing.assert_array_equal(grad, want)
+            assert np.abs(want).max() > 0

@@ -250,3 +250,46 @@ def test_threads_take_turns(config):
     assert failures == [] and sorted(done) == [0, 1, 2, 3]
     check(manager, {})
     assert manager.stats()["num_blocks_used"] == 0
+
+
+def test_what_cannot_be_run_or_asked_is_named():
+    manager = kv.CacheManager(CONFIG)
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, cache):
+            return cache, 1
+
+    for step_fn in (Unhashable(), 3):
+        with pytest.raises(TypeError, match="step_fn is .*, expected a function"):
+            manager.run(step_fn)
+    with pytest.raises(TypeError, match="question is None, expected a function of the cache"):
+        manager.query(None)
+    with pytest.raises(TypeError, match="widths is 4, expected a list"):
+        kv.CacheManager(CONFIG, widths=4)
+    for call in (manager.free_request, manager.request, manager.num_computed_tokens):
+        with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
+            call([1])
+    with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
+        manager.allocate_request([1], [1, 2])
+
+    def with_another_config(cache):
+        return dataclasses.replace(cache, config=dataclasses.replace(CONFIG, eviction_batch=2)), 1
+
+    with pytest.raises(TypeError, match="step_fn returned a cache of another config"):
+        manager.run(with_another_config)
+    assert manager.query(lambda cache: cache.config) == CONFIG
+
+
+def test_a_question_runs_no_step():
+    manager = kv.CacheManager(CONFIG)
+    manager.allocate_request("a", [1, 2, 3])
+
+    def question(cache):
+        with pytest.raises(kv.ManagerBusy, match="run was called by a question"):
+            manager.run(lambda cache: (cache, 1))
+        return np.asarray(cache.is_active).sum(), manager.request_ids()
+
+    assert manager.query(question) == (1, ["a"])
+    assert manager.run(lambda cache: (cache, 7)) == 7

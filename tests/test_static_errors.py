@@ -1,6 +1,7 @@
 """What is known at trace time raises, and says what it got and what it expected."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -111,6 +112,70 @@ def test_attention_refuses_bad_options(small):
                 kv.attention(cache, 0, *good, **{name: value})
     with pytest.raises(STATIC_ERRORS, match="nonsense"):
         kv.CacheConfig(layers=SMALL.layers, num_blocks=6, implementation="nonsense")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_attention_refuses_options_that_make_everything_nan(small, value):
+    cache, step = small
+    for name in ("scale", "soft_cap"):
+        with pytest.raises(ValueError, match=f"{name} is .*, expected a finite number"):
+            kv.attend(cache, 0, zeros(*Q), step, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "layer", [None, "0", True, 1.0, ("a", 0), (0, None), (None, 0), (0, True), (0,), [0, 1], {}], ids=repr
+)
+def test_what_is_no_layer_is_named(small, layer):
+    cache, step = small
+    with pytest.raises((TypeError, ValueError), match=r"(layer|group) is .*expected"):
+        kv.attend(cache, layer, zeros(*Q), step)
+
+
+def test_what_stands_in_the_wrong_place_is_named(small):
+    cache, step = small
+    admission = kv.allocate(kv.init(SMALL), [0], [1])[1]
+    q, k = zeros(*Q), zeros(*K)
+    for wrong in (None, (cache, step), admission):
+        with pytest.raises(TypeError, match=f"step is a {type(wrong).__name__}, expected the Step"):
+            kv.attention(cache, 0, q, k, k, wrong)
+        with pytest.raises(TypeError, match=f"got a {type(wrong).__name__}, expected a Cache"):
+            kv.fork(wrong, [0], [1])
+    other_step = kv.extend(started(MIXED), [1, 1, 1], max_new=2)[1]
+    with pytest.raises(ValueError, match="step has 2 layer groups, expected 1"):
+        kv.attend(cache, 0, q, other_step)
+    for arrays in ((None, k, k), (q, k.tolist(), k), (q, k, None)):
+        with pytest.raises(TypeError, match="[qkv] is a (NoneType|list), expected an array"):
+            kv.attention(cache, 0, *arrays, step)
+    for sink_logits in ([True] * 4, [1j] * 4):
+        with pytest.raises(TypeError, match="sink_logits has dtype (bool|complex128), expected a floating"):
+            kv.attend(cache, 0, q, step, sink_logits=sink_logits)
+    for call in (kv.init, kv.describe, kv.memory_bytes):
+        with pytest.raises(TypeError, match=f"{call.__name__} got a Cache, expected a CacheConfig"):
+            call(cache)
+    with pytest.raises(TypeError, match="storage is 'no', expected True or False"):
+        kv.init(SMALL, storage="no")
+    with pytest.raises(ValueError, match="num_new is no array .*expected rows of one length"):
+        kv.extend(cache, [[1], [1, 2]], max_new=2)
+
+
+def test_what_is_no_flag_share_or_namespace_is_named(small):
+    cache, _ = small
+    prompt = dict(tokens=np.zeros((1, 4), np.int32))
+    for reuse in ("no", 0.5, [True, False], None, object):
+        with pytest.raises(ValueError, match=r"reuse is .*, expected bool \(\) or \(1,\)"):
+            kv.allocate(kv.init(SMALL), [0], [4], **prompt, reuse=reuse)
+    for namespace in ("acme", [2**40] * 4, [1, 2, 3, 4], np.zeros(3, np.uint32)):
+        with pytest.raises(ValueError, match=r"namespace is .*, expected uint32 \(4,\) or \(1, 4\)"):
+            kv.allocate(kv.init(SMALL), [0], [4], **prompt, namespace=namespace)
+    for number in ("0", [2.0], None, True, [[0.5]]):
+        for call in (kv.evict_to_utilization, kv.needs_eviction):
+            with pytest.raises(TypeError, match=r"(target|threshold) is .*, expected one number from 0 to 1"):
+                call(cache, number)
+    for number in (float("nan"), -0.1, np.float32(2), jnp.float32(2)):
+        with pytest.raises(ValueError, match="target is .*, expected 0 <= target <= 1"):
+            kv.evict_to_utilization(cache, number)
+    with pytest.raises(TypeError, match="item is a str, expected the item's bytes"):
+        kv.item_tokens("text", 2)
 
 
 @pytest.mark.parametrize("layer", [2, -1, 7])
@@ -328,6 +393,27 @@ def test_config_refuses_what_does_not_fit():
     window = kv.SlidingWindow(num_kv_heads=2, head_dim=8, window=4)
     with pytest.raises(STATIC_ERRORS, match="(?i)prefix.caching"):
         small_config(layers=[window], enable_prefix_caching=True)
+    with pytest.raises(TypeError, match="enable_prefix_caching is 'no', expected True or False"):
+        small_config(enable_prefix_caching="no")
+    with pytest.raises(TypeError, match="layers is None, expected a sequence"):
+        small_config(layers=None)
+
+
+def test_windows_reach_as_far_as_positions():
+    window = functools.partial(kv.SlidingWindow, num_kv_heads=1, head_dim=8)
+    for field in ("num_sink_tokens", "max_rollback"):
+        with pytest.raises(ValueError, match=rf"{field} is 1000000000000, expected below 2\*\*31"):
+            window(window=4, **{field: 10**12})
+    with pytest.raises(ValueError, match=r"window \+ max_rollback is 2147483648, expected below 2\*\*31"):
+        window(window=16, max_rollback=2**31 - 16)
+    for kind in (window(window=2**31 - 1), window(window=16, max_rollback=2**31 - 17)):
+        config = kv.CacheConfig([kind], num_blocks=4, block_size=4, max_seqs=2, max_seq_len=32)
+        cache, _ = kv.allocate(kv.init(config, storage=False), [0, 1], [8, 8])
+        cache, step = kv.extend(cache, [8, 8], max_new=8)
+        cache, full = kv.extend(cache, [1, 1], max_new=1)
+        assert statuses(step.status) == [Status.OK] * 2
+        assert statuses(full.status) == [Status.OUT_OF_BLOCKS] * 2
+        assert kv.check_invariants(cache) == []
 
 
 def test_batched_queries_need_a_batched_cache(small):

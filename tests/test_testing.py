@@ -70,6 +70,11 @@ def test_a_bad_model_is_named(bad_model, message):
         check(bad_model)
 
 
+def returns(change):
+    """A forward that returns something else."""
+    return {"forward": lambda tokens, cache, step: change(*model(tokens, cache, step))}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -82,6 +87,20 @@ def test_a_bad_model_is_named(bad_model, message):
             TypeError,
             r"takes \(params, .*expected \(tokens, cache, step\): bind",
         ),
+        ({"num_tokens": 12.5}, TypeError, "num_tokens is 12.5, expected an integer"),
+        ({"vocab_size": 0}, ValueError, "vocab_size is 0, expected at least 1"),
+        ({"vocab_size": VOCAB + 1}, ValueError, f"of {VOCAB} entries, expected vocab_size = {VOCAB + 1}"),
+        ({"seed": -1}, ValueError, "seed is -1, expected at least 0"),
+        (returns(lambda logits, _: logits), TypeError, r"returned \(float32\[4, 12, 16\]\), expected \(log"),
+        (returns(lambda *_: None), TypeError, r"returned \(NoneType\), expected \(logits, cache\)"),
+        (returns(lambda logits, cache: (cache, logits)), TypeError, r"returned \(Cache, .*expected \(logits"),
+        (
+            returns(lambda logits, cache: (logits[:, -1:], cache)),
+            TypeError,
+            r"float32\[4, 1, 16\] for tokens",
+        ),
+        (returns(lambda logits, cache: (logits[..., 0], cache)), TypeError, r"float32\[4, 12\] for tokens"),
+        (returns(lambda logits, cache: (logits > 0, cache)), TypeError, "bool.*expected floats"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(changes, error, message):

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import signal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -97,6 +100,9 @@ def test_a_run_that_was_killed_continues_from_its_last_state(tmp_path, whole):
     assert again.seconds == resumed.seconds
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Orbax's, of a state cut short
 def test_only_the_same_run_is_resumed_and_none_is_mixed_up(tmp_path):
     with pytest.raises(TrainingError, match="has no state to resume from: start without --resume"):
         run(RECIPE, TINY, DATA, tmp_path, is_resumed=True)
@@ -116,10 +122,21 @@ def test_only_the_same_run_is_resumed_and_none_is_mixed_up(tmp_path):
     for message, (recipe, config, data) in others.items():
         with pytest.raises(TrainingError, match=f"has {message}.*: resume with the settings"):
             run(recipe, config, data, tmp_path, is_resumed=True)
-    next(tmp_path.rglob("settings/metadata")).write_text("{")
-    with pytest.raises(
-        TrainingError, match="the settings in .*, step 1, cannot be read .*: delete the folder"
+    damaged = tmp_path / "damaged"
+    for item, pattern, damage in (
+        ("state", "d/*", lambda data: b"x"),
+        ("state", "d/*", lambda data: data[:-1000]),
+        ("settings", "metadata", lambda data: b"{"),
+        ("settings", "metadata", lambda data: b"[1]"),
     ):
+        shutil.copytree(tmp_path / "1", damaged / "1")
+        for path in damaged.rglob(f"{item}/{pattern}"):
+            path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(TrainingError, match=f"the {item} in .*, step 1, cannot be read .*: delete the"):
+            run(RECIPE, TINY, DATA, damaged, is_resumed=True)
+        shutil.rmtree(damaged)
+    torn = mock.patch.object(ocp.CheckpointManager, "restore", side_effect=Exception("torn\nin two"))
+    with torn, pytest.raises(TrainingError, match=r"step 1, cannot be read \(torn\): delete the folder"):
         run(RECIPE, TINY, DATA, tmp_path, is_resumed=True)
 
 

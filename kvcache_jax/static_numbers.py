@@ -1,5 +1,6 @@
-"""Checks of integers that are known before anything is traced. Imports nothing of the package."""
+"""Checks of numbers that are known before anything is traced. Imports nothing of the package."""
 
+import math
 import operator
 from typing import Any
 
@@ -24,3 +25,22 @@ def static_count(name: str, value: Any, least: int = 1, most: int | None = None,
     if most is not None and not least <= value <= most:
         raise ValueError(f"{name} is {value}, expected {least} <= {name} <= {most_name} = {most}")
     return value
+
+
+def finite_number(name: str, value: Any) -> float:
+    """`value` as a Python float that is neither NaN nor infinite, in float32 either."""
+    is_real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_real else math.nan
+    except OverflowError:  # of an int
+        number = math.inf
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{name} is {value!r}, expected a finite number")
+    return number
+
+
+def static_flag(name: str, value: Any) -> bool:
+    """`value` as a Python bool; nothing else counts as true or false."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}, expected True or False")
+    return bool(value)
