@@ -184,7 +184,8 @@ class CacheConfig:
             if not isinstance(kind, FullAttention | SlidingWindow):
                 raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
         _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
-        static_flag("enable_prefix_caching", self.enable_prefix_caching)
+        caches_prefixes = static_flag("enable_prefix_caching", self.enable_prefix_caching)
+        object.__setattr__(self, "enable_prefix_caching", caches_prefixes)
         _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         object.__setattr__(self, "dtype", _storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:

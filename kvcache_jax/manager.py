@@ -33,7 +33,7 @@ from kvcache_jax.manager_requests import (
 from kvcache_jax.manager_rows import Figures, RequestRows
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.state import Cache
-from kvcache_jax.static_numbers import as_integer
+from kvcache_jax.static_numbers import as_integer, static_flag
 from kvcache_jax.status import Status
 
 _log = logging.getLogger("kvcache_jax")
@@ -113,7 +113,7 @@ class CacheManager:
         Raises:
           DuplicateRequest, OutOfRows, OutOfBlocks, TooLong: changed nothing.
         """
-        token_ids = arguments.host_tokens("token_ids", token_ids)
+        token_ids, replace = arguments.host_tokens("token_ids", token_ids), static_flag("replace", replace)
         with self._holder.turn("allocate_request") as cache:
             is_replaced = request_id in self._rows
             if is_replaced and not replace:

@@ -11,7 +11,7 @@ from kvcache_jax import arguments
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.rows import Prompt
 from kvcache_jax.state import Step
-from kvcache_jax.static_numbers import as_integer, static_count
+from kvcache_jax.static_numbers import as_integer, static_count, static_flag
 
 TO_THE_END = np.iinfo(np.int32).max
 
@@ -58,6 +58,7 @@ def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority:
     priority = as_integer("priority", priority)
     if not -(2**31) <= priority < 2**31:
         raise ValueError(f"priority is {priority}, expected -2**31 <= priority < 2**31")
+    is_reused = np.bool_(static_flag("reuse", reuse))
     words = np.zeros(4, np.uint32) if namespace is None else np.asarray(namespace)
     if words.dtype != np.uint32 or words.shape != (4,):
         raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
@@ -65,7 +66,7 @@ def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority:
     tokens[: len(token_ids)] = token_ids
     no_items = np.zeros((0, 2), np.int32)
     length = np.int32(len(token_ids))
-    return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, np.bool_(reuse), no_items)))
+    return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, is_reused, no_items)))
 
 
 def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:

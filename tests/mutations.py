@@ -188,6 +188,12 @@ ATTENTION_XLA = in_module(
         PREFIX_GRADIENTS,
     ),
     ("backward: only the last tile counts", "grad_q += jnp", "grad_q = jnp", TILE_GRADIENTS),
+    (
+        "backward: padding of the queries counts",
+        "jnp.where(queries.is_query[:, :, None, None, None], q.astype(jnp.float32), 0)",
+        "q.astype(jnp.float32)",
+        "test_gradients.py::test_padding_of_the_queries_changes_no_gradient",
+    ),
 )
 
 ATTENTION = in_module(
@@ -422,6 +428,12 @@ CONFIG = in_module(
     "config",
     ("memory plan without the values", "token_bytes = 2 *", "token_bytes = 1 *", BUDGET),
     ("window may hold a block less", "block_size) + 1 +", "block_size) +", f"{BOUNDED}[window 6]"),
+    (
+        "a window reaches past 32 bits",
+        "if reach >= _MAX_INDEX:",
+        "if False:",
+        "test_static_errors.py::test_windows_reach_as_far_as_positions",
+    ),
 )
 
 STATS = in_module(

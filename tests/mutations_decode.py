@@ -15,6 +15,15 @@ TOKEN_IDS = "test_decode_arguments.py::test_token_ids_are_checked_alike"
 MUTATIONS = [
     *in_module("decode_arguments", ("token ids below 0", "(tokens < 0).any()", "False", TOKEN_IDS)),
     *in_module(
+        "decode",
+        (
+            "the first state is typed weakly",
+            "int(Phase.IDLE)",
+            "Phase.IDLE",
+            "test_decode.py::test_prompts_that_wait_compile_nothing",
+        ),
+    ),
+    *in_module(
         "decode_loop",
         ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
         (

@@ -99,6 +99,18 @@ MUTATIONS = [
             THREADS,
         ),
         ("the hash key is lost with the cache", "control, hash_key=hash_key)", "control)", LOST),
+        (
+            "a question gives the cache away",
+            "if self._is_kept:",
+            "if False:",
+            "test_manager_steps.py::test_a_question_runs_no_step",
+        ),
+        (
+            "a step changes the config",
+            "if result[0].config != cache.config:",
+            "if False:",
+            "test_manager_steps.py::test_what_cannot_be_run_or_asked_is_named",
+        ),
     ),
     *in_module(
         "demand",

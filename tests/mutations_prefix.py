@@ -15,6 +15,15 @@ LATER = "test_decode_prefix.py::test_a_later_call_finds_prompts_and_answers_of_a
 
 MUTATIONS = [
     *in_module(
+        "eviction_policy",
+        (
+            "one name for two policies",
+            "_require_new(name)\n        _policies",
+            "_policies",
+            "test_eviction.py::test_registration_refuses_what_cannot_work",
+        ),
+    ),
+    *in_module(
         "prefix_index",
         (
             "tokens of a hit not compared",

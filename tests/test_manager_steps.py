@@ -274,6 +274,12 @@ def test_what_cannot_be_run_or_asked_is_named():
     with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
         manager.allocate_request([1], [1, 2])
 
+    manager.allocate_request("a", [1, 2])
+    for option in ("reuse", "replace"):
+        with pytest.raises(TypeError, match=f"{option} is 'no', expected True or False"):
+            manager.allocate_request("a", [1, 2], **{"replace": True, option: "no"})
+    assert manager.request_ids() == ["a"]
+
     def with_another_config(cache):
         return dataclasses.replace(cache, config=dataclasses.replace(CONFIG, eviction_batch=2)), 1
 

@@ -395,6 +395,7 @@ def test_config_refuses_what_does_not_fit():
         small_config(layers=[window], enable_prefix_caching=True)
     with pytest.raises(TypeError, match="enable_prefix_caching is 'no', expected True or False"):
         small_config(enable_prefix_caching="no")
+    assert small_config(enable_prefix_caching=np.True_).enable_prefix_caching is True
     with pytest.raises(TypeError, match="layers is None, expected a sequence"):
         small_config(layers=None)
 
