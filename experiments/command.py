@@ -138,8 +138,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _forget_output()
-        print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
+        try:
+            sys.stdout.flush()  # what is full may be another file
+        except OSError:
+            _forget_output()
+        print(f"output cannot be written: {error.strerror}", file=sys.stderr)
         code = 1
     sys.exit(code)
 

@@ -60,7 +60,7 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         cache: Any = args[0] if args else kwargs.get("cache")
         if args or "cache" in kwargs:
-            name = getattr(operation, "__name__", "the operation")
+            name = operation.__name__
             if not isinstance(cache, Cache):
                 raise TypeError(
                     f"{name} got a {type(cache).__name__}, expected a Cache: the one that init built, or the "

@@ -228,7 +228,7 @@ def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options)
         length=jnp.zeros(rows, jnp.int32),
         max_len=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros((rows, width), jnp.float32),
-        phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # weakly typed with an enum
+        phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # an enum would type it weakly
         sampling=sampling_params(rows, **options),
         stop_tokens=stops,
         num_steps=jnp.int32(0),

@@ -80,15 +80,16 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
     if not isinstance(name, str) or not name:
         raise TypeError(f"name is {name!r}, expected a str: write @eviction_policy('name', needs=[...])")
     _require_new(name)
+    fields = list(needs) if isinstance(needs, Iterable) else []
     is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
-    if not is_list or not all(isinstance(field, str) and field in OPTIONAL_METADATA for field in needs):
+    if not is_list or not all(isinstance(field, str) and field in OPTIONAL_METADATA for field in fields):
         raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
 
     def register(key: EvictionKey) -> EvictionKey:
         if not callable(key):
             raise TypeError(f"the policy {name!r} is {key!r}, expected a function of BlockMetadata")
         _require_new(name)
-        _policies[name] = _Policy(key, frozenset(needs))
+        _policies[name] = _Policy(key, frozenset(fields))
         return key
 
     return register

@@ -1,5 +1,6 @@
 """Bad input is one sentence on standard error and exit code 2, whatever the command."""
 
+import os
 import subprocess
 import sys
 
@@ -162,4 +163,15 @@ def test_output_that_is_closed_or_full_is_no_traceback():
     assert (closed.returncode, closed.stderr) == (0, "")
     full = subprocess.run(["sh", "-c", f"{start} >/dev/full"], capture_output=True, text=True, timeout=60)
     assert full.returncode == 1
-    assert full.stderr == "standard output cannot be written: No space left on device\n"
+    assert full.stderr == "output cannot be written: No space left on device\n"
+
+
+def test_another_file_that_is_full_loses_no_output():
+    write = "open('/dev/full', 'wb', 0).write(b'x')"
+    program = f"from experiments import command; command.run(lambda: (print(1), {write}))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    full = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=buffered
+    )
+    assert (full.returncode, full.stdout) == (1, "1\n")
+    assert full.stderr == "output cannot be written: No space left on device\n"

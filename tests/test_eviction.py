@@ -9,7 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import block_history
-from kvcache_jax.eviction_policy import eviction_keys
+from kvcache_jax.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.oracle import EVICTION_KEYS, OracleBlock
 from tests.prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
 
@@ -248,6 +248,9 @@ def test_registration_refuses_what_cannot_work():
         kv.eviction_policy("test: unmade")(3)
     first, second = kv.eviction_policy("test: twice"), kv.eviction_policy("test: twice")
     first(mixed_policy)
+    by_generator = kv.eviction_policy("test: by a generator", needs=(field for field in ["age", "depth"]))
+    by_generator(mixed_policy)
+    assert needed_metadata("test: by a generator") == {"age", "depth"}
     for decorator in (first, second):
         with pytest.raises(ValueError, match="there is an eviction policy 'test: twice' already"):
             decorator(mixed_policy)
