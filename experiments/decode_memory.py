@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from experiments.command import InputError
 
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 WHERE = f"get {TRACE} from https://github.com/Azure/AzurePublicDataset (folder data)"
@@ -25,7 +26,11 @@ NUM_SAMPLES = (2, 4, 8, 16)
 
 
 def memory_report(data: Path | None) -> dict:
-    """Padding and sharing; `skipped` says why there is no padding."""
+    """Padding and sharing; `skipped` says why there is no padding.
+
+    Raises:
+      InputError: the trace is there and damaged.
+    """
     trace = None if data is None else next(iter(sorted(data.rglob(TRACE))), None)
     if trace is None:
         place = (
@@ -36,9 +41,18 @@ def memory_report(data: Path | None) -> dict:
 
 
 def conversation_lens(trace: Path) -> np.ndarray:
-    """i32[requests], tokens that each conversation holds when it ends: prompt and answer."""
-    with trace.open(newline="") as file:
-        rows = [int(row["ContextTokens"]) + int(row["GeneratedTokens"]) for row in csv.DictReader(file)]
+    """i32[requests], tokens that each conversation holds when it ends: prompt and answer.
+
+    Raises:
+      InputError: it cannot be read, or has no requests.
+    """
+    try:
+        with trace.open(newline="", encoding="utf-8") as file:
+            rows = [int(row["ContextTokens"]) + int(row["GeneratedTokens"]) for row in csv.DictReader(file)]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise InputError(f"{trace} cannot be read as the Azure trace ({error!r}): {WHERE}") from error
+    if not rows or not 0 < min(rows) <= max(rows) < 2**31:
+        raise InputError(f"{trace} has {len(rows)} requests, expected some, each of a token or more: {WHERE}")
     return np.asarray(rows, np.int32)
 
 

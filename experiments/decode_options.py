@@ -52,7 +52,7 @@ def make_parser(doc: str | None) -> command.Parser:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="text to continue; - reads standard input, as does a pipe",
+        help="text to continue; a single - reads standard input, as does a pipe",
     )
     add("--prompts", dest="file", metavar="FILE", help='a prompt per line; .jsonl: {"prompt": ...} per line')
     add("--checkpoint", type=Path, metavar="DIR", help="default: the model trained by experiments.train")

@@ -205,7 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
-    except checkpoint.CheckpointError as error:
+        memory = memory_report(options.data)
+    except (checkpoint.CheckpointError, command.InputError) as error:
         parser.error(str(error))
     if decoder.config.windows:
         parser.error(
@@ -221,7 +222,6 @@ def main(arguments: list[str] | None = None) -> int:
         records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL), longest_uncached)
     for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
         records += measure(case, decoder, contexts, seconds / 2)
-    memory = memory_report(options.data)
     report = {
         "machine": timing.machine(),
         "revision": timing.revision(),

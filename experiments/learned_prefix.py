@@ -40,6 +40,7 @@ SEEDS = (0, 1, 2)
 LEARNING_RATE = 0.03
 NUM_BATCHES = 8  # that are measured, of NUM_ROWS windows each
 SHAKESPEARE = "tinyshakespeare.txt"
+_LEAST_BYTES = 20 * LENGTH  # windows of a tenth of it are measured on
 
 
 class Prefix(NamedTuple):
@@ -172,10 +173,16 @@ def learn(
 
 
 def read_texts(data: Path | None) -> tuple[str, np.ndarray, np.ndarray]:
-    """What the text is, its bytes to learn from and its bytes to measure on."""
+    """What the text is, its bytes to learn from and its bytes to measure on.
+
+    Raises:
+      InputError: the text that is there is too short.
+    """
     play = None if data is None else next(iter(sorted(data.rglob(SHAKESPEARE))), None)
     if play is not None:
         text = np.frombuffer(play.read_bytes(), np.uint8)
+        if len(text) < _LEAST_BYTES:
+            raise command.InputError(f"{play} has {len(text)} bytes, expected at least {_LEAST_BYTES}")
         return SHAKESPEARE, text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     files = [file.upper() for file in corpus.held_out_files().values()]
     learn_from, held_out = (b"".join(part) for part in (files[::2], files[1::2]))
@@ -191,8 +198,8 @@ def mean_bits(nats: Callable[[np.ndarray], jax.Array], text: np.ndarray) -> floa
     return float(np.mean(means)) / math.log(2)
 
 
-def measure(decoder: Decoder, data: Path | None, num_steps: int) -> dict:
-    name, learn_from, held_out = read_texts(data)
+def measure(decoder: Decoder, texts: tuple[str, np.ndarray, np.ndarray], num_steps: int) -> dict:
+    name, learn_from, held_out = texts
     cache = empty_cache(decoder.config, PREFIX_LEN, NUM_ROWS, LENGTH)
     nothing = bits_per_byte.empty_cache(decoder.config, NUM_ROWS, LENGTH)
     with_prefix, without = jax.jit(losses), jax.jit(bits_per_byte.losses)
@@ -273,10 +280,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
-    except checkpoint.CheckpointError as error:
+        texts = read_texts(options.data)
+    except (checkpoint.CheckpointError, command.InputError) as error:
         parser.error(str(error))
     start = time.perf_counter()
-    measured = measure(decoder, options.data, options.steps)
+    measured = measure(decoder, texts, options.steps)
     pools = {
         f"{num_layers} layers, {'tables as large as the pool' if is_full else 'smaller tables'}": slope
         for num_layers in (4, 16)

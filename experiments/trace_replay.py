@@ -19,6 +19,7 @@ A hit is a prefix of the prompt that is still there. `hit_rate_blocks` is hit id
 weighs an id by its tokens, of which a prompt's last one has fewer.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -199,7 +200,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def capacity(text: str) -> int | None:
     """An argparse `type`: a number of blocks; None for as many as the trace has ids."""
-    return None if text == INFINITE else command.integer(1, 2**30)(text)
+    if text == INFINITE:
+        return None
+    try:
+        return command.integer(1, 2**30)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or {INFINITE!r}") from None
 
 
 @contextlib.contextmanager

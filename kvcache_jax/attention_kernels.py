@@ -24,6 +24,11 @@ def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_
             window = group.kind.window if isinstance(group.kind, SlidingWindow) else None
             rows = _decode_rows(queries, window, group.num_sink_blocks, block_size)
             num_queries = _cut(queries.is_query).shape[1]
+            if is_interpreted() and num_local_heads(pool.k, config.head_axis) < num_heads:
+                raise NotImplementedError(
+                    "mosaic_gpu is interpreted on several devices, which jax's interpreter of GPU kernels "
+                    "confuses, expected one: leave out head_axis, or interpret mosaic_tpu"
+                )
             num_heads = num_local_heads(pool.k, config.head_axis)
             q_shape = (rows.table_row.shape[0], num_queries, num_heads, 1, head_dim)
             num_columns = block_pool.block_table.shape[1]
@@ -50,7 +55,9 @@ def forward(
     decode_options = DecodeOptions(
         options.num_blocks, options.scale, options.soft_cap, options.window, options.num_sink_tokens
     )
-    plan = {"plan": package.DecodePlan(*work)} if work else {}
+    # A step's work is cut for the cache's own kernels; the call may have asked for others.
+    is_planned = bool(work) and options.implementation == MOSAIC_GPU
+    plan = {"plan": package.DecodePlan(*work)} if is_planned else {}
 
     # Cut and joined on each device: a reshape of q would need its sharding where mesh axes are explicit.
     def decode(q, k_pool, v_pool, table, rows, layer, sink_logits, plan):

@@ -133,33 +133,35 @@ def beam_search(
       FloatingPointError: the model's logits are NaN or -inf for all beams of a prompt. (As in `sample`, one
         that is NaN counts as -inf.)
     """
-    decode_arguments.check_model("beam_search", forward, params)
+    decode_arguments.check_model("beam_search", forward, config, params)
     prompt_tokens = decode_arguments.prompt_tokens(prompts)
     if not prompt_tokens:
         raise ValueError("prompts is empty, expected at least one prompt")
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_beams = static_count("num_beams", num_beams)
-    length_penalty = decode_arguments.usable_length_penalty(length_penalty, max_new_tokens)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     look_every = decode_arguments.steps_between_looks(look_every, on_look is not None)
     longest = max(map(len, prompt_tokens))
-    num_rows = len(prompts) * num_beams
+    num_rows = len(prompt_tokens) * num_beams
     if num_rows > config.max_seqs:
         raise ValueError(
-            f"{len(prompts)} prompts x {num_beams} beams, expected at most max_seqs = {config.max_seqs}"
+            f"{len(prompt_tokens)} prompts x {num_beams} beams, expected at most max_seqs = {config.max_seqs}"
         )
     if longest + max_new_tokens > config.max_seq_len + 1:
         raise ValueError(
             f"a prompt of {longest} and {max_new_tokens} new tokens, "
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
+    length_penalty = decode_arguments.usable_length_penalty(length_penalty, max_new_tokens)
+    if on_look is not None:
+        decode_arguments.require_callable("on_look", on_look, "a function of a Look and the beams")
     prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
 
     def look(state: _Search) -> list[list[Beam]]:
         found = jax.device_get(state._replace(cache=None))
-        beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompts))]
+        beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompt_tokens))]
         if [] in beams:
             raise FloatingPointError(
                 f"prompt {beams.index([])} has no hypothesis: all its logits are NaN or -inf"

@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.indexing import add_at, get_at, min_at, num_true, rank_true, read_first, run_if, set_at
+from kvcache_jax.indexing import (
+    add_at,
+    get_at,
+    min_at,
+    num_true,
+    rank_true,
+    read_first,
+    remainder,
+    run_if,
+    set_at,
+)
 from kvcache_jax.state import BlockPool, CachedBlocks
 
 # Of the queue, looked at per trip of a sweep: more make the trips' arrays longer, and the last trip looks
@@ -147,14 +157,14 @@ def _enqueue(
     cached: CachedBlocks, ref_count: jax.Array, block_ids: jax.Array, mask: jax.Array
 ) -> CachedBlocks:
     """Appends the masked blocks to the queue."""
-    length = jnp.uint32(cached.queue.shape[0])
+    length = cached.queue.shape[0]
     rank, num_added = rank_true(mask)
     added = num_added.astype(jnp.uint32)
 
     is_full = cached.tail - cached.head + added > length
     cached = run_if(is_full, lambda cached: _swept(cached, ref_count), cached)
     position = cached.tail + rank.astype(jnp.uint32)
-    place = jnp.where(mask, (position % length).astype(jnp.int32), cached.queue.shape[0])
+    place = jnp.where(mask, remainder(position, length).astype(jnp.int32), cached.queue.shape[0])
     return dataclasses.replace(
         cached,
         num_cached=cached.num_cached + num_added,
@@ -168,7 +178,7 @@ def queue_entries(
     cached: CachedBlocks, ref_count: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What the queue holds at `positions u32[n]`: i32[n] block ids, and bool[n] which of them are cached."""
-    place = (positions % jnp.uint32(cached.queue.shape[0])).astype(jnp.int32)
+    place = remainder(positions, cached.queue.shape[0]).astype(jnp.int32)
     block_ids = cached.queue[place]
     is_entry = positions - cached.head < cached.tail - cached.head
     is_entry &= get_at(cached.queued_at, block_ids, 0) == positions
@@ -189,7 +199,7 @@ def _swept(cached: CachedBlocks, ref_count: jax.Array) -> CachedBlocks:
         (block_ids, is_kept), queue, queued_at = lax.optimization_barrier((found, queue, queued_at))
         rank, num_kept = rank_true(is_kept)
         positions = end + rank.astype(jnp.uint32)
-        places = jnp.where(is_kept, (positions % jnp.uint32(length)).astype(jnp.int32), length)
+        places = jnp.where(is_kept, remainder(positions, length).astype(jnp.int32), length)
         queue = set_at(queue, places, block_ids)
         moved = jnp.where(is_kept, block_ids, ref_count.shape[0])
         queued_at = set_at(queued_at, moved, positions)

@@ -25,8 +25,20 @@ def missing_values(cache: Cache) -> str | None:
 
 
 def is_donated(cache: Cache) -> bool:
-    """Whether a step was given the cache's arrays; asked of a cache with values."""
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(cache.control))
+    """Whether a step was given the cache's arrays, or only its pools; asked of a cache with values.
+
+    Operations without keys and values hand the pools on: of the cache before them the rest stays.
+    """
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
+def require_cache(caller: str, cache: Any) -> None:
+    """Refuses what is no `Cache`."""
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"{caller} got a {type(cache).__name__}, expected a Cache: the one that init built, or the "
+            "first of what an operation returned"
+        )
 
 
 def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:
@@ -47,7 +59,7 @@ def require_values(caller: str, cache: Cache) -> None:
         )
     if is_donated(cache):
         raise ValueError(
-            f"{caller} got a cache that was donated, its arrays are deleted, expected the cache that the "
+            f"{caller} got a cache that was donated, arrays of it are deleted, expected the cache that the "
             "donated call returned"
         )
     require_one(caller, cache, "look at one")
@@ -60,13 +72,8 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         cache: Any = args[0] if args else kwargs.get("cache")
         if args or "cache" in kwargs:
-            name = operation.__name__
-            if not isinstance(cache, Cache):
-                raise TypeError(
-                    f"{name} got a {type(cache).__name__}, expected a Cache: the one that init built, or the "
-                    "first of what an operation returned"
-                )
-            require_one(name, cache)
+            require_cache(operation.__name__, cache)
+            require_one(operation.__name__, cache)
         return operation(*args, **kwargs)
 
     return checked

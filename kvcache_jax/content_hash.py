@@ -9,18 +9,18 @@ there is compared with the tokens themselves, so that a collision costs a hit an
 import jax
 import jax.numpy as jnp
 
-_ODD = (0x9E3779B1, 0x85EBCA77)  # Two hashes of 32 bits side by side, each with a multiplier of its own.
+_ODD = (
+    0x9E3779B1,
+    0x85EBCA77,
+)  # Two hashes of 32 bits side by side, on the last axis, each with a multiplier of its own.
 
 
 def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
     """u32[..., 2], hash of the empty prefix in `namespace u32[..., 4]`."""
-    lanes = []
-    for lane, odd in enumerate(_ODD):
-        value = hash_key[lane]
-        for word in range(4):
-            value = _mix(value ^ namespace[..., word]) * jnp.uint32(odd)
-        lanes.append(value)
-    return jnp.stack(lanes, axis=-1)
+    value = hash_key
+    for word in range(4):
+        value = _mix(value ^ namespace[..., word, None]) * jnp.array(_ODD, jnp.uint32)
+    return value
 
 
 def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Array) -> jax.Array:
@@ -33,12 +33,9 @@ def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Arr
     """
     positions = first_position[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
     tokens, positions = tokens.astype(jnp.uint32), positions.astype(jnp.uint32)
-    lanes = []
-    for lane, odd in enumerate(_ODD):
-        key, odd = hash_key[lane], jnp.uint32(odd)
-        mixed = _mix(_mix(tokens ^ key) ^ _mix(positions * odd + key))
-        lanes.append(jnp.sum(mixed, axis=-1, dtype=jnp.uint32))
-    return jnp.stack(lanes, axis=-1)
+    key, odd = hash_key[:, None], jnp.array(_ODD, jnp.uint32)[:, None]
+    mixed = _mix(_mix(tokens[..., None, :] ^ key) ^ _mix(positions[..., None, :] * odd + key))
+    return jnp.sum(mixed, axis=-1, dtype=jnp.uint32)
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -132,14 +132,15 @@ def generate(
       ValueError, TypeError: for empty prompts, ids that are none, prompts that can never fit, bad options, a
         call within `jit`, a `forward` without a hash; names got and expected.
     """
-    decode_arguments.check_model("generate", forward, params, cache)
-    if draft is not None:
-        decode_arguments.check_model("generate", draft.forward, draft.params)
+    decode_arguments.check_model("generate", forward, config, params, cache)
     requests = Requests(prompts, static_count("num_samples", num_samples))
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_drafts = static_count("num_drafts", num_drafts, least=0)
     seed = static_count("seed", seed, least=0)
-    decode_arguments.check_stop_strings(stop_strings, detokenize)
+    stop_strings = decode_arguments.texts_to_stop_at(stop_strings, detokenize)
+    for name, fn in (("detokenize", detokenize), ("on_tokens", on_tokens), ("on_look", on_look)):
+        if fn is not None:
+            decode_arguments.require_callable(name, fn, "a function, or None")
     _check(requests, config, num_drafts, draft)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
@@ -151,8 +152,14 @@ def generate(
     host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
     prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    cache = idle_cache(cache, config)
+    options = {name: decode_arguments.one_number(name, value) for name, value in options.items()}
+    cache = idle_cache("generate", cache, config)
     state = _empty_state(cache, draft.config if draft else None, stops, options)
+    if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
+        _check_vocabularies(
+            decode_loop.vocab_size(forward, params, cache),
+            decode_loop.vocab_size(draft.forward, draft.params, state.draft_cache),
+        )
     while requests.waiting or host.running:
         while True:
             state, admitted, num_cached = _admit(state, requests, host, max_new_tokens, seed)
@@ -204,6 +211,10 @@ def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draf
         raise ValueError(
             f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
         )
+    if draft is not None and not isinstance(draft, Draft):
+        raise TypeError(f"draft is a {type(draft).__name__}, expected kv.Draft(forward, params, config)")
+    if draft is not None:
+        decode_arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
     configs = [config, *([draft.config] if draft else [])]
     for kind in (kind for c in configs for kind in c.layers):
         if isinstance(kind, SlidingWindow) and kind.max_rollback < num_drafts:
@@ -215,6 +226,14 @@ def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draf
         raise ValueError(
             f"the draft's cache has {draft.config.max_seqs} rows of {draft.config.max_seq_len} tokens, "
             f"expected {config.max_seqs} of {config.max_seq_len} like the target's"
+        )
+
+
+def _check_vocabularies(target: int, draft: int) -> None:
+    if target != draft:
+        raise ValueError(
+            f"the draft model's logits are for {draft} tokens and the model's for {target}, expected one "
+            "vocabulary"
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvcache_jax.arguments import host_tokens
-from kvcache_jax.config import CacheConfig
+from kvcache_jax.config import CacheConfig, require_config
 from kvcache_jax.static_numbers import finite_number, static_count
 
 _NO_LIMIT = np.iinfo(np.int32).max
@@ -19,14 +19,17 @@ _STEPS_WHILE_WATCHED = 8
 _MOST_DECIMALS = 20
 
 
-def check_model(caller: str, forward: Any, *values: Any) -> None:
+def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
     """Refuses a call within a trace, of which `values` may be part, and a model that `jit` cannot know again.
 
     Args:
       caller: The function that was called.
       forward: The model.
+      config: Of its cache.
       values: Pytrees that are handed to compiled programs.
     """
+    require_config(caller, config)
+    require_callable("forward", forward, "a model: (params, tokens, cache, step) -> (logits, cache)")
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, jnp.zeros(())))):
         raise TypeError(
             f"{caller} is called within jit, grad or another transformation, expected outside of all: it is "
@@ -39,6 +42,27 @@ def check_model(caller: str, forward: Any, *values: Any) -> None:
             f"forward is a {type(forward).__name__} and cannot be hashed ({error}), expected a function or "
             "an object that can be: pass its method, or make it a @dataclass(frozen=True) or (eq=False)"
         ) from None
+
+
+def require_callable(name: str, fn: Any, what: str) -> None:
+    """Refuses what cannot be called."""
+    if not callable(fn):
+        raise TypeError(f"{name} is {fn!r}, expected {what}")
+
+
+def as_list(name: str, values: Any, what: str) -> list:
+    """The values that a caller may iterate over once."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}, expected a list of {what}") from None
+
+
+def one_number(name: str, value: Any) -> Any:
+    """`value`, which is not one per row: the rows are the loop's own."""
+    if shape := np.shape(value):
+        raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
+    return value
 
 
 def usable_length_penalty(value: Any, max_new_tokens: int) -> float:
@@ -59,12 +83,14 @@ def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:
     if len(tokens) < least:
         raise ValueError(f"{name} has {len(tokens)} tokens, expected at least {least}")
     if (tokens < 0).any():
-        raise ValueError(f"{name} has the token id {tokens.min()}, expected none below 0")
+        wrong = tokens.min() if np.min(values) < 0 else tokens[tokens < 0][0].astype(np.uint32)
+        raise ValueError(f"{name} has the token id {wrong}, expected 0 to {_NO_LIMIT}")
     return tokens
 
 
 def prompt_tokens(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Each prompt as i32[n], n at least 1."""
+    prompts = as_list("prompts", prompts, "prompts, each a list of token ids")
     return [model_tokens(f"prompt {i}", prompt, least=1) for i, prompt in enumerate(prompts)]
 
 
@@ -86,12 +112,14 @@ def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
     return jnp.asarray(ids if len(ids) else [-1], jnp.int32)
 
 
-def check_stop_strings(stop_strings: Sequence[str], detokenize: Callable | None) -> None:
-    """Texts of at least one character, and a function that makes texts of tokens."""
+def texts_to_stop_at(stop_strings: Sequence[str], detokenize: Callable | None) -> list[str]:
+    """The texts, of at least one character each; there is a function that makes texts of tokens."""
     if isinstance(stop_strings, str):
         raise TypeError(f"stop_strings is {stop_strings!r}, expected a list of texts: [{stop_strings!r}]")
-    for text in stop_strings:
+    texts = as_list("stop_strings", stop_strings, "texts")
+    for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop_strings has {text!r}, expected texts of at least one character")
-    if stop_strings and detokenize is None:
+    if texts and detokenize is None:
         raise ValueError("stop_strings are given without detokenize, expected a function from tokens to text")
+    return [str(text) for text in texts]

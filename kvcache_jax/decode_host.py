@@ -11,6 +11,7 @@ import numpy as np
 from kvcache_jax.block_pool import num_used
 from kvcache_jax.build import init
 from kvcache_jax.cache import free
+from kvcache_jax.cache_form import require_cache, require_values
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import prompt_tokens
 from kvcache_jax.decode_loop import DecodeState, Phase
@@ -105,14 +106,16 @@ def look_at(
     )
 
 
-def idle_cache(cache: Cache | None, config: CacheConfig) -> Cache:
+def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
     """The caller's cache if it can be gone on with, or an empty one.
 
     Raises:
-      ValueError: another config, or rows that are active.
+      ValueError, TypeError: no cache, a donated one, one of another config, or with rows that are active.
     """
     if cache is None:
         return init(config)
+    require_cache(caller, cache)
+    require_values(caller, cache)
     if cache.config != config:
         raise ValueError(f"cache has the config {cache.config}, expected that of the call, {config}")
     if cache.is_active.any():
@@ -134,9 +137,17 @@ class Requests:
 class Host:
     """Which row decodes what, and the results so far."""
 
-    def __init__(self, requests: Requests, config: CacheConfig, stop_strings, detokenize, on_tokens, on_look):
+    def __init__(
+        self,
+        requests: Requests,
+        config: CacheConfig,
+        stop_strings: list[str],
+        detokenize: Callable[[list[int]], str] | None,
+        on_tokens: Callable[[int, int, list[int]], None] | None,
+        on_look: Callable[[Look], None] | None,
+    ):
         self.requests, self.config = requests, config
-        self.stop_strings, self.detokenize = list(stop_strings), detokenize
+        self.stop_strings, self.detokenize = stop_strings, detokenize
         self.on_tokens, self.on_look = on_tokens, on_look
         self.running: dict[int, tuple[int, int]] = {}
         self.num_streamed: dict[int, int] = {}

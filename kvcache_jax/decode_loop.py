@@ -279,12 +279,7 @@ def _decode_drafted(
     logits, cache = forward(params, tokens, cache, step)
     logits = logits.astype(jnp.float32)
 
-    num_rows, width, vocab = logits.shape
-    if drafts.logprobs is not None and drafts.logprobs.shape[2] != vocab:
-        raise ValueError(
-            f"the draft model's logits are for {drafts.logprobs.shape[2]} tokens and the model's for "
-            f"{vocab}, expected one vocabulary"
-        )
+    num_rows, width, _ = logits.shape
     wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), state.sampling)
     target = filtered_logprobs(logits.reshape(num_rows * width, -1), wide).reshape(logits.shape)
     positions = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)

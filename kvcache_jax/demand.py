@@ -15,7 +15,7 @@ from jax import lax
 
 from kvcache_jax import block_pool
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.indexing import add_at, get_at, num_true, read_first, run_if
+from kvcache_jax.indexing import add_at, any_of, get_at, num_true, quotient, read_first, remainder, run_if
 from kvcache_jax.state import BlockPool, Control
 
 
@@ -55,7 +55,9 @@ def padded_tokens(num_rows: int, max_new: int) -> NewTokens:
     """Tokens in `[num_rows, max_new]` arrays."""
     order = jnp.arange(num_rows * max_new, dtype=jnp.int32)
     starts = jnp.arange(num_rows + 1, dtype=jnp.int32) * max_new
-    return NewTokens(order // max_new, order % max_new, starts, (num_rows, max_new), is_packed=False)
+    return NewTokens(
+        quotient(order, max_new), remainder(order, max_new), starts, (num_rows, max_new), is_packed=False
+    )
 
 
 def packed_tokens(num_new: jax.Array, num_tokens: int) -> NewTokens:
@@ -65,6 +67,42 @@ def packed_tokens(num_new: jax.Array, num_tokens: int) -> NewTokens:
     order = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(ends, order, side="right").astype(jnp.int32)
     return NewTokens(row, order - starts[row], starts, (num_tokens,), is_packed=True)
+
+
+class Wish(NamedTuple):
+    """What a call of `extend` asks for, before anything is granted.
+
+    Attributes:
+      seq_ids: i32[n], `max_seqs` for ids that name no row.
+      num_new: i32[n], as the caller gave it.
+      tokens: How the caller laid them out.
+      context_len: i32[n], tokens before the call.
+      positions: i32[tokens], each token's place in its row.
+      status: i32[n], OK unless something but blocks stands against it.
+      wants: bool[n], the row is to grow.
+    """
+
+    seq_ids: jax.Array
+    num_new: jax.Array
+    tokens: NewTokens
+    context_len: jax.Array
+    positions: jax.Array
+    status: jax.Array
+    wants: jax.Array
+
+    def opens_block(self, pool: BlockPool, group: LayerGroup, rows: jax.Array) -> jax.Array:
+        """bool[tokens], the token is the first of a block that its row does not hold yet.
+
+        Args:
+          pool: The group's.
+          group: The layer group.
+          rows: i32[n], `seq_ids`, or nowhere for rows that do not grow.
+        """
+        is_token = self.tokens.offset < self.tokens.spread(self.num_new, 0)
+        token_rows = self.tokens.spread(rows, pool.block_table.shape[0])
+        # Outside the table nothing is needed, so the fill value is any block.
+        entry = get_at(pool.block_table, (token_rows, quotient(self.positions, group.block_size)), 0)
+        return is_token & (remainder(self.positions, group.block_size) == 0) & (entry == pool.num_blocks)
 
 
 class Demand(NamedTuple):
@@ -81,30 +119,17 @@ class Demand(NamedTuple):
     first_kept: jax.Array
 
 
-def needs_block(pool: BlockPool, group: LayerGroup, token_rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """bool[tokens], the token is the first of a block that its row does not hold yet."""
-    # Outside the table nothing is needed, so the fill value is any block.
-    entry = get_at(pool.block_table, (token_rows, positions // group.block_size), 0)
-    return (positions % group.block_size == 0) & (entry == pool.num_blocks)
-
-
-def demand_of(
-    pool: BlockPool,
-    group: LayerGroup,
-    seq_ids: jax.Array,
-    context_len: jax.Array,
-    num_new: jax.Array,
-    tokens: NewTokens,
-) -> Demand:
-    """What rows of `context_len` tokens need for `num_new` more (0 for rows that do not grow)."""
-    token_rows = tokens.spread(seq_ids, pool.block_table.shape[0])
-    positions = tokens.spread(context_len, 0) + tokens.offset
-    is_token = tokens.offset < tokens.spread(num_new, 0)
-    opens_block = is_token & needs_block(pool, group, token_rows, positions)
-    has_tail = (num_new > 0) & (context_len % group.block_size > 0)
-    tail = get_at(pool.block_table, (seq_ids, context_len // group.block_size), pool.num_blocks)
-    tail = jnp.where(has_tail, tail, pool.num_blocks)
-    return Demand(tokens.count(opens_block), tail, first_kept_column(group, context_len))
+def demands_of(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) -> list[Demand]:
+    """What those rows of the wish for which `wants` bool[n] holds need of each group."""
+    rows = jnp.where(wants, wish.seq_ids, control.max_seqs)
+    demands = []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        has_tail = wants & (remainder(wish.context_len, group.block_size) > 0)
+        tail = get_at(pool.block_table, (rows, quotient(wish.context_len, group.block_size)), pool.num_blocks)
+        num_blocks = wish.tokens.count(wish.opens_block(pool, group, rows))
+        tail = jnp.where(has_tail, tail, pool.num_blocks)
+        demands.append(Demand(num_blocks, tail, first_kept_column(group, wish.context_len)))
+    return demands
 
 
 def first_kept_column(group: LayerGroup, context_len: jax.Array) -> jax.Array:
@@ -112,33 +137,34 @@ def first_kept_column(group: LayerGroup, context_len: jax.Array) -> jax.Array:
     if not isinstance(group.kind, SlidingWindow):
         return jnp.zeros_like(context_len)
     first_len = context_len + 1 - group.kind.window - group.kind.max_rollback
-    return jnp.maximum(jnp.maximum(first_len, 0) // group.block_size, group.num_sink_blocks)
+    return jnp.maximum(quotient(jnp.maximum(first_len, 0), group.block_size), group.num_sink_blocks)
 
 
 class Decision(NamedTuple):
     """Which of the rows that want to grow do.
 
     Attributes:
+      demands: What the rows that want to grow need, per group.
       grows: bool[n], the row grows.
       copies_tail: bool[groups, n], it must copy its tail first.
       depends_on_evictions: bool[], what a row gets may depend on what is evicted for those before it: some
         last block that is to be written into is published, and may not be so any more at the row's turn.
     """
 
+    demands: list[Demand]
     grows: jax.Array
     copies_tail: jax.Array
     depends_on_evictions: jax.Array
 
 
-def decide(
-    control: Control, demands: list[Demand], seq_ids: jax.Array, wants: jax.Array, config: CacheConfig
-) -> tuple[Control, Decision]:
-    """Decides for all rows as if no block were evicted for any.
+def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) -> tuple[Control, Decision]:
+    """Decides for the rows of the wish for which `wants` bool[n] holds, as if no block were evicted for any.
 
     Returns:
       The control state unchanged, but to be used from here on: the walk counts on its arrays in place.
       The decision.
     """
+    demands = demands_of(control, wish, wants, config)
     fits, is_shared, is_published = jnp.bool_(True), jnp.bool_(False), jnp.bool_(False)
     for pool, demand in zip(control.block_pools, demands, strict=True):
         fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
@@ -149,7 +175,7 @@ def decide(
 
     def walk(state):
         ref_counts, _, _ = state
-        return _walk(ref_counts, available, control, demands, seq_ids, wants, config)[:3]
+        return _walk(ref_counts, available, control, demands, wish.seq_ids, wants, config)[:3]
 
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     nothing_to_copy = jnp.zeros_like(wants, shape=(len(demands), *wants.shape))
@@ -160,9 +186,9 @@ def decide(
         for pool, ref_count in zip(control.block_pools, ref_counts, strict=True)
     )
     needs = num_taken(demands, grows, copies)
-    lacks = [n > pool.num_free for n, pool in zip(needs, pools, strict=True)]
-    depends_on_evictions = is_published & jnp.stack(lacks).any()
-    return dataclasses.replace(control, block_pools=pools), Decision(grows, copies, depends_on_evictions)
+    lacks = any_of([n > pool.num_free for n, pool in zip(needs, pools, strict=True)])
+    control = dataclasses.replace(control, block_pools=pools)
+    return control, Decision(demands, grows, copies, is_published & lacks)
 
 
 def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -> list[jax.Array]:
@@ -173,13 +199,12 @@ def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -
     ]
 
 
-def num_blocks_for_all(
-    control: Control, demands: list[Demand], seq_ids: jax.Array, wants: jax.Array, config: CacheConfig
-) -> jax.Array:
+def num_blocks_for_all(control: Control, wish: Wish, config: CacheConfig) -> jax.Array:
     """i32[groups], how many blocks must be available for all rows that want to grow to do so."""
+    demands = demands_of(control, wish, wish.wants, config)
     plenty = jnp.full(len(demands), 2**30, jnp.int32)
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
-    *_, spare = _walk(ref_counts, plenty, control, demands, seq_ids, wants, config)
+    *_, spare = _walk(ref_counts, plenty, control, demands, wish.seq_ids, wish.wants, config)
     return jnp.maximum(jnp.max(plenty - spare, axis=0), 0)
 
 

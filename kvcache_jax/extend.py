@@ -5,7 +5,6 @@ they take turns.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,33 +12,22 @@ from jax import lax
 
 from kvcache_jax import block_pool, eviction
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.demand import Decision, Demand, NewTokens, decide, demand_of, needs_block, num_taken
-from kvcache_jax.indexing import add_at, get_at, num_true, rank_true, read_first, run_if, set_at
+from kvcache_jax.demand import Decision, Demand, NewTokens, Wish, decide, num_taken
+from kvcache_jax.indexing import (
+    add_at,
+    any_of,
+    get_at,
+    num_true,
+    quotient,
+    rank_true,
+    read_first,
+    remainder,
+    run_if,
+    set_at,
+)
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
-
-
-class Wish(NamedTuple):
-    """What a call of `extend` asks for, before anything is granted.
-
-    Attributes:
-      seq_ids: i32[n], `max_seqs` for ids that name no row.
-      num_new: i32[n], as the caller gave it.
-      tokens: How the caller laid them out.
-      context_len: i32[n], tokens before the call.
-      status: i32[n], OK unless something but blocks stands against it.
-      wants: bool[n], the row is to grow.
-      demands: Per group.
-    """
-
-    seq_ids: jax.Array
-    num_new: jax.Array
-    tokens: NewTokens
-    context_len: jax.Array
-    status: jax.Array
-    wants: jax.Array
-    demands: list[Demand]
 
 
 def wish_of(
@@ -70,18 +58,8 @@ def wish_of(
         ((num_new > 0) & is_too_long, Status.TOO_LONG),
     )
     wants = (status == Status.OK) & (num_new > 0)
-    wish = Wish(seq_ids, num_new, tokens, context_len, status, wants, demands=[])
-    return _renewed(wish, wants, control, config)
-
-
-def _renewed(wish: Wish, wants: jax.Array, control: Control, config: CacheConfig) -> Wish:
-    """The wish of the rows `wants` bool[n], and what it takes as the pools are now."""
-    wanted_len = jnp.where(wants, wish.num_new, 0)
-    demands = [
-        demand_of(pool, group, wish.seq_ids, wish.context_len, wanted_len, wish.tokens)
-        for pool, group in zip(control.block_pools, config.groups, strict=True)
-    ]
-    return wish._replace(wants=wants, demands=demands)
+    positions = tokens.spread(context_len, 0) + tokens.offset
+    return Wish(seq_ids, num_new, tokens, context_len, positions, status, wants)
 
 
 def extend_control(
@@ -94,23 +72,20 @@ def extend_control(
 ) -> tuple[Control, Step, tuple[BlockCopies, ...]]:
     """Reserves the slots; the caller carries out the copies, in order, before anything is written."""
     wish = wish_of(control, seq_ids, num_new, tokens, max_new, config)
-    control, decision = decide(control, wish.demands, wish.seq_ids, wish.wants, config)
-    clock = control.clock + decision.grows.any().astype(jnp.uint32)
-    control = dataclasses.replace(control, clock=clock)
-    control, copies, grows = _take_turns(control, wish, decision, config)
+    control, copies, grows = _grow(control, wish, config)
 
-    seq_ids, context_len = wish.seq_ids, wish.context_len
+    seq_ids, context_len, positions = wish.seq_ids, wish.context_len, wish.positions
     status = jnp.where(wish.wants & ~grows, jnp.int32(Status.OUT_OF_BLOCKS), wish.status)
     query_len = jnp.where(grows, num_new, 0)
     new_len = context_len + query_len
     rows = jnp.where(grows, seq_ids, control.max_seqs)
     token_rows = tokens.spread(rows, control.max_seqs)
-    positions = tokens.spread(context_len, 0) + tokens.offset
     is_token = tokens.offset < tokens.spread(query_len, 0)
     slots, plans = [], []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
-        block_ids = get_at(pool.block_table, (token_rows, positions // group.block_size), pool.num_blocks)
-        slot = block_ids * group.block_size + positions % group.block_size
+        column = quotient(positions, group.block_size)
+        block_ids = get_at(pool.block_table, (token_rows, column), pool.num_blocks)
+        slot = block_ids * group.block_size + remainder(positions, group.block_size)
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
         plans.append(_plan(group, context_len, new_len, query_len))
 
@@ -118,7 +93,7 @@ def extend_control(
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, new_len),
-        last_used=set_at(control.last_used, rows, clock),
+        last_used=set_at(control.last_used, rows, control.clock),
         num_uses=add_at(control.num_uses, rows, 1),
         counters=count_events(control, {Counter.COPIES: num_copies}),
     )
@@ -135,48 +110,43 @@ def extend_control(
     return control, step, copies
 
 
-def _take_turns(
-    control: Control, wish: Wish, decision: Decision, config: CacheConfig
+def _grow(
+    control: Control, wish: Wish, config: CacheConfig
 ) -> tuple[Control, tuple[BlockCopies, ...], jax.Array]:
-    """All rows take what was decided at once; or, where that may depend on evictions, each at its turn.
+    """The rows take what they need, all at once; or, where that may depend on evictions, each at its turn.
 
     Returns:
       The control state; per group the copies, of which a later one may overwrite what an earlier one read;
       and bool[n], the row grows.
     """
-    copies = tuple(
-        _no_copies(pool, demand) for pool, demand in zip(control.block_pools, wish.demands, strict=True)
-    )
-    if control.prefix_index is None:
-        control, copies = _take_blocks(control, copies, wish, decision, config)
-        return control, copies, decision.grows
-
-    is_one_by_one = decision.depends_on_evictions
+    clock = control.clock
     order = jnp.arange(wish.wants.shape[0], dtype=jnp.int32)
-    num_turns = jnp.where(is_one_by_one, order.shape[0], 1)
 
-    def take_turn(turn: jax.Array, state):
-        control, copies, demands, decision, grows = state
-        is_turn = ~is_one_by_one | (order == turn)
+    def take_turn(state):
+        control, copies, grows, turn, is_one_by_one = state
+        wants = wish.wants & (~is_one_by_one | (order == turn))
+        control, decision = decide(control, wish, wants, config)
+        takes_turns = is_one_by_one | decision.depends_on_evictions
+        # The first time that this is found, nobody takes anything yet.
+        is_decided = takes_turns == is_one_by_one
         decision = decision._replace(
-            grows=decision.grows & is_turn, copies_tail=decision.copies_tail & is_turn
+            grows=decision.grows & is_decided, copies_tail=decision.copies_tail & is_decided
         )
-        control, copies = _take_blocks(control, copies, wish._replace(demands=demands), decision, config)
         grows |= decision.grows
+        control = dataclasses.replace(control, clock=clock + grows.any().astype(jnp.uint32))
+        control, copies = _take_blocks(control, copies, wish, decision, config)
+        return control, copies, grows, turn + is_decided.astype(jnp.int32), takes_turns
 
-        def decide_next(state):
-            control, *_ = state
-            next_wish = _renewed(wish, wish.wants & (order == turn + 1), control, config)
-            control, decision = decide(control, next_wish.demands, next_wish.seq_ids, next_wish.wants, config)
-            return control, next_wish.demands, decision
+    def is_left(state):
+        *_, turn, is_one_by_one = state
+        return turn < jnp.where(is_one_by_one, order.shape[0], 1)
 
-        decided = run_if(turn + 1 < num_turns, decide_next, (control, demands, decision))
-        control, demands, decision = decided
-        return control, copies, demands, decision, grows
-
-    state = control, copies, wish.demands, decision, wish.wants & False
-    control, copies, _, _, grows = lax.fori_loop(0, num_turns, take_turn, state)
-    return control, copies, grows
+    copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
+    nobody = wish.wants & False
+    state = control, copies, nobody, num_true(nobody), nobody.any()
+    if control.prefix_index is None:
+        return take_turn(state)[:3]
+    return lax.while_loop(is_left, take_turn, state)[:3]
 
 
 def _take_blocks(
@@ -186,12 +156,9 @@ def _take_blocks(
 
     Of several rows that take at once, none copies a block that may be evicted for another.
     """
-    tokens, demands = wish.tokens, wish.demands
-    grows, copies_tail, _ = decision
+    demands, grows, copies_tail, _ = decision
     rows = jnp.where(grows, wish.seq_ids, control.max_seqs)
-    token_rows = tokens.spread(rows, control.max_seqs)
-    positions = tokens.spread(wish.context_len, 0) + tokens.offset
-    is_token = tokens.offset < tokens.spread(wish.num_new, 0)
+    token_rows = wish.tokens.spread(rows, control.max_seqs)
     pools = [
         _drop_out_of_reach(pool, group, rows, demand.first_kept)
         for pool, group, demand in zip(control.block_pools, config.groups, demands, strict=True)
@@ -200,15 +167,13 @@ def _take_blocks(
     control = _make_room(control, num_taken(demands, grows, copies_tail), demands, copies_tail, config)
     pools, all_copies = [], []
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
-        opens_block = is_token & needs_block(pool, group, token_rows, positions)
-        opens_block, table = read_first(opens_block, pool.block_table)
+        opens_block, table = read_first(wish.opens_block(pool, group, rows), pool.block_table)
         pool = dataclasses.replace(pool, block_table=table)
-        pool, copies_made = _take_copies(
-            pool, rows, wish.context_len // group.block_size, demand.tail, copies_tail[g], copies[g]
-        )
+        tail_columns = quotient(wish.context_len, group.block_size)
+        pool, copies_made = _take_copies(pool, rows, tail_columns, demand.tail, copies_tail[g], copies[g])
         pool, ids = block_pool.take(pool, opens_block)
         opening_rows = jnp.where(opens_block, token_rows, control.max_seqs)
-        pools.append(_put(pool, opening_rows, positions // group.block_size, ids))
+        pools.append(_put(pool, opening_rows, quotient(wish.positions, group.block_size), ids))
         all_copies.append(copies_made)
     return dataclasses.replace(control, block_pools=tuple(pools)), tuple(all_copies)
 
@@ -259,8 +224,8 @@ def _make_room(
     if control.prefix_index is None:
         pools = run_if(copies_any, release_tails, control.block_pools)
         return dataclasses.replace(control, block_pools=pools)
-    lacks = [n > pool.num_free for n, pool in zip(needs, control.block_pools, strict=True)]
-    return run_if(copies_any | jnp.stack(lacks).any(), release_and_evict, control)
+    lacks = any_of([n > pool.num_free for n, pool in zip(needs, control.block_pools, strict=True)])
+    return run_if(copies_any | lacks, release_and_evict, control)
 
 
 def _drop_out_of_reach(
@@ -295,9 +260,10 @@ def _drop_out_of_reach(
     return lax.while_loop(is_left, drop_column, (pool, jnp.int32(1)))[0]
 
 
-def _no_copies(pool: BlockPool, demand: Demand) -> BlockCopies:
-    nowhere = jnp.maximum(demand.tail, pool.num_blocks)  # a constant would lose the mesh of `tail`
-    return BlockCopies(src=nowhere, dst=nowhere, num_copies=num_true(demand.tail < 0))
+def _no_copies(pool: BlockPool, wish: Wish) -> BlockCopies:
+    # Made of the row's length: a constant would lose its mesh.
+    nowhere = jnp.maximum(wish.context_len & 0, pool.num_blocks)
+    return BlockCopies(src=nowhere, dst=nowhere, num_copies=num_true(nowhere < 0))
 
 
 def _take_copies(
@@ -335,7 +301,7 @@ def _plan(
     if isinstance(group.kind, SlidingWindow):
         window = group.kind.window
         first_len = jnp.maximum(context_len + 1 - window, 0)
-        first_column = jnp.maximum(first_len // group.block_size, num_sink_blocks)
+        first_column = jnp.maximum(quotient(first_len, group.block_size), num_sink_blocks)
     end_column = num_blocks_for(new_len, group.block_size)
     num_columns = jnp.minimum(num_sink_blocks, end_column) + jnp.maximum(end_column - first_column, 0)
     return AttentionPlan(first_column=first_column, num_columns=jnp.where(query_len > 0, num_columns, 0))

@@ -3,8 +3,10 @@
 What is built from these can be part of a `single_kernel`.
 """
 
+import functools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +26,24 @@ def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Arr
     Entries outside, negative ones among them, are `fill`; without it they are some element.
     """
     array = jnp.asarray(array)  # numpy's, of a cache that was fetched to the host
+    found = array.at[index].get(mode="clip", wrap_negative_indices=False)
     if fill is None:
-        return array.at[index].get(mode="clip", wrap_negative_indices=False)
-    return array.at[index].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+        return found
+    index = index if isinstance(index, tuple) else (index,)
+    window = array.ndim - len(index)
+    is_inside = _is_inside(index, array.shape)
+    is_inside = is_inside.reshape(*is_inside.shape, *(1 for _ in range(window)))
+    return jnp.where(is_inside, found, jnp.asarray(fill, array.dtype))
+
+
+def _is_inside(index: Sequence[ArrayLike], shape: tuple[int, ...]) -> jax.Array:
+    """Which entries, one per leading axis, lie within `shape`."""
+    # Negative ones are beyond any size without their sign.
+    is_below = [
+        jnp.asarray(place).astype(jnp.uint32) < jnp.uint32(size)
+        for place, size in zip(index, shape, strict=False)
+    ]
+    return functools.reduce(operator.and_, is_below)
 
 
 def set_at(array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1) -> jax.Array:
@@ -63,27 +80,51 @@ def _update(
     index = jnp.broadcast_arrays(*index)
     window = array.shape[len(index) :]
     num_entries = math.prod(index[0].shape)
-    values = jnp.broadcast_to(values, index[0].shape + window).reshape(num_entries, *window)
+    if not num_entries:
+        return array
     places = [axis.reshape(-1) for axis in index]
+    entry_shape = (*(1 for _ in places), *window)
+    if values.size > 1:
+        values = jnp.broadcast_to(values, index[0].shape + window).reshape(-1, *entry_shape[1:])
+    else:
+        values = values.reshape(1)
 
     def update_one(i: ArrayLike, array: jax.Array) -> jax.Array:
-        place = [
-            lax.dynamic_index_in_dim(axis, i, keepdims=False, allow_negative_indices=False) for axis in places
-        ]
-        is_inside = jnp.bool_(True)
-        for at, size in zip(place, array.shape, strict=False):
-            is_inside &= (at >= 0) & (at < size)
-        start = (*place, *(jnp.zeros_like(place[0]) for _ in window))
-        old = lax.dynamic_slice(array, start, (*(1 for _ in place), *window), allow_negative_indices=False)
-        value = lax.dynamic_index_in_dim(values, i, allow_negative_indices=False)
-        new = combine(old, value.reshape(old.shape))
+        place = [_entry(axis, i) for axis in places]
+        start = [axis.reshape(()) for axis in place]
+        start += [jnp.zeros_like(start[0]) for _ in window]
+        old = lax.dynamic_slice(array, start, entry_shape, allow_negative_indices=False)
+        new = combine(old, jnp.broadcast_to(_entry(values, i), entry_shape))
+        is_inside = _is_inside(place, array.shape).reshape(1, *(1 for _ in entry_shape[1:]))
         return lax.dynamic_update_slice(
             array, jnp.where(is_inside, new, old), start, allow_negative_indices=False
         )
 
-    if num_entries > 1:
-        return lax.fori_loop(0, num_entries, update_one, array, unroll=unroll)
-    return update_one(0, array) if num_entries else array
+    if num_entries == 1:
+        return update_one(0, array)
+    return lax.fori_loop(0, num_entries, update_one, array, unroll=unroll)
+
+
+def _entry(array: jax.Array, i: ArrayLike) -> jax.Array:
+    """`array[i : i + 1]`; its only entry if there is one."""
+    if array.shape[0] == 1:
+        return array
+    return lax.dynamic_index_in_dim(array, i, allow_negative_indices=False)
+
+
+def quotient(lengths: jax.Array, size: int) -> jax.Array:
+    """`lengths // size` of what is not negative: one operation, where signs to look at make it ten."""
+    return lax.div(lengths, lax.full_like(lengths, size))
+
+
+def remainder(lengths: jax.Array, size: int) -> jax.Array:
+    """`lengths % size` of what is not negative."""
+    return lax.rem(lengths, lax.full_like(lengths, size))
+
+
+def any_of(masks: list[jax.Array]) -> jax.Array:
+    """Elementwise or."""
+    return functools.reduce(operator.or_, masks)
 
 
 def num_true(mask: jax.Array) -> jax.Array:

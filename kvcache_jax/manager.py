@@ -28,12 +28,13 @@ from kvcache_jax.manager_requests import (
     checked_final_len,
     checked_group,
     checked_widths,
+    padded,
     prompt_of,
 )
-from kvcache_jax.manager_rows import Figures, RequestRows
+from kvcache_jax.manager_rows import Figures, RequestRows, hashable
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.state import Cache
-from kvcache_jax.static_numbers import as_integer, static_flag
+from kvcache_jax.static_numbers import as_integer, static_count, static_flag
 from kvcache_jax.status import Status
 
 _log = logging.getLogger("kvcache_jax")
@@ -172,22 +173,17 @@ class CacheManager:
         """
         if (token_ids is None) != isinstance(new, Mapping):
             raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")
-        new = {new: token_ids} if token_ids is not None else new
+        new = {hashable(new): token_ids} if token_ids is not None else new
         new = {request_id: arguments.host_tokens("token_ids", ids) for request_id, ids in new.items()}
         if not new:
             raise ValueError("got no request, expected at least one")
-        longest = max(len(ids) for ids in new.values())
         limit = self._widths[-1]
         for request_id, ids in new.items():
             if len(ids) > limit:
                 raise errors.too_many_at_once(request_id, len(ids), limit)
-        width = next(width for width in self._widths if width >= longest)
         with self._holder.turn("append_tokens"):
             seq_ids = self._rows.columns(list(new))
-            num_new = np.zeros(len(seq_ids), np.int32)
-            tokens = np.zeros((len(seq_ids), width), np.int32)
-            for i, ids in enumerate(new.values()):
-                num_new[i], tokens[i, : len(ids)] = len(ids), ids
+            num_new, tokens = padded(list(new.values()), len(seq_ids), self._widths)
             on_device = jax.device_put(tokens)
             step, status = self._holder.step(programs.append, seq_ids, num_new, on_device)
             for request_id, code in zip(new, self._holder.fetch(status), strict=False):
@@ -211,7 +207,7 @@ class CacheManager:
           ValueError: The cache has no prefix caching.
           TypeError: A mapping, and `final_len` beside it.
         """
-        lengths = dict(request_id) if isinstance(request_id, Mapping) else {request_id: final_len}
+        lengths = dict(request_id) if isinstance(request_id, Mapping) else {hashable(request_id): final_len}
         if isinstance(request_id, Mapping) and final_len is not None:
             raise TypeError(
                 f"got {len(lengths)} requests and final_len = {final_len}, expected {{request_id: final_len}}"
@@ -245,9 +241,12 @@ class CacheManager:
         Raises:
           UnknownRequest, TooLong (it has fewer tokens), WindowLost: changed nothing.
         """
-        lengths = np.array([checked_count("new_len", new_len)], np.int32)
+        new_len = static_count("new_len", new_len, least=0)
         with self._holder.turn("truncate_request"):
-            self._change([request_id], programs.truncate, self._rows.columns([request_id]), lengths)
+            seq_ids = self._rows.columns([request_id])
+            if new_len > self._config.max_seq_len:
+                raise errors.longer_than(request_id, new_len, self.num_computed_tokens(request_id))
+            self._change([request_id], programs.truncate, seq_ids, np.array([new_len], np.int32))
 
     def free_request(self, request_id: Hashable) -> None:
         """Ends a request, also one whose row a step function has ended (see `OutOfSync`).
@@ -472,6 +471,8 @@ class CacheManager:
                 raise errors.longer_than(request_id, int(args[1][0]), self.num_computed_tokens(request_id))
             if code == Status.WINDOW_LOST:
                 raise errors.window_lost(request_id, int(args[1][0]))
+            if code == Status.SEQ_IN_USE:  # of a fork's target
+                raise errors.nobodys_row(int(args[1][0]))
             if code != Status.OK:
                 raise errors.out_of_sync(request_id, Status(int(code)))
         self._holder.cache = new

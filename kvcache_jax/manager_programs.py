@@ -64,7 +64,7 @@ def append_needs(
     control, config, width = cache.control, cache.config, cache.config.query_len_limit
     tokens = padded_tokens(num_new.shape[0], width)
     wish = wish_of(control, seq_ids, num_new, tokens, width, config)
-    required = num_blocks_for_all(control, wish.demands, wish.seq_ids, wish.wants, config)
+    required = num_blocks_for_all(control, wish, config)
     return required, _num_available(control), wish.context_len
 
 

@@ -69,6 +69,18 @@ def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority:
     return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, is_reused, no_items)))
 
 
+def padded(
+    sequences: Sequence[np.ndarray], num_rows: int, widths: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths i32[num_rows] and tokens i32[num_rows, T], T the least of `widths` that is enough; rest 0."""
+    longest = max(len(ids) for ids in sequences)
+    num_new = np.zeros(num_rows, np.int32)
+    tokens = np.zeros((num_rows, next(width for width in widths if width >= longest)), np.int32)
+    for i, ids in enumerate(sequences):
+        num_new[i], tokens[i, : len(ids)] = len(ids), ids
+    return num_new, tokens
+
+
 def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
     """The widths in order, or the usual ones up to `limit`."""
     if widths is None:
@@ -79,9 +91,9 @@ def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
         raise TypeError(f"widths is {widths!r}, expected a list of integers")
     if not len(widths):
         raise ValueError("widths is empty, expected at least one")
-    for width in widths:
-        static_count("each of widths", width, most=limit, most_name="max_query_len")
-    return sorted(set(widths))
+    return sorted(
+        {static_count("each of widths", width, most=limit, most_name="max_query_len") for width in widths}
+    )
 
 
 def checked_count(name: str, count: Any) -> int:

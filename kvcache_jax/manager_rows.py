@@ -11,6 +11,17 @@ from kvcache_jax.state import Counter
 _REQUESTS_OF_HIT_RATE = 1000
 
 
+def hashable[T](request_id: T) -> T:
+    """Refuses what cannot be an id."""
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise TypeError(
+            f"request_id is {request_id!r} ({error}), expected an id that can be hashed, such as a string"
+        ) from None
+    return request_id
+
+
 class RequestRows:
     """The row of each request, in the order in which they started."""
 
@@ -25,12 +36,7 @@ class RequestRows:
         return iter(self._rows)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        try:
-            return request_id in self._rows
-        except TypeError as error:
-            raise TypeError(
-                f"request_id is {request_id!r} ({error}), expected an id that can be hashed, such as a string"
-            ) from None
+        return hashable(request_id) in self._rows
 
     def row(self, request_id: Hashable) -> int:
         """The row of a request that there is."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import first_true, get_at, set_at
+from kvcache_jax.indexing import first_true, get_at, quotient, remainder, set_at
 from kvcache_jax.state import PrefixIndex
 
 
@@ -34,8 +34,8 @@ class Content(NamedTuple):
 
 def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
     """i32[...], the bucket for `hashes u32[..., 2]`."""
-    num_buckets = jnp.uint32(index.buckets.shape[0])
-    return ((hashes[..., 0] ^ (hashes[..., 1] * jnp.uint32(0x9E3779B1))) % num_buckets).astype(jnp.int32)
+    folded = hashes[..., 0] ^ (hashes[..., 1] * jnp.uint32(0x9E3779B1))
+    return remainder(folded, index.buckets.shape[0]).astype(jnp.int32)
 
 
 def candidates(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ def find_prefix(
     found = candidates(index, hashes)
     parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
     is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
-    is_hit &= order < (num_tokens - 1) // block_size
+    is_hit &= order < quotient(jnp.maximum(num_tokens - 1, 0), block_size)
     return jnp.where(jnp.cumsum(~is_hit) == 0, found, nowhere)
 
 

@@ -15,7 +15,17 @@ from jax import lax
 from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import add_at, first_true, get_at, max_at, num_true, read_first, run_if, set_at
+from kvcache_jax.indexing import (
+    add_at,
+    first_true,
+    get_at,
+    max_at,
+    num_true,
+    quotient,
+    read_first,
+    run_if,
+    set_at,
+)
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
@@ -77,7 +87,7 @@ def commit_rows(
     )
     final_len = jnp.minimum(final_len, get_at(control.context_len, seq_ids))
     rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
-    num_full = jnp.where(status == Status.OK, final_len // block_size, 0)
+    num_full = jnp.where(status == Status.OK, quotient(final_len, block_size), 0)
 
     def num_pending(control: Control, is_cut: jax.Array) -> jax.Array:
         num_published = get_at(control.num_published, rows, 0)

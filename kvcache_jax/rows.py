@@ -14,7 +14,7 @@ from jax import lax
 
 from kvcache_jax import block_pool, companions, eviction, prefix_index
 from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.indexing import add_at, get_at, min_at, num_true, read_first, set_at
+from kvcache_jax.indexing import add_at, any_of, get_at, min_at, num_true, quotient, read_first, set_at
 from kvcache_jax.state import ROW_FIELDS, BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
@@ -47,17 +47,9 @@ def _check_active(control: Control, seq_id: jax.Array) -> tuple[tuple[jax.Array,
     return *check_seq_ids(control, seq_id), (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE)
 
 
-def any_of(masks: list[jax.Array]) -> jax.Array:
-    """Elementwise or."""
-    result = masks[0]
-    for mask in masks[1:]:
-        result = result | mask
-    return result
-
-
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
     """Blocks that hold `num_tokens` tokens."""
-    return (num_tokens + block_size - 1) // block_size
+    return quotient(num_tokens + block_size - 1, block_size)
 
 
 class Prompt(NamedTuple):
@@ -103,7 +95,7 @@ def reservation(control: Control, prompt: Prompt, config: CacheConfig) -> Reserv
     for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
         is_hit = ids < pool.num_blocks
         num_blocks = jnp.minimum(
-            num_blocks_for(prompt.num_tokens, group.block_size) - num_cached // group.block_size,
+            num_blocks_for(prompt.num_tokens, group.block_size) - quotient(num_cached, group.block_size),
             group.max_held_blocks - num_true(is_hit),
         )
         num_new.append(num_blocks)
@@ -150,7 +142,7 @@ def allocate_row(
     pools = []
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-        first = num_cached // group.block_size
+        first = quotient(num_cached, group.block_size)
         pool, new_ids = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks))
         ids = jnp.minimum(ids, new_ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids)))
@@ -161,7 +153,7 @@ def allocate_row(
         priority=set_at(control.priority, row, prompt.priority),
         namespace=set_at(control.namespace, row, prompt.namespace),
         num_published=set_at(
-            control.num_published, row, num_cached // config.groups[config.indexed_group].block_size
+            control.num_published, row, quotient(num_cached, config.groups[config.indexed_group].block_size)
         ),
         last_used=set_at(control.last_used, row, clock),
         num_uses=add_at(control.num_uses, row, 1),
@@ -197,8 +189,8 @@ def _count_admission(
         Counter.ALLOCATIONS: ok,
         Counter.REQUEST_QUERIES: asked,
         Counter.REQUEST_HITS: num_cached > 0,
-        Counter.BLOCK_QUERIES: num_asked // block_size,
-        Counter.BLOCK_HITS: num_cached // block_size,
+        Counter.BLOCK_QUERIES: quotient(num_asked, block_size),
+        Counter.BLOCK_HITS: quotient(num_cached, block_size),
         Counter.TOKEN_QUERIES: num_asked,
         Counter.TOKEN_HITS: num_cached,
     }
@@ -276,7 +268,7 @@ def truncate_row(
         control,
         context_len=set_at(control.context_len, row, new_len),
         num_published=min_at(
-            control.num_published, row, new_len // config.groups[config.indexed_group].block_size
+            control.num_published, row, quotient(new_len, config.groups[config.indexed_group].block_size)
         ),
         block_pools=tuple(pools),
     ), status
@@ -384,7 +376,7 @@ def _window_is_lost(
     is_beyond = (context_len > kind.window) & (context_len - new_len > kind.max_rollback)
     # Behind the sinks the next token reads from here on, and what is held is contiguous up to the tail.
     first_len = jnp.maximum(new_len - kind.window + 1, 0)
-    column = jnp.maximum(first_len // group.block_size, group.num_sink_blocks)
+    column = jnp.maximum(quotient(first_len, group.block_size), group.num_sink_blocks)
     is_read = column * group.block_size < new_len
     entry = get_at(pool.block_table, (seq_id, column), pool.num_blocks)
     return is_beyond | (is_read & (entry == pool.num_blocks))

@@ -245,7 +245,8 @@ def _column(
     values = values if isinstance(values, Tracer) else np.asarray(values)
     is_number = jnp.issubdtype(values.dtype, np.integer) or jnp.issubdtype(values.dtype, np.floating)
     if not is_number or (np.issubdtype(dtype, np.integer) and not jnp.issubdtype(values.dtype, np.integer)):
-        raise TypeError(f"{name} has dtype {values.dtype}, expected numbers: {expected}")
+        got = f"dtype {values.dtype}" if values.dtype != object else f"{values.tolist()!r}"
+        raise TypeError(f"{name} has {got}, expected numbers: {expected}")
     if values.shape not in ((), (num_rows,)):
         raise ValueError(f"{name} has shape {values.shape}, expected one for all rows or ({num_rows},)")
     if not isinstance(values, Tracer) and not np.all(is_valid(values)):

@@ -12,7 +12,7 @@ from jax import lax
 
 from kvcache_jax.cache import allocate, extend, fork, free
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.decode_arguments import check_model, model_tokens, usable_chunk_len
+from kvcache_jax.decode_arguments import as_list, check_model, model_tokens, usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.state import Cache
@@ -64,8 +64,9 @@ def score(
         cache of another config, a call within `jit`, or a `forward` without a hash.
       StatusError: the cache has too few blocks for a continuation alone.
     """
-    check_model("score", forward, params, cache)
+    check_model("score", forward, config, params, cache)
     shared = model_tokens("context", context, least=1)
+    continuations = as_list("continuations", continuations, "continuations, each a list of token ids")
     own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:
         raise ValueError(
@@ -81,7 +82,7 @@ def score(
     shared_len = np.array([len(shared) - 1], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
-    held, admission = allocate(idle_cache(cache, config), [0], shared_len, tokens=history[:1])
+    held, admission = allocate(idle_cache("score", cache, config), [0], shared_len, tokens=history[:1])
     raise_for_status(admission.status, "allocating the context")
     first = np.zeros(1, np.int32)
     held, _, status = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)

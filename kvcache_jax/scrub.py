@@ -11,7 +11,7 @@ from kvcache_jax import arguments, block_pool, eviction
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.indexing import get_at, num_true, rank_true
+from kvcache_jax.indexing import get_at, num_true, quotient, rank_true
 from kvcache_jax.state import ROW_FIELDS, BlockPool, Cache, Control, Counter, KVPool, count_events
 
 
@@ -207,7 +207,7 @@ def _num_tokens(control: Control, blocks: BlockPool, block_size: int) -> jax.Arr
 
 def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
     """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
-    columns = control.context_len // block_size
+    columns = quotient(control.context_len, block_size)
     rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (rows, columns), blocks.num_blocks)
     num_tokens = _num_tokens(control, blocks, block_size)

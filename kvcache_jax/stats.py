@@ -10,7 +10,7 @@ from kvcache_jax import arguments, block_pool
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import LayerGroup
-from kvcache_jax.indexing import get_at, num_true
+from kvcache_jax.indexing import get_at, num_true, quotient, remainder
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.rows import num_blocks_for
 from kvcache_jax.state import BlockPool, Cache, Counter
@@ -174,9 +174,9 @@ def num_blocks_needed(
         end = num_blocks_for(context_len + num_new, block_size)[:, None]
         entries = get_at(pool.block_table, seq_ids)
         is_new = (columns >= first) & (columns < end) & (entries == pool.num_blocks)
-        tail = get_at(pool.block_table, (seq_ids, context_len // block_size), pool.num_blocks)
+        tail = get_at(pool.block_table, (seq_ids, quotient(context_len, block_size)), pool.num_blocks)
         is_kept = (block_pool.ref_counts(pool, tail) > 1) | block_pool.is_published(pool, tail)
-        copies_tail = (num_new > 0) & (context_len % block_size > 0) & is_kept
+        copies_tail = (num_new > 0) & (remainder(context_len, block_size) > 0) & is_kept
         needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)
     return needed
 

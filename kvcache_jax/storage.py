@@ -14,6 +14,7 @@ from jax import lax
 from kvcache_jax import implementations
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.head_axis import over_heads
+from kvcache_jax.indexing import quotient, remainder
 from kvcache_jax.state import BlockCopies, Cache, KVPool
 
 
@@ -52,8 +53,8 @@ def store_tokens(
     """Writes keys and values `[..., num_kv_heads, head_dim]` of one layer at `slots` `[...]`."""
     block_size = pool.k.shape[2]
     slots = slots.reshape(-1)
-    block = block_rows(slots // block_size, layer, num_blocks, pool.k.shape[0])
-    offset = slots % block_size
+    block = block_rows(quotient(slots, block_size), layer, num_blocks, pool.k.shape[0])
+    offset = remainder(slots, block_size)
     k = k.reshape(-1, *k.shape[-2:]).astype(pool.k.dtype)
     v = v.reshape(-1, *v.shape[-2:]).astype(pool.v.dtype)
     return KVPool(k=_store(pool.k, block, offset, k), v=_store(pool.v, block, offset, v))
@@ -152,11 +153,11 @@ def load_row(
     """
     block_size = pool.k.shape[2]
     position = jnp.arange(max_seq_len, dtype=jnp.int32)
-    block = blocks[position // block_size]
+    block = blocks[quotient(position, block_size)]
     is_token = (block < pool.k.shape[0]) & (position < context_len)
 
     def load(values: jax.Array) -> jax.Array:
-        tokens = values.at[block, :, position % block_size].get(mode="clip")
+        tokens = values.at[block, :, remainder(position, block_size)].get(mode="clip")
         return jnp.where(is_token[:, None, None], tokens, jnp.zeros((), tokens.dtype))
 
     return load(pool.k), load(pool.v)

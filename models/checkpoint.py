@@ -87,6 +87,8 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
 def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer | None = None) -> None:
     """Writes a model bit for bit, so that `load` gives it back; replaces the one that is there.
 
+    In what dtype it computes is not part of it: `load` computes in the parameters', or in its own `dtype`.
+
     Args:
       folder: Made where it is missing.
       decoder: Its options must be those of a supported family.

@@ -58,6 +58,7 @@ _JSON_NAMES = {
     "num_kv_heads": "num_key_value_heads",
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
+    "original_max_seq_len": "original_max_position_embeddings",
 }
 _MOST_LAYERS = 1024  # ten times as many as the largest models have: more would only take long to refuse
 
@@ -272,6 +273,7 @@ def _windows(values: JsonObject, family: _Family) -> tuple[int | None, ...]:
         raise values.error("layer_types", f"{implied}, or none: {family.architecture} does not read it")
     if len(layer_types) != num_layers or any(kind not in (_FULL, _SLIDING) for kind in layer_types):
         raise values.error("layer_types", f"{num_layers} times {_FULL} or {_SLIDING}")
-    if _SLIDING in layer_types and (window is None or window < 1):
-        raise values.error("sliding_window", f"the tokens in reach of {_SLIDING}, with use_sliding_window")
+    if _SLIDING in layer_types and (window is None or not 1 <= window < 2**31):
+        reach = f"the tokens in reach of {_SLIDING}, 1 to 2**31 - 1, with use_sliding_window"
+        raise values.error("sliding_window", reach)
     return tuple(window if kind == _SLIDING else None for kind in layer_types)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MAX_QUERIES = 8
 """Query tokens of one row in one call."""
@@ -53,16 +54,14 @@ class DecodeOptions:
     num_sink_tokens: int = 0
 
     def __post_init__(self):
-        for name, least in (("num_blocks", 1), ("num_sink_tokens", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} is {value}, expected at least {least}")
+        check_size("num_blocks", self.num_blocks, 1)
+        check_size("num_sink_tokens", self.num_sink_tokens, 0)
         if not math.isfinite(self.scale):
             raise ValueError(f"scale is {self.scale}, expected a finite number")
-        if self.soft_cap is not None and not self.soft_cap > 0:
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
             raise ValueError(f"soft_cap is {self.soft_cap}, expected a positive number or None")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window is {self.window}, expected at least 1, or None")
+        if self.window is not None:
+            check_size("window", self.window, 1)
         if self.window is None and self.num_sink_tokens:
             raise ValueError(f"num_sink_tokens is {self.num_sink_tokens} without a window, expected 0")
 
@@ -87,13 +86,12 @@ def check_decode(
             f"q has shape {q.shape}, expected [rows, queries, num_kv_heads, group_size, head_dim], each at "
             "least 1"
         )
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"q is {q.dtype}, expected a floating dtype")
+    check_floats("q", q)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     if not 1 <= num_queries <= MAX_QUERIES:
         raise ValueError(f"q has {num_queries} queries a row, expected 1 to {MAX_QUERIES}: split the row")
     check_pools(k_pool, v_pool, options.num_blocks)
-    check_layer(layer)
+    check_layer(layer, k_pool.shape[0] // options.num_blocks)
     if (num_kv_heads, head_dim) != (k_pool.shape[1], k_pool.shape[3]):
         raise ValueError(
             f"q has {num_kv_heads} key/value heads of {head_dim}, expected {k_pool.shape[1]} of "
@@ -104,11 +102,34 @@ def check_decode(
             f"block_table is {block_table.dtype}{block_table.shape}, expected int32 [max_rows, columns], "
             "each at least 1"
         )
+    check_rows(rows, num_rows)
+    if sink_logits is not None:
+        check_floats("sink_logits", sink_logits)
+        if sink_logits.shape != (num_kv_heads, group_size):
+            raise ValueError(
+                f"sink_logits has shape {sink_logits.shape}, expected {(num_kv_heads, group_size)}"
+            )
+
+
+def check_rows(rows: DecodeRows, num_rows: int) -> None:
+    """Raises unless all of `rows` are i32[num_rows]."""
     for name, values in rows._asdict().items():
         if values.shape != (num_rows,) or values.dtype != jnp.int32:
             raise ValueError(f"rows.{name} is {values.dtype}{values.shape}, expected int32[{num_rows}]")
-    if sink_logits is not None and sink_logits.shape != (num_kv_heads, group_size):
-        raise ValueError(f"sink_logits has shape {sink_logits.shape}, expected {(num_kv_heads, group_size)}")
+
+
+def check_floats(name: str, values: jax.Array) -> None:
+    """Raises unless the values are of a floating dtype, so that nothing of them is dropped by a cast."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise ValueError(f"{name} is {values.dtype}, expected a floating dtype")
+
+
+def check_size(name: str, value: int, least: int) -> None:
+    """Raises unless `value` is an integer from `least` to what 32 bits hold."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, expected an integer")
+    if not least <= value < 2**31:
+        raise ValueError(f"{name} is {value}, expected at least {least} and below 2**31")
 
 
 def check_pools(k_pool: jax.Array, v_pool: jax.Array, num_blocks: int) -> None:
@@ -120,14 +141,17 @@ def check_pools(k_pool: jax.Array, v_pool: jax.Array, num_blocks: int) -> None:
         )
     if 0 in k_pool.shape:
         raise ValueError(f"the pools have shape {k_pool.shape}, expected no axis of length 0")
-    if num_blocks < 1 or k_pool.shape[0] % num_blocks:
+    check_size("num_blocks", num_blocks, 1)
+    if k_pool.shape[0] % num_blocks:
         raise ValueError(
             f"the pools have {k_pool.shape[0]} blocks, expected a multiple of num_blocks = {num_blocks}"
         )
 
 
-def check_layer(layer: jax.Array | int) -> None:
-    """Raises unless the layer is one integer."""
+def check_layer(layer: jax.Array | int, num_layers: int) -> None:
+    """Raises unless the layer is one integer and, as far as that is known, one of the pools' layers."""
     dtype = jnp.result_type(layer)
     if jnp.shape(layer) != () or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"layer is {dtype}{jnp.shape(layer)}, expected an integer scalar")
+    if isinstance(layer, int | np.integer) and not 0 <= layer < num_layers:
+        raise ValueError(f"layer is {layer}, expected 0 <= layer < {num_layers}, the layers of the pools")

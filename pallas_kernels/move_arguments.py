@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.decode_rows import check_layer, check_pools
 
@@ -18,6 +19,8 @@ def check_moved_blocks(
         if values.ndim != 1 or values.shape != first.shape or values.dtype != jnp.int32:
             expected = "int32[n]" if values is first else f"int32[{first.size}]"
             raise ValueError(f"{name} is {values.dtype}{values.shape}, expected {expected}")
+    if isinstance(count, int | np.integer) and not 0 <= count <= first.size:
+        raise ValueError(f"count is {count}, expected 0 to {first.size}, the number of ids")
 
 
 def check_block_values(
@@ -31,6 +34,7 @@ def check_block_values(
                 f"{name} has shape {values.shape}, expected [num_layers, n, num_kv_heads, block_size, "
                 f"head_dim] = {expected}"
             )
+        _check_real(name, values)
 
 
 def check_append(
@@ -44,7 +48,7 @@ def check_append(
 ) -> None:
     """Raises unless `k` and `v` are `[n, num_kv_heads, head_dim]`, and `slots` is i32[n]."""
     check_pools(k_pool, v_pool, num_blocks)
-    check_layer(layer)
+    check_layer(layer, k_pool.shape[0] // num_blocks)
     if slots.ndim != 1 or slots.dtype != jnp.int32:
         raise ValueError(f"slots is {slots.dtype}{slots.shape}, expected int32[n]")
     expected = (slots.shape[0], k_pool.shape[1], k_pool.shape[3])
@@ -53,3 +57,10 @@ def check_append(
             raise ValueError(
                 f"{name} has shape {values.shape}, expected [n, num_kv_heads, head_dim] = {expected}"
             )
+        _check_real(name, values)
+
+
+def _check_real(name: str, values: jax.Array) -> None:
+    """Raises if a cast to the pools' dtype would drop an imaginary part."""
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        raise ValueError(f"{name} is {values.dtype}, expected real numbers")

@@ -99,8 +99,8 @@ STORAGE = in_module(
         "offset, v), v=_store(pool.v, block, offset, k)",
         BRANCHES,
     ),
-    ("block id shifted on write", "block_rows(slots //", "block_rows(1 + slots //", BRANCHES),
-    ("offset shifted on write", "offset = slots %", "offset = (1 + slots) %", BRANCHES),
+    ("block id shifted on write", "quotient(slots, block_size)", "1 + quotient(slots, block_size)", BRANCHES),
+    ("offset shifted on write", "remainder(slots, block_size)", "remainder(1 + slots, block_size)", BRANCHES),
     ("layer left out of a block's place", "layer * num_blocks + block_ids", "block_ids", HALVES),
     (
         "nowhere mapped after the layer shift",
@@ -239,8 +239,8 @@ EXTEND = in_module(
     ("window read from one token later", "1 - window, 0)", "2 - window, 0)", ROLLBACK),
     (
         "the block table is copied",
-        "read_first(opens_block, pool.block_table)",
-        "(opens_block, pool.block_table)",
+        "read_first(wish.opens_block(pool, group, rows), pool.block_table)",
+        "wish.opens_block(pool, group, rows), pool.block_table",
         "test_transforms.py::test_a_compiled_step_does_not_copy_the_block_table",
     ),
 )
@@ -263,14 +263,14 @@ DEMAND = in_module(
     ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
     (
         "window drops a column too many",
-        "group.block_size, group.num_sink",
-        "group.block_size + 1, group.num_sink",
+        "group.block_size), group.num_sink",
+        "group.block_size) + 1, group.num_sink",
         ROLLBACK,
     ),
     (
         "window drops a column too few",
-        "group.block_size, group.num_sink",
-        "group.block_size - 1, group.num_sink",
+        "group.block_size), group.num_sink",
+        "group.block_size) - 1, group.num_sink",
         f"{BOUNDED}[window 6]",
     ),
     ("max_rollback ignored", " - group.kind.max_rollback", "", BEYOND),
@@ -322,8 +322,8 @@ ROWS = in_module(
     ("second rollback finds nothing lost", "| (is_read & (entry == pool.num_blocks))", "", LOST_TWICE),
     (
         "no look behind the sinks",
-        "jnp.maximum(first_len // group.block_size, group.num_sink_blocks)",
-        "first_len // group.block_size",
+        "jnp.maximum(quotient(first_len, group.block_size), group.num_sink_blocks)",
+        "quotient(first_len, group.block_size)",
         "test_windows.py::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost",
     ),
     (
@@ -369,10 +369,15 @@ BLOCK_POOL = in_module(
 
 INDEXING = in_module(
     "indexing",
+    (
+        "negative entries are inside",
+        "astype(jnp.uint32) < jnp.uint32(size)",
+        "astype(jnp.int32) < size",
+        UPDATES,
+    ),
     ("entries outside are written", "jnp.where(is_inside, new, old)", "new", UPDATES),
-    ("negative entries are written", "(at >= 0) & (at < size)", "at < size", UPDATES),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
-    ("negative entries are read", "fill_value=fill, wrap_negative_indices=False", "fill_value=fill", READS),
+    ("entries outside are read", "jnp.where(is_inside, found,", "jnp.where(True, found,", READS),
 )
 
 SINGLE_KERNEL = in_module(

@@ -37,7 +37,12 @@ MUTATIONS = [
             "block_ids) == index.parent[block_ids]",
             COLLISIONS,
         ),
-        ("the last token is a hit too", "(num_tokens - 1) // block_size", "num_tokens // block_size", SCRIPT),
+        (
+            "the last token is a hit too",
+            "quotient(jnp.maximum(num_tokens - 1, 0), block_size)",
+            "quotient(num_tokens, block_size)",
+            SCRIPT,
+        ),
         (
             "evicted blocks stay in the index",
             "jnp.where(block_ids < nowhere, buckets,",
@@ -53,8 +58,8 @@ MUTATIONS = [
     ),
     *in_module(
         "content_hash",
-        ("the namespace left out of the root", "value ^ namespace[..., word]", "value", SCRIPT),
-        ("positions left out of the hash", "_mix(positions * odd + key)", "_mix(key)", SCRIPT),
+        ("the namespace left out of the root", "value ^ namespace[..., word, None]", "value", SCRIPT),
+        ("positions left out of the hash", "_mix(positions[..., None, :] * odd + key)", "_mix(key)", SCRIPT),
     ),
     *in_module(
         "publish",
@@ -66,8 +71,8 @@ MUTATIONS = [
         ),
         (
             "a block too many published",
-            "final_len // block_size, 0",
-            "-(-final_len // block_size), 0",
+            "quotient(final_len, block_size), 0",
+            "quotient(final_len + block_size - 1, block_size), 0",
             SCRIPT,
         ),
         ("final_len ignored", "jnp.minimum(final_len, get_at(", "jnp.minimum(2**30, get_at(", SCRIPT),
@@ -155,15 +160,15 @@ MUTATIONS = [
         ),
         (
             "rows take at once what may be evicted for each other",
-            "is_one_by_one = decision.depends_on_evictions",
-            "is_one_by_one = decision.depends_on_evictions & False",
+            "is_one_by_one | decision.depends_on_evictions",
+            "is_one_by_one",
             "test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
         ),
         (
-            "a row's turn decided ahead of evictions",
-            "run_if(turn + 1 < num_turns,",
-            "run_if(turn + 1 < 0,",
-            "test_prefix_copies.py::test_a_row_may_own_its_last_block_once_another_took_its_turn",
+            "taken before it is known who takes turns",
+            "is_decided = takes_turns == is_one_by_one",
+            "is_decided = wish.wants.any() | True",
+            "test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
         ),
         (
             "copies of an earlier turn forgotten",

@@ -237,6 +237,31 @@ def test_each_device_runs_its_own_heads(axis_type, count_calls):
         np.testing.assert_allclose(out, dense_attention(*row)[0], atol=1e-5)
 
 
+def test_the_gpus_interpreter_is_asked_for_one_device():
+    config = dataclasses.replace(config_of("mosaic_gpu"), head_axis="heads")
+    config = dataclasses.replace(config, layers=(kv.FullAttention(2, 64),))
+    with testing.interpreted(), jax.set_mesh(jax.make_mesh((2,), ("heads",))):
+        cache = jax.eval_shape(functools.partial(kv.init, config))
+        with pytest.raises(NotImplementedError, match="mosaic_gpu is interpreted on several devices"):
+            jax.eval_shape(lambda cache: kv.extend(cache, [1, 0, 0, 0], max_new=1), cache)
+
+
+def test_a_call_may_ask_for_other_kernels_than_the_caches():
+    sizes = dict(num_blocks=4, block_size=16, max_seqs=1, max_seq_len=32, dtype="bfloat16")
+    config = kv.CacheConfig([kv.FullAttention(1, 128)], **sizes, implementation="mosaic_gpu")
+    x = jnp.linspace(-1, 1, 3 * 128, dtype=jnp.bfloat16).reshape(1, 3, 1, 128)
+
+    @jax.jit
+    def scenario(x):
+        cache, _ = kv.allocate(kv.init(config), [0], [3])
+        cache, step = kv.extend(cache, [3], max_new=3)
+        cache = kv.write(cache, 0, x, x, step)
+        return [kv.attend(cache, 0, x, step, implementation=name) for name in ("xla", "mosaic_tpu")]
+
+    expected, found = run_interpreted(lambda: scenario(x))
+    np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=1e-2)
+
+
 def test_generate_runs_unchanged():
     """Samples that fork one prompt, with drafts, have the log-probabilities of attention without a cache."""
     head_dim = SIZES["mosaic_tpu"]["head_dim"]

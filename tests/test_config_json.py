@@ -199,6 +199,21 @@ CONFIG_ERRORS = [
         r"layer_types is .*MistralForCausalLM does not read",
     ),
     ("mistral", dict(sliding_window=0), r"sliding_window is 0, expected the tokens in reach"),
+    ("mistral", dict(sliding_window=10**12), r"sliding_window is 1000000000000, .* 1 to 2\*\*31 - 1"),
+    (
+        "llama",
+        dict(
+            rope_scaling=None,
+            rope_parameters=dict(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=0,
+            ),
+        ),
+        r"config.json: rope_parameters.original_max_position_embeddings is 0",
+    ),
     (
         "qwen2",
         dict(layer_types=["linear_attention"] * 2),

@@ -42,6 +42,20 @@ def generate(prompts=((1, 2), (3,)), sizes=None, **options):
             r"stop_strings is 'xy', expected a list of texts: \['xy'\]",
         ),
         ({"temperature": -1.0}, "temperature"),
+        # One per row: which prompt gets which row is the loop's own affair.
+        (
+            {"temperature": [0.0, 1.0, 2.0, 3.0]},
+            r"temperature has shape \(4,\), expected one number, for all",
+        ),
+        ({"top_k": np.zeros(4, int)}, r"top_k has shape \(4,\), expected one number"),
+        ({"top_k": 10**30}, "top_k has 1000000000000000000000000000000, expected numbers: integers"),
+        ({"stop_strings": None}, "stop_strings is None, expected a list of texts"),
+        ({"prompts": None}, "prompts is None, expected a list of prompts, each a list of token ids"),
+        (
+            {"prompts": [[10**30]]},
+            "prompt 0 has 1000000000000000000000000000000, expected integers of at most",
+        ),
+        ({"stop_tokens": np.array([1, 2**31 + 5], np.uint32)}, "has the token id 2147483653, expected 0 to"),
     ],
 )
 def test_bad_input_is_refused(options, message):
@@ -64,6 +78,8 @@ def test_bad_input_is_refused(options, message):
             {"length_penalty": 400},
             "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
         ),
+        ({"max_new_tokens": 10**30}, r"1000000000000000000000000000000 new tokens, expected at most"),
+        ({"on_look": 3}, "on_look is 3, expected a function of a Look and the beams"),
         ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
         ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
     ],
@@ -72,6 +88,57 @@ def test_a_beam_search_refuses_bad_input(options, message):
     options = {"prompts": [[1, 2]], "max_new_tokens": 3, **options}
     with pytest.raises((ValueError, TypeError), match=message):
         kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
+
+
+def test_texts_to_stop_at_may_be_iterated_over_once():
+    plain = generate().generations[0].tokens
+    texts = (str(token) for token in plain[2:3])
+    stopped = generate(stop_strings=texts, detokenize=lambda tokens: " ".join(map(str, tokens)))
+    assert stopped.generations[0].finish_reason == "stop"
+    assert stopped.generations[0].tokens == plain[: 1 + plain.index(plain[2])]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": forward}, r"draft is a function, expected kv.Draft\(forward, params, config\)"),
+        ({"draft": kv.Draft(None, PARAMS, config())}, "forward is None, expected a model: "),
+        ({"draft": kv.Draft(forward, PARAMS, None)}, "kv.Draft got a NoneType, expected a CacheConfig"),
+        ({"stop_strings": ["a"], "detokenize": 5}, "detokenize is 5, expected a function"),
+        ({"on_tokens": 5}, "on_tokens is 5, expected a function, or None"),
+        ({"on_look": "x"}, "on_look is 'x', expected a function, or None"),
+    ],
+)
+def test_what_is_refused_leaves_the_callers_cache_alone(options, message):
+    cache = kv.init(config())
+    with pytest.raises((ValueError, TypeError), match=message):
+        generate(cache=cache, num_drafts=1, **options)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
+def test_what_is_no_cache_or_config_is_refused_by_name():
+    calls = {
+        "generate": lambda config, **cache: kv.generate(
+            forward, PARAMS, [[1]], config, max_new_tokens=2, **cache
+        ),
+        "score": lambda config, **cache: kv.score(forward, PARAMS, [1], [[2]], config, **cache),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} got a NoneType, expected a CacheConfig"):
+            call(None)
+        with pytest.raises(TypeError, match=f"{name} got a CacheConfig, expected a Cache: "):
+            call(config(), cache=config())
+        used = kv.init(config())
+        call(config(), cache=used)
+        assert not used.is_active.is_deleted()  # only its pools were donated
+        with pytest.raises(ValueError, match=f"{name} got a cache that was donated, .*, expected the cache"):
+            call(config(), cache=used)
+        with pytest.raises(ValueError, match="check_invariants got a cache that was donated"):
+            kv.check_invariants(used)
+    with pytest.raises(TypeError, match="beam_search got a NoneType, expected a CacheConfig"):
+        kv.beam_search(forward, PARAMS, [[1]], None, max_new_tokens=2)
+    with pytest.raises(TypeError, match="continuations is 3, expected a list of continuations"):
+        kv.score(forward, PARAMS, [1], 3, config())
 
 
 def host_loops(forward):
@@ -122,11 +189,12 @@ def test_a_draft_model_of_another_vocabulary_is_refused():
         logits, cache = forward(*args)
         return jnp.pad(logits, ((0, 0), (0, 0), (0, 1))), cache
 
-    draft = kv.Draft(wider, PARAMS, config())
+    draft, cache = kv.Draft(wider, PARAMS, config()), kv.init(config())
     with pytest.raises(
         ValueError, match="draft model's logits are for 17 tokens and the model's for 16, expected"
     ):
-        kv.generate(forward, PARAMS, [[1]], config(), max_new_tokens=3, draft=draft, num_drafts=1)
+        generate(cache=cache, draft=draft, num_drafts=1)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
 def test_a_model_without_a_hash_is_refused():
@@ -154,7 +222,7 @@ def test_a_model_without_a_hash_is_refused():
     ("tokens", "message"),
     [
         ([2**40 + 3], "has the token id 1099511627779, expected -2147483648 to 2147483647"),
-        ([1, -1], "has the token id -1, expected none below 0"),
+        ([1, -1], "has the token id -1, expected 0 to 2147483647"),
         ([1.5, 2.7], "has dtype float64, expected integers"),
         ([True], "has dtype bool, expected integers"),
         ("abc", "is 'abc', expected integer token ids: encode the text first"),

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import decode_memory, decode_speed, decode_speed_report, decode_speed_sides, dense_decoder
+from experiments import (
+    command,
+    decode_memory,
+    decode_speed,
+    decode_speed_report,
+    decode_speed_sides,
+    dense_decoder,
+)
 from experiments.decode_speed_sides import DENSE, LOOP, NUM_STEPS, PAGED, SIDES, Case, make_contexts
 from models.decoder import Decoder, DecoderConfig
 
@@ -134,6 +141,11 @@ def test_without_the_trace_padding_is_skipped_with_a_reason(tmp_path, monkeypatc
     monkeypatch.setattr(decode_memory, "padding", lambda lens: lens.tolist())
     report = decode_memory.memory_report(tmp_path)
     assert report["padding"] == [418] and report["skipped"] is None
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    for text in ("", header, header + "now,0,0\n", header + "now,x,1\n", header + "now,1\n", "\udcff"):
+        trace.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(command.InputError, match=f"{decode_memory.TRACE} .*github.com/Azure"):
+            decode_memory.memory_report(tmp_path)
 
 
 # --- the report ---

@@ -114,10 +114,11 @@ def test_the_text_to_measure_on_is_not_learned_from(tmp_path):
     assert len(held_out) > 10_000 and bytes(held_out[:5000]) not in bytes(learn_from)
     play = tmp_path / "text" / learned_prefix.SHAKESPEARE
     play.parent.mkdir()
-    play.write_bytes(bytes(range(100)))
+    text = bytes(range(100)) * learned_prefix.LENGTH
+    play.write_bytes(text)
     name, learn_from, held_out = learned_prefix.read_texts(tmp_path)
     assert name == learned_prefix.SHAKESPEARE
-    assert (*learn_from, *held_out) == tuple(range(100)) and len(held_out) == 10
+    assert bytes([*learn_from, *held_out]) == text and len(held_out) == len(text) // 10
 
 
 @pytest.mark.parametrize(
@@ -127,9 +128,12 @@ def test_the_text_to_measure_on_is_not_learned_from(tmp_path):
         (["--data", "x" * 300], "there is no folder xxx"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--steps", "0"], "got '0'"),
+        (["--data", "."], "tinyshakespeare.txt has 5 bytes, expected at least"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, said, capsys):
+def test_bad_input_is_one_sentence(arguments, said, capsys, tmp_path, monkeypatch):
+    (tmp_path / learned_prefix.SHAKESPEARE).write_text("short")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         learned_prefix.main(arguments)
     assert stopped.value.code == 2

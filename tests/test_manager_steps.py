@@ -80,6 +80,10 @@ def test_a_row_that_a_step_function_started_is_nobodys():
         assert error.request_id is None
     assert manager.evict_to_utilization(0.5) == []
     manager.run(lambda cache: kv.free(cache, jnp.array([2])))
+    manager.run(lambda cache: kv.allocate(cache, jnp.array([1]), jnp.array([1])))
+    message = "row 1 is active and no request has it, expected"
+    unchanged(manager, kv.OutOfSync, lambda: manager.fork_request("a", "b"), message)
+    manager.run(lambda cache: kv.free(cache, jnp.array([1])))
     assert manager.evict_to_utilization(0.0) == ["a"]
 
 
@@ -183,7 +187,7 @@ def test_the_pools_are_updated_in_place():
 
 
 def test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager():
-    manager = kv.CacheManager(CONFIG, widths=[3, 24])
+    manager = kv.CacheManager(CONFIG, widths=jnp.array([24, 3]).tolist() + [np.int32(3)])
     manager.allocate_request("a", [1] * 9)
     manager.allocate_request("b", [2] * 9)
     one = manager.append_tokens("b", [2, 2])
@@ -268,13 +272,22 @@ def test_what_cannot_be_run_or_asked_is_named():
         manager.query(None)
     with pytest.raises(TypeError, match="widths is 4, expected a list"):
         kv.CacheManager(CONFIG, widths=4)
-    for call in (manager.free_request, manager.request, manager.num_computed_tokens):
+    for call in (
+        manager.free_request,
+        manager.request,
+        manager.num_computed_tokens,
+        manager.commit_tokens,
+        lambda request_id: manager.append_tokens(request_id, [1]),
+    ):
         with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
             call([1])
     with pytest.raises(TypeError, match=r"request_id is \[1\] .*expected an id that can be hashed"):
         manager.allocate_request([1], [1, 2])
 
     manager.allocate_request("a", [1, 2])
+    with pytest.raises(kv.TooLong, match=f"'a' has 0 tokens, .* got {10**30}") as error:
+        manager.truncate_request("a", 10**30)
+    assert error.value.needed == 10**30
     for option in ("reuse", "replace"):
         with pytest.raises(TypeError, match=f"{option} is 'no', expected True or False"):
             manager.allocate_request("a", [1, 2], **{"replace": True, option: "no"})

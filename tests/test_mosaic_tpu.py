@@ -116,11 +116,12 @@ def test_what_the_kernel_does_not_take(shape, expected):
         ),
         (
             dict(
-                q=jax.ShapeDtypeStruct((2, 8, 32, 16, 128), "bfloat16"),
-                k_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "bfloat16"),
-                v_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "bfloat16"),
+                q=jax.ShapeDtypeStruct((2, 8, 32, 16, 128), "float32"),
+                k_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "float32"),
+                v_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "float32"),
             ),
-            "a row's queries are 524288 numbers, expected at most 262144: split the row",
+            "and 128 queries of each key/value head 16777216 beside them, expected at most 8388608, and "
+            "16777216 together: use smaller blocks, split the row",
         ),
         (
             dict(
@@ -128,7 +129,15 @@ def test_what_the_kernel_does_not_take(shape, expected):
                 k_pool=jax.ShapeDtypeStruct((12, 128, 512, 128), "bfloat16"),
                 v_pool=jax.ShapeDtypeStruct((12, 128, 512, 128), "bfloat16"),
             ),
-            "a block has 16777216 bytes of keys, expected at most 2097152",
+            "blocks of 512 tokens need 67108864 bytes of VMEM",
+        ),
+        (
+            dict(
+                q=jax.ShapeDtypeStruct((2, 8, 1, 32, 128), "bfloat16"),
+                k_pool=jax.ShapeDtypeStruct((12, 1, 8192, 128), "bfloat16"),
+                v_pool=jax.ShapeDtypeStruct((12, 1, 8192, 128), "bfloat16"),
+            ),
+            "blocks of 8192 tokens need 8388608 bytes .* 256 queries of each key/value head 9175040",
         ),
     ],
 )

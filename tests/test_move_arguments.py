@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import mosaic_tpu
@@ -69,6 +70,16 @@ def both(pool: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
             APPEND | dict(layer=shape(dtype="float32")),
             r"layer is float32\(\), expected an integer",
         ),
+        (
+            "append_kv",
+            APPEND | dict(k=shape(5, 2, 128, dtype="complex64")),
+            "k is complex64, expected real numbers",
+        ),
+        (
+            "scatter_blocks",
+            SCATTER | dict(v=shape(3, 3, 2, 16, 128, dtype="complex64")),
+            "v is complex64, expected real",
+        ),
         ("append_kv", APPEND | dict(slots=i32(5, 1)), r"slots is int32\(5, 1\), expected int32\[n\]"),
         (
             "append_kv",
@@ -109,6 +120,24 @@ def both(pool: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
 def test_what_does_not_fit_is_refused(kernel, arguments, expected):
     with pytest.raises(ValueError, match=expected):
         jax.eval_shape(functools.partial(getattr(mosaic_tpu, kernel), num_blocks=4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "statics", "expected"),
+    [
+        ("append_kv", dict(layer=3), "layer is 3, expected 0 <= layer < 3"),
+        ("append_kv", dict(layer=-1), "layer is -1, expected 0 <= layer < 3"),
+        ("gather_blocks", dict(count=np.int32(4)), "count is 4, expected 0 to 3, the number of ids"),
+        ("gather_blocks", dict(num_blocks=4.0), "num_blocks is 4.0, expected an integer"),
+    ],
+)
+def test_what_is_known_when_it_is_traced_is_refused(kernel, statics, expected):
+    arguments = {"append_kv": APPEND, "gather_blocks": GATHER}[kernel]
+    shapes = {name: value for name, value in arguments.items() if name not in statics}
+    with pytest.raises(ValueError, match=expected):
+        jax.eval_shape(
+            functools.partial(getattr(mosaic_tpu, kernel), **{"num_blocks": 4} | statics), **shapes
+        )
 
 
 def test_no_blocks_are_gathered():

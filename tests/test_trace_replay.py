@@ -88,7 +88,11 @@ GOOD = {"hash_ids": [1, 2], "input_length": 1000}
         (json.dumps(GOOD | {"input_length": 1025}), [], "2 hash_ids for 1025 tokens, expected 3"),
         (json.dumps(GOOD), ["--tokens-per-id", "400"], "2 hash_ids for 1000 tokens, expected 3"),
         (json.dumps(GOOD), ["--blocks", "1"], "got --blocks 1, expected at least 2"),
-        (json.dumps(GOOD), ["--blocks", "many"], "got 'many', expected an integer from 1 to"),
+        (
+            json.dumps(GOOD),
+            ["--blocks", "many"],
+            "got 'many', expected an integer from 1 to 1073741824, or 'infinite'",
+        ),
         (json.dumps(GOOD), ["--policy", "newest"], "invalid choice: 'newest'"),
     ],
 )

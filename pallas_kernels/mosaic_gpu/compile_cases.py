@@ -68,6 +68,12 @@ _CASES = {
     "decode_head_64": dict(
         head_dim=64, budget=dataclasses.replace(_BUDGET, registers=96, shared_memory=45_600, min_wgmma=8)
     ),
+    "decode_head_64_block_24": dict(
+        head_dim=64,
+        block_size=24,
+        max_len=8160,
+        budget=dataclasses.replace(_BUDGET, registers=112, shared_memory=45_600, min_wgmma=8, min_tma=59),
+    ),
     "decode_head_64_group_16": dict(head_dim=64, group_size=16, budget=_HEAD_64_WIDE),
     "decode_head_64_8_queries": dict(head_dim=64, num_queries=8, budget=_HEAD_64_WIDE),
     "decode_sink_logits": dict(has_sink_logits=True, budget=_BUDGET),

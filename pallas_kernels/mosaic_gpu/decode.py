@@ -17,7 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
+from pallas_kernels.decode_rows import (
+    MAX_QUERIES,
+    DecodeOptions,
+    DecodeRows,
+    check_decode,
+    check_rows,
+    check_size,
+)
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
     MAX_LANES,
@@ -30,7 +37,7 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
 )
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
-from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, SHARED_MEMORY, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, SHARED_MEMORY, why_not_block, why_not_pool
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
@@ -38,6 +45,7 @@ _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _INTERPRETED_PROGRAMS = 8
 _STAGES = 2
+_SMALL = 0.04
 
 
 def paged_decode(
@@ -79,7 +87,9 @@ def paged_decode(
         raise ValueError(reason)
     num_rows, num_queries, num_heads, group_size, head_dim = q.shape
     tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
-    if plan is None:
+    if plan is not None:
+        _check_plan(plan, num_rows)
+    else:
         plan = plan_for(rows, q.shape, block_table.shape[1], k_pool.shape[2], interpret=interpret)
 
     lanes = _as_lanes(q.astype(k_pool.dtype), tiling)
@@ -145,7 +155,16 @@ def plan_for(
       block_size: Tokens of a block.
       interpret: As if fewer programs ran side by side.
     """
-    _, num_queries, num_heads, group_size, head_dim = q_shape
+    num_rows, num_queries, num_heads, group_size, head_dim = q_shape
+    check_rows(rows, num_rows)
+    check_size("num_columns", num_columns, 1)
+    if reason := why_not_block(block_size, head_dim):
+        raise ValueError(reason)
+    if not (1 <= num_queries <= MAX_QUERIES and group_size >= 1 and num_heads >= 1):
+        raise ValueError(
+            f"q_shape is {q_shape}, expected (rows, queries, num_kv_heads, group_size, head_dim), each at "
+            f"least 1, and at most {MAX_QUERIES} queries"
+        )
     tiling = tiling_of(num_queries, group_size, head_dim, block_size)
     num_programs = NUM_SMS * programs_per_sm(tiling, head_dim)
     if interpret:
@@ -154,13 +173,23 @@ def plan_for(
     return plan_decode(rows, tiling, num_columns=num_columns, num_parallel=num_parallel)
 
 
+def _check_plan(plan: DecodePlan, num_rows: int) -> None:
+    items, first_item = plan
+    is_items = items.ndim == 2 and items.shape[0] >= num_rows and items.shape[1] == len(Item)
+    if not is_items or first_item.shape != (num_rows + 1,):
+        raise ValueError(
+            f"the plan has items {items.shape} and first_item {first_item.shape}, expected at least "
+            f"({num_rows}, {len(Item)}) and ({num_rows + 1},): `plan_for` with the same rows"
+        )
+
+
 def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
     """How many programs of 128 threads shared memory and registers leave room for.
 
     Registers are known only once it is compiled: `compile_cases` holds five programs to 96 a thread, which 8
-    lanes of head_dim 64 need, and three to 168.
+    lanes of head_dim 64 need with pieces of 16 tokens, four to 128 and three to 168.
     """
-    by_registers = 5 if tiling.num_lanes == 8 else 3
+    by_registers = 3 if tiling.num_lanes > 8 else 5 if tiling.piece_len >= 16 else 4
     return min(SHARED_MEMORY // _shared_memory(tiling, head_dim), by_registers)
 
 
@@ -366,5 +395,8 @@ def _scaled(options: DecodeOptions, logits: jax.Array) -> jax.Array:
     if options.soft_cap is None:
         return logits * (options.scale * _LOG2_E)
     # The hardware's tanh is 5e-4 off, which the cap multiplies; its exp2 is 2e-7 off, and inf is fine.
-    tanh = 1 - 2 / (1 + jnp.exp2(logits * (2 * _LOG2_E * options.scale / options.soft_cap)))
+    # Near 0, where that is much beside the result, two terms of the series are 4e-7 of it off.
+    x = logits * (options.scale / options.soft_cap)
+    tanh = 1 - 2 / (1 + jnp.exp2(x * (2 * _LOG2_E)))
+    tanh = jnp.where(jnp.abs(x) < _SMALL, x - x * x * x * (1 / 3), tanh)
     return tanh * (options.soft_cap * _LOG2_E)

@@ -17,6 +17,11 @@ def why_not_pool(pool: jax.Array, dtypes: tuple[str, ...]) -> str | None:
     block_size, head_dim = pool.shape[2:]
     if pool.dtype.name not in dtypes:
         return f"the pools are {pool.dtype}, expected {' or '.join(dtypes)}"
+    return why_not_block(block_size, head_dim)
+
+
+def why_not_block(block_size: int, head_dim: int) -> str | None:
+    """`why_not_pool` for one head of a block."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim is {head_dim}, expected {' or '.join(map(str, HEAD_DIMS))}"
     if block_size % 8 or not 8 <= block_size <= MAX_BLOCK_SIZE:

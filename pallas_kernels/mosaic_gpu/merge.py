@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_rows import check_floats
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch
 from pallas_kernels.mosaic_gpu.tiles import tiled
@@ -40,6 +41,8 @@ def merge_attention(
             f"outs and lses have shapes {outs.shape} and {lses.shape}, expected [s, ..., d] and [s, ...] "
             "with s at least 1"
         )
+    check_floats("outs", outs)
+    check_floats("lses", lses)
     *shape, head_dim = outs.shape[1:]
     if head_dim not in (64, 128, 192, 256):
         raise ValueError(f"outs has a last axis of {head_dim}, expected 64, 128, 192 or 256")

@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
-from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, interpreter
+from pallas_kernels.mosaic_tpu.limits import NUM_LANES, check_scalars, check_tpu_pool, interpreter, sublanes
 
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
 """Of VMEM, for two tiles of keys and two of values."""
-MAX_QUERY_SIZE = 2**18
-"""Numbers of all queries of a row, which stand in VMEM beside their results and logits."""
+VMEM_BYTES = 16 * 2**20
+"""For all of a kernel: what compilers give one on TPU v5e."""
 NUM_ROW_SCALARS = len(DecodeRows._fields) + 3
 """Of a row in SMEM, with its plan."""
 MASKED = -1e30
@@ -74,14 +74,8 @@ def paged_decode(
     check_tpu_pool(k_pool)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     check_scalars("the block table with its rows", block_table.size + NUM_ROW_SCALARS * num_rows)
-    query_size = num_queries * num_kv_heads * group_size * head_dim
-    if query_size > MAX_QUERY_SIZE:
-        raise ValueError(
-            f"a row's queries are {query_size} numbers, expected at most {MAX_QUERY_SIZE}: split the row, or "
-            "shard the heads"
-        )
     block_size, columns = k_pool.shape[2], block_table.shape[1]
-    blocks_per_tile = _blocks_per_tile(k_pool)
+    blocks_per_tile = _blocks_per_tile(k_pool, num_queries * group_size)
     tile_len = blocks_per_tile * block_size
 
     rows = rows._replace(num_columns=jnp.where(rows.num_queries > 0, rows.num_columns, 0))
@@ -149,15 +143,34 @@ def paged_decode(
     return out, lse[..., 0]
 
 
-def _blocks_per_tile(k_pool: jax.Array) -> int:
-    _, num_kv_heads, block_size, head_dim = k_pool.shape
-    block_bytes = num_kv_heads * block_size * head_dim * k_pool.dtype.itemsize
-    if 4 * block_bytes > TILES_BYTES:
-        raise ValueError(
-            f"a block has {block_bytes} bytes of keys, expected at most {TILES_BYTES // 4}: use smaller "
-            "blocks, or shard the heads"
-        )
-    return max(1, min(MAX_TILE_LEN // block_size, TILES_BYTES // (4 * block_bytes)))
+def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
+    """As many as a tile may have, and VMEM holds beside `num_packed` queries of each key/value head."""
+    block_size = k_pool.shape[2]
+    for blocks in range(max(1, MAX_TILE_LEN // block_size), 0, -1):
+        tiles, others = _vmem_bytes(k_pool, num_packed, blocks * block_size)
+        if tiles <= TILES_BYTES and tiles + others <= VMEM_BYTES:
+            return blocks
+    tiles, others = _vmem_bytes(k_pool, num_packed, block_size)
+    raise ValueError(
+        f"blocks of {block_size} tokens need {tiles} bytes of VMEM, and {num_packed} queries of each "
+        f"key/value head {others} beside them, expected at most {TILES_BYTES}, and {VMEM_BYTES} together: "
+        "use smaller blocks, split the row, or shard the heads"
+    )
+
+
+def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int]:
+    """Of the tiles; and of queries and results, which come and go twice, the softmax's state and logits."""
+    _, num_kv_heads, _, head_dim = k_pool.shape
+
+    def size(rows: int, columns: int, dtype: jnp.dtype) -> int:
+        rows, columns = (-(-n // to) * to for n, to in ((rows, sublanes(dtype)), (columns, NUM_LANES)))
+        return num_kv_heads * rows * columns * dtype.itemsize
+
+    float32 = jnp.dtype(jnp.float32)
+    tiles = 4 * size(tile_len, head_dim, k_pool.dtype)
+    queries = 2 * size(num_packed, head_dim, k_pool.dtype)
+    results_and_state = 3 * size(num_packed, head_dim, float32) + 2 * size(num_packed, 1, float32)
+    return tiles, queries + results_and_state + size(num_packed, tile_len, float32)
 
 
 def _plan(rows: DecodeRows, blocks_per_tile: int) -> Plan:

@@ -218,5 +218,5 @@ def _move(
         ),
         interpret=interpreter(interpret),
         name=name,
-    )(*ids, jnp.asarray(count, jnp.int32).reshape(1), *sources, *in_place)
+    )(*ids, jnp.clip(count, 0, ids[0].size).astype(jnp.int32).reshape(1), *sources, *in_place)
     return k, v
