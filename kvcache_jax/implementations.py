@@ -26,7 +26,10 @@ def is_interpreted() -> bool:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Within it, kernels are traced to run on the CPU, where races are looked for; slow."""
+    """Within it, kernels are traced to run on the CPU, where races are looked for; slow.
+
+    Those for GPUs on one device: jax's interpreter confuses the barriers of several.
+    """
     token = _is_interpreted.set(True)
     try:
         yield

@@ -120,8 +120,7 @@ def test_what_the_kernel_does_not_take(shape, expected):
                 k_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "float32"),
                 v_pool=jax.ShapeDtypeStruct((12, 32, 16, 128), "float32"),
             ),
-            "and 128 queries of each key/value head 16777216 beside them, expected at most 8388608, and "
-            "16777216 together: use smaller blocks, split the row",
+            "a row's queries are 524288 numbers, expected at most 262144: split the row",
         ),
         (
             dict(

@@ -15,8 +15,10 @@ from pallas_kernels.mosaic_tpu.limits import NUM_LANES, check_scalars, check_tpu
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
 """Of VMEM, for two tiles of keys and two of values."""
-VMEM_BYTES = 16 * 2**20
-"""For all of a kernel: what compilers give one on TPU v5e."""
+VMEM_BYTES = 15 * 2**20
+"""For all that `_vmem_bytes` counts, of the 16 MiB that the compiler gives a kernel on TPU v5e."""
+MAX_QUERY_SIZE = 2**18
+"""Numbers of all queries of a row: beyond, the compiler keeps more copies of them and of their results."""
 NUM_ROW_SCALARS = len(DecodeRows._fields) + 3
 """Of a row in SMEM, with its plan."""
 MASKED = -1e30
@@ -74,6 +76,12 @@ def paged_decode(
     check_tpu_pool(k_pool)
     num_rows, num_queries, num_kv_heads, group_size, head_dim = q.shape
     check_scalars("the block table with its rows", block_table.size + NUM_ROW_SCALARS * num_rows)
+    query_size = num_queries * num_kv_heads * group_size * head_dim
+    if query_size > MAX_QUERY_SIZE:
+        raise ValueError(
+            f"a row's queries are {query_size} numbers, expected at most {MAX_QUERY_SIZE}: split the row, or "
+            "shard the heads"
+        )
     block_size, columns = k_pool.shape[2], block_table.shape[1]
     blocks_per_tile = _blocks_per_tile(k_pool, num_queries * group_size)
     tile_len = blocks_per_tile * block_size
@@ -147,10 +155,12 @@ def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
     """As many as a tile may have, and VMEM holds beside `num_packed` queries of each key/value head."""
     block_size = k_pool.shape[2]
     for blocks in range(max(1, MAX_TILE_LEN // block_size), 0, -1):
-        tiles, others = _vmem_bytes(k_pool, num_packed, blocks * block_size)
-        if tiles <= TILES_BYTES and tiles + others <= VMEM_BYTES:
+        tiles, others, parts = _vmem_bytes(k_pool, num_packed, blocks * block_size)
+        # With one block there is no choice, and often less than all parts at a time.
+        needed = tiles + others + (parts if blocks > 1 else 0)
+        if tiles <= TILES_BYTES and needed <= VMEM_BYTES:
             return blocks
-    tiles, others = _vmem_bytes(k_pool, num_packed, block_size)
+    tiles, others, _ = _vmem_bytes(k_pool, num_packed, block_size)
     raise ValueError(
         f"blocks of {block_size} tokens need {tiles} bytes of VMEM, and {num_packed} queries of each "
         f"key/value head {others} beside them, expected at most {TILES_BYTES}, and {VMEM_BYTES} together: "
@@ -158,8 +168,11 @@ def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
     )
 
 
-def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int]:
-    """Of the tiles; and of queries and results, which come and go twice, the softmax's state and logits."""
+def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int, int]:
+    """Of the tiles; of queries and results, both twice, the softmax's state and logits; of parts of these.
+
+    Products of float32 take each operand apart, into three of bfloat16.
+    """
     _, num_kv_heads, _, head_dim = k_pool.shape
 
     def size(rows: int, columns: int, dtype: jnp.dtype) -> int:
@@ -170,7 +183,9 @@ def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int,
     tiles = 4 * size(tile_len, head_dim, k_pool.dtype)
     queries = 2 * size(num_packed, head_dim, k_pool.dtype)
     results_and_state = 3 * size(num_packed, head_dim, float32) + 2 * size(num_packed, 1, float32)
-    return tiles, queries + results_and_state + size(num_packed, tile_len, float32)
+    logits = size(num_packed, tile_len, float32)
+    parts = (tiles // 2 + queries // 2 + logits) * 3 // 2 if k_pool.dtype == jnp.float32 else 0
+    return tiles, queries + results_and_state + logits, parts
 
 
 def _plan(rows: DecodeRows, blocks_per_tile: int) -> Plan:

@@ -145,7 +145,8 @@ CASES = (
     decode_case("decode_head_256", num_kv_heads=4, head_dim=256),
     decode_case("decode_f32_block_8", block_size=8, dtype="float32"),
     decode_case("decode_8_queries_group_16", num_queries=8, group_size=16, dtype="float32"),
-    decode_case("decode_most_queries", num_queries=8, num_kv_heads=32, group_size=16),
+    decode_case("decode_most_queries", num_queries=8, num_kv_heads=32, group_size=8),
+    decode_case("decode_most_logits", num_queries=8, group_size=32, block_size=8, dtype="float32"),
     decode_case("decode_large_table", num_rows=119, columns=2048),
     decode_case(
         "decode_all",
