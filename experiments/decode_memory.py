@@ -52,7 +52,9 @@ def conversation_lens(trace: Path) -> np.ndarray:
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise InputError(f"{trace} cannot be read as the Azure trace ({error!r}): {WHERE}") from error
     if not rows or not 0 < min(rows) <= max(rows) < 2**31:
-        raise InputError(f"{trace} has {len(rows)} requests, expected some, each of a token or more: {WHERE}")
+        raise InputError(
+            f"{trace} has {len(rows)} requests, expected some, each of 1 to 2**31 - 1 tokens: {WHERE}"
+        )
     return np.asarray(rows, np.int32)
 
 

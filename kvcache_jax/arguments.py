@@ -57,9 +57,9 @@ def _integers(name: str, values: Any) -> jax.Array | np.ndarray:
     if values.size == 0:
         raise ValueError(f"{name} is empty, expected at least one row")
     if values.dtype == object:
-        odd = (value for value in values.flat if not isinstance(value, int) or abs(value) >> 63)
-        wrong = next(odd, values.dtype)
-        raise TypeError(f"{name} has {wrong!r}, expected integers of at most 64 bits")
+        for value in values.flat:
+            if isinstance(value, int) and abs(value) >> 63:
+                raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
     if not jnp.issubdtype(values.dtype, np.integer):
         raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
     return values

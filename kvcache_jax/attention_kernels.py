@@ -24,11 +24,6 @@ def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_
             window = group.kind.window if isinstance(group.kind, SlidingWindow) else None
             rows = _decode_rows(queries, window, group.num_sink_blocks, block_size)
             num_queries = _cut(queries.is_query).shape[1]
-            if is_interpreted() and num_local_heads(pool.k, config.head_axis) < num_heads:
-                raise NotImplementedError(
-                    "mosaic_gpu is interpreted on several devices, which jax's interpreter of GPU kernels "
-                    "confuses, expected one: leave out head_axis, or interpret mosaic_tpu"
-                )
             num_heads = num_local_heads(pool.k, config.head_axis)
             q_shape = (rows.table_row.shape[0], num_queries, num_heads, 1, head_dim)
             num_columns = block_pool.block_table.shape[1]

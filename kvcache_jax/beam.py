@@ -153,8 +153,7 @@ def beam_search(
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
     length_penalty = decode_arguments.usable_length_penalty(length_penalty, max_new_tokens)
-    if on_look is not None:
-        decode_arguments.require_callable("on_look", on_look, "a function of a Look and the beams")
+    decode_arguments.require_functions(on_look=on_look)
     prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []

@@ -25,11 +25,17 @@ def missing_values(cache: Cache) -> str | None:
 
 
 def is_donated(cache: Cache) -> bool:
-    """Whether a step was given the cache's arrays, or only its pools; asked of a cache with values.
+    """Whether a step was given the cache's arrays; asked of a cache with values.
 
-    Operations without keys and values hand the pools on: of the cache before them the rest stays.
+    Not asked of the pools: operations that move no keys and values hand them on, and of the cache before them
+    the rest stays.
     """
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    return _is_deleted(cache.control)
+
+
+def _is_deleted(arrays: Any) -> bool:
+    leaves = (leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array))
+    return any(leaf.is_deleted() for leaf in leaves if not isinstance(leaf, Tracer))
 
 
 def require_cache(caller: str, cache: Any) -> None:
@@ -50,14 +56,17 @@ def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap
         )
 
 
-def require_values(caller: str, cache: Cache) -> None:
-    """Refuses what the host cannot read: a cache that is traced, a mere shape, donated or batched."""
+def require_values(caller: str, cache: Cache, *, pools: bool = False) -> None:
+    """Refuses what the host cannot read: a cache that is traced, a mere shape, donated or batched.
+
+    With `pools`, also one whose keys and values alone were donated.
+    """
     if (kind := missing_values(cache)) is not None:
         raise TypeError(
             f"{caller} got a {kind} in the cache, expected arrays with values: call it outside of jit, vmap, "
             "scan and eval_shape, or hand the cache to jax.debug.callback"
         )
-    if is_donated(cache):
+    if is_donated(cache) or (pools and _is_deleted(cache.pools)):
         raise ValueError(
             f"{caller} got a cache that was donated, arrays of it are deleted, expected the cache that the "
             "donated call returned"

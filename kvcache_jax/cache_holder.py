@@ -45,7 +45,7 @@ class CacheHolder:
         if isinstance(cache, CacheConfig):
             taken = init(cache, sharding=sharding)
         elif isinstance(cache, Cache):
-            require_values("CacheManager", cache)
+            require_values("CacheManager", cache, pools=True)
             num_active = int(np.asarray(cache.is_active).sum())
             if num_active:
                 raise ValueError(

@@ -9,17 +9,15 @@ there is compared with the tokens themselves, so that a collision costs a hit an
 import jax
 import jax.numpy as jnp
 
-_ODD = (
-    0x9E3779B1,
-    0x85EBCA77,
-)  # Two hashes of 32 bits side by side, on the last axis, each with a multiplier of its own.
+# Two hashes of 32 bits, on the last axis, each with a multiplier of its own.
+_ODD = (0x9E3779B1, 0x85EBCA77)
 
 
 def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
     """u32[..., 2], hash of the empty prefix in `namespace u32[..., 4]`."""
-    value = hash_key
+    value, odd = hash_key, jnp.array(_ODD, jnp.uint32)
     for word in range(4):
-        value = _mix(value ^ namespace[..., word, None]) * jnp.array(_ODD, jnp.uint32)
+        value = _mix(value ^ namespace[..., word, None]) * odd
     return value
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvcache_jax import decode_arguments, decode_loop
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, fork
-from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
+from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div, require_config
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward, Phase
 from kvcache_jax.prefix_cache import lookup
@@ -138,9 +138,7 @@ def generate(
     num_drafts = static_count("num_drafts", num_drafts, least=0)
     seed = static_count("seed", seed, least=0)
     stop_strings = decode_arguments.texts_to_stop_at(stop_strings, detokenize)
-    for name, fn in (("detokenize", detokenize), ("on_tokens", on_tokens), ("on_look", on_look)):
-        if fn is not None:
-            decode_arguments.require_callable(name, fn, "a function, or None")
+    decode_arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_look=on_look)
     _check(requests, config, num_drafts, draft)
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
@@ -205,16 +203,17 @@ def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draf
                     f"prompt {i} has {len(prompt)} tokens and needs {need} blocks, "
                     f"expected at most num_blocks = {group.num_blocks}; raise num_blocks"
                 )
-    if draft is not None and not num_drafts:
-        raise ValueError("draft is given with num_drafts = 0, expected at least 1")
+    if draft is not None:
+        if not isinstance(draft, Draft):
+            raise TypeError(f"draft is a {type(draft).__name__}, expected kv.Draft(forward, params, config)")
+        require_config("kv.Draft", draft.config)
+        decode_arguments.check_model("generate", draft.forward, draft.config, draft.params)
+        if not num_drafts:
+            raise ValueError("draft is given with num_drafts = 0, expected at least 1")
     if num_drafts >= config.query_len_limit:
         raise ValueError(
             f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
         )
-    if draft is not None and not isinstance(draft, Draft):
-        raise TypeError(f"draft is a {type(draft).__name__}, expected kv.Draft(forward, params, config)")
-    if draft is not None:
-        decode_arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
     configs = [config, *([draft.config] if draft else [])]
     for kind in (kind for c in configs for kind in c.layers):
         if isinstance(kind, SlidingWindow) and kind.max_rollback < num_drafts:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvcache_jax.arguments import host_tokens
+from kvcache_jax.arguments import as_array, host_tokens
 from kvcache_jax.config import CacheConfig, require_config
 from kvcache_jax.static_numbers import finite_number, static_count
 
@@ -20,16 +20,19 @@ _MOST_DECIMALS = 20
 
 
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
-    """Refuses a call within a trace, of which `values` may be part, and a model that `jit` cannot know again.
+    """Refuses a call within a trace, of which `values` may be part, and what is no model or config.
 
     Args:
       caller: The function that was called.
-      forward: The model.
+      forward: The model, which `jit` must know again.
       config: Of its cache.
       values: Pytrees that are handed to compiled programs.
     """
     require_config(caller, config)
-    require_callable("forward", forward, "a model: (params, tokens, cache, step) -> (logits, cache)")
+    if not callable(forward):
+        raise TypeError(
+            f"forward is {forward!r}, expected a model: (params, tokens, cache, step) -> (logits, cache)"
+        )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, jnp.zeros(())))):
         raise TypeError(
             f"{caller} is called within jit, grad or another transformation, expected outside of all: it is "
@@ -44,10 +47,11 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
         ) from None
 
 
-def require_callable(name: str, fn: Any, what: str) -> None:
-    """Refuses what cannot be called."""
-    if not callable(fn):
-        raise TypeError(f"{name} is {fn!r}, expected {what}")
+def require_functions(**fns: Any) -> None:
+    """Refuses what can neither be called nor is None."""
+    for name, fn in fns.items():
+        if fn is not None and not callable(fn):
+            raise TypeError(f"{name} is {fn!r}, expected a function, or None")
 
 
 def as_list(name: str, values: Any, what: str) -> list:
@@ -59,8 +63,8 @@ def as_list(name: str, values: Any, what: str) -> list:
 
 
 def one_number(name: str, value: Any) -> Any:
-    """`value`, which is not one per row: the rows are the loop's own."""
-    if shape := np.shape(value):
+    """`value`, a number, and not one per row: the rows are the loop's own."""
+    if shape := as_array(name, value).shape:
         raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
     return value
 

@@ -115,7 +115,7 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
     if cache is None:
         return init(config)
     require_cache(caller, cache)
-    require_values(caller, cache)
+    require_values(caller, cache, pools=True)
     if cache.config != config:
         raise ValueError(f"cache has the config {cache.config}, expected that of the call, {config}")
     if cache.is_active.any():

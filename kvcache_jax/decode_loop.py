@@ -163,13 +163,14 @@ def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
     Raises:
       TypeError: `forward` returns something else than logits and the cache.
     """
+    return width_of(_one_token.eval_shape(forward, params, cache), cache.max_seqs, 1)
 
-    def one_token(params: Any, cache: Cache) -> Any:
-        zeros = jnp.zeros(cache.max_seqs, jnp.int32)
-        cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
-        return forward(params, zeros[:, None], cache, step)
 
-    return width_of(jax.eval_shape(one_token, params, cache), cache.max_seqs, 1)
+@functools.partial(jax.jit, static_argnames="forward")
+def _one_token(forward: Forward, params: Any, cache: Cache) -> Any:
+    zeros = jnp.zeros(cache.max_seqs, jnp.int32)
+    cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
+    return forward(params, zeros[:, None], cache, step)
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:

@@ -167,6 +167,7 @@ def _take_blocks(
     control = _make_room(control, num_taken(demands, grows, copies_tail), demands, copies_tail, config)
     pools, all_copies = [], []
     for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
+        # Once more: for the rows that grow, and in the table as it is now.
         opens_block, table = read_first(wish.opens_block(pool, group, rows), pool.block_table)
         pool = dataclasses.replace(pool, block_table=table)
         tail_columns = quotient(wish.context_len, group.block_size)
@@ -261,7 +262,7 @@ def _drop_out_of_reach(
 
 
 def _no_copies(pool: BlockPool, wish: Wish) -> BlockCopies:
-    # Made of the row's length: a constant would lose its mesh.
+    # Made of the rows' lengths: a constant would lose their mesh.
     nowhere = jnp.maximum(wish.context_len & 0, pool.num_blocks)
     return BlockCopies(src=nowhere, dst=nowhere, num_copies=num_true(nowhere < 0))
 

@@ -83,6 +83,8 @@ def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
         platform = _platform()
         if platform != _PLATFORM[name]:
             return f"it is for {_PLATFORM[name]} devices, and this is {platform}"
+    elif name == MOSAIC_GPU and jax.sharding.get_abstract_mesh().size > 1:
+        return "jax's interpreter of GPU kernels confuses the barriers of several devices, expected one"
     return kernels(name).why_not(pool.k, group_size)
 
 

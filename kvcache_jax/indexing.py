@@ -23,7 +23,7 @@ is_one_kernel = jax.make_user_context(False)
 def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Array:
     """`array` at `index`: i32[...], or one per leading axis.
 
-    Entries outside, negative ones among them, are `fill`; without it they are some element.
+    Entries outside, negative ones among them, are `fill`; without it they are some element of the array.
     """
     array = jnp.asarray(array)  # numpy's, of a cache that was fetched to the host
     found = array.at[index].get(mode="clip", wrap_negative_indices=False)

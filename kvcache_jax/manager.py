@@ -227,11 +227,13 @@ class CacheManager:
         Raises:
           UnknownRequest, DuplicateRequest, OutOfRows: changed nothing.
         """
-        with self._holder.turn("fork_request"):
+        with self._holder.turn("fork_request") as cache:
             source = self._rows.columns([request_id])
             if new_id in self._rows:
                 raise errors.duplicate(new_id)
             target = self._rows.idle_row(new_id)
+            if self._holder.fetch(cache.is_active)[target]:
+                raise errors.nobodys_row(target)
             self._change([request_id], programs.fork, source, np.array([target], np.int32))
             self._rows.start(new_id, target)
 
@@ -471,8 +473,6 @@ class CacheManager:
                 raise errors.longer_than(request_id, int(args[1][0]), self.num_computed_tokens(request_id))
             if code == Status.WINDOW_LOST:
                 raise errors.window_lost(request_id, int(args[1][0]))
-            if code == Status.SEQ_IN_USE:  # of a fork's target
-                raise errors.nobodys_row(int(args[1][0]))
             if code != Status.OK:
                 raise errors.out_of_sync(request_id, Status(int(code)))
         self._holder.cache = new

@@ -98,7 +98,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
     Returns:
       One sentence per row and layer that reads something else; empty if all is well.
     """
-    require_values("check_tokens", cache)
+    require_values("check_tokens", cache, pools=True)
     found = []
     rows = np.repeat(np.array([*expected], int), [len(tokens) for tokens in expected.values()])
     positions = np.concatenate([np.arange(0), *(np.arange(len(tokens)) for tokens in expected.values())])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_MOST_SOFT_CAP = 1e30  # beyond, logits divided by it or multiplied leave float32
 MAX_QUERIES = 8
 """Query tokens of one row in one call."""
 
@@ -58,8 +59,10 @@ class DecodeOptions:
         check_size("num_sink_tokens", self.num_sink_tokens, 0)
         if not math.isfinite(self.scale):
             raise ValueError(f"scale is {self.scale}, expected a finite number")
-        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise ValueError(f"soft_cap is {self.soft_cap}, expected a positive number or None")
+        if self.soft_cap is not None and not 0 < self.soft_cap <= _MOST_SOFT_CAP:
+            raise ValueError(
+                f"soft_cap is {self.soft_cap}, expected a positive number up to {_MOST_SOFT_CAP}, or None"
+            )
         if self.window is not None:
             check_size("window", self.window, 1)
         if self.window is None and self.num_sink_tokens:

@@ -79,7 +79,7 @@ def test_bad_input_is_refused(options, message):
             "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
         ),
         ({"max_new_tokens": 10**30}, r"1000000000000000000000000000000 new tokens, expected at most"),
-        ({"on_look": 3}, "on_look is 3, expected a function of a Look and the beams"),
+        ({"on_look": 3}, "on_look is 3, expected a function, or None"),
         ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
         ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
     ],
@@ -116,6 +116,23 @@ def test_what_is_refused_leaves_the_callers_cache_alone(options, message):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
+def test_another_call_traces_neither_model_again():
+    traces = []
+
+    def model(name):
+        def traced(*args):
+            traces.append(name)
+            return forward(*args)
+
+        return traced
+
+    target, draft = model("target"), kv.Draft(model("draft"), PARAMS, config())
+    for is_first in (True, False):
+        kv.generate(target, PARAMS, [[1, 2]], config(), max_new_tokens=3, draft=draft, num_drafts=1)
+        assert set(traces) == ({"target", "draft"} if is_first else set())
+        traces.clear()
+
+
 def test_what_is_no_cache_or_config_is_refused_by_name():
     calls = {
         "generate": lambda config, **cache: kv.generate(
@@ -133,8 +150,9 @@ def test_what_is_no_cache_or_config_is_refused_by_name():
         assert not used.is_active.is_deleted()  # only its pools were donated
         with pytest.raises(ValueError, match=f"{name} got a cache that was donated, .*, expected the cache"):
             call(config(), cache=used)
-        with pytest.raises(ValueError, match="check_invariants got a cache that was donated"):
-            kv.check_invariants(used)
+        with pytest.raises(ValueError, match="CacheManager got a cache that was donated"):
+            kv.CacheManager(used)
+        assert kv.check_invariants(used) == [] and "donated" not in repr(used)  # who need no keys and values
     with pytest.raises(TypeError, match="beam_search got a NoneType, expected a CacheConfig"):
         kv.beam_search(forward, PARAMS, [[1]], None, max_new_tokens=2)
     with pytest.raises(TypeError, match="continuations is 3, expected a list of continuations"):

@@ -155,9 +155,9 @@ def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
     """As many as a tile may have, and VMEM holds beside `num_packed` queries of each key/value head."""
     block_size = k_pool.shape[2]
     for blocks in range(max(1, MAX_TILE_LEN // block_size), 0, -1):
-        tiles, others, parts = _vmem_bytes(k_pool, num_packed, blocks * block_size)
-        # With one block there is no choice, and often less than all parts at a time.
-        needed = tiles + others + (parts if blocks > 1 else 0)
+        tiles, others, split = _vmem_bytes(k_pool, num_packed, blocks * block_size)
+        # With one block there is no choice, and often less than all operands is split at a time.
+        needed = tiles + others + (split if blocks > 1 else 0)
         if tiles <= TILES_BYTES and needed <= VMEM_BYTES:
             return blocks
     tiles, others, _ = _vmem_bytes(k_pool, num_packed, block_size)
@@ -169,7 +169,7 @@ def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
 
 
 def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int, int]:
-    """Of the tiles; of queries and results, both twice, the softmax's state and logits; of parts of these.
+    """Of the tiles; of queries and results, both twice, the softmax's state and logits; of split operands.
 
     Products of float32 take each operand apart, into three of bfloat16.
     """
@@ -184,8 +184,8 @@ def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int,
     queries = 2 * size(num_packed, head_dim, k_pool.dtype)
     results_and_state = 3 * size(num_packed, head_dim, float32) + 2 * size(num_packed, 1, float32)
     logits = size(num_packed, tile_len, float32)
-    parts = (tiles // 2 + queries // 2 + logits) * 3 // 2 if k_pool.dtype == jnp.float32 else 0
-    return tiles, queries + results_and_state + logits, parts
+    split = (tiles // 2 + queries // 2 + logits) * 3 // 2 if k_pool.dtype == jnp.float32 else 0
+    return tiles, queries + results_and_state + logits, split
 
 
 def _plan(rows: DecodeRows, blocks_per_tile: int) -> Plan:
