@@ -42,6 +42,12 @@ MUTATIONS = [
             decode("sink_logits"),
         ),
         (
+            "large soft caps cancel",
+            "jnp.where(jnp.abs(x) < _SMALL, x - x * x * x * (1 / 3), tanh)",
+            "tanh",
+            "test_mosaic_gpu_decode.py::test_soft_caps_are_as_good_as_float32",
+        ),
+        (
             "soft cap forgotten behind tanh",
             "(options.soft_cap * _LOG2_E)",
             "_LOG2_E",
