@@ -20,6 +20,10 @@ PY_AOT_0112 := .venv-aot-0112/bin/python
 PY_TPU := .venv-tpu/bin/python
 PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet --no-compile
 
+# Where the environment says that modules are not to be kept compiled, each of the dozens of processes that start
+# here would compile jax again, for two seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-newest \
 	aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
 

@@ -290,14 +290,18 @@ def settings(job: Job) -> dict[str, Any]:
 def report(job: Job, outcome: Outcome) -> dict[str, Any]:
     """The object that --json prints."""
     prompts = []
-    for prompt, tokens, continuations in zip(job.prompts, job.tokens, outcome.continuations, strict=True):
+    result = outcome.result
+    searches = result.finish_reasons if isinstance(result, kv.BeamResult) else [None] * len(job.prompts)
+    whole = zip(job.prompts, job.tokens, outcome.continuations, searches, strict=True)
+    for prompt, tokens, continuations, search_ended in whole:
         samples = []
         for c in continuations:
             logprobs = [value if math.isfinite(value) else None for value in c.logprobs]
             sample = {"tokens": c.tokens, "text": job.text(c.tokens), "logprobs": logprobs}
             score = {"score": c.score} if isinstance(c, kv.Beam) else {}
             samples.append({**sample, **score, "finish_reason": c.finish_reason})
-        prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), "samples": samples})
+        search = {"finish_reason": search_ended} if search_ended else {}
+        prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), **search, "samples": samples})
     return {"prompts": prompts, "figures": figures(job, outcome), "settings": settings(job)}
 
 

@@ -1,11 +1,11 @@
 """Question: what does a decode step cost with paging, beside a dense static cache and beside none?
 
 Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
-Machine: 2 virtual cores of an Intel Xeon, idle; jax 0.12.0; results/decode_speed.json and .png
-Answer:  8 full rows of 4,096 tokens: 31.6 ms a step, 0.91 times a dense cache [B, S, H, D] (Flax's layout)
-  and 2.1 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 4.8 ms, 7.3 and
-  3.2 times faster (bar: 5). No cache: 123 ms for the short rows, 23 s for the full ones. Attention is 95% of
-  a full step; bookkeeping takes 0.10 ms.
+Machine: 2 virtual cores of an AMD EPYC, idle; jax 0.12.0; results/decode_speed.json and .png
+Answer:  8 full rows of 4,096 tokens: 18.5 ms a step, 0.83 times a dense cache [B, S, H, D] (Flax's layout)
+  and 2.0 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 3.6 ms, 7.2 and
+  2.9 times faster (bar: 5). No cache: 101 ms for the short rows, 13 s for the full ones. Attention is 93% of
+  a full step; bookkeeping takes 0.11 ms.
 
 One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
 room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),

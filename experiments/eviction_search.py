@@ -249,6 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
+    names = [path.stem for path in options.trace]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        parser.error(f"got two files called {repeated}, expected different names: the figures go by them")
     traces = {}
     try:
         for path in options.trace:

@@ -101,12 +101,15 @@ def few_shot_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
         with path.open(encoding="utf-8") as file:
             examples = [json.loads(line) for line in itertools.islice(file, num_examples)]
         pairs = [(example["question"], example["answer"]) for example in examples]
+        shots = "".join(f"Question: {ask}\nAnswer: {answer}\n\n" for ask, answer in pairs[:NUM_SHOTS])
+        prompts = [list(f"{shots}Question: {ask}\nAnswer:".encode()) for ask, _ in pairs[NUM_SHOTS:]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise InputError(f"got --data {folder}, expected text/gsm8k_test.jsonl in it: {error}") from error
     if len(pairs) < num_examples:
         raise InputError(f"{path} has {len(pairs)} examples, expected {num_examples}: lower --prompts")
-    shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:NUM_SHOTS])
-    return [list(f"{shots}Question: {question}\nAnswer:".encode()) for question, _ in pairs[NUM_SHOTS:]]
+    if wrong := [pair for pair in pairs if not all(isinstance(text, str) for text in pair)]:
+        raise InputError(f"{path} has the example {wrong[0]}, expected two texts")
+    return prompts
 
 
 def time_pairs(decoder: Decoder, pairs: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ weighs an id by its tokens, of which a prompt's last one has fewer.
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -168,13 +169,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"got --blocks {sizes[0]}, expected at least {longest}: the longest request must fit in the cache"
         )
+    if options.eviction_batch > sizes[0]:
+        parser.error(f"got --eviction-batch {options.eviction_batch}, expected at most the {sizes[0]} blocks")
     records = []
     with progress_bar() as show_progress:
-        for policy in dict.fromkeys(options.policy):
-            for size in sizes:
-                name = f"{policy}, {size:,} blocks"
-                show_share = functools.partial(show_progress, name)
+        for policy, size in itertools.product(dict.fromkeys(options.policy), sizes):
+            show_share = functools.partial(show_progress, f"{policy}, {size:,} blocks")
+            try:
                 records.append(replay(trace, size, policy, show_share, options.eviction_batch))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                parser.fail(
+                    f"a cache of {size:,} blocks does not fit in memory: {str(error).splitlines()[0]}"
+                )
     report = {
         "machine": timing.machine(),
         "revision": timing.revision(),

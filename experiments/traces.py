@@ -50,9 +50,11 @@ def read_trace(path: Path, tokens_per_id: int) -> Trace:
       InputError: it cannot be read, or a line is not a request of such blocks.
     """
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"got --trace {path}, which cannot be read ({error}): {SOURCE}") from None
+    # Not splitlines(): it also splits at characters that a text in an object may hold.
+    lines = text.removesuffix("\n").split("\n") if text else []
     requests = [_parse(f"{path}, line {i}", line, tokens_per_id) for i, line in enumerate(lines, 1)]
     if not requests:
         raise InputError(f"got --trace {path}, which is empty, expected one request per line: {SOURCE}")

@@ -32,7 +32,7 @@ from flax import nnx
 
 from experiments import command, corpus, train_report
 from experiments.progress import progress
-from experiments.train_checkpoints import Checkpoints, TrainingError
+from experiments.train_checkpoints import Checkpoints, SavingError, TrainingError
 from experiments.training import SAVE_EVERY, Recipe, settings_of, train
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig
@@ -56,8 +56,10 @@ STATE = Path(".cache/training")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.train", __doc__)
-    parser.add_argument("--steps", type=command.integer(1), help=f"updates; default: {Recipe.steps}")
-    parser.add_argument("--seed", type=command.integer(0), help="of the first parameters and of the windows")
+    parser.add_argument("--steps", type=command.integer(1, 10**7), help=f"updates; default: {Recipe.steps}")
+    parser.add_argument(
+        "--seed", type=command.integer(0, 2**63 - 1), help="of the first parameters and of the windows"
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run that was interrupted")
     parser.add_argument("--state", type=Path, metavar="DIR", help=f"keeps the run's state; default: {STATE}")
     parser.add_argument(
@@ -85,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         evaluation = report if options.evaluate else report["held_out"]
     except (TrainingError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
-    except FloatingPointError as error:
+    except (FloatingPointError, SavingError) as error:
         parser.fail(str(error))
     if options.json:
         print(json.dumps(report))
@@ -114,7 +116,10 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         except KeyboardInterrupt:
             print(f"stopped: --resume continues from {state_folder}", file=sys.stderr)
             raise
-    save_model(options.out, trained.decoder)
+    try:
+        save_model(options.out, trained.decoder)
+    except checkpoint.CheckpointError as error:
+        raise SavingError(f"{error}; --resume tries again from {state_folder}") from error
     record = train_report.make_record(
         settings=settings_of(recipe, config, data),
         bits=trained.bits,

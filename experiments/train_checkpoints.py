@@ -13,6 +13,10 @@ class TrainingError(ValueError):
     """A training that cannot start as it was asked for; says what to do."""
 
 
+class SavingError(RuntimeError):
+    """What was computed cannot be written; says what is left."""
+
+
 class Checkpoints:
     """The last two states of a run in a folder, beside the settings that made them. A context manager.
 
@@ -82,8 +86,7 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
         except Exception as error:  # Orbax raises all kinds, bare ones among them
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise self._broken(step, item, reason) from error
+            raise self._broken(step, item, _reason(error)) from error
 
     def _broken(self, step: int, item: str, reason: str) -> TrainingError:
         return TrainingError(
@@ -92,16 +95,30 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: Any) -> None:
-        """Keeps a pytree of arrays; it is whole on disk when this returns."""
+        """Keeps a pytree of arrays; it is whole on disk when this returns.
+
+        Raises:
+          SavingError: it cannot be written; states that were kept before are still there.
+        """
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(jax.tree.leaves(state)), settings=ocp.args.JsonSave(self.settings)
         )
-        self._manager.save(step, args=arguments)
+        try:
+            self._manager.save(step, args=arguments)
+        except Exception as error:  # of all kinds, as in `_read`
+            raise SavingError(
+                f"step {step} cannot be saved in {self.folder} ({_reason(error)}): make room, and continue "
+                "with --resume if a state was saved before"
+            ) from error
 
     def clear(self) -> None:
         """Deletes the states: their run has ended."""
         for step in self._manager.all_steps():
             self._manager.delete(step)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _no_state(folder: Path) -> TrainingError:

@@ -180,4 +180,4 @@ def _check_options(scale: Any, soft_cap: Any, sink_logits: Any, num_q_heads: int
             f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"
         )
     if not jnp.isdtype(sink_logits.dtype, ("real floating", "integral")):
-        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected a floating dtype")
+        raise TypeError(f"sink_logits has dtype {sink_logits.dtype}, expected real numbers")

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvcache_jax import reach
 from kvcache_jax.attention_options import Options
-from kvcache_jax.config import CacheConfig, SlidingWindow
+from kvcache_jax.config import CacheConfig
 from kvcache_jax.head_axis import num_local_heads, over_heads
 from kvcache_jax.implementations import MOSAIC_GPU, choose, is_interpreted, kernels
 from kvcache_jax.queries import Queries, queries_of
@@ -19,10 +20,9 @@ def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_
     plans = list(step.plans)
     for group_id, (pool, block_pool) in enumerate(zip(pools, block_pools, strict=True)):
         if choose(config, None, pool) == MOSAIC_GPU:
-            group, (_, num_heads, block_size, head_dim) = config.groups[group_id], pool.k.shape
+            group, (_, _, block_size, head_dim) = config.groups[group_id], pool.k.shape
             queries = queries_of(step, group_id, block_pool.num_blocks * block_size)
-            window = group.kind.window if isinstance(group.kind, SlidingWindow) else None
-            rows = _decode_rows(queries, window, group.num_sink_blocks, block_size)
+            rows = _decode_rows(queries, group.window, group.num_sink_blocks, block_size)
             num_queries = _cut(queries.is_query).shape[1]
             num_heads = num_local_heads(pool.k, config.head_axis)
             q_shape = (rows.table_row.shape[0], num_queries, num_heads, 1, head_dim)
@@ -113,6 +113,6 @@ def _decode_rows(queries: Queries, window: int | None, num_sink_blocks: int, blo
     if window is not None:
         first_column = jnp.maximum(first_column, (first_position - window + 1) // block_size)
     end_column = (first_position + num_queries - 1) // block_size + 1
-    num_columns = jnp.minimum(num_sink_blocks, end_column) + jnp.maximum(end_column - first_column, 0)
+    num_columns = reach.num_columns(num_sink_blocks, first_column, end_column)
     num_columns = jnp.where(num_queries > 0, jnp.minimum(num_columns, of_cuts(queries.num_columns)), 0)
     return DecodeRows(of_cuts(queries.table_row), first_column, num_columns, first_position, num_queries)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from kvcache_jax.decode_host import Look, Stopwatch, look_at
 from kvcache_jax.decode_loop import Forward, prefill
 from kvcache_jax.sampling import without_nan
 from kvcache_jax.state import Cache
-from kvcache_jax.static_numbers import static_count
+from kvcache_jax.static_numbers import finite_number, static_count
 from kvcache_jax.status import Status, raise_for_status
 
 _NEVER = -1e30
+# Of what a score is divided by: log-probabilities from 1e-17 to 1e9 stay normal float32 and above `_NEVER`.
+_MOST_DECIMALS = 20
 
 
 @dataclasses.dataclass
@@ -50,6 +53,8 @@ class BeamResult:
 
     Attributes:
       beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has what it had.
+      finish_reasons: Per prompt, why its search ended: "stop" (no running beam could win any more), "length"
+        or "out_of_blocks", where others may have been better than those that it had finished.
       cache: The cache at the end: row `prompt_id * num_beams + i` still holds the prompt's i-th running
         beam, so that `kv.stats` and `kv.block_map` tell what beams share.
       num_steps: Calls of the model in the search.
@@ -59,6 +64,7 @@ class BeamResult:
     """
 
     beams: list[list[Beam]]
+    finish_reasons: list[str]
     cache: Cache
     num_steps: int
     prefill_seconds: float
@@ -152,7 +158,7 @@ def beam_search(
             f"a prompt of {longest} and {max_new_tokens} new tokens, "
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
-    length_penalty = decode_arguments.usable_length_penalty(length_penalty, max_new_tokens)
+    length_penalty = _usable_length_penalty(length_penalty, max_new_tokens)
     decode_arguments.require_functions(on_look=on_look)
     prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
@@ -180,9 +186,31 @@ def beam_search(
     while bool(state.is_searching.any()):
         state = searching(_search, forward, params, state, stops, penalty, jnp.int32(look_every))
         beams = look(state)
+    ended = jax.device_get((state.is_failed, state.is_over))
     return BeamResult(
-        beams, state.cache, int(state.num_steps), prefilling.seconds, searching.seconds, timeline
+        beams=beams,
+        finish_reasons=[
+            "out_of_blocks" if is_failed else "stop" if is_over else "length"
+            for is_failed, is_over in zip(*ended, strict=True)
+        ],
+        cache=state.cache,
+        num_steps=int(state.num_steps),
+        prefill_seconds=prefilling.seconds,
+        decode_seconds=searching.seconds,
+        timeline=timeline,
     )
+
+
+def _usable_length_penalty(value: Any, max_new_tokens: int) -> float:
+    """An exponent of lengths up to `max_new_tokens` whose powers scale a score that float32 can hold."""
+    penalty = finite_number("length_penalty", value)
+    decimals = math.log10(max_new_tokens)
+    if abs(penalty) * decimals > _MOST_DECIMALS:
+        raise ValueError(
+            f"length_penalty is {penalty}, expected at most {_MOST_DECIMALS / decimals:.3g} above or below 0 "
+            f"for max_new_tokens = {max_new_tokens}: scores are float32, divided by lengths to its power"
+        )
+    return penalty
 
 
 def _prefill(

@@ -1,6 +1,6 @@
 """What eviction policies look at, kept per published block, and the choice of victims by it.
 
-Every function takes the `BlockHistory` of a `PrefixIndex`, or None for `lru`, which keeps none.
+`lru` keeps no `BlockHistory`.
 """
 
 import dataclasses
@@ -18,34 +18,24 @@ _MAX = jnp.iinfo(jnp.int32).max
 
 
 def note_published(
-    history: BlockHistory | None,
-    block_ids: jax.Array,
-    clock: jax.Array,
-    priority: jax.Array,
-    depth: jax.Array,
-) -> BlockHistory | None:
+    history: BlockHistory, block_ids: jax.Array, clock: jax.Array, priority: jax.Array, depth: jax.Array
+) -> BlockHistory:
     """Starts the records of blocks i32[n], nowhere is skipped; `priority` and `depth` are i32[n]."""
-    if history is None:
-        return None
     history = _put(history, block_ids, num_hits=jnp.zeros_like(block_ids), depth=depth)
     return _put(history, block_ids, published_at=clock, last_used_at=clock, priority=priority)
 
 
-def note_used(history: BlockHistory | None, block_ids: jax.Array, clock: jax.Array) -> BlockHistory | None:
+def note_used(history: BlockHistory, block_ids: jax.Array, clock: jax.Array) -> BlockHistory:
     """Counts one more use of each block in i32[n], which may repeat; nowhere is skipped."""
-    if history is None:
-        return None
     history = _put(history, block_ids, last_used_at=clock)
     if history.num_hits is None:
         return history
     return dataclasses.replace(history, num_hits=add_at(history.num_hits, block_ids, 1))
 
 
-def note_priority(
-    history: BlockHistory | None, block_ids: jax.Array, priority: jax.Array
-) -> BlockHistory | None:
+def note_priority(history: BlockHistory, block_ids: jax.Array, priority: jax.Array) -> BlockHistory:
     """Sets the priority, i32[] or i32[n], of blocks i32[n], which differ; nowhere is skipped."""
-    return None if history is None else _put(history, block_ids, priority=priority)
+    return _put(history, block_ids, priority=priority)
 
 
 def add_children(history: BlockHistory | None, parents: jax.Array, change: int) -> BlockHistory | None:

@@ -12,8 +12,8 @@ from jax import lax
 
 from kvcache_jax.indexing import (
     add_at,
+    first_of_equal,
     get_at,
-    min_at,
     num_true,
     rank_true,
     read_first,
@@ -51,6 +51,11 @@ def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     return get_at(pool.ref_count, block_ids, 0)
 
 
+def has_no_owner(ref_count: jax.Array, block_ids: jax.Array) -> jax.Array:
+    """Bool like `block_ids`; False for nowhere."""
+    return get_at(ref_count, block_ids, 1) == 0
+
+
 def is_published(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     """Bool like `block_ids`; False for nowhere."""
     if pool.cached is None:
@@ -83,7 +88,7 @@ def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """`share` for i32[n] blocks that differ and may be cached: those are referenced again."""
     assert pool.cached is not None
-    is_cached = (block_ids < pool.num_blocks) & (get_at(pool.ref_count, block_ids) == 0)
+    is_cached = has_no_owner(pool.ref_count, block_ids)
     is_cached, ref_count = read_first(is_cached, pool.ref_count)
     cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_cached))
     return _note_peak(share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids))
@@ -98,21 +103,17 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
         the first will be evicted first: pass a row's last block first.
     """
     ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last = (block_ids < pool.num_blocks) & (get_at(ref_count, block_ids) == 0)
+    is_last = has_no_owner(ref_count, block_ids)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
 
 
 def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """`release` for i32[...] ids that may repeat, as when several rows drop a shared block."""
     block_ids = block_ids.reshape(-1)
-    num_ids = block_ids.shape[0]
     ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last = (block_ids < pool.num_blocks) & (get_at(ref_count, block_ids) == 0)
-    # Counts of ownerless blocks serve as scratch: the first occurrence leaves the lowest mark.
-    mark = jnp.arange(num_ids, dtype=jnp.int32) - num_ids
-    marked = min_at(ref_count, jnp.where(is_last, block_ids, pool.num_blocks), mark)
-    is_first = is_last & (get_at(marked, block_ids) == mark)
-    ref_count = set_at(marked, jnp.where(is_first, block_ids, pool.num_blocks), 0)
+    is_last = has_no_owner(ref_count, block_ids)
+    is_first, ref_count = first_of_equal(ref_count, is_last, block_ids)
+    ref_count = set_at(ref_count, jnp.where(is_first, block_ids, pool.num_blocks), 0)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)
 
 
@@ -134,7 +135,7 @@ def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 def withdraw(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """The published blocks `block_ids` i32[n], which differ, are so no longer, and without owner free."""
     assert pool.cached is not None
-    is_cached = (block_ids < pool.num_blocks) & (get_at(pool.ref_count, block_ids) == 0)
+    is_cached = has_no_owner(pool.ref_count, block_ids)
     cached = dataclasses.replace(
         pool.cached,
         is_published=set_at(pool.cached.is_published, block_ids, False),
@@ -183,7 +184,7 @@ def queue_entries(
     is_entry = positions - cached.head < cached.tail - cached.head
     is_entry &= get_at(cached.queued_at, block_ids, 0) == positions
     is_cached = get_at(cached.is_published, block_ids, False)
-    is_cached &= get_at(ref_count, block_ids, 1) == 0
+    is_cached &= has_no_owner(ref_count, block_ids)
     return block_ids, is_entry & is_cached
 
 

@@ -30,7 +30,8 @@ class GroupView(NamedTuple):
       block_table: i32[max_seqs, max_blocks_per_seq].
       ref_count: i32[num_blocks].
       owner: i64[num_blocks], the lowest row that holds the block; `max_seqs` for none.
-      state: str[num_blocks], "free", "reserved" (one row holds it for tokens to come), "own" or "shared".
+      state: str[num_blocks], "free", "cached" (published, held by no row), "reserved" (one row holds it for
+        tokens to come), "own" or "shared".
     """
 
     title: str
@@ -45,9 +46,8 @@ class GroupView(NamedTuple):
 
 def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]:
     """The layer group, or all for None; `caller` is named in errors."""
-    ids = group_ids(cache.config, group)
     require_values(caller, cache)
-    return [_group_view(cache, g) for g in ids]
+    return [_group_view(cache, g) for g in group_ids(cache.config, group)]
 
 
 def _group_view(cache: Cache, group_id: int) -> GroupView:
@@ -59,6 +59,8 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
     owner = np.full(pool.num_blocks, len(context_len))
     np.minimum.at(owner, held, rows)
     state = np.where(ref_count > 0, "own", "free").astype("<U8")
+    if pool.cached is not None:
+        state[(ref_count == 0) & np.asarray(pool.cached.is_published)] = "cached"
     state[held[columns * group.block_size >= context_len[rows]]] = "reserved"
     state[ref_count > 1] = "shared"
     window = f"({group.kind.window})" if isinstance(group.kind, SlidingWindow) else ""
@@ -78,9 +80,11 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
 def counts(view: GroupView, first_block: int = 0) -> str:
     """The blocks from `first_block` on in figures."""
     state = view.state[first_block:]
-    num_free, num_shared, num_reserved = ((state == s).sum() for s in ("free", "shared", "reserved"))
-    num_used = len(state) - num_free
-    return f"{num_used:,} used ({num_shared:,} shared, {num_reserved:,} reserved), {num_free:,} free"
+    states = "free", "cached", "shared", "reserved"
+    num_free, num_cached, num_shared, num_reserved = ((state == s).sum() for s in states)
+    num_used = len(state) - num_free - num_cached
+    cached = f" {num_cached:,} cached," if num_cached else ""
+    return f"{num_used:,} used ({num_shared:,} shared, {num_reserved:,} reserved),{cached} {num_free:,} free"
 
 
 def row_glyph(row: int) -> str:

@@ -128,7 +128,7 @@ def extend(
     seq_ids: IntRows | None = None,
     tokens: ArrayLike | None = None,
 ) -> tuple[Cache, Step]:
-    """Reserves slots for the next tokens of each row, copying a shared last block first.
+    """Reserves slots for the next tokens of each row, copying first a last block that is shared or published.
 
     Blocks reserved by `allocate` are used first; blocks that left a window go back. Call it inside a
     donated jit: called eagerly it copies the pools.
@@ -350,7 +350,7 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
 @takes_one
 @jax.named_scope("kvcache.free")
 def free(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
-    """Ends rows; blocks that no other row holds are free again.
+    """Ends rows; blocks that no other row holds are free again, or stay cached if they are published.
 
     Args:
       cache: Not changed.

@@ -56,11 +56,12 @@ def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap
         )
 
 
-def require_values(caller: str, cache: Cache, *, pools: bool = False) -> None:
-    """Refuses what the host cannot read: a cache that is traced, a mere shape, donated or batched.
+def require_values(caller: str, cache: Any, *, pools: bool = False) -> None:
+    """Refuses what the host cannot read: no cache, or one that is traced, a mere shape, donated or batched.
 
     With `pools`, also one whose keys and values alone were donated.
     """
+    require_cache(caller, cache)
     if (kind := missing_values(cache)) is not None:
         raise TypeError(
             f"{caller} got a {kind} in the cache, expected arrays with values: call it outside of jit, vmap, "

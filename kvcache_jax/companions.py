@@ -7,30 +7,16 @@ it with full attention; with a window the window and the sinks.
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax import block_pool
-from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.indexing import first_true, get_at, min_at, num_true, set_at
+from kvcache_jax.config import CacheConfig, LayerGroup
+from kvcache_jax.indexing import first_of_equal, first_true, get_at, num_true, quotient, remainder, set_at
+from kvcache_jax.reach import first_column
 from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
-
-
-class _Places(NamedTuple):
-    """Where the blocks of another group hang: its column `j` belongs to the indexed group's `column[j]`."""
-
-    column: np.ndarray
-    slot: np.ndarray
-
-
-def _places(indexed: LayerGroup, other: LayerGroup, num_columns: int) -> _Places:
-    ends = (np.arange(num_columns, dtype=np.int32) + 1) * other.block_size
-    column = (ends - 1) // indexed.block_size
-    slot = np.arange(num_columns, dtype=np.int32) - column * indexed.block_size // other.block_size
-    return _Places(column.astype(np.int32), slot.astype(np.int32))
 
 
 def usable_prefix(
@@ -50,10 +36,11 @@ def usable_prefix(
     index, group_id = control.prefix_index, config.indexed_group
     assert index is not None
     indexed, pools = config.groups[group_id], control.block_pools
-    lengths = np.arange(found.shape[0] + 1, dtype=np.int32) * indexed.block_size
+    found = found[: pools[group_id].max_blocks_per_seq]
+    lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
     num_found = num_true(found < pools[group_id].num_blocks)
     step = math.lcm(*(group.block_size for group in config.groups))
-    is_usable = jnp.asarray(lengths % step == 0) & (jnp.asarray(lengths) <= num_found * indexed.block_size)
+    is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
     is_usable &= ~is_inside.any(axis=0)
     columns: list[jax.Array] = []
@@ -65,14 +52,14 @@ def usable_prefix(
         num_missing = jnp.cumsum(
             jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
         )
-        num_sinks, first, end = _needed(group, np.minimum(lengths, config.max_seq_len // step * step))
-        is_usable &= num_missing[np.minimum(num_sinks, end)] == 0
-        is_usable &= num_missing[end] == num_missing[np.minimum(np.maximum(first, num_sinks), end)]
-    num_tokens = jnp.max(jnp.where(is_usable, jnp.asarray(lengths), 0))
+        first, end = _needed(group, jnp.minimum(lengths, config.max_seq_len // step * step))
+        is_usable &= num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
+        is_usable &= num_missing[end] == num_missing[jnp.minimum(first, end)]
+    num_tokens = jnp.max(jnp.where(is_usable, lengths, 0))
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
         order = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-        num_sinks, first, end = _needed(group, num_tokens)
-        is_kept = (order < end) & ((order < num_sinks) | (order >= first))
+        first, end = _needed(group, num_tokens)
+        is_kept = (order < end) & ((order < group.num_sink_blocks) | (order >= first))
         columns[g] = jnp.where(is_kept, columns[g], pool.num_blocks)
     return columns, num_tokens
 
@@ -83,9 +70,11 @@ def _columns(
     """i32[n], the other group's blocks for the prefix, by column."""
     companions = index.companions[other_id]
     assert companions is not None
-    places = _places(indexed, other, found.shape[0] * indexed.block_size // other.block_size)
-    nowhere = companions.keeper.shape[0]
-    return get_at(companions.block_ids, (found[places.column], places.slot), nowhere)
+    columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
+    # Where the last token of each stands in the indexed group.
+    keeper_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
+    slots = columns - keeper_columns * indexed.block_size // other.block_size
+    return get_at(companions.block_ids, (found[keeper_columns], slots), companions.keeper.shape[0])
 
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
@@ -95,13 +84,9 @@ def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
     return jnp.pad(block_ids, (0, num_missing), constant_values=pool.num_blocks)
 
 
-def _needed(group: LayerGroup, length):
-    """Columns that a row of `length` tokens must hold: the first `sinks`, and `[first, end)`."""
-    numpy = jnp if isinstance(length, jax.Array) else np
-    first = 0 * length
-    if isinstance(group.kind, SlidingWindow):
-        first = numpy.maximum(length - group.kind.window + 1, 0) // group.block_size
-    return group.num_sink_blocks, first, length // group.block_size
+def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The columns `[first, end)` that a row of `length` tokens, in whole blocks, must hold beside sinks."""
+    return first_column(group, length), quotient(length, group.block_size)
 
 
 def link(
@@ -136,7 +121,8 @@ def link(
         present = get_at(companions.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
         is_linked &= ~block_pool.is_published(pool, ids)
-        is_linked, keeper = _first_wins(companions.keeper, is_linked, ids)
+        # Of entries that want the same block for their companion, as forks may, the first gets it.
+        is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)
         keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
         all_companions[g] = Companions(
@@ -146,17 +132,6 @@ def link(
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, companions=tuple(all_companions))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
-
-
-def _first_wins(keeper: jax.Array, wants: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the entries that want the same block for their companion, as forks may, the first gets it.
-
-    Returns:
-      bool like `wants`, and `keeper` with marks, below all blocks, at the blocks that are to have one.
-    """
-    mark = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape) - ids.size
-    marked = min_at(keeper, jnp.where(wants, ids, keeper.shape[0]), mark)
-    return wants & (get_at(marked, ids, 0) == mark), marked
 
 
 def drop_companions(control: Control, keepers: jax.Array) -> Control:

@@ -96,9 +96,24 @@ class LayerGroup:
         return len(self.layer_ids)
 
     @property
+    def window(self) -> int | None:
+        """Last tokens that a query sees, itself included; None for all."""
+        return self.kind.window if isinstance(self.kind, SlidingWindow) else None
+
+    @property
+    def max_rollback(self) -> int:
+        """Tokens by which a row beyond its window can be shortened; 0 without a window, where it is any."""
+        return self.kind.max_rollback if isinstance(self.kind, SlidingWindow) else 0
+
+    @property
     def num_sink_blocks(self) -> int:
         """First table columns that never leave the row."""
         return sink_blocks(self.kind, self.block_size)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Keys and values of all blocks."""
+        return self.num_blocks * self.block_bytes
 
 
 def sink_blocks(kind: LayerKind, block_size: int) -> int:
@@ -288,7 +303,7 @@ def require_config(caller: str, config: Any) -> None:
 def memory_bytes(config: CacheConfig) -> int:
     """Bytes of the keys and values of all groups; the control state comes on top (see `describe`)."""
     require_config("memory_bytes", config)
-    return sum(group.num_blocks * group.block_bytes for group in config.groups)
+    return sum(group.pool_bytes for group in config.groups)
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -321,7 +336,7 @@ def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
     """Shares `budget` bytes so that all pools fill up at the same number of rows."""
     fixed = [group for group in groups if group.kind.num_blocks is not None]
     shared = [group for group in groups if group.kind.num_blocks is None]
-    left = budget - sum(group.num_blocks * group.block_bytes for group in fixed)
+    left = budget - sum(group.pool_bytes for group in fixed)
     row_bytes = sum(group.max_held_blocks * group.block_bytes for group in shared)
     planned = {}
     for group in shared:

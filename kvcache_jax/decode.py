@@ -14,7 +14,7 @@ import numpy as np
 from kvcache_jax import decode_arguments, decode_loop
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, fork
-from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div, require_config
+from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, Drafting, Forward, Phase
 from kvcache_jax.prefix_cache import lookup
@@ -206,8 +206,7 @@ def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draf
     if draft is not None:
         if not isinstance(draft, Draft):
             raise TypeError(f"draft is a {type(draft).__name__}, expected kv.Draft(forward, params, config)")
-        require_config("kv.Draft", draft.config)
-        decode_arguments.check_model("generate", draft.forward, draft.config, draft.params)
+        decode_arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
         if not num_drafts:
             raise ValueError("draft is given with num_drafts = 0, expected at least 1")
     if num_drafts >= config.query_len_limit:

@@ -1,6 +1,5 @@
 """What `generate`, `score` and `beam_search` are asked for, checked alike."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,10 @@ from jax.core import Tracer
 
 from kvcache_jax.arguments import as_array, host_tokens
 from kvcache_jax.config import CacheConfig, require_config
-from kvcache_jax.static_numbers import finite_number, static_count
+from kvcache_jax.static_numbers import static_count
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STEPS_WHILE_WATCHED = 8
-# Of what a score is divided by: log-probabilities from 1e-17 to 1e9 stay normal float32 and above `_NEVER`.
-_MOST_DECIMALS = 20
 
 
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
@@ -67,18 +64,6 @@ def one_number(name: str, value: Any) -> Any:
     if shape := as_array(name, value).shape:
         raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
     return value
-
-
-def usable_length_penalty(value: Any, max_new_tokens: int) -> float:
-    """An exponent of lengths up to `max_new_tokens` whose powers scale a score that float32 can hold."""
-    penalty = finite_number("length_penalty", value)
-    decimals = math.log10(max_new_tokens)
-    if abs(penalty) * decimals > _MOST_DECIMALS:
-        raise ValueError(
-            f"length_penalty is {penalty}, expected at most {_MOST_DECIMALS / decimals:.3g} above or below 0 "
-            f"for max_new_tokens = {max_new_tokens}: scores are float32, divided by lengths to its power"
-        )
-    return penalty
 
 
 def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:

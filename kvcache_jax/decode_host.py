@@ -11,7 +11,7 @@ import numpy as np
 from kvcache_jax.block_pool import num_used
 from kvcache_jax.build import init
 from kvcache_jax.cache import free
-from kvcache_jax.cache_form import require_cache, require_values
+from kvcache_jax.cache_form import require_values
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import prompt_tokens
 from kvcache_jax.decode_loop import DecodeState, Phase
@@ -114,7 +114,6 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
     """
     if cache is None:
         return init(config)
-    require_cache(caller, cache)
     require_values(caller, cache, pools=True)
     if cache.config != config:
         raise ValueError(f"cache has the config {cache.config}, expected that of the call, {config}")

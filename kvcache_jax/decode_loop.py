@@ -223,7 +223,9 @@ def decode(
     *,
     drafting: Drafting | None,
 ) -> DecodeState:
-    """Decodes until a row ends, so that its blocks can go to others, or for `max_steps` steps.
+    """Decodes until a row has ended, so that its blocks can go to others, or for `max_steps` steps.
+
+    No step is made where one has already: with the first token, or for want of blocks in its prefill.
 
     Args:
       forward: The model (static).
@@ -233,12 +235,12 @@ def decode(
       max_steps: i32[].
       drafting: Speculative decoding, or None (static).
     """
-    was_running = state.phase == Phase.RUNNING
     first_step = state.num_steps
 
     def goes_on(state: DecodeState) -> jax.Array:
-        has_ended = was_running & (state.phase != Phase.RUNNING)
-        return was_running.any() & ~has_ended.any() & (state.num_steps - first_step < max_steps)
+        is_running, is_idle = state.phase == Phase.RUNNING, state.phase == Phase.IDLE
+        none_ended = (is_running | is_idle).all()
+        return is_running.any() & none_ended & (state.num_steps - first_step < max_steps)
 
     def body(state: DecodeState) -> DecodeState:
         if drafting is None:

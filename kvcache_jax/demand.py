@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_pool
-from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax.config import CacheConfig, LayerGroup
 from kvcache_jax.indexing import add_at, any_of, get_at, num_true, quotient, read_first, remainder, run_if
+from kvcache_jax.reach import first_column
 from kvcache_jax.state import BlockPool, Control
 
 
@@ -128,16 +129,9 @@ def demands_of(control: Control, wish: Wish, wants: jax.Array, config: CacheConf
         tail = get_at(pool.block_table, (rows, quotient(wish.context_len, group.block_size)), pool.num_blocks)
         num_blocks = wish.tokens.count(wish.opens_block(pool, group, rows))
         tail = jnp.where(has_tail, tail, pool.num_blocks)
-        demands.append(Demand(num_blocks, tail, first_kept_column(group, wish.context_len)))
+        first_kept = first_column(group, wish.context_len, group.max_rollback)
+        demands.append(Demand(num_blocks, tail, first_kept))
     return demands
-
-
-def first_kept_column(group: LayerGroup, context_len: jax.Array) -> jax.Array:
-    """First column behind the sinks that rows of `context_len` tokens still need, rollback included."""
-    if not isinstance(group.kind, SlidingWindow):
-        return jnp.zeros_like(context_len)
-    first_len = context_len + 1 - group.kind.window - group.kind.max_rollback
-    return jnp.maximum(quotient(jnp.maximum(first_len, 0), group.block_size), group.num_sink_blocks)
 
 
 class Decision(NamedTuple):
@@ -274,7 +268,7 @@ def _walk(
 
 def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: jax.Array) -> jax.Array:
     """i32[any], the row's blocks that left its window, and nowheres."""
-    if not isinstance(group.kind, SlidingWindow):
+    if group.window is None:
         return jnp.full(0, pool.num_blocks, jnp.int32)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
     is_leaving = (columns >= group.num_sink_blocks) & (columns < first_kept)

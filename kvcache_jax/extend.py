@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_pool, eviction
-from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
+from kvcache_jax import block_pool, eviction, reach
+from kvcache_jax.config import CacheConfig, LayerGroup
 from kvcache_jax.demand import Decision, Demand, NewTokens, Wish, decide, num_taken
 from kvcache_jax.indexing import (
     add_at,
@@ -25,7 +25,7 @@ from kvcache_jax.indexing import (
     run_if,
     set_at,
 )
-from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated, num_blocks_for
+from kvcache_jax.rows import check_distinct, first_failure, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
 
@@ -43,10 +43,8 @@ def wish_of(
     if seq_ids is None:
         seq_ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
     else:
-        is_row = (seq_ids >= 0) & (seq_ids < control.max_seqs)
-        repeated = is_repeated(seq_ids, is_row & (num_new > 0), control.max_seqs)
-        id_checks = (*check_seq_ids(control, seq_ids), (repeated, Status.DUPLICATE_SEQ_ID))
-        seq_ids = jnp.where(is_row, seq_ids, control.max_seqs)
+        id_checks = check_distinct(control, seq_ids, mask=num_new > 0)
+        seq_ids = jnp.where(seq_ids < 0, control.max_seqs, jnp.minimum(seq_ids, control.max_seqs))
     context_len = get_at(control.context_len, seq_ids, 0)
     is_active = get_at(control.is_active, seq_ids, False)
     ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
@@ -237,7 +235,7 @@ def _drop_out_of_reach(
     What a row holds behind its sinks is contiguous, so the walk down from `first_kept` ends at the
     first empty column: no trip where nothing left the window, one or two while decoding.
     """
-    if not isinstance(group.kind, SlidingWindow):
+    if group.window is None:
         return pool
     nowhere = pool.num_blocks
 
@@ -297,12 +295,6 @@ def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Ar
 def _plan(
     group: LayerGroup, context_len: jax.Array, new_len: jax.Array, query_len: jax.Array
 ) -> AttentionPlan:
-    num_sink_blocks, window = group.num_sink_blocks, 0
-    first_column = jnp.zeros_like(context_len)
-    if isinstance(group.kind, SlidingWindow):
-        window = group.kind.window
-        first_len = jnp.maximum(context_len + 1 - window, 0)
-        first_column = jnp.maximum(quotient(first_len, group.block_size), num_sink_blocks)
-    end_column = num_blocks_for(new_len, group.block_size)
-    num_columns = jnp.minimum(num_sink_blocks, end_column) + jnp.maximum(end_column - first_column, 0)
-    return AttentionPlan(first_column=first_column, num_columns=jnp.where(query_len > 0, num_columns, 0))
+    first = reach.first_column(group, context_len)
+    num_columns = reach.num_columns(group.num_sink_blocks, first, num_blocks_for(new_len, group.block_size))
+    return AttentionPlan(first_column=first, num_columns=jnp.where(query_len > 0, num_columns, 0))

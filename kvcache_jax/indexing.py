@@ -137,6 +137,22 @@ def first_true(mask: jax.Array) -> jax.Array:
     return jnp.argmax(mask, axis=-1).astype(jnp.int32)
 
 
+def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of masked entries of `index` that are equal, the first.
+
+    Args:
+      array: i32[m], not negative; lent for marks.
+      mask: bool[...].
+      index: i32[...], places in `array`.
+
+    Returns:
+      bool[...]; and `array`, negative at the places of masked entries, which the caller must set again.
+    """
+    mark = jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape) - index.size
+    marked = min_at(array, jnp.where(mask, index, array.shape[0]), mark)
+    return mask & (get_at(marked, index, 0) == mark), marked
+
+
 def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """i32[n], how many true entries of bool[n] come before each, and i32[], how many there are."""
     up_to = jnp.cumsum(mask, dtype=jnp.int32)

@@ -133,7 +133,7 @@ class CacheManager:
                 )
                 raise errors.out_of_blocks(request_id, *needs)
             if status != Status.OK:
-                raise errors.out_of_sync(request_id, status)
+                raise errors.nobodys_row(int(seq_id))
             num_cached = int(admission.num_cached[0])
             self._holder.cache = new
             self._rows.start(request_id, int(seq_id))

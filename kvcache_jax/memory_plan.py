@@ -38,7 +38,7 @@ def describe(config: CacheConfig) -> str:
             f"{type(kind).__name__}{window} x {group.num_layers} layers: "
             f"{group.num_blocks} blocks of {group.block_size} tokens, "
             f"{kind.num_kv_heads} heads x {kind.head_dim}, {config.dtype.name}, "
-            f"{format_bytes(group.block_bytes)} a block, {format_bytes(group.num_blocks * group.block_bytes)}"
+            f"{format_bytes(group.block_bytes)} a block, {format_bytes(group.pool_bytes)}"
         )
     lines.append(
         f"{config.max_seqs} rows of at most {config.max_seq_len} tokens; "

@@ -49,8 +49,9 @@ Prefix = tuple[tuple[int, ...], tuple[int, ...]]
 class Oracle:
     """Dict-of-lists model of a cache.
 
-    Operations take the arguments of their namesakes as Python lists and return a list of `Status`.
-    Block ids are serial numbers; compare them by structure, not by value.
+    Operations take the arguments of their namesakes as Python lists and return a list of `Status`, or how
+    many blocks they changed. Block ids are serial numbers; compare them by structure, not by value. Cached
+    prefixes of several layer groups are not modelled.
 
     Attributes:
       rows: Active rows by seq_id.
@@ -99,7 +100,13 @@ class Oracle:
         namespaces: Sequence[tuple[int, ...]] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> list[Status]:
-        """See `kvcache_jax.allocate`; with `prompts` it looks for cached prefixes."""
+        """See `kvcache_jax.allocate`; with `prompts` it looks for cached prefixes.
+
+        Raises:
+          NotImplementedError: `prompts` with several layer groups.
+        """
+        if prompts and len(self.config.groups) > 1:
+            raise NotImplementedError("got prompts and several layer groups, expected one: see Oracle")
         prompts = prompts or [()] * len(seq_ids)
         namespaces = namespaces or [(0, 0, 0, 0)] * len(seq_ids)
         priorities = priorities or [0] * len(seq_ids)

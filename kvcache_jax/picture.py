@@ -32,12 +32,13 @@ Paint = Callable[[str, str], str]
 
 
 def block_map(cache: Cache, *, group: int | None = None, color: bool = False, width: int = 20) -> str:
-    """The blocks of each layer group as text: who owns which, who shares, what is reserved or free.
+    """The blocks of each layer group as text: who owns which, who shares, what is reserved, cached or free.
 
     A block is two characters wide: the glyph of its row (`0`-`9`, `a`-`z`, `A`-`Z`, then `*`), behind
-    `~` while it holds no token; `#` and the number of owners (`+` from ten on) when rows share it; `.`
-    when it is free. Below, each active row has its tokens and its blocks in order. Large pools, many
-    rows and long rows are cut short, and the text says by how much. Host side: waits for the device.
+    `~` while it holds no token; `#` and the number of owners (`+` from ten on) when rows share it; `:` when
+    only the prefix cache keeps it; `.` when it is free. Below, each active row has its tokens and its blocks
+    in order. Large pools, many rows and long rows are cut short, and the text says by how much. Host side:
+    waits for the device.
 
     Args:
       cache: Concrete (not traced, not batched); not changed.
@@ -109,6 +110,8 @@ def _cell_text(view: GroupView, block_id: int) -> str:
     match view.state[block_id]:
         case "free":
             return "."
+        case "cached":
+            return ":"
         case "shared":
             return f"#{view.ref_count[block_id]}" if view.ref_count[block_id] < 10 else "#+"
         case state:
@@ -157,6 +160,8 @@ def _legend(views: list[GroupView]) -> str:
     """What the glyphs mean; a second line has the rarer ones that occur."""
     common = "0 owned by row 0   ~0 reserved by row 0   #2 shared by 2 rows   5*2 block 5, shared   . free"
     rare = []
+    if any((view.state == "cached").any() for view in views):
+        rare.append(": cached, held by no row")
     if any((view.ref_count > 9).any() for view in views):
         rare.append("#+ shared by 10 or more")
     if any(view.is_active[len(GLYPHS) - 1 :].any() for view in views):
@@ -173,7 +178,13 @@ def _row_style(row: int) -> str:
 def _style(view: GroupView, block_id: int) -> str:
     """ANSI parameters: filled blocks are tiles in the owner's colour, reserved ones its letters alone."""
     row = int(view.owner[block_id])
-    styles = {"free": _GREY, "shared": _SHARED, "reserved": f"38;5;{row_color(row)}", "own": _row_style(row)}
+    styles = {
+        "free": _GREY,
+        "cached": _GREY,
+        "reserved": f"38;5;{row_color(row)}",
+        "own": _row_style(row),
+        "shared": _SHARED,
+    }
     return styles[view.state[block_id]]
 
 
@@ -181,8 +192,8 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
     """Draws one layer group's blocks as a grid: coloured by owner, shared ones hatched, free ones blank.
 
     A block that one row holds carries its number, and is pale while it holds no token. A shared block
-    carries its owners' colours side by side and their number. Pools beyond 2,048 blocks are cut short,
-    and the title says by how much. Host side, as `block_map`.
+    carries its owners' colours side by side and their number. Cached blocks, which no row holds, are grey.
+    Pools beyond 2,048 blocks are cut short, and the title says by how much. Host side, as `block_map`.
 
     Args:
       cache: Concrete (not traced, not batched); not changed.
@@ -230,7 +241,8 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
     keys = [patches.Patch(**_looks("own", row_rgb(row)), label=f"row {row}") for row in rows[:_MAX_ROWS]]
     if len(rows) > _MAX_ROWS:
         keys.append(patches.Patch(visible=False, label=f"and {len(rows) - _MAX_ROWS:,} rows"))
-    keys += [patches.Patch(**_looks(s, (0.5,) * 3), label=s) for s in ("shared", "reserved", "free")]
+    states = ["shared", "reserved", *["cached"] * bool((view.state == "cached").any()), "free"]
+    keys += [patches.Patch(**_looks(s, (0.5,) * 3), label=s) for s in states]
     below = transforms.offset_copy(ax.transAxes, ax.figure, y=-18, units="points")
     place = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": below, "ncols": 8}
     ax.legend(handles=keys, fontsize=7, frameon=False, **place)
@@ -254,7 +266,7 @@ def _draw_block(
         text, style = f"\u00d7{view.ref_count[block_id]}", {"weight": "bold", "bbox": box}
     looks = _looks(state, row_rgb(row))
     ax.add_patch(patches.Rectangle((left, top), side, side, gid=f"block {block_id}", **looks))
-    if state != "free":
+    if state not in ("free", "cached"):
         middle = left + side / 2, top + side / 2
         ax.text(*middle, text, ha="center", va="center_baseline", fontsize=font_size, **style)
 
@@ -263,6 +275,7 @@ def _looks(state: str, color: tuple[float, ...]) -> dict[str, Any]:
     """How a cell is filled."""
     return {
         "free": {"facecolor": "white", "edgecolor": "0.85"},
+        "cached": {"facecolor": "0.85", "edgecolor": "0.6"},
         "reserved": {"facecolor": (*color, 0.25), "edgecolor": color, "linestyle": "--"},
         "own": {"facecolor": color, "edgecolor": color},
         "shared": {"facecolor": "none", "edgecolor": "0.2", "hatch": "////"},

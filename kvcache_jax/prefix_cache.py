@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, block_pool, companions, eviction, prefix_index, publish
+from kvcache_jax import arguments, block_pool, eviction, publish
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.empty_state import empty_index
 from kvcache_jax.indexing import num_true
+from kvcache_jax.rows import Prompt, find_hits
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control
 from kvcache_jax.static_numbers import static_count
@@ -55,7 +56,8 @@ def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.n
 def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
     """Stands for a multimodal item in a prompt's `tokens`: a digest in the place of token ids.
 
-    Every position has a word of its own, below 0, so that no token id looks like one.
+    Every position has a word of its own, below 0, so that no token id looks like one. The same item in
+    another number of positions has other words: its keys and values are others too.
 
     Args:
       item: What the item is, such as the image's bytes; whoever has the digest may reuse its blocks.
@@ -66,13 +68,17 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.item_tokens(b"an image", 2).tolist() == kv.item_tokens(b"an image", 3).tolist()[:2]
+      >>> kv.item_tokens(b"an image", 2).tolist() == kv.item_tokens(b"an image", 2).tolist()
       True
+      >>> kv.item_tokens(b"an image", 2).tolist() == kv.item_tokens(b"an image", 3).tolist()[:2]
+      False
     """
     num_tokens = static_count("num_tokens", num_tokens, least=0)
     if not isinstance(item, bytes | bytearray | memoryview):
         raise TypeError(f"item is a {type(item).__name__}, expected the item's bytes")
-    words = np.frombuffer(hashlib.shake_128(item).digest(4 * num_tokens), "<u4")
+    digest = hashlib.shake_128(num_tokens.to_bytes(8, "little"))
+    digest.update(item)
+    words = np.frombuffer(digest.digest(4 * num_tokens), "<u4")
     return (words | np.uint32(1 << 31)).view(np.int32)
 
 
@@ -197,15 +203,15 @@ def _lookup(
     items: jax.Array,
     config: CacheConfig,
 ) -> jax.Array:
-    index = control.prefix_index
-    assert index is not None
-    max_blocks = control.block_pools[config.indexed_group].max_blocks_per_seq
-
-    def one(tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array, items: jax.Array) -> jax.Array:
-        found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens, namespace)[:max_blocks]
-        return companions.usable_prefix(control, found, items, config)[1]
-
-    return jax.vmap(one)(tokens, num_tokens, namespaces, items)
+    prompts = Prompt(
+        num_tokens=num_tokens,
+        namespace=namespaces,
+        priority=jnp.zeros_like(num_tokens),
+        tokens=tokens,
+        reuse=jnp.ones_like(num_tokens, bool),
+        items=items,
+    )
+    return jax.vmap(lambda prompt: find_hits(control, prompt, config)[1])(prompts)
 
 
 @functools.partial(jax.jit, static_argnames="config")

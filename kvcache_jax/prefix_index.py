@@ -110,6 +110,8 @@ def insert(
 
 def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priority: jax.Array) -> PrefixIndex:
     """Counts a use, by a row of `priority` i32[], of published blocks i32[n], which differ."""
+    if index.history is None:
+        return index
     history = block_history.note_used(index.history, block_ids, clock)
     return dataclasses.replace(index, history=block_history.note_priority(history, block_ids, priority))
 

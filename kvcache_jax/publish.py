@@ -27,7 +27,7 @@ from kvcache_jax.indexing import (
     set_at,
 )
 from kvcache_jax.prefix_index import Content
-from kvcache_jax.rows import check_seq_ids, first_failure, is_repeated
+from kvcache_jax.rows import check_distinct, first_failure
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
@@ -77,11 +77,8 @@ def commit_rows(
 ) -> tuple[Control, jax.Array]:
     """Publishes the full blocks of rows `seq_ids` i32[n] below `final_len` i32[n]."""
     block_size = config.groups[config.indexed_group].block_size
-    checks = check_seq_ids(control, seq_ids)
-    is_row = ~(checks[0][0] | checks[1][0])
     status = first_failure(
-        *checks,
-        (is_repeated(seq_ids, is_row, control.max_seqs), Status.DUPLICATE_SEQ_ID),
+        *check_distinct(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (final_len < 0, Status.BAD_LENGTH),
     )
@@ -168,6 +165,7 @@ def _note_uses(
     entry_rows: jax.Array,
 ) -> PrefixIndex:
     """Tells the eviction policy of what was published, and of what was adopted by other rows."""
+    assert index.history is not None
     nowhere = index.parent.shape[0]
     priority = get_at(control.priority, entry_rows)
     new_ids = jnp.where(verdict.is_new, batch.block_ids, nowhere)
@@ -272,7 +270,7 @@ def _adopt(
         old = jnp.where(mask, batch.block_ids, nowhere)
         new = jnp.where(mask, canonical, nowhere)
         num_owners = get_at(pool.ref_count, old, 0)
-        is_revived = mask & (get_at(pool.ref_count, new, 1) == 0)
+        is_revived = block_pool.has_no_owner(pool.ref_count, new)
         is_revived &= ~_stands_before(new, is_revived)
         (num_owners, is_revived), ref_count = read_first((num_owners, is_revived), pool.ref_count)
         ref_count = set_at(add_at(ref_count, new, num_owners), old, 0)

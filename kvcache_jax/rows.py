@@ -13,8 +13,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax import block_pool, companions, eviction, prefix_index
-from kvcache_jax.config import CacheConfig, LayerGroup, SlidingWindow
-from kvcache_jax.indexing import add_at, any_of, get_at, min_at, num_true, quotient, read_first, set_at
+from kvcache_jax.config import CacheConfig, LayerGroup
+from kvcache_jax.indexing import (
+    add_at,
+    any_of,
+    get_at,
+    max_at,
+    min_at,
+    num_true,
+    quotient,
+    read_first,
+    set_at,
+)
+from kvcache_jax.reach import first_column
 from kvcache_jax.state import ROW_FIELDS, BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
 
@@ -42,9 +53,36 @@ def check_seq_ids(control: Control, *seq_ids: jax.Array) -> tuple[tuple[jax.Arra
     return (any_of(is_outside), Status.BAD_SEQ_ID), (any_of(is_empty), Status.SKIPPED)
 
 
+def check_distinct(
+    control: Control, seq_ids: jax.Array, *others: jax.Array, mask: jax.Array | bool = True
+) -> tuple[tuple[jax.Array, Status], ...]:
+    """`check_seq_ids` for i32[n] of which no two may be the same, where `mask` bool[n] holds."""
+    checks = check_seq_ids(control, seq_ids, *others)
+    is_row = ~any_of([condition for condition, _ in checks])
+    repeated = is_repeated(seq_ids, is_row & mask, control.max_seqs)
+    return *checks, (repeated, Status.DUPLICATE_SEQ_ID)
+
+
 def _check_active(control: Control, seq_id: jax.Array) -> tuple[tuple[jax.Array, Status], ...]:
     """`check_seq_ids` for a row that must hold a sequence."""
     return *check_seq_ids(control, seq_id), (~get_at(control.is_active, seq_id), Status.SEQ_NOT_ACTIVE)
+
+
+def _active_row(control: Control, seq_id: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Status and row of an operation that asks for nothing but an active row; `max_seqs` if it is none."""
+    status = first_failure(*_check_active(control, seq_id))
+    return status, jnp.where(status == Status.OK, seq_id, control.max_seqs)
+
+
+def mark_used(control: Control, rows: jax.Array, is_use: jax.Array) -> Control:
+    """Marks `rows` i32[...] as just used; nowhere is skipped. The clock advances if `is_use` bool[]."""
+    clock = control.clock + is_use.astype(jnp.uint32)
+    return dataclasses.replace(
+        control,
+        clock=clock,
+        last_used=set_at(control.last_used, rows, clock),
+        num_uses=add_at(control.num_uses, rows, 1),
+    )
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
@@ -90,7 +128,7 @@ class Reservation(NamedTuple):
 
 def reservation(control: Control, prompt: Prompt, config: CacheConfig) -> Reservation:
     """What `allocate_row` takes for a prompt."""
-    hits, num_cached = _find_hits(control, prompt, config)
+    hits, num_cached = find_hits(control, prompt, config)
     num_new, num_required = [], []
     for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
         is_hit = ids < pool.num_blocks
@@ -129,15 +167,15 @@ def allocate_row(
     row = jnp.where(ok, seq_id, control.max_seqs)
     num_cached = jnp.where(ok, num_cached, 0)
     need = [jnp.where(ok, n, 0) for n in need]
-    clock = control.clock + ok.astype(jnp.uint32)
+    control = mark_used(control, row, ok)
     # Hits are held before anything is evicted.
     hits = [jnp.where(ok, ids, pool.num_blocks) for ids, pool in zip(hits, control.block_pools, strict=True)]
     if control.prefix_index is not None:
         pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
         index = prefix_index.note_hits(
-            control.prefix_index, hits[config.indexed_group], clock, prompt.priority
+            control.prefix_index, hits[config.indexed_group], control.clock, prompt.priority
         )
-        control = dataclasses.replace(control, clock=clock, block_pools=pools, prefix_index=index)
+        control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
         control = eviction.make_room(control, need, config)
     pools = []
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
@@ -155,16 +193,13 @@ def allocate_row(
         num_published=set_at(
             control.num_published, row, quotient(num_cached, config.groups[config.indexed_group].block_size)
         ),
-        last_used=set_at(control.last_used, row, clock),
-        num_uses=add_at(control.num_uses, row, 1),
-        clock=clock,
         counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
     ), (status, num_cached)
 
 
-def _find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
-    """Per group i32[max_blocks_per_seq] cached blocks by column, or nowhere; and their tokens."""
+def find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
+    """Per group i32[max_blocks_per_seq] cached blocks by column, or nowhere; and i32[], their tokens."""
     if control.prefix_index is None:
         nowhere = [
             jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools
@@ -173,8 +208,7 @@ def _find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[l
     found = prefix_index.find_prefix(
         control.prefix_index, control.hash_key, prompt.tokens, prompt.num_tokens, prompt.namespace
     )
-    pool = control.block_pools[config.indexed_group]
-    found = jnp.where(prompt.reuse, found, pool.num_blocks)[: pool.max_blocks_per_seq]
+    found = jnp.where(prompt.reuse, found, control.block_pools[config.indexed_group].num_blocks)
     return companions.usable_prefix(control, found, prompt.items, config)
 
 
@@ -231,16 +265,12 @@ def _inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, is_use: j
     def inherit(field: jax.Array) -> jax.Array:
         return set_at(field, rows, get_at(field, parent_ids))
 
-    clock = control.clock + is_use.astype(jnp.uint32)
     return dataclasses.replace(
-        control,
+        mark_used(control, rows, is_use),
         context_len=inherit(control.context_len),
         priority=inherit(control.priority),
         namespace=inherit(control.namespace),
         num_published=inherit(control.num_published),
-        last_used=set_at(control.last_used, rows, clock),
-        num_uses=add_at(control.num_uses, rows, 1),
-        clock=clock,
     )
 
 
@@ -276,9 +306,7 @@ def truncate_row(
 
 def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
     """Ends a row: all its blocks lose this owner."""
-    status = first_failure(*_check_active(control, seq_id))
-    ok = status == Status.OK
-    row = jnp.where(ok, seq_id, control.max_seqs)
+    status, row = _active_row(control, seq_id)
 
     def clear(field: jax.Array) -> jax.Array:
         return set_at(field, row, jnp.zeros_like(field[0]))
@@ -286,7 +314,7 @@ def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tup
     return dataclasses.replace(
         control,
         **{name: clear(getattr(control, name)) for name in ROW_FIELDS},
-        counters=count_events(control, {Counter.FREES: ok}),
+        counters=count_events(control, {Counter.FREES: status == Status.OK}),
         block_pools=tuple(_drop_columns(pool, row, jnp.int32(0)) for pool in control.block_pools),
     ), status
 
@@ -299,11 +327,8 @@ def reorder_rows(
     All rows at once, because a parent may itself be replaced. New owners come before old ones go, so
     a block that only changes hands is never free in between.
     """
-    checks = check_seq_ids(control, seq_ids, parent_ids)
-    is_row = ~any_of([condition for condition, _ in checks])
     status = first_failure(
-        *checks,
-        (is_repeated(seq_ids, is_row, control.max_seqs), Status.DUPLICATE_SEQ_ID),
+        *check_distinct(control, seq_ids, parent_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (~get_at(control.is_active, parent_ids), Status.SEQ_NOT_ACTIVE),
     )
@@ -325,20 +350,14 @@ def set_priority_row(
     control: Control, seq_id: jax.Array, priority: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     """Sets a row's priority."""
-    status = first_failure(*_check_active(control, seq_id))
-    row = jnp.where(status == Status.OK, seq_id, control.max_seqs)
+    status, row = _active_row(control, seq_id)
     return dataclasses.replace(control, priority=set_at(control.priority, row, priority)), status
 
 
 def touch_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
     """Marks a row as just used."""
-    status = first_failure(*_check_active(control, seq_id))
-    ok = status == Status.OK
-    row = jnp.where(ok, seq_id, control.max_seqs)
-    clock = control.clock + ok.astype(jnp.uint32)
-    last_used = set_at(control.last_used, row, clock)
-    num_uses = add_at(control.num_uses, row, 1)
-    return dataclasses.replace(control, last_used=last_used, num_uses=num_uses, clock=clock), status
+    status, row = _active_row(control, seq_id)
+    return mark_used(control, row, status == Status.OK), status
 
 
 def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array:
@@ -356,6 +375,17 @@ def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq
     return jnp.where(columns < num_held[..., None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 
 
+def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:
+    """i32[num_blocks], tokens that each block of a group holds for a row, or published."""
+    starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
+    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
+    # A last block may be shared by a longer fork, for which it is not the last.
+    num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
+    if pool.cached is None:
+        return num_tokens
+    return jnp.where(pool.cached.is_published, block_size, num_tokens)
+
+
 def _drop_columns(pool: BlockPool, row: jax.Array, first_column: jax.Array) -> BlockPool:
     """Releases the row's blocks from `first_column` on; `row == max_seqs` changes nothing."""
     entries = get_at(pool.block_table, row, pool.num_blocks)
@@ -370,13 +400,11 @@ def _window_is_lost(
     pool: BlockPool, group: LayerGroup, seq_id: jax.Array, context_len: jax.Array, new_len: jax.Array
 ) -> jax.Array:
     """bool[], whether a row of the group cannot be rolled back to `new_len`."""
-    kind = group.kind
-    if not isinstance(kind, SlidingWindow):
+    if group.window is None:
         return jnp.bool_(False)
-    is_beyond = (context_len > kind.window) & (context_len - new_len > kind.max_rollback)
+    is_beyond = (context_len > group.window) & (context_len - new_len > group.max_rollback)
     # Behind the sinks the next token reads from here on, and what is held is contiguous up to the tail.
-    first_len = jnp.maximum(new_len - kind.window + 1, 0)
-    column = jnp.maximum(quotient(first_len, group.block_size), group.num_sink_blocks)
+    column = first_column(group, new_len)
     is_read = column * group.block_size < new_len
     entry = get_at(pool.block_table, (seq_id, column), pool.num_blocks)
     return is_beyond | (is_read & (entry == pool.num_blocks))

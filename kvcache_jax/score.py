@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcache_jax.cache import allocate, extend, fork, free
+from kvcache_jax.cache import allocate, extend, fork, free, truncate
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import as_list, check_model, model_tokens, usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
@@ -78,15 +79,19 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
-    # All but the context's last token: feeding that one gives the first continuation token its logits.
-    shared_len = np.array([len(shared) - 1], np.int32)
+    # Whole blocks, so that no fork copies the last one. The rest is fed with each continuation: at least the
+    # context's last token, which gives the first one behind it its logits.
+    step_len = math.lcm(*(group.block_size for group in config.groups))
+    shared_len = np.array([(len(shared) - 1) // step_len * step_len], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
-    held, admission = allocate(idle_cache("score", cache, config), [0], shared_len, tokens=history[:1])
+    # One token more, for only what comes before the last one is looked up.
+    held, admission = allocate(idle_cache("score", cache, config), [0], shared_len + 1, tokens=history[:1])
     raise_for_status(admission.status, "allocating the context")
     first = np.zeros(1, np.int32)
     held, _, status = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
     raise_for_status(status, "prefilling the context")
+    held, _ = truncate(held, first, shared_len)  # gives that token's block back
 
     results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
     waiting = [i for i in range(len(own)) if len(own[i])]

@@ -1,18 +1,19 @@
 """Leaving nothing behind: keys, values and tokens are overwritten, not only forgotten."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, block_pool, eviction
+from kvcache_jax import arguments, eviction, rows
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import get_at, num_true, quotient, rank_true
-from kvcache_jax.state import ROW_FIELDS, BlockPool, Cache, Control, Counter, KVPool, count_events
+from kvcache_jax.state import BlockPool, Cache, Control, KVPool
 
 
 @takes_one
@@ -31,7 +32,8 @@ def scrub(
     in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
     them, is not touched.
 
-    Overwritten blocks are free. Call it inside a donated jit: called eagerly it copies the pools.
+    Overwritten blocks are free, but for those that other rows have reserved. Call it inside a donated jit:
+    called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated.
@@ -64,7 +66,7 @@ def scrub(
         words = arguments.namespace_words(namespace, 1)[0]
         is_row = (control.namespace == words).all(axis=-1) & control.is_active
     masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
-    control = _forget(_end_rows(control, is_row), masks, cache.config)
+    control = _forget(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:
         control = _forget_rests(control, cache.config)
     pools = []
@@ -126,25 +128,11 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
     return masks
 
 
-def _end_rows(control: Control, is_row: jax.Array) -> Control:
+def _end_rows(control: Control, is_row: jax.Array, config: CacheConfig) -> Control:
     """`free` for all masked rows."""
-    pools = []
-    for pool in control.block_pools:
-        entries = jnp.where(is_row[:, None], pool.block_table, pool.num_blocks)
-        table = jnp.where(is_row[:, None], pool.num_blocks, pool.block_table)
-        pool = block_pool.release_repeated(pool, entries.T[::-1])
-        pools.append(dataclasses.replace(pool, block_table=table))
-
-    def clear(field: jax.Array) -> jax.Array:
-        mask = is_row.reshape(-1, *[1] * (field.ndim - 1))
-        return jnp.where(mask, jnp.zeros_like(field), field)
-
-    return dataclasses.replace(
-        control,
-        **{name: clear(getattr(control, name)) for name in ROW_FIELDS},
-        counters=count_events(control, {Counter.FREES: num_true(is_row)}),
-        block_pools=tuple(pools),
-    )
+    order = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    free_row = functools.partial(rows.free_row, config=config)
+    return rows.each_row(free_row, control, jnp.where(is_row, order, control.max_seqs))[0]
 
 
 def _forget(control: Control, masks: list[jax.Array], config: CacheConfig) -> Control:
@@ -188,29 +176,18 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     if index is None:
         return control
     block_size = config.groups[g].block_size
-    num_tokens = _num_tokens(control, control.block_pools[g], block_size)
+    num_tokens = rows.num_tokens_held(control, control.block_pools[g], block_size)
     is_token = jnp.arange(block_size, dtype=jnp.int32) < num_tokens[:, None]
     index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _num_tokens(control: Control, blocks: BlockPool, block_size: int) -> jax.Array:
-    """i32[num_blocks], tokens that each block holds for a row, or published."""
-    starts = jnp.arange(blocks.max_blocks_per_seq, dtype=jnp.int32) * block_size
-    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
-    # A last block may be shared by a longer fork, for which it is not the last.
-    num_tokens = jnp.zeros_like(blocks.ref_count).at[blocks.block_table].max(filled, mode="drop")
-    if blocks.cached is None:
-        return num_tokens
-    return jnp.where(blocks.cached.is_published, block_size, num_tokens)
-
-
 def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
     """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
     columns = quotient(control.context_len, block_size)
-    rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
-    tails = get_at(blocks.block_table, (rows, columns), blocks.num_blocks)
-    num_tokens = _num_tokens(control, blocks, block_size)
+    order = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
+    num_tokens = rows.num_tokens_held(control, blocks, block_size)
     num_layers = pool.k.shape[0] // blocks.num_blocks
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 

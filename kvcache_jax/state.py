@@ -20,9 +20,9 @@ class Counter(enum.IntEnum):
     FREES = 2
     """Rows ended by `free`."""
     COPIES = 3
-    """Blocks copied because a row wrote into a block that was not its alone."""
+    """Blocks copied because a row wrote into a block that others hold too, or that is published."""
     EVICTIONS = 4
-    """Published blocks whose contents were given up for new ones."""
+    """Cached blocks whose contents were given up; not those of other layer groups that go with them."""
     ADOPTIONS = 5
     """Blocks given back by `commit` because their contents were already published."""
     REQUEST_QUERIES = 6

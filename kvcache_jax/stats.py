@@ -35,7 +35,7 @@ class Stats:
       num_forks: u32[], rows started by fork.
       num_frees: u32[], rows ended.
       num_copies: u32[], blocks copied on write.
-      num_evictions: u32[], published blocks whose contents were given up.
+      num_evictions: u32[], cached blocks whose contents were given up; see `Counter.EVICTIONS`.
       num_adoptions: u32[], blocks given back because their contents were already published.
       num_request_queries, num_request_hits: u32[], rows that looked for a cached prefix; that found one.
       num_block_queries, num_block_hits: u32[], full blocks of their prompts; those reused.
@@ -71,8 +71,8 @@ class Stats:
     bytes_total: jax.Array
 
 
-@jax.jit
 @takes_one
+@jax.jit
 def stats(cache: Cache) -> Stats:
     """The cache's figures as a pytree of scalars; usable inside jit.
 
@@ -117,8 +117,8 @@ def stats(cache: Cache) -> Stats:
     )
 
 
-@jax.jit
 @takes_one
+@jax.jit
 def utilization(cache: Cache) -> jax.Array:
     """f32[], referenced / total blocks of the fullest layer group."""
     return functools.reduce(jnp.maximum, map(block_pool.utilization, cache.control.block_pools))

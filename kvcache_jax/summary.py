@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvcache_jax.cache_form import is_batched, is_donated, missing_values
-from kvcache_jax.config import format_bytes
+from kvcache_jax.config import format_bytes, memory_bytes
 from kvcache_jax.state import Cache, Counter
 
 
@@ -21,8 +21,8 @@ def summary(cache: Cache) -> str:
     used = [int((np.asarray(pool.ref_count) > 0).sum()) for pool in control.block_pools]
     blocks = ", ".join(f"{u}/{pool.num_blocks}" for u, pool in zip(used, control.block_pools, strict=True))
     used_bytes = sum(u * group.block_bytes for u, group in zip(used, config.groups, strict=True))
-    total_bytes = sum(group.num_blocks * group.block_bytes for group in config.groups)
-    memory = f"{format_bytes(used_bytes)} of {format_bytes(total_bytes)}" if cache.pools else "no storage"
+    memory = f"{format_bytes(used_bytes)} of {format_bytes(memory_bytes(config))}"
+    memory = memory if cache.pools else "no storage"
     shown = Counter if control.prefix_index is not None else list(Counter)[: Counter.EVICTIONS]
     counts = np.asarray(control.counters)
     counters = ", ".join(f"{c.name.lower().replace('_', ' ')} {counts[c]}" for c in shown)

@@ -28,6 +28,7 @@ from kvcache_jax.decode_loop import width_of
 from kvcache_jax.implementations import interpreted
 from kvcache_jax.memory_plan import control_bytes
 from kvcache_jax.oracle import Oracle, OracleRow
+from kvcache_jax.rows import num_tokens_held
 from kvcache_jax.state import Cache, Counter, KVPool, Step
 from kvcache_jax.static_numbers import static_count
 from kvcache_jax.status import raise_for_status
@@ -71,6 +72,7 @@ def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value
     return numpy.take(code, numpy.arange(head_dim) % len(parts), axis=-1)
 
 
+@takes_one
 def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
     """Writes each new token's code as its key and value in every layer.
 
@@ -193,8 +195,8 @@ def _check_published(cache: Cache, oracle: Oracle) -> list[str]:
     return found
 
 
-@jax.jit
 @takes_one
+@jax.jit
 def poison(cache: Cache) -> Cache:
     """NaN in every slot that nobody may read: free blocks, reserved ones, unfilled tails.
 
@@ -207,17 +209,8 @@ def poison(cache: Cache) -> Cache:
     pools = []
     for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
         pool = pool_of(cache, g)
-        num_slots = block_pool.num_blocks * group.block_size
-        positions = jnp.arange(block_pool.max_blocks_per_seq * group.block_size, dtype=jnp.int32)
-        blocks = jnp.repeat(block_pool.block_table, group.block_size, axis=1)
-        slots = blocks * group.block_size + positions % group.block_size
-        is_token = (positions < cache.context_len[:, None]) & (blocks < block_pool.num_blocks)
-        holds_token = (
-            jnp.zeros(num_slots, bool).at[jnp.where(is_token, slots, num_slots)].set(True, mode="drop")
-        )
-        is_kept = holds_token.reshape(block_pool.num_blocks, group.block_size)
-        if block_pool.cached is not None:
-            is_kept |= block_pool.cached.is_published[:, None]
+        num_tokens = num_tokens_held(cache.control, block_pool, group.block_size)
+        is_kept = jnp.arange(group.block_size, dtype=jnp.int32) < num_tokens[:, None]
         mask = is_kept[None, :, None, :, None]
 
         def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:
@@ -371,9 +364,8 @@ class _Runner:
 
     def assert_compiled_once_per_width(self) -> None:
         num_programs = self.step_fn._cache_size()  # pyright: ignore
-        assert num_programs == len(self.widths), (
-            f"{num_programs} programs for {len(self.widths)} chunk widths"
-        )
+        expected = len(self.widths)
+        _require(num_programs == expected, f"{num_programs} programs for {expected} chunk widths")
 
     def assert_no_pool_copy(self) -> None:
         # From where temporaries of a fixed number of blocks no longer grow with the pool.
@@ -382,9 +374,10 @@ class _Runner:
         growth, pool_growth, control_growth = (b - a for a, b in zip(small, large, strict=True))
         # Policies other than lru look at all blocks when they must evict.
         looks_at_all = self.config.enable_prefix_caching and self.config.eviction_policy != "lru"
-        assert growth < 0.01 * pool_growth + looks_at_all * control_growth, (
+        _require(
+            growth < 0.01 * pool_growth + looks_at_all * control_growth,
             f"the compiled step uses {growth} bytes more when its pools grow by {pool_growth}: "
-            "a pool is copied; keep one version of the cache and donate it"
+            "a pool is copied; keep one version of the cache and donate it",
         )
 
     def _compiled_bytes(self, scale: int) -> tuple[int, int, int]:
@@ -406,4 +399,10 @@ class _Runner:
 def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str) -> None:
     difference = np.abs(got - expected).max()
     # Not "difference > atol": NaN must fail.
-    assert difference <= atol, f"{what}: logits differ by {difference}, expected at most {atol}"
+    _require(difference <= atol, f"{what}: logits differ by {difference}, expected at most {atol}")
+
+
+def _require(condition: bool | np.bool_, message: str) -> None:
+    """An `assert` that stays under `python -O`."""
+    if not condition:
+        raise AssertionError(message)

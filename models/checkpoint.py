@@ -11,6 +11,7 @@ families that has its options, so that other programs can open it too. What does
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -95,7 +96,7 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
       tokenizer: Becomes tokenizer.json, unless tokens are bytes; its stop tokens go into config.json.
 
     Raises:
-      CheckpointError: no family has the model's options.
+      CheckpointError: no family has the model's options, or the weights cannot be written.
     """
     folder = pathlib.Path(folder)
     values = write_config(decoder.config)
@@ -113,9 +114,11 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
     if isinstance(tokenizer, FileTokenizer):
         _replace(folder / _TOKENIZER, lambda path: tokenizer.inner.save(str(path)))
     # Other programs refuse weights whose metadata does not say "pt".
-    _replace(
-        folder / _WEIGHTS, lambda path: safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-    )
+    save_file = functools.partial(safetensors.numpy.save_file, tensors, metadata={"format": "pt"})
+    try:
+        _replace(folder / _WEIGHTS, save_file)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{folder / _WEIGHTS} cannot be written: {error}") from error
 
 
 def load_config(

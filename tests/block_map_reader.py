@@ -15,10 +15,12 @@ def glyph(row):
 
 
 def recount(cache, group):
-    """(cell of each block, {row: (tokens, entries)}) from the block table, the lengths and nothing else."""
+    """(cell of each block, {row: (tokens, entries)}) from the block table, lengths and what is published."""
     block_table = np.asarray(cache.control.block_pools[group].block_table).tolist()
     num_blocks, block_size = cache.config.groups[group].num_blocks, cache.config.groups[group].block_size
     lengths = np.asarray(cache.context_len).tolist()
+    cached = cache.control.block_pools[group].cached
+    is_published = [False] * num_blocks if cached is None else np.asarray(cached.is_published).tolist()
     holders = {block: [] for block in range(num_blocks)}
     for row, blocks in enumerate(block_table):
         for column, block in enumerate(blocks):
@@ -28,7 +30,7 @@ def recount(cache, group):
     for block in range(num_blocks):
         match holders[block]:
             case []:
-                cells.append(".")
+                cells.append(":" if is_published[block] else ".")
             case [(row, is_reserved)]:
                 cells.append("~" * is_reserved + glyph(row))
             case several:

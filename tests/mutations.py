@@ -225,7 +225,6 @@ EXTEND = in_module(
         f"{FAILED_ROW}[extend]",
     ),
     ("clock advances on an empty call", "grows.any().astype(jnp.uint32)", "jnp.uint32(1)", NOTHING_TO_DO),
-    ("duplicate ids accepted", "(repeated, Status", "(repeated & False, Status", f"{REPEATED_ROW}[extend]"),
     ("idle rows grow", "(num_new > 0) & ~is_active,", "(num_new > 0) & False,", PADDING),
     ("one token too many", "num_new > config.max", "num_new > 1 + config.max", MAX_LEN),
     ("packed tokens past the end", "| ends_outside |", "|", PACKED_END),
@@ -236,7 +235,6 @@ EXTEND = in_module(
         "release(pool, entries)",
         WINDOW_FORKS,
     ),
-    ("window read from one token later", "1 - window, 0)", "2 - window, 0)", ROLLBACK),
     (
         "the block table is copied",
         "read_first(wish.opens_block(pool, group, rows), pool.block_table)",
@@ -263,21 +261,33 @@ DEMAND = in_module(
     ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
     (
         "window drops a column too many",
-        "group.block_size), group.num_sink",
-        "group.block_size) + 1, group.num_sink",
+        "group.max_rollback)",
+        "group.max_rollback) + 1",
         ROLLBACK,
     ),
     (
         "window drops a column too few",
-        "group.block_size), group.num_sink",
-        "group.block_size) - 1, group.num_sink",
+        "group.max_rollback)",
+        "group.max_rollback) - 1",
         f"{BOUNDED}[window 6]",
     ),
-    ("max_rollback ignored", " - group.kind.max_rollback", "", BEYOND),
+    ("max_rollback ignored", ", group.max_rollback)", ")", BEYOND),
+)
+
+REACH = in_module(
+    "reach",
+    ("window read from one token later", "length + 1 -", "length + 2 -", ROLLBACK),
+    (
+        "no look behind the sinks",
+        "jnp.maximum(quotient(first_position, group.block_size), group.num_sink_blocks)",
+        "quotient(first_position, group.block_size)",
+        "test_windows.py::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost",
+    ),
 )
 
 ROWS = in_module(
     "rows",
+    ("duplicate ids accepted", "(repeated, Status", "(repeated & False, Status", f"{REPEATED_ROW}[extend]"),
     ("negative ids not refused", "(ids < 0) | (ids >", "(ids >", f"{FAILED_ROW}[free]"),
     (
         "allocate takes one block too many",
@@ -321,12 +331,6 @@ ROWS = in_module(
     ("rollback beyond max_rollback", "return is_beyond |", "return", WINDOW_LOST),
     ("second rollback finds nothing lost", "| (is_read & (entry == pool.num_blocks))", "", LOST_TWICE),
     (
-        "no look behind the sinks",
-        "jnp.maximum(quotient(first_len, group.block_size), group.num_sink_blocks)",
-        "quotient(first_len, group.block_size)",
-        "test_windows.py::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost",
-    ),
-    (
         "freed row keeps its length",
         "for name in ROW_FIELDS}",
         'for name in ROW_FIELDS if name != "context_len"}',
@@ -340,8 +344,8 @@ ROWS = in_module(
     ),
     (
         "touch leaves no mark",
-        "last_used = set_at(control.last_used, row, clock)",
-        "last_used = set_at(control.last_used, row, 0)",
+        "return mark_used(control, row, status == Status.OK), status",
+        "return control, status",
         ROW_FIELDS,
     ),
     (
@@ -468,6 +472,7 @@ MUTATIONS = [
     *IMPLEMENTATIONS,
     *EXTEND,
     *DEMAND,
+    *REACH,
     *ROWS,
     *BLOCK_POOL,
     *INDEXING,

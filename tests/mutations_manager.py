@@ -126,8 +126,22 @@ MUTATIONS = [
         ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
     ),
     *in_module(
+        "block_view",
+        (
+            "cached blocks look free",
+            '= "cached"',
+            '= "free"',
+            "test_picture.py::test_cached_blocks_are_neither_used_nor_free",
+        ),
+    ),
+    *in_module(
         "testing",
-        ("cached blocks are spoilt", "is_kept |= block_pool", "_ = block_pool", SPARED),
+        (
+            "cached blocks are spoilt",
+            "< num_tokens[:, None]",
+            "< (num_tokens * (block_pool.ref_count > 0))[:, None]",
+            SPARED,
+        ),
     ),
     *in_module(
         "explain",
@@ -181,6 +195,9 @@ MUTATIONS = [
             "is_other[:, None] & (columns >= 0)",
             NAMESPACE_SCRIPT,
         ),
+    ),
+    *in_module(
+        "rows",
         (
             "longer forks are cut",
             "jnp.clip(control.context_len[:, None] - starts, 0, block_size)",
@@ -189,7 +206,7 @@ MUTATIONS = [
         ),
         (
             "published blocks are cut",
-            "jnp.where(blocks.cached.is_published, block_size, num_tokens)",
+            "jnp.where(pool.cached.is_published, block_size, num_tokens)",
             "num_tokens",
             PUBLISHED,
         ),

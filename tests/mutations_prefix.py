@@ -117,7 +117,7 @@ MUTATIONS = [
         "companions",
         (
             "one block for two of another group",
-            "is_linked, keeper = _first_wins(companions.keeper, is_linked, ids)",
+            "is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)",
             "keeper = companions.keeper",
             FORKS,
         ),
@@ -127,7 +127,12 @@ MUTATIONS = [
             "is_usable |= num_missing[end] ==",
             ROLLED,
         ),
-        ("hits end inside blocks of other groups", "lengths % step == 0", "lengths % 1 == 0", WHOLE_BLOCKS),
+        (
+            "hits end inside blocks of other groups",
+            "remainder(lengths, step)",
+            "remainder(lengths, 1)",
+            WHOLE_BLOCKS,
+        ),
         (
             "links of evicted blocks stay",
             "(keepers, slots), nowhere),\n        keeper=",

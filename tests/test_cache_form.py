@@ -102,14 +102,22 @@ def test_no_function_is_forgotten():
 
 @pytest.mark.parametrize("name", [*ON_DEVICE, *ON_HOST])
 def test_stacked_caches_are_refused(stacked, step, name):
-    # `write_tokens` is `write` for all layers.
-    named = "write" if name == "write_tokens" else name
-    match = rf"^{named} got a batched cache, is_active has shape \(2, 3\), expected \(max_seqs,\): .*x\[i\]"
+    match = rf"^{name} got a batched cache, is_active has shape \(2, 3\), expected \(max_seqs,\): .*x\[i\]"
     with pytest.raises(ValueError, match=match):
         if name in ON_HOST:
             ON_HOST[name](stacked)
         else:
             ON_DEVICE[name](stacked, step)
+
+
+@pytest.mark.parametrize("name", [*ON_DEVICE, *ON_HOST])
+@pytest.mark.parametrize("kind", [tuple, object])
+def test_what_is_no_cache_is_refused(cache, step, name, kind):
+    """Such as the pair that an operation returned, or what jit would not take."""
+    wrong = (cache, None) if kind is tuple else object()
+    call = ON_HOST[name] if name in ON_HOST else lambda wrong: ON_DEVICE[name](wrong, step)
+    with pytest.raises(TypeError, match=f"a {kind.__name__}, expected a (CacheConfig or a )?Cache"):
+        call(wrong)
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)

@@ -1,6 +1,7 @@
 """generate, score and beam_search against the same model without a cache."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +256,25 @@ def test_other_prompts_compile_nothing():
     assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
 
 
+def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
+    """At once: another row could run out of the blocks that it holds, and a prompt waits for its row."""
+    stop = greedy(PROMPTS[3], 1)[0][0]
+    prompts = ([token, other] for token in range(VOCAB) for other in range(VOCAB))
+    going_on = (prompt for prompt in prompts if stop not in greedy(prompt, 9)[0])
+    others = list(itertools.islice(going_on, 3))
+    full = [1] * (LENGTH - 1)  # as long as a row may be with one token more
+    looks = []
+    result = generate([*others[:2], PROMPTS[3], full, others[2]], stop_tokens=[stop], on_look=looks.append)
+    _, first, second = looks[:3]  # behind the prefill, then as rows end, then with the fifth prompt
+    assert (first.num_steps, [(g.prompt_id, g.finish_reason) for g in first.ended]) == (
+        0,
+        [(2, "stop"), (3, "length")],
+    )
+    assert {prompt_id for prompt_id, _ in second.running.values()} == {0, 1, 4}
+    assert [len(g.tokens) for g in result.generations] == [9, 9, 1, 1, 9]
+    check_idle(result)
+
+
 def test_prompts_that_wait_compile_nothing():
     one_row = dict(max_seqs=1)
     generate([[1, 2, 3]], one_row, max_new_tokens=2)
@@ -281,8 +301,12 @@ def test_score_equals_the_model_without_a_cache():
     np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
     (beyond,) = kv.score(forward, PARAMS, [5], [[6, VOCAB]], config(), chunk_len=3).logprobs
     assert beyond[0] == alone[0] and np.isnan(beyond[1])
+    # All four blocks for the one continuation: the part of a block behind the shared ones is its own.
+    (tight,) = kv.score(forward, PARAMS, context[:6], [[3] * 10], config(num_blocks=4), chunk_len=3).logprobs
+    expected = [logprobs_of([*context[:6], *[3] * i])[3] for i in range(10)]
+    np.testing.assert_allclose(tight, expected, atol=1e-4)
     with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
-        kv.score(forward, PARAMS, context, [[1] * 20], config(num_blocks=4))
+        kv.score(forward, PARAMS, context[:6], [[3] * 12], config(num_blocks=4), chunk_len=3)
     with pytest.raises(ValueError, match="context has 0 tokens, expected at least 1"):
         kv.score(forward, PARAMS, [], [[1]], config())
     with pytest.raises(ValueError, match="chunk_len is 0, expected at least 1"):
@@ -341,6 +365,8 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
                 logprobs_of([*prompt, *beam.tokens[:i]])[token] for i, token in enumerate(beam.tokens)
             ]
             np.testing.assert_allclose(beam.logprobs, expected, atol=1e-4)
+    if not stops:
+        assert found.finish_reasons == ["length", "length"]
     if num_beams == 1:
         assert found.beams[0][0].tokens == greedy(prompts[0], 10)[0]
 
@@ -392,9 +418,30 @@ def test_beam_search_without_blocks_returns_what_it_had():
     prompts = [(PROMPTS[0] * 6)[:39], (PROMPTS[2] * 4)[:39]]
     found = kv.beam_search(forward, PARAMS, prompts, config(), max_new_tokens=10, num_beams=2)
     assert "out_of_blocks" in {beam.finish_reason for beams in found.beams for beam in beams}
+    assert "out_of_blocks" in found.finish_reasons
     for prompt, beams in zip(prompts, found.beams, strict=True):
         expected = slow_beam_search(prompt, 2, len(beams[0].tokens), [], 1.0)
         assert [beam.tokens for beam in beams] == [tokens for tokens, _ in expected]
+
+
+def gambles(params, tokens, cache, step):
+    """Up to position 4 half a chance of 0, then hardly any, and from 10 on nearly certainty."""
+    x = jnp.ones((*tokens.shape, 1, 8))
+    cache, _ = kv.attention(cache, 0, x, x, x, step)
+    early, middle, late = jnp.array([[0.5, 0.3, 0.2], [0.001, 0.998, 0.001], [0.998, 0.001, 0.001]])
+    at = step.positions[..., None]
+    return jnp.log(jnp.where(at < 5, early, jnp.where(at < 10, middle, late))), cache
+
+
+@pytest.mark.parametrize(("num_blocks", "why"), [(5, "out_of_blocks"), (32, "stop")])
+def test_a_beam_search_says_that_it_ran_out_of_blocks(num_blocks, why):
+    """Also where all hypotheses that it returns are finished ones: with more blocks others would have won."""
+    layers = [kv.FullAttention(1, 8)]
+    sizes = kv.CacheConfig(layers, num_blocks=num_blocks, block_size=2, max_seqs=2, max_seq_len=16)
+    found = kv.beam_search(gambles, None, [[1, 1]], sizes, max_new_tokens=12, num_beams=2, stop_tokens=[0])
+    assert found.finish_reasons == [why]
+    assert [beam.finish_reason for beam in found.beams[0]] == ["stop", "stop"]
+    assert (found.beams[0][0].tokens == [0]) == (why == "out_of_blocks")
 
 
 def test_beams_go_around_logits_that_are_no_number():

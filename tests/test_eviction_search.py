@@ -108,6 +108,11 @@ def test_the_report(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         search.main(["--trace", str(tmp_path / "none")])
     assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "again").mkdir()
+    namesake = write(tmp_path / "again", make_requests(num_requests=60))
+    with pytest.raises(SystemExit):
+        search.main(["--trace", str(path), str(namesake)])
+    assert "got two files called trace, expected different names" in capsys.readouterr().err
 
 
 def test_the_choice_looks_at_the_first_halves_alone():

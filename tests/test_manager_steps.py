@@ -83,6 +83,7 @@ def test_a_row_that_a_step_function_started_is_nobodys():
     manager.run(lambda cache: kv.allocate(cache, jnp.array([1]), jnp.array([1])))
     message = "row 1 is active and no request has it, expected"
     unchanged(manager, kv.OutOfSync, lambda: manager.fork_request("a", "b"), message)
+    unchanged(manager, kv.OutOfSync, lambda: manager.allocate_request("b", [1]), message)
     manager.run(lambda cache: kv.free(cache, jnp.array([1])))
     assert manager.evict_to_utilization(0.0) == ["a"]
 

@@ -1,5 +1,6 @@
 """Pictures against the state: every glyph and every entry is recounted by `block_map_reader`."""
 
+import dataclasses
 import re
 import sys
 
@@ -118,6 +119,37 @@ def test_random_scripts_over_several_groups():
         r"Window\(5\) x 1 layer,",
     ):
         assert re.search(mark, seen), f"the script never showed {mark!r}"
+
+
+def test_cached_blocks_are_neither_used_nor_free():
+    """Of two rows one ends: its published blocks stay for prompts to come, the rest of it is free."""
+    config = dataclasses.replace(small_config(), enable_prefix_caching=True)
+    tokens = np.arange(32, dtype=np.int32).reshape(4, 8)
+    cache, _ = kv.allocate(kv.init(config, storage=False), [0, 1], [8, 8], tokens=tokens[:2])
+    cache, _ = kv.extend(cache, [8, 8, 0, 0], max_new=8, tokens=tokens)
+    cache, _ = kv.extend(cache, [1, 1, 0, 0], max_new=1, tokens=tokens[:, :1])
+    cache, _ = kv.commit(cache, [0, 1])
+    assert "cached" not in check(cache)
+    cache, _ = kv.free(cache, [0])
+    title, *lines = check(cache).splitlines()
+    assert title.endswith("4 tokens: 3 used (0 shared, 0 reserved), 2 cached, 7 free")
+    assert lines == [
+        "        0  1  2  3  4  5  6  7  8  9 10 11",
+        "    0   :  :  1  1  .  1  .  .  .  .  .  .",
+        "  row 1  9 tokens  [ 2  3  5 ]",
+        LEGEND,
+        ": cached, held by no row",
+    ]
+    figures = kv.stats(cache)
+    assert (int(figures.num_blocks_cached), int(figures.num_blocks_free)) == (2, 7)
+    ax = draw_block_map(cache, ax=pyplot.figure().add_subplot())
+    pyplot.close("all")
+    cells = cells_of(ax)
+    greys = [name for name, patch in cells.items() if patch.get_facecolor() == colors.to_rgba("0.85")]
+    assert greys == ["block 0", "block 1"]
+    assert [text.get_text() for text in ax.texts] == ["1", "1", "1"]
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["row 1", "shared", "reserved", "cached", "free"]
 
 
 def test_a_window_shows_its_hole():

@@ -68,6 +68,20 @@ def test_a_digest_is_no_token_id_and_has_a_word_per_position():
     assert (words != kv.item_tokens(b"cab", 64)).all()
 
 
+def test_an_item_of_another_size_is_another_item():
+    """The same image in 12 positions and in 4: its first 4 keys are others."""
+    cache = kv.init(CONFIG)
+    tokens = np.concatenate([kv.item_tokens(b"cat", 12), [1, 2]]).astype(np.int32)
+    cache, _ = kv.allocate(cache, [0], [14], tokens=padded([tokens], WIDTH), items=[[[0, 12], [0, 0]]])
+    cache, _ = kv.extend(cache, [14], max_new=WIDTH, seq_ids=[0], tokens=padded([tokens], WIDTH))
+    cache, _ = kv.commit(cache, [0])
+    small = np.concatenate([kv.item_tokens(b"cat", 4), [1, 2]]).astype(np.int32)
+    found = kv.lookup(
+        cache, padded([small, tokens], WIDTH), [6, 14], items=[[[0, 4], [0, 0]], [[0, 12], [0, 0]]]
+    )
+    assert found.tolist() == [0, 12]
+
+
 def test_items_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"items has shape \(2, 2\), expected \(1, any, 2\)"):
         kv.allocate(kv.init(CONFIG), [0], [5], tokens=[[1] * 5], items=ITEMS)

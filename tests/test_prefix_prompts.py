@@ -79,6 +79,15 @@ def test_bad_input_is_refused_before_anything_is_timed(folder, data, capsys, mon
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("question", ["\ud800", 3, None])
+def test_examples_that_are_no_texts(tmp_path, question):
+    path = tmp_path / "text" / "gsm8k_test.jsonl"
+    path.parent.mkdir()
+    path.write_text((json.dumps({"question": question, "answer": "3"}) + "\n") * 12)
+    with pytest.raises(prefix_prompts.InputError, match="gsm8k_test.jsonl"):
+        prefix_prompts.few_shot_prompts(tmp_path, 2)
+
+
 def test_missing_files(folder, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
     arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "2"]

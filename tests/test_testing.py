@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,18 @@ def returns(change):
 def test_what_cannot_be_checked_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         check(**{"forward": model} | changes)
+
+
+def test_the_oracle_refuses_prefixes_of_several_groups():
+    layers = [kv.FullAttention(1, 4), kv.SlidingWindow(1, 4, window=5)]
+    oracle = testing.Oracle(kv.CacheConfig(layers, max_seq_len=32, enable_prefix_caching=True))
+    with pytest.raises(NotImplementedError, match="prompts and several layer groups, expected one"):
+        oracle.allocate([0], [2], [[1, 2]])
+
+
+def test_the_checks_of_a_model_do_not_depend_on_assert():
+    """Under `python -O` every `assert` is gone."""
+    assert "assert " not in inspect.getsource(testing)
 
 
 def filled():

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make_requests, write
@@ -94,6 +95,11 @@ GOOD = {"hash_ids": [1, 2], "input_length": 1000}
             "got 'many', expected an integer from 1 to 1073741824, or 'infinite'",
         ),
         (json.dumps(GOOD), ["--policy", "newest"], "invalid choice: 'newest'"),
+        (
+            json.dumps(GOOD),
+            ["--eviction-batch", "6"],
+            "--eviction-batch 6, expected at most the 5 blocks",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, capsys, text, arguments, said):
@@ -105,6 +111,28 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, text, arguments, said):
     assert stopped.value.code == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    """Not at what a text in an object may hold, such as U+2028."""
+    path = tmp_path / "trace.jsonl"
+    lines = [json.dumps(GOOD | {"note": "a\u2028b\x85c"}, ensure_ascii=False)] * 3
+    path.write_bytes("\r\n".join([*lines, ""]).encode())
+    assert len(trace_replay.read_trace(path, 512).ids) == 3
+
+
+def test_a_cache_that_does_not_fit_is_one_sentence(tmp_path, capsys, monkeypatch):
+    def replay(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 68719476736 bytes.")
+
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(GOOD))
+    monkeypatch.setattr(trace_replay, "replay", replay)
+    with pytest.raises(SystemExit) as stopped:
+        trace_replay.main(["--trace", str(path), "--blocks", "5"])
+    captured = capsys.readouterr()
+    assert (stopped.value.code, captured.out) == (1, "")
+    assert "a cache of 5 blocks does not fit in memory: RESOURCE_EXHAUSTED" in captured.err
 
 
 @pytest.mark.parametrize(

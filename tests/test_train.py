@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors
 from flax import nnx
 
 import kvcache_jax as kv
@@ -297,10 +298,42 @@ def test_control_c_leaves_a_state_to_resume_from(small, tmp_path, capsys, monkey
     assert train.main([*arguments, "--resume"]) == 0
 
 
+def test_what_cannot_be_written_is_one_sentence(small, tmp_path, capsys, monkeypatch):
+    """A full disk, which orbax and safetensors report each in its own way."""
+    arguments = ["--steps", "2", "--out", str(tmp_path / "model"), "--state", str(tmp_path / "state")]
+
+    def full(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nand more")
+
+    def failure():
+        with pytest.raises(SystemExit) as stopped:
+            train.main(arguments)
+        shown = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 1 and all(line.startswith("training: ") for line in shown[:-1])
+        return shown[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        assert "cannot be saved in" in (message := failure())
+        assert "(RESOURCE_EXHAUSTED: No space left on device): make room" in message
+
+    def no_space(*_, **__):
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.numpy, "save_file", no_space)
+        assert "model.safetensors cannot be written: I/O error" in (message := failure())
+        assert message.endswith(f"--resume tries again from {tmp_path / 'state'}")
+    assert train.main([*arguments, "--resume"]) == 0
+
+
 def test_bad_input_is_one_sentence(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
-    assert refusal(capsys, "--steps", 0) == "argument --steps: got '0', expected an integer of at least 1"
+    assert (
+        refusal(capsys, "--steps", 0) == "argument --steps: got '0', expected an integer from 1 to 10000000"
+    )
+    assert "expected an integer from 0 to 9223372036854775807" in refusal(capsys, "--seed", 2**63)
     assert "invalid choice: 'int8'" in refusal(capsys, "--matmul-dtype", "int8")
     assert refusal(capsys, "--evaluate", "--seed", 0).startswith("got --evaluate and --seed, which is of")
     for option, folder in (("--out", file), ("--out", file / "model"), ("--state", file)):
