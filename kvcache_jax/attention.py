@@ -14,7 +14,7 @@ from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import SlidingWindow
-from kvcache_jax.queries import queries_of
+from kvcache_jax.queries import Reads, queries_of
 from kvcache_jax.state import Cache, KVPool, Step
 from kvcache_jax.static_numbers import finite_number
 
@@ -141,10 +141,12 @@ def _attend(
         (pool.k, pool.v),
         grouped,
         sink_logits,
-        block_pool.block_table,
-        index,
-        queries_of(step, group_id, block_pool.num_blocks * group.block_size),
-        step.plans[group_id].work,
+        Reads(
+            block_table=block_pool.block_table,
+            layer=index,
+            queries=queries_of(step, group_id, block_pool.num_blocks * group.block_size),
+            work=step.plans[group_id].work,
+        ),
     )
     cache = storage.with_pool(cache, group_id, KVPool(k=k, v=v))
     out = out.reshape(shape).astype(q.dtype)

@@ -11,7 +11,7 @@ from kvcache_jax.attention_options import Options
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.head_axis import num_local_heads, over_heads
 from kvcache_jax.implementations import MOSAIC_GPU, choose, is_interpreted, kernels
-from kvcache_jax.queries import Queries, queries_of
+from kvcache_jax.queries import Queries, Reads, queries_of
 from kvcache_jax.state import KVPool, Step
 
 
@@ -38,14 +38,12 @@ def forward(
     pools: tuple[jax.Array, jax.Array],
     q: jax.Array,
     sink_logits: jax.Array | None,
-    block_table: jax.Array,
-    layer: jax.Array,
-    queries: Queries,
-    work: tuple[jax.Array, ...],
+    reads: Reads,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `attention_xla.forward` computes, by a kernel; `work` is () if the step has no plan."""
+    """What `attention_xla.forward` computes, by a kernel; `reads.work` is () if the step has no plan."""
     from pallas_kernels.decode_rows import DecodeOptions
 
+    block_table, layer, queries, work = reads
     package, block_size = kernels(options.implementation), pools[0].shape[2]
     decode_options = DecodeOptions(
         options.num_blocks, options.scale, options.soft_cap, options.window, options.num_sink_tokens

@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from kvcache_jax import attention_kernels, attention_xla, implementations
 from kvcache_jax.attention_options import Options
-from kvcache_jax.queries import Queries
+from kvcache_jax.queries import Reads
 
 Pools = tuple[jax.Array, jax.Array]
 
@@ -22,10 +22,7 @@ def attend(
     pools: Pools,
     q: jax.Array,
     sink_logits: jax.Array | None,
-    block_table: jax.Array,
-    layer: jax.Array,
-    queries: Queries,
-    work: tuple[jax.Array, ...],
+    reads: Reads,
 ) -> tuple[Pools, jax.Array, jax.Array]:
     """Attention of `q` over the blocks of one layer.
 
@@ -37,22 +34,19 @@ def attend(
       pools: (k, v), `[num_layers * num_blocks, h, s, d]` each.
       q: `[r, t, h, g, d]`.
       sink_logits: f32[h, g] or None.
-      block_table: i32[max_seqs, max_blocks_per_seq].
-      layer: i32[], index in the group.
-      queries: Queries.
-      work: See `AttentionPlan`.
+      reads: `r` rows of `t` queries.
 
     Returns:
       (pools, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
     """
-    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries, work)
+    out, lse = _forward(options, pools, q, sink_logits, reads)
     return _handed_through(pools, out, lse)
 
 
-def _forward(options, pools, q, sink_logits, block_table, layer, queries, work):
-    if options.implementation == implementations.XLA:
-        return attention_xla.forward(options, pools, q, sink_logits, block_table, layer, queries)
-    return attention_kernels.forward(options, pools, q, sink_logits, block_table, layer, queries, work)
+def _forward(options, pools, q, sink_logits, reads):
+    is_xla = options.implementation == implementations.XLA
+    forward = attention_xla.forward if is_xla else attention_kernels.forward
+    return forward(options, pools, q, sink_logits, reads)
 
 
 def _handed_through(pools, *reads):
@@ -61,11 +55,11 @@ def _handed_through(pools, *reads):
 
 
 def _attend_fwd(options, *arguments):
-    pools, q, sink_logits, block_table, layer, queries, work = jax.tree.map(lambda x: x.value, arguments)
-    out, lse = _forward(options, pools, q, sink_logits, block_table, layer, queries, work)
-    saved = attention_xla.save(options, pools, block_table, layer, queries)
+    pools, q, sink_logits, reads = jax.tree.map(lambda x: x.value, arguments)
+    out, lse = _forward(options, pools, q, sink_logits, reads)
+    saved = attention_xla.save(options, pools, reads)
     pools, out, lse, saved = _handed_through(pools, out, lse, saved)
-    return (pools, out, lse), (saved, q, sink_logits, queries, out, lse)
+    return (pools, out, lse), (saved, q, sink_logits, reads.queries, out, lse)
 
 
 def _attend_bwd(options, residuals, grads):
@@ -81,7 +75,7 @@ def _attend_bwd(options, residuals, grads):
         *(materialised(grad, jnp.zeros) for grad in read_grads),
     )
     grad_pools, grad_q, grad_sinks = _backward(options, saved, q, sink_logits, queries, out, lse, grads)
-    return grad_pools, grad_q, grad_sinks, None, None, None, None
+    return grad_pools, grad_q, grad_sinks, None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

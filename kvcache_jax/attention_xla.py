@@ -22,7 +22,7 @@ from jax import lax
 from kvcache_jax.attention_options import Options
 from kvcache_jax.head_axis import for_each_head
 from kvcache_jax.indexing import get_at, run_if
-from kvcache_jax.queries import Queries
+from kvcache_jax.queries import Queries, Reads
 from kvcache_jax.storage import block_rows
 
 # Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.
@@ -133,12 +133,11 @@ def forward(
     pools: tuple[jax.Array, jax.Array],
     q: jax.Array,
     sink_logits: jax.Array | None,
-    block_table: jax.Array,
-    layer: jax.Array,
-    queries: Queries,
+    reads: Reads,
 ) -> tuple[jax.Array, jax.Array]:
     """The results f32[r, t, h, g, d] and lse f32[r, t, h, g]; see `attention_vjp.attend`."""
     (k_pool, v_pool), num_queries = pools, q.shape[1]
+    block_table, layer, queries, _ = reads
     queries = _repeated(queries, q.shape[3])
     peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
     if sink_logits is not None:
@@ -184,8 +183,9 @@ class Saved(NamedTuple):
     table_row: jax.Array  # i32[r]
 
 
-def save(options: Options, pools, block_table: jax.Array, layer: jax.Array, queries: Queries) -> Saved:
+def save(options: Options, pools: tuple[jax.Array, jax.Array], reads: Reads) -> Saved:
     """Keeps the rows' blocks, or the whole layer where that is less (at most one pool over all layers)."""
+    block_table, layer, queries, _ = reads
     num_rows = queries.table_row.shape[0]
     num_entries = num_rows * block_table.shape[-1]
     if num_entries < options.num_blocks:

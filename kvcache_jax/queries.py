@@ -1,4 +1,4 @@
-"""The queries of a step as rows: one per sequence in a padded step, one per token in a packed one."""
+"""The queries of a step, a row per sequence in a padded one and per token in a packed one; what they read."""
 
 from typing import NamedTuple
 
@@ -25,6 +25,22 @@ class Queries(NamedTuple):
     num_columns: jax.Array
     positions: jax.Array
     is_query: jax.Array
+
+
+class Reads(NamedTuple):
+    """What a call of attention reads, beside the pools.
+
+    Attributes:
+      block_table: i32[max_seqs, max_blocks_per_seq].
+      layer: i32[], index in the group.
+      queries: Queries.
+      work: See `AttentionPlan`.
+    """
+
+    block_table: jax.Array
+    layer: jax.Array
+    queries: Queries
+    work: tuple[jax.Array, ...]
 
 
 def queries_of(step: Step, group_id: int, nowhere: int) -> Queries:
