@@ -34,6 +34,12 @@ MUTATIONS = [
         ),
         ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
         (
+            "a first token that ends a row is overlooked",
+            "none_ended = (is_running | is_idle).all()",
+            "none_ended = ~is_idle.all()",
+            "test_decode.py::test_a_row_that_ends_with_its_first_token_makes_room_before_any_step",
+        ),
+        (
             "rejected drafts stay in the cache",
             "rows, before + 1 + num_accepted)",
             "rows, before + 1 + count)",
@@ -71,9 +77,16 @@ MUTATIONS = [
         "beam",
         ("beams keep their own rows", "rows[:, :1] + parents", "rows + 0 * parents", BEAMS),
         ("length penalty left out", "best / scale[:, None]", "best", BEAMS),
+        (
+            "a search without blocks looks complete",
+            '"out_of_blocks" if is_failed else "stop"',
+            '"stop"',
+            "test_decode.py::test_a_beam_search_says_that_it_ran_out_of_blocks[5-out_of_blocks]",
+        ),
     ),
     *in_module(
         "score",
+        ("forks copy the context's last block", "// step_len * step_len", "", SCORES),
         ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
     ),
 ]

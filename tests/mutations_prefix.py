@@ -15,6 +15,15 @@ LATER = "test_decode_prefix.py::test_a_later_call_finds_prompts_and_answers_of_a
 
 MUTATIONS = [
     *in_module(
+        "prefix_cache",
+        (
+            "items of all sizes are one",
+            'num_tokens.to_bytes(8, "little")',
+            'b""',
+            "test_prefix_items.py::test_an_item_of_another_size_is_another_item",
+        ),
+    ),
+    *in_module(
         "eviction_policy",
         (
             "one name for two policies",
