@@ -86,7 +86,12 @@ MUTATIONS = [
     ),
     *in_module(
         "score",
-        ("forks copy the context's last block", "// step_len * step_len", "", SCORES),
+        (
+            "the context's last whole block is not looked up",
+            "[0], shared_len + 1, tokens",
+            "[0], shared_len, tokens",
+            "test_decode_prefix.py::test_score_and_beams",
+        ),
         ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
     ),
 ]

@@ -139,7 +139,7 @@ MUTATIONS = [
         (
             "cached blocks are spoilt",
             "< num_tokens[:, None]",
-            "< (num_tokens * (block_pool.ref_count > 0))[:, None]",
+            "< (num_tokens * (block_pool.ref_count > 0).astype(jnp.int32))[:, None]",
             SPARED,
         ),
     ),
