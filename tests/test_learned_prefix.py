@@ -114,7 +114,7 @@ def test_the_text_to_measure_on_is_not_learned_from(tmp_path):
     assert len(held_out) > 10_000 and bytes(held_out[:5000]) not in bytes(learn_from)
     play = tmp_path / "text" / learned_prefix.SHAKESPEARE
     play.parent.mkdir()
-    (tmp_path / learned_prefix.SHAKESPEARE).mkdir()  # a folder is no text
+    (tmp_path / "first" / learned_prefix.SHAKESPEARE).mkdir(parents=True)  # a folder is no text
     text = bytes(range(100)) * learned_prefix.LENGTH
     play.write_bytes(text)
     name, learn_from, held_out = learned_prefix.read_texts(tmp_path)
