@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax import arguments, attention_kernels, rows, storage
+from kvcache_jax import admission, arguments, attention_kernels, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
@@ -101,7 +101,7 @@ def allocate(
     priority = (
         jnp.zeros_like(seq_ids) if priority is None else arguments.int_column("priority", priority, num_rows)
     )
-    prompts = rows.Prompt(
+    prompts = admission.Prompt(
         num_tokens=num_tokens,
         namespace=arguments.namespace_words(namespace, num_rows),
         priority=priority,
@@ -109,7 +109,7 @@ def allocate(
         reuse=arguments.flags("reuse", reuse, num_rows),
         items=arguments.item_spans(items, num_rows),
     )
-    cache, (status, num_cached) = _on_rows(rows.allocate_row, cache, seq_ids, prompts)
+    cache, (status, num_cached) = _on_rows(admission.allocate_row, cache, seq_ids, prompts)
     ends = prompts.items[..., 1]
     is_cached = (ends > prompts.items[..., 0]) & (ends <= num_cached[:, None])
     return cache, Admission(

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvcache_jax import arguments
+from kvcache_jax.admission import Prompt
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.rows import Prompt
 from kvcache_jax.state import Step
 from kvcache_jax.static_numbers import as_integer, static_count, static_flag
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax import arguments, block_pool, eviction, publish
+from kvcache_jax.admission import Prompt, find_hits
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.empty_state import empty_index
 from kvcache_jax.indexing import num_true
-from kvcache_jax.rows import Prompt, find_hits
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control
 from kvcache_jax.static_numbers import static_count

@@ -285,10 +285,8 @@ REACH = in_module(
     ),
 )
 
-ROWS = in_module(
-    "rows",
-    ("duplicate ids accepted", "(repeated, Status", "(repeated & False, Status", f"{REPEATED_ROW}[extend]"),
-    ("negative ids not refused", "(ids < 0) | (ids >", "(ids >", f"{FAILED_ROW}[free]"),
+ADMISSION = in_module(
+    "admission",
     (
         "allocate takes one block too many",
         "num_blocks > block_pool",
@@ -297,6 +295,12 @@ ROWS = in_module(
     ),
     ("window reserves its whole prompt", "group.max_held_blocks -", "2**30 -", LONG_PROMPT),
     ("prompt one token too long", "num_tokens > config.max", "num_tokens > 1 + config.max", MAX_LEN),
+)
+
+ROWS = in_module(
+    "rows",
+    ("duplicate ids accepted", "(repeated, Status", "(repeated & False, Status", f"{REPEATED_ROW}[extend]"),
+    ("negative ids not refused", "(ids < 0) | (ids >", "(ids >", f"{FAILED_ROW}[free]"),
     ("fork without new owners", "pool = block_pool.share(pool, ids)", "pass", FORK),
     (
         "fork shares reserved blocks",
@@ -473,6 +477,7 @@ MUTATIONS = [
     *EXTEND,
     *DEMAND,
     *REACH,
+    *ADMISSION,
     *ROWS,
     *BLOCK_POOL,
     *INDEXING,

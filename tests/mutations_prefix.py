@@ -215,6 +215,9 @@ MUTATIONS = [
             "jnp.where(is_dropped, entries, pool.num_blocks)",
             SCRIPT,
         ),
+    ),
+    *in_module(
+        "admission",
         (
             "reuse although it was not wanted",
             "jnp.where(prompt.reuse, found,",

@@ -1,0 +1,155 @@
+"""Admission: a row starts on the cached prefix of its prompt and reserves blocks for the rest."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax import block_pool, companions, eviction, prefix_index
+from kvcache_jax.config import CacheConfig
+from kvcache_jax.indexing import any_of, get_at, num_true, quotient, set_at
+from kvcache_jax.rows import check_seq_ids, first_failure, mark_used, num_blocks_for
+from kvcache_jax.state import Control, Counter, count_events
+from kvcache_jax.status import Status
+
+
+class Prompt(NamedTuple):
+    """What a row is to start with.
+
+    Attributes:
+      num_tokens: i32[].
+      namespace: u32[4].
+      priority: i32[].
+      tokens: i32[P] with prefix caching, else i32[0].
+      reuse: bool[], whether to look for a cached prefix.
+      items: i32[I, 2], first position and end of each multimodal item; equal where there is none.
+    """
+
+    num_tokens: jax.Array
+    namespace: jax.Array
+    priority: jax.Array
+    tokens: jax.Array
+    reuse: jax.Array
+    items: jax.Array
+
+
+class Reservation(NamedTuple):
+    """What the admission of a prompt asks of the layer groups.
+
+    Attributes:
+      hits: Per group i32[max_blocks_per_seq], cached blocks to start from by column, or nowhere.
+      num_cached: i32[], their tokens.
+      num_new: Per group i32[], blocks to take.
+      num_required: Per group i32[], blocks that must be available: also the hits that nobody holds.
+    """
+
+    hits: list[jax.Array]
+    num_cached: jax.Array
+    num_new: list[jax.Array]
+    num_required: list[jax.Array]
+
+
+def reservation(control: Control, prompt: Prompt, config: CacheConfig) -> Reservation:
+    """What `allocate_row` takes for a prompt."""
+    hits, num_cached = find_hits(control, prompt, config)
+    num_new, num_required = [], []
+    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
+        is_hit = ids < pool.num_blocks
+        num_blocks = jnp.minimum(
+            num_blocks_for(prompt.num_tokens, group.block_size) - quotient(num_cached, group.block_size),
+            group.max_held_blocks - num_true(is_hit),
+        )
+        num_new.append(num_blocks)
+        num_required.append(num_blocks + num_true(is_hit & (block_pool.ref_counts(pool, ids) == 0)))
+    return Reservation(hits, num_cached, num_new, num_required)
+
+
+def allocate_row(
+    control: Control, seq_id: jax.Array, prompt: Prompt, *, config: CacheConfig
+) -> tuple[Control, tuple[jax.Array, jax.Array]]:
+    """Starts a row on the cached prefix of its prompt and reserves the rest.
+
+    A window group reserves no more than a row may hold. The result is `(status, num_cached)`.
+    """
+    num_tokens = prompt.num_tokens
+    hits, num_cached, need, required = reservation(control, prompt, config)
+    lacks = [
+        num_blocks > block_pool.num_available(pool)
+        for num_blocks, pool in zip(required, control.block_pools, strict=True)
+    ]
+    is_unknown = num_tokens > (prompt.tokens.shape[0] if control.prefix_index else config.max_seq_len)
+    status = first_failure(
+        *check_seq_ids(control, seq_id),
+        (get_at(control.is_active, seq_id), Status.SEQ_IN_USE),
+        (num_tokens < 0, Status.BAD_LENGTH),
+        (num_tokens > config.max_seq_len, Status.TOO_LONG),
+        (is_unknown, Status.BAD_LENGTH),
+        (any_of(lacks), Status.OUT_OF_BLOCKS),
+    )
+    ok = status == Status.OK
+    row = jnp.where(ok, seq_id, control.max_seqs)
+    num_cached = jnp.where(ok, num_cached, 0)
+    need = [jnp.where(ok, n, 0) for n in need]
+    control = mark_used(control, row, ok)
+    # Hits are held before anything is evicted.
+    hits = [jnp.where(ok, ids, pool.num_blocks) for ids, pool in zip(hits, control.block_pools, strict=True)]
+    if control.prefix_index is not None:
+        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
+        index = prefix_index.note_hits(
+            control.prefix_index, hits[config.indexed_group], control.clock, prompt.priority
+        )
+        control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
+        control = eviction.make_room(control, need, config)
+    pools = []
+    for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        first = quotient(num_cached, group.block_size)
+        pool, new_ids = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks))
+        ids = jnp.minimum(ids, new_ids)
+        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids)))
+    return dataclasses.replace(
+        control,
+        is_active=set_at(control.is_active, row, True),
+        context_len=set_at(control.context_len, row, num_cached),
+        priority=set_at(control.priority, row, prompt.priority),
+        namespace=set_at(control.namespace, row, prompt.namespace),
+        num_published=set_at(
+            control.num_published, row, quotient(num_cached, config.groups[config.indexed_group].block_size)
+        ),
+        counters=_count_admission(control, ok, prompt, num_cached, config),
+        block_pools=tuple(pools),
+    ), (status, num_cached)
+
+
+def find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
+    """Per group i32[max_blocks_per_seq] cached blocks by column, or nowhere; and i32[], their tokens."""
+    if control.prefix_index is None:
+        nowhere = [
+            jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools
+        ]
+        return nowhere, jnp.int32(0)
+    found = prefix_index.find_prefix(
+        control.prefix_index, control.hash_key, prompt.tokens, prompt.num_tokens, prompt.namespace
+    )
+    found = jnp.where(prompt.reuse, found, control.block_pools[config.indexed_group].num_blocks)
+    return companions.usable_prefix(control, found, prompt.items, config)
+
+
+def _count_admission(
+    control: Control, ok: jax.Array, prompt: Prompt, num_cached: jax.Array, config: CacheConfig
+) -> jax.Array:
+    """The counters after an admission."""
+    block_size = config.groups[config.indexed_group].block_size
+    asked = ok & prompt.reuse if control.prefix_index is not None else jnp.bool_(False)
+    num_asked = jnp.where(asked, prompt.num_tokens, 0)
+    events = {
+        Counter.ALLOCATIONS: ok,
+        Counter.REQUEST_QUERIES: asked,
+        Counter.REQUEST_HITS: num_cached > 0,
+        Counter.BLOCK_QUERIES: quotient(num_asked, block_size),
+        Counter.BLOCK_HITS: quotient(num_cached, block_size),
+        Counter.TOKEN_QUERIES: num_asked,
+        Counter.TOKEN_HITS: num_cached,
+    }
+    return count_events(control, events)
