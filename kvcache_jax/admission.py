@@ -105,9 +105,9 @@ def allocate_row(
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
         first = quotient(num_cached, group.block_size)
-        pool, new_ids = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks))
-        ids = jnp.minimum(ids, new_ids)
-        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids)))
+        pool = dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids))
+        is_new = (columns >= first) & (columns < first + num_blocks)
+        pools.append(block_pool.take(pool, is_new, row, columns)[0])
     return dataclasses.replace(
         control,
         is_active=set_at(control.is_active, row, True),

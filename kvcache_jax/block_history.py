@@ -11,7 +11,7 @@ from jax import lax
 
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.eviction_policy import BlockMetadata, eviction_keys
-from kvcache_jax.indexing import add_at, num_true, rank_true, set_at
+from kvcache_jax.indexing import Update, add_at, num_true, rank_true, set_at, update_all
 from kvcache_jax.state import BlockHistory, CachedBlocks
 
 _MAX = jnp.iinfo(jnp.int32).max
@@ -48,11 +48,11 @@ def add_children(history: BlockHistory | None, parents: jax.Array, change: int) 
 
 def _put(history: BlockHistory, block_ids: jax.Array, **values: jax.Array) -> BlockHistory:
     """Sets entries of those fields that are kept."""
-    fields = {}
-    for name, value in values.items():
-        if (field := getattr(history, name)) is not None:
-            fields[name] = set_at(field, block_ids, value)
-    return dataclasses.replace(history, **fields)
+    kept = {name: field for name in values if (field := getattr(history, name)) is not None}
+    if not kept:
+        return history
+    updated = update_all(*(Update(field, block_ids, values[name]) for name, field in kept.items()))
+    return dataclasses.replace(history, **dict(zip(kept, updated, strict=True)))
 
 
 def keys_of(

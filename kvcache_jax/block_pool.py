@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.indexing import (
+    Update,
     add_at,
     first_of_equal,
     get_at,
@@ -20,6 +21,7 @@ from kvcache_jax.indexing import (
     remainder,
     run_if,
     set_at,
+    update_all,
 )
 from kvcache_jax.state import BlockPool, CachedBlocks
 
@@ -63,21 +65,30 @@ def is_published(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
     return get_at(pool.cached.is_published, block_ids, False)
 
 
-def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """Hands out one block per true entry, each with one owner.
+def take(
+    pool: BlockPool, mask: jax.Array, rows: jax.Array, columns: jax.Array
+) -> tuple[BlockPool, jax.Array]:
+    """Hands out one block per true entry, each with one owner, and enters it into the table.
 
     Args:
       pool: Holds at least as many free blocks; the caller has checked, and evicted.
       mask: bool[n], where a block is wanted.
+      rows: i32[n] or i32[], the block's row in the table.
+      columns: i32[n], its column.
 
     Returns:
       The pool, and i32[n] block ids, nowhere where `mask` is false.
     """
     rank, num_taken = rank_true(mask)
     ids = jnp.where(mask, get_at(pool.free_stack, pool.num_free - 1 - rank), pool.num_blocks)
-    ref_count = set_at(pool.ref_count, ids, 1)
-    pool = dataclasses.replace(pool, ref_count=ref_count, num_free=pool.num_free - num_taken)
-    return _note_peak(pool), ids
+    rows = jnp.where(mask, rows, pool.block_table.shape[0])
+    ref_count, table = update_all(
+        Update(pool.ref_count, ids, 1), Update(pool.block_table, (rows, columns), ids)
+    )
+    num_free = pool.num_free - num_taken
+    return _note_peak(
+        dataclasses.replace(pool, ref_count=ref_count, block_table=table, num_free=num_free)
+    ), ids
 
 
 def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
@@ -119,10 +130,16 @@ def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 
 def put_on_free_stack(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
     """Makes the masked blocks, which differ and have no owner, free."""
+    push, num_freed = _push(pool, block_ids, mask)
+    [free_stack] = update_all(push)
+    return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed)
+
+
+def _push(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> tuple[Update, jax.Array]:
+    """The update of the free stack by the masked blocks, and i32[] how many these are."""
     rank, num_freed = rank_true(mask)
     place = jnp.where(mask, pool.num_free + rank, pool.num_blocks)
-    free_stack = set_at(pool.free_stack, place, block_ids)
-    return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed)
+    return Update(pool.free_stack, place, block_ids), num_freed
 
 
 def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
@@ -136,12 +153,12 @@ def withdraw(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """The published blocks `block_ids` i32[n], which differ, are so no longer, and without owner free."""
     assert pool.cached is not None
     is_cached = has_no_owner(pool.ref_count, block_ids)
+    push, num_freed = _push(pool, block_ids, is_cached)
+    free_stack, is_published = update_all(push, Update(pool.cached.is_published, block_ids, False))
     cached = dataclasses.replace(
-        pool.cached,
-        is_published=set_at(pool.cached.is_published, block_ids, False),
-        num_cached=pool.cached.num_cached - num_true(is_cached),
+        pool.cached, is_published=is_published, num_cached=pool.cached.num_cached - num_freed
     )
-    return put_on_free_stack(dataclasses.replace(pool, cached=cached), block_ids, is_cached)
+    return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed, cached=cached)
 
 
 def _put_back(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
@@ -149,30 +166,27 @@ def _put_back(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPo
     if pool.cached is None:
         return put_on_free_stack(pool, block_ids, mask)
     stays = mask & is_published(pool, block_ids)
-    pool = put_on_free_stack(pool, block_ids, mask & ~stays)
-    assert pool.cached is not None
-    return dataclasses.replace(pool, cached=_enqueue(pool.cached, pool.ref_count, block_ids, stays))
-
-
-def _enqueue(
-    cached: CachedBlocks, ref_count: jax.Array, block_ids: jax.Array, mask: jax.Array
-) -> CachedBlocks:
-    """Appends the masked blocks to the queue."""
-    length = cached.queue.shape[0]
-    rank, num_added = rank_true(mask)
+    rank, num_added = rank_true(stays)
     added = num_added.astype(jnp.uint32)
-
-    is_full = cached.tail - cached.head + added > length
-    cached = run_if(is_full, lambda cached: _swept(cached, ref_count), cached)
+    length = pool.cached.queue.shape[0]
+    is_full = pool.cached.tail - pool.cached.head + added > length
+    cached = run_if(is_full, lambda cached: _swept(cached, pool.ref_count), pool.cached)
     position = cached.tail + rank.astype(jnp.uint32)
-    place = jnp.where(mask, remainder(position, length).astype(jnp.int32), cached.queue.shape[0])
-    return dataclasses.replace(
+    place = jnp.where(stays, remainder(position, length).astype(jnp.int32), length)
+    push, num_freed = _push(pool, block_ids, mask & ~stays)
+    free_stack, queue, queued_at = update_all(
+        push,
+        Update(cached.queue, place, block_ids),
+        Update(cached.queued_at, jnp.where(stays, block_ids, pool.num_blocks), position),
+    )
+    cached = dataclasses.replace(
         cached,
         num_cached=cached.num_cached + num_added,
-        queue=set_at(cached.queue, place, block_ids),
-        queued_at=set_at(cached.queued_at, jnp.where(mask, block_ids, ref_count.shape[0]), position),
+        queue=queue,
+        queued_at=queued_at,
         tail=cached.tail + added,
     )
+    return dataclasses.replace(pool, free_stack=free_stack, num_free=pool.num_free + num_freed, cached=cached)
 
 
 def queue_entries(
@@ -201,9 +215,8 @@ def _swept(cached: CachedBlocks, ref_count: jax.Array) -> CachedBlocks:
         rank, num_kept = rank_true(is_kept)
         positions = end + rank.astype(jnp.uint32)
         places = jnp.where(is_kept, remainder(positions, length).astype(jnp.int32), length)
-        queue = set_at(queue, places, block_ids)
         moved = jnp.where(is_kept, block_ids, ref_count.shape[0])
-        queued_at = set_at(queued_at, moved, positions)
+        queue, queued_at = update_all(Update(queue, places, block_ids), Update(queued_at, moved, positions))
         return queue, queued_at, end + num_kept.astype(jnp.uint32), position + jnp.uint32(order.size)
 
     def is_left(state):

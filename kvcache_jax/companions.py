@@ -14,7 +14,17 @@ import numpy as np
 
 from kvcache_jax import block_pool
 from kvcache_jax.config import CacheConfig, LayerGroup
-from kvcache_jax.indexing import first_of_equal, first_true, get_at, num_true, quotient, remainder, set_at
+from kvcache_jax.indexing import (
+    Update,
+    first_of_equal,
+    first_true,
+    get_at,
+    num_true,
+    quotient,
+    remainder,
+    set_at,
+    update_all,
+)
 from kvcache_jax.reach import first_column
 from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
 
@@ -161,9 +171,10 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
     present = get_at(companions.block_ids, keepers, nowhere)
     slots = first_true(present == block_ids[:, None])
-    companions = Companions(
-        block_ids=set_at(companions.block_ids, (keepers, slots), nowhere),
-        keeper=set_at(companions.keeper, block_ids, companions.block_ids.shape[0]),
+    present, keeper = update_all(
+        Update(companions.block_ids, (keepers, slots), nowhere),
+        Update(companions.keeper, block_ids, companions.block_ids.shape[0]),
     )
+    companions = Companions(block_ids=present, keeper=keeper)
     everything = (*index.companions[:group_id], companions, *index.companions[group_id + 1 :])
     return dataclasses.replace(index, companions=everything)

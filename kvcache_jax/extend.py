@@ -14,7 +14,7 @@ from kvcache_jax import block_pool, eviction, reach
 from kvcache_jax.config import CacheConfig, LayerGroup
 from kvcache_jax.demand import Decision, Demand, NewTokens, Wish, decide, num_taken
 from kvcache_jax.indexing import (
-    add_at,
+    Update,
     any_of,
     get_at,
     num_true,
@@ -24,8 +24,9 @@ from kvcache_jax.indexing import (
     remainder,
     run_if,
     set_at,
+    update_all,
 )
-from kvcache_jax.rows import check_distinct, first_failure, num_blocks_for
+from kvcache_jax.rows import check_distinct, first_failure, mark_used, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
 
@@ -88,13 +89,9 @@ def extend_control(
         plans.append(_plan(group, context_len, new_len, query_len))
 
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
-    control = dataclasses.replace(
-        control,
-        context_len=set_at(control.context_len, rows, new_len),
-        last_used=set_at(control.last_used, rows, control.clock),
-        num_uses=add_at(control.num_uses, rows, 1),
-        counters=count_events(control, {Counter.COPIES: num_copies}),
-    )
+    # The clock advanced with the first row that grew.
+    control = mark_used(control, rows, False, context_len=new_len)
+    control = dataclasses.replace(control, counters=count_events(control, {Counter.COPIES: num_copies}))
     step = Step(
         status=status,
         seq_ids=seq_ids,
@@ -170,9 +167,8 @@ def _take_blocks(
         pool = dataclasses.replace(pool, block_table=table)
         tail_columns = quotient(wish.context_len, group.block_size)
         pool, copies_made = _take_copies(pool, rows, tail_columns, demand.tail, copies_tail[g], copies[g])
-        pool, ids = block_pool.take(pool, opens_block)
-        opening_rows = jnp.where(opens_block, token_rows, control.max_seqs)
-        pools.append(_put(pool, opening_rows, quotient(wish.positions, group.block_size), ids))
+        columns = quotient(wish.positions, group.block_size)
+        pools.append(block_pool.take(pool, opens_block, token_rows, columns)[0])
         all_copies.append(copies_made)
     return dataclasses.replace(control, block_pools=tuple(pools)), tuple(all_copies)
 
@@ -190,7 +186,7 @@ def record_tokens(
 
     block_tokens = lax.fori_loop(0, num_copies, copy_block, index.block_tokens)
     # Entries per trip: fewer wait for one place after the other, more make a longer kernel to compile.
-    by_slot = set_at(block_tokens.reshape(-1), step.slots[group_id], tokens, unroll=8)
+    by_slot = set_at(block_tokens.reshape(-1), step.slots[group_id], tokens, per_trip=8)
     index = dataclasses.replace(index, block_tokens=by_slot.reshape(block_tokens.shape))
     return dataclasses.replace(control, prefix_index=index)
 
@@ -277,19 +273,13 @@ def _take_copies(
 
     def put_copies(state):
         pool, (src, dst, num_copies) = state
-        pool, new = block_pool.take(pool, mask)
-        pool = _put(pool, jnp.where(mask, rows, pool.block_table.shape[0]), columns, new)
+        pool, new = block_pool.take(pool, mask, rows, columns)
         rank, num_more = rank_true(mask)
         place = jnp.where(mask, num_copies + rank, tail.shape[0])
-        return pool, BlockCopies(set_at(src, place, tail), set_at(dst, place, new), num_copies + num_more)
+        src, dst = update_all(Update(src, place, tail), Update(dst, place, new))
+        return pool, BlockCopies(src, dst, num_copies + num_more)
 
     return run_if(mask.any(), put_copies, (pool, copies))
-
-
-def _put(pool: BlockPool, rows: jax.Array, columns: jax.Array, block_ids: jax.Array) -> BlockPool:
-    """Enters blocks into the table; rows that are nowhere are skipped."""
-    table = set_at(pool.block_table, (rows, columns), block_ids)
-    return dataclasses.replace(pool, block_table=table)
 
 
 def _plan(

@@ -4,10 +4,9 @@ What is built from these can be part of a `single_kernel`.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,70 +45,114 @@ def _is_inside(index: Sequence[ArrayLike], shape: tuple[int, ...]) -> jax.Array:
     return functools.reduce(operator.and_, is_below)
 
 
-def set_at(array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1) -> jax.Array:
+class Update(NamedTuple):
+    """New values for entries of an array.
+
+    Attributes:
+      array: What is updated.
+      at: i32[...], or one per leading axis; entries outside are skipped.
+      values: One per entry, or one for all.
+      how: "set", or how a value is combined with the old one: "add", "min", "max".
+    """
+
+    array: jax.Array
+    at: Index
+    values: ArrayLike
+    how: str = "set"
+
+
+_COMBINE: dict[str, Callable] = {"set": lambda old, new: new, "add": lax.add, "min": lax.min, "max": lax.max}
+
+
+def set_at(array: jax.Array, index: Index, values: ArrayLike, per_trip: int = 1) -> jax.Array:
     """`array` with `values` at `index`: i32[...], or one per leading axis; entries outside are skipped.
 
-    Of equal entries the last one stays in a single kernel, and any of them elsewhere. In a kernel a trip of
-    the loop updates `unroll` entries: the processor waits for several places of a big array at once.
+    Of equal entries the last one stays in a single kernel, and any of them elsewhere.
     """
-    return _update("set", lambda old, new: new, array, index, values, unroll)
+    return update_all(Update(array, index, values), per_trip=per_trip)[0]
 
 
 def add_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
     """`set_at` that adds; equal entries add up."""
-    return _update("add", lax.add, array, index, values)
+    return update_all(Update(array, index, values, "add"))[0]
 
 
 def min_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
     """`set_at` that keeps the lesser value."""
-    return _update("min", lax.min, array, index, values)
+    return update_all(Update(array, index, values, "min"))[0]
 
 
 def max_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
     """`set_at` that keeps the greater value."""
-    return _update("max", lax.max, array, index, values)
+    return update_all(Update(array, index, values, "max"))[0]
 
 
-def _update(
-    method: str, combine: Callable, array: jax.Array, index: Index, values: ArrayLike, unroll: int = 1
-) -> jax.Array:
-    array, index = jnp.asarray(array), index if isinstance(index, tuple) else (index,)
-    values = jnp.asarray(values, array.dtype)
+def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
+    """Several arrays, each with as many entries updated.
+
+    In a single kernel by one loop, of which a trip updates `per_trip` entries of each: the processor waits
+    for several places of a big array at once, but there is more to compile.
+    """
+    arrays = [jnp.asarray(update.array) for update in updates]
     if not is_one_kernel.value:
-        return getattr(array.at[index], method)(values, mode="drop", wrap_negative_indices=False)
-    index = jnp.broadcast_arrays(*index)
-    window = array.shape[len(index) :]
-    num_entries = math.prod(index[0].shape)
-    if not num_entries:
-        return array
-    places = [axis.reshape(-1) for axis in index]
-    entry_shape = (*(1 for _ in places), *window)
-    if values.size > 1:
-        values = jnp.broadcast_to(values, index[0].shape + window).reshape(-1, *entry_shape[1:])
-    else:
-        values = values.reshape(1)
+        return [
+            getattr(array.at[update.at], update.how)(
+                jnp.asarray(update.values, array.dtype), mode="drop", wrap_negative_indices=False
+            )
+            for array, update in zip(arrays, updates, strict=True)
+        ]
+    entries = [_trips(update, per_trip) for update in updates]
+    num_trips = entries[0][0][0].shape[0]
 
-    def update_one(i: ArrayLike, array: jax.Array) -> jax.Array:
-        place = [_entry(axis, i) for axis in places]
-        start = [axis.reshape(()) for axis in place]
-        start += [jnp.zeros_like(start[0]) for _ in window]
-        old = lax.dynamic_slice(array, start, entry_shape, allow_negative_indices=False)
-        new = combine(old, jnp.broadcast_to(_entry(values, i), entry_shape))
-        is_inside = _is_inside(place, array.shape).reshape(1, *(1 for _ in entry_shape[1:]))
-        return lax.dynamic_update_slice(
-            array, jnp.where(is_inside, new, old), start, allow_negative_indices=False
-        )
+    def update_some(trip: ArrayLike, arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            _update_some(array, [_nth(axis, trip) for axis in places], _nth(values, trip), update.how)
+            for array, (places, values), update in zip(arrays, entries, updates, strict=True)
+        ]
 
-    if num_entries == 1:
-        return update_one(0, array)
-    return lax.fori_loop(0, num_entries, update_one, array, unroll=unroll)
+    if num_trips <= 1:
+        return update_some(0, arrays) if num_trips else arrays
+    return lax.fori_loop(0, num_trips, update_some, arrays)
 
 
-def _entry(array: jax.Array, i: ArrayLike) -> jax.Array:
-    """`array[i : i + 1]`; its only entry if there is one."""
+def _trips(update: Update, size: int) -> tuple[list[jax.Array], jax.Array]:
+    """By trip: per leading axis the places i32[trips, size], and values [trips, size, ...] or [1, 1, ...]."""
+    values = jnp.asarray(update.values, update.array.dtype)
+    index = jnp.broadcast_arrays(*(update.at if isinstance(update.at, tuple) else (update.at,)))
+    window = update.array.shape[len(index) :]
+
+    def split(entries: jax.Array) -> jax.Array:
+        if num_missing := -entries.shape[0] % size:
+            nowhere = lax.full_like(entries, -1, shape=(num_missing, *entries.shape[1:]))
+            entries = jnp.concatenate([entries, nowhere])
+        return entries.reshape(-1, size, *entries.shape[1:])
+
+    places = [split(axis.reshape(-1)) for axis in index]
+    if values.size == 1:
+        return places, values.reshape(1, 1)
+    values = jnp.broadcast_to(values, index[0].shape + window)
+    return places, split(values.reshape(-1, *window))
+
+
+def _nth(array: jax.Array, n: ArrayLike) -> jax.Array:
+    """`array[n]`; all there is if that is one."""
     if array.shape[0] == 1:
-        return array
-    return lax.dynamic_index_in_dim(array, i, allow_negative_indices=False)
+        return array[0]
+    return lax.dynamic_index_in_dim(array, n, keepdims=False, allow_negative_indices=False)
+
+
+def _update_some(array: jax.Array, places: list[jax.Array], values: jax.Array, how: str) -> jax.Array:
+    """`array` with the entries of one trip updated, in order."""
+    window = array.shape[len(places) :]
+    shape = (*(1 for _ in places), *window)
+    for i in range(places[0].shape[0]):
+        place = [axis[i] for axis in places]
+        start = [*place, *(jnp.zeros_like(place[0]) for _ in window)]
+        old = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
+        new = _COMBINE[how](old, jnp.broadcast_to(_nth(values, i), shape))
+        new = jnp.where(_is_inside(place, array.shape), new, old)
+        array = lax.dynamic_update_slice(array, new, start, allow_negative_indices=False)
+    return array
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:

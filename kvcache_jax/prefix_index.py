@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvcache_jax import block_history
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import first_true, get_at, quotient, remainder, set_at
+from kvcache_jax.indexing import Update, first_true, get_at, quotient, remainder, set_at, update_all
 from kvcache_jax.state import PrefixIndex
 
 
@@ -98,12 +98,18 @@ def insert(
     nowhere = index.parent.shape[0]
     target = jnp.where(mask, block_ids, nowhere)
     buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])
+    updated, block_hash, parent, namespace = update_all(
+        Update(index.buckets, (buckets, ways), block_ids),
+        Update(index.block_hash, target, content.hashes),
+        Update(index.parent, target, content.parent),
+        Update(index.namespace, target, content.namespace),
+    )
     return dataclasses.replace(
         index,
-        buckets=set_at(index.buckets, (buckets, ways), block_ids),
-        block_hash=set_at(index.block_hash, target, content.hashes),
-        parent=set_at(index.parent, target, content.parent),
-        namespace=set_at(index.namespace, target, content.namespace),
+        buckets=updated,
+        block_hash=block_hash,
+        parent=parent,
+        namespace=namespace,
         history=block_history.add_children(index.history, jnp.where(mask, content.parent, nowhere), 1),
     )
 

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvcache_jax import block_pool
 from kvcache_jax.config import CacheConfig, LayerGroup
 from kvcache_jax.indexing import (
-    add_at,
+    Update,
     any_of,
     get_at,
     max_at,
@@ -23,6 +24,7 @@ from kvcache_jax.indexing import (
     quotient,
     read_first,
     set_at,
+    update_all,
 )
 from kvcache_jax.reach import first_column
 from kvcache_jax.state import ROW_FIELDS, BlockPool, Control, Counter, count_events
@@ -73,15 +75,19 @@ def _active_row(control: Control, seq_id: jax.Array) -> tuple[jax.Array, jax.Arr
     return status, jnp.where(status == Status.OK, seq_id, control.max_seqs)
 
 
-def mark_used(control: Control, rows: jax.Array, is_use: jax.Array) -> Control:
-    """Marks `rows` i32[...] as just used; nowhere is skipped. The clock advances if `is_use` bool[]."""
-    clock = control.clock + is_use.astype(jnp.uint32)
-    return dataclasses.replace(
-        control,
-        clock=clock,
-        last_used=set_at(control.last_used, rows, clock),
-        num_uses=add_at(control.num_uses, rows, 1),
+def mark_used(control: Control, rows: jax.Array, is_use: jax.Array | bool, **fields: ArrayLike) -> Control:
+    """Marks `rows` i32[...], which differ, as just used, and sets further fields of theirs.
+
+    Nowhere is skipped. The clock advances if `is_use` bool[].
+    """
+    clock = control.clock + jnp.asarray(is_use).astype(jnp.uint32)
+    last_used, num_uses, *updated = update_all(
+        Update(control.last_used, rows, clock),
+        Update(control.num_uses, rows, 1, "add"),
+        *(Update(getattr(control, name), rows, values) for name, values in fields.items()),
     )
+    others = dict(zip(fields, updated, strict=True))
+    return dataclasses.replace(control, clock=clock, last_used=last_used, num_uses=num_uses, **others)
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
@@ -119,16 +125,9 @@ def _inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, is_use: j
 
     The clock advances if `is_use` bool[]; rows that are nowhere are skipped.
     """
-
-    def inherit(field: jax.Array) -> jax.Array:
-        return set_at(field, rows, get_at(field, parent_ids))
-
-    return dataclasses.replace(
-        mark_used(control, rows, is_use),
-        context_len=inherit(control.context_len),
-        priority=inherit(control.priority),
-        namespace=inherit(control.namespace),
-        num_published=inherit(control.num_published),
+    names = "context_len", "priority", "namespace", "num_published"
+    return mark_used(
+        control, rows, is_use, **{name: get_at(getattr(control, name), parent_ids) for name in names}
     )
 
 

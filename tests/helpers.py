@@ -11,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
@@ -33,6 +34,12 @@ def append_tokens(cache, tokens, num_new):
 
 # Its programs are shared by all caches of one config.
 append_donated = kv.donate(append_tokens)
+
+
+def newest_unless(names, cases):
+    """The `cases` of a contract test, of which the oldest jax runs `names` alone."""
+    return [case if case in names else pytest.param(case, marks=pytest.mark.newest) for case in cases]
+
 
 # ---------------------------------------------------------------------------------------
 # comparisons

@@ -220,8 +220,8 @@ EXTEND = in_module(
     "extend",
     (
         "failed row advances",
-        "set_at(control.context_len, rows, new_len)",
-        "set_at(control.context_len, seq_ids, context_len + num_new)",
+        "mark_used(control, rows, False, context_len=new_len)",
+        "mark_used(control, seq_ids, False, context_len=context_len + num_new)",
         f"{FAILED_ROW}[extend]",
     ),
     ("clock advances on an empty call", "grows.any().astype(jnp.uint32)", "jnp.uint32(1)", NOTHING_TO_DO),
@@ -364,7 +364,7 @@ BLOCK_POOL = in_module(
     "block_pool",
     ("one block handed out twice", "pool.num_free - 1 - rank", "pool.num_free - 1 - 0 * rank", RESERVED),
     ("free blocks miscounted", "pool.num_free - num_taken", "pool.num_free - 2 * num_taken", FORK),
-    ("released blocks are lost", "num_free=pool.num_free + num_freed", "num_free=pool.num_free", FORK),
+    ("released blocks are lost", "num_free=pool.num_free + num_freed)", "num_free=pool.num_free)", FORK),
     (
         "block free while others own it",
         "block_ids, is_last)",
@@ -383,7 +383,7 @@ INDEXING = in_module(
         "astype(jnp.int32) < size",
         UPDATES,
     ),
-    ("entries outside are written", "jnp.where(is_inside, new, old)", "new", UPDATES),
+    ("entries outside are written", "jnp.where(_is_inside(place, array.shape), new, old)", "new", UPDATES),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
     ("entries outside are read", "jnp.where(is_inside, found,", "jnp.where(True, found,", READS),
 )

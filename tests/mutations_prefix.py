@@ -144,8 +144,8 @@ MUTATIONS = [
         ),
         (
             "links of evicted blocks stay",
-            "(keepers, slots), nowhere),\n        keeper=",
-            "(keepers, slots), block_ids),\n        keeper=",
+            "(keepers, slots), nowhere),",
+            "(keepers, slots), block_ids),",
             GROUPS,
         ),
         (

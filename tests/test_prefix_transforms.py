@@ -205,6 +205,7 @@ def test_compiled_operations_copy_no_array_of_blocks(name):
 # --- the queue's positions count modulo 2**32 ---
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("start", [2**32 - 1, 2**32 - 4, 2**31 - 3])
 def test_the_queue_wraps(start):
     """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
@@ -226,6 +227,7 @@ def test_the_queue_wraps(start):
     assert driver.oracle.num_evictions > 8
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("per_sweep", [4, 64])
 @pytest.mark.parametrize("start", [3, 2**32 - 41])
 def test_a_full_queue_is_swept_in_place(monkeypatch, per_sweep, start):

@@ -68,13 +68,13 @@ def test_updates_skip_what_is_outside(update, shape, index_shapes):
     np.testing.assert_array_equal(batched(arrays, index, several)[0], expected)
 
 
-@pytest.mark.parametrize("unroll", [3, 4, 20])
-def test_several_entries_per_trip(unroll):
+@pytest.mark.parametrize("per_trip", [3, 4, 20])
+def test_several_entries_per_trip(per_trip):
     rng = np.random.default_rng(1)
     array, values = rng.integers(0, 90, 9, np.int32), rng.integers(0, 90, 10, np.int32)
     index = rng.permutation(np.arange(-3, 12))[:10].astype(np.int32)
     expected = expected_update(UPDATES[set_at], array, [index], values)
-    in_kernel = jax.jit(lambda *args: single_kernel(lambda *args: set_at(*args, unroll=unroll), *args))
+    in_kernel = jax.jit(lambda *args: single_kernel(lambda *args: set_at(*args, per_trip=per_trip), *args))
     np.testing.assert_array_equal(in_kernel(array, index, values), expected)
 
 
