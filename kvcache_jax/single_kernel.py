@@ -7,7 +7,8 @@ below is compiled as XLA compiles small loops: into one function, run by one thr
 Such a function cannot hold a scatter. So the operations update their arrays through `indexing.set_at` and
 its like, which are loops there, and scatters on accelerators and under `vmap`.
 
-The attributes are XLA's own, so versions of jax that were not tested get the many kernels.
+The attributes are XLA's own, so versions of jax that were not tested get the many kernels. So does
+`jax.disable_jit`.
 """
 
 import functools
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import xla_metadata
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 from kvcache_jax.indexing import is_one_kernel
 
@@ -28,17 +31,26 @@ OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
 # nothing read. More: arrays that are only edited have an element read too, ahead of all edits.
 _SMALL = 4096
 
+# What accelerators run. It is traced when it is lowered for one, for CPUs never.
+_as_usual = Primitive("as_usual")
+_as_usual.multiple_results = True
+_as_usual.def_abstract_eval(lambda *passed, fn, types: types)
+_as_usual.def_impl(lambda *passed, fn, types: fn(*passed))
+mlir.register_lowering(
+    _as_usual, mlir.lower_fun(lambda *passed, fn, types: fn(*passed), multiple_results=True)
+)
+
 
 def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     """`fn(state, *args)`, as one kernel where it is lowered for CPUs and not under `vmap`.
 
     Args:
       fn: Of pytrees of arrays, without scatters, sorts, products of matrices and random numbers. It outlives
-        the call, so what is traced comes to it as an argument.
+        the call and is traced more than once, so what is traced comes to it as an argument.
       state: What `fn` returns the next version of, all arrays of it; big ones are edited, not replaced.
       *args: Pytrees of arrays.
     """
-    if not OLDEST_TESTED <= jax.__version_info__ < BEFORE:
+    if not OLDEST_TESTED <= jax.__version_info__ < BEFORE or jax.config.jax_disable_jit:
         return fn(state, *args)
     leaves, treedef = jax.tree.flatten((state, args))
     # The rule for `vmap` outlives this call, so it holds no arrays that may be traced, only their types.
@@ -63,7 +75,14 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
 
     @custom_vmap
     def call(*passed: jax.Array) -> Any:
-        return lax.platform_dependent(*passed, cpu=as_one, default=as_usual)
+        kernel, outputs = jax.make_jaxpr(as_one, return_shape=True)(*passed)
+        many = functools.partial(
+            _as_usual.bind,
+            fn=lambda *passed: jax.tree.leaves(as_usual(*passed)),
+            types=tuple(kernel.out_avals),
+        )
+        results = lax.platform_dependent(*passed, cpu=jaxpr_as_fun(kernel), default=many)
+        return jax.tree.unflatten(jax.tree.structure(outputs), results)
 
     @call.def_vmap
     def _(axis_size: int, is_batched: list[bool], *passed: jax.Array) -> tuple[Any, Any]:

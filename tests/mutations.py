@@ -391,7 +391,7 @@ INDEXING = in_module(
 SINGLE_KERNEL = in_module(
     "single_kernel",
     ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
-    ("kernels on accelerators", "default=as_usual)", "default=as_one)", ON_ACCELERATORS),
+    ("kernels on accelerators", "default=many)", "default=jaxpr_as_fun(kernel))", ON_ACCELERATORS),
     ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
     ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
     (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.indexing import add_at, get_at, max_at, min_at, set_at
+from kvcache_jax.indexing import add_at, get_at, is_one_kernel, max_at, min_at, set_at
 from kvcache_jax.single_kernel import single_kernel
 
 pytestmark = pytest.mark.contract
@@ -192,6 +192,33 @@ def test_accelerators_get_scatters_and_no_mark(platform, operation):
     assert MARK in traced.lower(lowering_platforms=("cpu",)).as_text()
     lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert MARK not in lowered and "stablehlo.scatter" in lowered
+
+
+def test_what_accelerators_run_is_traced_for_them_alone():
+    traced_in_kernel = []
+
+    def fn(array, index):
+        traced_in_kernel.append(is_one_kernel.value)
+        return set_at(array, index, 7)
+
+    args = jnp.arange(5), jnp.array([3, 9])
+    traced = jax.jit(lambda *args: single_kernel(fn, *args)).trace(*args)
+    traced.lower(lowering_platforms=("cpu",))
+    assert traced_in_kernel == [True]
+    both = traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
+    assert MARK in both and "stablehlo.scatter" in both
+    assert traced_in_kernel == [True, False]
+
+
+def test_without_jit_there_is_no_kernel():
+    """So that what is computed can be looked at step by step."""
+
+    def fn(array, index):
+        assert not isinstance(array, jax.core.Tracer)
+        return set_at(array, index, 7)
+
+    with jax.disable_jit():
+        assert single_kernel(fn, jnp.arange(5), jnp.array([3, 9])).tolist() == [0, 1, 2, 7, 4]
 
 
 def test_other_policies_are_not_in_a_kernel():
