@@ -37,6 +37,7 @@ PADDING = "test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
 MAX_LEN = "test_cases.py::test_case_h_row_at_max_seq_len[100]"
 FORK = "test_cases.py::test_case_i_fork_takes_no_block"
 UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
+PER_TRIP = "test_single_kernel.py::test_several_entries_per_trip"
 READS = "test_single_kernel.py::test_reads_outside_give_the_fill"
 ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
 OTHER_POLICIES = "test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
@@ -384,6 +385,7 @@ INDEXING = in_module(
         UPDATES,
     ),
     ("entries outside are written", "jnp.where(_is_inside(place, array.shape), new, old)", "new", UPDATES),
+    ("entries after the last", "lax.full_like(entries, -1,", "lax.full_like(entries, 0,", PER_TRIP),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
     ("entries outside are read", "jnp.where(is_inside, found,", "jnp.where(True, found,", READS),
 )
