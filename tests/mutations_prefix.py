@@ -6,6 +6,7 @@ SCRIPT = "test_prefix_scripts.py::test_a_short_random_script"
 GROUPS = "test_prefix_windows.py::test_a_short_random_script_of_three_groups"
 ROLLED = "test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still_there"
 FORKS = "test_prefix_windows.py::test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share"
+LINKED_WHEN_FULL = "test_prefix_windows.py::test_blocks_are_linked_once_they_are_full"
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
@@ -152,7 +153,7 @@ MUTATIONS = [
             "blocks that are not full are linked",
             "(column + 1) * group.block_size <=",
             "column * group.block_size <=",
-            WHOLE_BLOCKS,
+            LINKED_WHEN_FULL,
         ),
     ),
     *in_module(

@@ -79,6 +79,14 @@ def test_hits_are_whole_blocks_of_every_group(block_sizes):
     assert hit == 2 * step
 
 
+def test_blocks_are_linked_once_they_are_full():
+    """Linked earlier, the window's block would be published, and the next token would copy it."""
+    config = rolled_config(num_blocks=32, block_size=4, window={"block_size": 6})
+    cache, _ = run(kv.init(config), 0, range(1, 27), commits="at every step")
+    assert int(kv.stats(cache).num_copies) == 0
+    assert num_cached(cache, [*range(1, 27), 99]) == 24
+
+
 def test_poison_spares_what_is_cached_in_any_group():
     config = rolled_config(num_blocks=32, block_size=4, window={"block_size": 2})
     tokens = list(range(1, 27))
