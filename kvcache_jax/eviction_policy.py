@@ -18,8 +18,8 @@ class BlockMetadata(NamedTuple):
     """What a policy sees, one entry per block; None where the policy did not ask for it.
 
     A use is a publication, a hit by `allocate`, or an adoption by `commit`. Times are ticks of the cache's
-    clock, which advances with each call that uses a row, the one that evicts included. Entries of blocks
-    that are not cached mean nothing.
+    clock, which advances with each row that allocate, fork or touch uses and with each call of extend or
+    reorder that uses any, the one that evicts included. Entries of blocks that are not cached mean nothing.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.
