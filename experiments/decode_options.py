@@ -206,7 +206,7 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, config: DecoderConfig) 
             tokens = tokenizer.encode(prompt)
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate
             raise InputError(f"prompt {i} is no Unicode text: {error}") from error
-        if not tokens:
+        if not prompt or not tokens:  # a tokenizer may put a token in front of nothing
             what = "has no token that the model knows" if prompt else "is empty"
             raise InputError(f"prompt {i} {what}, expected some text")
         if len(tokens) >= config.max_seq_len:

@@ -171,7 +171,7 @@ class Host:
         ended: dict[int, Generation] = {}
         for row, (prompt_id, sample_id) in self.running.items():
             tokens = history[row, prompt_len[row] : length[row]].tolist()
-            cut = self._stop_at(tokens)
+            cut = self._stop_at(tokens, self.num_streamed[row])
             tokens = tokens if cut is None else tokens[:cut]
             new = tokens[self.num_streamed[row] :]
             if new and self.on_tokens:
@@ -188,15 +188,14 @@ class Host:
             del self.running[row]
         return self._free(state, list(ended))
 
-    def _stop_at(self, tokens: list[int]) -> int | None:
-        """Number of tokens that complete the first stop string, if any does."""
+    def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
+        """Number of tokens that complete the first stop string, if any does; `num_checked` do not."""
         if not self.stop_strings or self.detokenize is None:
             return None
-        text = self.detokenize(tokens)
-        if not any(stop in text for stop in self.stop_strings):
-            return None
-        for end in range(1, len(tokens) + 1):
-            if any(stop in self.detokenize(tokens[:end]) for stop in self.stop_strings):
+        # Not the whole text alone: a character that is not finished yet may hide what there was before.
+        for end in range(num_checked + 1, len(tokens) + 1):
+            text = self.detokenize(tokens[:end])
+            if any(stop in text for stop in self.stop_strings):
                 return end
         return None
 

@@ -24,6 +24,15 @@ MUTATIONS = [
         ),
     ),
     *in_module(
+        "decode_host",
+        (
+            "stop strings looked for at the end alone",
+            "range(num_checked + 1,",
+            "range(len(tokens),",
+            "test_decode.py::test_stop_strings_count_though_later_tokens_hide_them",
+        ),
+    ),
+    *in_module(
         "decode_loop",
         ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
         (

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -219,6 +220,14 @@ def test_an_object_is_printed_before_a_picture_fails(capsys, folder, tmp_path, m
 
 
 # --- what is wrong is one sentence ---
+
+
+def test_a_prompt_is_empty_though_its_tokenizer_puts_a_token_in_front():
+    tokenizer = types.SimpleNamespace(encode=lambda text: [1, *text.encode()])
+    config = types.SimpleNamespace(max_seq_len=9)
+    assert decode_options.encode(["a"], tokenizer, config) == [[1, 97]]
+    with pytest.raises(decode_options.InputError, match="prompt 1 is empty"):
+        decode_options.encode(["a", ""], tokenizer, config)
 
 
 def refusal(capsys, *arguments):
