@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import xla_metadata
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from kvcache_jax.indexing import is_one_kernel
@@ -30,15 +29,6 @@ OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
 # Elements of an array that `fn` may replace as a whole. Fewer: XLA ends the process over a larger one that
 # nothing read. More: arrays that are only edited have an element read too, ahead of all edits.
 _SMALL = 4096
-
-# What accelerators run. It is traced when it is lowered for one, for CPUs never.
-_as_usual = Primitive("as_usual")
-_as_usual.multiple_results = True
-_as_usual.def_abstract_eval(lambda *passed, fn, types: types)
-_as_usual.def_impl(lambda *passed, fn, types: fn(*passed))
-mlir.register_lowering(
-    _as_usual, mlir.lower_fun(lambda *passed, fn, types: fn(*passed), multiple_results=True)
-)
 
 
 def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
@@ -75,9 +65,11 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
 
     @custom_vmap
     def call(*passed: jax.Array) -> Any:
+        from jax.extend.core import jaxpr_as_fun  # here: it imports Pallas
+
         kernel, outputs = jax.make_jaxpr(as_one, return_shape=True)(*passed)
         many = functools.partial(
-            _as_usual.bind,
+            _traced_later().bind,
             fn=lambda *passed: jax.tree.leaves(as_usual(*passed)),
             types=tuple(kernel.out_avals),
         )
@@ -95,6 +87,20 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     # other keeps all that comes back, also where little of it is used.
     passed = lax.optimization_barrier(tuple(itertools.compress(leaves, is_passed)))
     return lax.optimization_barrier(call(*passed))[0]
+
+
+@functools.cache
+def _traced_later() -> Any:
+    """A primitive for what accelerators run: it is traced when it is lowered for one, for CPUs never."""
+    from jax.extend.core import Primitive
+
+    primitive = Primitive("traced_later")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *passed, fn, types: types)
+    primitive.def_impl(lambda *passed, fn, types: fn(*passed))
+    lowering = mlir.lower_fun(lambda *passed, fn, types: fn(*passed), multiple_results=True)
+    mlir.register_lowering(primitive, lowering)
+    return primitive
 
 
 def _first(array: jax.Array) -> jax.Array | None:

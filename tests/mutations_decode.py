@@ -29,7 +29,7 @@ MUTATIONS = [
             "stop strings looked for at the end alone",
             "range(num_checked + 1,",
             "range(len(tokens),",
-            "test_decode.py::test_stop_strings_count_though_later_tokens_hide_them",
+            "test_decode_arguments.py::test_texts_to_stop_at_count_though_later_tokens_hide_them",
         ),
     ),
     *in_module(

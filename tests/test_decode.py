@@ -154,22 +154,6 @@ def test_stop_strings_cut_at_the_token_that_completes_them():
     check_idle(result)
 
 
-@pytest.mark.parametrize("look_every", [1, 2, 3])
-@pytest.mark.parametrize("hidden", [(5, 6), (5, 6, 7, 8, 9)])
-def test_stop_strings_count_though_later_tokens_hide_them(look_every, hidden):
-    """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""
-    streamed = {i: [] for i in range(len(PROMPTS))}
-    result = generate(
-        stop_strings=["xxxx"],
-        detokenize=lambda tokens: "" if len(tokens) in hidden else "x" * len(tokens),
-        look_every=look_every,
-        on_tokens=lambda prompt_id, sample_id, tokens: streamed[prompt_id].extend(tokens),
-    )
-    for i, generation in enumerate(result.generations):
-        assert (len(generation.tokens), generation.finish_reason) == (4, "stop")
-        assert streamed[i] == generation.tokens
-
-
 def test_a_row_without_blocks_ends_with_its_tokens_intact():
     """Three rows of 7, 1 and 4 tokens grow by 36, to 11 + 9 + 10 of 24 blocks: who asks first gets them."""
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]

@@ -1,4 +1,4 @@
-"""What generate, score and beam_search refuse, before anything runs."""
+"""What generate, score and beam_search make of their arguments, and what they refuse before anything runs."""
 
 import dataclasses
 
@@ -96,6 +96,21 @@ def test_texts_to_stop_at_may_be_iterated_over_once():
     stopped = generate(stop_strings=texts, detokenize=lambda tokens: " ".join(map(str, tokens)))
     assert stopped.generations[0].finish_reason == "stop"
     assert stopped.generations[0].tokens == plain[: 1 + plain.index(plain[2])]
+
+
+@pytest.mark.parametrize("look_every", [1, 2, 3])
+def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
+    """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""
+    streamed = [], []
+    result = generate(
+        stop_strings=["xxxx"],
+        detokenize=lambda tokens: "" if len(tokens) in (5, 6) else "x" * len(tokens),
+        look_every=look_every,
+        on_tokens=lambda prompt_id, sample_id, tokens: streamed[prompt_id].extend(tokens),
+    )
+    for generation, tokens in zip(result.generations, streamed, strict=True):
+        assert (len(generation.tokens), generation.finish_reason) == (4, "stop")
+        assert tokens == generation.tokens
 
 
 @pytest.mark.parametrize(
