@@ -126,7 +126,7 @@ def beam_search(
       length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum. The power of
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
-      chunk_len: Most prompt tokens of a row in one call of the model.
+      chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
       look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
       on_look: Called with each entry of the timeline and the hypotheses so far.
 

@@ -119,7 +119,7 @@ def generate(
         gives the same tokens as no drafts, up to the rounding of the logits.
       draft: The draft model.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
-      chunk_len: Most prompt tokens of a row in one call of the model.
+      chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
       look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.

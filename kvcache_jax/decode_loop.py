@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvcache_jax.cache import extend, truncate
 from kvcache_jax.indexing import first_true, get_at
@@ -100,23 +101,22 @@ class Drafts(NamedTuple):
     logprobs: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
 def prefill(
     forward: Forward,
     params: Any,
     cache: Cache,
-    prompts: jax.Array,
-    prompt_len: jax.Array,
-    seq_ids: jax.Array,
+    prompts: ArrayLike,
+    prompt_len: ArrayLike,
+    seq_ids: ArrayLike,
     *,
     chunk_len: int,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Feeds rows from their `context_len` to their `prompt_len`, `chunk_len` tokens at a time.
+    """Feeds rows from their `context_len` to their `prompt_len`, at most `chunk_len` tokens at a time.
 
     With prefix caching it commits them.
 
     Args:
-      forward: The model (static).
+      forward: The model.
       params: Its parameters.
       cache: Donated.
       prompts: i32[n, P].
@@ -128,6 +128,32 @@ def prefill(
       The cache; logits f32[n, vocab] of each row's last prompt token, 0 for rows that take no part; and
       status i32[n]: of the `extend` that failed, OK for all other rows.
     """
+    held = np.append(np.asarray(cache.context_len), np.iinfo(np.int32).max)[np.asarray(seq_ids)]
+    chunk_len = fitting_chunk(chunk_len, np.asarray(prompt_len) - held)
+    return prefill_in_chunks(forward, params, cache, prompts, prompt_len, seq_ids, chunk_len=chunk_len)
+
+
+def fitting_chunk(chunk_len: int, num_tokens: np.ndarray) -> int:
+    """`chunk_len`, or a quarter of it if no row has more tokens: what a chunk leaves empty is computed too.
+
+    What is left of a prompt behind a cached prefix is short, and so are most continuations to be scored.
+    """
+    quarter = chunk_len // 4
+    return quarter if 0 < num_tokens.max() <= quarter else chunk_len
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
+def prefill_in_chunks(
+    forward: Forward,
+    params: Any,
+    cache: Cache,
+    prompts: jax.Array,
+    prompt_len: jax.Array,
+    seq_ids: jax.Array,
+    *,
+    chunk_len: int,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """`prefill` with chunks of just `chunk_len` tokens."""
 
     def num_left(cache: Cache, status: jax.Array) -> jax.Array:
         held = get_at(cache.context_len, seq_ids, np.iinfo(np.int32).max)

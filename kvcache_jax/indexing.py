@@ -102,7 +102,7 @@ def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
             for array, update in zip(arrays, updates, strict=True)
         ]
     entries = [_trips(update, per_trip) for update in updates]
-    num_trips = entries[0][0][0].shape[0]
+    [num_trips] = {places[0].shape[0] for places, _ in entries}
 
     def update_some(trip: ArrayLike, arrays: list[jax.Array]) -> list[jax.Array]:
         return [

@@ -34,6 +34,12 @@ MUTATIONS = [
     ),
     *in_module(
         "decode_loop",
+        (
+            "a quarter of a chunk is never enough",
+            "<= quarter",
+            "< 0",
+            "test_decode_prefix.py::test_what_is_short_is_not_fed_in_long_chunks",
+        ),
         ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
         (
             "first token from another prompt",

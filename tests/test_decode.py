@@ -19,6 +19,7 @@ LENGTH = 48
 # One config, so that most tests share their programs: short texts fit four rows, long ones run out of blocks.
 NUM_BLOCKS = 24
 config = functools.partial(tiny_model.config, num_blocks=NUM_BLOCKS)
+PROGRAMS = decode_loop.prefill_in_chunks, decode_loop.begin, decode_loop.decode
 
 
 @functools.cache
@@ -251,9 +252,9 @@ def test_speculative_decoding_rolls_windows_back():
 
 def test_other_prompts_compile_nothing():
     generate([[1, 2, 3], [4], [5], [6], [7]], max_new_tokens=3)
-    sizes = [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)]
-    generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 20, [2, 3], [5]], max_new_tokens=5, seed=3)
-    assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
+    sizes = [fn._cache_size() for fn in PROGRAMS]
+    generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 12, [2, 3], [5]], max_new_tokens=5, seed=3)
+    assert [fn._cache_size() for fn in PROGRAMS] == sizes
 
 
 def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
@@ -278,9 +279,9 @@ def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
 def test_prompts_that_wait_compile_nothing():
     one_row = dict(max_seqs=1)
     generate([[1, 2, 3]], one_row, max_new_tokens=2)
-    sizes = [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)]
+    sizes = [fn._cache_size() for fn in PROGRAMS]
     generate([[9], [8, 7, 6], [2]], one_row, max_new_tokens=2)
-    assert [fn._cache_size() for fn in (decode_loop.prefill, decode_loop.decode, decode_loop.begin)] == sizes
+    assert [fn._cache_size() for fn in PROGRAMS] == sizes
 
 
 def test_score_equals_the_model_without_a_cache():

@@ -1,10 +1,13 @@
 """generate, score and beam_search with prefix caching: less is computed, and nothing else changes."""
 
+import importlib
+
 import numpy as np
 import pytest
 from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of, slow_beam_search
 
 import kvcache_jax as kv
+from kvcache_jax import decode_loop
 from tests import tiny_model
 from tests.tiny_model import forward
 
@@ -49,6 +52,43 @@ def test_a_later_call_finds_prompts_and_answers_of_an_earlier_one():
     other = generate([turn], cache=again.cache, num_drafts=3)
     check_greedy(other, [turn])
     assert other.num_cached_tokens == 20
+
+
+def note_chunks(monkeypatch, module, name):
+    """The widths of the chunks in which the function's calls feed the model."""
+    program, widths = getattr(module, name), []
+
+    def noting(*args, chunk_len):
+        widths.append(chunk_len)
+        return program(*args, chunk_len=chunk_len)
+
+    monkeypatch.setattr(module, name, noting)
+    return widths
+
+
+def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
+    widths = note_chunks(monkeypatch, decode_loop, "prefill_in_chunks")
+    prompt = [7, 2] * 18
+    first = generate([prompt], max_new_tokens=1)
+    second = generate([[*prompt, 5, 3]], max_new_tokens=1, cache=first.cache)
+    assert second.num_cached_tokens == 36
+    check_greedy(second, [[*prompt, 5, 3]], num_new=1)
+    generate([prompt, [5]], max_new_tokens=1)
+    assert widths == [LENGTH, LENGTH // 4, LENGTH]
+
+    widths = note_chunks(monkeypatch, importlib.import_module("kvcache_jax.score"), "_score_rows")
+    together = kv.score(forward, PARAMS, SHARED, [[1] * 6, [1] * 13], config()).logprobs
+    (alone,) = kv.score(forward, PARAMS, SHARED, [[1] * 6], config()).logprobs
+    np.testing.assert_allclose(alone, together[0], atol=1e-5)
+    assert widths == [LENGTH, LENGTH // 4]
+
+
+def test_a_chunk_is_a_quarter_where_that_is_enough():
+    def fitting(chunk_len, *num_tokens):
+        return decode_loop.fitting_chunk(chunk_len, np.array(num_tokens, np.int32))
+
+    assert (fitting(128, 32, -5), fitting(128, 1, 33), fitting(7, 1), fitting(8, 2)) == (32, 128, 1, 2)
+    assert (fitting(3, 1), fitting(1, 1), fitting(128, 0, -9)) == (3, 1, 128)
 
 
 def test_samples_and_a_pool_that_must_evict():
