@@ -11,8 +11,8 @@ The files, in an order to read them in; the first line of each says what it does
 * prefix cache: `prefix_cache` has the operations; `content_hash`, `prefix_index`, `publish`, `companions`
   find blocks by their tokens; `eviction`, `eviction_policy`, `block_history`, `preemption` choose what goes;
   `explain`, `scrub`
-* decoding: `decode`, `decode_host`, `decode_loop`, `decode_arguments`, `sampling`, `speculation`, `beam`,
-  `score`
+* decoding: `decode`, `forward`, `prefill`, `decode_loop`, `decode_host`, `decode_arguments`, `sampling`,
+  `speculation`, `beam`, `score`
 * on the host: `manager`, `manager_requests`, `manager_rows`, `manager_programs`, `manager_errors`,
   `cache_holder`
 * checks and pictures: `checks`, `oracle`, `testing`, `picture`, `block_view`

@@ -17,7 +17,8 @@ from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, extend, fork, reorder
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_host import Look, Stopwatch, look_at
-from kvcache_jax.decode_loop import Forward, prefill
+from kvcache_jax.forward import Forward
+from kvcache_jax.prefill import prefill
 from kvcache_jax.sampling import without_nan
 from kvcache_jax.state import Cache
 from kvcache_jax.static_numbers import finite_number, static_count

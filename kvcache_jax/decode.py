@@ -16,7 +16,9 @@ from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, fork
 from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
-from kvcache_jax.decode_loop import DecodeState, Drafting, Forward, Phase
+from kvcache_jax.decode_loop import DecodeState, DraftSource, Phase
+from kvcache_jax.forward import Forward, vocab_size
+from kvcache_jax.prefill import prefill
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.sampling import sampling_params
 from kvcache_jax.state import Cache
@@ -143,7 +145,7 @@ def generate(
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
     look_every = decode_arguments.steps_between_looks(look_every, is_watched)
-    drafting = Drafting(num_drafts, draft.forward if draft else None) if num_drafts else None
+    source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
     draft_params = draft.params if draft else None
 
     stops = decode_arguments.stop_ids(stop_tokens)
@@ -155,8 +157,8 @@ def generate(
     state = _empty_state(cache, draft.config if draft else None, stops, options)
     if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
         _check_vocabularies(
-            decode_loop.vocab_size(forward, params, cache),
-            decode_loop.vocab_size(draft.forward, draft.params, state.draft_cache),
+            vocab_size(forward, params, cache),
+            vocab_size(draft.forward, draft.params, state.draft_cache),
         )
     while requests.waiting or host.running:
         while True:
@@ -169,7 +171,13 @@ def generate(
             num_cached_tokens += num_cached
             host.note(state)
         state = decoding(
-            decode_loop.decode, forward, params, draft_params, state, jnp.int32(look_every), drafting=drafting
+            decode_loop.decode,
+            forward,
+            params,
+            draft_params,
+            state,
+            jnp.int32(look_every),
+            draft_source=source,
         )
         state = host.look(state)
     return GenerateResult(
@@ -341,7 +349,7 @@ def _prefill(
     rows = np.minimum(firsts, max_seqs - 1)
     prompts = np.asarray(state.history)[rows]
     lengths = np.where(firsts < max_seqs, np.asarray(state.prompt_len)[rows], 0)
-    cache, logits, status = decode_loop.prefill(
+    cache, logits, status = prefill(
         forward, params, state.cache, prompts, lengths, firsts, chunk_len=chunk_len
     )
     draft_cache = state.draft_cache
@@ -350,7 +358,7 @@ def _prefill(
         draft_cache, admission = allocate(draft_cache, firsts, lengths, tokens=prompts)
         draft_firsts = jnp.where(admission.status == Status.OK, firsts, max_seqs)
         draft_chunk = min(chunk_len, draft.config.query_len_limit)
-        draft_cache, _, _ = decode_loop.prefill(
+        draft_cache, _, _ = prefill(
             draft.forward, draft.params, draft_cache, prompts, lengths, draft_firsts, chunk_len=draft_chunk
         )
     source = np.zeros(max_seqs, np.int32)

@@ -1,33 +1,26 @@
-"""The device side of decoding, for anybody's model: prefill in chunks, then decode in one while loop.
+"""The device side of decoding, for anybody's model: what is carried from step to step, in one while loop.
 
-A model is `forward(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`, the same
-function for prefill, chunks and decode. All rows of the cache take part in every decode step, idle ones
-without new tokens; those with a prompt take part in prefill.
+All rows of the cache take part in every step, idle ones without new tokens.
 """
 
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from kvcache_jax.cache import extend, truncate
-from kvcache_jax.indexing import first_true, get_at
-from kvcache_jax.prefix_cache import commit
+from kvcache_jax.forward import Forward
+from kvcache_jax.indexing import first_true
 from kvcache_jax.pytree import pytree_dataclass
 from kvcache_jax.sampling import SamplingParams, filtered_logprobs, row_keys, sample
 from kvcache_jax.speculation import accept_drafts, ngram_drafts
-from kvcache_jax.state import Cache, Step
+from kvcache_jax.state import Cache
 from kvcache_jax.stats import num_available_blocks, num_blocks_needed
 from kvcache_jax.status import Status
-
-Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 
 
 class Phase(enum.IntEnum):
@@ -81,7 +74,7 @@ class DecodeState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafting:
+class DraftSource:
     """Where draft tokens come from (static).
 
     Attributes:
@@ -93,133 +86,12 @@ class Drafting:
     forward: Forward | None = None
 
 
-class Drafts(NamedTuple):
+class Proposals(NamedTuple):
     """Proposals for one step: tokens i32[n, D], how many i32[n], their log-probabilities or None."""
 
     tokens: jax.Array
     num_drafts: jax.Array
     logprobs: jax.Array | None
-
-
-def prefill(
-    forward: Forward,
-    params: Any,
-    cache: Cache,
-    prompts: ArrayLike,
-    prompt_len: ArrayLike,
-    seq_ids: ArrayLike,
-    *,
-    chunk_len: int,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Feeds rows from their `context_len` to their `prompt_len`, at most `chunk_len` tokens at a time.
-
-    With prefix caching it commits them.
-
-    Args:
-      forward: The model.
-      params: Its parameters.
-      cache: Donated.
-      prompts: i32[n, P].
-      prompt_len: i32[n]; rows that are already there do not take part.
-      seq_ids: i32[n]; `max_seqs` for none.
-      chunk_len: Most tokens of a row in one call.
-
-    Returns:
-      The cache; logits f32[n, vocab] of each row's last prompt token, 0 for rows that take no part; and
-      status i32[n]: of the `extend` that failed, OK for all other rows.
-    """
-    held = np.append(np.asarray(cache.context_len), np.iinfo(np.int32).max)[np.asarray(seq_ids)]
-    chunk_len = fitting_chunk(chunk_len, np.asarray(prompt_len) - held)
-    return prefill_in_chunks(forward, params, cache, prompts, prompt_len, seq_ids, chunk_len=chunk_len)
-
-
-def fitting_chunk(chunk_len: int, num_tokens: np.ndarray) -> int:
-    """`chunk_len`, or a quarter of it if no row has more tokens: what a chunk leaves empty is computed too.
-
-    What is left of a prompt behind a cached prefix is short, and so are most continuations to be scored.
-    """
-    quarter = chunk_len // 4
-    return quarter if 0 < num_tokens.max() <= quarter else chunk_len
-
-
-@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
-def prefill_in_chunks(
-    forward: Forward,
-    params: Any,
-    cache: Cache,
-    prompts: jax.Array,
-    prompt_len: jax.Array,
-    seq_ids: jax.Array,
-    *,
-    chunk_len: int,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """`prefill` with chunks of just `chunk_len` tokens."""
-
-    def num_left(cache: Cache, status: jax.Array) -> jax.Array:
-        held = get_at(cache.context_len, seq_ids, np.iinfo(np.int32).max)
-        return jnp.where(status == Status.OK, jnp.maximum(prompt_len - held, 0), 0)
-
-    def feed(state):
-        cache, last_logits, status = state
-        num_new = jnp.minimum(num_left(cache, status), chunk_len)
-        first = get_at(cache.context_len, seq_ids, 0)
-        at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
-        tokens = jnp.take_along_axis(prompts, jnp.minimum(at, prompts.shape[1] - 1), axis=1)
-        cache, step = extend(cache, num_new, max_new=chunk_len, seq_ids=seq_ids, tokens=tokens)
-        logits, cache = forward(params, tokens, cache, step)
-        is_last = (step.query_len > 0) & (step.context_len == prompt_len)
-        last = jnp.maximum(step.query_len - 1, 0)
-        ends = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
-        last_logits = jnp.where(is_last[:, None], ends, last_logits)
-        return cache, last_logits, jnp.where(num_new > 0, step.status, status)
-
-    last_logits = jnp.zeros((seq_ids.shape[0], vocab_size(forward, params, cache)), jnp.float32)
-    state = cache, last_logits, jnp.full(seq_ids.shape, Status.OK, jnp.int32)
-    cache, last_logits, status = lax.while_loop(
-        lambda state: (num_left(state[0], state[2]) > 0).any(), feed, state
-    )
-    if cache.config.enable_prefix_caching:
-        cache, _ = commit(cache, seq_ids)
-    return cache, last_logits, status
-
-
-def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
-    """Width of the model's logits.
-
-    Raises:
-      TypeError: `forward` returns something else than logits and the cache.
-    """
-    return width_of(_one_token.eval_shape(forward, params, cache), cache.max_seqs, 1)
-
-
-@functools.partial(jax.jit, static_argnames="forward")
-def _one_token(forward: Forward, params: Any, cache: Cache) -> Any:
-    zeros = jnp.zeros(cache.max_seqs, jnp.int32)
-    cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
-    return forward(params, zeros[:, None], cache, step)
-
-
-def width_of(result: Any, num_rows: int, num_tokens: int) -> int:
-    """Width of the logits among what `forward` returned, arrays or their shapes, for a padded step.
-
-    Raises:
-      TypeError: it is something else than logits and the cache.
-    """
-    parts = result if isinstance(result, tuple) else (result,)
-    is_array = [isinstance(part, jax.ShapeDtypeStruct | jax.Array) for part in parts]
-    kinds = [
-        f"{part.dtype}{list(part.shape)}" if is_one else type(part).__name__
-        for part, is_one in zip(parts, is_array, strict=True)
-    ]
-    if not (len(parts) == 2 and is_array[0] and isinstance(parts[1], Cache)):
-        raise TypeError(f"forward returned ({', '.join(kinds)}), expected (logits, cache)")
-    logits, shape = parts[0], (num_rows, num_tokens)
-    if logits.ndim != 3 or logits.shape[:2] != shape or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            f"forward returned logits {kinds[0]} for tokens int32{list(shape)}, expected floats "
-            "[n, T, vocab] for tokens [n, T]"
-        )
-    return logits.shape[2]
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -239,7 +111,7 @@ def begin(
     return _emit(state, token[:, None], logprob[:, None], emitted)
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "drafting"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("forward", "draft_source"), donate_argnames="state")
 def decode(
     forward: Forward,
     params: Any,
@@ -247,7 +119,7 @@ def decode(
     state: DecodeState,
     max_steps: jax.Array,
     *,
-    drafting: Drafting | None,
+    draft_source: DraftSource | None,
 ) -> DecodeState:
     """Decodes until a row has ended, so that its blocks can go to others, or for `max_steps` steps.
 
@@ -259,7 +131,7 @@ def decode(
       draft_params: The draft model's, or None.
       state: Donated.
       max_steps: i32[].
-      drafting: Speculative decoding, or None (static).
+      draft_source: For speculative decoding, or None (static).
     """
     first_step = state.num_steps
 
@@ -269,9 +141,9 @@ def decode(
         return is_running.any() & none_ended & (state.num_steps - first_step < max_steps)
 
     def body(state: DecodeState) -> DecodeState:
-        if drafting is None:
+        if draft_source is None:
             return _decode_one(forward, params, state)
-        return _decode_drafted(forward, params, draft_params, state, drafting)
+        return _decode_drafted(forward, params, draft_params, state, draft_source)
 
     return lax.while_loop(goes_on, body, state)
 
@@ -288,7 +160,7 @@ def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeStat
 
 
 def _decode_drafted(
-    forward: Forward, params: Any, draft_params: Any, state: DecodeState, drafting: Drafting
+    forward: Forward, params: Any, draft_params: Any, state: DecodeState, draft_source: DraftSource
 ) -> DecodeState:
     """One call of the model on the last token and its drafts; keeps the accepted ones and one more.
 
@@ -297,14 +169,14 @@ def _decode_drafted(
       Prompt Lookup Decoding (Saxena, 2023) for drafts from the row's own history.
     """
     running = state.phase == Phase.RUNNING
-    state, drafts = _draft(draft_params, state, drafting)
+    state, drafts = _draft(draft_params, state, draft_source)
     count = jnp.maximum(jnp.minimum(drafts.num_drafts, state.max_len - state.length - 1), 0)
     count = jnp.where(running & _have_room(state.cache, running, count), count, 0)
 
     tokens = jnp.concatenate([_last_token(state)[:, None], drafts.tokens], axis=1)
     before = state.cache.context_len
     num_new = jnp.where(running, 1 + count, 0)
-    cache, step = extend(state.cache, num_new, max_new=1 + drafting.num_drafts, tokens=tokens)
+    cache, step = extend(state.cache, num_new, max_new=1 + draft_source.num_drafts, tokens=tokens)
     logits, cache = forward(params, tokens, cache, step)
     logits = logits.astype(jnp.float32)
 
@@ -350,12 +222,12 @@ def _have_room(cache: Cache, running: jax.Array, num_drafts: jax.Array) -> jax.A
     return have_room
 
 
-def _draft(draft_params: Any, state: DecodeState, drafting: Drafting) -> tuple[DecodeState, Drafts]:
+def _draft(draft_params: Any, state: DecodeState, draft_source: DraftSource) -> tuple[DecodeState, Proposals]:
     """Proposes the tokens that follow each row's history."""
-    if drafting.forward is None:
-        tokens, count = ngram_drafts(state.history, state.length, drafting.num_drafts)
-        return state, Drafts(tokens, count, None)
-    forward, cache = drafting.forward, state.draft_cache
+    if draft_source.forward is None:
+        tokens, count = ngram_drafts(state.history, state.length, draft_source.num_drafts)
+        return state, Proposals(tokens, count, None)
+    forward, cache = draft_source.forward, state.draft_cache
     assert cache is not None
     is_drafting = (state.phase == Phase.RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
 
@@ -374,12 +246,12 @@ def _draft(draft_params: Any, state: DecodeState, drafting: Drafting) -> tuple[D
         return (cache, token, is_drafting), (token, logprobs, is_drafting)
 
     # One step more than drafts: it feeds the last draft, so that the draft's cache never lags behind.
-    steps = jnp.arange(drafting.num_drafts + 1, dtype=jnp.int32)
+    steps = jnp.arange(draft_source.num_drafts + 1, dtype=jnp.int32)
     (cache, _, _), (tokens, logprobs, proposed) = lax.scan(
         propose, (cache, _last_token(state), is_drafting), steps
     )
     num_proposed = jnp.sum(proposed[:-1], axis=0, dtype=jnp.int32)
-    drafts = Drafts(tokens[:-1].T, num_proposed, jnp.moveaxis(logprobs[:-1], 0, 1))
+    drafts = Proposals(tokens[:-1].T, num_proposed, jnp.moveaxis(logprobs[:-1], 0, 1))
     return dataclasses.replace(state, draft_cache=cache), drafts
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from kvcache_jax.cache import allocate, extend, fork, free, truncate
+from kvcache_jax.cache import allocate, fork, free, truncate
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import as_list, check_model, model_tokens, usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
-from kvcache_jax.decode_loop import Forward, fitting_chunk, prefill
-from kvcache_jax.state import Cache
+from kvcache_jax.forward import Forward
+from kvcache_jax.prefill import feed_rows, fitting_chunk, prefill
+from kvcache_jax.state import Cache, Step
 from kvcache_jax.status import Status, raise_for_status
 
 
@@ -135,28 +135,16 @@ def _score_rows(
       The cache; f32[max_seqs, max_seq_len], the log-probability of each token behind one that was fed; status
       i32[max_seqs].
     """
-    rows = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
+    rows = jnp.arange(history.shape[0], dtype=jnp.int32)
     nowhere = history.shape[1]
 
-    def feed(state):
-        cache, logprobs, status = state
-        num_left = jnp.clip(length - 1 - cache.context_len, 0, chunk_len)
-        num_new = jnp.where(status == Status.OK, num_left, 0)
-        at = cache.context_len[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
-        tokens = jnp.take_along_axis(history, jnp.minimum(at, nowhere - 1), axis=1)
-        targets = jnp.take_along_axis(history, jnp.minimum(at + 1, nowhere - 1), axis=1)
-        cache, step = extend(cache, num_new, max_new=chunk_len, tokens=tokens)
-        logits, cache = forward(params, tokens, cache, step)
+    def note(logprobs: jax.Array, logits: jax.Array, step: Step) -> jax.Array:
         all_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        behind = step.positions + 1
+        targets = jnp.take_along_axis(history, jnp.minimum(behind, nowhere - 1), axis=1)
         found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
         is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
-        logprobs = logprobs.at[rows, jnp.where(is_fed, at + 1, nowhere)].set(found, mode="drop")
-        return cache, logprobs, jnp.where(num_new > 0, step.status, status)
+        return logprobs.at[rows[:, None], jnp.where(is_fed, behind, nowhere)].set(found, mode="drop")
 
-    def is_left(state):
-        cache, _, status = state
-        return ((status == Status.OK) & (cache.context_len < length - 1)).any()
-
-    return lax.while_loop(
-        is_left, feed, (cache, jnp.zeros(history.shape, jnp.float32), jnp.full_like(length, Status.OK))
-    )
+    nothing = jnp.zeros(history.shape, jnp.float32)
+    return feed_rows(forward, params, cache, history, length - 1, rows, note, nothing, chunk_len=chunk_len)

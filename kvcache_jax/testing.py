@@ -24,7 +24,7 @@ from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, donate, extend, fork, write
 from kvcache_jax.cache_form import require_values, takes_one
 from kvcache_jax.config import CacheConfig, ceil_div, memory_bytes
-from kvcache_jax.decode_loop import width_of
+from kvcache_jax.forward import width_of
 from kvcache_jax.implementations import interpreted
 from kvcache_jax.memory_plan import control_bytes
 from kvcache_jax.oracle import Oracle, OracleRow

@@ -35,13 +35,6 @@ MUTATIONS = [
     *in_module(
         "decode_loop",
         (
-            "a quarter of a chunk is never enough",
-            "<= quarter",
-            "< 0",
-            "test_decode_prefix.py::test_what_is_short_is_not_fed_in_long_chunks",
-        ),
-        ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
-        (
             "first token from another prompt",
             "logits[source], status[source]",
             "logits[0 * source], status[source]",
@@ -66,6 +59,16 @@ MUTATIONS = [
             "running",
             "test_decode.py::test_one_row_without_room_does_not_keep_others_from_drafting",
         ),
+    ),
+    *in_module(
+        "prefill",
+        (
+            "a quarter of a chunk is never enough",
+            "<= quarter",
+            "< 0",
+            "test_decode_prefix.py::test_what_is_short_is_not_fed_in_long_chunks",
+        ),
+        ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
     ),
     *in_module(
         "sampling",
@@ -107,6 +110,6 @@ MUTATIONS = [
             "[0], shared_len, tokens",
             "test_decode_prefix.py::test_score_and_beams",
         ),
-        ("score of the token before", "history, jnp.minimum(at + 1,", "history, jnp.minimum(at,", SCORES),
+        ("score of the token before", "behind = step.positions + 1", "behind = step.positions", SCORES),
     ),
 ]

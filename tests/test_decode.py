@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import decode_loop
+from kvcache_jax import decode_loop, prefill
+from kvcache_jax.forward import vocab_size
 from tests import tiny_model
 from tests.tiny_model import VOCAB, dense_logits, forward, make_params
 
@@ -19,7 +20,7 @@ LENGTH = 48
 # One config, so that most tests share their programs: short texts fit four rows, long ones run out of blocks.
 NUM_BLOCKS = 24
 config = functools.partial(tiny_model.config, num_blocks=NUM_BLOCKS)
-PROGRAMS = decode_loop.prefill_in_chunks, decode_loop.begin, decode_loop.decode
+PROGRAMS = prefill.prefill_in_chunks, decode_loop.begin, decode_loop.decode
 
 
 @functools.cache
@@ -485,7 +486,7 @@ def test_one_token_has_the_same_score_under_any_penalty():
 
 
 def test_the_vocabulary_is_read_off_the_model():
-    assert decode_loop.vocab_size(forward, PARAMS, kv.init(config())) == VOCAB
+    assert vocab_size(forward, PARAMS, kv.init(config())) == VOCAB
 
 
 def test_prefill_says_why_a_row_failed():
@@ -494,6 +495,6 @@ def test_prefill_says_why_a_row_failed():
     kv.raise_for_status(admission.status)
     lengths, rows = np.array([2, 11, 13, 0], np.int32), np.array([3, 0, 1, 4], np.int32)
     prompts = np.ones((4, 13), np.int32)
-    held, logits, status = decode_loop.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=4)
+    held, logits, status = prefill.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=4)
     assert status.tolist() == [kv.Status.OK, kv.Status.OUT_OF_BLOCKS, kv.Status.TOO_LONG, kv.Status.OK]
     assert held.context_len.tolist()[3] == 2 and np.asarray(logits).any(axis=1).tolist() == [1, 0, 0, 0]

@@ -7,7 +7,7 @@ import pytest
 from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of, slow_beam_search
 
 import kvcache_jax as kv
-from kvcache_jax import decode_loop
+from kvcache_jax import prefill
 from tests import tiny_model
 from tests.tiny_model import forward
 
@@ -67,7 +67,7 @@ def note_chunks(monkeypatch, module, name):
 
 
 def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
-    widths = note_chunks(monkeypatch, decode_loop, "prefill_in_chunks")
+    widths = note_chunks(monkeypatch, prefill, "prefill_in_chunks")
     prompt = [7, 2] * 18
     first = generate([prompt], max_new_tokens=1)
     second = generate([[*prompt, 5, 3]], max_new_tokens=1, cache=first.cache)
@@ -85,7 +85,7 @@ def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
 
 def test_a_chunk_is_a_quarter_where_that_is_enough():
     def fitting(chunk_len, *num_tokens):
-        return decode_loop.fitting_chunk(chunk_len, np.array(num_tokens, np.int32))
+        return prefill.fitting_chunk(chunk_len, np.array(num_tokens, np.int32))
 
     assert (fitting(128, 32, -5), fitting(128, 1, 33), fitting(7, 1), fitting(8, 2)) == (32, 128, 1, 2)
     assert (fitting(3, 1), fitting(1, 1), fitting(128, 0, -9)) == (3, 1, 128)
