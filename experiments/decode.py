@@ -11,6 +11,7 @@ is one sentence on standard error and exit code 2.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -132,21 +133,21 @@ class _WarmedUpError(Exception):
 
 
 def warm_up(job: Job) -> float:
-    """Compiles the programs by two tokens of every prompt's first token; returns the seconds."""
+    """Compiles the programs by two tokens of prompts that share nothing; returns the seconds."""
     start = time.perf_counter()
-    prompts = [tokens[:1] for tokens in job.tokens]
+    lengths = _prompt_lengths(job)
     try:
         if job.options.beams:
             with contextlib.suppress(_WarmedUpError):
-                search(job, prompts, _stop_at_the_second_look, look_every=1)
+                search(job, _prompts(job, lengths[0]), _stop_at_the_second_look, look_every=1)
         else:
             # As many prompts as start together; fewer, where others wait until rows are free, or until a
             # prompt that they share tokens with is computed. `generate` has a program for each power of two.
-            most = min(job.config.max_seqs // job.options.samples, len(prompts))
-            fewer = len(prompts) > most or job.config.enable_prefix_caching
+            most = min(job.config.max_seqs // job.options.samples, len(job.tokens))
+            fewer = len(job.tokens) > most or job.config.enable_prefix_caching
             sizes = [2**i for i in range(most.bit_length())] if fewer else []
-            for num_prompts in {most, *sizes}:
-                generate(job, prompts[:num_prompts], max_new_tokens=2)
+            for num_prompts, length in itertools.product({most, *sizes}, lengths):
+                generate(job, _prompts(job, length)[:num_prompts], max_new_tokens=2)
             if job.config.enable_prefix_caching:
                 # Asked of prompts that share blocks.
                 tokens = np.zeros((1, job.config.max_seq_len), np.int32)
@@ -158,6 +159,19 @@ def warm_up(job: Job) -> float:
             raise
         raise InputError(f"decoding does not fit into memory{_LOWER}") from error
     return time.perf_counter() - start
+
+
+def _prompt_lengths(job: Job) -> list[int]:
+    """One for each program that the prompts need: those that few tokens are left of have one of their own."""
+    few = min(decode_options.CHUNK_LEN, job.config.query_len_limit) // 4
+    lengths = [len(tokens) for tokens in job.tokens]
+    needs_few = min(lengths) <= few or job.config.enable_prefix_caching
+    return [few + 1] * (max(lengths) > few) + [1] * needs_few
+
+
+def _prompts(job: Job, length: int) -> list[list[int]]:
+    """As many prompts as the job has, each beginning with another token, as far as there are so many."""
+    return [[i % job.decoder.config.vocab_size] * length for i in range(len(job.tokens))]
 
 
 def _stop_at_the_second_look(look: kv.Look, beams: Sequence[Sequence[kv.Beam]]) -> None:

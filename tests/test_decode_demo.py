@@ -180,6 +180,24 @@ def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
     assert result["figures"]["peak_blocks_used"] == result["figures"]["num_blocks_total"] == 12
 
 
+@pytest.mark.parametrize("options", [(), ("--beams", 2)])
+def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
+    """For prompts that share their first block: the second one has less left than a quarter of a chunk."""
+    seen, counts = [], []
+
+    def counted(params, tokens, cache, step):  # while it is traced
+        seen.append(tokens.shape)
+        return forward(params, tokens, cache, step)
+
+    warm_up = decode.warm_up
+    monkeypatch.setattr(decode, "forward", counted)
+    monkeypatch.setattr(decode, "warm_up", lambda job: (warm_up(job), counts.append(len(seen)))[0])
+    prompts = "def f(number): # one", "def f(number): # two"
+    arguments = (*prompts, "--max-new", 3, "--block-size", 4, "--checkpoint", folder / "plain", "--greedy")
+    run_json(capsys, *arguments, *options)
+    assert counts == [len(seen)] and counts[0] > 0
+
+
 def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     arguments = (*PROMPTS, "--beams", 2, "--max-new", 6, "--block-size", 4, "--checkpoint", folder / "plain")
     result = run_json(capsys, *arguments)
