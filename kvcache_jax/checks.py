@@ -51,10 +51,12 @@ def check_invariants(cache: Cache) -> list[str]:
         for name in ROW_FIELDS:
             if np.asarray(getattr(cache.control, name))[row].any():
                 violations.append(f"row {row} is idle and its {name} is not 0")
-    for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len)):
-        violations.append(
-            f"row {row} has context_len {context_len[row]}, outside [0, {cache.config.max_seq_len}]"
-        )
+    unusable = [
+        f"row {row} has context_len {context_len[row]}, outside [0, {cache.config.max_seq_len}]"
+        for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len))
+    ]
+    if unusable := unusable + _check_ids(cache):
+        return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [f"group {g}: {violation}" for violation in _check_counts(pool)]
         table = np.asarray(pool.block_table)
@@ -66,14 +68,38 @@ def check_invariants(cache: Cache) -> list[str]:
     return violations + _check_index(cache)
 
 
+def _check_ids(cache: Cache) -> list[str]:
+    """What holds ids of blocks holds nothing else."""
+    control, index = cache.control, cache.control.prefix_index
+    found = []
+    for g, pool in enumerate(control.block_pools):
+        found.append((f"group {g}: the block table", pool.block_table, pool.num_blocks))
+        if pool.cached is not None:
+            found.append((f"group {g}: the queue", pool.cached.queue, pool.num_blocks))
+    if index is not None:
+        nowhere = index.parent.shape[0]
+        cached = control.block_pools[cache.config.indexed_group].cached
+        assert cached is not None
+        parents = np.asarray(index.parent)[np.asarray(cached.is_published)]
+        found += [("the index", index.buckets, nowhere), ("the list of parents", parents, nowhere)]
+        for g, (companions, pool) in enumerate(zip(index.companions, control.block_pools, strict=True)):
+            if companions is not None:
+                found.append((f"group {g}: the list of companions", companions.block_ids, pool.num_blocks))
+                found.append((f"group {g}: the list of keepers", companions.keeper, nowhere))
+    violations = []
+    for holder, ids, nowhere in found:
+        ids = np.asarray(ids)
+        for entry in np.unique(ids[(ids < 0) | (ids > nowhere)]):
+            violations.append(f"{holder} holds {entry}, which is neither a block nor nowhere ({nowhere})")
+    return violations
+
+
 def _check_counts(pool: BlockPool) -> list[str]:
     """References, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
     num_free, nowhere = int(pool.num_free), pool.num_blocks
-    for entry in np.unique(table[(table < 0) | (table > nowhere)]):
-        violations.append(f"the block table holds {entry}, which is neither a block nor nowhere ({nowhere})")
-    entries = np.bincount(table[(table >= 0) & (table < nowhere)], minlength=nowhere)
+    entries = np.bincount(table[table < nowhere], minlength=nowhere)
     for block in np.flatnonzero(entries != ref_count):
         violations.append(
             f"block {block} has ref_count {ref_count[block]} and {entries[block]} table entries"
@@ -130,8 +156,8 @@ def _check_index(cache: Cache) -> list[str]:
     if index is None or pool.cached is None:
         return []
     nowhere = index.parent.shape[0]
-    buckets, parent = np.asarray(index.buckets), np.asarray(index.parent)
     ref_count, is_published = np.asarray(pool.ref_count), np.asarray(pool.cached.is_published)
+    buckets, parent = np.asarray(index.buckets), np.where(is_published, np.asarray(index.parent), nowhere)
     tokens, namespaces = np.asarray(index.block_tokens), np.asarray(index.namespace)
     violations = []
     entries = np.sort(buckets[buckets != nowhere]).tolist()
@@ -284,6 +310,6 @@ def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: 
         violations.append(f"holds {is_held.sum()} blocks, above the bound {group.max_held_blocks}")
     ref_count = np.asarray(pool.ref_count)
     for column in np.flatnonzero(is_held[num_token_columns:]) + num_token_columns:
-        if 0 <= entries[column] < pool.num_blocks and ref_count[entries[column]] != 1:
+        if ref_count[entries[column]] != 1:
             violations.append(f"reserves block {entries[column]} that others hold")
     return violations

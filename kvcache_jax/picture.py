@@ -136,7 +136,10 @@ def _row_lines(view: GroupView, paint: Paint) -> list[str]:
 
 
 def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
-    """(text, style) of the row's blocks in order; holes are one entry, long rows lose their middle."""
+    """(text, style) of the row's blocks in order; holes are one entry, long rows lose their middle.
+
+    What is no block is shown with a question mark.
+    """
     nowhere, block_ids = len(view.state), view.block_table[row].tolist()
     num_token_columns = ceil_div(int(view.context_len[row]), view.group.block_size)
     while len(block_ids) > num_token_columns and block_ids[-1] == nowhere:
@@ -147,6 +150,9 @@ def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
             entries.append((f"({len(list(run))} gone)", _GREY))
             continue
         for block_id in run:
+            if not 0 <= block_id < nowhere:  # the picture of a damaged cache
+                entries.append((f"{block_id}?", _GREY))
+                continue
             before = "~" if view.state[block_id] == "reserved" else ""
             after = f"*{view.ref_count[block_id]}" if view.state[block_id] == "shared" else ""
             entries.append((f"{before}{block_id}{after}", _style(view, block_id)))

@@ -229,6 +229,12 @@ MUTATIONS = [
     *in_module(
         "checks",
         (
+            "ids beyond nowhere are followed",
+            "ids[(ids < 0) | (ids > nowhere)]",
+            "ids[ids < 0]",
+            INDEX,
+        ),
+        (
             "hashes not checked",
             'violations.append(f"block {block} has another hash',
             'str(f"block {block} has another hash',

@@ -58,6 +58,7 @@ BREAKS = {
     "row 2 holds a block twice": [(f"{POOL}.block_table", (2, 1), 0)],
     "row 2 reserves block 1": [("context_len", 2, 4)],
     "row 0 has context_len 17": [("context_len", 0, 17)],
+    "row 0 has context_len -2147483648": [("context_len", 0, -(2**31))],
     "row 1 is idle and its priority": [("priority", 1, 1)],
 }
 
@@ -111,6 +112,12 @@ LISTED, NOWHERE = (9, 0), 10  # The entry of block 0.
 INDEX_BREAKS = {
     "the index lists [1, 3], and [0, 1, 3]": [(f"{INDEX}.buckets", LISTED, NOWHERE)],
     "the index lists [0, 1, 2, 3], and [0, 1, 3]": [(f"{INDEX}.buckets", (0, 0), 2)],
+    "the index holds 11, which is neither a block nor nowhere (10)": [(f"{INDEX}.buckets", (0, 0), 11)],
+    "the list of parents holds -1": [(f"{INDEX}.parent", 1, -1)],
+    "group 1: the list of companions holds 21": [(f"{INDEX}.companions.1.block_ids", (0, 0), 21)],
+    "group 1: the list of keepers holds 11": [(f"{INDEX}.companions.1.keeper", 0, 11)],
+    "group 1: the queue holds -2": [(f"{WINDOW}.cached.queue", 3, -2)],
+    "group 1: the block table holds 1000000": [(f"{WINDOW}.block_table", (0, 1), 10**6)],
     "published block 1 has the unpublished parent 2": [(f"{INDEX}.parent", 1, 2)],
     "block 1 is referenced and its parent 3 is not": [(f"{INDEX}.parent", 1, 3)],
     "block 1 has a parent of another namespace, 0": [(f"{INDEX}.namespace", (1, 3), 2)],

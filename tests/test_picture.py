@@ -71,6 +71,14 @@ def test_width_breaks_the_lines_and_nothing_else(branched):
     assert read_groups("\n".join(lines)) == read_groups(block_map(branched, width=12))
 
 
+def test_a_damaged_table_can_be_looked_at(branched):
+    [pool] = branched.control.block_pools
+    pool = dataclasses.replace(pool, block_table=pool.block_table.at[1, 1:3].set(np.array([99, -1])))
+    damaged = dataclasses.replace(branched.control, block_pools=(pool,))
+    text = block_map(dataclasses.replace(branched, control=damaged))
+    assert "  row 1  10 tokens  [ 5*2  99?  -1? ]" in text.splitlines()
+
+
 def test_an_empty_cache():
     text = check(kv.init(small_config(), storage=False))
     assert "0 used (0 shared, 0 reserved), 12 free" in text
