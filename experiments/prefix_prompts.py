@@ -44,7 +44,7 @@ Prompt = Sequence[int]
 
 
 class Runner:
-    """A model and the cache that it goes on with."""
+    """A model and the cache that it goes on with; its programs are compiled."""
 
     def __init__(self, decoder: Decoder, longest: int, *, prefix_caching: bool):
         self.decoder = decoder
@@ -56,6 +56,10 @@ class Runner:
             enable_prefix_caching=prefix_caching,
         )
         self.cache = kv.init(self.config)
+        # `generate` has a program of its own for prompts that few tokens are left of.
+        for length in (1, longest):
+            self.first_token([0] * length)
+        self.cache = kv.reset(self.cache)
 
     def first_token(self, prompt: Prompt) -> tuple[float, int]:
         """Seconds until the prompt's first token is there, and how many of its tokens were cached."""
@@ -114,9 +118,6 @@ def few_shot_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
 
 def time_pairs(decoder: Decoder, pairs: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:
     runner = Runner(decoder, max(len(prompt) for pair in pairs for prompt in pair), prefix_caching=True)
-    runner.first_token(pairs[0][0])  # compiles
-    runner.first_token(pairs[0][1])
-    runner.cache, _ = kv.reset_prefix_cache(runner.cache)
     times: list[list[float]] = [[], []]
     hits = []
     for pair in pairs:
@@ -139,11 +140,6 @@ def time_few_shot(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]
     """All prompts one after the other, with the prefix cache and without, in turns."""
     longest = max(map(len, prompts))
     runners = {name: Runner(decoder, longest, prefix_caching=name == "with") for name in ("with", "without")}
-    for runner in runners.values():
-        for prompt in prompts[:2]:  # compiles
-            runner.first_token(prompt)
-    runners["with"].cache, _ = kv.reset_prefix_cache(runners["with"].cache)
-    runners["with"].cache = kv.reset(runners["with"].cache)
     times: dict[str, list[float]] = {name: [] for name in runners}
     num_cached = []
     for prompt in prompts:
