@@ -170,8 +170,8 @@ def _prompt_lengths(job: Job) -> list[int]:
 
 
 def _prompts(job: Job, length: int) -> list[list[int]]:
-    """As many prompts as the job has, each beginning with another token, as far as there are so many."""
-    return [[i % job.decoder.config.vocab_size] * length for i in range(len(job.tokens))]
+    """As many prompts as the job has, of one token each; the first is as long as is asked for."""
+    return [tokens[:1] * (length if i == 0 else 1) for i, tokens in enumerate(job.tokens)]
 
 
 def _stop_at_the_second_look(look: kv.Look, beams: Sequence[Sequence[kv.Beam]]) -> None:

@@ -1,7 +1,8 @@
 """The operations: pure functions from a cache to a new cache and what came of it.
 
 Row operations take `seq_ids i32[n]`; `seq_id == max_seqs` skips the entry. n rows mean n successive
-one-row calls, in order. A row that fails is exactly as it was and its status says why.
+one-row calls, in order (but for the choice of what is evicted, see `extend`). A row that fails is exactly
+as it was and its status says why.
 
 Operations that move no keys or values (`allocate`, `fork`, `free`, `truncate`, `reorder`, the row
 edits) are jitted over the control state and hand the pools on by reference. `extend`, `write`,
@@ -130,8 +131,9 @@ def extend(
 ) -> tuple[Cache, Step]:
     """Reserves slots for the next tokens of each row, copying first a last block that is shared or published.
 
-    Blocks reserved by `allocate` are used first; blocks that left a window go back. Call it inside a
-    donated jit: called eagerly it copies the pools.
+    Blocks reserved by `allocate` are used first; blocks that left a window go back: those of all rows of the
+    call that grow before any of them takes one, so that other cached blocks may be evicted than by one-row
+    calls. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated.

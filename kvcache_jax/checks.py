@@ -201,7 +201,7 @@ def _check_index(cache: Cache) -> list[str]:
         if companions is not None and other.cached is not None:
             found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))
             violations += [f"group {g}: {what}" for what in found]
-    return violations + _check_published_rows(cache, parent, is_published)
+    return violations + _check_published_rows(cache, parent, namespaces, is_published)
 
 
 def _check_history(
@@ -258,12 +258,14 @@ def _expected_hashes(
     return hashes, bucket_of(index, hashes)
 
 
-def _check_published_rows(cache: Cache, parent: np.ndarray, is_published: np.ndarray) -> list[str]:
-    """Published blocks of a row follow each other, and reserved ones are not published."""
+def _check_published_rows(
+    cache: Cache, parent: np.ndarray, namespaces: np.ndarray, is_published: np.ndarray
+) -> list[str]:
+    """Published blocks of a row follow each other in its namespace, and reserved ones are not published."""
     control, group_id, violations = cache.control, cache.config.indexed_group, []
     table, nowhere = np.asarray(control.block_pools[group_id].block_table), len(is_published)
     block_size = cache.config.groups[group_id].block_size
-    num_published = np.asarray(control.num_published)
+    num_published, row_namespaces = np.asarray(control.num_published), np.asarray(control.namespace)
     for row, length in enumerate(np.asarray(control.context_len).tolist()):
         blocks = table[row][table[row] < nowhere]
         num_full = length // block_size
@@ -271,6 +273,8 @@ def _check_published_rows(cache: Cache, parent: np.ndarray, is_published: np.nda
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
         if not is_published[blocks[: num_published[row]]].all():
             violations.append(f"row {row} holds an unpublished block among its published ones")
+        for block in blocks[is_published[blocks] & (namespaces[blocks] != row_namespaces[row]).any(axis=1)]:
+            violations.append(f"row {row} holds block {block} of another namespace")
         if is_published[blocks[-(-length // block_size) :]].any():
             violations.append(f"row {row} reserves a published block")
         for before, block in itertools.pairwise([nowhere, *blocks.tolist()]):

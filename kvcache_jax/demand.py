@@ -1,7 +1,8 @@
 """What new tokens ask of the block pools, and which rows get it.
 
 The definition is sequential: the rows grow one after the other, each giving back the blocks that left
-its window, then taking what it needs or failing. Almost always every row fits and no tail is shared;
+its window, then taking what it needs or failing. (Those that grow then give back before any takes: fewer
+cached blocks are evicted, or others.) Almost always every row fits and no tail is shared;
 then all rows proceed at once. Otherwise `_walk` decides row by row; it knows how many blocks can be had, not
 which are evicted for them, and says where that matters (`Decision`).
 """

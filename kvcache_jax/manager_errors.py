@@ -113,8 +113,9 @@ def out_of_blocks(request_id: Hashable, needed: np.ndarray, available: np.ndarra
     """Names the layer group that lacks most; `needed` and `available` are i32[groups]."""
     group = int(np.argmax(needed - available))
     return OutOfBlocks(
-        f"request {request_id!r} needs {needed[group]} blocks of layer group {group}, and {available[group]} "
-        "are free or can be evicted: free a request, or raise num_blocks",
+        f"request {request_id!r} finds too few blocks of layer group {group}: the call needs "
+        f"{needed[group]}, and {available[group]} are free or can be evicted: free a request, or raise "
+        "num_blocks",
         request_id=request_id,
         needed=int(needed[group]),
         available=int(available[group]),

@@ -131,7 +131,8 @@ def lookup(
       items: i32[n, I, 2], as in `allocate`.
 
     Returns:
-      i32[n]; at most `num_tokens - 1`, in whole blocks; 0 without prefix caching.
+      i32[n]; at most `num_tokens - 1`, in whole blocks; 0 without prefix caching, and where `allocate` would
+      refuse `num_tokens`.
     """
     num_tokens = arguments.int_column("num_tokens", num_tokens)
     tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
@@ -211,7 +212,8 @@ def _lookup(
         reuse=jnp.ones_like(num_tokens, bool),
         items=items,
     )
-    return jax.vmap(lambda prompt: find_hits(control, prompt, config)[1])(prompts)
+    num_cached = jax.vmap(lambda prompt: find_hits(control, prompt, config)[1])(prompts)
+    return jnp.where(num_tokens <= min(tokens.shape[1], config.max_seq_len), num_cached, 0)
 
 
 @functools.partial(jax.jit, static_argnames="config")

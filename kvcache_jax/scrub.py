@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +57,19 @@ def scrub(
     """
     if (seq_ids is None) == (namespace is None):
         raise ValueError("scrub got both or none of seq_ids and namespace, expected one of them")
+    if seq_ids is not None:
+        return _scrub(cache, arguments.int_column("seq_ids", seq_ids), None)
+    return _scrub(cache, None, arguments.namespace_words(namespace, 1)[0])
+
+
+@jax.jit
+def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> tuple[Cache, jax.Array]:
+    """`scrub` by rows i32[n] or by a namespace u32[4]."""
     control = cache.control
     if seq_ids is not None:
-        seq_ids = arguments.int_column("seq_ids", seq_ids)
         named = jnp.where(seq_ids < 0, control.max_seqs, seq_ids)
         is_row = jnp.zeros_like(control.is_active).at[named].set(True, mode="drop") & control.is_active
-        words = None
     else:
-        words = arguments.namespace_words(namespace, 1)[0]
         is_row = (control.namespace == words).all(axis=-1) & control.is_active
     masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
     control = _forget(_end_rows(control, is_row, cache.config), masks, cache.config)
@@ -165,9 +171,13 @@ def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
     rank, num_masked = rank_true(mask)
     order = jnp.arange(num_blocks, dtype=jnp.int32)
     ids = jnp.zeros_like(rank).at[jnp.where(mask, rank, num_blocks)].set(order, mode="drop")
-    return lax.fori_loop(
-        0, num_masked, lambda i, values: values.at[layers + ids[i]].set(jnp.zeros((), values.dtype)), values
-    )
+    return lax.fori_loop(0, num_masked, lambda i, values: _set_zero(values, layers + ids[i]), values)
+
+
+def _set_zero(values: jax.Array, *index: Any) -> jax.Array:
+    """Zeros of the sharding that the entries have: a mesh with explicit axes takes no others."""
+    places = values.at[index]
+    return places.set(jnp.zeros_like(places.get(mode="clip")), mode="drop")
 
 
 def _forget_rests(control: Control, config: CacheConfig) -> Control:
@@ -198,7 +208,7 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: i
             where = jnp.where(tail < blocks.num_blocks, layers + tail, values.shape[0])
             is_rest = offsets >= get_at(num_tokens, tail)
             offset = jnp.where(is_rest, offsets, block_size)
-            return values.at[where[:, None], :, offset].set(jnp.zeros((), values.dtype), mode="drop")
+            return _set_zero(values, where[:, None], slice(None), offset)
 
         return lax.fori_loop(0, control.max_seqs, clear_row, values)
 

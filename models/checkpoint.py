@@ -65,6 +65,7 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     Raises:
       CheckpointError: a file is missing, truncated or no such file; a tensor is missing, misshapen or
         unknown; the architecture or an option is not implemented.
+      ValueError: `dtype` or `param_dtype` is neither float32 nor bfloat16.
     """
     folder = pathlib.Path(folder)
     config = load_config(folder, dtype=dtype, param_dtype=param_dtype)

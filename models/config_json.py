@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.decoder import DecoderConfig, Llama3Scaling
+from models.decoder import DecoderConfig, Llama3Scaling, float_dtype
 
 
 class CheckpointError(ValueError):
@@ -116,6 +116,9 @@ class JsonObject:
 
 def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) -> DecoderConfig:
     """What `checkpoint.load_config` does."""
+    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if given is not None:
+            float_dtype(name, given)
     values = JsonObject(path)
     model_type = values.get("model_type", str)
     if model_type not in _FAMILIES:

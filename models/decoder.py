@@ -27,6 +27,21 @@ import kvcache_jax as kv
 from models.matmul import matmul
 
 
+def float_dtype(name: str, value: Any) -> jnp.dtype:
+    """The dtype that `value` stands for.
+
+    Raises:
+      ValueError: it is neither float32 nor bfloat16; says that `name` is it.
+    """
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = value
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{name} is {dtype}, expected float32 or bfloat16")
+    return dtype
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
     """Slows the rotations whose wave is longer than the original context (Llama 3.1's `rope_scaling`).
@@ -97,10 +112,7 @@ class DecoderConfig:
         for name in ("dtype", "param_dtype", "matmul_dtype"):
             if name == "matmul_dtype" and self.matmul_dtype is None:
                 continue
-            dtype = jnp.dtype(getattr(self, name))
-            if dtype not in (jnp.float32, jnp.bfloat16):
-                raise ValueError(f"{name} is {dtype}, expected float32 or bfloat16")
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, float_dtype(name, getattr(self, name)))
         _check_positive(self, "vocab_size", "hidden_size", "mlp_size", "num_layers", "num_q_heads")
         _check_positive(self, "num_kv_heads", "head_dim", "max_seq_len", "rope_theta", "norm_eps")
         heads = self.num_q_heads, self.num_kv_heads

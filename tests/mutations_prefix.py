@@ -18,6 +18,12 @@ MUTATIONS = [
     *in_module(
         "prefix_cache",
         (
+            "a prompt that is refused is found",
+            "jnp.where(num_tokens <= min(",
+            "jnp.where(num_tokens <= max(",
+            "test_prefix_scripts.py::test_lookup_finds_nothing_where_the_length_is_refused",
+        ),
+        (
             "items of all sizes are one",
             'num_tokens.to_bytes(8, "little")',
             'b""',

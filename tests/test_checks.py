@@ -154,6 +154,7 @@ INDEX_BREAKS = {
         (f"{POOL}.cached.is_published", 1, False),
         (f"{INDEX}.buckets", (11, 0), NOWHERE),
     ],
+    "row 2 holds block 1 of another namespace": [("namespace", (2, 1), 7)],
     "row 2 reserves a published block": [("context_len", 2, 4)],
     "row 2 holds block 1 behind 3, its parent is 0": [(f"{POOL}.block_table", (2, 0), 3)],
     "group 1: row 0 holds columns [0, 2, 3, 4] with a gap": [(f"{WINDOW}.block_table", (0, 1), NOWHERE)],

@@ -55,6 +55,13 @@ def test_dtypes_may_be_chosen(copy_checkpoint):
     assert checkpoint.load(folder, dtype=jnp.float32).embedding[...].dtype == jnp.float32
 
 
+def test_a_dtype_that_is_asked_for_is_not_blamed_on_the_file():
+    for asked in ({"dtype": "float16"}, {"dtype": "junk"}, {"param_dtype": "int32"}):
+        [(name, value)] = asked.items()
+        with pytest.raises(ValueError, match=f"^{name} is {value}, expected float32 or bfloat16$"):
+            checkpoint.load(FIXTURES / "llama", **asked)
+
+
 def test_the_spelling_of_published_configs_is_read(copy_checkpoint):
     folder = copy_checkpoint("llama")
     config = checkpoint.load_config(folder)

@@ -213,6 +213,13 @@ def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
 
 
+def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder):
+    """One long prompt and five of a token in 16 blocks: 10 + 5, and one that a beam grows into."""
+    sizes = "--beams", 1, "--max-new", 2, "--block-size", 4, "--num-blocks", 16
+    result = run_json(capsys, "a" * 40, *"bcdef", *sizes, "--checkpoint", folder / "plain")
+    assert [len(prompt["samples"]) for prompt in result["prompts"]] == [1] * 6
+
+
 def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
     decoder = checkpoint.load(folder / "plain")
     decoder.norm.scale[...] *= np.nan

@@ -105,6 +105,7 @@ def test_typed_errors_change_nothing():
     error = unchanged(manager, kv.OutOfBlocks, lambda: manager.allocate_request("c", prompt), says(4, 3))
     assert (error.needed, error.available) == (4, 3)
     error = unchanged(manager, kv.OutOfBlocks, lambda: manager.append_tokens({"a": [1] * 8, "b": [1] * 8}))
+    assert "request 'b' finds too few blocks of layer group 0: the call needs 4, and 3 are free" in str(error)
     assert (error.needed, error.available) == (4, 3) and error.request_id == "b"
 
     error = unchanged(manager, kv.TooLong, lambda: manager.allocate_request("c", [1] * 41), says(41, 40))

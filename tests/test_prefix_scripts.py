@@ -29,6 +29,18 @@ def test_reuse_can_be_declined():
     assert int(kv.stats(cache).num_request_queries) == 2
 
 
+def test_lookup_finds_nothing_where_the_length_is_refused():
+    """Fewer tokens than the prompt's length, or more of them than a row holds."""
+    prompt = np.arange(40)[None]
+    cache, _ = kv.allocate(kv.init(prefix_config(num_blocks=17)), [0], [9], tokens=prompt[:, :9])
+    cache, _ = kv.extend(cache, [9], max_new=9, seq_ids=[0], tokens=prompt[:, :9])
+    cache, _ = kv.commit(cache, [0])
+    for width, length, expected in [(9, 9, 8), (9, 10, 0), (9, -1, 0), (40, 31, 8), (40, 32, 0), (40, 40, 0)]:
+        tokens = prompt[:, :width]
+        assert kv.lookup(cache, tokens, [length]).tolist() == [expected], (width, length)
+        assert kv.allocate(cache, [1], [length], tokens=tokens)[1].num_cached.tolist() == [expected]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_random_script(seed):
     rng, driver = np.random.default_rng(seed), PrefixDriver(prefix_config(num_blocks=17))

@@ -89,6 +89,27 @@ def test_heads_split_over_devices(axis_type, is_set, expected):
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "what", [{"seq_ids": [0]}, {"namespace": np.zeros(4, np.uint32)}], ids=["rows", "namespace"]
+)
+def test_scrub_of_sharded_pools(what):
+    """On explicit axes, where a plain zero has another sharding than the pool, and no mesh is set."""
+
+    def scrubbed(sharding):
+        cache = testing.poison(kv.init(CONFIG, sharding=sharding))
+        return kv.scrub(kv.allocate(cache, [0, 1], [3, 9])[0], **what)
+
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Explicit,))
+    cache, num_blocks = scrubbed(NamedSharding(mesh, POOL_SPEC))
+    alone, expected_blocks = scrubbed(None)
+    assert num_blocks == expected_blocks > 0
+    for pool, other in zip(cache.pools, alone.pools, strict=True):
+        assert pool.k.sharding.spec == POOL_SPEC
+        np.testing.assert_array_equal(pool.k, other.k)
+        np.testing.assert_array_equal(pool.v, other.v)
+
+
 def test_inside_shard_map(expected):
     """The local pool has one head, though the config says eight: sizes come from the arrays."""
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
