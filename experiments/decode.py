@@ -141,10 +141,11 @@ def warm_up(job: Job) -> float:
             with contextlib.suppress(_WarmedUpError):
                 search(job, _prompts(job, lengths[0]), _stop_at_the_second_look, look_every=1)
         else:
-            # As many prompts as start together; fewer, where others wait until rows are free, or until a
-            # prompt that they share tokens with is computed. `generate` has a program for each power of two.
+            # As many prompts as start together; fewer, where others wait until rows or blocks are free, or
+            # a prompt that they share tokens with is computed. `generate` has a program per power of two.
             most = min(job.config.max_seqs // job.options.samples, len(job.tokens))
-            fewer = len(job.tokens) > most or job.config.enable_prefix_caching
+            is_tight = len(job.tokens) > most or job.options.num_blocks is not None
+            fewer = is_tight or job.config.enable_prefix_caching
             sizes = [2**i for i in range(most.bit_length())] if fewer else []
             for num_prompts, length in itertools.product({most, *sizes}, lengths):
                 generate(job, _prompts(job, length)[:num_prompts], max_new_tokens=2)
