@@ -26,7 +26,7 @@ CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
 # out source positions and scope names, so a cached executable may carry older ones: test labels on
 # `lowered.as_text(debug_info=True)`.
 jax.config.update("jax_compilation_cache_dir", str(CACHE_DIR / "jax" / jax.__version__))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.4)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
