@@ -1,10 +1,10 @@
 """Question: what does the prefix cache save where prompts begin alike?
 
 Command: python -m experiments.prefix_prompts [--data DIR] [--shared N] [--own N] [--prompts N] [--json]
-Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  with 1,024 shared tokens and 32 own the second prompt's first token comes 5.0 times sooner (42 ms,
-  not 208). Of eight-shot GSM8K prompts, 4,403 bytes long on average, 90% are cached: 9.6 times sooner
-  (141 ms, not 1,339), in 54 MB of keys and values, not 542.
+Machine: 2 virtual cores of an AMD EPYC; jax 0.12.0.1
+Answer:  with 1,024 shared tokens and 32 own the second prompt's first token comes 7.6 times sooner (13 ms,
+  not 98). Of eight-shot GSM8K prompts, 4,403 bytes long on average, 90% are cached: 9.5 times sooner
+  (59 ms, not 560), in 54 MB of keys and values, not 542.
 Record:  experiments/results/prefix_prompts.json
 
 Two workloads with the trained model, in bytes:
