@@ -141,7 +141,7 @@ def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
     What is no block is shown with a question mark.
     """
     nowhere, block_ids = len(view.state), view.block_table[row].tolist()
-    num_token_columns = ceil_div(int(view.context_len[row]), view.group.block_size)
+    num_token_columns = max(ceil_div(int(view.context_len[row]), view.group.block_size), 0)
     while len(block_ids) > num_token_columns and block_ids[-1] == nowhere:
         block_ids.pop()
     entries = []

@@ -107,8 +107,9 @@ def _evict_rows(
         control, _ = rows.free_row(control, row, config=config)
         return control, dropped.at[num_dropped].set(row), num_dropped + 1, next_row(control)
 
-    dropped = jnp.full(control.max_seqs, control.max_seqs, jnp.int32)
-    state = control, dropped, jnp.int32(0), next_row(control)
+    # Made of the rows' lengths: inside shard_map a constant would differ from what the loop makes of it.
+    dropped = jnp.maximum(control.context_len & 0, control.max_seqs)
+    state = control, dropped, num_true(dropped < 0), next_row(control)
     control, dropped, _, _ = lax.while_loop(lambda state: state[3] < dropped.shape[0], free_one, state)
     return control, dropped
 

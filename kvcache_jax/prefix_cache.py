@@ -213,7 +213,8 @@ def _lookup(
         items=items,
     )
     num_cached = jax.vmap(lambda prompt: find_hits(control, prompt, config)[1])(prompts)
-    return jnp.where(num_tokens <= min(tokens.shape[1], config.max_seq_len), num_cached, 0)
+    is_length = (num_tokens >= 0) & (num_tokens <= min(tokens.shape[1], config.max_seq_len))
+    return jnp.where(is_length, num_cached, 0)
 
 
 @functools.partial(jax.jit, static_argnames="config")

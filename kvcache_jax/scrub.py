@@ -107,7 +107,8 @@ def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
         behind = is_cached(group_id) & ~mask & get_at(mask, index.parent, False)
         return mask | behind, behind.any()
 
-    mask, _ = lax.while_loop(lambda state: state[1], grow, (masks[group_id], jnp.bool_(True)))
+    mask = masks[group_id]
+    mask, _ = lax.while_loop(lambda state: state[1], grow, (mask, mask.any()))
     for g, companions in enumerate(index.companions):
         if companions is None:
             masks[g] = mask

@@ -35,10 +35,10 @@ def float_dtype(name: str, value: Any) -> jnp.dtype:
     """
     try:
         dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = value
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{name} is {dtype}, expected float32 or bfloat16")
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{name} is {value if dtype is None else dtype}, expected float32 or bfloat16")
     return dtype
 
 

@@ -268,6 +268,7 @@ def test_cache_config_groups_layers_by_window():
     [
         (dict(dtype=jnp.float16), "dtype is float16, expected float32 or bfloat16"),
         (dict(dtype="junk"), "dtype is junk, expected float32 or bfloat16"),
+        (dict(dtype={"names": []}), "dtype is {'names': .*, expected float32 or bfloat16"),
         (dict(param_dtype=jnp.int32), "param_dtype is int32, expected float32 or bfloat16"),
         (dict(num_layers=0), "num_layers is 0, expected a positive, finite number"),
         (dict(num_q_heads=3), "num_q_heads is 3, expected a multiple of num_kv_heads = 2"),

@@ -74,9 +74,14 @@ def test_width_breaks_the_lines_and_nothing_else(branched):
 def test_a_damaged_table_can_be_looked_at(branched):
     [pool] = branched.control.block_pools
     pool = dataclasses.replace(pool, block_table=pool.block_table.at[1, 1:3].set(np.array([99, -1])))
-    damaged = dataclasses.replace(branched.control, block_pools=(pool,))
-    text = block_map(dataclasses.replace(branched, control=damaged))
-    assert "  row 1  10 tokens  [ 5*2  99?  -1? ]" in text.splitlines()
+    lengths = branched.control.context_len.at[2].set(-20)
+    is_active = branched.control.is_active.at[2].set(True)
+    damaged = dataclasses.replace(
+        branched.control, block_pools=(pool,), context_len=lengths, is_active=is_active
+    )
+    lines = block_map(dataclasses.replace(branched, control=damaged)).splitlines()
+    assert "  row 1  10 tokens  [ 5*2  99?  -1? ]" in lines
+    assert "  row 2  -20 tokens  [ ]" in lines
 
 
 def test_an_empty_cache():

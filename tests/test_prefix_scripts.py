@@ -35,7 +35,15 @@ def test_lookup_finds_nothing_where_the_length_is_refused():
     cache, _ = kv.allocate(kv.init(prefix_config(num_blocks=17)), [0], [9], tokens=prompt[:, :9])
     cache, _ = kv.extend(cache, [9], max_new=9, seq_ids=[0], tokens=prompt[:, :9])
     cache, _ = kv.commit(cache, [0])
-    for width, length, expected in [(9, 9, 8), (9, 10, 0), (9, -1, 0), (40, 31, 8), (40, 32, 0), (40, 40, 0)]:
+    for width, length, expected in [
+        (9, 9, 8),
+        (9, 10, 0),
+        (9, -1, 0),
+        (9, -(2**31), 0),
+        (40, 31, 8),
+        (40, 32, 0),
+        (40, 40, 0),
+    ]:
         tokens = prompt[:, :width]
         assert kv.lookup(cache, tokens, [length]).tolist() == [expected], (width, length)
         assert kv.allocate(cache, [1], [length], tokens=tokens)[1].num_cached.tolist() == [expected]

@@ -190,9 +190,13 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         cache, _ = kv.reorder(cache, [0, 1], [1, 0])
         cache, _ = kv.truncate(cache, [0], [1])
         cache, _ = kv.touch(cache, [0])
+        scrubbed, num_scrubbed = kv.scrub(cache, rows[:1])
+        emptied, dropped = kv.evict_to_utilization(cache, 0.0)
+        found = kv.lookup(cache, texts, jnp.stack([num_tokens, num_tokens]))
+        others = scrubbed.control, emptied.control, num_scrubbed, dropped, found, kv.stats(cache)
         cache, _ = kv.free(cache, [0, 1])
         cache, num_evicted = kv.evict(cache, 1)
-        return cache.control, admission.status, outs, num_evicted
+        return cache.control, others, admission.status, outs, num_evicted
 
     def on_device(caches, num_tokens):
         mine = jax.tree.map(lambda x: x[0], caches)
