@@ -15,7 +15,7 @@ The files, in an order to read them in; the first line of each says what it does
   `speculation`, `beam`, `score`
 * on the host: `manager`, `manager_requests`, `manager_rows`, `manager_programs`, `manager_errors`,
   `cache_holder`
-* checks and pictures: `checks`, `oracle`, `testing`, `picture`, `block_view`
+* checks and pictures: `checks`, `oracle`, `testing`, `forward_check`, `poison`, `picture`, `block_view`
 """
 
 import logging as _logging

@@ -55,7 +55,8 @@ def check_invariants(cache: Cache) -> list[str]:
         f"row {row} has context_len {context_len[row]}, outside [0, {cache.config.max_seq_len}]"
         for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len))
     ]
-    if unusable := unusable + _check_ids(cache):
+    unusable += _check_ids(cache)
+    if unusable:
         return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [f"group {g}: {violation}" for violation in _check_counts(pool)]

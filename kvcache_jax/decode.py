@@ -145,7 +145,7 @@ def generate(
     chunk_len = decode_arguments.usable_chunk_len(chunk_len, config)
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
     look_every = decode_arguments.steps_between_looks(look_every, is_watched)
-    source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
+    draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
     draft_params = draft.params if draft else None
 
     stops = decode_arguments.stop_ids(stop_tokens)
@@ -177,7 +177,7 @@ def generate(
             draft_params,
             state,
             jnp.int32(look_every),
-            draft_source=source,
+            draft_source=draft_source,
         )
         state = host.look(state)
     return GenerateResult(

@@ -107,8 +107,8 @@ def score(
         ids = np.full(wave_len, config.max_seqs)
         ids[: len(wave)] = rows
         held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
-        fed = fitting_chunk(chunk_len, length - 1 - shared_len)
-        held, logprobs, status = _score_rows(forward, params, held, history, length, chunk_len=fed)
+        fitting = fitting_chunk(chunk_len, length - 1 - shared_len)
+        held, logprobs, status = _score_rows(forward, params, held, history, length, chunk_len=fitting)
         held, _ = free(held, ids)
         logprobs, status = np.asarray(logprobs), np.asarray(status)
         if len(wave) == 1:

@@ -8,7 +8,7 @@ SPECULATIVE = "test_decode.py::test_speculative_greedy_decoding_gives_the_same_t
 FILTERS = "test_sampling.py::test_filters_match_oracle"
 DRAWS = "test_sampling.py::test_a_draw_depends_on_its_row_alone"
 ACCEPTED = "test_sampling.py::test_speculation_emits_what_the_target_would"
-BEAMS = "test_decode.py::test_beam_search_equals_a_search_on_lists"
+BEAMS = "test_beams.py::test_beam_search_equals_a_search_on_lists"
 SCORES = "test_decode.py::test_score_equals_the_model_without_a_cache"
 TOKEN_IDS = "test_decode_arguments.py::test_token_ids_are_checked_alike"
 
@@ -99,7 +99,7 @@ MUTATIONS = [
             "a search without blocks looks complete",
             '"out_of_blocks" if is_failed else "stop"',
             '"stop"',
-            "test_decode.py::test_a_beam_search_says_that_it_ran_out_of_blocks[5-out_of_blocks]",
+            "test_beams.py::test_a_beam_search_says_that_it_ran_out_of_blocks[5-out_of_blocks]",
         ),
     ),
     *in_module(

@@ -135,7 +135,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "testing",
+        "poison",
         (
             "cached blocks are spoilt",
             "< num_tokens[:, None]",

@@ -4,7 +4,8 @@ import importlib
 
 import numpy as np
 import pytest
-from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of, slow_beam_search
+from test_beams import slow_beam_search
+from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of
 
 import kvcache_jax as kv
 from kvcache_jax import prefill

@@ -1,0 +1,211 @@
+"""Does a model's step compute the same with a cache as without? For anybody's model."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.build import init
+from kvcache_jax.cache import allocate, donate, extend, fork
+from kvcache_jax.config import CacheConfig, ceil_div, memory_bytes
+from kvcache_jax.forward import width_of
+from kvcache_jax.memory_plan import control_bytes
+from kvcache_jax.poison import poison
+from kvcache_jax.state import Cache, Step
+from kvcache_jax.static_numbers import static_count
+from kvcache_jax.status import raise_for_status
+
+BoundForward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+
+_FIRST_CHUNKS = (1, 5, 2)
+
+
+def check_forward(
+    forward: BoundForward,
+    config: CacheConfig,
+    *,
+    vocab_size: int,
+    num_tokens: int = 23,
+    seed: int = 0,
+    atol: float = 1e-4,
+) -> None:
+    """Checks that a model's step computes the same however its tokens reach the cache.
+
+    * one token at a time == the whole sequence in one call on an empty cache (cached == uncached);
+    * uneven chunks, beside rows of other lengths, == the whole;
+    * a fork that goes its own way neither sees nor disturbs its source;
+    * all slots without a token hold NaN throughout;
+    * one compiled program per chunk width, whatever the lengths and rows;
+    * the compiled step, with the cache donated, makes no copy of a pool.
+
+    Args:
+      forward: `(tokens i32[n, T], cache, step) -> (logits [n, T, vocab_size], cache)`; bind parameters
+        with `functools.partial`.
+      config: At least 3 rows, which fit `num_tokens` each and take them in one call.
+      vocab_size: Tokens are drawn below it.
+      num_tokens: Length of the test sequence, at least 9: it is also fed in four uneven chunks.
+      seed: Of the tokens.
+      atol: Largest difference of two logits that should be equal.
+
+    Raises:
+      AssertionError: names what differs and by how much.
+      ValueError, TypeError: too small a config or `num_tokens`; a forward of other arguments, or one that
+        returns something else.
+    """
+    vocab_size = static_count("vocab_size", vocab_size)
+    num_tokens = static_count("num_tokens", num_tokens, least=sum(_FIRST_CHUNKS) + 1)
+    _check_arguments(forward, config, num_tokens)
+    rng = np.random.default_rng(static_count("seed", seed, least=0))
+    tokens = rng.integers(vocab_size, size=num_tokens)
+    at = num_tokens // 2
+    other = np.concatenate([tokens[:at], rng.integers(vocab_size, size=num_tokens - at)])
+    runner = _Runner(forward, config, vocab_size)
+
+    whole, whole_other = runner.run(tokens, [num_tokens]), runner.run(other, [num_tokens])
+    _assert_close(runner.run(tokens, [1] * num_tokens), whole, atol, "token by token differs from one call")
+    chunks = [*_FIRST_CHUNKS, num_tokens - sum(_FIRST_CHUNKS)]
+    _assert_close(runner.run(tokens, chunks, beside=other), whole, atol, "chunks differ from one call")
+    source, branch = runner.run_fork(tokens, other, at)
+    _assert_close(source, whole[at:], atol, "the source of a fork differs")
+    _assert_close(branch, whole_other[at:], atol, "a fork differs from a row of its own")
+    runner.assert_compiled_once_per_width()
+    runner.assert_no_pool_copy()
+
+
+def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int) -> None:
+    try:
+        parameters = inspect.signature(forward)
+    except ValueError:  # some callables have none
+        parameters = None
+    if parameters is not None:
+        try:
+            parameters.bind(None, None, None)
+        except TypeError:
+            raise TypeError(
+                f"forward takes {parameters}, expected (tokens, cache, step): bind its parameters, "
+                "functools.partial(forward, params)"
+            ) from None
+    if config.max_seqs < 3 or config.max_seq_len < num_tokens:
+        raise ValueError(
+            f"config has {config.max_seqs} rows of {config.max_seq_len} tokens, expected 3 of {num_tokens}"
+        )
+    if config.query_len_limit < num_tokens:
+        raise ValueError(
+            f"config has max_query_len = {config.query_len_limit}, expected at least num_tokens = "
+            f"{num_tokens}: the whole sequence is fed in one call; raise max_query_len or lower num_tokens"
+        )
+
+
+class _Runner:
+    """Feeds token sequences to a model's step and keeps count of its programs."""
+
+    def __init__(self, forward: BoundForward, config: CacheConfig, vocab_size: int):
+        self.config = config
+        self.widths: set[int] = set()
+
+        def step_fn(cache: Cache, tokens: jax.Array, num_new: jax.Array):
+            cache, step = extend(cache, num_new, max_new=tokens.shape[1], tokens=tokens)
+            result = forward(tokens, cache, step)
+            if (width := width_of(result, *tokens.shape)) != vocab_size:
+                raise ValueError(
+                    f"forward returned logits of {width} entries, expected vocab_size = {vocab_size}"
+                )
+            logits, cache = result
+            return cache, (logits, step.status)
+
+        self.step_fn = donate(step_fn)
+
+    def feed(self, cache: Cache, pieces: Mapping[int, np.ndarray], width: int) -> tuple[Cache, np.ndarray]:
+        """One call: `pieces` are the new tokens of some rows. Returns logits [max_seqs, width, vocab]."""
+        tokens, num_new = (
+            np.zeros((self.config.max_seqs, width), np.int32),
+            np.zeros(self.config.max_seqs, np.int32),
+        )
+        for row, piece in pieces.items():
+            tokens[row, : len(piece)], num_new[row] = piece, len(piece)
+        self.widths.add(width)
+        cache, (logits, status) = self.step_fn(poison(cache), jnp.asarray(tokens), jnp.asarray(num_new))
+        raise_for_status(status, "extend")
+        return cache, np.asarray(logits.astype(jnp.float32))
+
+    def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
+        """Logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
+        # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
+        width = 1 if max(chunks) == 1 else len(tokens)
+        cache = init(self.config)
+        cache, _ = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
+        if beside is not None:
+            cache, _ = allocate(cache, [0], [0], tokens=beside[None])
+            cache, _ = self.feed(cache, {0: beside[:3]}, width)
+        logits, start = [], 0
+        for size in chunks:
+            pieces = {1: tokens[start : start + size]}
+            if beside is not None:
+                pieces[0] = beside[3 + start : 4 + start]
+            cache, out = self.feed(cache, pieces, width)
+            logits.append(out[1, :size])
+            start += size
+        return np.concatenate(logits)
+
+    def run_fork(self, tokens: np.ndarray, other: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
+        """Logits from `at` on of a row and of its fork, fed in turn."""
+        cache, _ = allocate(init(self.config), [2], [at], tokens=tokens[None])
+        cache, _ = self.feed(cache, {2: tokens[:at]}, len(tokens))
+        cache, status = fork(cache, [2], [0])
+        raise_for_status(status, "fork")
+        logits = []
+        for i in range(at, len(tokens)):
+            cache, branch = self.feed(cache, {0: other[i : i + 1]}, 1)
+            cache, source = self.feed(cache, {2: tokens[i : i + 1]}, 1)
+            logits.append((source[2, 0], branch[0, 0]))
+        source, branch = zip(*logits, strict=True)
+        return np.stack(source), np.stack(branch)
+
+    def assert_compiled_once_per_width(self) -> None:
+        num_programs = self.step_fn._cache_size()  # pyright: ignore
+        expected = len(self.widths)
+        _require(num_programs == expected, f"{num_programs} programs for {expected} chunk widths")
+
+    def assert_no_pool_copy(self) -> None:
+        # From where temporaries of a fixed number of blocks no longer grow with the pool.
+        scale = ceil_div(2048, min(group.num_blocks for group in self.config.groups))
+        small, large = self._compiled_bytes(scale), self._compiled_bytes(8 * scale)
+        growth, pool_growth, control_growth = (b - a for a, b in zip(small, large, strict=True))
+        # Policies other than lru look at all blocks when they must evict.
+        looks_at_all = self.config.enable_prefix_caching and self.config.eviction_policy != "lru"
+        _require(
+            growth < 0.01 * pool_growth + looks_at_all * control_growth,
+            f"the compiled step uses {growth} bytes more when its pools grow by {pool_growth}: "
+            "a pool is copied; keep one version of the cache and donate it",
+        )
+
+    def _compiled_bytes(self, scale: int) -> tuple[int, int, int]:
+        """Bytes that a compiled decode step uses beside its donated cache; of the pools; of the control."""
+        kinds = {
+            group.kind: dataclasses.replace(group.kind, num_blocks=scale * group.num_blocks)
+            for group in self.config.groups
+        }
+        layers = [kinds[kind] for kind in self.config.layers]
+        config = dataclasses.replace(self.config, layers=layers, num_blocks=None, memory_budget=None)
+        cache = jax.eval_shape(functools.partial(init, config))
+        rows = jax.ShapeDtypeStruct((config.max_seqs,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)
+        memory = self.step_fn.lower(cache, tokens, rows).compile().memory_analysis()  # pyright: ignore
+        used = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return used, memory_bytes(config), control_bytes(config)
+
+
+def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str) -> None:
+    difference = np.abs(got - expected).max()
+    # Not "difference > atol": NaN must fail.
+    _require(difference <= atol, f"{what}: logits differ by {difference}, expected at most {atol}")
+
+
+def _require(condition: bool | np.bool_, message: str) -> None:
+    """An `assert` that stays under `python -O`."""
+    if not condition:
+        raise AssertionError(message)
