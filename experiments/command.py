@@ -100,7 +100,7 @@ def picture(text: str) -> Path:
             "a picture needs matplotlib: pip install 'kvcache_jax[pictures]'"
         ) from None
     path = Path(text)
-    if path.suffix[1:] not in FigureCanvasBase.filetypes:
+    if path.suffix[1:] not in FigureCanvasBase.filetypes.keys() - {"pgf"}:  # which takes LaTeX
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a name that ends in .png, .pdf or .svg")
     if not os.path.isdir(path.parent):
         raise argparse.ArgumentTypeError(f"got {text!r}, but there is no folder {path.parent}: make it first")

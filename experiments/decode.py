@@ -336,7 +336,7 @@ def make_view(job: Job, color: bool) -> decode_view.View:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = decode_options.make_parser(__doc__)
-    options = parser.parse_intermixed_args(arguments)
+    options = decode_options.parse(parser, arguments)
     color = command.wants_color(options.no_color)
     try:
         job = prepare(options)

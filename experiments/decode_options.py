@@ -52,7 +52,8 @@ def make_parser(doc: str | None) -> command.Parser:
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="text to continue; a single - reads standard input, as does a pipe",
+        help="text to continue, behind -- also what begins with a dash; a single - reads standard input, as "
+        "does a pipe",
     )
     add("--prompts", dest="file", metavar="FILE", help='a prompt per line; .jsonl: {"prompt": ...} per line')
     add("--checkpoint", type=Path, metavar="DIR", help="default: the model trained by experiments.train")
@@ -83,6 +84,15 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--no-color", action="store_true", help="plain text, also in a terminal")
     return parser
+
+
+def parse(parser: command.Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; what follows -- are prompts, whatever they begin with."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_intermixed_args(given[:end])
+    options.prompts += given[end + 1 :]
+    return options
 
 
 def check(options: argparse.Namespace) -> None:
@@ -125,10 +135,14 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     if options.file is not None and options.prompts:
         raise InputError("got prompts as arguments and --prompts, expected only one of them")
     if options.file == "-" or options.prompts == ["-"]:
+        if sys.stdin is None:
+            raise InputError("got -, but standard input is closed: pipe the prompts in")
         return _lines(sys.stdin.buffer.read(), "standard input")
     if options.file is not None:
         return _read_file(Path(options.file))
-    return options.prompts or _piped() or list(OWN_PROMPTS)
+    # Python reads arguments as ASCII where the locale is C.
+    prompts = [os.fsencode(prompt).decode(errors="surrogateescape") for prompt in options.prompts]
+    return prompts or _piped() or list(OWN_PROMPTS)
 
 
 def _read_file(path: Path) -> list[str]:

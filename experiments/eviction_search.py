@@ -229,7 +229,7 @@ def confirm(traces: dict[str, Trace], sizes: Sequence[int], tell: Callable[[str,
         for name, trace in traces.items():
             for size in sizes:
                 replayed = replay(trace, size, policy, functools.partial(tell, f"{policy}, {name}, {size:,}"))
-                found = [half["hit_rate_blocks"] for half in replayed["halves"]]
+                found = [half["hit_rate_blocks"] or 0.0 for half in replayed["halves"]]
                 if found != (simulated := half_rates(trace, simulate(trace, size, key))):
                     raise RuntimeError(f"{policy} on {name}, {size} blocks: {found}, simulated {simulated}")
                 records.append({"trace": name, **replayed})

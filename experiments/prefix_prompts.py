@@ -207,7 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, default=MODEL, metavar="DIR")
     parser.add_argument("--shared", type=command.integer(1), default=1024, metavar="N")
     parser.add_argument("--own", type=command.integer(1), default=32, metavar="N")
-    parser.add_argument("--prompts", type=command.integer(2), default=20, metavar="N", help="and pairs")
+    parser.add_argument(
+        "--prompts", type=command.integer(2, 10_000), default=20, metavar="N", help="and pairs"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,8 @@
 """Traces of requests: which prompts began alike, in the format that Mooncake published.
 
 One JSON object per line and request, of which two entries are read:
-  hash_ids      one id per prefix block of the prompt; equal ids mean equal tokens up to the block's end
+  hash_ids      one id per prefix block of the prompt; equal ids mean equal tokens up to the block's end (an
+                id that stands behind others elsewhere counts as another one there)
   input_length  tokens of the prompt; all blocks but the last are full
 Two such files, conversation_trace.jsonl and synthetic_trace.jsonl, are in the folder FAST25-release/traces of
 github.com/kvcache-ai/Mooncake (Apache-2.0).
@@ -50,7 +51,7 @@ def read_trace(path: Path, tokens_per_id: int) -> Trace:
       InputError: it cannot be read, or a line is not a request of such blocks.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"got --trace {path}, which cannot be read ({error}): {SOURCE}") from None
     # Not splitlines(): it also splits at characters that a text in an object may hold.
@@ -60,10 +61,13 @@ def read_trace(path: Path, tokens_per_id: int) -> Trace:
         raise InputError(f"got --trace {path}, which is empty, expected one request per line: {SOURCE}")
     chains, num_tokens = zip(*requests, strict=True)
     num_ids = np.array([len(chain) for chain in chains], np.int32)
-    # Counted anew, so that they are valid token ids, whatever they were.
-    _, dense = np.unique(np.concatenate([np.array(chain, np.int64) for chain in chains]), return_inverse=True)
+    # Counted anew by what stands before them, so that they are valid token ids, whatever they were.
+    numbers: dict[tuple[int, int], int] = {}
     ids = np.zeros((len(chains), int(num_ids.max())), np.int32)
-    ids[np.arange(ids.shape[1]) < num_ids[:, None]] = dense + 1
+    for row, chain in zip(ids, chains, strict=True):
+        before = 0
+        for i, name in enumerate(chain):
+            row[i] = before = numbers.setdefault((before, name), len(numbers) + 1)
     return Trace(ids, num_ids, np.array(num_tokens, np.int64), tokens_per_id)
 
 

@@ -3,26 +3,34 @@
 import collections
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax import arguments
 from kvcache_jax.cache_form import require_values
+from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix_cache import lookup
 from kvcache_jax.state import Cache
 from kvcache_jax.static_numbers import static_count
 
 
-def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace: Any = None) -> str:
+def explain(
+    cache: Cache, tokens: Any, num_tokens: int | None = None, namespace: Any = None, *, items: Any = None
+) -> str:
     """Says how many tokens of one prompt `allocate` would find cached, and why not more.
 
-    It names the first token at which the prompt leaves the nearest cached sequence of its namespace. Of other
-    namespaces it tells whether one holds more of the prompt, and nothing else: keep even that from tenants.
+    It says whether a row holds the next block and has not published it, or the block was evicted (as long as
+    nothing else was published in its place), else which token is the first that the nearest cached sequence
+    of the namespace does not have. Of other namespaces it tells whether `allocate` would find more of the
+    prompt in one, and nothing else: keep even that from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
       tokens: i32[P], the prompt.
       num_tokens: How many of them count. Default: all.
       namespace: u32[4]. Default: all zero.
+      items: i32[I, 2], where the prompt has multimodal items, as a row of `allocate`'s.
 
     Returns:
       A few sentences.
@@ -46,6 +54,7 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
     num_tokens = len(tokens) if num_tokens is None else num_tokens
     num_tokens = static_count("num_tokens", num_tokens, 0, most=len(tokens), most_name="tokens")
     words = np.asarray(arguments.namespace_words(namespace, 1))[0]
+    spans = arguments.item_spans(None if items is None else [items], 1)
     if cache.control.prefix_index is None:
         return (
             f"0 of {num_tokens} tokens are cached: the cache was built without prefix caching, see "
@@ -53,31 +62,48 @@ def explain(cache: Cache, tokens: Any, num_tokens: int | None = None, namespace:
         )
     if num_tokens == 0:
         return "0 of 0 tokens are cached: the prompt is empty."
+    if num_tokens > cache.config.max_seq_len:
+        return (
+            f"0 of {num_tokens} tokens are cached: allocate refuses prompts of more than "
+            f"{cache.config.max_seq_len} tokens, the cache's max_seq_len."
+        )
+
+    def num_found(namespace: np.ndarray, spans: jax.Array) -> int:
+        return int(lookup(cache, tokens[None], [num_tokens], namespace, items=spans)[0])
+
     view = _view(cache)
-    found = int(lookup(cache, tokens[None], [num_tokens], words)[0])
+    found, uncut = num_found(words, spans), num_found(words, spans[:, :0])
     said = [f"{found} of {num_tokens} tokens are cached."]
     most = (num_tokens - 1) // view.block_size
     chain = _chain(view, tokens, most, words)
-    if found < len(chain) * view.block_size:
+    reach = len(chain) * view.block_size
+    if found < uncut:
+        said.append(f"The blocks of {uncut} are there, but what is reused must not end within an item.")
+    if uncut < reach:
         said.append(
-            f"The first layer group with full attention has {len(chain) * view.block_size}, but another has "
-            "let go of blocks that are needed at that length, or none of its blocks ends there."
+            f"The first layer group with full attention has {reach}, but another has let go of blocks that "
+            "are needed at that length, or none of its blocks ends there."
         )
-    elif len(chain) == most:
+    elif found == most * view.block_size:
         said.append(
             f"That is all that can be: the last token is always computed, and blocks have {view.block_size} "
             "tokens."
         )
-    else:
+    elif len(chain) < most:
         said.append(_why_not_more(view, tokens, chain, words))
-        others = np.unique(view.namespace[view.is_published], axis=0)
-        if any(len(_chain(view, tokens, most, other)) > len(chain) for other in others):
-            said.append("More of it is cached in another namespace, where this one may not look.")
+    others = np.unique(view.namespace[view.is_published], axis=0)
+    if any(
+        len(_chain(view, tokens, most, other)) * view.block_size > found and num_found(other, spans) > found
+        for other in others
+    ):
+        said.append("More of it is cached in another namespace, where this one may not look.")
     return " ".join(said)
 
 
 class _View(NamedTuple):
     """The indexed group in numpy; see `PrefixIndex`, `BlockPool` and `Control` for the arrays.
+
+    Of blocks that are published no more, tokens, hash and namespace are there until others take their place.
 
     `children` are the published blocks behind a parent, in a namespace's bytes; the first ones of sequences
     have the parent `len(parent)`.
@@ -86,11 +112,13 @@ class _View(NamedTuple):
     block_size: int
     is_published: np.ndarray
     block_tokens: np.ndarray
+    block_hash: np.ndarray
     parent: np.ndarray
     namespace: np.ndarray
     block_table: np.ndarray
     context_len: np.ndarray
     row_namespace: np.ndarray
+    hash_key: np.ndarray
     children: dict[tuple[int, bytes], list[int]]
 
 
@@ -108,11 +136,13 @@ def _view(cache: Cache) -> _View:
         cache.config.groups[group_id].block_size,
         is_published,
         np.asarray(index.block_tokens),
+        np.asarray(index.block_hash),
         parent,
         namespace,
         np.asarray(pool.block_table),
         np.asarray(control.context_len),
         np.asarray(control.namespace),
+        np.asarray(control.hash_key),
         children,
     )
 
@@ -139,6 +169,10 @@ def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: 
     """Why the block behind the `chain` is not found."""
     start = len(chain) * view.block_size
     block = tokens[start : start + view.block_size]
+    if _is_held(view, tokens, start + view.block_size, namespace):
+        return f"A row holds the tokens from position {start} on, but they are not published: commit it."
+    if _was_published(view, chain, block, namespace):
+        return f"The block from position {start} on was cached, and evicted since."
     children = _children(view, chain, namespace)
     if len(children):
         is_same = view.block_tokens[children] == block
@@ -148,11 +182,10 @@ def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: 
             f"At position {start + same} the prompt has token {block[same]}, where the nearest cached "
             f"sequence has {view.block_tokens[nearest][same]}."
         )
-    if _is_held(view, tokens, start + view.block_size, namespace):
-        return f"A row holds the tokens from position {start} on and has not committed them."
+    why = "never committed, or evicted, reset or scrubbed since"
     if not chain and not (view.is_published & (view.namespace == namespace).all(axis=1)).any():
-        return "Nothing is cached in this namespace: never committed, or evicted."
-    return f"No cached sequence goes on behind position {start}: never committed, or evicted."
+        return f"Nothing is cached in this namespace: {why}."
+    return f"No cached sequence goes on behind position {start}: {why}."
 
 
 def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray) -> bool:
@@ -164,3 +197,14 @@ def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray
         if (view.block_tokens[blocks].reshape(-1) == tokens[:length]).all():
             return True
     return False
+
+
+def _was_published(view: _View, chain: list[int], block: np.ndarray, namespace: np.ndarray) -> bool:
+    """Whether the index still knows these tokens behind the `chain`, of a block that it gave up."""
+    start, hash_key = len(chain) * view.block_size, jnp.asarray(view.hash_key)
+    before = view.block_hash[chain[-1]] if chain else root_hash(hash_key, jnp.asarray(namespace))
+    added = block_hashes(hash_key, jnp.asarray(block), jnp.int32(start))
+    has_hash = (view.block_hash == np.asarray(before + added)).all(axis=1)
+    gone = np.flatnonzero(has_hash & ~view.is_published)
+    is_it = (view.block_tokens[gone] == block).all(axis=1) & (view.namespace[gone] == namespace).all(axis=1)
+    return bool(is_it.any())

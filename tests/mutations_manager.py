@@ -21,6 +21,7 @@ SPARED = "test_testing.py::test_poison_spares_what_later_prompts_may_read"
 
 LEAVES = "test_explain.py::test_where_a_prompt_leaves_what_is_cached"
 NOT_THERE = "test_explain.py::test_what_was_evicted_or_is_not_committed"
+CUT = "test_explain.py::test_an_item_that_would_be_cut"
 ELSEWHERE = "test_explain.py::test_other_namespaces_are_not_described"
 
 OWN = "test_scrub.py::test_scrubbing_a_row_overwrites_what_it_alone_holds"
@@ -159,7 +160,20 @@ MUTATIONS = [
             "",
             ELSEWHERE,
         ),
-        ("other namespaces never have more", "> len(chain) for other", "> 2**30 for other", ELSEWHERE),
+        ("other namespaces never have more", "num_found(other, spans) > found", "False", ELSEWHERE),
+        (
+            "other namespaces have what the first group has",
+            "num_found(other, spans) > found",
+            "True",
+            "test_explain.py::test_another_namespace_is_named_where_it_would_serve_more",
+        ),
+        (
+            "what was evicted was never there",
+            "return bool(is_it.any())",
+            "return False",
+            "test_explain.py::test_an_eviction_is_told_where_something_else_goes_on",
+        ),
+        ("items may be cut", "num_found(words, spans), ", "num_found(words, spans[:, :0]), ", CUT),
     ),
     *in_module(
         "scrub",

@@ -67,6 +67,7 @@ def test_good_values_are_parsed(tmp_path):
         (["--heat", "a\nb"], "argument --heat: got 'a\\nb', expected a number of at least 0"),
         (["--bad\noption"], "unrecognized arguments: --bad option"),
         (["--picture", "steps.xyz"], "expected a name that ends in .png, .pdf or .svg"),
+        (["--picture", "steps.pgf"], "expected a name that ends in .png, .pdf or .svg"),
         (["--picture", "nowhere/steps.png"], "there is no folder nowhere: make it first"),
     ],
 )

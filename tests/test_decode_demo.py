@@ -363,7 +363,7 @@ def test_a_cache_beyond_the_memory_is_refused(capsys, monkeypatch, folder):
 
 
 def read_prompts(*arguments):
-    return decode_options.read_prompts(decode_options.make_parser("").parse_intermixed_args(arguments))
+    return decode_options.read_prompts(decode_options.parse(decode_options.make_parser(""), arguments))
 
 
 def test_prompts_are_lines_of_a_file(tmp_path):
@@ -375,6 +375,8 @@ def test_prompts_are_lines_of_a_file(tmp_path):
     assert read_prompts("--prompts", str(path)) == ["a\nb", " "]
     assert read_prompts("a", "--samples", "2", "b") == ["a", "b"]
     assert len(read_prompts()) == 2
+    assert read_prompts("a", "--greedy", "--", "--b", "--json", "--") == ["a", "--b", "--json", "--"]
+    assert read_prompts("J\udcc3\udcb6rg", "\udcff") == ["Jörg", "\udcff"]  # as Python reads them in ASCII
 
 
 @pytest.mark.parametrize(
@@ -425,6 +427,11 @@ def test_a_pipe_is_read_when_something_comes(capsys):
     with piped(None):
         assert read_prompts() == own
         assert "a pipe in which nothing comes" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", None)
+        for arguments in (["-"], ["--prompts", "-"]):
+            with pytest.raises(decode.InputError, match="got -, but standard input is closed"):
+                read_prompts(*arguments)
 
 
 def test_in_a_process_of_its_own():

@@ -61,6 +61,23 @@ def test_simulated_lru_is_that_of_a_dict(tmp_path):
     ]
 
 
+def test_an_id_behind_others_is_another_one(tmp_path):
+    """As in the cache: what an id stands for depends on what is before it."""
+    chains = [[1, 2], [3, 2], [1, 2], [2], [1, 1]]
+    trace = trace_of(tmp_path, [{"hash_ids": ids, "input_length": 512 * len(ids)} for ids in chains])
+    assert trace.num_distinct == 6
+    record = replay(trace, trace.num_distinct, "lru")
+    assert record["num_evictions"] == 0 and record["hit_rate_blocks"] == 3 / 9
+    assert simulate(trace, trace.num_distinct, search.lru).tolist() == [0, 0, 2, 0, 1]
+
+
+def test_a_single_request_is_replayed_too(tmp_path):
+    """Its first half has no rate."""
+    trace = trace_of(tmp_path, make_requests()[:1])
+    records = search.confirm({"one": trace}, [25], lambda *_: None)
+    assert [record["policy"] for record in records] == ["lru", "hyperbolic"]
+
+
 def test_what_the_cache_does_not_note(tmp_path):
     """Prompts of 3, 4 and 2 blocks, of which the second goes on from the first one's first two."""
     chains = [[1, 2, 3], [1, 2, 4, 5], [6, 7], [8]]

@@ -1,5 +1,6 @@
 """What `explain` says of a miss, case by case; it says no more of other namespaces than that they have it."""
 
+import dataclasses
 import importlib
 
 import numpy as np
@@ -17,7 +18,8 @@ CONFIG = kv.CacheConfig(
     max_seq_len=48,
     enable_prefix_caching=True,
 )
-NOTHING = "Nothing is cached in this namespace: never committed, or evicted."
+WHY = "never committed, or evicted, reset or scrubbed since."
+NOTHING = f"Nothing is cached in this namespace: {WHY}"
 ELSEWHERE = "More of it is cached in another namespace, where this one may not look."
 
 
@@ -54,7 +56,11 @@ DIFFERS = "At position {} the prompt has token {}, where the nearest cached sequ
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8, ALL),
         ([1, 2, 3, 4, 5, 6, 7, 8], 4, ALL),
         ([1, 2, 3, 4], 0, ALL),
-        (list(range(1, 14)), 8, "No cached sequence goes on behind position 8: never committed, or evicted."),
+        (
+            list(range(1, 14)),
+            8,
+            f"No cached sequence goes on behind position 8: {WHY}",
+        ),
     ],
 )
 def test_where_a_prompt_leaves_what_is_cached(two_texts, text, num_cached, why):
@@ -72,7 +78,8 @@ def test_what_was_evicted_or_is_not_committed():
     assert explain(user, text) == nothing
     user.admit(0, text)
     user.fill(0)
-    held = "of 13 tokens are cached. A row holds the tokens from position {} on and has not committed them."
+    held = "of 13 tokens are cached. A row holds the tokens from position {} on, but they are not published: "
+    held += "commit it."
     assert explain(user, text) == "0 " + held.format(0)
     assert explain(user, [*text[:3], 99, 5, 6]) == nothing.replace("13", "6")
     user.commit(0, final_len=[8])
@@ -80,11 +87,30 @@ def test_what_was_evicted_or_is_not_committed():
     user.commit(0)
     user.free(0)
     user.cache, _ = kv.evict(user.cache, 1)
-    assert explain(user, text).startswith(
-        "8 of 13 tokens are cached. No cached sequence goes on behind position 8"
-    )
+    gone = "of 13 tokens are cached. The block from position {} on was cached, and evicted since."
+    assert explain(user, text) == "8 " + gone.format(8)
     user.cache, _ = kv.evict(user.cache, 2)
-    assert explain(user, text) == nothing
+    assert explain(user, text) == "0 " + gone.format(0)
+    assert explain(user, [*text[:3], 99, 5, 6]) == nothing.replace("13", "6")
+    assert explain(user, text, TENANT_A) == nothing
+    user.start(0, [50 + token for token in range(48)])  # in all blocks
+    user.free(0)
+    assert explain(user, text) == f"0 of 13 tokens are cached. {DIFFERS.format(0, 1, 50)}"
+
+
+def test_an_eviction_is_told_where_something_else_goes_on():
+    """Of two texts that part, one was evicted: not the token where they part is why it is not found."""
+    user = PrefixUser(CONFIG)
+    user.start(0, [1, 2, 3, 4, 5, 6, 7, 8])
+    user.free(0)
+    user.start(1, [1, 2, 3, 4, 5, 6, 17, 18])
+    user.cache, _ = kv.evict(user.cache, 1)
+    asked = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert explain(user, asked) == (
+        "4 of 9 tokens are cached. The block from position 4 on was cached, and evicted since."
+    )
+    other = [1, 2, 3, 4, 5, 6, 9, 8, 9]
+    assert explain(user, other) == f"4 of 9 tokens are cached. {DIFFERS.format(6, 9, 17)}"
 
 
 def test_other_namespaces_are_not_described():
@@ -137,6 +163,67 @@ def test_blocks_are_not_searched_for_each_block_of_the_prompt(monkeypatch):
         == f"80 of 89 tokens are cached. {DIFFERS.format(80, 999, 80)}"
     )
     assert 80 <= Counted.num_seen < 10 * 160
+
+
+def test_what_was_reset_is_not_said_to_wait_for_a_first_commit():
+    user, text = PrefixUser(CONFIG), list(range(1, 14))
+    user.start(0, text)
+    user.cache, _ = kv.reset_prefix_cache(user.cache)
+    assert explain(user, text).endswith("from position 0 on, but they are not published: commit it.")
+    user.commit(0)
+    assert explain(user, text) == f"12 of 13 tokens are cached. {ALL}"
+    user.free(0)
+    user.cache, _ = kv.reset_prefix_cache(user.cache)
+    assert explain(user, text) == f"0 of 13 tokens are cached. {NOTHING}"
+
+
+def test_a_prompt_that_no_row_can_hold(two_texts):
+    assert kv.explain(two_texts.cache, [1, 2, 3, 4, 5, 6, 7, 8, *range(41)]) == (
+        "0 of 49 tokens are cached: allocate refuses prompts of more than 48 tokens, the cache's max_seq_len."
+    )
+
+
+def test_an_item_that_would_be_cut():
+    """The item is computed whole; why no more than its beginning is there is said as well."""
+    user = PrefixUser(CONFIG)
+    image = kv.item_tokens(b"an image", 5).tolist()
+    user.start(0, [1, 2, *image, 9, 9, 9])
+    prompt = [1, 2, *image, 7, 7, 7]
+    items = [[2, 7]]
+    found = kv.lookup(user.cache, np.array([prompt]), [10], items=[items])
+    differs = DIFFERS.format(7, 7, 9)
+    cut = "The blocks of 4 are there, but what is reused must not end within an item."
+    assert found.tolist() == [0]
+    assert kv.explain(user.cache, prompt, items=items) == f"0 of 10 tokens are cached. {cut} {differs}"
+    assert kv.explain(user.cache, prompt) == f"4 of 10 tokens are cached. {differs}"
+    assert kv.explain(user.cache, prompt[:5], items=[[2, 5]]) == f"0 of 5 tokens are cached. {cut}"
+    with pytest.raises(ValueError, match=r"items has shape \(1, 2\)"):
+        kv.explain(user.cache, prompt, items=[2, 7])
+
+
+def test_another_namespace_is_named_where_it_would_serve_more():
+    """By what `allocate` would find in it: a window may have let go of what the other group still has."""
+    window = kv.SlidingWindow(1, 5, window=3, num_blocks=3)
+    layers = [*CONFIG.layers, window]
+    config = dataclasses.replace(CONFIG, layers=layers, num_blocks=24, max_query_len=4)
+    prompt = list(range(1, 10))
+    needed = "another has let go of blocks that are needed at that length, or none of its blocks ends there."
+    cache = computed_in_steps(kv.init(config, storage=False), list(range(1, 21)), TENANT_A)
+    assert int(kv.lookup(cache, [prompt], [9], TENANT_A)[0]) == 0  # of the window the end alone is there
+    assert kv.explain(cache, prompt, namespace=TENANT_B) == f"0 of 9 tokens are cached. {NOTHING}"
+    cache = computed_in_steps(cache, prompt[:8], TENANT_B)
+    assert int(kv.lookup(cache, [prompt], [9], TENANT_B)[0]) == 8
+    assert kv.explain(cache, prompt, namespace=TENANT_A).endswith(f"{needed} {ELSEWHERE}")
+
+
+def computed_in_steps(cache, text, namespace):
+    """The cache after row 0 computed the text four tokens at a time, publishing as it went, and ended."""
+    tokens = np.array([text])
+    cache, _ = kv.allocate(cache, [0], [len(text)], tokens=tokens, namespace=namespace)
+    while (start := int(cache.context_len[0])) < len(text):
+        cache, _ = kv.extend(cache, [4], max_new=4, seq_ids=[0], tokens=tokens[:, start : start + 4])
+        cache, _ = kv.commit(cache, [0])
+    return kv.free(cache, [0])[0]
 
 
 def test_without_prefix_caching():

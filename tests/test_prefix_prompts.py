@@ -65,7 +65,7 @@ def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, pr
         (["--shared", "10000000"], "got --shared 10000000, expected fewer than the text has: "),
         (["--own", "10000000"], "got --own 10000000, expected fewer than the text has: "),
         (["--data", "nowhere"], "argument --data: there is no folder nowhere"),
-        (["--prompts", "1"], "expected an integer of at least 2"),
+        (["--prompts", "1"], "expected an integer from 2 to 10000"),
         (["--prompts", "5"], "gsm8k_test.jsonl has 12 examples, expected 13: lower --prompts"),
         (["--data", "."], "got --data ., expected text/gsm8k_test.jsonl in it: "),
     ],
