@@ -16,7 +16,7 @@ from kvcache_jax.decode_arguments import as_list, check_model, model_tokens, usa
 from kvcache_jax.decode_host import idle_cache
 from kvcache_jax.forward import Forward
 from kvcache_jax.prefill import feed_rows, fitting_chunk, prefill
-from kvcache_jax.state import Cache, Step
+from kvcache_jax.state import Admission, Cache, Step
 from kvcache_jax.status import Status, raise_for_status
 
 
@@ -63,8 +63,7 @@ def score(
     Raises:
       ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, a
         cache of another config, a call within `jit`, or a `forward` without a hash.
-      StatusError: the cache has too few blocks for the context and one continuation; both hold what their
-        windows reach.
+      StatusError: the cache has too few blocks for a continuation alone.
     """
     check_model("score", forward, config, params, cache)
     shared = model_tokens("context", context, least=1)
@@ -86,20 +85,26 @@ def score(
     shared_len = np.array([(len(shared) - 1) // step_len * step_len], np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
-    # One token more, for only what comes before the last one is looked up.
-    held, admission = allocate(idle_cache("score", cache, config), [0], shared_len + 1, tokens=history[:1])
-    raise_for_status(admission.status, "allocating the context")
-    first = np.zeros(1, np.int32)
-    held, _, status = prefill(forward, params, held, history[:1], shared_len, first, chunk_len=chunk_len)
-    raise_for_status(status, "prefilling the context")
-    held, _ = truncate(held, first, shared_len)  # gives that token's block back
 
+    def hold_context(cache: Cache) -> tuple[Cache, Admission]:
+        """The context in row 0."""
+        # One token more, for only what comes before the last one is looked up.
+        cache, admission = allocate(cache, [0], shared_len + 1, tokens=history[:1])
+        raise_for_status(admission.status, "allocating the context")
+        first = np.zeros(1, np.int32)
+        cache, _, status = prefill(
+            forward, params, cache, history[:1], shared_len, first, chunk_len=chunk_len
+        )
+        raise_for_status(status, "prefilling the context")
+        return truncate(cache, first, shared_len)[0], admission  # gives that token's block back
+
+    held, admission = hold_context(idle_cache("score", cache, config))
     results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
     waiting = [i for i in range(len(own)) if len(own[i])]
-    wave_len = config.max_seqs - 1
+    wave_len, is_alone = config.max_seqs - 1, False
     while waiting:
         wave = waiting[:wave_len]
-        rows = np.arange(1, len(wave) + 1)
+        rows = np.arange(len(wave)) + (0 if is_alone else 1)
         length = np.zeros(config.max_seqs, np.int32)
         for row, i in zip(rows, wave, strict=True):
             tokens = own[i]
@@ -107,20 +112,26 @@ def score(
             length[row] = len(shared) + len(tokens)
         ids = np.full(wave_len, config.max_seqs)
         ids[: len(wave)] = rows
-        held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
+        if not is_alone:
+            held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
         fitting = fitting_chunk(chunk_len, length - 1 - shared_len)
         held, logprobs, status = _score_rows(forward, params, held, history, length, chunk_len=fitting)
         held, _ = free(held, ids)
         logprobs, status = np.asarray(logprobs), np.asarray(status)
-        if len(wave) == 1:
+        if is_alone:
             raise_for_status(status[rows], f"scoring continuation {wave[0]}")
-        if (status != Status.OK).any():
-            # Fewer at a time leave each other more blocks.
-            wave_len = max(1, len(wave) // 2)
         for row, i in zip(rows, wave, strict=True):
             if status[row] == Status.OK:
                 results[i] = logprobs[row, len(shared) : length[row]]
                 waiting.remove(i)
+        if is_alone and waiting:
+            held, _ = hold_context(held)
+        # Fewer at a time leave each other more blocks. One that fails alone goes on in the context's own row:
+        # a fork holds what its windows reach beside what the context's reach.
+        has_failed = bool((status != Status.OK).any())
+        is_alone = has_failed and len(wave) == 1
+        if has_failed:
+            wave_len = max(1, len(wave) // 2)
     held, _ = free(held, [0])
     logprobs = [results[i] for i in range(len(own))]
     return ScoreResult(logprobs, held, int(admission.num_cached[0]))

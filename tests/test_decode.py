@@ -314,6 +314,26 @@ def test_score_equals_the_model_without_a_cache():
         kv.score(forward, PARAMS, [5], [[1]], config(), chunk_len=0)
 
 
+def test_a_continuation_that_fits_alone_is_scored():
+    """Also where no fork of it fits beside the context, of which its window holds the end."""
+
+    def score(num_blocks, continuations, cache=None):
+        window = kv.SlidingWindow(2, 4, window=6, block_size=2, num_blocks=num_blocks)
+        limits = dict(num_blocks=24, block_size=4, max_seqs=3, max_seq_len=48, max_query_len=3)
+        sizes = kv.CacheConfig([window, kv.FullAttention(2, 4)], **limits, enable_prefix_caching=True)
+        result = kv.score(forward, PARAMS, PROMPTS[2], continuations, sizes, cache=cache)
+        assert kv.check_invariants(result.cache) == [] and not np.asarray(result.cache.is_active).any()
+        assert int(kv.stats(result.cache).num_blocks_used) == 0
+        return result, sizes.groups[0].max_held_blocks
+
+    continuations = [[3] * 20, [1, 2] * 2, [5, 7, 9] * 5]
+    roomy, least = score(40, continuations)
+    tight, _ = score(least, continuations)
+    again, _ = score(least, continuations[::-1], tight.cache)
+    for expected, *got in zip(roomy.logprobs, tight.logprobs, again.logprobs[::-1], strict=True):
+        np.testing.assert_allclose(got, [expected] * 2, atol=1e-5)
+
+
 def test_the_vocabulary_is_read_off_the_model():
     assert vocab_size(forward, PARAMS, kv.init(config())) == VOCAB
 
