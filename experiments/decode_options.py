@@ -91,8 +91,19 @@ def parse(parser: command.Parser, arguments: Sequence[str] | None) -> argparse.N
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     options = parser.parse_intermixed_args(given[:end])
-    options.prompts += given[end + 1 :]
+    options.prompts = [_as_text(prompt) for prompt in [*options.prompts, *given[end + 1 :]]]
+    options.stop = [_as_text(text) for text in options.stop]
     return options
+
+
+def _as_text(argument: str) -> str:
+    """The argument; if Python took its bytes for ASCII, as it does where the locale is C, read as UTF-8."""
+    if not any("\udc80" <= character <= "\udcff" for character in argument):
+        return argument
+    try:
+        return os.fsencode(argument).decode(errors="surrogateescape")
+    except UnicodeEncodeError:  # no bytes that were escaped
+        return argument
 
 
 def check(options: argparse.Namespace) -> None:
@@ -140,9 +151,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
         return _lines(sys.stdin.buffer.read(), "standard input")
     if options.file is not None:
         return _read_file(Path(options.file))
-    # Python reads arguments as ASCII where the locale is C.
-    prompts = [os.fsencode(prompt).decode(errors="surrogateescape") for prompt in options.prompts]
-    return prompts or _piped() or list(OWN_PROMPTS)
+    return options.prompts or _piped() or list(OWN_PROMPTS)
 
 
 def _read_file(path: Path) -> list[str]:

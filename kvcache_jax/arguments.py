@@ -137,6 +137,18 @@ def item_spans(values: Any, num_rows: int) -> jax.Array:
     return jnp.asarray(_saturated("items", values))
 
 
+def item_spans_of_one(values: Any) -> jax.Array:
+    """Those of a single prompt, given as i32[I, 2]; i32[1, I, 2]."""
+    values = None if values is None else as_array("items", values)
+    if values is None or values.size == 0:
+        return item_spans(None, 1)
+    if values.ndim != 2 or values.shape[1] != 2:
+        raise ValueError(
+            f"items has shape {values.shape}, expected (any, 2): the first position and the end of each item"
+        )
+    return item_spans(values[None], 1)
+
+
 def namespace_words(values: Any, num_rows: int) -> jax.Array:
     """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
     if values is None:

@@ -21,9 +21,9 @@ def explain(
     """Says how many tokens of one prompt `allocate` would find cached, and why not more.
 
     It says whether a row holds the next block and has not published it, or the block was evicted (as long as
-    nothing else was published in its place), else which token is the first that the nearest cached sequence
-    of the namespace does not have. Of other namespaces it tells whether `allocate` would find more of the
-    prompt in one, and nothing else: keep even that from tenants.
+    it was not written to again, nor the index reset or scrubbed), else which token is the first that the
+    nearest cached sequence of the namespace does not have. Of other namespaces it tells whether `allocate`
+    would find more of the prompt in one, and nothing else: keep even that from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
@@ -54,7 +54,7 @@ def explain(
     num_tokens = len(tokens) if num_tokens is None else num_tokens
     num_tokens = static_count("num_tokens", num_tokens, 0, most=len(tokens), most_name="tokens")
     words = np.asarray(arguments.namespace_words(namespace, 1))[0]
-    spans = arguments.item_spans(None if items is None else [items], 1)
+    spans = arguments.item_spans_of_one(items)
     if cache.control.prefix_index is None:
         return (
             f"0 of {num_tokens} tokens are cached: the cache was built without prefix caching, see "
@@ -103,7 +103,7 @@ def explain(
 class _View(NamedTuple):
     """The indexed group in numpy; see `PrefixIndex`, `BlockPool` and `Control` for the arrays.
 
-    Of blocks that are published no more, tokens, hash and namespace are there until others take their place.
+    Of a block that was evicted, tokens, hash and namespace are there until it is written to.
 
     `children` are the published blocks behind a parent, in a namespace's bytes; the first ones of sequences
     have the parent `len(parent)`.

@@ -377,6 +377,9 @@ def test_prompts_are_lines_of_a_file(tmp_path):
     assert len(read_prompts()) == 2
     assert read_prompts("a", "--greedy", "--", "--b", "--json", "--") == ["a", "--b", "--json", "--"]
     assert read_prompts("J\udcc3\udcb6rg", "\udcff") == ["Jörg", "\udcff"]  # as Python reads them in ASCII
+    assert read_prompts("\ud800\udcc3", "日\udcc3") == ["\ud800\udcc3", "日\udcc3"]  # refused later
+    stop = ["--stop", "\udcc3\udca9"]
+    assert decode_options.parse(decode_options.make_parser(""), stop).stop == ["é"]
 
 
 @pytest.mark.parametrize(

@@ -197,8 +197,10 @@ def test_an_item_that_would_be_cut():
     assert kv.explain(user.cache, prompt, items=items) == f"0 of 10 tokens are cached. {cut} {differs}"
     assert kv.explain(user.cache, prompt) == f"4 of 10 tokens are cached. {differs}"
     assert kv.explain(user.cache, prompt[:5], items=[[2, 5]]) == f"0 of 5 tokens are cached. {cut}"
-    with pytest.raises(ValueError, match=r"items has shape \(1, 2\)"):
-        kv.explain(user.cache, prompt, items=[2, 7])
+    assert kv.explain(user.cache, prompt, items=[]) == kv.explain(user.cache, prompt)
+    for wrong, shape in (([2, 7], r"\(2,\)"), ([items], r"\(1, 1, 2\)")):
+        with pytest.raises(ValueError, match=rf"items has shape {shape}, expected \(any, 2\)"):
+            kv.explain(user.cache, prompt, items=wrong)
 
 
 def test_another_namespace_is_named_where_it_would_serve_more():
