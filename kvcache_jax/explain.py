@@ -21,9 +21,9 @@ def explain(
     """Says how many tokens of one prompt `allocate` would find cached, and why not more.
 
     It says whether a row holds the next block and has not published it, or the block was evicted (as long as
-    it was not written to again, nor the index reset or scrubbed), else which token is the first that the
-    nearest cached sequence of the namespace does not have. Of other namespaces it tells whether `allocate`
-    would find more of the prompt in one, and nothing else: keep even that from tenants.
+    nothing else was published in its place), else which token is the first that the nearest cached sequence
+    of the namespace does not have. Of other namespaces it tells whether `allocate` would find more of the
+    prompt in one, and nothing else: keep even that from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
@@ -103,7 +103,7 @@ def explain(
 class _View(NamedTuple):
     """The indexed group in numpy; see `PrefixIndex`, `BlockPool` and `Control` for the arrays.
 
-    Of a block that was evicted, tokens, hash and namespace are there until it is written to.
+    Eviction leaves a block's hash, until another is published in its place; reset and scrub do not.
 
     `children` are the published blocks behind a parent, in a namespace's bytes; the first ones of sequences
     have the parent `len(parent)`.
@@ -200,11 +200,8 @@ def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray
 
 
 def _was_published(view: _View, chain: list[int], block: np.ndarray, namespace: np.ndarray) -> bool:
-    """Whether the index still knows these tokens behind the `chain`, of a block that it gave up."""
+    """Whether the hash of these tokens behind the `chain`, which are not cached, is still there."""
     start, hash_key = len(chain) * view.block_size, jnp.asarray(view.hash_key)
     before = view.block_hash[chain[-1]] if chain else root_hash(hash_key, jnp.asarray(namespace))
     added = block_hashes(hash_key, jnp.asarray(block), jnp.int32(start))
-    has_hash = (view.block_hash == np.asarray(before + added)).all(axis=1)
-    gone = np.flatnonzero(has_hash & ~view.is_published)
-    is_it = (view.block_tokens[gone] == block).all(axis=1) & (view.namespace[gone] == namespace).all(axis=1)
-    return bool(is_it.any())
+    return bool((view.block_hash == np.asarray(before + added)).all(axis=1).any())

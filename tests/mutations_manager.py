@@ -169,8 +169,8 @@ MUTATIONS = [
         ),
         (
             "what was evicted was never there",
-            "return bool(is_it.any())",
-            "return False",
+            ".all(axis=1).any())",
+            ".all(axis=1).all())",
             "test_explain.py::test_an_eviction_is_told_where_something_else_goes_on",
         ),
         ("items may be cut", "num_found(words, spans), ", "num_found(words, spans[:, :0]), ", CUT),

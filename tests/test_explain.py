@@ -56,11 +56,7 @@ DIFFERS = "At position {} the prompt has token {}, where the nearest cached sequ
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8, ALL),
         ([1, 2, 3, 4, 5, 6, 7, 8], 4, ALL),
         ([1, 2, 3, 4], 0, ALL),
-        (
-            list(range(1, 14)),
-            8,
-            f"No cached sequence goes on behind position 8: {WHY}",
-        ),
+        (list(range(1, 14)), 8, f"No cached sequence goes on behind position 8: {WHY}"),
     ],
 )
 def test_where_a_prompt_leaves_what_is_cached(two_texts, text, num_cached, why):
@@ -93,7 +89,10 @@ def test_what_was_evicted_or_is_not_committed():
     assert explain(user, text) == "0 " + gone.format(0)
     assert explain(user, [*text[:3], 99, 5, 6]) == nothing.replace("13", "6")
     assert explain(user, text, TENANT_A) == nothing
-    user.start(0, [50 + token for token in range(48)])  # in all blocks
+    user.admit(0, [50 + token for token in range(48)])
+    user.fill(0)  # all blocks, and none is published
+    assert explain(user, text) == "0 " + gone.format(0)
+    user.commit(0)
     user.free(0)
     assert explain(user, text) == f"0 of 13 tokens are cached. {DIFFERS.format(0, 1, 50)}"
 
