@@ -170,10 +170,11 @@ def candidates() -> Iterator[Candidate]:
 def half_rates(trace: Trace, num_hits: np.ndarray) -> list[float]:
     """The hit rate by block of the first and of the second half, given i32[num_requests] hit ids."""
     half = len(trace.ids) // 2
-    return [
-        record["hit_rate_blocks"] or 0.0
-        for record in (rates(trace, num_hits, slice(0, half)), rates(trace, num_hits, slice(half, None)))
-    ]
+    return _by_block([rates(trace, num_hits, slice(0, half)), rates(trace, num_hits, slice(half, None))])
+
+
+def _by_block(halves: list[dict]) -> list[float]:
+    return [record["hit_rate_blocks"] or 0.0 for record in halves]  # None where there is no request
 
 
 def search(traces: dict[str, Trace], sizes: Sequence[int], tell: Callable[[str, float], None]) -> list[dict]:
@@ -229,7 +230,7 @@ def confirm(traces: dict[str, Trace], sizes: Sequence[int], tell: Callable[[str,
         for name, trace in traces.items():
             for size in sizes:
                 replayed = replay(trace, size, policy, functools.partial(tell, f"{policy}, {name}, {size:,}"))
-                found = [half["hit_rate_blocks"] or 0.0 for half in replayed["halves"]]
+                found = _by_block(replayed["halves"])
                 if found != (simulated := half_rates(trace, simulate(trace, size, key))):
                     raise RuntimeError(f"{policy} on {name}, {size} blocks: {found}, simulated {simulated}")
                 records.append({"trace": name, **replayed})
