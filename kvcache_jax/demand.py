@@ -4,7 +4,7 @@ The definition is sequential: the rows grow one after the other, each giving bac
 its window, then taking what it needs or failing. (Those that grow then give back before any takes: fewer
 cached blocks are evicted, or others.) Almost always every row fits and no tail is shared;
 then all rows proceed at once. Otherwise `_walk` decides row by row; it knows how many blocks can be had, not
-which are evicted for them, and says where that matters (`Decision`).
+which are evicted or freed for them, and says where that matters (`Decision`).
 """
 
 import dataclasses
@@ -142,14 +142,15 @@ class Decision(NamedTuple):
       demands: What the rows that want to grow need, per group.
       grows: bool[n], the row grows.
       copies_tail: bool[groups, n], it must copy its tail first.
-      depends_on_evictions: bool[], what a row gets may depend on what is evicted for those before it: some
-        last block that is to be written into is published, and may not be so any more at the row's turn.
+      must_take_turns: bool[], rows that take at once might get something else than one after the other:
+        a last block that is to be written into is published, and may be evicted for a row before it; or one
+        that is copied leaves a later row's window, and would be free before it was copied.
     """
 
     demands: list[Demand]
     grows: jax.Array
     copies_tail: jax.Array
-    depends_on_evictions: jax.Array
+    must_take_turns: jax.Array
 
 
 def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) -> tuple[Control, Decision]:
@@ -169,13 +170,14 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
     def walk(state):
-        ref_counts, _, _ = state
-        return _walk(ref_counts, available, control, demands, wish.seq_ids, wants, config)[:3]
+        ref_counts, *_ = state
+        return _walk(ref_counts, available, control, demands, wish.seq_ids, wants, config)[:4]
 
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     nothing_to_copy = jnp.zeros_like(wants, shape=(len(demands), *wants.shape))
     must_walk = ~fits | is_shared | is_published
-    ref_counts, grows, copies = run_if(must_walk, walk, (ref_counts, wants, nothing_to_copy))
+    state = ref_counts, wants, nothing_to_copy, jnp.zeros_like(must_walk)
+    ref_counts, grows, copies, loses_tail = run_if(must_walk, walk, state)
     pools = tuple(
         dataclasses.replace(pool, ref_count=ref_count)
         for pool, ref_count in zip(control.block_pools, ref_counts, strict=True)
@@ -183,7 +185,7 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
     needs = num_taken(demands, grows, copies)
     lacks = any_of([n > pool.num_free for n, pool in zip(needs, pools, strict=True)])
     control = dataclasses.replace(control, block_pools=pools)
-    return control, Decision(demands, grows, copies, is_published & lacks)
+    return control, Decision(demands, grows, copies, loses_tail | (is_published & lacks))
 
 
 def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -> list[jax.Array]:
@@ -211,7 +213,7 @@ def _walk(
     seq_ids: jax.Array,
     wants: jax.Array,
     config: CacheConfig,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, jax.Array]:
     """`decide` one row after the other, counting owners down on the way and up again at the end.
 
     Only owners and free blocks are followed: a block taken here is neither shared nor given back in
@@ -227,8 +229,9 @@ def _walk(
       config: The cache's.
 
     Returns:
-      The counts as they were. As from `decide`, bool[n] and bool[groups, n]. And i32[n, groups], the blocks
-      that are left when the row has taken its own, negative if it cannot.
+      The counts as they were. As from `decide`, bool[n] and bool[groups, n]. bool[], a block that is copied
+      is free when all rows had their turn. And i32[n, groups], the blocks that are left when the row has
+      taken its own, negative if it cannot.
     """
 
     def walk_row(state, row):
@@ -264,7 +267,20 @@ def _walk(
 
     (ref_counts, _), walked = lax.scan(walk_row, (ref_counts, available), (seq_ids, wants, demands))
     grows, copies, spare, let_go = walked
-    return add_owners(ref_counts, let_go, 1), grows, copies.T, spare
+    loses_tail = any_of(
+        [
+            (
+                copied
+                & block_pool.has_no_owner(counts, demand.tail)
+                & ~block_pool.is_published(pool, demand.tail)
+            ).any()
+            for counts, demand, copied, pool in zip(
+                ref_counts, demands, copies.T, control.block_pools, strict=True
+            )
+        ]
+    )
+    loses_tail, ref_counts = read_first(loses_tail, ref_counts)
+    return add_owners(ref_counts, let_go, 1), grows, copies.T, loses_tail, spare
 
 
 def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: jax.Array) -> jax.Array:

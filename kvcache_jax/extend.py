@@ -1,7 +1,7 @@
 """Reserving slots for new tokens: the rows that `demand` lets grow take their blocks and copies.
 
 All at once, as a rule. Where what a row gets may depend on the blocks that are evicted for those before it,
-they take turns.
+or that later ones give back, they take turns.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ def extend_control(
 def _grow(
     control: Control, wish: Wish, config: CacheConfig
 ) -> tuple[Control, tuple[BlockCopies, ...], jax.Array]:
-    """The rows take what they need, all at once; or, where that may depend on evictions, each at its turn.
+    """The rows take what they need, all at once; or, where that may differ (`Decision`), each at its turn.
 
     Returns:
       The control state; per group the copies, of which a later one may overwrite what an earlier one read;
@@ -121,7 +121,7 @@ def _grow(
         control, copies, grows, turn, is_one_by_one = state
         wants = wish.wants & (~is_one_by_one | (order == turn))
         control, decision = decide(control, wish, wants, config)
-        takes_turns = is_one_by_one | decision.depends_on_evictions
+        takes_turns = is_one_by_one | decision.must_take_turns
         # The first time that this is found, nobody takes anything yet.
         is_decided = takes_turns == is_one_by_one
         decision = decision._replace(
@@ -139,8 +139,8 @@ def _grow(
     copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
     nobody = wish.wants & False
     state = control, copies, nobody, num_true(nobody), nobody.any()
-    if control.prefix_index is None:
-        return take_turn(state)[:3]
+    if control.prefix_index is None and all(group.window is None for group in config.groups):
+        return take_turn(state)[:3]  # nothing is evicted, and nothing leaves a window
     return lax.while_loop(is_left, take_turn, state)[:3]
 
 
@@ -149,7 +149,7 @@ def _take_blocks(
 ) -> tuple[Control, tuple[BlockCopies, ...]]:
     """Rows that grow get their blocks, and copies of their last ones.
 
-    Of several rows that take at once, none copies a block that may be evicted for another.
+    Of several rows that take at once, none copies a block that may be evicted or freed for another.
     """
     demands, grows, copies_tail, _ = decision
     rows = jnp.where(grows, wish.seq_ids, control.max_seqs)

@@ -70,6 +70,7 @@ LONG_PROMPT = "test_windows.py::test_allocate_of_a_prompt_longer_than_the_pool"
 ROLLBACK = "test_windows.py::test_truncate_within_the_rollback_then_decode[4-0]"
 LOST_TWICE = "test_windows.py::test_repeated_truncates_see_the_right_keys_or_fail[3]"
 WINDOW_FORKS = "test_windows.py::test_forks_of_windowed_rows[4-0]"
+COPIED_LATER = "test_windows.py::test_a_block_that_is_copied_is_not_free_for_an_earlier_copy"
 BEYOND = "test_windows.py::test_truncate_beyond_the_rollback_is_window_lost"
 
 PREFIX_GRADIENTS = "test_gradients.py::test_gradients_flow_into_the_pools_through_forks_and_copies"
@@ -273,6 +274,7 @@ DEMAND = in_module(
         f"{BOUNDED}[window 6]",
     ),
     ("max_rollback ignored", ", group.max_rollback)", ")", BEYOND),
+    ("free before it is copied", "loses_tail | (is_published & lacks)", "is_published & lacks", COPIED_LATER),
 )
 
 REACH = in_module(

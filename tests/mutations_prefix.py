@@ -181,7 +181,7 @@ MUTATIONS = [
         ),
         (
             "rows take at once what may be evicted for each other",
-            "is_one_by_one | decision.depends_on_evictions",
+            "is_one_by_one | decision.must_take_turns",
             "is_one_by_one",
             "test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
         ),

@@ -172,6 +172,25 @@ def test_forks_of_windowed_rows(block_size, num_sink_tokens):
     assert num_free(driver.cache) == config.groups[0].num_blocks
 
 
+def test_a_block_that_is_copied_is_not_free_for_an_earlier_copy():
+    """Row 1 copies a block that leaves row 2's window then; row 0, before both, needs one to copy into."""
+    driver = WindowDriver(speculative_config(4, 0))
+    driver.start(0, 2)
+    driver.step({0: 2})
+    driver.fork(0, 3)
+    driver.start(2, 4)
+    driver.step({2: 4})
+    driver.fork(2, 1)
+    assert driver.truncate(1, 2) == Status.OK
+    driver.step({2: 5})
+    driver.step({2: 3})
+    (shared,) = table(driver.cache, 1)
+    assert shared in table(driver.cache, 2)
+    driver.step({0: 1, 1: 1, 2: 1})
+    assert shared not in table(driver.cache, 0) + table(driver.cache, 1)
+    driver.step({0: 3, 1: 3, 2: 3, 3: 3})
+
+
 @pytest.mark.parametrize("block_size, num_sink_tokens", [(4, 0), (1, 2), (3, 5)])
 def test_truncate_within_the_rollback_then_decode(block_size, num_sink_tokens):
     """Speculative decoding: after every step up to `max_rollback` tokens go, and others come instead."""
