@@ -122,7 +122,7 @@ def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """`release` for i32[...] ids that may repeat, as when several rows drop a shared block."""
     block_ids = block_ids.reshape(-1)
     ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last = has_no_owner(ref_count, block_ids)
+    is_last, ref_count = read_first(has_no_owner(ref_count, block_ids), ref_count)
     is_first, ref_count = first_of_equal(ref_count, is_last, block_ids)
     ref_count = set_at(ref_count, jnp.where(is_first, block_ids, pool.num_blocks), 0)
     return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)

@@ -110,8 +110,14 @@ def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
             for array, (places, values), update in zip(arrays, entries, updates, strict=True)
         ]
 
-    if num_trips <= 1:
-        return update_some(0, arrays) if num_trips else arrays
+    if num_trips == 0:
+        return arrays
+    if num_trips == 1:
+        # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
+        is_any = any_of(
+            [_is_inside(places, x.shape).any() for x, (places, _) in zip(arrays, entries, strict=True)]
+        )
+        return run_if(is_any, functools.partial(update_some, 0), arrays)
     return lax.fori_loop(0, num_trips, update_some, arrays)
 
 
@@ -120,6 +126,9 @@ def _trips(update: Update, size: int) -> tuple[list[jax.Array], jax.Array]:
     values = jnp.asarray(update.values, update.array.dtype)
     index = jnp.broadcast_arrays(*(update.at if isinstance(update.at, tuple) else (update.at,)))
     window = update.array.shape[len(index) :]
+
+    # One trip needs no padding, which XLA would fold into updates that it does not do in place.
+    size = min(size, max(index[0].size, 1))
 
     def split(entries: jax.Array) -> jax.Array:
         if num_missing := -entries.shape[0] % size:
@@ -193,7 +202,7 @@ def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple
     """
     mark = jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape) - index.size
     marked = min_at(array, jnp.where(mask, index, array.shape[0]), mark)
-    return mask & (get_at(marked, index, 0) == mark), marked
+    return read_first(mask & (get_at(marked, index, 0) == mark), marked)
 
 
 def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -202,8 +211,8 @@ def rank_true(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return up_to - mask.astype(jnp.int32), up_to[-1]
 
 
-def read_first(values: Any, array: jax.Array) -> tuple[Any, jax.Array]:
-    """`values` (a pytree), read from `array`, and `array`, to be written only after the read.
+def read_first[T](values: Any, array: T) -> tuple[Any, T]:
+    """`values` (a pytree), read from `array` (or a pytree of them), and `array`, to be written only then.
 
     Without the fence XLA may plan the write first and keep a copy of the whole array for the read.
     """

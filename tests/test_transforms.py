@@ -205,15 +205,22 @@ def decode_loop(cache):
     return jax.lax.fori_loop(0, 5, lambda i, c: decode(c)[0], cache)
 
 
+def extend_one_row(cache):
+    row = jnp.argmax(cache.control.is_active).astype(jnp.int32)[None]
+    cache, step = kv.extend(cache, row + 1, max_new=1, seq_ids=row)
+    return cache, step.status
+
+
 @pytest.mark.parametrize(
     ("kinds", "step_fn"),
     [
         ([KIND] * 2, decode),
+        ([KIND, WINDOW], extend_one_row),
         ([KIND, WINDOW], decode),
         ([KIND] * 2, decode_scan),
         ([KIND, WINDOW], decode_loop),
     ],
-    ids=["full", "grouped", "scan", "loop"],
+    ids=["full", "one row", "grouped", "scan", "loop"],
 )
 def test_the_compiled_step_copies_no_pool_and_no_array_of_blocks(kinds, step_fn):
     num_bytes, pool_bytes = compiled_bytes(kinds, step_fn)
