@@ -18,7 +18,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Outcome:
 
     continuations: Sequence[Sequence[kv.Generation | kv.Beam]]
     result: kv.GenerateResult | kv.BeamResult
+    looks: list[kv.Look]
     warm_up_seconds: float
 
 
@@ -224,17 +225,25 @@ def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every:
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
+    looks: list[kv.Look] = []
+
+    def noting(on_look: Callable[..., None]) -> Callable[..., None]:
+        def note(look: kv.Look, *beams: Any) -> None:
+            looks.append(look)
+            on_look(look, *beams)
+
+        return note
+
     with view.compiling():
         seconds = warm_up(job)
     with view:
         if job.options.beams:
-            found = search(job, job.tokens, view.on_beams, look_every=8)
-            return Outcome(found.beams, found, seconds)
-        result = generate(
-            job, job.tokens, job.options.max_new, on_tokens=view.on_tokens, on_look=view.on_look
-        )
+            found = search(job, job.tokens, noting(view.on_beams), look_every=8)
+            return Outcome(found.beams, found, looks, seconds)
+        callbacks = dict(on_tokens=view.on_tokens, on_look=noting(view.on_look))
+        result = generate(job, job.tokens, job.options.max_new, **callbacks)
     per_prompt = [[g for g in result.generations if g.prompt_id == i] for i in range(len(job.prompts))]
-    return Outcome(per_prompt, result, seconds)
+    return Outcome(per_prompt, result, looks, seconds)
 
 
 def figures(job: Job, outcome: Outcome) -> dict[str, float]:
@@ -350,9 +359,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(report(job, outcome), allow_nan=False))
     else:
         decode_view.show_figures(figures(job, outcome), color)
-        print(decode_timeline.timeline_text(outcome.result.timeline, job.config, color))
+        print(decode_timeline.timeline_text(outcome.looks, job.config, color))
     if options.picture:
-        decode_timeline.draw_timeline(outcome.result.timeline, job.config, options.picture)
+        decode_timeline.draw_timeline(outcome.looks, job.config, options.picture)
         if not options.json:
             print(f"\nwrote {options.picture}")
     return 0

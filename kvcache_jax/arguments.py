@@ -94,7 +94,9 @@ def _words(name: str, values: Any) -> jax.Array | np.ndarray:
 
 def token_ids(values: Any, *shape: int | None) -> jax.Array:
     """Token ids as i32 of the given shape; None stands for any length."""
-    values = jnp.asarray(_words("tokens", values))
+    values = as_array("tokens", values)
+    has_no_columns = values.size == 0 and len(values) > 0
+    values = jnp.zeros(values.shape, jnp.int32) if has_no_columns else jnp.asarray(_words("tokens", values))
     fits = len(values.shape) == len(shape)
     fits = fits and all(want in (None, got) for got, want in zip(values.shape, shape, strict=True))
     if not fits:
@@ -230,11 +232,15 @@ def pool_of(cache: Cache, group_id: int) -> KVPool:
 def group_ids(config: CacheConfig, group: int | None) -> list[int]:
     """The layer group, or all of them for None."""
     num_groups = len(config.groups)
-    if group is None:
-        return list(range(num_groups))
+    return list(range(num_groups)) if group is None else [checked_group(config, group)]
+
+
+def checked_group(config: CacheConfig, group: Any) -> int:
+    """The number of one layer group."""
+    group, num_groups = as_integer("group", group), len(config.groups)
     if group not in range(num_groups):
-        raise ValueError(f"group is {group!r}, expected 0 <= group < {num_groups}; see config.groups")
-    return [group]
+        raise ValueError(f"group is {group}, expected 0 <= group < {num_groups}; see config.groups")
+    return group
 
 
 def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:

@@ -27,7 +27,7 @@ def with_work(step: Step, config: CacheConfig, pools: tuple[KVPool, ...], block_
             num_heads = num_local_heads(pool.k, config.head_axis)
             q_shape = (rows.table_row.shape[0], num_queries, num_heads, 1, head_dim)
             num_columns = block_pool.block_table.shape[1]
-            plan_for, interpret = kernels(MOSAIC_GPU).plan_for, is_interpreted()
+            plan_for, interpret = kernels(MOSAIC_GPU).plan_for, is_interpreted.value
             work = plan_for(rows, q_shape, num_columns, block_size, interpret=interpret)
             plans[group_id] = dataclasses.replace(plans[group_id], work=tuple(work))
     return dataclasses.replace(step, plans=tuple(plans))
@@ -63,7 +63,7 @@ def forward(
             decode_options,
             layer=layer,
             sink_logits=sink_logits,
-            interpret=is_interpreted(),
+            interpret=is_interpreted.value,
             **plan,
         )
         return tuple(_joined(x, q.shape) for x in results)

@@ -130,7 +130,7 @@ def beam_search(
       stop_tokens: Ids that finish a hypothesis.
       chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
       look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
-      on_look: Called with each entry of the timeline and the hypotheses so far.
+      on_look: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
 
     Returns:
       A `BeamResult`.
@@ -174,9 +174,10 @@ def beam_search(
                 f"prompt {beams.index([])} has no hypothesis: all its logits are NaN or -inf"
             )
         seconds = time.perf_counter() - start
-        timeline.append(look_at(state.cache, int(state.num_steps), seconds, running))
+        look = look_at(state.cache, int(state.num_steps), seconds, running)
+        timeline.append(dataclasses.replace(look, block_tables=[]))
         if on_look:
-            on_look(timeline[-1], beams)
+            on_look(look, beams)
         return beams
 
     stops, penalty = decode_arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)

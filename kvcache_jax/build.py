@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from kvcache_jax import implementations
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig, require_config
-from kvcache_jax.empty_state import empty_control, empty_pools
+from kvcache_jax.empty_state import empty_control, empty_pools, in_place_of
 from kvcache_jax.head_axis import check_in_mesh
 from kvcache_jax.memory_plan import describe
 from kvcache_jax.state import Cache, Control
@@ -111,4 +111,4 @@ def reset(cache: Cache) -> Cache:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _reset(control: Control, config: CacheConfig) -> Control:
-    return empty_control(config, control.hash_key)
+    return in_place_of(control, empty_control(config, control.hash_key))

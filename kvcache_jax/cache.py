@@ -96,9 +96,11 @@ def allocate(
     num_rows = seq_ids.shape[0]
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
     arguments.require_tokens("allocate", tokens, cache)
-    tokens = (
-        jnp.zeros((num_rows, 0), jnp.int32) if tokens is None else arguments.token_ids(tokens, num_rows, None)
-    )
+    no_tokens = jnp.zeros((num_rows, 0), jnp.int32)
+    tokens = no_tokens if tokens is None else arguments.token_ids(tokens, num_rows, None)
+    items = arguments.item_spans(items, num_rows)
+    if cache.control.prefix_index is None:  # prompts of any width are one program
+        tokens, items = no_tokens, items[:, :0]
     priority = (
         jnp.zeros_like(seq_ids) if priority is None else arguments.int_column("priority", priority, num_rows)
     )
@@ -108,7 +110,7 @@ def allocate(
         priority=priority,
         tokens=tokens,
         reuse=arguments.flags("reuse", reuse, num_rows),
-        items=arguments.item_spans(items, num_rows),
+        items=items,
     )
     cache, (status, num_cached) = _on_rows(admission.allocate_row, cache, seq_ids, prompts)
     ends = prompts.items[..., 1]
@@ -166,11 +168,12 @@ def extend(
     limit = cache.config.query_len_limit
     if max_new is not None:
         max_new = static_count("max_new", max_new, most=limit, most_name="max_query_len")
-    if num_tokens is not None:
-        num_tokens = static_count("num_tokens", num_tokens, most=2**31 - 1, most_name="the largest index")
     if seq_ids is not None:
         seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
+    if num_tokens is not None:
+        most = (2**31 - 1) // max(num_rows, 1) - 1  # what all rows ask for is added up
+        num_tokens = static_count("num_tokens", num_tokens, most=most, most_name="2**31 over the rows")
     num_new = arguments.int_column("num_new", num_new, num_rows)
     arguments.require_tokens("extend", tokens, cache)
     if tokens is not None:
@@ -392,7 +395,8 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
 
     Returns:
       `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length
-      and, in a window group, where tokens were given back; length 0 for idle rows and ids out of range.
+      and, in a window group, where tokens were given back; length 0 for idle rows, and for ids and
+      traced layers out of range.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
@@ -416,7 +420,8 @@ def _gather(
     pool: Any, control: Control, seq_id: jax.Array, index: jax.Array, group_id: int, max_seq_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     block_pool = control.block_pools[group_id]
-    length = get_at(control.context_len, seq_id, 0)
+    is_layer = index < pool.k.shape[0] // block_pool.num_blocks
+    length = jnp.where(is_layer, get_at(control.context_len, seq_id, 0), 0)
     ids = get_at(block_pool.block_table, seq_id)
     block = storage.block_rows(ids, index, block_pool.num_blocks, pool.k.shape[0])
     k, v = storage.load_row(pool, block, length, max_seq_len)

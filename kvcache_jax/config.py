@@ -180,6 +180,10 @@ class CacheConfig:
         """Computed once: jit asks at every call."""
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept: strings hash differently in another process."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))

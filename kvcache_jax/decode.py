@@ -125,7 +125,8 @@ def generate(
       look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
-      on_look: Called with each entry of the timeline as it is made, behind that look's `on_tokens`.
+      on_look: Called with each entry of the timeline, and its block tables, as it is made, behind that look's
+        `on_tokens`.
 
     Returns:
       A `GenerateResult`.

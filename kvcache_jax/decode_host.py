@@ -56,7 +56,8 @@ class Look:
       num_active_seqs: Rows that hold a sequence.
       running: {row: (prompt_id, sample_id)}, what the rows decode.
       ended: Continuations that came to their end at this look.
-      block_tables: Per group, i32[max_seqs, max_blocks_per_seq].
+      block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
+        all: `on_look` gets them.
     """
 
     num_steps: int
@@ -158,7 +159,7 @@ class Host:
         """Adds a look at the cache to the timeline."""
         seconds = time.perf_counter() - self.start
         look = look_at(state.cache, int(state.num_steps), seconds, self.running, ended)
-        self.timeline.append(look)
+        self.timeline.append(dataclasses.replace(look, block_tables=[]))
         if self.on_look:
             self.on_look(look)
 

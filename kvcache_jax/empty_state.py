@@ -1,5 +1,7 @@
 """States in which nothing is held: what `init`, `reset` and a forgotten index start from."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,11 @@ from kvcache_jax.state import (
 
 # A bucket is compared at once. A full one refuses a block: now and then, if there is one bucket per block.
 _WAYS, _BUCKETS_PER_BLOCK = 8, 2
+
+
+def in_place_of(old: Any, fresh: Any) -> Any:
+    """`fresh`, a pytree made of constants, as varying over a mesh as `old`: a loop may carry it on."""
+    return jax.tree.map(lambda x, new: jnp.where(jnp.zeros_like(x, bool), x, new), old, fresh)
 
 
 def empty_control(config: CacheConfig, hash_key: jax.Array) -> Control:

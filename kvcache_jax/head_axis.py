@@ -31,8 +31,11 @@ def over_heads(
     def spec(position: int | None) -> PartitionSpec:
         return PartitionSpec() if position is None else PartitionSpec(*[None] * position, axis)
 
+    # All axes that the caller does not map over: kernels for TPUs take no mesh that XLA splits by itself.
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)
     in_specs, out_specs = (tuple(map(spec, positions)) for positions in (inputs, outputs))
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def num_local_heads(pool: jax.Array, head_axis: str | None) -> int:

@@ -1,7 +1,6 @@
 """Which implementation serves a cache or a call: XLA, or the kernels for one kind of device."""
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -16,12 +15,8 @@ _PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
 # What `None` may pick: implementations that have run, and were measured, on their hardware.
 _MEASURED: tuple[str, ...] = ()
 
-_is_interpreted = contextvars.ContextVar("is_interpreted", default=False)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels traced now are to run on the CPU."""
-    return _is_interpreted.get()
+is_interpreted = jax.make_user_context(False)
+"""Whether kernels traced now are to run on the CPU; what is compiled elsewhere is not reused for it."""
 
 
 @contextlib.contextmanager
@@ -30,11 +25,8 @@ def interpreted() -> Iterator[None]:
 
     Those for GPUs on one device: jax's interpreter confuses the barriers of several.
     """
-    token = _is_interpreted.set(True)
-    try:
+    with is_interpreted(True):
         yield
-    finally:
-        _is_interpreted.reset(token)
 
 
 def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int = 1) -> str:
@@ -79,7 +71,7 @@ def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
 
     if reason := untested_jax():
         return reason
-    if not _is_interpreted.get():
+    if not is_interpreted.value:
         platform = _platform()
         if platform != _PLATFORM[name]:
             return f"it is for {_PLATFORM[name]} devices, and this is {platform}"

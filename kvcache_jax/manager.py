@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from kvcache_jax import arguments
 from kvcache_jax import manager_errors as errors
 from kvcache_jax import manager_programs as programs
+from kvcache_jax.arguments import checked_group
 from kvcache_jax.cache_holder import CacheHolder
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.manager_requests import (
@@ -26,7 +27,6 @@ from kvcache_jax.manager_requests import (
     Request,
     checked_count,
     checked_final_len,
-    checked_group,
     checked_widths,
     padded,
     prompt_of,
@@ -159,7 +159,7 @@ class CacheManager:
         """Reserves slots for new tokens of one request, or of several; all of them or none.
 
         Their keys and values are yet to be written, by a step function passed to `run`. If that does not
-        happen, `truncate_request` takes the tokens back.
+        happen, `truncate_request` takes the tokens back, as far as windows allow (`WindowLost`).
 
         Args:
           new: A request id; or `{request_id: token_ids}`, one row each, in this order.

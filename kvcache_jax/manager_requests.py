@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvcache_jax import arguments
 from kvcache_jax.admission import Prompt
-from kvcache_jax.config import CacheConfig
 from kvcache_jax.state import Step
 from kvcache_jax.static_numbers import as_integer, static_count, static_flag
 
@@ -104,8 +102,3 @@ def checked_count(name: str, count: Any) -> int:
 def checked_final_len(request_id: Hashable, length: Any) -> int:
     """The `final_len` of a commit; None stands for all tokens."""
     return TO_THE_END if length is None else checked_count(f"final_len of request {request_id!r}", length)
-
-
-def checked_group(config: CacheConfig, group: Any) -> int:
-    """The number of one layer group."""
-    return arguments.group_ids(config, as_integer("group", group))[0]

@@ -17,7 +17,7 @@ from kvcache_jax.admission import Prompt, find_hits
 from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.empty_state import empty_index
+from kvcache_jax.empty_state import empty_index, in_place_of
 from kvcache_jax.indexing import num_true
 from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import Cache, Control
@@ -240,10 +240,10 @@ def _forget(control: Control, config: CacheConfig) -> tuple[Control, jax.Array]:
         pools.append(block_pool.withdraw(pool, block_ids))
     index = control.prefix_index
     assert index is not None
-    index = dataclasses.replace(empty_index(config), block_tokens=index.block_tokens)
+    empty = dataclasses.replace(empty_index(config), block_tokens=index.block_tokens)
     return dataclasses.replace(
         control,
         num_published=jnp.zeros_like(control.num_published),
-        prefix_index=index,
+        prefix_index=in_place_of(index, empty),
         block_pools=tuple(pools),
     ), num_dropped

@@ -63,7 +63,7 @@ def score(
     Raises:
       ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, a
         cache of another config, a call within `jit`, or a `forward` without a hash.
-      StatusError: the cache has too few blocks for a continuation alone.
+      StatusError: the cache has too few blocks for the context and one continuation.
     """
     check_model("score", forward, config, params, cache)
     shared = model_tokens("context", context, least=1)

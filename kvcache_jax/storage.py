@@ -123,7 +123,7 @@ def _copy_by_kernel(
     kernel = functools.partial(
         implementations.kernels(name).copy_blocks,
         num_blocks=num_blocks,
-        interpret=implementations.is_interpreted(),
+        interpret=implementations.is_interpreted.value,
     )
     copy = over_heads(kernel, pools[0], head_axis, (1, 1, None, None, None), (1, 1))
     return copy(*pools, src, dst, num_copies)

@@ -11,11 +11,10 @@ families that has its options, so that other programs can open it too. What does
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 __all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 _TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
 _FLOATS = ("F32", "BF16", "F16")
 
@@ -109,17 +109,25 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
         # safetensors writes memory as it lies: a transposed view would come back untransposed.
         tensors[name] = np.ascontiguousarray(np.asarray(leaf).T if is_transposed else np.asarray(leaf))
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (_INDEX, _TOKENIZER, "generation_config.json"):
-        (folder / name).unlink(missing_ok=True)
-    _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(values, indent=2) + "\n"))
-    if isinstance(tokenizer, FileTokenizer):
-        _replace(folder / _TOKENIZER, lambda path: tokenizer.inner.save(str(path)))
-    # Other programs refuse weights whose metadata does not say "pt".
-    save_file = functools.partial(safetensors.numpy.save_file, tensors, metadata={"format": "pt"})
+    files = {name: folder / f"{name}.part" for name in (_WEIGHTS, _TOKENIZER, _CONFIG)}
     try:
-        _replace(folder / _WEIGHTS, save_file)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{folder / _WEIGHTS} cannot be written: {error}") from error
+        # Other programs refuse weights whose metadata does not say "pt".
+        safetensors.numpy.save_file(tensors, files[_WEIGHTS], metadata={"format": "pt"})
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.inner.save(str(files[_TOKENIZER]))
+        files[_CONFIG].write_text(json.dumps(values, indent=2) + "\n")
+    except BaseException as error:
+        for part in files.values():
+            part.unlink(missing_ok=True)
+        if isinstance(error, safetensors.SafetensorError):
+            raise CheckpointError(f"{folder / _WEIGHTS} cannot be written: {error}") from error
+        raise
+    # From here on there is no config.json, and nothing to load, until all files are the new ones.
+    for name in (_CONFIG, _INDEX, _TOKENIZER, _GENERATION):
+        (folder / name).unlink(missing_ok=True)
+    for name, part in files.items():
+        if part.exists():
+            part.replace(folder / name)
 
 
 def load_config(
@@ -139,7 +147,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     folder = pathlib.Path(folder)
     vocab_size, stop_tokens = load_config(folder).vocab_size, _stop_tokens(folder)
     path = folder / _TOKENIZER
-    if path.exists():
+    if os.path.lexists(path):  # a link to nowhere too is a tokenizer that is broken
         try:
             tokenizer = FileTokenizer(path, stop_tokens)
         except ValueError as error:
@@ -151,7 +159,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             )
         return tokenizer
     for name in _OTHER_TOKENIZERS:
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             raise CheckpointError(f"{folder} has {name}, expected {_TOKENIZER}: convert it first")
     if vocab_size < ByteTokenizer.vocab_size:
         raise CheckpointError(
@@ -162,8 +170,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
-    path = folder / "generation_config.json"  # where it is, it knows better: chats end with other tokens
-    for values in (JsonObject(path if path.exists() else folder / _CONFIG), JsonObject(folder / _CONFIG)):
+    names = [_CONFIG]
+    if os.path.lexists(folder / _GENERATION):  # knows better: chats end with other tokens
+        names.insert(0, _GENERATION)
+    for values in (JsonObject(folder / name) for name in names):
         stop_tokens = values.get("eos_token_id", (int, list), [])
         stop_tokens = stop_tokens if isinstance(stop_tokens, list) else [stop_tokens]
         if not all(type(token) is int and 0 <= token < 2**31 for token in stop_tokens):
@@ -237,6 +247,10 @@ def _open(folder: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Tenso
 
 def _open_file(path: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Tensor]:
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
         file = stack.enter_context(safetensors.safe_open(path, framework="np"))
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
@@ -270,10 +284,3 @@ def _check_same(folder: pathlib.Path, embedding: _Tensor, unembedding: _Tensor) 
 def _few(names: Collection[str]) -> str:
     shown, num_more = sorted(names)[:3], len(names) - 3
     return ", ".join(shown) + (f" and {num_more} more" if num_more > 0 else "")
-
-
-def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-    """Writes beside the file and then takes its place, so that an interruption leaves no half of one."""
-    part = path.with_name(f"{path.name}.part")
-    write(part)
-    os.replace(part, path)

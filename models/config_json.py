@@ -44,6 +44,7 @@ _ONLY = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
     "use_mrope": False,
+    "is_causal": True,
 }
 _WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}  # what a missing key stands for; null is read
 _NUMBER = (int, float)
@@ -243,12 +244,14 @@ def _rope(values: JsonObject) -> dict[str, Any]:
         raise part.error(type_name, "default or llama3: nothing else is implemented")
     scaling = None
     if rope_type == "llama3":
+        original = "original_max_position_embeddings"
+        above = values.get(original, int, None)  # goes before what stands with the scaling
         scaling = part.make(
             Llama3Scaling,
             factor=part.get("factor", _NUMBER),
             low_freq_factor=part.get("low_freq_factor", _NUMBER),
             high_freq_factor=part.get("high_freq_factor", _NUMBER),
-            original_max_seq_len=part.get("original_max_position_embeddings", int),
+            original_max_seq_len=part.get(original, int) if above is None else above,
         )
     return dict(rope_theta=theta, rope_scaling=scaling)
 

@@ -220,7 +220,7 @@ def test_each_device_runs_its_own_heads(axis_type, count_calls):
     """With the pools never gathered; the prompt has more tokens than a kernel's row."""
     config = config_of("mosaic_tpu", windows=(None,))
     chunks = [chunk("mosaic_tpu", num_new, seed) for seed, num_new in enumerate((9, 2))]
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(axis_type,))
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
 
     def scenario():
         with jax.set_mesh(mesh):
@@ -235,6 +235,33 @@ def test_each_device_runs_its_own_heads(axis_type, count_calls):
     found = [np.asarray(outs[0])[0], *np.asarray(outs[1])[[0, 2]]]
     for out, row in zip(found, rows_of(chunks), strict=True):
         np.testing.assert_allclose(out, dense_attention(*row)[0], atol=1e-5)
+
+
+def test_caches_side_by_side_run_one_after_the_other():
+    """Pallas has no batched form of pools that stay in a TPU's memory."""
+    config = config_of("mosaic_tpu", windows=(None,))
+    chunks = [chunk("mosaic_tpu", num_new, seed) for seed, num_new in enumerate((9, 2))]
+
+    def scenario():
+        caches, twice = (
+            jax.tree.map(lambda x: jnp.stack([x, x]), tree) for tree in (kv.init(config), chunks)
+        )
+        return jax.jit(jax.vmap(append_and_attend))(caches, twice)[1]
+
+    outs = run_interpreted(scenario)
+    for element in range(2):
+        found = [np.asarray(outs[0])[element, 0], *np.asarray(outs[1])[element, [0, 2]]]
+        for out, row in zip(found, rows_of(chunks), strict=True):
+            np.testing.assert_allclose(out, dense_attention(*row)[0], atol=1e-5)
+
+
+def test_what_was_interpreted_is_not_taken_for_what_runs():
+    cache = jax.eval_shape(functools.partial(kv.init, config_of("mosaic_tpu")))
+    extend = jax.jit(functools.partial(kv.extend, max_new=1))
+    with testing.interpreted():
+        jax.eval_shape(extend, cache, jnp.ones(4, jnp.int32))
+    with pytest.raises(NotImplementedError, match="'mosaic_tpu' does not run here"):
+        jax.eval_shape(extend, cache, jnp.ones(4, jnp.int32))
 
 
 def test_the_gpus_interpreter_is_asked_for_one_device():

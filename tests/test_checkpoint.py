@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 import re
 
 import jax
@@ -118,6 +119,23 @@ def test_saving_replaces_the_model_that_was_there(copy_checkpoint):
     assert_same(decoder, checkpoint.load(folder))
     left = {path.name for path in folder.iterdir()} - {"expected.safetensors"}
     assert {name for name in left if "-of-" not in name} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("num_files", [0, 1])
+def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoint, monkeypatch, num_files):
+    """It comes when so many files have taken their place."""
+    folder, replace, done = copy_checkpoint("llama"), pathlib.Path.replace, []
+
+    def interrupt(path, target):
+        if len(done) == num_files:
+            raise KeyboardInterrupt
+        done.append(replace(path, target))
+
+    monkeypatch.setattr(pathlib.Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        checkpoint.load(folder)
 
 
 @pytest.mark.parametrize(

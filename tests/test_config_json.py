@@ -115,6 +115,13 @@ def test_the_width_of_heads_has_a_default(copy_checkpoint):
     assert checkpoint.load_config(folder).head_dim == 128
 
 
+def test_the_original_length_of_the_whole_goes_before_that_of_the_scaling(copy_checkpoint):
+    """As in transformers 5."""
+    folder = copy_checkpoint("llama")
+    edit_json(folder, rope_scaling=LLAMA3, rope_parameters=None, original_max_position_embeddings=32)
+    assert checkpoint.load_config(folder).rope_scaling.original_max_seq_len == 32
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -137,6 +144,7 @@ CONFIG_ERRORS = [
     ("llama", dict(mlp_bias=True), r"mlp_bias is True, expected False"),
     ("llama", dict(quantization_config={"bits": 4}), r"quantization_config is .*'bits': 4.*, expected None"),
     ("qwen2", dict(use_mrope=True), r"use_mrope is True, expected False"),
+    ("llama", dict(is_causal=False), r"is_causal is False, expected True"),
     ("llama", dict(partial_rotary_factor=0.5), r"partial_rotary_factor is 0.5, expected 1.0"),
     ("llama", dict(dtype="float16"), r"dtype is 'float16', expected float32 or bfloat16; .*dtype="),
     ("llama", dict(torch_dtype="float8"), r"torch_dtype is 'float8', expected float32 or bfloat16"),

@@ -35,3 +35,12 @@ def test_gather_is_zero_where_no_token_is():
         for row in (0, 2, 3, -1, -2, 2**31 - 1, np.int64(2**32 + 1), 2**40 + 1):
             k, v, length = kv.gather(cache, row, layer)
             assert int(length) == 0 and not np.asarray(k).any() and not np.asarray(v).any(), row
+
+
+def test_a_traced_layer_that_does_not_exist_holds_nothing():
+    config = kv.CacheConfig([kv.FullAttention(HEADS, DIM)] * 2, num_blocks=4, block_size=4, max_seqs=1)
+    cache, _ = kv.allocate(kv.init(config), [0], [3])
+    ones = np.ones((2, 1, 3, HEADS, DIM), np.float32)
+    cache, _ = kv.append(cache, ones, ones, [3])
+    gather = jax.jit(lambda layer: kv.gather(cache, 0, layer))
+    assert [int(gather(layer)[2]) for layer in (0, 1, 2, -1, 2**31 - 1)] == [3, 3, 0, 0, 0]

@@ -196,7 +196,8 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         others = scrubbed.control, emptied.control, num_scrubbed, dropped, found, kv.stats(cache)
         cache, _ = kv.free(cache, [0, 1])
         cache, num_evicted = kv.evict(cache, 1)
-        return cache.control, others, admission.status, outs, num_evicted
+        fresh = jax.lax.fori_loop(0, 2, lambda _, c: kv.reset(kv.reset_prefix_cache(c)[0]), cache)
+        return cache.control, fresh.control, others, admission.status, outs, num_evicted
 
     def on_device(caches, num_tokens):
         mine = jax.tree.map(lambda x: x[0], caches)

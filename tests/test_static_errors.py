@@ -215,6 +215,7 @@ def test_extend_refuses_bad_arguments(small):
         ({"max_new": 0}, (0,)),
         ({"max_new": -3}, (-3,)),
         ({"num_tokens": -1}, (-1,)),
+        ({"num_tokens": 2**31 // 3}, (2**31 // 3, 2**31 // 3 - 1)),  # three rows that ask for as much
         ({"max_new": 2, "seq_ids": [0, 1]}, (2, 3)),
         ({"max_new": 2, "seq_ids": [[0, 1, 2]]}, ("1, 3",)),
         ({"max_new": 2, "seq_ids": np.array([0.0, 1.0, 2.0], np.float32)}, ("float32",)),
@@ -335,6 +336,11 @@ def test_counts_are_integers_of_the_host(small):
         kv.idle_seq_ids(cache, 4)
     with pytest.raises(ValueError, match="num_tokens is -1, expected at least 0"):
         kv.item_tokens(b"image", -1)
+    for value in (False, 1.0, "0"):
+        with pytest.raises(TypeError, match=rf"group is {re.escape(repr(value))}, expected an integer"):
+            kv.num_available_blocks(cache, group=value)
+        with pytest.raises(TypeError, match=rf"group is {re.escape(repr(value))}, expected an integer"):
+            kv.block_map(cache, group=value)
 
 
 LAYER = kv.FullAttention(num_kv_heads=2, head_dim=8)

@@ -39,6 +39,14 @@ def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
     check(model, config=least, num_tokens=9)
 
 
+def test_a_good_model_may_rule_a_token_out():
+    def masked(tokens, cache, step):
+        logits, cache = model(tokens, cache, step)
+        return logits.at[..., 3].set(-jnp.inf), cache
+
+    check(masked)
+
+
 def with_call_positions(tokens, cache, step):
     """Takes a token's place in the call for its place in the sequence."""
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

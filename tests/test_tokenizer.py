@@ -187,6 +187,9 @@ def test_a_tokenizer_that_does_not_fit_is_named(tmp_path):
         r"tokenizer.json has token ids up to 2\d\d, expected them below the model's vocab_size = 256",
     )
     (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").symlink_to("nowhere")
+    refuses(tmp_path, "tokenizer.json is no tokenizer.json: .+No such file")
+    (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").touch()
     refuses(tmp_path, "has tokenizer.model, expected tokenizer.json: convert it first")
     (tmp_path / "tokenizer.model").unlink()

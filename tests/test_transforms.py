@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import pickle
 
 import jax
 import jax.export
@@ -112,6 +113,27 @@ def test_scan_and_while_loop_equal_single_calls():
 
     looped = jax.jit(lambda c: jax.lax.while_loop(lambda s: s[1].context_len[0] < 12, body, (0, c))[1])(start)
     assert_equal_bits(looped, expected)
+
+
+def test_a_stored_config_is_equal_to_one_of_this_process():
+    """Hashes of strings differ between processes, so none is stored."""
+    config = dataclasses.replace(GROUPED)
+    object.__setattr__(config, "_hash", hash(config) + 1)  # as another process may have it
+    again = pickle.loads(pickle.dumps(config))
+    assert again == GROUPED and {again: 1} == {GROUPED: 1}
+
+
+def test_prompts_of_any_width_are_one_program_without_prefix_caching():
+    cache, _ = kv.allocate(kv.init(GROUPED), [0], [2], tokens=[[1, 2]])
+    num_programs = kv.cache._each_row._cache_size()
+    for width in (1, 3, 5):
+        cache, _ = kv.free(cache, [0])
+        items = [[[0, 1]] * width]
+        cache, admission = kv.allocate(cache, [0], [width], tokens=[[7] * width], items=items)
+        assert admission.status.tolist() == [kv.Status.OK]
+    assert kv.cache._each_row._cache_size() <= num_programs + 1  # of free
+    cache, admission = kv.allocate(kv.init(GROUPED), [0, 1], [0, 0], tokens=np.zeros((2, 0), np.int32))
+    assert admission.status.tolist() == [kv.Status.OK] * 2
 
 
 def test_nothing_recompiles_whatever_the_lengths():

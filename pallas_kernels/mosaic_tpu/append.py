@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, interpreter, sublanes
+from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, pallas_call, sublanes
 from pallas_kernels.move_arguments import check_append
 
 MAX_CHUNK = 32
@@ -74,7 +74,7 @@ def append_kv(
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     scratch = pltpu.VMEM((chunk, num_kv_heads, tile_len, head_dim), k_pool.dtype)
     num_scalars = 3
-    k_pool, v_pool = pl.pallas_call(
+    k_pool, v_pool = pallas_call(
         functools.partial(_append_kernel, num_blocks=num_blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
@@ -88,7 +88,7 @@ def append_kv(
         # Chunk after chunk: two may have tokens of the same tile.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=4 * num_tokens * tile_bytes),
-        interpret=interpreter(interpret),
+        interpret=interpret,
         name="append_kv",
     )(
         slots,

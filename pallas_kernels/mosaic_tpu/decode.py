@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
-from pallas_kernels.mosaic_tpu.limits import NUM_LANES, check_scalars, check_tpu_pool, interpreter, sublanes
+from pallas_kernels.mosaic_tpu.limits import NUM_LANES, check_scalars, check_tpu_pool, pallas_call, sublanes
 
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
@@ -103,7 +103,7 @@ def paged_decode(
     num_keys = num_rows * columns * block_size
     num_logits = num_keys * num_kv_heads * num_packed
     key_bytes = 2 * num_kv_heads * head_dim * k_pool.dtype.itemsize
-    out, lse = pl.pallas_call(
+    out, lse = pallas_call(
         functools.partial(_decode_kernel, options=options, columns=columns, group_size=group_size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -133,7 +133,7 @@ def paged_decode(
         cost_estimate=pl.CostEstimate(
             flops=4 * num_logits * head_dim, transcendentals=num_logits, bytes_accessed=num_keys * key_bytes
         ),
-        interpret=interpreter(interpret),
+        interpret=interpret,
         name="paged_decode",
     )(
         block_table.reshape(-1),

@@ -1,7 +1,12 @@
 """What the TPU kernels do not take, and how they are run."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 NUM_LANES = 128
@@ -53,11 +58,13 @@ def sublanes(dtype: jnp.dtype) -> int:
     return NUM_SUBLANES * (4 // dtype.itemsize)
 
 
-def interpreter(interpret: bool) -> pltpu.InterpretParams | bool:
-    """What `pl.pallas_call` takes for `interpret`: the interpreter that looks for races, or none."""
-    if not interpret:
-        return False
-    return pltpu.InterpretParams(detect_races=True, vector_clock_size=_CLOCKS)
+def pallas_call(kernel: Callable[..., None], *, interpret: bool, **options: Any) -> Callable[..., Any]:
+    """`pl.pallas_call`; `interpret` runs it in the interpreter that looks for races.
+
+    Under `vmap` the elements run one after the other: Pallas has no batched form of arrays that stay in HBM.
+    """
+    interpreter = pltpu.InterpretParams(detect_races=True, vector_clock_size=_CLOCKS) if interpret else False
+    return sequential_vmap(pl.pallas_call(kernel, interpret=interpreter, **options))
 
 
 # Copies take random ones of that many clocks, less one for each device. With jax's default they share a

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, interpreter
+from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, pallas_call
 from pallas_kernels.move_arguments import check_block_values, check_moved_blocks
 
 NUM_IN_FLIGHT = 8
@@ -205,7 +205,7 @@ def _move(
     num_moved = ids[0].size * targets[0].size // targets[0].shape[1]
     in_hbm, in_smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
     num_sources = num_scalars + len(sources)
-    k, v = pl.pallas_call(
+    k, v = pallas_call(
         kernel,
         in_specs=[in_smem] * num_scalars + [in_hbm] * (len(sources) + len(in_place)),
         out_specs=[in_hbm, in_hbm],
@@ -216,7 +216,7 @@ def _move(
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=4 * num_moved * targets[0].dtype.itemsize
         ),
-        interpret=interpreter(interpret),
+        interpret=interpret,
         name=name,
     )(*ids, jnp.clip(count, 0, ids[0].size).astype(jnp.int32).reshape(1), *sources, *in_place)
     return k, v
