@@ -98,40 +98,42 @@ def score(
         raise_for_status(status, "prefilling the context")
         return truncate(cache, first, shared_len)[0], admission  # gives that token's block back
 
-    held, admission = hold_context(idle_cache("score", cache, config))
     results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
-    waiting = [i for i in range(len(own)) if len(own[i])]
-    wave_len, is_alone = config.max_seqs - 1, False
-    while waiting:
-        wave = waiting[:wave_len]
-        rows = np.arange(len(wave)) + (0 if is_alone else 1)
+
+    def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
+        """Scores continuations from row `first_row` on, in forks of row 0 or in it; returns each status too."""
+        rows = range(first_row, first_row + len(wave))
         length = np.zeros(config.max_seqs, np.int32)
         for row, i in zip(rows, wave, strict=True):
-            tokens = own[i]
-            history[row, len(shared) : len(shared) + len(tokens)] = tokens
-            length[row] = len(shared) + len(tokens)
-        ids = np.full(wave_len, config.max_seqs)
-        ids[: len(wave)] = rows
-        if not is_alone:
-            held, _ = fork(held, np.where(ids < config.max_seqs, 0, config.max_seqs), ids)
+            length[row] = len(shared) + len(own[i])
+            history[row, len(shared) : length[row]] = own[i]
+        ids = np.where(length > 0, np.arange(config.max_seqs), config.max_seqs)
+        forks = np.where(ids > 0, ids, config.max_seqs)
+        cache, _ = fork(cache, np.where(forks < config.max_seqs, 0, config.max_seqs), forks)
         fitting = fitting_chunk(chunk_len, length - 1 - shared_len)
-        held, logprobs, status = _score_rows(forward, params, held, history, length, chunk_len=fitting)
-        held, _ = free(held, ids)
-        logprobs, status = np.asarray(logprobs), np.asarray(status)
-        if is_alone:
-            raise_for_status(status[rows], f"scoring continuation {wave[0]}")
+        cache, logprobs, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
+        logprobs, status = np.asarray(logprobs), np.asarray(status)[rows].tolist()
         for row, i in zip(rows, wave, strict=True):
-            if status[row] == Status.OK:
-                results[i] = logprobs[row, len(shared) : length[row]]
-                waiting.remove(i)
-        if is_alone and waiting:
+            results[i] = logprobs[row, len(shared) : length[row]]
+        return free(cache, ids)[0], status
+
+    held, admission = hold_context(idle_cache("score", cache, config))
+    waiting, lonely = [i for i in range(len(own)) if len(own[i])], []
+    most = config.max_seqs - 1
+    while waiting:
+        wave, waiting = waiting[:most], waiting[most:]
+        held, status = score_some(held, wave, 1)
+        failed = [i for i, found in zip(wave, status, strict=True) if found != Status.OK]
+        if len(wave) == 1:
+            lonely += failed
+        elif failed:  # fewer at a time leave each other more blocks
+            waiting, most = failed + waiting, max(1, len(wave) // 2)
+    # In the context's own row: a fork holds what its windows reach beside what the context's reach.
+    for nth, i in enumerate(lonely):
+        if nth > 0:
             held, _ = hold_context(held)
-        # Fewer at a time leave each other more blocks. One that fails alone goes on in the context's own row:
-        # a fork holds what its windows reach beside what the context's reach.
-        has_failed = bool((status != Status.OK).any())
-        is_alone = has_failed and len(wave) == 1
-        if has_failed:
-            wave_len = max(1, len(wave) // 2)
+        held, status = score_some(held, [i], 0)
+        raise_for_status(status, f"scoring continuation {i}")
     held, _ = free(held, [0])
     logprobs = [results[i] for i in range(len(own))]
     return ScoreResult(logprobs, held, int(admission.num_cached[0]))
