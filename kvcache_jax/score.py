@@ -101,7 +101,7 @@ def score(
     results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
 
     def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
-        """Scores continuations from row `first_row` on, in forks of row 0 or in it; returns each status too."""
+        """Scores continuations in rows from `first_row` on, forks of row 0 or it; returns each status too."""
         rows = range(first_row, first_row + len(wave))
         length = np.zeros(config.max_seqs, np.int32)
         for row, i in zip(rows, wave, strict=True):

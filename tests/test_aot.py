@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from pallas_kernels.mosaic_gpu.budget import Budget
-from pallas_kernels.mosaic_gpu.compile_cases import CASES as KERNEL_CASES
 from pallas_kernels.mosaic_gpu.decode import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import tiling_of
 from tests.aot import gpu
 from tests.aot.alignment import tma_alignment
+from tests.aot.budget import Budget
 from tests.aot.compiling import ProgramCost
 from tests.aot.dump import KernelCost, read_kernels
 from tests.aot.hlo import num_copies
+from tests.aot.kernel_cases import CASES as KERNEL_CASES
 
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_append_kv_mosaic_gpu_kernel' for 'sm_90a'

@@ -186,8 +186,8 @@ def _check_plan(plan: DecodePlan, num_rows: int) -> None:
 def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
     """How many programs of 128 threads shared memory and registers leave room for.
 
-    Registers are known only once it is compiled: `compile_cases` holds five programs to 96 a thread, which 8
-    lanes of head_dim 64 need with pieces of 16 tokens, four to 128 and three to 168.
+    Registers are known only once it is compiled: `make aot` holds five programs to 96 a thread, which 8 lanes
+    of head_dim 64 need with pieces of 16 tokens, four to 128 and three to 168.
     """
     by_registers = 3 if tiling.num_lanes > 8 else 5 if tiling.piece_len >= 16 else 4
     return min(SHARED_MEMORY // _shared_memory(tiling, head_dim), by_registers)

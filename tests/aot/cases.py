@@ -1,6 +1,6 @@
 """All that is compiled for H200."""
 
-from pallas_kernels.mosaic_gpu.compile_cases import CASES as KERNEL_CASES
+from tests.aot.kernel_cases import CASES as KERNEL_CASES
 from tests.aot.step import STEP_CASES
 
 CASES = (*KERNEL_CASES, *STEP_CASES)

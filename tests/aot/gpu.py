@@ -4,8 +4,8 @@
     python -m tests.aot.gpu decode append_64     # those with one of these words in their names
     python -m tests.aot.gpu append --dump kept   # and keep ptx, ptxas's report, sass and hlo, a folder a case
 
-Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in
-`pallas_kernels/mosaic_gpu/compile_cases.py` and `tests/aot/step.py`. Exit status 1 if a program costs more
+Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in `kernel_cases.py` and
+`step.py` beside this file. Exit status 1 if a program costs more
 than its budget, has fewer tensor core or copy engine instructions than demanded, copies a pool, would fault
 where only a GPU notices it, or does not compile.
 """
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import jax
 
-from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase
+from tests.aot.budget import Budget, CompileCase
 from tests.aot.cases import CASES
 from tests.aot.compiling import ProgramCost, compile_case
 

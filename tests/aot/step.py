@@ -7,7 +7,7 @@ from jax import lax
 
 import kvcache_jax as kv
 from models.decoder import Decoder, DecoderConfig, cache_config
-from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase, i32
+from tests.aot.budget import Budget, CompileCase, i32
 
 NUM_ROWS, NUM_STEPS = 32, 16
 # The layers of Llama 3.2 1B, fewer of them.

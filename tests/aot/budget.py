@@ -1,4 +1,4 @@
-"""What a program that is compiled for H200 may cost; the cases are in `compile_cases`."""
+"""What a program that is compiled for H200 may cost; the cases are in `kernel_cases`."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The compile cases of the kernels that move blocks and append tokens; see `compile_cases`."""
+"""What is compiled of the kernels that move blocks and append tokens; see `kernel_cases`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu.append import append_kv
-from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase, i32, pool
 from pallas_kernels.mosaic_gpu.move_blocks import copy_blocks, gather_blocks, scatter_blocks
+from tests.aot.budget import Budget, CompileCase, i32, pool
 
 
 @dataclasses.dataclass(frozen=True)

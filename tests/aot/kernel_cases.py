@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
-from pallas_kernels.mosaic_gpu.budget import Budget, CompileCase, i32, pool
-from pallas_kernels.mosaic_gpu.compile_cases_move import MOVE_CASES
 from pallas_kernels.mosaic_gpu.decode import paged_decode
 from pallas_kernels.mosaic_gpu.merge import merge_attention
+from tests.aot.budget import Budget, CompileCase, i32, pool
+from tests.aot.move_cases import MOVE_CASES
 
 
 def _decode_case(
