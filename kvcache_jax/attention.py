@@ -13,7 +13,6 @@ from kvcache_jax.arguments import Layer
 from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
 from kvcache_jax.cache_form import takes_one
-from kvcache_jax.config import SlidingWindow
 from kvcache_jax.queries import Reads, queries_of
 from kvcache_jax.state import Cache, KVPool, Step
 from kvcache_jax.static_numbers import finite_number
@@ -125,12 +124,11 @@ def _attend(
         sink_logits = jnp.asarray(sink_logits).astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
     name = implementations.choose(cache.config, implementation, pool, grouped.shape[3])
-    kind = group.kind
     options = Options(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        window=kind.window if isinstance(kind, SlidingWindow) else None,
-        num_sink_tokens=kind.num_sink_tokens if isinstance(kind, SlidingWindow) else 0,
+        window=group.window,
+        num_sink_tokens=group.num_sink_tokens,
         num_sink_blocks=group.num_sink_blocks,
         num_blocks=block_pool.num_blocks,
         implementation=name,

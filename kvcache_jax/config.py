@@ -106,6 +106,11 @@ class LayerGroup:
         return self.kind.max_rollback if isinstance(self.kind, SlidingWindow) else 0
 
     @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that queries see beside the window; 0 without a window."""
+        return self.kind.num_sink_tokens if isinstance(self.kind, SlidingWindow) else 0
+
+    @property
     def num_sink_blocks(self) -> int:
         """First table columns that never leave the row."""
         return sink_blocks(self.kind, self.block_size)

@@ -14,7 +14,7 @@ import numpy as np
 from kvcache_jax import decode_arguments, decode_loop
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, fork
-from kvcache_jax.config import CacheConfig, SlidingWindow, ceil_div
+from kvcache_jax.config import CacheConfig, ceil_div
 from kvcache_jax.decode_host import Generation, Host, Look, Requests, Stopwatch, idle_cache
 from kvcache_jax.decode_loop import DecodeState, DraftSource, Phase
 from kvcache_jax.forward import Forward, vocab_size
@@ -223,10 +223,10 @@ def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draf
             f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
         )
     configs = [config, *([draft.config] if draft else [])]
-    for kind in (kind for c in configs for kind in c.layers):
-        if isinstance(kind, SlidingWindow) and kind.max_rollback < num_drafts:
+    for group in (group for c in configs for group in c.groups):
+        if group.window is not None and group.max_rollback < num_drafts:
             raise ValueError(
-                f"a window layer has max_rollback = {kind.max_rollback}, "
+                f"a window layer has max_rollback = {group.max_rollback}, "
                 f"expected at least num_drafts = {num_drafts} for speculative decoding"
             )
     if draft and (draft.config.max_seqs, draft.config.max_seq_len) != (config.max_seqs, config.max_seq_len):

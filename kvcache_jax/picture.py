@@ -19,7 +19,7 @@ from kvcache_jax.block_view import (
     row_glyph,
     row_rgb,
 )
-from kvcache_jax.config import SlidingWindow, ceil_div
+from kvcache_jax.config import ceil_div
 from kvcache_jax.state import Cache
 from kvcache_jax.static_numbers import as_integer, static_count
 
@@ -172,7 +172,7 @@ def _legend(views: list[GroupView]) -> str:
         rare.append("#+ shared by 10 or more")
     if any(view.is_active[len(GLYPHS) - 1 :].any() for view in views):
         rare.append(f"* owned by a row above {len(GLYPHS) - 2}")
-    if any(isinstance(view.group.kind, SlidingWindow) for view in views):
+    if any(view.group.window is not None for view in views):
         rare.append("(3 gone) 3 blocks left the window")
     return common + ("\n" + "   ".join(rare) if rare else "")
 
