@@ -277,6 +277,8 @@ def _admit(
     num_cached = 0
     cache = state.cache
     idle = [row for row in range(host.config.max_seqs) if row not in host.running]
+    if not requests.waiting or len(idle) < requests.num_samples:
+        return state, {}, 0
     history, seeds = np.array(state.history), np.array(state.sampling.seed)
     prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
     while requests.waiting and len(idle) >= requests.num_samples:
