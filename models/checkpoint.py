@@ -109,11 +109,13 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
         # safetensors writes memory as it lies: a transposed view would come back untransposed.
         tensors[name] = np.ascontiguousarray(np.asarray(leaf).T if is_transposed else np.asarray(leaf))
     folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / f"{name}.part" for name in (_WEIGHTS, _TOKENIZER, _CONFIG)}
+    has_file = isinstance(tokenizer, FileTokenizer)
+    names = (_WEIGHTS, _TOKENIZER, _CONFIG) if has_file else (_WEIGHTS, _CONFIG)
+    files = {name: folder / f"{name}.part" for name in names}
     try:
         # Other programs refuse weights whose metadata does not say "pt".
         safetensors.numpy.save_file(tensors, files[_WEIGHTS], metadata={"format": "pt"})
-        if isinstance(tokenizer, FileTokenizer):
+        if has_file:
             tokenizer.inner.save(str(files[_TOKENIZER]))
         files[_CONFIG].write_text(json.dumps(values, indent=2) + "\n")
     except BaseException as error:
@@ -126,8 +128,7 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
     for name in (_CONFIG, _INDEX, _TOKENIZER, _GENERATION):
         (folder / name).unlink(missing_ok=True)
     for name, part in files.items():
-        if part.exists():
-            part.replace(folder / name)
+        part.replace(folder / name)
 
 
 def load_config(

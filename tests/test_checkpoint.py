@@ -125,6 +125,7 @@ def test_saving_replaces_the_model_that_was_there(copy_checkpoint):
 def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoint, monkeypatch, num_files):
     """It comes when so many files have taken their place."""
     folder, replace, done = copy_checkpoint("llama"), pathlib.Path.replace, []
+    (folder / "tokenizer.json.part").write_text("of an earlier interruption")
 
     def interrupt(path, target):
         if len(done) == num_files:
@@ -136,6 +137,9 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
         checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         checkpoint.load(folder)
+    monkeypatch.undo()
+    checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
+    assert checkpoint.load(folder).config == OWN and not (folder / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
