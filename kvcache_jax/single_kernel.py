@@ -22,6 +22,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import xla_metadata
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
 
 from kvcache_jax.indexing import is_one_kernel
 
@@ -85,8 +86,16 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     # XLA ends the process over a parameter that nothing in the kernel reads. So the arguments come back, and
     # of the state an element of each array; one barrier keeps constants from being put in their place, the
     # other keeps all that comes back, also where little of it is used.
-    passed = lax.optimization_barrier(tuple(itertools.compress(leaves, is_passed)))
-    return lax.optimization_barrier(call(*passed))[0]
+    passed = lax.optimization_barrier(_on_every_device(tuple(itertools.compress(leaves, is_passed))))
+    return _on_every_device(lax.optimization_barrier(call(*passed))[0])
+
+
+def _on_every_device(arrays: Any) -> Any:
+    """The arrays whole on each device where XLA would choose, which cannot split a single kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.auto_axes or mesh.explicit_axes:
+        return arrays
+    return lax.with_sharding_constraint(arrays, PartitionSpec())
 
 
 @functools.cache

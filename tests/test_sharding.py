@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -108,6 +109,53 @@ def test_scrub_of_sharded_pools(what):
         assert pool.k.sharding.spec == POOL_SPEC
         np.testing.assert_array_equal(pool.k, other.k)
         np.testing.assert_array_equal(pool.v, other.v)
+
+
+@pytest.mark.parametrize(
+    "has_index", [pytest.param(False, id="plain", marks=pytest.mark.newest), pytest.param(True, id="index")]
+)
+def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index):
+    """The bookkeeping stays whole on every device: new tokens are gathered, and no pool is."""
+    config = dataclasses.replace(CONFIG, max_seqs=4, enable_prefix_caching=has_index)
+    rng, texts = np.random.default_rng(0), np.arange(12, dtype=np.int32).reshape(4, 3)
+    tokens = [
+        rng.standard_normal((LAYERS, 4, 3, n, DIM)).astype(np.float32) for n in (2 * HEADS, HEADS, HEADS)
+    ]
+
+    def step_fn(cache, q, k, v, num_new):
+        cache, step = kv.extend(cache, num_new, max_new=3, tokens=texts)
+        outs = []
+        for layer in range(LAYERS):
+            cache, out = kv.attention(cache, layer, q[layer], k[layer], v[layer], step)
+            outs.append(out)
+        cache, forked = kv.fork(cache, [0], [2])
+        return cache, (outs, step.status, forked)
+
+    def start(**options):
+        cache, _ = kv.allocate(kv.init(config, **options), [0, 1, 3], [1, 2, 0], tokens=texts[:3])
+        return testing.poison(cache)
+
+    num_new = np.array([3, 2, 0, 1], np.int32)
+    alone, want = jax.jit(step_fn)(start(), *tokens, num_new)
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        cache = start(sharding=NamedSharding(mesh, POOL_SPEC))
+        split = NamedSharding(mesh, P(None, "data", None, "heads"))
+        arguments = (
+            cache,
+            *jax.device_put(tokens, split),
+            jax.device_put(num_new, NamedSharding(mesh, P("data"))),
+        )
+        program = kv.donate(step_fn).lower(*arguments).compile()
+        cache, found = program(*arguments)
+    sizes = re.findall(
+        r"\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)\(", program.as_text()
+    )
+    smallest_pool = min(pool.k.size // 4 for pool in cache.pools)
+    assert sizes and max(math.prod(map(int, size.split(","))) for size in sizes) < smallest_pool
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, want)
+    assert found[0][0].sharding.spec[0] == "data"
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache.control), jax.device_get(alone.control))
 
 
 def test_inside_shard_map(expected):
