@@ -400,8 +400,8 @@ SINGLE_KERNEL = in_module(
     ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
     (
         "results that nothing reads",
-        "return lax.optimization_barrier(call(*passed))",
-        "return call(*passed)",
+        "lax.optimization_barrier(call(*passed))",
+        "call(*passed)",
         UNREAD,
     ),
     ("constants as parameters", "passed = lax.optimization_barrier(", "passed = (", UNREAD),
