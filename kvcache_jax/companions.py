@@ -129,7 +129,7 @@ def link(
         column = (columns * indexed.block_size // group.block_size)[:, None] + slots
         is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
-        present, block_ids = read_first(get_at(companions.block_ids, canonical, 0), companions.block_ids)
+        present = get_at(companions.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
         is_linked &= ~block_pool.is_published(pool, ids)
         # Of entries that want the same block for their companion, as forks may, the first gets it.
@@ -137,7 +137,7 @@ def link(
         keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
         all_companions[g] = Companions(
-            block_ids=set_at(block_ids, (keepers, slots), ids),
+            block_ids=set_at(companions.block_ids, (keepers, slots), ids),
             keeper=set_at(keeper, linked, keepers),
         )
         pools[g] = block_pool.mark_published(pool, linked)
@@ -172,7 +172,6 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     nowhere = companions.keeper.shape[0]
     keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
     slots = first_true(get_at(companions.block_ids, keepers, nowhere) == block_ids[:, None])
-    (keepers, slots), companions = read_first((keepers, slots), companions)
     ids, keeper = update_all(
         Update(companions.block_ids, (keepers, slots), nowhere),
         Update(companions.keeper, block_ids, companions.block_ids.shape[0]),
