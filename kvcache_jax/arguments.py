@@ -297,3 +297,16 @@ def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, st
                 "the step's tokens, num_kv_heads, head_dim"
             )
         refuse_shared_cache(name, values, cache)
+
+
+def check_layers(name: str, values: Any, num_layers: int) -> None:
+    """Refuses what is neither an array of all layers' keys or values nor a sequence of one per layer."""
+    is_sequence = isinstance(values, list | tuple)
+    shapes = [getattr(x, "shape", ()) for x in (values if is_sequence else [values])]
+    if any(len(shape) != (4 if is_sequence else 5) for shape in shapes):
+        raise TypeError(
+            f"{name} is a {type(values).__name__}, of shape {', '.join(map(str, shapes))}, expected an array "
+            "[num_layers, n, T, num_kv_heads, head_dim] or a sequence of one array per layer, [n, T, ...]"
+        )
+    if len(values) != num_layers:
+        raise ValueError(f"{name} has {len(values)} layers, expected num_layers = {num_layers}")

@@ -151,7 +151,8 @@ def extend(
       BAD_LENGTH, BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
 
     Raises:
-      ValueError, TypeError: both or none of `max_new` and `num_tokens`, or shapes that do not fit.
+      ValueError, TypeError: both or none of `max_new` and `num_tokens`, no `tokens` with prefix caching, or
+        shapes or dtypes that do not fit.
 
     Example:
       >>> import jax, kvcache_jax as kv
@@ -268,12 +269,13 @@ def append(
 
     Returns:
       The cache and the `Step` of `extend`.
+
+    Raises:
+      ValueError, TypeError: no `tokens` with prefix caching, or the layers, shapes or dtypes do not fit.
     """
     num_layers = cache.config.num_layers
-    if len(k) != num_layers or len(v) != num_layers:
-        raise ValueError(f"k and v have {len(k)} and {len(v)} layers, expected num_layers = {num_layers}")
-    if k[0].ndim != 4:
-        raise ValueError(f"k has shape {k[0].shape} per layer, expected (n, T, num_kv_heads, head_dim)")
+    arguments.check_layers("k", k, num_layers)
+    arguments.check_layers("v", v, num_layers)
     cache, step = extend(cache, num_new, max_new=k[0].shape[1], seq_ids=seq_ids, tokens=tokens)
     for layer in range(num_layers):
         cache = write(cache, layer, k[layer], v[layer], step)

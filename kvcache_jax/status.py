@@ -15,7 +15,7 @@ class Status(enum.IntEnum):
     OUT_OF_BLOCKS = 2
     """Some layer group has too few blocks that are free or can be evicted."""
     TOO_LONG = 3
-    """More tokens than `max_seq_len`, than the call's `max_new`, or (truncate) than the row holds."""
+    """More tokens than `max_seq_len`, than the call has room for, or (truncate) than the row holds."""
     SEQ_IN_USE = 4
     """The row to start is active; free it first."""
     SEQ_NOT_ACTIVE = 5

@@ -292,6 +292,10 @@ def test_append_refuses_wrong_shapes(small):
         (zeros(2, 4, 2, 2, 8), zeros(2, 4, 2, 2, 8), (4, 3)),
         (zeros(2, 3, 8, 2, 8), zeros(2, 3, 8, 2, 8), (8, 7)),  # more than max_query_len
         (good.astype(np.int32), good.astype(np.int32), ("int32",)),
+        (good, good[0], (K, "num_layers")),
+        (1.0, good, ("float",)),
+        ([1], good, ("list",)),
+        (good, good.tolist(), ("list",)),
     ):
         with pytest.raises(STATIC_ERRORS, match=says(*match)):
             kv.append(cache, keys, values, [1, 1, 1])
