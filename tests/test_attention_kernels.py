@@ -113,7 +113,8 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
     assert count_calls["forward"] and count_calls["copy_blocks"]
 
 
-@pytest.mark.parametrize("implementation", newest_unless(("mosaic_gpu",), IMPLEMENTATIONS))
+@pytest.mark.newest
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
     """Rows 0 and 1 copy the block that they share; it is evicted, and row 2 has its own copied there."""
     *heads, dtype = SIZES[implementation].values()
@@ -291,6 +292,7 @@ def test_a_call_may_ask_for_other_kernels_than_the_caches():
     np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=1e-2)
 
 
+@pytest.mark.newest
 def test_generate_runs_unchanged():
     """Samples that fork one prompt, with drafts, have the log-probabilities of attention without a cache."""
     head_dim = SIZES["mosaic_tpu"]["head_dim"]
