@@ -13,8 +13,8 @@ The files, in an order to read them in; the first line of each says what it does
   `explain`, `scrub`
 * decoding: `decode`, `forward`, `prefill`, `decode_loop`, `decode_host`, `decode_arguments`, `sampling`,
   `speculation`, `beam`, `score`
-* on the host: `manager`, `manager_requests`, `manager_rows`, `manager_programs`, `manager_errors`,
-  `cache_holder`
+* on the host: `manager`, `manager_questions`, `manager_requests`, `manager_batches`,
+  `manager_rows`, `manager_programs`, `manager_errors`, `cache_holder`
 * checks and pictures: `checks`, `oracle`, `testing`, `forward_check`, `poison`, `picture`, `block_view`
 """
 
@@ -60,6 +60,7 @@ from kvcache_jax.manager_errors import (
     OutOfBlocks,
     OutOfRows,
     OutOfSync,
+    StaleBatch,
     TooLong,
     UnknownRequest,
     WindowLost,
@@ -137,6 +138,7 @@ __all__ = [
     "Request",
     "ScoreResult",
     "SlidingWindow",
+    "StaleBatch",
     "Stats",
     "Status",
     "StatusError",

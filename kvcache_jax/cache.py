@@ -287,8 +287,8 @@ def append(
 def fork(cache: Cache, src_ids: IntRows, dst_ids: IntRows) -> tuple[Cache, jax.Array]:
     """Starts rows that share all tokens of other rows; takes no block and copies nothing.
 
-    Blocks that the source reserved and has not filled stay with the source. The first write into a
-    shared last block copies it (see `extend`).
+    Write the source's tokens before. Blocks that it reserved and has not filled stay with it. The first write
+    into a shared last block copies it (see `extend`).
 
     Args:
       cache: Not changed.

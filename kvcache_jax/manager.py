@@ -4,7 +4,6 @@ The manager holds one `Cache` and calls the pure functions on it. All it adds is
 and the hit figures of the last requests; everything else is read from the cache when it is asked for.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,13 +17,13 @@ from jax.typing import ArrayLike
 from kvcache_jax import arguments
 from kvcache_jax import manager_errors as errors
 from kvcache_jax import manager_programs as programs
-from kvcache_jax.arguments import checked_group
 from kvcache_jax.cache_holder import CacheHolder
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.manager_batches import Batches
+from kvcache_jax.manager_questions import Questions
 from kvcache_jax.manager_requests import (
     TO_THE_END,
     Batch,
-    Request,
     checked_count,
     checked_final_len,
     checked_widths,
@@ -34,13 +33,13 @@ from kvcache_jax.manager_requests import (
 from kvcache_jax.manager_rows import Figures, RequestRows, hashable
 from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
 from kvcache_jax.state import Cache
-from kvcache_jax.static_numbers import as_integer, static_count, static_flag
+from kvcache_jax.static_numbers import static_count, static_flag
 from kvcache_jax.status import Status
 
 _log = logging.getLogger("kvcache_jax")
 
 
-class CacheManager:
+class CacheManager(Questions):
     """Requests in, blocks and hits out, on a cache that it owns.
 
     A call that raises `CacheError` has changed nothing. Calls may come from any thread; they take turns.
@@ -84,6 +83,7 @@ class CacheManager:
         self._config = self._holder.config
         self._widths = checked_widths(widths, self._config.query_len_limit)
         self._rows = RequestRows(self._config.max_seqs)
+        self._batches = Batches()
         self._figures = Figures()
 
     # --- requests ---
@@ -136,6 +136,7 @@ class CacheManager:
                 raise errors.nobodys_row(int(seq_id))
             num_cached = int(admission.num_cached[0])
             self._holder.cache = new
+            self._batches.lose(request_id)
             self._rows.start(request_id, int(seq_id))
             if reuse and self._config.enable_prefix_caching:
                 self._figures.note_query(len(token_ids), num_cached)
@@ -158,8 +159,8 @@ class CacheManager:
     def append_tokens(self, new: Any, token_ids: Any = None) -> Batch:
         """Reserves slots for new tokens of one request, or of several; all of them or none.
 
-        Their keys and values are yet to be written, by a step function passed to `run`. If that does not
-        happen, `truncate_request` takes the tokens back, as far as windows allow (`WindowLost`).
+        Their keys and values are yet to be written: pass the batch to `run`, with a step function that does
+        it. If that fails, `truncate_request` takes the tokens back, as far as windows allow (`WindowLost`).
 
         Args:
           new: A request id; or `{request_id: token_ids}`, one row each, in this order.
@@ -186,17 +187,21 @@ class CacheManager:
             num_new, tokens = padded(list(new.values()), len(seq_ids), self._widths)
             on_device = jax.device_put(tokens)
             step, status = self._holder.step(programs.append, seq_ids, num_new, on_device)
-            for request_id, code in zip(new, self._holder.fetch(status), strict=False):
+            status, ends = self._holder.fetch((status, step.context_len))
+            for request_id, code in zip(new, status, strict=False):
                 if code != Status.OK:
                     raise self._append_error(request_id, Status(int(code)), seq_ids, num_new)
-            return Batch(on_device, step)
+            batch = Batch(on_device, step)
+            self._batches.move(new)
+            self._batches.hand_out(batch, dict(zip(new, ends.tolist(), strict=False)))
+            return batch
 
     def commit_tokens(
         self, request_id: Hashable | Mapping[Any, int | None], final_len: int | None = None
     ) -> None:
         """Publishes the full blocks of a request, or of several, so that later prompts can reuse them.
 
-        Call it after their keys and values are written. Batches made before are stale then.
+        Call it after their keys and values are written. Batches made before may be stale then.
 
         Args:
           request_id: The request; or `{request_id: final_len}`.
@@ -220,9 +225,13 @@ class CacheManager:
             final = np.full(len(seq_ids), TO_THE_END, np.int32)
             final[: len(lengths)] = list(lengths.values())
             self._change(list(lengths), programs.commit, seq_ids, final)
+            self._batches.move(lengths)
 
     def fork_request(self, request_id: Hashable, new_id: Hashable) -> None:
         """Starts a request that shares all tokens of another; takes no block.
+
+        Call it after the other's keys and values are written: the one of the two that goes on first copies
+        their last block as it is then.
 
         Raises:
           UnknownRequest, DuplicateRequest, OutOfRows: changed nothing.
@@ -249,6 +258,7 @@ class CacheManager:
             if new_len > self._config.max_seq_len:
                 raise errors.longer_than(request_id, new_len, self.num_computed_tokens(request_id))
             self._change([request_id], programs.truncate, seq_ids, np.array([new_len], np.int32))
+            self._batches.lose(request_id, new_len)
 
     def free_request(self, request_id: Hashable) -> None:
         """Ends a request, also one whose row a step function has ended (see `OutOfSync`).
@@ -261,7 +271,7 @@ class CacheManager:
         with self._holder.turn("free_request"):
             # The one way to fail is that the row is idle already.
             self._holder.cache, _ = self._holder.on_control(programs.free, self._rows.columns([request_id]))
-            self._rows.end(request_id)
+            self._end(request_id)
 
     # --- steps ---
 
@@ -279,11 +289,13 @@ class CacheManager:
           The result.
 
         Raises:
+          StaleBatch: `args` hold a batch whose slots are no longer its requests'; nothing was called.
           CacheLost: it failed on the device, which had been given the cache. The manager starts over, empty.
             A failure that shows only later, for the device works ahead, is raised by the next call that
             looks at the cache.
         """
-        with self._holder.turn("run"):
+        with self._holder.turn("run") as cache:
+            self._batches.check(args, cache, self._holder.fetch)
             return self._holder.step(self._holder.compiled(step_fn), *args)
 
     def query[T](self, question: Callable[..., T], *args: Any) -> T:
@@ -296,101 +308,6 @@ class CacheManager:
             raise TypeError(f"question is {question!r}, expected a function of the cache")
         with self._holder.turn("query") as cache, self._holder.kept():
             return question(cache, *args)
-
-    # --- questions ---
-
-    def request_ids(self) -> list[Hashable]:
-        """All requests, in the order in which they started."""
-        with self._holder.turn("request_ids"):
-            return list(self._rows)
-
-    def request(self, request_id: Hashable) -> Request:
-        """What the cache holds of a request. Raises `UnknownRequest`, `OutOfSync`."""
-        with self._holder.turn("request") as cache:
-            control = cache.control
-            columns = control.context_len, control.num_published, control.priority, control.namespace
-            tables = [pool.block_table for pool in control.block_pools]
-            seq_id, (columns, tables) = self._read(request_id, (columns, tables))
-            length, num_published, priority, namespace = columns
-            return Request(
-                request_id=request_id,
-                seq_id=seq_id,
-                context_len=int(length[seq_id]),
-                num_blocks=tuple(
-                    int((table[seq_id] < pool.num_blocks).sum())
-                    for table, pool in zip(tables, control.block_pools, strict=True)
-                ),
-                num_published=int(num_published[seq_id]),
-                priority=int(priority[seq_id]),
-                namespace=tuple(namespace[seq_id].tolist()),
-            )
-
-    def num_computed_tokens(self, request_id: Hashable) -> int:
-        """Tokens that a request holds, found cached or appended. Raises `UnknownRequest`, `OutOfSync`."""
-        with self._holder.turn("num_computed_tokens") as cache:
-            seq_id, lengths = self._read(request_id, cache.context_len)
-            return int(lengths[seq_id])
-
-    def block_table(self, request_id: Hashable, *, group: int = 0) -> np.ndarray:
-        """i32[n], blocks of a request by column, up to the last one; `num_blocks` where a window has a hole.
-
-        Raises:
-          UnknownRequest, OutOfSync: no such request, or no longer.
-        """
-        group = checked_group(self._config, group)
-        with self._holder.turn("block_table") as cache:
-            pool = cache.control.block_pools[group]
-            seq_id, table = self._read(request_id, pool.block_table)
-            entries = table[seq_id]
-            held = np.flatnonzero(entries < pool.num_blocks)
-            return entries[: held[-1] + 1 if len(held) else 0].copy()
-
-    def slot_for(self, request_id: Hashable, position: int, *, group: int = 0) -> int:
-        """`block_id * block_size + offset` of a token that the request holds; reserves nothing.
-
-        Raises:
-          UnknownRequest, OutOfSync: no such request, or no longer.
-          IndexError: it holds no such token, or a window has let it go.
-        """
-        position, group = as_integer("position", position), checked_group(self._config, group)
-        with self._holder.turn("slot_for"):
-            length = self.num_computed_tokens(request_id)
-            if not 0 <= position < length:
-                raise IndexError(f"position is {position}, expected 0 <= position < {length} tokens")
-            layer_group = self._config.groups[group]
-            column, offset = divmod(position, layer_group.block_size)
-            block_id = int(self.block_table(request_id, group=group)[column])
-            if block_id == layer_group.num_blocks:
-                raise IndexError(f"position {position} of request {request_id!r} has left the window")
-            return block_id * layer_group.block_size + offset
-
-    def usage(self) -> float:
-        """Referenced / total blocks of the fullest layer group, 0 to 1; cached blocks count as room."""
-        with self._holder.turn("usage") as cache:
-            return float(self._holder.fetch(programs.figures(programs.without_pools(cache)))[1])
-
-    def hit_rate(self) -> float | None:
-        """Cached / prompt tokens of the last 1,000 requests that looked; None if there was none yet."""
-        with self._holder.turn("hit_rate"):
-            return self._figures.hit_rate()
-
-    def stats(self) -> dict[str, int | float | None]:
-        """The figures of `Stats` by name as Python numbers; events are counted beyond 2**32.
-
-        Also `num_requests`, `usage` and `hit_rate` (None before the first query). Ready to be exported.
-        """
-        with self._holder.turn("stats") as cache:
-            figures, usage = self._holder.fetch(programs.figures(programs.without_pools(cache)))
-            counts = self._figures.count(self._holder.fetch(cache.control.counters))
-            result: dict[str, int | float | None] = {
-                field.name: getattr(figures, field.name).item() for field in dataclasses.fields(figures)
-            }
-            result |= {f"num_{counter.name.lower()}": count for counter, count in counts.items()}
-            return result | {
-                "num_requests": len(self._rows),
-                "usage": float(usage),
-                "hit_rate": self._figures.hit_rate(),
-            }
 
     # --- the prefix cache ---
 
@@ -426,11 +343,14 @@ class CacheManager:
             dropped = self._rows.requests_at(rows)
             self._holder.cache = cache
             for request_id in dropped:
-                self._rows.end(request_id)
+                self._end(request_id)
             return dropped
 
     def reset_prefix_cache(self) -> int:
-        """Forgets all published contents, as when the weights change; returns how many blocks they had."""
+        """Forgets all published contents; returns how many blocks they had.
+
+        When the weights change, end all requests first: what they hold was computed with the old ones.
+        """
         with self._holder.turn("reset_prefix_cache"):
             self._holder.cache, count = self._holder.on_control(programs.reset_prefix_cache)
             return int(count)
@@ -448,22 +368,7 @@ class CacheManager:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __contains__(self, request_id: Hashable) -> bool:
-        return request_id in self._rows
-
-    def __repr__(self) -> str:
-        return f"CacheManager({len(self._rows)} requests; {self._holder.describe()})"
-
     # --- within a turn ---
-
-    def _read(self, request_id: Hashable, values: Any) -> tuple[int, Any]:
-        """The row of a request that is active, and `values` of the cache in numpy."""
-        seq_id, cache = self._rows.row(request_id), self._holder.cache
-        assert cache is not None
-        is_active, values = self._holder.fetch((cache.is_active, values))
-        if not is_active[seq_id]:
-            raise errors.out_of_sync(request_id, Status.SEQ_NOT_ACTIVE)
-        return seq_id, values
 
     def _change(self, request_ids: Sequence[Hashable], program: Callable, *args: Any) -> None:
         """Changes rows without moving keys or values; all of them or none."""
@@ -492,9 +397,14 @@ class CacheManager:
             return errors.too_long(request_id, int(lengths[row] + num_new[row]), self._config.max_seq_len)
         return errors.out_of_sync(request_id, status)
 
+    def _end(self, request_id: Hashable) -> None:
+        self._batches.lose(request_id)
+        self._rows.end(request_id)
+
     def _forget(self) -> list[Hashable]:
         """The cache was lost: no request is left, and its counters begin again."""
         lost = list(self._rows)
-        self._rows.clear()
+        for request_id in lost:
+            self._end(request_id)
         self._figures.restart()
         return lost

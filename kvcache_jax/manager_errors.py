@@ -59,6 +59,10 @@ class OutOfSync(CacheError):
     """
 
 
+class StaleBatch(CacheError):
+    """A request of the batch has ended, was truncated or moved to other blocks since it was made."""
+
+
 class ManagerBusy(CacheError):
     """A step function called the manager that is running it."""
 
@@ -168,6 +172,15 @@ def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
     return OutOfSync(
         f"the row of request {request_id!r} is not as the manager left it ({status.name}): rows start and "
         "end through the manager, not in a step function; free_request ends a request whose row is idle",
+        request_id=request_id,
+    )
+
+
+def stale_batch(request_id: Hashable) -> StaleBatch:
+    """For a batch that may no longer write."""
+    return StaleBatch(
+        f"the batch is stale: request {request_id!r} has ended, was truncated or has moved to other blocks "
+        "since it was made, expected batches to be run before that",
         request_id=request_id,
     )
 

@@ -167,7 +167,8 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
 def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
     """Forgets all published contents; active rows keep their blocks and can publish them again.
 
-    Call it when the weights change.
+    When the weights change, free the rows first: what they hold was computed with the old ones. Or give new
+    rows another `namespace(weights=)`.
 
     Args:
       cache: Not changed.

@@ -93,7 +93,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
 def _on_every_device(arrays: Any) -> Any:
     """The arrays whole on each device where XLA would choose, which cannot split a single kernel."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.auto_axes or mesh.explicit_axes:
+    if not mesh.auto_axes:
         return arrays
     return lax.with_sharding_constraint(arrays, PartitionSpec())
 

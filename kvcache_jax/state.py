@@ -300,11 +300,14 @@ class Step:
     For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
     the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.
 
+    It serves until one of its rows is forked, committed, truncated, reordered or freed: the slots may be
+    another row's then.
+
     Attributes:
       status: i32[n], see `Status`.
       seq_ids: i32[n], rows of the block table; `max_seqs` where there is none.
       query_len: i32[n], new tokens.
-      context_len: i32[n], tokens held, the new ones included.
+      context_len: i32[n], tokens held, the new ones included; in a refused second entry of a row, not.
       positions: i32[tokens], position in the sequence; unspecified where there is no token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
         `num_blocks * block_size`.

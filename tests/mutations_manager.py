@@ -16,6 +16,7 @@ THREADS = "test_manager_steps.py::test_threads_take_turns[prefix caching]"
 LOST = "test_manager_steps.py::test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over"
 NEEDED = "test_manager_blocks.py::test_rows_of_one_call_help_each_other"
 OUT_OF_SYNC = "test_manager_steps.py::test_a_request_whose_row_was_ended_can_be_freed_or_replaced"
+STALE = "test_manager_steps.py::test_a_batch_whose_slots_may_be_anothers_is_refused"
 STACKED = "test_cache_form.py::test_stacked_caches_are_refused"
 SPARED = "test_testing.py::test_poison_spares_what_later_prompts_may_read"
 
@@ -47,13 +48,16 @@ MUTATIONS = [
         ("drafts are committed", "] = list(lengths.values())", "] = TO_THE_END", DRAFTS),
         (
             "an ended request keeps its id",
-            "self._rows.columns([request_id]))\n            self._rows.end(request_id)",
+            "self._rows.columns([request_id]))\n            self._end(request_id)",
             "self._rows.columns([request_id]))",
             LIFE,
         ),
+        ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
+    ),
+    *in_module(
+        "manager_questions",
         ("a hole has slots", "if block_id == layer_group.num_blocks:", "if False:", WINDOWS),
         ("a request without a row is read", "if not is_active[seq_id]:", "if False:", OUT_OF_SYNC),
-        ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
     ),
     *in_module(
         "manager_programs",
@@ -209,6 +213,11 @@ MUTATIONS = [
             "is_other[:, None] & (columns >= 0)",
             NAMESPACE_SCRIPT,
         ),
+    ),
+    *in_module(
+        "manager_batches",
+        ("what was lost is not noted", "each.lost_by.append(request_id)", "pass", STALE),
+        ("blocks never move", "each.may_have_moved |= not", "each.may_have_moved &= not", STALE),
     ),
     *in_module(
         "rows",

@@ -115,7 +115,7 @@ CALLS = {
 
 def test_every_call_takes_its_turn():
     """None works within a step, and none but `close` after the end."""
-    methods = {name for name in vars(kv.CacheManager) if not name.startswith("_")}
+    methods = {name for name in dir(kv.CacheManager) if not name.startswith("_")}
     assert CALLS.keys() == methods
     manager = kv.CacheManager(CONFIG)
     start(manager, "a", [1, 2, 3])
@@ -313,3 +313,71 @@ def test_a_question_runs_no_step():
 
     assert manager.query(question) == (1, ["a"])
     assert manager.run(lambda cache: (cache, 7)) == 7
+
+
+# --- batches that come too late ---
+
+
+def end_by_replacing(manager):
+    manager.allocate_request("a", [9], replace=True)
+
+
+def commit_next_to_a_twin(manager):
+    """The full block of "a" is published already, by a request of the same tokens."""
+    start(manager, "b", [1, 2, 3, 4, 5])
+    manager.commit_tokens("a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manager: manager.free_request("a"),
+        end_by_replacing,
+        lambda manager: manager.truncate_request("a", 4),
+        lambda manager: manager.evict_to_utilization(0.0),
+        commit_next_to_a_twin,
+    ],
+    ids=["free", "replace", "truncate", "evict", "commit"],
+)
+def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
+    manager = kv.CacheManager(CONFIG)
+    manager.allocate_request("a", [1, 2, 3, 4, 5])
+    batch = manager.append_tokens("a", [1, 2, 3, 4, 5])
+    change(manager)
+    start(manager, "c", [7, 8, 9])
+    for args in ((batch,), ({"deep": [batch.step]},)):
+        run = functools.partial(manager.run, lambda cache, *args: (cache, None), *args)
+        error = unchanged(manager, kv.StaleBatch, run, "the batch is stale: request 'a' has ended")
+        assert error.request_id == "a"
+    rows = {manager.request("c").seq_id: [7, 8, 9]}
+    assert manager.query(testing.check_tokens, rows) == []
+
+
+def test_a_batch_whose_blocks_left_a_window_is_refused():
+    window = kv.SlidingWindow(1, 5, window=4, block_size=2)
+    config = kv.CacheConfig([window], num_blocks=12, max_seqs=2, max_seq_len=40, max_query_len=8)
+    manager = kv.CacheManager(config)
+    manager.allocate_request("a", [])
+    early = manager.append_tokens("a", list(range(8)))
+    manager.append_tokens("a", list(range(8, 16)))
+    unchanged(manager, kv.StaleBatch, lambda: manager.run(write_step, early), "request 'a'")
+
+
+def test_batches_may_be_run_late_and_twice():
+    """Where others changed, or its own request in ways that move nothing."""
+    manager = kv.CacheManager(CONFIG)
+    text = list(range(1, 10))
+    for name in "ab":
+        manager.allocate_request(name, text if name == "a" else [50])
+    first, second = (manager.append_tokens("a", part) for part in (text[:3], text[3:]))
+    other = manager.append_tokens({"b": [50]})
+    manager.free_request("b")
+    for batch in (second, first, first):
+        manager.run(write_step, batch)
+    manager.commit_tokens("a")
+    manager.run(write_step, second)
+    manager.truncate_request("a", 9)
+    manager.fork_request("a", "c")
+    manager.run(write_step, second)
+    check(manager, {"a": text, "c": text})
+    unchanged(manager, kv.StaleBatch, lambda: manager.run(write_step, other), "request 'b'")

@@ -112,9 +112,13 @@ def test_scrub_of_sharded_pools(what):
 
 
 @pytest.mark.parametrize(
-    "has_index", [pytest.param(False, id="plain", marks=pytest.mark.newest), pytest.param(True, id="index")]
+    ("has_index", "head_type"),
+    [
+        pytest.param(False, AxisType.Explicit, id="beside an explicit one", marks=pytest.mark.newest),
+        pytest.param(True, AxisType.Auto, id="index"),
+    ],
 )
-def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index):
+def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index, head_type):
     """The bookkeeping stays whole on every device: new tokens are gathered, and no pool is."""
     config = dataclasses.replace(CONFIG, max_seqs=4, enable_prefix_caching=has_index)
     rng, texts = np.random.default_rng(0), np.arange(12, dtype=np.int32).reshape(4, 3)
@@ -137,7 +141,7 @@ def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index):
 
     num_new = np.array([3, 2, 0, 1], np.int32)
     alone, want = jax.jit(step_fn)(start(), *tokens, num_new)
-    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Auto, head_type))
     with jax.set_mesh(mesh):
         cache = start(sharding=NamedSharding(mesh, POOL_SPEC))
         split = NamedSharding(mesh, P(None, "data", None, "heads"))

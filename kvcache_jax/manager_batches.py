@@ -1,0 +1,90 @@
+"""Which of the batches that `CacheManager` handed out may still be run.
+
+A batch has the slots that its requests had when it was made. Once these are another's, a step would overwrite
+what stands there.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvcache_jax import manager_errors as errors
+from kvcache_jax.manager_requests import Batch
+from kvcache_jax.state import Cache, Step
+
+
+@dataclasses.dataclass
+class _Handed:
+    """A batch that somebody may still hold.
+
+    Attributes:
+      status: Weak reference to the `status` of its step, by which it is known.
+      ends: How many tokens its requests have with it, in the order of its rows.
+      lost_by: Requests that have ended since, or gave some of these tokens up.
+      may_have_moved: Its requests may have other blocks by now.
+    """
+
+    status: weakref.ref
+    ends: Mapping[Hashable, int]
+    lost_by: list[Hashable] = dataclasses.field(default_factory=list)
+    may_have_moved: bool = False
+
+
+class Batches:
+    """The batches that were handed out."""
+
+    def __init__(self):
+        self._handed: dict[int, _Handed] = {}
+
+    def hand_out(self, batch: Batch, ends: Mapping[Hashable, int]) -> None:
+        """The batch brings its requests to so many tokens."""
+        self._handed = {key: each for key, each in self._handed.items() if each.status() is not None}
+        status = batch.step.status
+        self._handed[id(status)] = _Handed(weakref.ref(status), ends)
+
+    def lose(self, request_id: Hashable, length: int = 0) -> None:
+        """The request lost what it had behind its first `length` tokens."""
+        for each in self._handed.values():
+            if each.ends.get(request_id, 0) > length:
+                each.lost_by.append(request_id)
+
+    def move(self, request_ids: Iterable[Hashable]) -> None:
+        """The requests may have given blocks back, or got others in their place."""
+        for each in self._handed.values():
+            each.may_have_moved |= not each.ends.keys().isdisjoint(request_ids)
+
+    def check(self, args: Any, cache: Cache, fetch: Callable[[Any], Any]) -> None:
+        """Raises `StaleBatch` if a batch in the arguments of a step may no longer write.
+
+        It is not found in them if its arrays are not those that were handed out, but copies.
+        """
+        for step in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Step)):
+            handed = self._handed.get(id(step.status)) if isinstance(step, Step) else None
+            if handed is None or handed.status() is not step.status:
+                continue
+            for request_id in handed.lost_by:
+                raise errors.stale_batch(request_id)
+            if handed.may_have_moved:
+                has_moved = _has_moved(step, cache, fetch)
+                for request_id, is_stale in zip(handed.ends, has_moved, strict=False):
+                    if is_stale:
+                        raise errors.stale_batch(request_id)
+
+
+def _has_moved(step: Step, cache: Cache, fetch: Callable[[Any], Any]) -> np.ndarray:
+    """bool[n], the row's tokens stand elsewhere than where the padded step would write them."""
+    pools = cache.control.block_pools
+    tables = [pool.block_table for pool in pools]
+    tables, slots, positions, seq_ids = fetch((tables, step.slots, step.positions, step.seq_ids))
+    rows = np.minimum(seq_ids, cache.max_seqs - 1)[:, None]
+    has_moved = np.zeros(len(rows), bool)
+    for group, pool, table, written in zip(cache.config.groups, pools, tables, slots, strict=True):
+        columns, offsets = np.divmod(positions, group.block_size)
+        held = table[rows, np.minimum(columns, table.shape[1] - 1)] * group.block_size + offsets
+        is_token = written < pool.num_blocks * group.block_size
+        has_moved |= (is_token & (written != held)).any(axis=1)
+    return has_moved
