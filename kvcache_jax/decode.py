@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kvcache_jax import decode_arguments, decode_loop
 from kvcache_jax.build import init
@@ -89,6 +90,7 @@ def generate(
     num_drafts: int = 0,
     draft: Draft | None = None,
     cache: Cache | None = None,
+    namespace: ArrayLike | None = None,
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
@@ -121,6 +123,8 @@ def generate(
         gives the same tokens as no drafts, up to the rounding of the logits.
       draft: The draft model.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
+      namespace: u32[4] or u32[prompts, 4], who may share the prompts' blocks. A cache that served other
+        parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
       chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
       look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
@@ -136,7 +140,7 @@ def generate(
         call within `jit`, a `forward` without a hash; names got and expected.
     """
     decode_arguments.check_model("generate", forward, config, params, cache)
-    requests = Requests(prompts, static_count("num_samples", num_samples))
+    requests = Requests(prompts, static_count("num_samples", num_samples), namespace)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_drafts = static_count("num_drafts", num_drafts, least=0)
     seed = static_count("seed", seed, least=0)
@@ -284,12 +288,14 @@ def _admit(
     while requests.waiting and len(idle) >= requests.num_samples:
         prompt_id = requests.waiting[0]
         prompt = requests.prompts[prompt_id]
-        others = [requests.prompts[host.running[row][0]] for row in admitted]
+        words = requests.namespaces[prompt_id]
+        others = [host.running[row][0] for row in admitted]
+        others = [requests.prompts[i] for i in others if np.array_equal(requests.namespaces[i], words)]
         tokens = np.zeros((1, host.config.max_seq_len), np.int32)
         tokens[0, : len(prompt)] = prompt
-        if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), others):
+        if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
-        cache, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens)
+        cache, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens, namespace=words)
         if int(admission.status[0]) != Status.OK:
             break
         num_cached += int(admission.num_cached[0])
@@ -322,7 +328,9 @@ def _admit(
     )
 
 
-def _shares_more(cache: Cache, tokens: np.ndarray, num_tokens: int, others: Sequence[np.ndarray]) -> bool:
+def _shares_more(
+    cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
+) -> bool:
     """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
     block_size = cache.config.groups[cache.config.indexed_group].block_size
     common = 0
@@ -331,7 +339,7 @@ def _shares_more(cache: Cache, tokens: np.ndarray, num_tokens: int, others: Sequ
         differs = np.flatnonzero(tokens[0, :length] != other[:length])
         common = max(common, int(differs[0]) if len(differs) else length)
     num_common = common // block_size * block_size
-    return num_common > 0 and num_common > int(lookup(cache, tokens, [num_tokens])[0])
+    return num_common > 0 and num_common > int(lookup(cache, tokens, [num_tokens], namespace)[0])
 
 
 def _prefill(
@@ -358,7 +366,9 @@ def _prefill(
     draft_cache = state.draft_cache
     if draft is not None and draft_cache is not None:
         # A prompt that the draft's cache has no room for is decoded without drafts.
-        draft_cache, admission = allocate(draft_cache, firsts, lengths, tokens=prompts)
+        prompt_ids = [host.running[row][0] if row in admitted else 0 for row in firsts.tolist()]
+        words = host.requests.namespaces[prompt_ids]
+        draft_cache, admission = allocate(draft_cache, firsts, lengths, tokens=prompts, namespace=words)
         draft_firsts = jnp.where(admission.status == Status.OK, firsts, max_seqs)
         draft_chunk = min(chunk_len, draft.config.query_len_limit)
         draft_cache, _, _ = prefill(

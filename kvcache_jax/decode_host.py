@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from kvcache_jax.arguments import namespace_words
 from kvcache_jax.block_pool import num_used
 from kvcache_jax.build import init
 from kvcache_jax.cache import free
@@ -128,9 +130,10 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
 class Requests:
     """The prompts that wait, each with the number of its samples."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int):
+    def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int, namespace: ArrayLike | None):
         self.prompts = prompt_tokens(prompts)
         self.num_samples = num_samples
+        self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))
         self.waiting = deque(range(len(self.prompts)))
 
 

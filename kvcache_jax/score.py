@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from kvcache_jax.arguments import namespace_words
 from kvcache_jax.cache import allocate, fork, free, truncate
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import as_list, check_model, model_tokens, usable_chunk_len
@@ -43,6 +45,7 @@ def score(
     config: CacheConfig,
     *,
     cache: Cache | None = None,
+    namespace: ArrayLike | None = None,
     chunk_len: int = 128,
 ) -> ScoreResult:
     """How likely a model finds each continuation of one context, token by token.
@@ -55,6 +58,8 @@ def score(
         do not reach as NaN.
       config: Of the cache. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
+      namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
+        another, `kv.namespace(weights=...)`. Default: all zero.
       chunk_len: Most tokens of a row in one call of the model; a quarter of it where that is enough.
 
     Returns:
@@ -66,6 +71,7 @@ def score(
       StatusError: the cache has too few blocks for the context and one continuation.
     """
     check_model("score", forward, config, params, cache)
+    words = namespace_words(namespace, 1)
     shared = model_tokens("context", context, least=1)
     continuations = as_list("continuations", continuations, "continuations, each a list of token ids")
     own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
@@ -89,7 +95,7 @@ def score(
     def hold_context(cache: Cache) -> tuple[Cache, Admission]:
         """The context in row 0."""
         # One token more, for only what comes before the last one is looked up.
-        cache, admission = allocate(cache, [0], shared_len + 1, tokens=history[:1])
+        cache, admission = allocate(cache, [0], shared_len + 1, tokens=history[:1], namespace=words)
         raise_for_status(admission.status, "allocating the context")
         first = np.zeros(1, np.int32)
         cache, _, status = prefill(

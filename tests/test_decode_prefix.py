@@ -2,6 +2,7 @@
 
 import importlib
 
+import jax
 import numpy as np
 import pytest
 from test_beams import slow_beam_search
@@ -53,6 +54,38 @@ def test_a_later_call_finds_prompts_and_answers_of_an_earlier_one():
     other = generate([turn], cache=again.cache, num_drafts=3)
     check_greedy(other, [turn])
     assert other.num_cached_tokens == 20
+
+
+def test_prompts_share_within_a_namespace():
+    tenants = np.stack([kv.namespace(tenant=name) for name in "abaab"])
+    result = generate(FAMILY, namespace=tenants)
+    check_greedy(result, FAMILY)
+    assert result.num_cached_tokens == 8 + 4
+    later = generate(FAMILY[:2], namespace=tenants[1], cache=result.cache)
+    check_greedy(later, FAMILY[:2])
+    assert later.num_cached_tokens == 8 + 12
+    with pytest.raises(ValueError, match=r"namespace is uint32\(3, 4\), expected uint32 \(4,\) or \(2, 4\)"):
+        generate(FAMILY[:2], namespace=tenants[:3], cache=later.cache)
+
+
+def test_other_weights_find_nothing_in_another_namespace():
+    others = jax.tree.map(lambda x: -x, PARAMS)
+    weights = kv.namespace(weights="negative")
+
+    def decode(**options):
+        return kv.generate(forward, others, FAMILY[:1], cached_config(), max_new_tokens=7, **options)
+
+    known = generate(FAMILY[:1]).cache
+    found, expected = decode(cache=known, namespace=weights), decode()
+    assert found.num_cached_tokens == 0
+    assert [each.tokens for each in found.generations] == [each.tokens for each in expected.generations]
+
+    def score(**options):
+        return kv.score(forward, others, SHARED, [[1, 2]], cached_config(), **options)
+
+    scores, expected = score(cache=found.cache, namespace=weights), score()
+    assert (scores.num_cached_tokens, expected.num_cached_tokens) == (8, 0)
+    np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=1e-5)
 
 
 def note_chunks(monkeypatch, module, name):
