@@ -11,6 +11,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from kvcache_jax.config import CacheConfig
+from kvcache_jax.head_axis import check_split
 from kvcache_jax.state import Cache, KVPool, Step
 from kvcache_jax.static_numbers import as_integer
 
@@ -109,10 +110,11 @@ def host_tokens(name: str, values: Any) -> np.ndarray:
     """The tokens of one sequence in numpy, i32[n]; there may be none."""
     if isinstance(values, str | bytes):
         raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
-    values = np.asarray(as_array(name, values))
-    if values.ndim != 1:
-        raise ValueError(f"{name} has shape {values.shape}, expected one sequence of token ids, [n]")
-    return np.asarray(_words(name, values)) if len(values) else np.zeros(0, np.int32)
+    tokens = np.asarray(as_array(name, values))
+    if tokens.ndim != 1:
+        got = f"a {type(values).__name__} of shape {tokens.shape}"
+        raise ValueError(f"{name} is {got}, expected a list of token ids or an array [n]")
+    return np.asarray(_words(name, tokens)) if len(tokens) else np.zeros(0, np.int32)
 
 
 def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
@@ -296,6 +298,7 @@ def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, st
                 f"{name} has shape {values.shape}, expected {expected}: "
                 "the step's tokens, num_kv_heads, head_dim"
             )
+        check_split(name, values, pool.k)
         refuse_shared_cache(name, values, cache)
 
 

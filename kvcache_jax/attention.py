@@ -13,6 +13,7 @@ from kvcache_jax.arguments import Layer
 from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
 from kvcache_jax.cache_form import takes_one
+from kvcache_jax.head_axis import check_split
 from kvcache_jax.queries import Reads, queries_of
 from kvcache_jax.state import Cache, KVPool, Step
 from kvcache_jax.static_numbers import finite_number
@@ -115,6 +116,7 @@ def _attend(
     arguments.require_floats("q", q)
     _check_queries(q, step, num_kv_heads, head_dim)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    check_split("q", q, pool.k)
     arguments.refuse_shared_cache("q", q, cache)
 
     shape = q.shape

@@ -133,9 +133,13 @@ class CacheHolder:
         return self._step_fns[step_fn]
 
     def fetch(self, values: Any) -> Any:
-        """The values in numpy. If a step has spoilt the cache, starts over and raises `CacheLost`."""
+        """The values in numpy, as `ask` asks for them."""
+        return self.ask(jax.device_get, values)
+
+    def ask[T](self, question: Callable[..., T], *args: Any) -> T:
+        """`question(*args)`. If a step has spoilt the cache, starts over and raises `CacheLost`."""
         try:
-            return jax.device_get(values)
+            return question(*args)
         except jax.errors.JaxRuntimeError as error:
             try:
                 jax.block_until_ready(self.cache)

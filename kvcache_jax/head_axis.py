@@ -67,6 +67,24 @@ def _axis_of_type(pool: jax.Array) -> str | None:
     return spec[1] if len(spec) > 1 else None
 
 
+def check_split(name: str, values: jax.Array, pool: jax.Array) -> None:
+    """Raises where types tell that `values [..., heads, head_dim]` are split otherwise than the pool is."""
+    spec = jax.typeof(values).sharding.spec
+    *others, heads, head_dim = (*spec, *[None] * (values.ndim - len(spec)))
+    axis = _axis_of_type(pool)
+    if any(other is not None for other in (*others, head_dim)):
+        raise ValueError(
+            f"{name} has the sharding {spec}, expected explicit mesh axes to split its heads alone: "
+            "jax.sharding.reshard it, or make the other axis automatic"
+        )
+    if heads != axis and (heads is not None or name == "q"):
+        raise ValueError(
+            f"{name}'s heads are split over {heads!r} and the cache's over {axis!r}, expected the same: "
+            "reshard one of them; CacheConfig(head_axis=...) or init(sharding=PartitionSpec(None, ...)) "
+            "splits the cache"
+        )
+
+
 def check_in_mesh(axis: str) -> None:
     """Raises unless the current mesh has the axis."""
     mesh = jax.sharding.get_abstract_mesh()

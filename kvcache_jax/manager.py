@@ -299,7 +299,7 @@ class CacheManager(Questions):
             return self._holder.step(self._holder.compiled(step_fn), *args)
 
     def query[T](self, question: Callable[..., T], *args: Any) -> T:
-        """`question(cache, *args)`, while nobody changes the cache: `manager.query(kv.check_invariants)`.
+        """`question(cache, *args)`, in a turn of its own: `manager.query(kv.check_invariants)`.
 
         The answer must not hold the cache or its arrays: the next step is given them. So the question cannot
         `run` one.
@@ -307,7 +307,7 @@ class CacheManager(Questions):
         if not callable(question):
             raise TypeError(f"question is {question!r}, expected a function of the cache")
         with self._holder.turn("query") as cache, self._holder.kept():
-            return question(cache, *args)
+            return self._holder.ask(question, cache, *args)
 
     # --- the prefix cache ---
 

@@ -259,7 +259,8 @@ def test_a_model_without_a_hash_is_refused():
         ([1.5, 2.7], "has dtype float64, expected integers"),
         ([True], "has dtype bool, expected integers"),
         ("abc", "is 'abc', expected integer token ids: encode the text first"),
-        ([[1, 2]], r"has shape \(1, 2\), expected one sequence of token ids"),
+        ([[1, 2]], r"is a list of shape \(1, 2\), expected a list of token ids"),
+        ((token for token in [1]), r"is a generator of shape \(\), expected a list of token ids"),
     ],
 )
 def test_token_ids_are_checked_alike(tokens, message):

@@ -132,7 +132,7 @@ def test_absurd_arguments_change_nothing():
         (TypeError, "expected integer", lambda: manager.allocate_request("b", [1.5])),
         (ValueError, "token id 1099511627776", lambda: manager.allocate_request("b", [2**40])),
         (ValueError, "token id 1099511627776", lambda: manager.append_tokens("a", [2**40])),
-        (ValueError, "one sequence", lambda: manager.allocate_request("b", [[1, 2]])),
+        (ValueError, "expected a list of token ids", lambda: manager.allocate_request("b", [[1, 2]])),
         (ValueError, "uint32", lambda: manager.allocate_request("b", [1], namespace=[1, 2, 3, 4])),
         (TypeError, "unhashable", lambda: manager.allocate_request(["b"], [1])),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens("a")),

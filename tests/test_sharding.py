@@ -202,6 +202,35 @@ def test_only_the_heads_may_be_split():
         kv.init(CONFIG, sharding=NamedSharding(mesh, P("heads")))
 
 
+BY_HEAD = P(None, None, "heads")
+
+
+@pytest.mark.parametrize("is_set", [True, False], ids=["mesh set", "no mesh"])
+@pytest.mark.parametrize(
+    ("pool_spec", "q_spec", "kv_spec", "message"),
+    [
+        (P(), BY_HEAD, BY_HEAD, "k's heads are split over 'heads' and the cache's over None, expected"),
+        (P(), P(), P("data"), r"k has the sharding .*'data'.*, expected explicit mesh axes to split"),
+        (POOL_SPEC, P(), BY_HEAD, "q's heads are split over None and the cache's over 'heads'"),
+        (POOL_SPEC, P("data", None, "heads"), P(), "q has the sharding .*'data'"),
+    ],
+    ids=["heads", "rows", "whole queries", "rows of queries"],
+)
+def test_what_types_tell_must_fit(is_set, pool_spec, q_spec, kv_spec, message):
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    config = dataclasses.replace(CONFIG, max_seqs=2)
+
+    def put(spec, num_heads):
+        return jax.device_put(np.zeros((2, 3, num_heads, DIM), np.float32), NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        cache = kv.init(config, sharding=NamedSharding(mesh, pool_spec))
+        cache, step = jax.jit(kv.extend, static_argnames="max_new")(cache, np.zeros(2, np.int32), max_new=3)
+        k = put(kv_spec, HEADS)
+        with pytest.raises(ValueError, match=message):
+            jax.jit(kv.attention, static_argnums=1)(cache, 0, put(q_spec, 2 * HEADS), k, k, step)
+
+
 def test_head_axis_must_be_in_the_current_mesh():
     config = dataclasses.replace(CONFIG, head_axis="heads")
     with pytest.raises(ValueError, match=r"current mesh has the axes \(\)"):
