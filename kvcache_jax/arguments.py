@@ -174,7 +174,7 @@ def flags(name: str, values: Any, num_rows: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(values), (num_rows,))
 
 
-def share(name: str, value: Any) -> jax.Array:
+def fraction(name: str, value: Any) -> jax.Array:
     """A number from 0 to 1 as f32[]; one that is traced is not looked at."""
     value = as_array(name, value)
     if value.shape or not jnp.isdtype(value.dtype, ("real floating", "integral")):

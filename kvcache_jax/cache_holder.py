@@ -39,9 +39,9 @@ class CacheHolder:
         self,
         cache: CacheConfig | Cache,
         sharding: Sharding | PartitionSpec | None,
-        forget: Callable[[], list[Hashable]],
+        on_lost: Callable[[], list[Hashable]],
     ):
-        """Builds a cache, or takes one over; `forget` is called when it is lost and returns who had it."""
+        """Builds a cache, or takes one over; `on_lost` is called when it is gone and returns who had it."""
         if isinstance(cache, CacheConfig):
             taken = init(cache, sharding=sharding)
         elif isinstance(cache, Cache):
@@ -63,7 +63,7 @@ class CacheHolder:
         self.config = taken.config
         self._sharding, self._has_storage = sharding, bool(taken.pools)
         self._hash_key = np.asarray(taken.control.hash_key)
-        self._forget = forget
+        self._on_lost = on_lost
         self._step_fns: collections.OrderedDict[Callable, Callable] = collections.OrderedDict()
         self._lock = threading.RLock()
         self._is_running = self._is_kept = False
@@ -168,7 +168,7 @@ class CacheHolder:
         cache = init(self.config, sharding=self._sharding, storage=self._has_storage)
         hash_key = jax.device_put(jnp.asarray(self._hash_key), cache.control.hash_key.sharding)
         self.cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, hash_key=hash_key))
-        request_ids = self._forget()
+        request_ids = self._on_lost()
         return CacheLost(
             f"a step failed after it was given the cache, and {len(request_ids)} requests are lost with it; "
             "the manager starts over, empty: allocate them again",

@@ -171,7 +171,8 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
 
     def walk(state):
         ref_counts, *_ = state
-        return _walk(ref_counts, available, control, demands, wish.seq_ids, wants, config)[:4]
+        found = _walk(ref_counts, available, control, demands, wish.seq_ids, wants, config)
+        return found.ref_counts, found.grows, found.copies_tail, found.loses_tail
 
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     nothing_to_copy = jnp.zeros_like(wants, shape=(len(demands), *wants.shape))
@@ -201,8 +202,26 @@ def num_blocks_for_all(control: Control, wish: Wish, config: CacheConfig) -> jax
     demands = demands_of(control, wish, wish.wants, config)
     plenty = jnp.full(len(demands), 2**30, jnp.int32)
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
-    *_, spare = _walk(ref_counts, plenty, control, demands, wish.seq_ids, wish.wants, config)
-    return jnp.maximum(jnp.max(plenty - spare, axis=0), 0)
+    walk = _walk(ref_counts, plenty, control, demands, wish.seq_ids, wish.wants, config)
+    return jnp.maximum(jnp.max(plenty - walk.spare, axis=0), 0)
+
+
+class _Walk(NamedTuple):
+    """What a walk over the rows finds.
+
+    Attributes:
+      ref_counts: Per group i32[num_blocks], as they were.
+      grows: As in `Decision`.
+      copies_tail: Likewise.
+      loses_tail: bool[], a block that is copied is free when all rows had their turn.
+      spare: i32[n, groups], blocks that are left when the row has taken its own, negative if it cannot.
+    """
+
+    ref_counts: tuple[jax.Array, ...]
+    grows: jax.Array
+    copies_tail: jax.Array
+    loses_tail: jax.Array
+    spare: jax.Array
 
 
 def _walk(
@@ -213,7 +232,7 @@ def _walk(
     seq_ids: jax.Array,
     wants: jax.Array,
     config: CacheConfig,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> _Walk:
     """`decide` one row after the other, counting owners down on the way and up again at the end.
 
     Only owners and free blocks are followed: a block taken here is neither shared nor given back in
@@ -227,11 +246,6 @@ def _walk(
       seq_ids: i32[n].
       wants: bool[n].
       config: The cache's.
-
-    Returns:
-      The counts as they were. As from `decide`, bool[n] and bool[groups, n]. bool[], a block that is copied
-      is free when all rows had their turn. And i32[n, groups], the blocks that are left when the row has
-      taken its own, negative if it cannot.
     """
 
     def walk_row(state, row):
@@ -280,7 +294,7 @@ def _walk(
         ]
     )
     loses_tail, ref_counts = read_first(loses_tail, ref_counts)
-    return add_owners(ref_counts, let_go, 1), grows, copies.T, loses_tail, spare
+    return _Walk(add_owners(ref_counts, let_go, 1), grows, copies.T, loses_tail, spare)
 
 
 def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: jax.Array) -> jax.Array:

@@ -66,7 +66,7 @@ def _evict_from_front(
     num_passed = jnp.where(stays.any(), first_true(stays).astype(jnp.uint32), jnp.uint32(_ENTRIES_PER_TRIP))
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
-    control = forget(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
+    control = unpublish(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
     return control, jnp.minimum(num_found, most)
 
 
@@ -83,7 +83,7 @@ def _evict_by_key(control: Control, group_id: int, num_blocks: jax.Array, config
         control, is_candidate, left = state
         pool = control.block_pools[group_id]
         block_ids = block_history.least_valuable(keys, recency, is_candidate, left, config.eviction_batch)
-        control = forget(control, group_id, block_ids, pool, config)
+        control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None
         parents = get_at(index.parent, block_ids, pool.num_blocks)
@@ -96,7 +96,7 @@ def _evict_by_key(control: Control, group_id: int, num_blocks: jax.Array, config
     return lax.while_loop(lambda state: state[2] > 0, evict_batch, (control, is_candidate, num_blocks))[0]
 
 
-def forget(
+def unpublish(
     control: Control, group_id: int, block_ids: jax.Array, pool: BlockPool, config: CacheConfig
 ) -> Control:
     """Makes cached blocks i32[n] of `pool`, which differ, free and unfindable; nowhere is skipped."""

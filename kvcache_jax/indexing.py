@@ -29,9 +29,9 @@ def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Arr
     if fill is None:
         return found
     index = index if isinstance(index, tuple) else (index,)
-    window = array.ndim - len(index)
+    num_behind = array.ndim - len(index)
     is_inside = _is_inside(index, array.shape)
-    is_inside = is_inside.reshape(*is_inside.shape, *(1 for _ in range(window)))
+    is_inside = is_inside.reshape(*is_inside.shape, *(1 for _ in range(num_behind)))
     return jnp.where(is_inside, found, jnp.asarray(fill, array.dtype))
 
 
@@ -125,7 +125,7 @@ def _trips(update: Update, size: int) -> tuple[list[jax.Array], jax.Array]:
     """By trip: per leading axis the places i32[trips, size], and values [trips, size, ...] or [1, 1, ...]."""
     values = jnp.asarray(update.values, update.array.dtype)
     index = jnp.broadcast_arrays(*(update.at if isinstance(update.at, tuple) else (update.at,)))
-    window = update.array.shape[len(index) :]
+    entry_shape = update.array.shape[len(index) :]
 
     # One trip needs no padding, which XLA would fold into updates that it does not do in place.
     size = min(size, max(index[0].size, 1))
@@ -139,8 +139,8 @@ def _trips(update: Update, size: int) -> tuple[list[jax.Array], jax.Array]:
     places = [split(axis.reshape(-1)) for axis in index]
     if values.size == 1:
         return places, values.reshape(1, 1)
-    values = jnp.broadcast_to(values, index[0].shape + window)
-    return places, split(values.reshape(-1, *window))
+    values = jnp.broadcast_to(values, index[0].shape + entry_shape)
+    return places, split(values.reshape(-1, *entry_shape))
 
 
 def _nth(array: jax.Array, n: ArrayLike) -> jax.Array:
@@ -152,11 +152,11 @@ def _nth(array: jax.Array, n: ArrayLike) -> jax.Array:
 
 def _update_some(array: jax.Array, places: list[jax.Array], values: jax.Array, how: str) -> jax.Array:
     """`array` with the entries of one trip updated, in order."""
-    window = array.shape[len(places) :]
-    shape = (*(1 for _ in places), *window)
+    entry_shape = array.shape[len(places) :]
+    shape = (*(1 for _ in places), *entry_shape)
     for i in range(places[0].shape[0]):
         place = [axis[i] for axis in places]
-        start = [*place, *(jnp.zeros_like(place[0]) for _ in window)]
+        start = [*place, *(jnp.zeros_like(place[0]) for _ in entry_shape)]
         old = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
         new = _COMBINE[how](old, jnp.broadcast_to(_nth(values, i), shape))
         new = jnp.where(_is_inside(place, array.shape), new, old)

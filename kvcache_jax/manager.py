@@ -79,7 +79,7 @@ class CacheManager(Questions):
           widths: Numbers of tokens to which `append_tokens` pads, each a program. Default: 1, then
             powers of four from 16 up to `max_query_len`.
         """
-        self._holder = CacheHolder(cache, sharding, self._forget)
+        self._holder = CacheHolder(cache, sharding, self._on_lost)
         self._config = self._holder.config
         self._widths = checked_widths(widths, self._config.query_len_limit)
         self._rows = RequestRows(self._config.max_seqs)
@@ -183,7 +183,7 @@ class CacheManager(Questions):
             if len(ids) > limit:
                 raise errors.too_many_at_once(request_id, len(ids), limit)
         with self._holder.turn("append_tokens"):
-            seq_ids = self._rows.columns(list(new))
+            seq_ids = self._rows.seq_ids_of(list(new))
             num_new, tokens = padded(list(new.values()), len(seq_ids), self._widths)
             on_device = jax.device_put(tokens)
             step, status = self._holder.step(programs.append, seq_ids, num_new, on_device)
@@ -221,7 +221,7 @@ class CacheManager(Questions):
             raise ValueError("got no request, expected at least one")
         lengths = {name: checked_final_len(name, length) for name, length in lengths.items()}
         with self._holder.turn("commit_tokens"):
-            seq_ids = self._rows.columns(list(lengths))
+            seq_ids = self._rows.seq_ids_of(list(lengths))
             final = np.full(len(seq_ids), TO_THE_END, np.int32)
             final[: len(lengths)] = list(lengths.values())
             self._change(list(lengths), programs.commit, seq_ids, final)
@@ -237,7 +237,7 @@ class CacheManager(Questions):
           UnknownRequest, DuplicateRequest, OutOfRows: changed nothing.
         """
         with self._holder.turn("fork_request") as cache:
-            source = self._rows.columns([request_id])
+            source = self._rows.seq_ids_of([request_id])
             if new_id in self._rows:
                 raise errors.duplicate(new_id)
             target = self._rows.idle_row(new_id)
@@ -254,7 +254,7 @@ class CacheManager(Questions):
         """
         new_len = static_count("new_len", new_len, least=0)
         with self._holder.turn("truncate_request"):
-            seq_ids = self._rows.columns([request_id])
+            seq_ids = self._rows.seq_ids_of([request_id])
             if new_len > self._config.max_seq_len:
                 raise errors.longer_than(request_id, new_len, self.num_computed_tokens(request_id))
             self._change([request_id], programs.truncate, seq_ids, np.array([new_len], np.int32))
@@ -269,8 +269,9 @@ class CacheManager(Questions):
           UnknownRequest: changed nothing.
         """
         with self._holder.turn("free_request"):
+            seq_ids = self._rows.seq_ids_of([request_id])
             # The one way to fail is that the row is idle already.
-            self._holder.cache, _ = self._holder.on_control(programs.free, self._rows.columns([request_id]))
+            self._holder.cache, _ = self._holder.on_control(programs.free, seq_ids)
             self._end(request_id)
 
     # --- steps ---
@@ -401,7 +402,7 @@ class CacheManager(Questions):
         self._batches.lose(request_id)
         self._rows.end(request_id)
 
-    def _forget(self) -> list[Hashable]:
+    def _on_lost(self) -> list[Hashable]:
         """The cache was lost: no request is left, and its counters begin again."""
         lost = list(self._rows)
         for request_id in lost:

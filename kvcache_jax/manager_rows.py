@@ -44,7 +44,7 @@ class RequestRows:
             raise errors.unknown(request_id, len(self._rows))
         return self._rows[request_id]
 
-    def columns(self, request_ids: Sequence[Hashable]) -> np.ndarray:
+    def seq_ids_of(self, request_ids: Sequence[Hashable]) -> np.ndarray:
         """i32[1], or i32[max_seqs] with skipped rows behind several: two shapes in all."""
         rows = [self.row(request_id) for request_id in request_ids]
         if len(rows) > 1:

@@ -77,7 +77,7 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
       ([1, 4, 4, 4], 0.375)
     """
     _check_policy(policy)
-    target = arguments.share("target", target)
+    target = arguments.fraction("target", target)
     control, dropped = _evict_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), dropped
 

@@ -178,7 +178,7 @@ def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
     """
     if cache.control.prefix_index is None:
         return cache, jnp.int32(0)
-    control, num_dropped = _forget(cache.control, config=cache.config)
+    control, num_dropped = _reset_index(cache.control, config=cache.config)
     return dataclasses.replace(cache, control=control), num_dropped
 
 
@@ -228,7 +228,7 @@ def _evict(control: Control, num_blocks: jax.Array, config: CacheConfig) -> tupl
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _forget(control: Control, config: CacheConfig) -> tuple[Control, jax.Array]:
+def _reset_index(control: Control, config: CacheConfig) -> tuple[Control, jax.Array]:
     num_dropped = jnp.int32(0)
     pools = []
     for pool in control.block_pools:

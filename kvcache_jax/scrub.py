@@ -72,7 +72,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     else:
         is_row = (control.namespace == words).all(axis=-1) & control.is_active
     masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
-    control = _forget(_end_rows(control, is_row, cache.config), masks, cache.config)
+    control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:
         control = _forget_rests(control, cache.config)
     pools = []
@@ -142,7 +142,7 @@ def _end_rows(control: Control, is_row: jax.Array, config: CacheConfig) -> Contr
     return rows.each_row(free_row, control, jnp.where(is_row, order, control.max_seqs))[0]
 
 
-def _forget(control: Control, masks: list[jax.Array], config: CacheConfig) -> Control:
+def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) -> Control:
     """Takes the masked blocks, of which no row holds a token, out of the index, and their tokens too."""
     if control.prefix_index is None:
         return control
@@ -152,7 +152,7 @@ def _forget(control: Control, masks: list[jax.Array], config: CacheConfig) -> Co
         assert pool.cached is not None
         order = jnp.arange(pool.num_blocks, dtype=jnp.int32)
         block_ids = jnp.where(masks[g] & pool.cached.is_published, order, pool.num_blocks)
-        control = eviction.forget(control, g, block_ids, pool, config)
+        control = eviction.unpublish(control, g, block_ids, pool, config)
     index, mask = control.prefix_index, masks[config.indexed_group]
     assert index is not None
     index = dataclasses.replace(

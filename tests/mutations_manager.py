@@ -48,8 +48,8 @@ MUTATIONS = [
         ("drafts are committed", "] = list(lengths.values())", "] = TO_THE_END", DRAFTS),
         (
             "an ended request keeps its id",
-            "self._rows.columns([request_id]))\n            self._end(request_id)",
-            "self._rows.columns([request_id]))",
+            "on_control(programs.free, seq_ids)\n            self._end(request_id)",
+            "on_control(programs.free, seq_ids)",
             LIFE,
         ),
         ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
