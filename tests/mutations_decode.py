@@ -22,6 +22,21 @@ MUTATIONS = [
             "Phase.IDLE",
             "test_decode.py::test_prompts_that_wait_compile_nothing",
         ),
+        (
+            "prompts are shared with everybody",
+            "tokens=tokens, namespace=words",
+            "tokens=tokens",
+            "test_decode_prefix.py::test_prompts_share_within_a_namespace",
+        ),
+    ),
+    *in_module(
+        "score",
+        (
+            "the context is shared with everybody",
+            "tokens=history[:1], namespace=words",
+            "tokens=history[:1]",
+            "test_decode_prefix.py::test_other_weights_find_nothing_in_another_namespace",
+        ),
     ),
     *in_module(
         "decode_host",
