@@ -64,8 +64,11 @@ def test_prompts_share_within_a_namespace():
     later = generate(FAMILY[:2], namespace=tenants[1], cache=result.cache)
     check_greedy(later, FAMILY[:2])
     assert later.num_cached_tokens == 8 + 12
+    stranger = generate(FAMILY[:2], namespace=kv.namespace(tenant="c"), cache=later.cache)
+    check_greedy(stranger, FAMILY[:2])
+    assert stranger.num_cached_tokens == 8  # of the other's, computed in this call
     with pytest.raises(ValueError, match=r"namespace is uint32\(3, 4\), expected uint32 \(4,\) or \(2, 4\)"):
-        generate(FAMILY[:2], namespace=tenants[:3], cache=later.cache)
+        generate(FAMILY[:2], namespace=tenants[:3], cache=stranger.cache)
 
 
 def test_other_weights_find_nothing_in_another_namespace():
