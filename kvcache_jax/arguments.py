@@ -304,12 +304,16 @@ def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, st
 
 def check_layers(name: str, values: Any, num_layers: int) -> None:
     """Refuses what is neither an array of all layers' keys or values nor a sequence of one per layer."""
-    is_sequence = isinstance(values, list | tuple)
-    shapes = [getattr(x, "shape", ()) for x in (values if is_sequence else [values])]
-    if any(len(shape) != (4 if is_sequence else 5) for shape in shapes):
-        raise TypeError(
-            f"{name} is a {type(values).__name__}, of shape {', '.join(map(str, shapes))}, expected an array "
-            "[num_layers, n, T, num_kv_heads, head_dim] or a sequence of one array per layer, [n, T, ...]"
-        )
+    is_sequence = isinstance(values, Sequence) and not hasattr(values, "shape")
+    rank = 4 if is_sequence else 5
+    for each in values if is_sequence else [values]:
+        shape = getattr(each, "shape", None)
+        if shape is None or len(shape) != rank:
+            what = f"{type(each).__name__} of shape {shape}" if shape is not None else type(each).__name__
+            raise TypeError(
+                f"{name} {'has, for a layer,' if is_sequence else 'is'} {what}, expected an array "
+                "[num_layers, n, T, num_kv_heads, head_dim] or a sequence of such arrays, one per layer, "
+                "without the first axis"
+            )
     if len(values) != num_layers:
         raise ValueError(f"{name} has {len(values)} layers, expected num_layers = {num_layers}")

@@ -116,7 +116,6 @@ def _attend(
     arguments.require_floats("q", q)
     _check_queries(q, step, num_kv_heads, head_dim)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
-    check_split("q", q, pool.k)
     arguments.refuse_shared_cache("q", q, cache)
 
     shape = q.shape
@@ -126,6 +125,8 @@ def _attend(
         sink_logits = jnp.asarray(sink_logits).astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
     name = implementations.choose(cache.config, implementation, pool, grouped.shape[3])
+    if name == implementations.XLA:  # kernels are mapped over the heads
+        check_split("q", q, pool.k)
     options = Options(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),

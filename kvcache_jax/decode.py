@@ -289,8 +289,8 @@ def _admit(
         prompt_id = requests.waiting[0]
         prompt = requests.prompts[prompt_id]
         words = requests.namespaces[prompt_id]
-        others = [host.running[row][0] for row in admitted]
-        others = [requests.prompts[i] for i in others if np.array_equal(requests.namespaces[i], words)]
+        just_admitted = [host.running[row][0] for row in admitted]
+        others = [requests.prompts[i] for i in just_admitted if np.array_equal(requests.namespaces[i], words)]
         tokens = np.zeros((1, host.config.max_seq_len), np.int32)
         tokens[0, : len(prompt)] = prompt
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):

@@ -160,7 +160,8 @@ class CacheManager(Questions):
         """Reserves slots for new tokens of one request, or of several; all of them or none.
 
         Their keys and values are yet to be written: pass the batch to `run`, with a step function that does
-        it. If that fails, `truncate_request` takes the tokens back, as far as windows allow (`WindowLost`).
+        it, with windows before more is appended to the same request. If that fails, `truncate_request` takes
+        the tokens back, as far as windows allow (`WindowLost`).
 
         Args:
           new: A request id; or `{request_id: token_ids}`, one row each, in this order.
@@ -192,8 +193,7 @@ class CacheManager(Questions):
                 if code != Status.OK:
                     raise self._append_error(request_id, Status(int(code)), seq_ids, num_new)
             batch = Batch(on_device, step)
-            self._batches.move(new)
-            self._batches.hand_out(batch, dict(zip(new, ends.tolist(), strict=False)))
+            self._batches.hand_out(batch, {name: len(ids) for name, ids in new.items()}, ends.tolist())
             return batch
 
     def commit_tokens(
@@ -290,14 +290,17 @@ class CacheManager(Questions):
           The result.
 
         Raises:
-          StaleBatch: `args` hold a batch whose slots are no longer its requests'; nothing was called.
+          StaleBatch: `args` hold a batch whose slots are no longer its requests'; nothing was called. It is
+            known by its arrays, so pass it as it was handed out: a copy is not found.
           CacheLost: it failed on the device, which had been given the cache. The manager starts over, empty.
             A failure that shows only later, for the device works ahead, is raised by the next call that
             looks at the cache.
         """
         with self._holder.turn("run") as cache:
             self._batches.check(args, cache, self._holder.fetch)
-            return self._holder.step(self._holder.compiled(step_fn), *args)
+            result = self._holder.step(self._holder.compiled(step_fn), *args)
+            self._batches.move(self._rows)
+            return result
 
     def query[T](self, question: Callable[..., T], *args: Any) -> T:
         """`question(cache, *args)`, in a turn of its own: `manager.query(kv.check_invariants)`.
@@ -362,6 +365,7 @@ class CacheManager(Questions):
         """Lets the cache go; every later call but this one raises `ManagerClosed`."""
         self._holder.close()
         self._rows.clear()
+        self._batches.clear()
 
     def __enter__(self) -> "CacheManager":
         return self

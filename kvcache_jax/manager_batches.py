@@ -6,7 +6,7 @@ what stands there.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,14 +23,16 @@ class _Handed:
 
     Attributes:
       status: Weak reference to the `status` of its step, by which it is known.
-      ends: How many tokens its requests have with it, in the order of its rows.
-      lost_by: Requests that have ended since, or gave some of these tokens up.
+      request_ids: Of its rows, in order.
+      ends: How many tokens each request has with it; without those that got none by it.
+      lost_by: A request that has ended since, or gave some of these tokens up, if there is one.
       may_have_moved: Its requests may have other blocks by now.
     """
 
     status: weakref.ref
-    ends: Mapping[Hashable, int]
-    lost_by: list[Hashable] = dataclasses.field(default_factory=list)
+    request_ids: tuple[Hashable, ...]
+    ends: dict[Hashable, int]
+    lost_by: tuple[Hashable, ...] = ()
     may_have_moved: bool = False
 
 
@@ -40,22 +42,29 @@ class Batches:
     def __init__(self):
         self._handed: dict[int, _Handed] = {}
 
-    def hand_out(self, batch: Batch, ends: Mapping[Hashable, int]) -> None:
-        """The batch brings its requests to so many tokens."""
-        self._handed = {key: each for key, each in self._handed.items() if each.status() is not None}
+    def hand_out(self, batch: Batch, new: Mapping[Hashable, int], ends: Sequence[int]) -> None:
+        """The batch brings each request so many `new` tokens, and to `ends` of them."""
+        for request_id, end in zip(new, ends, strict=False):
+            self.lose(request_id, end - new[request_id])  # a step may have taken some back
+        self.move(new)
+        with_tokens = {name: end for name, end in zip(new, ends, strict=False) if new[name]}
         status = batch.step.status
-        self._handed[id(status)] = _Handed(weakref.ref(status), ends)
+        self._handed[id(status)] = _Handed(weakref.ref(status), tuple(new), with_tokens)
 
     def lose(self, request_id: Hashable, length: int = 0) -> None:
         """The request lost what it had behind its first `length` tokens."""
-        for each in self._handed.values():
+        for each in self._held():
             if each.ends.get(request_id, 0) > length:
-                each.lost_by.append(request_id)
+                each.lost_by = (request_id,)
 
     def move(self, request_ids: Iterable[Hashable]) -> None:
         """The requests may have given blocks back, or got others in their place."""
-        for each in self._handed.values():
+        for each in self._held():
             each.may_have_moved |= not each.ends.keys().isdisjoint(request_ids)
+
+    def clear(self) -> None:
+        """No batch is known."""
+        self._handed.clear()
 
     def check(self, args: Any, cache: Cache, fetch: Callable[[Any], Any]) -> None:
         """Raises `StaleBatch` if a batch in the arguments of a step may no longer write.
@@ -70,9 +79,14 @@ class Batches:
                 raise errors.stale_batch(request_id)
             if handed.may_have_moved:
                 has_moved = _has_moved(step, cache, fetch)
-                for request_id, is_stale in zip(handed.ends, has_moved, strict=False):
+                for request_id, is_stale in zip(handed.request_ids, has_moved, strict=False):
                     if is_stale:
                         raise errors.stale_batch(request_id)
+
+    def _held(self) -> Iterable[_Handed]:
+        """Those that somebody still has."""
+        self._handed = {key: each for key, each in self._handed.items() if each.status() is not None}
+        return self._handed.values()
 
 
 def _has_moved(step: Step, cache: Cache, fetch: Callable[[Any], Any]) -> np.ndarray:

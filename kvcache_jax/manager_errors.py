@@ -180,7 +180,7 @@ def stale_batch(request_id: Hashable) -> StaleBatch:
     """For a batch that may no longer write."""
     return StaleBatch(
         f"the batch is stale: request {request_id!r} has ended, was truncated or has moved to other blocks "
-        "since it was made, expected batches to be run before that",
+        "since it was made, expected batches to be run before that: append what is missing again",
         request_id=request_id,
     )
 

@@ -300,8 +300,8 @@ class Step:
     For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
     the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.
 
-    It serves until one of its rows is forked, committed, truncated, reordered or freed: the slots may be
-    another row's then.
+    It serves until one of its rows is forked, committed, truncated, reordered, freed or, where there are
+    windows, extended: the slots may be another row's then.
 
     Attributes:
       status: i32[n], see `Status`.

@@ -216,7 +216,7 @@ MUTATIONS = [
     ),
     *in_module(
         "manager_batches",
-        ("what was lost is not noted", "each.lost_by.append(request_id)", "pass", STALE),
+        ("what was lost is not noted", "each.lost_by = (request_id,)", "pass", STALE),
         ("blocks never move", "each.may_have_moved |= not", "each.may_have_moved &= not", STALE),
     ),
     *in_module(

@@ -328,22 +328,30 @@ def commit_next_to_a_twin(manager):
     manager.commit_tokens("a")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda manager: manager.free_request("a"),
-        end_by_replacing,
-        lambda manager: manager.truncate_request("a", 4),
-        lambda manager: manager.evict_to_utilization(0.0),
-        commit_next_to_a_twin,
-    ],
-    ids=["free", "replace", "truncate", "evict", "commit"],
-)
+def within_a_step(change):
+    """What a step function may do to the row of "a", which is the first."""
+    return lambda manager: manager.run(lambda cache: change(cache)[:2])
+
+
+CHANGES = {
+    "free": lambda manager: manager.free_request("a"),
+    "replace": end_by_replacing,
+    "truncate": lambda manager: manager.truncate_request("a", 4),
+    "evict": lambda manager: manager.evict_to_utilization(0.0),
+    "commit": commit_next_to_a_twin,
+    "truncate in a step": within_a_step(lambda cache: kv.truncate(cache, np.array([0]), np.array([4]))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
     manager = kv.CacheManager(CONFIG)
-    manager.allocate_request("a", [1, 2, 3, 4, 5])
-    batch = manager.append_tokens("a", [1, 2, 3, 4, 5])
+    for name in ("a", "idle"):
+        manager.allocate_request(name, [1, 2, 3, 4, 5])
+    batch = manager.append_tokens({"a": [1, 2, 3, 4, 5], "idle": []})
     change(manager)
+    if "idle" in manager:
+        manager.free_request("idle")
     start(manager, "c", [7, 8, 9])
     for args in ((batch,), ({"deep": [batch.step]},)):
         run = functools.partial(manager.run, lambda cache, *args: (cache, None), *args)
@@ -351,6 +359,17 @@ def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
         assert error.request_id == "a"
     rows = {manager.request("c").seq_id: [7, 8, 9]}
     assert manager.query(testing.check_tokens, rows) == []
+
+
+def test_a_batch_of_tokens_that_a_step_took_back_is_refused():
+    manager = kv.CacheManager(CONFIG)
+    manager.allocate_request("a", [])
+    batch = manager.append_tokens("a", [1, 2, 3])
+    manager.run(write_step, batch)
+    within_a_step(lambda cache: kv.truncate(cache, np.array([0]), np.array([2])))(manager)
+    fill(manager, {"a": [9]})
+    unchanged(manager, kv.StaleBatch, lambda: manager.run(write_step, batch), "request 'a'")
+    check(manager, {"a": [1, 2, 9]})
 
 
 def test_a_batch_whose_blocks_left_a_window_is_refused():
@@ -370,9 +389,9 @@ def test_batches_may_be_run_late_and_twice():
     for name in "ab":
         manager.allocate_request(name, text if name == "a" else [50])
     first, second = (manager.append_tokens("a", part) for part in (text[:3], text[3:]))
-    other = manager.append_tokens({"b": [50]})
+    other, mixed = manager.append_tokens({"b": [50]}), manager.append_tokens({"b": [], "a": []})
     manager.free_request("b")
-    for batch in (second, first, first):
+    for batch in (second, first, first, mixed):
         manager.run(write_step, batch)
     manager.commit_tokens("a")
     manager.run(write_step, second)

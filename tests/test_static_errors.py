@@ -294,8 +294,10 @@ def test_append_refuses_wrong_shapes(small):
         (good.astype(np.int32), good.astype(np.int32), ("int32",)),
         (good, good[0], (K, "num_layers")),
         (1.0, good, ("float",)),
-        ([1], good, ("list",)),
+        ([1], good, ("int",)),
         (good, good.tolist(), ("list",)),
+        ([good[0], good], good, ("shape", good.shape)),
+        (good, {0: good[0], 1: good[1]}, ("dict",)),
     ):
         with pytest.raises(STATIC_ERRORS, match=says(*match)):
             kv.append(cache, keys, values, [1, 1, 1])
