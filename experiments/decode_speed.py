@@ -2,11 +2,11 @@
 
 Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
 Machine: 2 virtual cores of an AMD EPYC, idle; jax 0.12.0; results/decode_speed.json and .png
-Answer:  8 full rows of 4,096 tokens: 18.5 ms a step, 0.83 times a dense cache [B, S, H, D] (Flax's; the bar
-  is 1.2). 8 rows at 3-7% of the table: 3.6 ms, 7.2 times faster (the bar is 5). A dense cache in
+Answer:  8 full rows of 4,096 tokens: 23.5 ms a step, 0.67 times a dense cache [B, S, H, D] (Flax's; the bar
+  is 1.2). 8 rows at 3-7% of the table: 3.8 ms, 8.1 times faster (the bar is 5). A dense cache in
   [B, H, S, D], the fastest that we know on a CPU, is read in one sweep, which blocks scattered over the
-  memory cannot be: 2.0 times its time with full rows, 2.9 times faster with short ones. No cache: 101 ms for
-  the short rows, 13 s for the full ones. Attention is 93% of a full step; bookkeeping takes 0.11 ms.
+  memory cannot be: 1.7 times its time with full rows, 3.0 times faster with short ones. No cache: 157 ms for
+  the short rows, 21 s for the full ones. Attention is 91% of a full step; bookkeeping takes 0.12 ms.
 
 One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
 room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
