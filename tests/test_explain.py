@@ -240,5 +240,5 @@ def test_absurd_arguments():
         kv.explain(cache, [1, 2], 3)
     with pytest.raises(ValueError, match="uint32"):
         kv.explain(cache, [1, 2], 2, np.zeros(4, np.int32))
-    with pytest.raises(ValueError, match="one sequence"):
+    with pytest.raises(ValueError, match="expected a list of token ids"):
         kv.explain(cache, [[1, 2]])
