@@ -193,20 +193,21 @@ def make_report(paged_full=12.0, paged_short=1.0):
 
 @pytest.mark.parametrize(
     ("paged_full", "paged_short", "holds"),
-    [(24.0, 4.0, [True, True]), (24.1, 4.0, [False, True]), (23.0, 4.1, [True, False])],
+    [(12.0, 2.0, [True, True]), (12.1, 2.0, [False, True]), (11.0, 2.1, [True, False])],
 )
-def test_the_bars_compare_with_the_plain_layout(paged_full, paged_short, holds):
+def test_the_bars_compare_with_both_layouts(paged_full, paged_short, holds):
     bars = make_report(paged_full, paged_short)["bars"]
-    assert [bar["holds"] for bar in bars] == [*holds, True, True]
-    assert bars[0]["measured"] == pytest.approx(paged_full / 20)
-    assert bars[1]["measured"] == pytest.approx(20 / paged_short)
+    assert [bar["holds"] for bar in bars] == [True, True, *holds, True, True]
+    for (full, short), dense in zip((bars[:2], bars[2:4]), (20, 10), strict=True):
+        assert full["measured"] == pytest.approx(paged_full / dense)
+        assert short["measured"] == pytest.approx(dense / paged_short)
 
 
 def test_the_tables_say_what_was_measured(capsys):
-    decode_speed_report.show(make_report(paged_full=25.0))
+    decode_speed_report.show(make_report(paged_full=13.0))
     shown = capsys.readouterr().out
-    assert "1 of 4 bars do not hold" in shown and "2.50x" in shown
-    assert "98%" in shown  # attention's share of 25 ms: all but 0.5
+    assert "1 of 6 bars do not hold" in shown and "1.30x" in shown
+    assert "96%" in shown  # attention's share of 13 ms: all but 0.5
     assert "70.00%" in shown and "0.60%" in shown
 
 

@@ -47,7 +47,7 @@ class PolicyDriver(PrefixDriver):
 
 
 # Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
-@pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), (MIXED, 4)])
+@pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), ("lfu", 3), (MIXED, 4)])
 def test_a_random_script(policy, batch):
     """The contents that stay are those that the oracle keeps, after every operation."""
     rng = np.random.default_rng(5)

@@ -237,7 +237,7 @@ def test_one_line_is_logged_per_admission(caplog):
 
 def test_few_programs_serve_two_hundred_prompt_lengths():
     config = kv.CacheConfig(
-        [kv.FullAttention(1, 5)], block_size=16, num_blocks=256, max_seqs=3, max_seq_len=2048,
+        [kv.FullAttention(1, 5)], block_size=16, num_blocks=1024, max_seqs=3, max_seq_len=8192,
         enable_prefix_caching=True,
     )  # fmt: skip
     manager = kv.CacheManager(config)
@@ -248,7 +248,7 @@ def test_few_programs_serve_two_hundred_prompt_lengths():
 
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        for i, length in enumerate([*range(1, 201, 2), *range(201, 2001, 18)]):
+        for i, length in enumerate([*range(1, 201, 2), *range(201, 8001, 78)]):
             num_cached = manager.allocate_request(i, [i] * length)
             manager.append_tokens(i, [i] * (length - num_cached))
             manager.commit_tokens(i)
