@@ -91,7 +91,16 @@ def allocate_row(
     row = jnp.where(ok, seq_id, control.max_seqs)
     num_cached = jnp.where(ok, num_cached, 0)
     need = [jnp.where(ok, n, 0) for n in need]
-    control = mark_used(control, row, ok)
+    control = mark_used(
+        control,
+        row,
+        ok,
+        is_active=True,
+        context_len=num_cached,
+        priority=prompt.priority,
+        namespace=prompt.namespace,
+        num_published=quotient(num_cached, config.groups[config.indexed_group].block_size),
+    )
     # Hits are held before anything is evicted.
     hits = [jnp.where(ok, ids, pool.num_blocks) for ids, pool in zip(hits, control.block_pools, strict=True)]
     if control.prefix_index is not None:
@@ -110,13 +119,6 @@ def allocate_row(
         pools.append(block_pool.take(pool, is_new, row, columns)[0])
     return dataclasses.replace(
         control,
-        is_active=set_at(control.is_active, row, True),
-        context_len=set_at(control.context_len, row, num_cached),
-        priority=set_at(control.priority, row, prompt.priority),
-        namespace=set_at(control.namespace, row, prompt.namespace),
-        num_published=set_at(
-            control.num_published, row, quotient(num_cached, config.groups[config.indexed_group].block_size)
-        ),
         counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
     ), (status, num_cached)

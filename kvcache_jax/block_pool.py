@@ -13,7 +13,7 @@ from jax import lax
 from kvcache_jax.indexing import (
     Update,
     add_at,
-    first_of_equal,
+    count_down,
     get_at,
     num_true,
     rank_true,
@@ -102,7 +102,8 @@ def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     is_cached = has_no_owner(pool.ref_count, block_ids)
     is_cached, ref_count = read_first(is_cached, pool.ref_count)
     cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_cached))
-    return _note_peak(share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids))
+    pool = share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids)
+    return sweep_queue(_note_peak(pool))
 
 
 def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
@@ -110,22 +111,12 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 
     Args:
       pool: Counts at least one owner per occurrence.
-      block_ids: i32[n], nowhere is skipped. Ids must differ; see `release_repeated`. Of cached blocks
-        the first will be evicted first: pass a row's last block first.
+      block_ids: i32[...], nowhere is skipped. Of blocks that get cached, the one that first loses its last
+        owner will be evicted first: pass a row's last block first.
     """
-    ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last = has_no_owner(ref_count, block_ids)
-    return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
-
-
-def release_repeated(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    """`release` for i32[...] ids that may repeat, as when several rows drop a shared block."""
     block_ids = block_ids.reshape(-1)
-    ref_count = add_at(pool.ref_count, block_ids, -1)
-    is_last, ref_count = read_first(has_no_owner(ref_count, block_ids), ref_count)
-    is_first, ref_count = first_of_equal(ref_count, is_last, block_ids)
-    ref_count = set_at(ref_count, jnp.where(is_first, block_ids, pool.num_blocks), 0)
-    return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_first)
+    ref_count, is_last = count_down(pool.ref_count, block_ids)
+    return _put_back(dataclasses.replace(pool, ref_count=ref_count), block_ids, is_last)
 
 
 def put_on_free_stack(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPool:
@@ -168,9 +159,7 @@ def _put_back(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPo
     stays = mask & is_published(pool, block_ids)
     rank, num_added = rank_true(stays)
     added = num_added.astype(jnp.uint32)
-    length = pool.cached.queue.shape[0]
-    is_full = pool.cached.tail - pool.cached.head + added > length
-    cached = run_if(is_full, lambda cached: _swept(cached, pool.ref_count), pool.cached)
+    cached, length = pool.cached, pool.cached.queue.shape[0]
     position = cached.tail + rank.astype(jnp.uint32)
     place = jnp.where(stays, remainder(position, length).astype(jnp.int32), length)
     push, num_freed = _push(pool, block_ids, mask & ~stays)
@@ -200,6 +189,19 @@ def queue_entries(
     is_cached = get_at(cached.is_published, block_ids, False)
     is_cached &= has_no_owner(ref_count, block_ids)
     return block_ids, is_entry & is_cached
+
+
+def sweep_queue(pool: BlockPool) -> BlockPool:
+    """Rids the queue of stale entries if it might be too short for all referenced blocks.
+
+    For whoever publishes or reuses blocks: nobody else adds to those that their release will append.
+    """
+    assert pool.cached is not None
+    num_entries = pool.cached.tail - pool.cached.head
+    is_full = num_entries + num_used(pool).astype(jnp.uint32) > pool.cached.queue.shape[0]
+    cached = run_if(is_full, lambda cached: _swept(cached, pool.ref_count), pool.cached)
+    cached, ref_count = read_first(cached, pool.ref_count)
+    return dataclasses.replace(pool, ref_count=ref_count, cached=cached)
 
 
 def _swept(cached: CachedBlocks, ref_count: jax.Array) -> CachedBlocks:

@@ -126,12 +126,12 @@ def _check_counts(pool: BlockPool) -> list[str]:
             f"peak_used is {int(pool.peak_used)}, below the {(ref_count > 0).sum()} blocks in use"
         )
     if pool.cached is not None:
-        violations += _check_queue(pool.cached, is_cached)
+        violations += _check_queue(pool.cached, is_cached, is_published & (ref_count > 0))
     return violations
 
 
-def _check_queue(cached: CachedBlocks, is_cached: np.ndarray) -> list[str]:
-    """Every cached block is once in the queue, and nothing else is."""
+def _check_queue(cached: CachedBlocks, is_cached: np.ndarray, will_be_cached: np.ndarray) -> list[str]:
+    """Every cached block is once in the queue, and nothing else is; there is room for those to come."""
     violations = []
     if int(cached.num_cached) != is_cached.sum():
         violations.append(f"num_cached is {int(cached.num_cached)}, and {is_cached.sum()} blocks are cached")
@@ -139,6 +139,11 @@ def _check_queue(cached: CachedBlocks, is_cached: np.ndarray) -> list[str]:
     head, tail = int(cached.head), int(cached.tail)
     if (tail - head) % 2**32 > len(queue):
         return [*violations, f"the queue of {len(queue)} entries reaches from {head} to {tail}"]
+    num_left = len(queue) - (tail - head) % 2**32
+    if will_be_cached.sum() > num_left:
+        violations.append(
+            f"{will_be_cached.sum()} published blocks have owners, and the queue has room for {num_left}"
+        )
     positions = (head + np.arange((tail - head) % 2**32)) % 2**32
     entries = queue[positions % len(queue)]
     is_valid = entries < len(is_cached)

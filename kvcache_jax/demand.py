@@ -121,18 +121,24 @@ class Demand(NamedTuple):
     first_kept: jax.Array
 
 
-def demands_of(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) -> list[Demand]:
-    """What those rows of the wish for which `wants` bool[n] holds need of each group."""
+def demands_of(
+    control: Control, wish: Wish, wants: jax.Array, config: CacheConfig
+) -> tuple[list[Demand], list[jax.Array]]:
+    """What those rows of the wish for which `wants` bool[n] holds need of each group.
+
+    Returns:
+      The demands; and per group bool[tokens], the token opens a block (`Wish.opens_block`).
+    """
     rows = jnp.where(wants, wish.seq_ids, control.max_seqs)
-    demands = []
+    demands, opens_block = [], []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         has_tail = wants & (remainder(wish.context_len, group.block_size) > 0)
         tail = get_at(pool.block_table, (rows, quotient(wish.context_len, group.block_size)), pool.num_blocks)
-        num_blocks = wish.tokens.count(wish.opens_block(pool, group, rows))
+        opens_block.append(wish.opens_block(pool, group, rows))
         tail = jnp.where(has_tail, tail, pool.num_blocks)
         first_kept = first_column(group, wish.context_len, group.max_rollback)
-        demands.append(Demand(num_blocks, tail, first_kept))
-    return demands
+        demands.append(Demand(wish.tokens.count(opens_block[-1]), tail, first_kept))
+    return demands, opens_block
 
 
 class Decision(NamedTuple):
@@ -140,6 +146,7 @@ class Decision(NamedTuple):
 
     Attributes:
       demands: What the rows that want to grow need, per group.
+      opens_block: Per group bool[tokens], likewise: see `demands_of`.
       grows: bool[n], the row grows.
       copies_tail: bool[groups, n], it must copy its tail first.
       must_take_turns: bool[], rows that take at once might get something else than one after the other:
@@ -148,6 +155,7 @@ class Decision(NamedTuple):
     """
 
     demands: list[Demand]
+    opens_block: list[jax.Array]
     grows: jax.Array
     copies_tail: jax.Array
     must_take_turns: jax.Array
@@ -160,7 +168,7 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
       The control state unchanged, but to be used from here on: the walk counts on its arrays in place.
       The decision.
     """
-    demands = demands_of(control, wish, wants, config)
+    demands, opens_block = demands_of(control, wish, wants, config)
     fits, is_shared, is_published = jnp.bool_(True), jnp.bool_(False), jnp.bool_(False)
     for pool, demand in zip(control.block_pools, demands, strict=True):
         fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
@@ -186,7 +194,7 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
     needs = num_taken(demands, grows, copies)
     lacks = any_of([n > pool.num_free for n, pool in zip(needs, pools, strict=True)])
     control = dataclasses.replace(control, block_pools=pools)
-    return control, Decision(demands, grows, copies, loses_tail | (is_published & lacks))
+    return control, Decision(demands, opens_block, grows, copies, loses_tail | (is_published & lacks))
 
 
 def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -> list[jax.Array]:
@@ -199,7 +207,7 @@ def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -
 
 def num_blocks_for_all(control: Control, wish: Wish, config: CacheConfig) -> jax.Array:
     """i32[groups], how many blocks must be available for all rows that want to grow to do so."""
-    demands = demands_of(control, wish, wish.wants, config)
+    demands, _ = demands_of(control, wish, wish.wants, config)
     plenty = jnp.full(len(demands), 2**30, jnp.int32)
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     walk = _walk(ref_counts, plenty, control, demands, wish.seq_ids, wish.wants, config)

@@ -22,26 +22,40 @@ from kvcache_jax.state import BlockPool, Control, Counter, count_events
 _ENTRIES_PER_TRIP = 128
 
 
-def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig) -> Control:
-    """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
+def make_room(
+    control: Control, needs: Sequence[jax.Array], config: CacheConfig, last: jax.Array | None = None
+) -> Control:
+    """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can.
+
+    Blocks `last` i32[n] of the indexed group are evicted after all others. Their release was the latest.
+    """
     if control.prefix_index is None:
         return control
     others = [g for g in range(len(config.groups)) if g != config.indexed_group]
     for group_id in (config.indexed_group, *others):
         num_free = control.block_pools[group_id].num_free
-        control = evict(control, group_id, jnp.maximum(needs[group_id] - num_free, 0), config)
+        control = evict(control, group_id, jnp.maximum(needs[group_id] - num_free, 0), config, last)
     return control
 
 
-def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
-    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group; there are as many."""
+def evict(
+    control: Control,
+    group_id: int,
+    num_blocks: jax.Array,
+    config: CacheConfig,
+    last: jax.Array | None = None,
+) -> Control:
+    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group; there are as many.
+
+    `last` is as in `make_room`.
+    """
     assert control.prefix_index is not None
     has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
 
     def evict_some(state):
         control, left = state
         if has_keys:
-            return _evict_by_key(control, group_id, left, config), jnp.zeros_like(left)
+            return _evict_by_key(control, group_id, left, config, last), jnp.zeros_like(left)
         control, num_evicted = _evict_from_front(control, group_id, left, config)
         return control, left - num_evicted
 
@@ -70,12 +84,16 @@ def _evict_from_front(
     return control, jnp.minimum(num_found, most)
 
 
-def _evict_by_key(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
+def _evict_by_key(
+    control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig, last: jax.Array | None
+) -> Control:
     """Evicts `num_blocks` of the blocks with the lowest keys; there are as many cached ones."""
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None and index.history is not None
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
     keys, recency = block_history.keys_of(index.history, pool.cached, control.clock, config)
+    if last is not None:
+        keys = set_at(keys, last, jnp.iinfo(jnp.int32).max)
     # Read before the loop writes what they are computed from.
     is_candidate, keys, recency, control = lax.optimization_barrier((is_candidate, keys, recency, control))
 

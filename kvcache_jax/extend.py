@@ -12,15 +12,13 @@ from jax import lax
 
 from kvcache_jax import block_pool, eviction, reach
 from kvcache_jax.config import CacheConfig, LayerGroup
-from kvcache_jax.demand import Decision, Demand, NewTokens, Wish, decide, num_taken
+from kvcache_jax.demand import Decision, NewTokens, Wish, decide, num_taken
 from kvcache_jax.indexing import (
     Update,
-    any_of,
     get_at,
     num_true,
     quotient,
     rank_true,
-    read_first,
     remainder,
     run_if,
     set_at,
@@ -151,25 +149,30 @@ def _take_blocks(
 
     Of several rows that take at once, none copies a block that may be evicted or freed for another.
     """
-    demands, grows, copies_tail, _ = decision
+    demands, opens_block, grows, copies_tail, _ = decision
     rows = jnp.where(grows, wish.seq_ids, control.max_seqs)
-    token_rows = wish.tokens.spread(rows, control.max_seqs)
+    tails = [
+        jnp.where(copies, demand.tail, pool.num_blocks)
+        for pool, demand, copies in zip(control.block_pools, demands, copies_tail, strict=True)
+    ]
     pools = [
-        _drop_out_of_reach(pool, group, rows, demand.first_kept)
-        for pool, group, demand in zip(control.block_pools, config.groups, demands, strict=True)
+        _give_back(pool, group, rows, demand.first_kept, tail)
+        for pool, group, demand, tail in zip(control.block_pools, config.groups, demands, tails, strict=True)
     ]
     control = dataclasses.replace(control, block_pools=tuple(pools))
-    control = _make_room(control, num_taken(demands, grows, copies_tail), demands, copies_tail, config)
-    pools, all_copies = [], []
-    for g, (pool, group, demand) in enumerate(zip(control.block_pools, config.groups, demands, strict=True)):
-        # Once more: for the rows that grow, and in the table as it is now.
-        opens_block, table = read_first(wish.opens_block(pool, group, rows), pool.block_table)
-        pool = dataclasses.replace(pool, block_table=table)
-        tail_columns = quotient(wish.context_len, group.block_size)
-        pool, copies_made = _take_copies(pool, rows, tail_columns, demand.tail, copies_tail[g], copies[g])
+    # A row's own block is no victim of its copy while there is another, whatever the policy.
+    control = eviction.make_room(
+        control, num_taken(demands, grows, copies_tail), config, last=tails[config.indexed_group]
+    )
+    tokens, pools, all_copies = wish.tokens, [], []
+    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
+        is_new = opens_block[g] & tokens.spread(grows, False)
+        # The copy takes the place of the block that the row's first new token goes into.
+        is_new |= tokens.spread(copies_tail[g], False) & (tokens.offset == 0)
         columns = quotient(wish.positions, group.block_size)
-        pools.append(block_pool.take(pool, opens_block, token_rows, columns)[0])
-        all_copies.append(copies_made)
+        pool, new = block_pool.take(pool, is_new, tokens.spread(rows, control.max_seqs), columns)
+        pools.append(pool)
+        all_copies.append(_add_copies(copies[g], copies_tail[g], tails[g], get_at(new, tokens.starts[:-1])))
     return dataclasses.replace(control, block_pools=tuple(pools)), tuple(all_copies)
 
 
@@ -191,68 +194,40 @@ def record_tokens(
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _make_room(
-    control: Control,
-    needs: list[jax.Array],
-    demands: list[Demand],
-    copies_tail: jax.Array,
-    config: CacheConfig,
-) -> Control:
-    """Releases the last blocks that are to be copied, and evicts until each group has what it `needs`."""
-
-    def release_tails(pools: tuple[BlockPool, ...]) -> tuple[BlockPool, ...]:
-        return tuple(
-            block_pool.release_repeated(pool, jnp.where(copies, demand.tail, pool.num_blocks))
-            for pool, demand, copies in zip(pools, demands, copies_tail, strict=True)
-        )
-
-    def evict(trip: jax.Array, control: Control) -> Control:
-        pools = run_if(trip > 0, release_tails, control.block_pools)
-        most = [jnp.minimum(n, block_pool.num_available(pool)) for n, pool in zip(needs, pools, strict=True)]
-        return eviction.make_room(dataclasses.replace(control, block_pools=pools), most, config)
-
-    def release_and_evict(control: Control) -> Control:
-        # What else is cached goes first, whatever the policy: a row's own block is no victim of its copy.
-        return lax.fori_loop(0, 1 + copies_any.astype(jnp.int32), evict, control)
-
-    copies_any = copies_tail.any()
-    if control.prefix_index is None:
-        pools = run_if(copies_any, release_tails, control.block_pools)
-        return dataclasses.replace(control, block_pools=pools)
-    lacks = any_of([n > pool.num_free for n, pool in zip(needs, control.block_pools, strict=True)])
-    return run_if(copies_any | lacks, release_and_evict, control)
-
-
-def _drop_out_of_reach(
-    pool: BlockPool, group: LayerGroup, rows: jax.Array, first_kept: jax.Array
+def _give_back(
+    pool: BlockPool, group: LayerGroup, rows: jax.Array, first_kept: jax.Array, tails: jax.Array
 ) -> BlockPool:
-    """Gives back the blocks between the sinks and `first_kept`, one column of every row at a time.
+    """Gives back the blocks between the sinks and `first_kept`, then `tails` i32[n], which are copied.
 
-    What a row holds behind its sinks is contiguous, so the walk down from `first_kept` ends at the
-    first empty column: no trip where nothing left the window, one or two while decoding.
+    One column of every row at a time. What a row holds behind its sinks is contiguous, so the walk down from
+    `first_kept` ends at the first empty column: no trip where nothing left the window, one or two while
+    decoding.
     """
-    if group.window is None:
-        return pool
     nowhere = pool.num_blocks
 
     def entries_at(pool: BlockPool, distance: jax.Array) -> tuple[jax.Array, jax.Array]:
         columns = first_kept - distance
+        if group.window is None:
+            return jnp.full_like(rows, nowhere), columns
         is_droppable = (rows < pool.block_table.shape[0]) & (columns >= group.num_sink_blocks)
         entries = get_at(pool.block_table, (rows, columns), nowhere)
         return jnp.where(is_droppable, entries, nowhere), columns
 
-    def drop_column(state):
-        pool, distance = state
+    def give_back(state):
+        pool, tails, distance = state
         entries, columns = entries_at(pool, distance)
-        pool = block_pool.release_repeated(pool, entries)
+        is_last = ~(entries < nowhere).any()
+        pool = block_pool.release(pool, jnp.where(is_last, tails, entries))
         held_rows = jnp.where(entries < nowhere, rows, pool.block_table.shape[0])
         table = set_at(pool.block_table, (held_rows, columns), nowhere)
-        return dataclasses.replace(pool, block_table=table), distance + 1
+        tails = jnp.where(is_last, nowhere, tails)
+        return dataclasses.replace(pool, block_table=table), tails, distance + 1
 
     def is_left(state):
-        return (entries_at(*state)[0] < nowhere).any()
+        pool, tails, distance = state
+        return ((entries_at(pool, distance)[0] < nowhere) | (tails < nowhere)).any()
 
-    return lax.while_loop(is_left, drop_column, (pool, jnp.int32(1)))[0]
+    return lax.while_loop(is_left, give_back, (pool, tails, jnp.int32(1)))[0]
 
 
 def _no_copies(pool: BlockPool, wish: Wish) -> BlockCopies:
@@ -261,25 +236,16 @@ def _no_copies(pool: BlockPool, wish: Wish) -> BlockCopies:
     return BlockCopies(src=nowhere, dst=nowhere, num_copies=num_true(nowhere < 0))
 
 
-def _take_copies(
-    pool: BlockPool,
-    rows: jax.Array,
-    columns: jax.Array,
-    tail: jax.Array,
-    mask: jax.Array,
-    copies: BlockCopies,
-) -> tuple[BlockPool, BlockCopies]:
-    """Gives each masked row a block in the place of its last one, `tail` i32[n] in `columns` i32[n]."""
+def _add_copies(copies: BlockCopies, mask: jax.Array, src: jax.Array, dst: jax.Array) -> BlockCopies:
+    """`copies` and those from `src` i32[n] to `dst` i32[n] where `mask` holds."""
 
-    def put_copies(state):
-        pool, (src, dst, num_copies) = state
-        pool, new = block_pool.take(pool, mask, rows, columns)
+    def add(copies: BlockCopies) -> BlockCopies:
         rank, num_more = rank_true(mask)
-        place = jnp.where(mask, num_copies + rank, tail.shape[0])
-        src, dst = update_all(Update(src, place, tail), Update(dst, place, new))
-        return pool, BlockCopies(src, dst, num_copies + num_more)
+        place = jnp.where(mask, copies.num_copies + rank, src.shape[0])
+        all_src, all_dst = update_all(Update(copies.src, place, src), Update(copies.dst, place, dst))
+        return BlockCopies(all_src, all_dst, copies.num_copies + num_more)
 
-    return run_if(mask.any(), put_copies, (pool, copies))
+    return run_if(mask.any(), add, copies)
 
 
 def _plan(

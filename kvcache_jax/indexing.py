@@ -101,67 +101,92 @@ def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
             )
             for array, update in zip(arrays, updates, strict=True)
         ]
-    entries = [_trips(update, per_trip) for update in updates]
-    [num_trips] = {places[0].shape[0] for places, _ in entries}
+    entries = [_entries_of(update, per_trip) for update in updates]
+    [num_entries] = {places[0].shape[0] for places, _ in entries}
 
-    def update_some(trip: ArrayLike, arrays: list[jax.Array]) -> list[jax.Array]:
+    def update_one(n: ArrayLike, arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            _update_some(array, [_nth(axis, trip) for axis in places], _nth(values, trip), update.how)
+            _put(array, [_nth(axis, n) for axis in places], _nth(values, n), update.how)
             for array, (places, values), update in zip(arrays, entries, updates, strict=True)
         ]
 
-    if num_trips == 0:
-        return arrays
-    if num_trips == 1:
-        # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
-        is_any = any_of(
-            [_is_inside(places, x.shape).any() for x, (places, _) in zip(arrays, entries, strict=True)]
-        )
-        return run_if(is_any, functools.partial(update_some, 0), arrays)
-    return lax.fori_loop(0, num_trips, update_some, arrays)
+    inside = [_is_inside(places, x.shape) for x, (places, _) in zip(arrays, entries, strict=True)]
+    return _for_each(num_entries, update_one, arrays, inside, per_trip)
 
 
-def _trips(update: Update, size: int) -> tuple[list[jax.Array], jax.Array]:
-    """By trip: per leading axis the places i32[trips, size], and values [trips, size, ...] or [1, 1, ...]."""
+def _for_each(num_entries: int, fn: Callable, state: Any, matters: list[jax.Array], per_trip: int = 1) -> Any:
+    """`state = fn(n, state)` for each `n`, by a loop of `per_trip` of them per trip.
+
+    `matters` are masks bool[num_entries]: without a true entry in any of them `fn` changes nothing.
+    """
+    if num_entries == 0:
+        return state
+    if num_entries > per_trip:
+        return lax.fori_loop(0, num_entries, fn, state, unroll=per_trip)
+    # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
+    once = functools.partial(functools.reduce, lambda state, n: fn(n, state), range(num_entries))
+    return run_if(any_of([mask.any() for mask in matters]), once, state)
+
+
+def _entries_of(update: Update, per_trip: int) -> tuple[list[jax.Array], jax.Array]:
+    """Per leading axis the places i32[n], and values [n, ...] or [] for all; the last trip is filled up."""
     values = jnp.asarray(update.values, update.array.dtype)
     index = jnp.broadcast_arrays(*(update.at if isinstance(update.at, tuple) else (update.at,)))
-    entry_shape = update.array.shape[len(index) :]
+    num_entries, entry_shape = index[0].size, update.array.shape[len(index) :]
 
-    # One trip needs no padding, which XLA would fold into updates that it does not do in place.
-    size = min(size, max(index[0].size, 1))
+    def filled_up(entries: jax.Array) -> jax.Array:
+        # One trip needs no padding, which XLA would fold into updates that it does not do in place.
+        num_missing = -num_entries % per_trip
+        if num_entries < per_trip or not num_missing:
+            return entries
+        nowhere = lax.full_like(entries, -1, shape=(num_missing, *entry_shape[: entries.ndim - 1]))
+        return jnp.concatenate([entries, nowhere])
 
-    def split(entries: jax.Array) -> jax.Array:
-        if num_missing := -entries.shape[0] % size:
-            nowhere = lax.full_like(entries, -1, shape=(num_missing, *entries.shape[1:]))
-            entries = jnp.concatenate([entries, nowhere])
-        return entries.reshape(-1, size, *entries.shape[1:])
-
-    places = [split(axis.reshape(-1)) for axis in index]
+    places = [filled_up(axis.reshape(-1)) for axis in index]
     if values.size == 1:
-        return places, values.reshape(1, 1)
+        return places, values.reshape(())
     values = jnp.broadcast_to(values, index[0].shape + entry_shape)
-    return places, split(values.reshape(-1, *entry_shape))
+    return places, filled_up(values.reshape(-1, *entry_shape))
 
 
 def _nth(array: jax.Array, n: ArrayLike) -> jax.Array:
-    """`array[n]`; all there is if that is one."""
-    if array.shape[0] == 1:
-        return array[0]
+    """`array[n]`; all there is of one without axes."""
+    if array.ndim == 0:
+        return array
     return lax.dynamic_index_in_dim(array, n, keepdims=False, allow_negative_indices=False)
 
 
-def _update_some(array: jax.Array, places: list[jax.Array], values: jax.Array, how: str) -> jax.Array:
-    """`array` with the entries of one trip updated, in order."""
-    entry_shape = array.shape[len(places) :]
-    shape = (*(1 for _ in places), *entry_shape)
-    for i in range(places[0].shape[0]):
-        place = [axis[i] for axis in places]
-        start = [*place, *(jnp.zeros_like(place[0]) for _ in entry_shape)]
-        old = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
-        new = _COMBINE[how](old, jnp.broadcast_to(_nth(values, i), shape))
-        new = jnp.where(_is_inside(place, array.shape), new, old)
-        array = lax.dynamic_update_slice(array, new, start, allow_negative_indices=False)
-    return array
+def _put(array: jax.Array, place: list[jax.Array], value: jax.Array, how: str) -> jax.Array:
+    """`array` with one entry updated."""
+    start = [*place, *(jnp.zeros_like(place[0]) for _ in array.shape[len(place) :])]
+    shape = (*(1 for _ in place), *array.shape[len(place) :])
+    old = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
+    new = _COMBINE[how](old, jnp.broadcast_to(value, shape))
+    new = lax.select(_is_inside(place, array.shape), new, old)
+    return lax.dynamic_update_slice(array, new, start, allow_negative_indices=False)
+
+
+def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Takes one from `counts` at each entry of `index` i32[n], which may repeat; entries outside are skipped.
+
+    Returns:
+      The counts; and bool[n], the entry took the last one: of equal entries, the last did.
+    """
+    if not is_one_kernel.value:
+        left = add_at(counts, index, -1)
+        is_zero, left = read_first(get_at(left, index, 1) == 0, left)
+        is_last, left = first_of_equal(left, is_zero[::-1], index[::-1])
+        is_last = is_last[::-1]
+        return set_at(left, jnp.where(is_last, index, left.shape[0]), 0), is_last
+
+    def take_one(n: ArrayLike, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        counts, is_last = state
+        place = _nth(index, n)
+        counts = _put(counts, [place], jnp.int32(-1), "add")
+        return counts, _put(is_last, [jnp.asarray(n)], get_at(counts, place, 1) == 0, "set")
+
+    is_inside = _is_inside([index], counts.shape)
+    return _for_each(index.shape[0], take_one, (counts, is_inside & False), [is_inside])
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:

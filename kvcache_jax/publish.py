@@ -95,6 +95,8 @@ def commit_rows(
         control, is_cut = _publish_batch(control, rows, pending, is_cut, config)
         return control, is_cut, num_pending(control, is_cut)
 
+    pools = tuple(block_pool.sweep_queue(pool) for pool in control.block_pools)
+    control = dataclasses.replace(control, block_pools=pools)
     is_cut = jnp.zeros_like(num_full, bool)
     state = control, is_cut, num_pending(control, is_cut)
     control, *_ = lax.while_loop(lambda state: state[2].any(), publish_some, state)

@@ -113,22 +113,19 @@ def fork_row(
         pool = block_pool.share(pool, ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(block_table, row, ids)))
     return dataclasses.replace(
-        _inherit(control, row, src_id, ok),
-        is_active=set_at(control.is_active, row, True),
+        _inherit(control, row, src_id, ok, is_active=True),
         counters=count_events(control, {Counter.FORKS: ok}),
         block_pools=tuple(pools),
     ), status
 
 
-def _inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, is_use: jax.Array) -> Control:
-    """Gives `rows` i32[...] what their parents have but for the blocks, and marks them as just used.
-
-    The clock advances if `is_use` bool[]; rows that are nowhere are skipped.
-    """
+def _inherit(
+    control: Control, rows: jax.Array, parent_ids: jax.Array, is_use: jax.Array, **fields: ArrayLike
+) -> Control:
+    """`mark_used` that also gives `rows` what their parents have, but for the blocks."""
     names = "context_len", "priority", "namespace", "num_published"
-    return mark_used(
-        control, rows, is_use, **{name: get_at(getattr(control, name), parent_ids) for name in names}
-    )
+    inherited = {name: get_at(getattr(control, name), parent_ids) for name in names}
+    return mark_used(control, rows, is_use, **inherited, **fields)
 
 
 def truncate_row(
@@ -164,13 +161,10 @@ def truncate_row(
 def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
     """Ends a row: all its blocks lose this owner."""
     status, row = _active_row(control, seq_id)
-
-    def clear(field: jax.Array) -> jax.Array:
-        return set_at(field, row, jnp.zeros_like(field[0]))
-
+    cleared = update_all(*(Update(getattr(control, name), row, 0) for name in ROW_FIELDS))
     return dataclasses.replace(
         control,
-        **{name: clear(getattr(control, name)) for name in ROW_FIELDS},
+        **dict(zip(ROW_FIELDS, cleared, strict=True)),
         counters=count_events(control, {Counter.FREES: status == Status.OK}),
         block_pools=tuple(_drop_columns(pool, row, jnp.int32(0)) for pool in control.block_pools),
     ), status
@@ -197,7 +191,7 @@ def reorder_rows(
         new_ids = jnp.where(moves[:, None], new_ids, pool.num_blocks)
         old_ids = get_at(pool.block_table, row, pool.num_blocks)
         # Column by column from the last one, so that of what stays cached the ends go first.
-        pool = block_pool.release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])
+        pool = block_pool.release(block_pool.share(pool, new_ids), old_ids.T[::-1])
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, row, new_ids)))
     control = _inherit(control, row, parent_ids, moves.any())
     return dataclasses.replace(control, block_pools=tuple(pools)), status

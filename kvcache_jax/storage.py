@@ -60,57 +60,18 @@ def store_tokens(
     return KVPool(k=_store(pool.k, block, offset, k), v=_store(pool.v, block, offset, v))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copy(
-    num_blocks: int, pool: jax.Array, src: jax.Array, dst: jax.Array, num_copies: jax.Array
-) -> jax.Array:
-    """`pool[layer, dst[i]] = pool[layer, src[i]]` for `i < num_copies` and every layer."""
-    layers = _layer_starts(pool, num_blocks)
-
-    def copy_block(i, pool):
-        return pool.at[layers + dst[i]].set(pool[layers + src[i]])
-
-    return lax.fori_loop(0, num_copies, copy_block, pool)
-
-
-def _copy_fwd(num_blocks, pool, src, dst, num_copies):
-    return _copy(num_blocks, pool, src, dst, num_copies), (src, dst, num_copies)
-
-
-def _copy_bwd(num_blocks, copies, grad):
-    src, dst, num_copies = copies
-    layers = _layer_starts(grad, num_blocks)
-
-    def return_grad(i, grad):
-        i = num_copies - 1 - i
-        moved = grad[layers + dst[i]]
-        # In this order: a block may be handed to the row that copies it.
-        return grad.at[layers + dst[i]].set(jnp.zeros_like(moved)).at[layers + src[i]].add(moved)
-
-    return lax.fori_loop(0, num_copies, return_grad, grad), None, None, None
-
-
-_copy.defvjp(_copy_fwd, _copy_bwd)
-
-
-def _layer_starts(pool: jax.Array, num_blocks: int) -> jax.Array:
-    return jnp.arange(pool.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
-
-
 def copy_blocks(pool: KVPool, copies: BlockCopies, num_blocks: int, config: CacheConfig) -> KVPool:
     """Copies whole blocks of all layers within a group's pool, in place under donation.
 
     A block may be overwritten after it was copied: it had one owner left, who copied it away.
     """
     name = implementations.choose(config, None, pool)
-    if name == implementations.XLA:
-        return KVPool(k=_copy(num_blocks, pool.k, *copies), v=_copy(num_blocks, pool.v, *copies))
-    k, v = _copy_by_kernel(name, config.head_axis, num_blocks, (pool.k, pool.v), *copies)
+    k, v = _copy(name, config.head_axis, num_blocks, (pool.k, pool.v), *copies)
     return KVPool(k=k, v=v)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _copy_by_kernel(
+def _copy(
     name: str,
     head_axis: str | None,
     num_blocks: int,
@@ -119,25 +80,49 @@ def _copy_by_kernel(
     dst: jax.Array,
     num_copies: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_copy` of keys and values, by one kernel."""
-    kernel = functools.partial(
-        implementations.kernels(name).copy_blocks,
-        num_blocks=num_blocks,
-        interpret=implementations.is_interpreted.value,
-    )
-    copy = over_heads(kernel, pools[0], head_axis, (1, 1, None, None, None), (1, 1))
-    return copy(*pools, src, dst, num_copies)
+    """`pool[layer, dst[i]] = pool[layer, src[i]]` of both pools, for `i < num_copies` and every layer."""
+    if name != implementations.XLA:
+        kernel = functools.partial(
+            implementations.kernels(name).copy_blocks,
+            num_blocks=num_blocks,
+            interpret=implementations.is_interpreted.value,
+        )
+        copy = over_heads(kernel, pools[0], head_axis, (1, 1, None, None, None), (1, 1))
+        return copy(*pools, src, dst, num_copies)
+    layers = _layer_starts(pools[0], num_blocks)
+
+    def copy_block(i, pools):
+        return tuple(pool.at[layers + dst[i]].set(pool[layers + src[i]]) for pool in pools)
+
+    return lax.fori_loop(0, num_copies, copy_block, pools)
 
 
-def _copy_by_kernel_fwd(name, head_axis, num_blocks, pools, *copies):
-    return _copy_by_kernel(name, head_axis, num_blocks, pools, *copies), copies
+def _copy_fwd(name, head_axis, num_blocks, pools, *copies):
+    return _copy(name, head_axis, num_blocks, pools, *copies), copies
 
 
-def _copy_by_kernel_bwd(name, head_axis, num_blocks, copies, grads):
-    return tuple(_copy_bwd(num_blocks, copies, grad)[0] for grad in grads), None, None, None
+def _copy_bwd(name, head_axis, num_blocks, copies, grads):
+    src, dst, num_copies = copies
+    layers = _layer_starts(grads[0], num_blocks)
+
+    def return_grads(i, grads):
+        i = num_copies - 1 - i
+
+        def return_grad(grad):
+            moved = grad[layers + dst[i]]
+            # In this order: a block may be handed to the row that copies it.
+            return grad.at[layers + dst[i]].set(jnp.zeros_like(moved)).at[layers + src[i]].add(moved)
+
+        return jax.tree.map(return_grad, grads)
+
+    return lax.fori_loop(0, num_copies, return_grads, grads), None, None, None
 
 
-_copy_by_kernel.defvjp(_copy_by_kernel_fwd, _copy_by_kernel_bwd)
+_copy.defvjp(_copy_fwd, _copy_bwd)
+
+
+def _layer_starts(pool: jax.Array, num_blocks: int) -> jax.Array:
+    return jnp.arange(pool.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
 
 
 def load_row(

@@ -37,6 +37,7 @@ PADDING = "test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
 MAX_LEN = "test_cases.py::test_case_h_row_at_max_seq_len[100]"
 FORK = "test_cases.py::test_case_i_fork_takes_no_block"
 UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
+COUNTED = "test_single_kernel.py::test_the_last_owner"
 PER_TRIP = "test_single_kernel.py::test_several_entries_per_trip"
 READS = "test_single_kernel.py::test_reads_outside_give_the_fill"
 ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
@@ -232,16 +233,10 @@ EXTEND = in_module(
     ("packed tokens past the end", "| ends_outside |", "|", PACKED_END),
     ("padding has slots", "jnp.where(is_token, slot,", "jnp.where(True, slot,", GROUPED_HEADS),
     (
-        "shared block leaves a window twice",
-        "release_repeated(pool, entries)",
-        "release(pool, entries)",
+        "blocks behind the window stay",
+        "where(is_last, tails, entries)",
+        "where(is_last, tails, nowhere)",
         WINDOW_FORKS,
-    ),
-    (
-        "the block table is copied",
-        "read_first(wish.opens_block(pool, group, rows), pool.block_table)",
-        "wish.opens_block(pool, group, rows), pool.block_table",
-        "test_transforms.py::test_a_compiled_step_does_not_copy_the_block_table",
     ),
 )
 
@@ -339,14 +334,14 @@ ROWS = in_module(
     ("second rollback finds nothing lost", "| (is_read & (entry == pool.num_blocks))", "", LOST_TWICE),
     (
         "freed row keeps its length",
-        "for name in ROW_FIELDS}",
-        'for name in ROW_FIELDS if name != "context_len"}',
+        "row, 0) for name in ROW_FIELDS",
+        'row, int(name == "context_len")) for name in ROW_FIELDS',
         FREED,
     ),
     (
         "reorder releases before it shares",
-        "release_repeated(block_pool.share(pool, new_ids), old_ids.T[::-1])",
-        "share(block_pool.release_repeated(pool, old_ids.T[::-1]), new_ids)",
+        "release(block_pool.share(pool, new_ids), old_ids.T[::-1])",
+        "share(block_pool.release(pool, old_ids.T[::-1]), new_ids)",
         REORDER,
     ),
     (
@@ -374,7 +369,7 @@ BLOCK_POOL = in_module(
         "block_ids, block_ids < pool.num_blocks)",
         FORK,
     ),
-    ("block that several rows drop freed twice", "block_ids, is_first)", "block_ids, is_last)", DROPPED),
+    ("shared block freed twice", "block_ids, is_last)", "block_ids, ref_count[block_ids] == 0)", DROPPED),
     ("peak forgotten", "jnp.maximum(pool.peak_used, num", "jnp.maximum(0, num", FIGURES),
 )
 
@@ -386,7 +381,14 @@ INDEXING = in_module(
         "astype(jnp.int32) < size",
         UPDATES,
     ),
-    ("entries outside are written", "jnp.where(_is_inside(place, array.shape), new, old)", "new", UPDATES),
+    ("entries outside are written", "lax.select(_is_inside(place, array.shape), new, old)", "new", UPDATES),
+    (
+        "owners counted down too far",
+        "get_at(counts, place, 1) == 0",
+        "get_at(counts, place, 1) <= 1",
+        COUNTED,
+    ),
+    ("the first of equal owners is last", "is_zero[::-1], index[::-1])", "is_zero, index)", COUNTED),
     ("entries after the last", "lax.full_like(entries, -1,", "lax.full_like(entries, 0,", PER_TRIP),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
     ("entries outside are read", "jnp.where(is_inside, found,", "jnp.where(True, found,", READS),

@@ -168,12 +168,6 @@ MUTATIONS = [
             "copy(*pools, dst, src, num_copies)",
             f"{CACHE}[padded-mosaic_tpu]",
         ),
-        (
-            "gradients of copies stay",
-            "_copy_bwd(num_blocks, copies, grad)[0]",
-            "grad",
-            "test_attention_kernels.py::test_gradients_equal_a_dense_reference[mosaic_tpu]",
-        ),
     ),
     *in_module(
         "implementations",

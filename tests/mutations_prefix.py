@@ -78,7 +78,22 @@ MUTATIONS = [
         ("positions left out of the hash", "_mix(positions[..., None, :] * odd + key)", "_mix(key)", SCRIPT),
     ),
     *in_module(
+        "block_pool",
+        (
+            "queue not swept for what is reused",
+            "return sweep_queue(_note_peak(pool))",
+            "return _note_peak(pool)",
+            "test_eviction.py::test_a_random_script[hyperbolic-1]",
+        ),
+    ),
+    *in_module(
         "publish",
+        (
+            "queue not swept for what is published",
+            "tuple(block_pool.sweep_queue(pool) for",
+            "tuple(pool for",
+            "test_eviction.py::test_a_policy_evicts_inside_jit_and_scan",
+        ),
         (
             "windows of rows with equal contents left out",
             "return control, is_left & ~mask",
@@ -193,9 +208,15 @@ MUTATIONS = [
         ),
         (
             "copies of an earlier turn forgotten",
-            "jnp.where(mask, num_copies + rank, tail.shape[0])",
-            "jnp.where(mask, rank, tail.shape[0])",
+            "jnp.where(mask, copies.num_copies + rank, src.shape[0])",
+            "jnp.where(mask, rank, src.shape[0])",
             SHARED_TAIL,
+        ),
+        (
+            "a row's last block evicted for its copy",
+            "config, last=tails[config.indexed_group]",
+            "config",
+            "test_prefix_copies.py::test_case_dd_the_original_stays_cached_whatever_the_policy",
         ),
         ("tokens not recorded", "step.slots[group_id], tokens, ", "step.slots[group_id], 0, ", SCRIPT),
     ),

@@ -140,6 +140,9 @@ INDEX_BREAKS = {
     "num_cached is 2, and 1 blocks are cached": [(f"{POOL}.cached.num_cached", (), 2)],
     "the queue lists [], and [3] are cached": [(f"{POOL}.cached.queued_at", 3, 1)],
     "the queue of 32 entries reaches": [(f"{POOL}.cached.head", (), 2)],
+    "2 published blocks have owners, and the queue has room for 1": [
+        (f"{POOL}.cached.head", (), np.uint32(2**32 - 30))
+    ],
     "block 4 is free and published": [(f"{POOL}.cached.is_published", 4, True)],
     "group 1: a block is the companion of several": [(f"{INDEX}.companions.1.block_ids", (1, 0), 0)],
     "group 1: [0, 1, 2, 3, 6] are companions": [(f"{INDEX}.companions.1.block_ids", (3, 0), NOWHERE)],

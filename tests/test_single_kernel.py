@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.indexing import add_at, get_at, is_one_kernel, max_at, min_at, set_at
+from kvcache_jax.indexing import add_at, count_down, get_at, is_one_kernel, max_at, min_at, set_at
 from kvcache_jax.single_kernel import single_kernel
 
 pytestmark = pytest.mark.contract
@@ -76,6 +76,29 @@ def test_several_entries_per_trip(per_trip):
     expected = expected_update(UPDATES[set_at], array, [index], values)
     in_kernel = jax.jit(lambda *args: single_kernel(lambda *args: set_at(*args, per_trip=per_trip), *args))
     np.testing.assert_array_equal(in_kernel(array, index, values), expected)
+
+
+@pytest.mark.parametrize(
+    "index", [[], [2], [1], [5], [-1], [3, 0, 3, 9, 2, 0, 3, -4], [0, 0, 0], [3, 2, 1, 0]]
+)
+def test_the_last_owner(index):
+    """Of entries that take one each, those that take the last; the same in all three forms."""
+    counts, left, expected = [3, 1, 2, 3], [3, 1, 2, 3], []
+    for place in index:
+        is_inside = 0 <= place < len(left)
+        if is_inside:
+            left[place] -= 1
+        expected.append(is_inside and left[place] == 0)
+    counts, index = jnp.array(counts, jnp.int32), jnp.array(index, jnp.int32)
+
+    def in_kernel(counts, index):
+        return single_kernel(count_down, counts, index)
+
+    batched = jax.vmap(in_kernel, in_axes=(0, None))(jnp.stack([counts, counts + 1]), index)
+    for found, is_last in (
+        count_down(counts, index), jax.jit(in_kernel)(counts, index), jax.tree.map(lambda x: x[0], batched),
+    ):  # fmt: skip
+        assert found.tolist() == left and is_last.tolist() == expected
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
