@@ -101,9 +101,10 @@ def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     assert pool.cached is not None
     is_cached = has_no_owner(pool.ref_count, block_ids)
     is_cached, ref_count = read_first(is_cached, pool.ref_count)
-    cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_cached))
+    num_revived = num_true(is_cached)
+    cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_revived)
     pool = share(dataclasses.replace(pool, ref_count=ref_count, cached=cached), block_ids)
-    return sweep_queue(_note_peak(pool))
+    return sweep_queue(_note_peak(pool), num_revived > 0)
 
 
 def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
@@ -159,7 +160,7 @@ def _put_back(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> BlockPo
     stays = mask & is_published(pool, block_ids)
     rank, num_added = rank_true(stays)
     added = num_added.astype(jnp.uint32)
-    cached, length = pool.cached, pool.cached.queue.shape[0]
+    cached, length = pool.cached, pool.cached.queue.shape[0]  # with room for all, see `sweep_queue`
     position = cached.tail + rank.astype(jnp.uint32)
     place = jnp.where(stays, remainder(position, length).astype(jnp.int32), length)
     push, num_freed = _push(pool, block_ids, mask & ~stays)
@@ -191,15 +192,16 @@ def queue_entries(
     return block_ids, is_entry & is_cached
 
 
-def sweep_queue(pool: BlockPool) -> BlockPool:
-    """Rids the queue of stale entries if it might be too short for all referenced blocks.
+def sweep_queue(pool: BlockPool, is_due: jax.Array) -> BlockPool:
+    """Rids the queue of stale entries where `is_due` bool[] and it might lack room for all referenced blocks.
 
-    For whoever publishes or reuses blocks: nobody else adds to those that their release will append.
+    Due when blocks that have an owner are published, or published ones get an owner again: every one of these
+    is appended by its release, which does not look whether there is room.
     """
     assert pool.cached is not None
     num_entries = pool.cached.tail - pool.cached.head
     is_full = num_entries + num_used(pool).astype(jnp.uint32) > pool.cached.queue.shape[0]
-    cached = run_if(is_full, lambda cached: _swept(cached, pool.ref_count), pool.cached)
+    cached = run_if(is_due & is_full, lambda cached: _swept(cached, pool.ref_count), pool.cached)
     cached, ref_count = read_first(cached, pool.ref_count)
     return dataclasses.replace(pool, ref_count=ref_count, cached=cached)
 

@@ -40,7 +40,7 @@ class NewTokens:
     is_packed: bool
 
     def spread(self, per_row: jax.Array, fill: int) -> jax.Array:
-        """i32[tokens], each token's row's entry of `per_row i32[n]`; `fill` for padding."""
+        """[tokens], each token's row's entry of `per_row`, i32[n] or bool[n]; `fill` for padding."""
         if self.is_packed:
             return get_at(per_row, self.row, fill)
         return jnp.broadcast_to(per_row[:, None], self.shape).reshape(-1)
@@ -146,7 +146,7 @@ class Decision(NamedTuple):
 
     Attributes:
       demands: What the rows that want to grow need, per group.
-      opens_block: Per group bool[tokens], likewise: see `demands_of`.
+      opens_block: Per group bool[tokens], which of their tokens open a block (`Wish.opens_block`).
       grows: bool[n], the row grows.
       copies_tail: bool[groups, n], it must copy its tail first.
       must_take_turns: bool[], rows that take at once might get something else than one after the other:

@@ -27,7 +27,8 @@ def make_room(
 ) -> Control:
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can.
 
-    Blocks `last` i32[n] of the indexed group are evicted after all others. Their release was the latest.
+    Blocks `last` i32[n] of the indexed group are evicted when no other is left. Nothing was released after
+    them: in a queue they stand at the end already.
     """
     if control.prefix_index is None:
         return control
@@ -92,15 +93,18 @@ def _evict_by_key(
     assert pool.cached is not None and index is not None and index.history is not None
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
     keys, recency = block_history.keys_of(index.history, pool.cached, control.clock, config)
+    is_last = is_candidate & False
     if last is not None:
-        keys = set_at(keys, last, jnp.iinfo(jnp.int32).max)
+        is_last = set_at(is_last, last, True)
     # Read before the loop writes what they are computed from.
     is_candidate, keys, recency, control = lax.optimization_barrier((is_candidate, keys, recency, control))
 
     def evict_batch(state):
         control, is_candidate, left = state
         pool = control.block_pools[group_id]
-        block_ids = block_history.least_valuable(keys, recency, is_candidate, left, config.eviction_batch)
+        others = is_candidate & ~is_last
+        others = jnp.where(others.any(), others, is_candidate)
+        block_ids = block_history.least_valuable(keys, recency, others, left, config.eviction_batch)
         control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None

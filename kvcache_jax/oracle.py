@@ -83,6 +83,7 @@ class Oracle:
         self.num_copies = self.num_evictions = self.num_adoptions = self.clock = 0
         self._prefix_of: dict[int, Prefix] = {}
         self._next_block = 0
+        self._copied: set[int] = set()  # originals of this operation's copies
 
     def num_free(self, group_id: int) -> int:
         """Blocks of a group that no row holds and that are not cached."""
@@ -325,6 +326,8 @@ class Oracle:
                 return Status.OUT_OF_BLOCKS
             plans.append((gone, fresh, copied))
         for g, (gone, fresh, copied) in enumerate(plans):
+            if g == self.config.indexed_group:
+                self._copied |= {row.tables[g][column] for column in copied}
             for column in gone + copied:
                 self._let_go(g, row.tables[g].pop(column))
             for column in copied + fresh:
@@ -392,8 +395,9 @@ class Oracle:
                 self.cached[block] = None
 
     def _make_room(self) -> None:
-        """Evicts what the operation took too much."""
+        """Evicts what the operation took too much, the originals of its copies last."""
         self._evict(-self.num_free(self.config.indexed_group))
+        self._copied.clear()
 
     def _evict(self, num_blocks: int) -> None:
         block_size = self.config.groups[self.config.indexed_group].block_size
@@ -401,6 +405,7 @@ class Oracle:
         while num_blocks > 0:
             parents = {(namespace, tokens[:-block_size]) for namespace, tokens in self.published}
             leaves = [block for block in self.cached if self._prefix_of[block] not in parents]
+            leaves = [block for block in leaves if block not in self._copied] or leaves
             leaves.sort(key=lambda block: self._eviction_key(self.history[block], self.clock))
             for block in leaves[: min(batch, num_blocks)]:
                 del self.cached[block], self.history[block], self.published[self._prefix_of.pop(block)]
@@ -419,12 +424,10 @@ class Oracle:
     def _release(self, rows: Sequence[OracleRow]) -> None:
         """Lets all blocks of the rows go, column by column from the last one."""
         for g, group in enumerate(self.config.groups):
-            dropped = Multiset(block for row in rows for block in row.tables[g].values())
             for column in reversed(range(group.max_blocks_per_seq)):
                 for row in rows:
-                    if (block := row.tables[g].get(column, 0)) in dropped:
-                        self.owners[g][block] -= dropped.pop(block) - 1
-                        self._let_go(g, block)
+                    if column in row.tables[g]:
+                        self._let_go(g, row.tables[g][column])
 
 
 def first_kept(group: LayerGroup, context_len: int) -> int:

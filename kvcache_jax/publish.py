@@ -95,10 +95,10 @@ def commit_rows(
         control, is_cut = _publish_batch(control, rows, pending, is_cut, config)
         return control, is_cut, num_pending(control, is_cut)
 
-    pools = tuple(block_pool.sweep_queue(pool) for pool in control.block_pools)
-    control = dataclasses.replace(control, block_pools=pools)
     is_cut = jnp.zeros_like(num_full, bool)
-    state = control, is_cut, num_pending(control, is_cut)
+    pending = num_pending(control, is_cut)
+    pools = tuple(block_pool.sweep_queue(pool, pending.any()) for pool in control.block_pools)
+    state = dataclasses.replace(control, block_pools=pools), is_cut, pending
     control, *_ = lax.while_loop(lambda state: state[2].any(), publish_some, state)
     return control, status
 

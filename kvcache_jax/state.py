@@ -44,7 +44,8 @@ class CachedBlocks:
     """What becomes of a block without owner: a published one stays, in the order of its release.
 
     The queue is exact LRU at constant cost: a release appends the block, reuse only makes the entry stale,
-    and whoever evicts from the front skips stale entries. Positions in the queue count up modulo 2**32.
+    and whoever evicts from the front skips stale entries. There is always room for the published blocks that
+    have an owner. Positions in the queue count up modulo 2**32.
 
     Attributes:
       is_published: bool[num_blocks], the block's contents can be found.

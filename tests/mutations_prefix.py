@@ -81,8 +81,8 @@ MUTATIONS = [
         "block_pool",
         (
             "queue not swept for what is reused",
-            "return sweep_queue(_note_peak(pool))",
-            "return _note_peak(pool)",
+            "sweep_queue(_note_peak(pool), num_revived > 0)",
+            "_note_peak(pool)",
             "test_eviction.py::test_a_random_script[hyperbolic-1]",
         ),
     ),
@@ -90,9 +90,15 @@ MUTATIONS = [
         "publish",
         (
             "queue not swept for what is published",
-            "tuple(block_pool.sweep_queue(pool) for",
+            "tuple(block_pool.sweep_queue(pool, pending.any()) for",
             "tuple(pool for",
             "test_eviction.py::test_a_policy_evicts_inside_jit_and_scan",
+        ),
+        (
+            "queue swept by a call that changes nothing",
+            "sweep_queue(pool, pending.any())",
+            "sweep_queue(pool, jnp.bool_(True))",
+            "test_prefix_transforms.py::test_calls_that_change_nothing_sweep_nothing",
         ),
         (
             "windows of rows with equal contents left out",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import block_history
+from kvcache_jax import block_history, testing
 from kvcache_jax.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.oracle import EVICTION_KEYS, OracleBlock
 from tests.prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
@@ -295,3 +295,29 @@ def test_eviction_copies_nothing_of_the_pools_size():
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries(8_000) - temporaries(1_000) <= 7_000 * 20
+
+
+def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
+    config = kv.CacheConfig(
+        LAYERS, num_blocks=8, block_size=4, max_seqs=4, max_seq_len=8, enable_prefix_caching=True
+    )
+    cache, oracle = kv.init(config), testing.Oracle(config)
+    prompts, lengths = [[1] * 4, [2] * 4, [3, 3, 0, 0]], [4, 4, 2]
+    told = [tokens[:length] for tokens, length in zip(prompts, lengths, strict=True)]
+    rows = [0, 1, 3]
+    cache, _ = kv.allocate(cache, rows, lengths, tokens=np.array(prompts))
+    cache, _ = kv.extend(cache, lengths, max_new=4, seq_ids=rows, tokens=np.array(prompts))
+    cache, _ = kv.commit(cache, rows)
+    cache, _ = kv.fork(cache, [0], [2])
+    cache, _ = kv.reorder(cache, [0, 1, 2], [3, 3, 3])  # block 0, that of row 1, block 0 again
+    oracle.allocate(rows, lengths, told)
+    oracle.extend(rows, told)
+    oracle.commit(rows, lengths)
+    oracle.fork([0], [2])
+    oracle.reorder([0, 1, 2], [3, 3, 3])
+    for expected in ([4, 0], [0, 0]):
+        cache, num_evicted = kv.evict(cache, 1)
+        assert int(num_evicted) == oracle.evict(1) == 1
+        assert testing.check_against_oracle(cache, oracle) == []
+        probes = np.array([[*prompts[0], 9], [*prompts[1], 9]])
+        assert kv.lookup(cache, probes, [5, 5]).tolist() == expected

@@ -78,6 +78,19 @@ def test_case_dd_the_original_stays_cached_whatever_the_policy():
     assert kv.lookup(cache, padded(text)[None], [9]).tolist() == [8]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(batch):
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 4)], num_blocks=3, eviction_policy="lfu", eviction_batch=batch, **SIZES
+    )
+    chain, text = [1] * (2 * BLOCK), [2] * BLOCK
+    cache, _ = kv.free(filled(kv.init(config), 1, chain), [1])
+    cache, _ = kv.truncate(filled(cache, 0, text), [0], [3])
+    cache = extended(cache, {0: text[:3]}, {0: [7, 7]})
+    assert kv.lookup(cache, np.array([[*text, 9]]), [BLOCK + 1]).tolist() == [BLOCK]
+    assert kv.lookup(cache, np.array([[*chain, 9]]), [2 * BLOCK + 1]).tolist() == [0]
+
+
 def test_a_copy_overwrites_what_two_earlier_ones_read():
     """Rows 0 and 1 copy a block, which is evicted for row 2's copy. The gradient takes the same way back."""
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, **SIZES)

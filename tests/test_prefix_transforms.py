@@ -272,6 +272,23 @@ def test_a_full_queue_is_swept_in_place(monkeypatch, per_sweep, start):
 # --- what is refused when the program is traced ---
 
 
+def test_calls_that_change_nothing_sweep_nothing():
+    """One prompt is found and freed again and again, so stale entries fill the queue; nothing is evicted."""
+    cache, tokens, tails = kv.init(prefix_config(num_blocks=8)), np.ones((1, 9), np.int32), []
+    for _ in range(20):
+        cache, admission = kv.allocate(cache, [0], [9], tokens=tokens)
+        num_new = 9 - int(admission.num_cached[0])
+        cache, _ = kv.extend(cache, [num_new], max_new=9, seq_ids=[0], tokens=tokens)
+        assert_same(kv.commit(cache, [1])[0], cache)
+        assert_same(kv.allocate(cache, [0], [9], tokens=tokens)[0], cache)
+        cache, _ = kv.commit(cache, [0])
+        assert_same(kv.commit(cache, [0])[0], cache)
+        cache, _ = kv.free(cache, [0])
+        assert kv.check_invariants(cache) == []
+        tails.append(int(cache.control.block_pools[0].cached.tail))
+    assert max(tails) > tails[-1], "the queue was never swept"
+
+
 def test_blocks_of_unknown_content_are_refused():
     cache = jax.eval_shape(functools.partial(kv.init, CONFIG))
     k = jnp.ones((CONFIG.num_layers, 4, 1, 1, 5))
