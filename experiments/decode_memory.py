@@ -29,14 +29,14 @@ def memory_report(data: Path | None) -> dict:
     """Padding and sharing; `skipped` says why there is no padding.
 
     Raises:
-      InputError: the trace is there and damaged.
+      InputError: the trace is damaged, or not in the folder `data`.
     """
-    trace = None if data is None else next(iter(sorted(data.rglob(TRACE))), None)
+    if data is None:
+        reason = f"no folder was named with --data or KVCACHE_DATA_DIR; {WHERE}"
+        return {"padding": [], "skipped": reason, "sharing": sharing()}
+    trace = next(iter(sorted(data.rglob(TRACE))), None)
     if trace is None:
-        place = (
-            "no folder was named with --data or KVCACHE_DATA_DIR" if data is None else f"it is not in {data}"
-        )
-        return {"padding": [], "skipped": f"{place}; {WHERE}", "sharing": sharing()}
+        raise InputError(f"got --data {data}, expected {TRACE} in it: {WHERE}")
     return {"padding": padding(conversation_lens(trace)), "skipped": None, "sharing": sharing()}
 
 

@@ -51,7 +51,7 @@ def read_trace(path: Path, tokens_per_id: int) -> Trace:
       InputError: it cannot be read, or a line is not a request of such blocks.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"got --trace {path}, which cannot be read ({error}): {SOURCE}") from None
     # Not splitlines(): it also splits at characters that a text in an object may hold.

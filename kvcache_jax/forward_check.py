@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcache_jax.build import init
 from kvcache_jax.cache import allocate, donate, extend, fork
-from kvcache_jax.config import CacheConfig, ceil_div, memory_bytes
+from kvcache_jax.config import CacheConfig, memory_bytes
 from kvcache_jax.forward import width_of
 from kvcache_jax.memory_plan import control_bytes
 from kvcache_jax.poison import poison
@@ -29,7 +29,7 @@ def check_forward(
     config: CacheConfig,
     *,
     vocab_size: int,
-    num_tokens: int = 23,
+    num_tokens: int | None = None,
     seed: int = 0,
     atol: float = 1e-4,
 ) -> None:
@@ -40,23 +40,29 @@ def check_forward(
     * a fork that goes its own way neither sees nor disturbs its source;
     * all slots without a token hold NaN throughout;
     * one compiled program per chunk width, whatever the lengths and rows;
-    * the compiled step, with the cache donated, makes no copy of a pool.
+    * the compiled steps, of one token and of all, make no copy of a pool when the cache is donated.
 
     Args:
       forward: `(tokens i32[n, T], cache, step) -> (logits [n, T, vocab_size], cache)`; bind parameters
         with `functools.partial`.
-      config: At least 3 rows, which fit `num_tokens` each and take them in one call.
+      config: At least 3 rows, which fit `num_tokens` each and take them in one call; blocks for two of them.
       vocab_size: Tokens are drawn below it.
-      num_tokens: Length of the test sequence, at least 9: it is also fed in four uneven chunks.
+      num_tokens: Length of the test sequence, at least 9: it is also fed in four uneven chunks, and forked in
+        the middle. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does nothing
+        before it is full: name more tokens than it has.
       seed: Of the tokens.
       atol: Largest difference of two logits that should be equal.
 
     Raises:
       AssertionError: names what differs and by how much.
       ValueError, TypeError: too small a config or `num_tokens`; a forward of other arguments, or one that
-        returns something else.
+        returns something else; parameters with which no token matters to the next.
+      StatusError: the config has too few blocks.
     """
     vocab_size = static_count("vocab_size", vocab_size)
+    if num_tokens is None:
+        num_tokens = max(23, 2 * max(group.block_size for group in config.groups) + 7)
+        num_tokens = min(num_tokens, config.max_seq_len, config.query_len_limit)
     num_tokens = static_count("num_tokens", num_tokens, least=sum(_FIRST_CHUNKS) + 1)
     _check_arguments(forward, config, num_tokens)
     rng = np.random.default_rng(static_count("seed", seed, least=0))
@@ -66,6 +72,14 @@ def check_forward(
     runner = _Runner(forward, config, vocab_size)
 
     whole, whole_other = runner.run(tokens, [num_tokens]), runner.run(other, [num_tokens])
+    changed = tokens.copy()
+    changed[-2] = (changed[-2] + 1) % vocab_size
+    if _difference(runner.run(changed, [num_tokens])[-1], whole[-1]) <= atol:
+        raise ValueError(
+            f"the last token's logits change by no more than atol = {atol} with the token before it, so the "
+            "check would notice nothing; expected parameters with which attention matters: scale them, or "
+            "lower atol"
+        )
     _assert_close(runner.run(tokens, [1] * num_tokens), whole, atol, "token by token differs from one call")
     chunks = [*_FIRST_CHUNKS, num_tokens - sum(_FIRST_CHUNKS)]
     _assert_close(runner.run(tokens, chunks, beside=other), whole, atol, "chunks differ from one call")
@@ -128,7 +142,13 @@ class _Runner:
         for row, piece in pieces.items():
             tokens[row, : len(piece)], num_new[row] = piece, len(piece)
         self.widths.add(width)
-        cache, (logits, status) = self.step_fn(poison(cache), jnp.asarray(tokens), jnp.asarray(num_new))
+        try:
+            result = self.step_fn(poison(cache), jnp.asarray(tokens), jnp.asarray(num_new))
+        except jax.errors.UnexpectedTracerError as error:
+            raise AssertionError(
+                "forward keeps an array of one call in Python for the next: what lasts belongs into the cache"
+            ) from error
+        cache, (logits, status) = result
         raise_for_status(status, "extend")
         return cache, np.asarray(logits.astype(jnp.float32))
 
@@ -137,7 +157,8 @@ class _Runner:
         # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
         width = 1 if max(chunks) == 1 else len(tokens)
         cache = init(self.config)
-        cache, _ = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
+        cache, admission = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
+        raise_for_status(admission.status, f"allocate for {len(tokens)} tokens")
         if beside is not None:
             cache, _ = allocate(cache, [0], [0], tokens=beside[None])
             cache, _ = self.feed(cache, {0: beside[:3]}, width)
@@ -153,7 +174,8 @@ class _Runner:
 
     def run_fork(self, tokens: np.ndarray, other: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
         """Logits from `at` on of a row and of its fork, fed in turn."""
-        cache, _ = allocate(init(self.config), [2], [at], tokens=tokens[None])
+        cache, admission = allocate(init(self.config), [2], [at], tokens=tokens[None])
+        raise_for_status(admission.status, f"allocate for {at} tokens")
         cache, _ = self.feed(cache, {2: tokens[:at]}, len(tokens))
         cache, status = fork(cache, [2], [0])
         raise_for_status(status, "fork")
@@ -171,37 +193,41 @@ class _Runner:
         _require(num_programs == expected, f"{num_programs} programs for {expected} chunk widths")
 
     def assert_no_pool_copy(self) -> None:
-        # From where temporaries of a fixed number of blocks no longer grow with the pool.
-        scale = ceil_div(2048, min(group.num_blocks for group in self.config.groups))
-        small, large = self._compiled_bytes(scale), self._compiled_bytes(8 * scale)
-        growth, pool_growth, control_growth = (b - a for a, b in zip(small, large, strict=True))
-        # Policies other than lru look at all blocks when they must evict.
-        looks_at_all = self.config.enable_prefix_caching and self.config.eviction_policy != "lru"
-        _require(
-            growth < 0.01 * pool_growth + looks_at_all * control_growth,
-            f"the compiled step uses {growth} bytes more when its pools grow by {pool_growth}: "
-            "a pool is copied; keep one version of the cache and donate it",
-        )
+        for width in sorted(self.widths):
+            small, large = self._compiled_bytes(width, 1), self._compiled_bytes(width, 8)
+            growth, pool_growth, control_growth = (b - a for a, b in zip(small, large, strict=True))
+            # Policies other than lru look at all blocks when they must evict.
+            looks_at_all = self.config.enable_prefix_caching and self.config.eviction_policy != "lru"
+            _require(
+                growth < 0.01 * pool_growth + looks_at_all * control_growth,
+                f"the compiled step of {width} tokens uses {growth} bytes more when its pools grow by "
+                f"{pool_growth}: a pool is copied; keep one version of the cache and donate it",
+            )
 
-    def _compiled_bytes(self, scale: int) -> tuple[int, int, int]:
-        """Bytes that a compiled decode step uses beside its donated cache; of the pools; of the control."""
+    def _compiled_bytes(self, width: int, scale: int) -> tuple[int, int, int]:
+        """Bytes that a compiled step uses beside its donated cache; of the pools; of the control state."""
+        # From 2048 blocks on temporaries of a fixed number of blocks no longer grow with the pool.
         kinds = {
-            group.kind: dataclasses.replace(group.kind, num_blocks=scale * group.num_blocks)
+            group.kind: dataclasses.replace(group.kind, num_blocks=scale * max(group.num_blocks, 2048))
             for group in self.config.groups
         }
         layers = [kinds[kind] for kind in self.config.layers]
         config = dataclasses.replace(self.config, layers=layers, num_blocks=None, memory_budget=None)
         cache = jax.eval_shape(functools.partial(init, config))
         rows = jax.ShapeDtypeStruct((config.max_seqs,), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((config.max_seqs, width), jnp.int32)
         memory = self.step_fn.lower(cache, tokens, rows).compile().memory_analysis()  # pyright: ignore
         used = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return used, memory_bytes(config), control_bytes(config)
 
 
-def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str) -> None:
+def _difference(got: np.ndarray, expected: np.ndarray) -> float:
     with np.errstate(invalid="ignore"):
-        difference = np.where(got == expected, 0, np.abs(got - expected)).max()  # of equal infinities, none
+        return np.where(got == expected, 0, np.abs(got - expected)).max()  # of equal infinities, none
+
+
+def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str) -> None:
+    difference = _difference(got, expected)
     # Not "difference > atol": NaN must fail.
     _require(difference <= atol, f"{what}: logits differ by {difference}, expected at most {atol}")
 

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -38,6 +39,8 @@ _FLOATS = ("F32", "BF16", "F16")
 # Names in the files of what `Decoder` holds, the last part (kernel, scale, bias) left out.
 _EMBEDDING, _UNEMBEDDING = "model.embed_tokens", "lm_head"
 _EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
+# Buffers that older programs stored; they follow from config.json.
+_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _OUTER = {"embedding": _EMBEDDING, "unembedding": _UNEMBEDDING, "norm": "model.norm"}
 _INNER = {
     "attention_norm": "input_layernorm",
@@ -74,6 +77,8 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     wanted = [(*_file_name(path), leaf.shape) for path, leaf in leaves]
     with contextlib.ExitStack() as stack:
         stored = _open(folder, stack)
+        if config.tie_embeddings and _EMBEDDING_TENSOR not in stored and _UNEMBEDDING_TENSOR in stored:
+            stored[_EMBEDDING_TENSOR] = stored.pop(_UNEMBEDDING_TENSOR)  # some programs write only the other
         _check_names(folder, stored, [name for name, _, _ in wanted], config)
         for name, is_transposed, shape in wanted:
             stored[name].check(shape[::-1] if is_transposed else shape)
@@ -266,6 +271,7 @@ def _check_names(
     missing, unknown = set(wanted) - stored.keys(), stored.keys() - set(wanted)
     if missing:
         raise CheckpointError(f"{folder} has no tensor {_few(missing)}")
+    unknown = {name for name in unknown if not _FREQUENCIES.fullmatch(name)}
     if config.tie_embeddings:
         unknown -= {_UNEMBEDDING_TENSOR}  # some programs write a tied matrix twice
     if unknown:

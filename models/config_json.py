@@ -29,10 +29,11 @@ class _Family:
     use_qk_norm: bool = False
     windowed_layers: str = "none"  # "none", "all" or "some"
     head_dim: int | None = None  # where config.json is silent; None: hidden_size / num_attention_heads
+    kv_heads_follow: bool = False  # where it is silent there are as many of them as of query heads
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM"),
+    "llama": _Family("LlamaForCausalLM", kv_heads_follow=True),
     "mistral": _Family("MistralForCausalLM", windowed_layers="all"),
     "qwen2": _Family("Qwen2ForCausalLM", use_qkv_bias=True, windowed_layers="some"),
     "qwen3": _Family("Qwen3ForCausalLM", use_qk_norm=True, windowed_layers="some", head_dim=128),
@@ -142,7 +143,7 @@ def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) 
         mlp_size=values.get("intermediate_size", int),
         num_layers=values.get("num_hidden_layers", int),
         num_q_heads=num_q_heads,
-        num_kv_heads=values.get("num_key_value_heads", int),
+        num_kv_heads=_num_kv_heads(values, family, num_q_heads),
         head_dim=head_dim,
         max_seq_len=values.get("max_position_embeddings", int),
         windows=_windows(values, family),
@@ -154,6 +155,12 @@ def read_config(path: pathlib.Path, dtype: Any = None, param_dtype: Any = None) 
         param_dtype=dtype if param_dtype is None else param_dtype,
         **_rope(values),
     )
+
+
+def _num_kv_heads(values: JsonObject, family: _Family, num_q_heads: int) -> int:
+    """Null means one for each query head; what a missing entry means differs, and mostly fits no model."""
+    is_told = "num_key_value_heads" in values.values or family.kv_heads_follow
+    return values.get("num_key_value_heads", int, num_q_heads if is_told else ...)
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:

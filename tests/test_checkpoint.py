@@ -61,6 +61,22 @@ def test_a_tied_matrix_may_be_stored_twice(copy_checkpoint, dtype):
     assert_same(before, checkpoint.load(folder))
 
 
+def test_a_tied_matrix_may_be_stored_as_the_other_one(copy_checkpoint):
+    folder = copy_checkpoint("qwen2")
+    before, embedding = checkpoint.load(folder), read_tensors(folder)[EMBEDDING]
+    edit_tensors(folder, {UNEMBEDDING: embedding}, remove=(EMBEDDING,))
+    assert_same(before, checkpoint.load(folder))
+
+
+def test_stored_frequencies_are_not_read(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    before = checkpoint.load(folder)
+    edit_tensors(folder, {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(2)})
+    assert_same(before, checkpoint.load(folder))
+    edit_tensors(folder, {"model.rotary_emb.inv_freq.weight": np.ones(4)})
+    refuses(folder, "unknown tensor model.rotary_emb.inv_freq.weight$")
+
+
 # --- what is saved ---
 
 

@@ -266,6 +266,17 @@ def test_an_option_that_is_not_implemented_is_named(copy_checkpoint, family, cha
     "rms_norm_eps max_position_embeddings".split(),
 )
 def test_a_missing_size_is_named(copy_checkpoint, name):
-    folder = copy_checkpoint("llama")
+    folder = copy_checkpoint("mistral")
     edit_json(folder, remove=(name,))
     refuses(folder, f"config.json has no {name}$")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_without_a_number_of_key_value_heads_there_is_one_for_each_query_head(copy_checkpoint, family):
+    folder = copy_checkpoint(family)
+    assert checkpoint.load_config(folder).num_kv_heads == 2
+    edit_json(folder, num_key_value_heads=None)
+    assert checkpoint.load_config(folder).num_kv_heads == 4
+    if family == "llama":  # null is what it has where nothing is said
+        edit_json(folder, remove=("num_key_value_heads",))
+        assert checkpoint.load_config(folder).num_kv_heads == 4

@@ -66,17 +66,60 @@ def with_a_second_version(tokens, cache, step):
     return logits + 0 * jnp.nan_to_num(extra).sum(axis=(2, 3))[..., None], written
 
 
+def with_a_second_version_of_a_prompt(tokens, cache, step):
+    return (with_a_second_version if tokens.shape[1] > 1 else model)(tokens, cache, step)
+
+
+class KeepsAnArray:
+    """Adds what the call before has returned."""
+
+    def __init__(self):
+        self.kept = 0.0
+
+    def __call__(self, tokens, cache, step):
+        logits, cache = model(tokens, cache, step)
+        logits, self.kept = logits + 0.1 * self.kept, logits.mean()
+        return logits, cache
+
+
 @pytest.mark.parametrize(
     ("bad_model", "message"),
     [
         (with_call_positions, "differs"),
         (with_neighbours, "chunks differ|token by token differs"),
-        (with_a_second_version, "a pool is copied"),
+        (with_a_second_version, "step of 1 tokens .* a pool is copied"),
+        (with_a_second_version_of_a_prompt, "step of 12 tokens .* a pool is copied"),
+        (KeepsAnArray(), "keeps an array of one call in Python"),
     ],
 )
 def test_a_bad_model_is_named(bad_model, message):
     with pytest.raises(AssertionError, match=message):
         check(bad_model)
+
+
+def test_the_test_sequence_leaves_its_first_block():
+    """A mistake in later blocks is found whatever their size."""
+
+    def with_wrong_positions(tokens, cache, step):
+        is_late = (step.positions >= 32) & (step.positions[:, :1] > 0)
+        positions = jnp.where(is_late, step.positions - 1, step.positions)
+        return forward(PARAMS, tokens, cache, dataclasses.replace(step, positions=positions))
+
+    wide = config(block_size=32, max_seq_len=64)
+    with pytest.raises(AssertionError, match="token by token differs"):
+        testing.check_forward(with_wrong_positions, wide, vocab_size=VOCAB)
+
+
+def test_a_large_group_beside_one_of_few_blocks_is_checked():
+    window = kv.SlidingWindow(2, 4, window=16, num_blocks=9)
+    large = kv.CacheConfig([window, kv.FullAttention(2, 4, num_blocks=98_304)], max_seqs=3, max_query_len=16)
+    check(model, config=large)
+
+
+def without_attention(tokens, cache, step):
+    """As with parameters that are 0 at first."""
+    logits, cache = model(tokens, cache, step)
+    return 0 * jnp.nan_to_num(logits) + jax.nn.one_hot(tokens, VOCAB), cache
 
 
 def returns(change):
@@ -90,6 +133,13 @@ def returns(change):
         ({"config": config(max_seqs=2)}, ValueError, "2 rows of 48 tokens, expected 3 of 12"),
         ({"config": config(max_seq_len=11)}, ValueError, "4 rows of 11 tokens, expected 3 of 12"),
         ({"config": config(max_query_len=11)}, ValueError, "max_query_len = 11, expected at least .* 12"),
+        ({"config": config(num_blocks=4)}, kv.StatusError, "OUT_OF_BLOCKS"),
+        ({"config": config(num_blocks=2)}, kv.StatusError, "allocate for 12 tokens .*OUT_OF_BLOCKS"),
+        (
+            {"forward": without_attention},
+            ValueError,
+            "with the token before it, .* expected parameters with which attention matters",
+        ),
         ({"num_tokens": 8}, ValueError, "num_tokens is 8, expected at least 9"),
         (
             {"forward": forward},

@@ -114,10 +114,10 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, text, arguments, said):
 
 
 def test_lines_end_at_newlines_alone(tmp_path):
-    """Not at what a text in an object may hold, such as U+2028."""
+    """Not at what a text in an object may hold, such as U+2028. A byte order mark is no part of them."""
     path = tmp_path / "trace.jsonl"
     lines = [json.dumps(GOOD | {"note": "a\u2028b\x85c"}, ensure_ascii=False)] * 3
-    path.write_bytes("\r\n".join([*lines, ""]).encode())
+    path.write_bytes("\r\n".join([*lines, ""]).encode("utf-8-sig"))
     assert len(trace_replay.read_trace(path, 512).ids) == 3
 
 
