@@ -172,7 +172,7 @@ def _take_blocks(
         columns = quotient(wish.positions, group.block_size)
         pool, new = block_pool.take(pool, is_new, tokens.spread(rows, control.max_seqs), columns)
         pools.append(pool)
-        all_copies.append(_add_copies(copies[g], copies_tail[g], tails[g], get_at(new, tokens.starts[:-1])))
+        all_copies.append(_add_copies(copies[g], copies_tail[g], tails[g], new, tokens))
     return dataclasses.replace(control, block_pools=tuple(pools)), tuple(all_copies)
 
 
@@ -236,14 +236,17 @@ def _no_copies(pool: BlockPool, wish: Wish) -> BlockCopies:
     return BlockCopies(src=nowhere, dst=nowhere, num_copies=num_true(nowhere < 0))
 
 
-def _add_copies(copies: BlockCopies, mask: jax.Array, src: jax.Array, dst: jax.Array) -> BlockCopies:
-    """`copies` and those from `src` i32[n] to `dst` i32[n] where `mask` holds."""
+def _add_copies(
+    copies: BlockCopies, mask: jax.Array, tails: jax.Array, new: jax.Array, tokens: NewTokens
+) -> BlockCopies:
+    """`copies` and those of masked rows, from `tails` i32[n] to the blocks of their first tokens in `new`."""
 
     def add(copies: BlockCopies) -> BlockCopies:
         rank, num_more = rank_true(mask)
-        place = jnp.where(mask, copies.num_copies + rank, src.shape[0])
-        all_src, all_dst = update_all(Update(copies.src, place, src), Update(copies.dst, place, dst))
-        return BlockCopies(all_src, all_dst, copies.num_copies + num_more)
+        place = jnp.where(mask, copies.num_copies + rank, tails.shape[0])
+        targets = get_at(new, tokens.starts[:-1])
+        src, dst = update_all(Update(copies.src, place, tails), Update(copies.dst, place, targets))
+        return BlockCopies(src, dst, copies.num_copies + num_more)
 
     return run_if(mask.any(), add, copies)
 

@@ -214,8 +214,8 @@ MUTATIONS = [
         ),
         (
             "copies of an earlier turn forgotten",
-            "jnp.where(mask, copies.num_copies + rank, src.shape[0])",
-            "jnp.where(mask, rank, src.shape[0])",
+            "jnp.where(mask, copies.num_copies + rank, tails.shape[0])",
+            "jnp.where(mask, rank, tails.shape[0])",
             SHARED_TAIL,
         ),
         (
