@@ -39,8 +39,6 @@ _FLOATS = ("F32", "BF16", "F16")
 # Names in the files of what `Decoder` holds, the last part (kernel, scale, bias) left out.
 _EMBEDDING, _UNEMBEDDING = "model.embed_tokens", "lm_head"
 _EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
-# Buffers that older programs stored; they follow from config.json.
-_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _OUTER = {"embedding": _EMBEDDING, "unembedding": _UNEMBEDDING, "norm": "model.norm"}
 _INNER = {
     "attention_norm": "input_layernorm",
@@ -55,6 +53,8 @@ _INNER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+# Buffers that older programs stored; they follow from config.json.
+_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any = None) -> Decoder:

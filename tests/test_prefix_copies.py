@@ -87,6 +87,15 @@ def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(ba
     cache, _ = kv.free(filled(kv.init(config), 1, chain), [1])
     cache, _ = kv.truncate(filled(cache, 0, text), [0], [3])
     cache = extended(cache, {0: text[:3]}, {0: [7, 7]})
+    oracle = testing.Oracle(config)
+    for row, tokens in ((1, chain), (0, text)):
+        oracle.allocate([row], [len(tokens)], [tokens])
+        oracle.extend([row], [tokens])
+        oracle.commit([row], [len(tokens)])
+        oracle.free([1])
+    oracle.truncate([0], [3])
+    oracle.extend([0], [[7, 7]])
+    assert testing.check_against_oracle(cache, oracle) == []
     assert kv.lookup(cache, np.array([[*text, 9]]), [BLOCK + 1]).tolist() == [BLOCK]
     assert kv.lookup(cache, np.array([[*chain, 9]]), [2 * BLOCK + 1]).tolist() == [0]
 
