@@ -44,13 +44,21 @@ def int_scalar(name: str, value: Any) -> jax.Array:
 
 
 def as_array(name: str, values: Any) -> jax.Array | np.ndarray:
-    """`values` as they are, or in numpy if they are Python's."""
+    """`values` as they are, or in numpy if they are Python's; a list may hold some that are traced."""
     if isinstance(values, jax.Array):
         return values
     try:
         return np.asarray(values)
+    except jax.errors.TracerArrayConversionError:
+        pass  # some of a list's numbers are traced
     except ValueError as error:  # rows of several lengths
         raise ValueError(f"{name} is no array ({error}), expected rows of one length: pad them") from None
+    try:
+        return jnp.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} is no array ({error}), expected numbers of 32 bits in rows of one length"
+        ) from None
 
 
 def _integers(name: str, values: Any) -> jax.Array | np.ndarray:

@@ -60,7 +60,9 @@ def attention(
 
     Query head `i` reads key/value head `i // (num_q_heads / num_kv_heads)`. A query sees the tokens of
     its row up to its own position, in a window group those in reach. It can be differentiated once, in
-    reverse mode (`jax.grad`); forward mode and second derivatives raise.
+    reverse mode (`jax.grad`); forward mode and second derivatives raise. Within a call gradients add up in
+    float32. From call to call those of keys and values do so in the cache's dtype: through many short steps
+    (sampled token by token, say) bfloat16 loses small ones, so keep such a cache in float32.
 
     Args:
       cache: Not changed, unless donated.

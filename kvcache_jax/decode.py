@@ -108,7 +108,7 @@ def generate(
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one.
       config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
-      max_new_tokens: Per continuation.
+      max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`.
       num_samples: Continuations per prompt.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.

@@ -36,7 +36,7 @@ class Generation:
       sample_id: Index among the prompt's samples.
       tokens: New tokens; the stop token, if one ended it, is the last.
       logprobs: Log-probability of each under the model's own distribution.
-      finish_reason: "stop", "length" or "out_of_blocks".
+      finish_reason: "stop", "length" (`max_new_tokens`, or the row is at `max_seq_len`) or "out_of_blocks".
     """
 
     prompt_id: int

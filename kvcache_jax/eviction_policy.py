@@ -17,9 +17,11 @@ import numpy as np
 class BlockMetadata(NamedTuple):
     """What a policy sees, one entry per block; None where the policy did not ask for it.
 
-    A use is a publication, a hit by `allocate`, or an adoption by `commit`. Times are ticks of the cache's
-    clock, which advances with each row that allocate, fork or touch uses and with each call of extend or
-    reorder that uses any, the one that evicts included. Entries of blocks that are not cached mean nothing.
+    A use is a publication, a hit by `allocate`, or an adoption by `commit`, where a row gives its own block
+    back for the published one; that a fork commits a block which it shares anyway is none. Times are ticks of
+    the cache's clock, which advances with each row that allocate, fork or touch uses and with each call of
+    extend or reorder that uses any, the one that evicts included. Entries of blocks that are not cached mean
+    nothing.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.
@@ -54,6 +56,9 @@ _policies: dict[str, _Policy] = {}
 
 def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[EvictionKey], EvictionKey]:
     """Registers a function from `BlockMetadata` to i32[num_blocks] keys as an eviction policy.
+
+    The block with the lowest key goes first, of equal ones the one released longest ago, and always a block
+    before those that it continues.
 
     Configs name the policy, so that they stay hashable and can be exported; a program that loads an exported
     config registers the same name first. The function is traced once per program.

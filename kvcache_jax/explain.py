@@ -179,13 +179,18 @@ def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: 
         num_same = np.where(is_same.all(axis=1), view.block_size, is_same.argmin(axis=1))
         nearest, same = children[num_same.argmax()], int(num_same.max())
         return (
-            f"At position {start + same} the prompt has token {block[same]}, where the nearest cached "
-            f"sequence has {view.block_tokens[nearest][same]}."
+            f"At position {start + same} the prompt has {_named(block[same], 'token ')}, where the nearest "
+            f"cached sequence has {_named(view.block_tokens[nearest][same])}."
         )
     why = "never committed, or evicted, reset or scrubbed since"
     if not chain and not (view.is_published & (view.namespace == namespace).all(axis=1)).any():
         return f"Nothing is cached in this namespace: {why}."
     return f"No cached sequence goes on behind position {start}: {why}."
+
+
+def _named(word: np.integer, kind: str = "") -> str:
+    """A token by its id. Words of items are digests, which open them (`item_tokens`), and are not told."""
+    return f"{kind}{word}" if word >= 0 else "a word of an item"
 
 
 def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray) -> bool:

@@ -172,6 +172,7 @@ class CacheManager(Questions):
 
         Raises:
           UnknownRequest, OutOfBlocks, TooLong: changed nothing, in no request.
+          ValueError: no request, or one with what are no token ids.
         """
         if (token_ids is None) != isinstance(new, Mapping):
             raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")
@@ -204,7 +205,7 @@ class CacheManager(Questions):
         Call it after their keys and values are written. Batches made before may be stale then.
 
         Args:
-          request_id: The request; or `{request_id: final_len}`.
+          request_id: The request; or `{request_id: final_len}`, of which there may be none.
           final_len: Tokens that will not be taken back, such as without drafts. Default: all.
 
         Raises:
@@ -217,10 +218,10 @@ class CacheManager(Questions):
             raise TypeError(
                 f"got {len(lengths)} requests and final_len = {final_len}, expected {{request_id: final_len}}"
             )
-        if not lengths:
-            raise ValueError("got no request, expected at least one")
         lengths = {name: checked_final_len(name, length) for name, length in lengths.items()}
         with self._holder.turn("commit_tokens"):
+            if not lengths:
+                return
             seq_ids = self._rows.seq_ids_of(list(lengths))
             final = np.full(len(seq_ids), TO_THE_END, np.int32)
             final[: len(lengths)] = list(lengths.values())

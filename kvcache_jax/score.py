@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arguments import namespace_words
-from kvcache_jax.cache import allocate, fork, free, truncate
+from kvcache_jax.cache import allocate, fork, free
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.decode_arguments import as_list, check_model, model_tokens, usable_chunk_len
 from kvcache_jax.decode_host import idle_cache
@@ -85,26 +84,20 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
-    # Whole blocks, so that no fork copies the last one. The rest is fed with each continuation: at least the
-    # context's last token, which gives the first one behind it its logits.
-    step_len = math.lcm(*(group.block_size for group in config.groups))
-    shared_len = np.array([(len(shared) - 1) // step_len * step_len], np.int32)
+    shared_len, context_row = np.array([len(shared)], np.int32), np.zeros(1, np.int32)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
 
-    def hold_context(cache: Cache) -> tuple[Cache, Admission]:
-        """The context in row 0."""
-        # One token more, for only what comes before the last one is looked up.
-        cache, admission = allocate(cache, [0], shared_len + 1, tokens=history[:1], namespace=words)
+    def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
+        """The context in row 0; and f32[vocab], the log-probability of each token behind it."""
+        tokens = history[:1]
+        cache, admission = allocate(cache, context_row, shared_len, tokens=tokens, namespace=words)
         raise_for_status(admission.status, "allocating the context")
-        first = np.zeros(1, np.int32)
-        cache, _, status = prefill(
-            forward, params, cache, history[:1], shared_len, first, chunk_len=chunk_len
+        cache, logits, status = prefill(
+            forward, params, cache, tokens, shared_len, context_row, chunk_len=chunk_len
         )
         raise_for_status(status, "prefilling the context")
-        return truncate(cache, first, shared_len)[0], admission  # gives that token's block back
-
-    results: dict[int, np.ndarray] = {i: np.zeros(0, np.float32) for i in range(len(own))}
+        return cache, admission, np.asarray(jax.nn.log_softmax(logits[0]))
 
     def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
         """Scores continuations in rows from `first_row` on, forks of row 0 or it; returns each status too."""
@@ -116,15 +109,20 @@ def score(
         ids = np.where(length > 0, np.arange(config.max_seqs), config.max_seqs)
         forks = np.where(ids > 0, ids, config.max_seqs)
         cache, _ = fork(cache, np.where(forks < config.max_seqs, 0, config.max_seqs), forks)
-        fitting = fitting_chunk(chunk_len, length - 1 - shared_len)
-        cache, logprobs, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
-        logprobs, status = np.asarray(logprobs), np.asarray(status)[rows].tolist()
+        fitting = fitting_chunk(chunk_len, length - 1 - len(shared))
+        cache, found, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
+        found, status = np.asarray(found), np.asarray(status)[rows].tolist()
         for row, i in zip(rows, wave, strict=True):
-            results[i] = logprobs[row, len(shared) : length[row]]
+            results[i][1:] = found[row, len(shared) + 1 : length[row]]
         return free(cache, ids)[0], status
 
-    held, admission = hold_context(idle_cache("score", cache, config))
-    waiting, lonely = [i for i in range(len(own)) if len(own[i])], []
+    held, admission, firsts = hold_context(idle_cache("score", cache, config))
+    results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
+    for found, tokens in zip(results, own, strict=True):
+        if len(tokens) and tokens[0] < len(firsts):
+            found[0] = firsts[tokens[0]]
+    # What is behind the first token takes a row.
+    waiting, lonely = [i for i, tokens in enumerate(own) if len(tokens) > 1], []
     most = config.max_seqs - 1
     while waiting:
         wave, waiting = waiting[:most], waiting[most:]
@@ -137,12 +135,11 @@ def score(
     # In the context's own row: a fork holds what its windows reach beside what the context's reach.
     for nth, i in enumerate(lonely):
         if nth > 0:
-            held, _ = hold_context(held)
+            held, *_ = hold_context(held)
         held, status = score_some(held, [i], 0)
         raise_for_status(status, f"scoring continuation {i}")
     held, _ = free(held, [0])
-    logprobs = [results[i] for i in range(len(own))]
-    return ScoreResult(logprobs, held, int(admission.num_cached[0]))
+    return ScoreResult(results, held, int(admission.num_cached[0]))
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")

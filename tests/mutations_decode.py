@@ -33,8 +33,8 @@ MUTATIONS = [
         "score",
         (
             "the context is shared with everybody",
-            "tokens=history[:1], namespace=words",
-            "tokens=history[:1]",
+            "tokens=tokens, namespace=words",
+            "tokens=tokens",
             "test_decode_prefix.py::test_other_weights_find_nothing_in_another_namespace",
         ),
     ),
@@ -120,10 +120,10 @@ MUTATIONS = [
     *in_module(
         "score",
         (
-            "the context's last whole block is not looked up",
-            "[0], shared_len + 1, tokens",
-            "[0], shared_len, tokens",
-            "test_decode_prefix.py::test_score_and_beams",
+            "the context's last token is fed with each continuation",
+            "shared_len, context_row = np.array([len(shared)], np.int32)",
+            "shared_len, context_row = np.array([max(1, len(shared) - 1)], np.int32)",
+            "test_decode_prefix.py::test_score_feeds_every_token_once",
         ),
         ("score of the token before", "behind = step.positions + 1", "behind = step.positions", SCORES),
     ),

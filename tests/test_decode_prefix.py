@@ -114,7 +114,7 @@ def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
     assert widths == [LENGTH, LENGTH // 4, LENGTH]
 
     widths = note_chunks(monkeypatch, importlib.import_module("kvcache_jax.score"), "_score_rows")
-    together = kv.score(forward, PARAMS, SHARED, [[1] * 6, [1] * 13], config()).logprobs
+    together = kv.score(forward, PARAMS, SHARED, [[1] * 6, [1] * 14], config()).logprobs
     (alone,) = kv.score(forward, PARAMS, SHARED, [[1] * 6], config()).logprobs
     np.testing.assert_allclose(alone, together[0], atol=1e-5)
     assert widths == [LENGTH, LENGTH // 4]
@@ -171,6 +171,33 @@ def test_score_and_beams():
     found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
     expected = slow_beam_search(FAMILY[0], 4, 4, [], 1.0)
     assert [beam.tokens for beam in found.beams[0]] == [tokens for tokens, _ in expected]
+
+
+def test_score_feeds_every_token_once():
+    """Whatever of the context's last block is filled, and with groups whose blocks end elsewhere."""
+    fed = []
+
+    def counting(params, tokens, cache, step):
+        jax.debug.callback(lambda num: fed.append(int(num)), step.query_len.sum())
+        return forward(params, tokens, cache, step)
+
+    layers = [kv.FullAttention(2, 4, block_size=3), kv.FullAttention(2, 4)]
+    sizes = kv.CacheConfig(
+        layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, enable_prefix_caching=True
+    )
+    continuations = [[1], [2, 3], [4], [5, 6, 7], [8, 9], [1]]
+    for num_tokens, num_known in ((11, 0), (12, 12), (13, 12)):
+        fed.clear()
+        context = [7, 2, 5] * 4 + [6]
+        first = kv.score(counting, PARAMS, context[:num_tokens], continuations, sizes, chunk_len=8)
+        jax.effects_barrier()
+        assert sum(fed) == num_tokens + 1 + 2 + 1
+        for tokens, got in zip(continuations, first.logprobs, strict=True):
+            prefixes = ([*context[:num_tokens], *tokens[:i]] for i in range(len(tokens)))
+            want = [logprobs_of(prefix)[token] for prefix, token in zip(prefixes, tokens, strict=True)]
+            np.testing.assert_allclose(got, want, atol=1e-4)
+        question = np.array([[*context[:num_tokens], 9, 9]], np.int32)
+        assert kv.lookup(first.cache, question, [num_tokens + 2]).tolist() == [num_known]
 
 
 def test_a_cache_that_cannot_be_gone_on_with():

@@ -182,6 +182,16 @@ def test_a_prompt_that_no_row_can_hold(two_texts):
     )
 
 
+def test_the_words_of_items_are_not_told():
+    """Whoever has them could ask for the item's blocks."""
+    user = PrefixUser(CONFIG)
+    image, other = (kv.item_tokens(name, 3).tolist() for name in (b"an image", b"another"))
+    user.start(0, [1, *image, 5])
+    for prompt, position, has in (([1, *other, 5], 1, "a word of an item"), ([1, 2, 3, 4, 5], 1, "token 2")):
+        expected = f"At position {position} the prompt has {has}, where the nearest cached sequence has"
+        assert kv.explain(user.cache, prompt) == f"0 of 5 tokens are cached. {expected} a word of an item."
+
+
 def test_an_item_that_would_be_cut():
     """The item is computed whole; why no more than its beginning is there is said as well."""
     user = PrefixUser(CONFIG)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from tests.helpers import says
+from tests.helpers import assert_same, says
 from tests.manager_user import BOTH, CONFIG, PLAIN, check, fill, start, state_of, unchanged, write_step
 
 
@@ -138,7 +138,6 @@ def test_absurd_arguments_change_nothing():
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens("a")),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens({"a": [1]}, [1])),
         (ValueError, "at least one", lambda: manager.append_tokens({})),
-        (ValueError, "at least one", lambda: manager.commit_tokens({})),
         (ValueError, "at least 0", lambda: manager.commit_tokens("a", -1)),
         (ValueError, "at least 0", lambda: manager.truncate_request("a", -1)),
         (ValueError, "at least 0", lambda: manager.evict(-1)),
@@ -156,6 +155,9 @@ def test_absurd_arguments_change_nothing():
         (TypeError, "expected a function", lambda: manager.run(3)),
     ):
         unchanged(manager, error, call, match)
+    before = manager.stats()
+    manager.commit_tokens({})  # a step in which nobody got on
+    assert_same(before, manager.stats())
     with pytest.raises(ValueError, match="without prefix caching"):
         plain = kv.CacheManager(PLAIN)
         plain.allocate_request("a", [1])
@@ -339,7 +341,8 @@ def test_closing():
         assert same is manager
     manager.close()
     assert repr(manager) == "CacheManager(0 requests; closed)"
-    calls = (manager.request_ids, manager.stats, manager.usage, manager.hit_rate, manager.reset_prefix_cache)
+    calls = (manager.request_ids, manager.stats, manager.usage, manager.hit_rate, manager.reset_prefix_cache,
+             lambda: manager.commit_tokens({}))  # fmt: skip
     for call in (*calls, lambda: manager.run(write_step, 1), lambda: manager.allocate_request("a", [1]),
                  lambda: manager.__enter__().request("a")):  # fmt: skip
         with pytest.raises(kv.ManagerClosed, match="closed"):

@@ -158,6 +158,27 @@ def test_what_stands_in_the_wrong_place_is_named(small):
         kv.extend(cache, [[1], [1, 2]], max_new=2)
 
 
+def test_lists_may_hold_numbers_that_are_traced():
+    cache = kv.init(dataclasses.replace(SMALL, enable_prefix_caching=True))
+    cache, _ = kv.allocate(cache, [0], [3], tokens=[[1, 2, 3]])
+
+    @jax.jit
+    def go_on(cache, row, token):
+        cache, freed = kv.free(cache, [2, row + 1])
+        cache, step = kv.extend(cache, [row + 2], max_new=2, seq_ids=[row], tokens=[[token, 5]])
+        return cache, jnp.concatenate([freed, step.status])
+
+    cache, status = go_on(cache, 0, 7)
+    assert status.tolist() == [Status.SEQ_NOT_ACTIVE, Status.SEQ_NOT_ACTIVE, Status.OK]
+    block = int(cache.control.block_pools[0].block_table[0, 0])
+    assert cache.control.prefix_index.block_tokens[block].tolist()[:2] == [7, 5]
+    for wrong in (lambda row: [row, [1]], lambda row: [row, 2**40], lambda row: [row, None]):
+        with pytest.raises(TypeError, match="seq_ids is no array .*expected numbers of 32 bits"):
+            jax.eval_shape(lambda row, wrong=wrong: kv.free(cache, wrong(row)), 0)
+    with pytest.raises(TypeError, match="seq_ids has dtype float32, expected integers"):
+        jax.eval_shape(lambda row: kv.free(cache, [row, 0.5]), 0)
+
+
 def test_what_is_no_flag_share_or_namespace_is_named(small):
     cache, _ = small
     prompt = dict(tokens=np.zeros((1, 4), np.int32))
