@@ -223,12 +223,14 @@ def test_what_types_tell_must_fit(is_set, pool_spec, q_spec, kv_spec, message):
     def put(spec, num_heads):
         return jax.device_put(np.zeros((2, 3, num_heads, DIM), np.float32), NamedSharding(mesh, spec))
 
+    def append(cache, q, k):
+        cache, step = kv.extend(cache, np.zeros(2, np.int32), max_new=3)
+        return kv.attention(cache, 0, q, k, k, step)
+
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         cache = kv.init(config, sharding=NamedSharding(mesh, pool_spec))
-        cache, step = jax.jit(kv.extend, static_argnames="max_new")(cache, np.zeros(2, np.int32), max_new=3)
-        k = put(kv_spec, HEADS)
         with pytest.raises(ValueError, match=message):
-            jax.jit(kv.attention, static_argnums=1)(cache, 0, put(q_spec, 2 * HEADS), k, k, step)
+            jax.eval_shape(append, cache, put(q_spec, 2 * HEADS), put(kv_spec, HEADS))
 
 
 def test_head_axis_must_be_in_the_current_mesh():
