@@ -302,8 +302,8 @@ def test_score_equals_the_model_without_a_cache():
             np.testing.assert_allclose(scores, expected, atol=1e-4)
     (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config(), chunk_len=3).logprobs
     np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
-    (beyond,) = kv.score(forward, PARAMS, [5], [[6, VOCAB]], config(), chunk_len=3).logprobs
-    assert beyond[0] == alone[0] and np.isnan(beyond[1])
+    beyond, first = kv.score(forward, PARAMS, [5], [[6, VOCAB], [VOCAB]], config(), chunk_len=3).logprobs
+    assert beyond[0] == alone[0] and np.isnan(beyond[1]) and np.isnan(first).tolist() == [True]
     # All four blocks for the one continuation: the part of a block behind the shared ones is its own.
     (tight,) = kv.score(forward, PARAMS, context[:6], [[3] * 10], config(num_blocks=4), chunk_len=3).logprobs
     expected = [logprobs_of([*context[:6], *[3] * i])[3] for i in range(10)]
