@@ -172,7 +172,7 @@ class CacheManager(Questions):
 
         Raises:
           UnknownRequest, OutOfBlocks, TooLong: changed nothing, in no request.
-          ValueError: no request, or one with what are no token ids.
+          ValueError, TypeError: no request, or tokens that are no ids.
         """
         if (token_ids is None) != isinstance(new, Mapping):
             raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")

@@ -125,6 +125,12 @@ MUTATIONS = [
             "shared_len, context_row = np.array([max(1, len(shared) - 1)], np.int32)",
             "test_decode_prefix.py::test_score_feeds_every_token_once",
         ),
+        (
+            "a row for a continuation of one token",
+            "if len(tokens) > 1], []",
+            "if len(tokens)], []",
+            "test_decode_prefix.py::test_score_feeds_every_token_once",
+        ),
         ("score of the token before", "behind = step.positions + 1", "behind = step.positions", SCORES),
     ),
 ]

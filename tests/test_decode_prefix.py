@@ -192,6 +192,7 @@ def test_score_feeds_every_token_once():
         first = kv.score(counting, PARAMS, context[:num_tokens], continuations, sizes, chunk_len=8)
         jax.effects_barrier()
         assert sum(fed) == num_tokens + 1 + 2 + 1
+        assert int(kv.stats(first.cache).num_forks) == 3  # a single token needs no row
         for tokens, got in zip(continuations, first.logprobs, strict=True):
             prefixes = ([*context[:num_tokens], *tokens[:i]] for i in range(len(tokens)))
             want = [logprobs_of(prefix)[token] for prefix, token in zip(prefixes, tokens, strict=True)]
