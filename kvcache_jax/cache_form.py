@@ -10,6 +10,8 @@ from jax.core import Tracer
 
 from kvcache_jax.state import Cache
 
+_HAS_VALUES = jax.Array, np.ndarray, np.generic
+
 
 def is_batched(cache: Cache) -> bool:
     """Whether these are several caches, stacked; within a `vmap` over them there is one."""
@@ -19,7 +21,7 @@ def is_batched(cache: Cache) -> bool:
 def missing_values(cache: Cache) -> str | None:
     """The type that stands for an array without values, such as a tracer; None if all have values."""
     for leaf in jax.tree.leaves(cache.control):
-        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, _HAS_VALUES):
             return type(leaf).__name__
     return None
 

@@ -47,10 +47,11 @@ def check_invariants(cache: Cache) -> list[str]:
     is_active = np.asarray(cache.control.is_active)
     context_len = np.asarray(cache.control.context_len)
     violations = []
-    for row in np.flatnonzero(~is_active):
-        for name in ROW_FIELDS:
-            if np.asarray(getattr(cache.control, name))[row].any():
-                violations.append(f"row {row} is idle and its {name} is not 0")
+    for name in ROW_FIELDS:
+        is_set = np.asarray(getattr(cache.control, name)).reshape(len(is_active), -1).any(axis=1)
+        violations += [
+            f"row {row} is idle and its {name} is not 0" for row in np.flatnonzero(is_set & ~is_active)
+        ]
     unusable = [
         f"row {row} has context_len {context_len[row]}, outside [0, {cache.config.max_seq_len}]"
         for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len))
@@ -90,7 +91,7 @@ def _check_ids(cache: Cache) -> list[str]:
     violations = []
     for holder, ids, nowhere in found:
         ids = np.asarray(ids)
-        for entry in np.unique(ids[(ids < 0) | (ids > nowhere)]):
+        for entry in sorted({*ids[(ids < 0) | (ids > nowhere)].tolist()}):
             violations.append(f"{holder} holds {entry}, which is neither a block nor nowhere ({nowhere})")
     return violations
 
@@ -298,7 +299,7 @@ def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: 
         return ["is idle and holds blocks"] if is_held.any() else []
     violations = []
     held = entries[is_held]
-    if len(np.unique(held)) != len(held):
+    if len({*held.tolist()}) != len(held):
         violations.append("holds a block twice")
     num_token_columns = -(-length // group.block_size)
     num_sinks, first_needed = group.num_sink_blocks, 0

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.cache import write
@@ -50,13 +49,11 @@ def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value
     Returns:
       f32[..., num_heads, head_dim]: token % 128, token // 128, layer, head, is_value, ...
     """
-    numpy = jnp if isinstance(tokens, jax.Array) else np
-    heads = numpy.arange(num_heads)
-    shape = (*tokens.shape, num_heads)
-    low, high = (tokens % 128)[..., None], (tokens // 128)[..., None]
-    parts = [low, high, numpy.full((), layer), heads, numpy.full((), int(is_value))]
-    code = numpy.stack([numpy.broadcast_to(part, shape).astype(numpy.float32) for part in parts], axis=-1)
-    return numpy.take(code, numpy.arange(head_dim) % len(parts), axis=-1)
+    place, heads = np.arange(head_dim) % 5, np.arange(num_heads)[:, None]
+    fixed = (place == 2) * layer + (place == 3) * heads + (place == 4) * int(is_value)
+    low, high = (part[..., None, None].astype(np.float32) for part in (tokens & 127, tokens >> 7))
+    is_low, is_high = (np.asarray(place == i, np.float32) for i in range(2))
+    return low * is_low + high * is_high + fixed.astype(np.float32)
 
 
 @takes_one
@@ -106,7 +103,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
         for is_value, pool in enumerate(pools[group_id]):
             want = token_codes(tokens[held], layer, kind.num_kv_heads, kind.head_dim, bool(is_value))
             is_wrong = (pool[where].astype(np.float32) != want).any(axis=(1, 2))
-            for row in np.unique(rows[held][is_wrong]).tolist():
+            for row in sorted({*rows[held][is_wrong].tolist()}):
                 at = positions[held][is_wrong & (rows[held] == row)].tolist()
                 found.append(
                     f"row {row} reads wrong {'values' if is_value else 'keys'} in layer {layer} at {at}"

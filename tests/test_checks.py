@@ -91,18 +91,14 @@ def published():
         eviction_policy=POLICY,
     )
 
-    @jax.jit
-    def publish():
-        tokens = jnp.array([[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 7, 7, 7, 7, 0, 0, 0, 0]])
-        namespace = np.array([[0, 0, 0, 0], [5, 0, 0, 0]], np.uint32)
-        cache = kv.init(config, storage=False)
-        cache, _ = kv.allocate(cache, [0, 1], [9, 5], tokens=tokens, namespace=namespace)
-        cache, _ = kv.extend(cache, [9, 5], max_new=9, tokens=tokens, seq_ids=[0, 1])
-        cache, _ = kv.commit(cache, [0, 1])
-        cache, _ = kv.fork(cache, [0], [2])
-        return kv.free(cache, [1])[0]
-
-    cache = publish()
+    tokens = jnp.array([[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 7, 7, 7, 7, 0, 0, 0, 0]])
+    namespace = np.array([[0, 0, 0, 0], [5, 0, 0, 0]], np.uint32)
+    cache = kv.init(config, storage=False)
+    cache, _ = kv.allocate(cache, [0, 1], [9, 5], tokens=tokens, namespace=namespace)
+    cache, _ = kv.extend(cache, [9, 5], max_new=9, tokens=tokens, seq_ids=[0, 1])
+    cache, _ = kv.commit(cache, [0, 1])
+    cache, _ = kv.fork(cache, [0], [2])
+    cache, _ = kv.free(cache, [1])
     assert kv.check_invariants(cache) == []
     return cache
 

@@ -9,6 +9,7 @@ import pytest
 import kvcache_jax as kv
 from tests.helpers import assert_same, leaf_bytes
 from tests.prefix_user import TENANT_A, TENANT_B, PrefixUser
+from tests.random_script import padded
 
 CONFIG = kv.CacheConfig(
     [kv.FullAttention(1, 5)] * 2,
@@ -229,7 +230,7 @@ def test_another_namespace_is_named_where_it_would_serve_more():
 
 def computed_in_steps(cache, text, namespace):
     """The cache after row 0 computed the text four tokens at a time, publishing as it went, and ended."""
-    tokens = np.array([text])
+    tokens = padded([text], 20)
     cache, _ = kv.allocate(cache, [0], [len(text)], tokens=tokens, namespace=namespace)
     while (start := int(cache.context_len[0])) < len(text):
         cache, _ = kv.extend(cache, [4], max_new=4, seq_ids=[0], tokens=tokens[:, start : start + 4])

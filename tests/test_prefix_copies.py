@@ -25,25 +25,28 @@ def padded(tokens):
     return jnp.array([*tokens, *[0] * (WIDTH - len(tokens))], jnp.int32)
 
 
+def extend_all(cache, added):
+    """{row: its new tokens} in one call of all rows, one program; returns the step too."""
+    added = [added.get(row, []) for row in range(SIZES["max_seqs"])]
+    tokens = jnp.stack([padded(new) for new in added])
+    cache, step = kv.extend(cache, [*map(len, added)], max_new=WIDTH, tokens=tokens)
+    return testing.write_tokens(cache, tokens, step), step
+
+
 def filled(cache, row, tokens, **options):
     """The row holds the tokens, and all its full blocks are published."""
     cache, admission = kv.allocate(cache, [row], [len(tokens)], tokens=padded(tokens)[None], **options)
-    rest = tokens[int(admission.num_cached[0]) :]
-    cache, step = kv.extend(cache, [len(rest)], max_new=WIDTH, seq_ids=[row], tokens=padded(rest)[None])
-    cache = testing.write_tokens(cache, padded(rest)[None], step)
+    cache, _ = extend_all(cache, {row: tokens[int(admission.num_cached[0]) :]})
     return kv.commit(cache, [row])[0]
 
 
 def extended(cache, held, added):
     """All rows grow in one call; what they hold is checked before and after."""
     assert testing.check_tokens(cache, held) == []
-    added = [added.get(row, []) for row in range(SIZES["max_seqs"])]
-    tokens = jnp.stack([padded(new) for new in added])
-    cache, step = kv.extend(cache, [len(new) for new in added], max_new=WIDTH, tokens=tokens)
-    assert step.status.tolist() == [kv.Status.OK] * len(added)
-    cache = testing.write_tokens(cache, tokens, step)
+    cache, step = extend_all(cache, added)
+    assert step.status.tolist() == [kv.Status.OK] * SIZES["max_seqs"]
     assert kv.check_invariants(cache) == []
-    assert testing.check_tokens(cache, {row: held[row] + added[row] for row in held}) == []
+    assert testing.check_tokens(cache, {row: held[row] + added.get(row, []) for row in held}) == []
     return cache
 
 
@@ -149,10 +152,8 @@ def in_turn(cache, added):
 
 
 def at_once(cache, added):
-    tokens = jnp.stack([padded(new) for new in added.values()])
-    num_new = [*map(len, added.values())]
-    cache, step = kv.extend(cache, num_new, max_new=WIDTH, seq_ids=list(added), tokens=tokens)
-    return cache, step.status.tolist()
+    cache, step = extend_all(cache, added)
+    return cache, step.status[jnp.array([*added])].tolist()
 
 
 def test_a_row_may_own_its_last_block_once_another_took_its_turn():

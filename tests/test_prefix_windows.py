@@ -138,7 +138,7 @@ def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share
         assert not status.any()
         return cache
 
-    cache, _ = kv.allocate(cache, [0], [2], tokens=[[1, 2]], namespace=tenants[0])
+    cache, _ = kv.allocate(cache, [0], [2], tokens=padded([[1, 2]], 8), namespace=tenants[0])
     cache, _ = kv.fork(extended(cache, {0: [1, 2]}), [0], [1])
     cache = extended(cache, {0: [10, 11, 12, 13], 1: [20, 21, 22, 23]})
     cache, status = commit(cache, np.array([0, 1]))
@@ -153,14 +153,14 @@ def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share
         cache = extended(cache, {row: prompt})
     for first in (10, 20):
         prompt = [1, 2, first, first + 1, 9]
-        found, admission = kv.allocate(cache, [0], [5], tokens=[prompt], namespace=tenants[0])
+        found, admission = kv.allocate(cache, [0], [5], tokens=padded([prompt], 8), namespace=tenants[0])
         assert testing.check_tokens(found, {0: prompt[: int(admission.num_cached[0])]}) == []
 
 
 def test_rows_of_equal_contents_that_are_committed_together_complete_each_other():
     """The window of the first row left the beginning that the second still has."""
     short, long = TEN[:4], TEN
-    cache = kv.init(rolled_config(num_blocks=32))
+    cache = kv.init(rolled_config())
     cache, _ = kv.allocate(cache, [0, 1], [0, 0], tokens=padded([[], []], MAX_LEN))
     for i in range(10):
         new = [long[i : i + 1], short[i : i + 1], []]
