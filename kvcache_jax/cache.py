@@ -26,7 +26,7 @@ from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
 from kvcache_jax.indexing import get_at
-from kvcache_jax.single_kernel import single_kernel
+from kvcache_jax.single_kernel import one_control_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
 from kvcache_jax.static_numbers import static_count
 
@@ -207,7 +207,7 @@ def _extend(
             control = record_tokens(control, tokens, step, copies, config)
         return control, step, copies
 
-    control, step, copies = _in_one_kernel(reserve, cache.control, seq_ids, num_new, tokens)
+    control, step, copies = one_control_kernel(reserve, cache.control, seq_ids, num_new, tokens)
     pools = cache.pools
     if pools:
         step = attention_kernels.with_work(step, config, pools, control.block_pools)
@@ -441,17 +441,9 @@ def _each_row(
     control: Control, *columns: Any, operation: Callable, config: CacheConfig
 ) -> tuple[Control, Any]:
     one_row = functools.partial(operation, config=config)
-    return _in_one_kernel(functools.partial(rows.each_row, one_row), control, *columns)
+    return one_control_kernel(functools.partial(rows.each_row, one_row), control, *columns)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _reorder(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    return rows.reorder_rows(control, *columns, config=config)
-
-
-def _in_one_kernel(fn: Callable, control: Control, *args: Any) -> Any:
-    """`single_kernel`, except with an eviction policy: that is anybody's code, and looks at all blocks."""
-    index = control.prefix_index
-    if index is not None and index.history is not None:
-        return fn(control, *args)
-    return single_kernel(fn, control, *args)
+    return one_control_kernel(functools.partial(rows.reorder_rows, config=config), control, *columns)

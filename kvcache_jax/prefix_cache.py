@@ -19,7 +19,7 @@ from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.empty_state import empty_index, in_place_of
 from kvcache_jax.indexing import num_true
-from kvcache_jax.single_kernel import single_kernel
+from kvcache_jax.single_kernel import one_control_kernel, single_kernel
 from kvcache_jax.state import Cache, Control
 from kvcache_jax.static_numbers import static_count
 
@@ -221,10 +221,14 @@ def _lookup(
 @functools.partial(jax.jit, static_argnames="config")
 def _evict(control: Control, num_blocks: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
     group_id = config.indexed_group
-    cached = control.block_pools[group_id].cached
-    assert cached is not None
-    num_evicted = jnp.clip(num_blocks, 0, cached.num_cached)
-    return eviction.evict(control, group_id, num_evicted, config), num_evicted
+
+    def evict_most(control: Control, num_blocks: jax.Array) -> tuple[Control, jax.Array]:
+        cached = control.block_pools[group_id].cached
+        assert cached is not None
+        num_evicted = jnp.clip(num_blocks, 0, cached.num_cached)
+        return eviction.evict(control, group_id, num_evicted, config), num_evicted
+
+    return one_control_kernel(evict_most, control, num_blocks)
 
 
 @functools.partial(jax.jit, static_argnames="config")

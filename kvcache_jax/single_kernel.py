@@ -25,6 +25,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from kvcache_jax.indexing import is_one_kernel
+from kvcache_jax.state import Control
 
 OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
 # Elements of an array that `fn` may replace as a whole. Fewer: XLA ends the process over a larger one that
@@ -88,6 +89,14 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     # other keeps all that comes back, also where little of it is used.
     passed = lax.optimization_barrier(_on_every_device(tuple(itertools.compress(leaves, is_passed))))
     return _on_every_device(lax.optimization_barrier(call(*passed))[0])
+
+
+def one_control_kernel(fn: Callable, control: Control, *args: Any) -> Any:
+    """`single_kernel`, except with an eviction policy: that is anybody's code, and looks at all blocks."""
+    index = control.prefix_index
+    if index is not None and index.history is not None:
+        return fn(control, *args)
+    return single_kernel(fn, control, *args)
 
 
 def _on_every_device(arrays: Any) -> Any:

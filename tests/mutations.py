@@ -407,14 +407,14 @@ SINGLE_KERNEL = in_module(
         UNREAD,
     ),
     ("constants as parameters", "passed = lax.optimization_barrier(", "passed = (", UNREAD),
+    ("kernels hold policies", "index.history is not None", "index.history is None", OTHER_POLICIES),
 )
 
 CACHE = in_module(
     "cache",
-    ("kernels hold policies", "index.history is not None", "index.history is None", OTHER_POLICIES),
     (
         "reorder one row after the other",
-        "return rows.reorder_rows(control, *columns, config=config)",
+        "return one_control_kernel(functools.partial(rows.reorder_rows, config=config), control, *columns)",
         "def one(control, *row):\n"
         "        control, status = rows.reorder_rows(control, *(x[None] for x in row), config=config)\n"
         "        return control, status[0]\n"

@@ -182,10 +182,12 @@ OPERATIONS = {
     "extend": lambda cache: kv.extend(cache, jnp.ones(3, jnp.int32), max_new=1),
     "allocate": lambda cache: kv.allocate(cache, [0, 1], [3, 4]),
     "free": lambda cache: kv.free(cache, [0, 1]),
+    "reorder": lambda cache: kv.reorder(cache, [0, 1], [1, 0]),
 }
 INDEXED = dataclasses.replace(CONFIG, enable_prefix_caching=True)
 IN_KERNELS = {name: (operation, CONFIG) for name, operation in OPERATIONS.items()}
 IN_KERNELS["commit"] = (lambda cache: kv.commit(cache, [0, 1]), INDEXED)
+IN_KERNELS["evict"] = (lambda cache: kv.evict(cache, 1), INDEXED)
 
 
 @pytest.mark.parametrize("operation, config", IN_KERNELS.values(), ids=IN_KERNELS)
