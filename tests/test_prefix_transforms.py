@@ -27,46 +27,97 @@ CONFIG = kv.CacheConfig(
     max_seq_len=32,
     enable_prefix_caching=True,
 )
-TEXTS = np.random.default_rng(3).integers(1, 3, (4, 12)).astype(np.int32)
+WIDTH = 32  # of all prompts, so that tests share programs
+TEXTS = np.random.default_rng(3).integers(1, 3, (4, WIDTH)).astype(np.int32)
 TEXTS[1:, :8] = TEXTS[0, :8]
 
 
-def script(cache, tokens, lengths):
-    """Rows that begin alike: computed at once, adopted, freed, found, evicted, forgotten."""
-    results = []
-
-    def note(pair):
-        results.append(pair[1])
-        return pair[0]
-
-    cache = note(kv.allocate(cache, [0, 1], lengths[:2], tokens=tokens[:2], namespace=TENANT_A))
-    cache = note(append_tokens(cache, tokens, jnp.where(jnp.arange(4) < 2, lengths, 0)))
-    cache = note(kv.commit(cache, [1, 0, 1, 4], final_len=[30, 10, 3, 0]))
-    results.append(kv.lookup(cache, tokens, lengths, TENANT_A))
-    cache = note(kv.free(cache, [0]))
-    cache = note(kv.allocate(cache, [2, 3], lengths[2:], tokens=tokens[2:], namespace=TENANT_A))
-    cache = note(kv.fork(cache, [2], [0]))
-    rest = jnp.where(jnp.arange(4) >= 2, lengths - cache.context_len, 0)
-    cache = note(append_tokens(cache, jnp.roll(tokens, -1, axis=1), rest))
-    cache = note(kv.commit(cache, [2, 3, 4, 4]))
-    cache = note(kv.evict(cache, 1))
-    cache = note(kv.truncate(cache, [3], [5]))
-    cache = note(append_tokens(cache, tokens, [0, 0, 0, 2]))
-    cache = note(kv.commit(cache, [3, 4, 4, 4]))
-    results.append(kv.stats(cache))
-    return cache, results
-
-
-jitted_script = jax.jit(script)
 LENGTHS = [[12, 9, 12, 11], [5, 12, 9, 12], [12, 12, 12, 12]]
+REQUESTS = np.random.default_rng(0).choice([1, 2], (10, 2, WIDTH), p=[0.9, 0.1]).astype(np.int32)
+NOBODY = [4, 4, 4, 4]  # rows to skip
+NOTHING = dict(
+    freed=NOBODY,
+    namespace=TENANT_A,
+    admitted=NOBODY,
+    forked=[[4], [4]],  # source, target
+    filled=[0, 0, 0, 0],  # up to so many tokens of the prompts
+    committed=NOBODY,
+    final_len=[2**31 - 1] * 4,
+    num_evicted=0,
+    truncated=[[4], [0]],  # row, length
+)
 
 
-def test_jit_equals_eager():
-    args = kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0])
-    eager = script(*args)
-    assert kv.check_invariants(eager[0]) == []
-    assert int(kv.stats(eager[0]).num_block_hits) > 0 and int(kv.stats(eager[0]).num_adoptions) > 0
-    assert_same(jitted_script(*args), eager)
+def one_round(cache, now):
+    """Release, admission, computation and publication of the rows that `now` names. Returns all results."""
+    cache, freed = kv.free(cache, now["freed"])
+    prompts = now["prompts"], now["lengths"]
+    cache, admission = kv.allocate(
+        cache, now["admitted"], prompts[1], tokens=prompts[0], namespace=now["namespace"]
+    )
+    cache, forked = kv.fork(cache, *now["forked"])
+    # The rest of each prompt, moved to the front.
+    columns = jnp.arange(WIDTH, dtype=jnp.int32) + cache.context_len[:, None]
+    rest = jnp.take_along_axis(jnp.asarray(prompts[0]), jnp.minimum(columns, WIDTH - 1), axis=1)
+    cache, appended = append_tokens(cache, rest, jnp.maximum(now["filled"] - cache.context_len, 0))
+    cache, committed = kv.commit(cache, now["committed"], final_len=now["final_len"])
+    cache, num_evicted = kv.evict(cache, now["num_evicted"])
+    cache, truncated = kv.truncate(cache, *now["truncated"])
+    found = kv.lookup(cache, *prompts, now["namespace"]), kv.stats(cache)
+    return cache, (freed, admission, forked, appended, committed, num_evicted, truncated, found)
+
+
+def rounds_of(texts, lengths, requests):
+    """Ten times two requests, each admitted, computed, published and released without the host.
+
+    Then rows that begin alike: computed at once, adopted, freed, found, copied, evicted, forgotten.
+    """
+    rows = [0, 1, 4, 4]
+    a, b, c, d = lengths
+    served = dict(freed=rows, admitted=rows, lengths=[12, 10, 0, 0], filled=[12, 10, 0, 0], committed=rows)
+    rounds = [
+        *(dict(served, prompts=[*request, *request], namespace=[0] * 4) for request in requests),
+        dict(
+            freed=rows, admitted=rows, filled=[a, b, 0, 0], committed=[1, 0, 1, 4], final_len=[30, 10, 3, 0]
+        ),
+        dict(
+            freed=[0, 4, 4, 4],
+            admitted=[4, 4, 2, 3],
+            forked=[[2], [0]],
+            filled=[0, 0, c, d],
+            committed=[2, 3, 4, 4],
+            num_evicted=1,
+            truncated=[[3], [5]],
+        ),
+        dict(prompts=3 - texts, filled=[0, 0, 0, 7], committed=[3, 4, 4, 4]),
+    ]
+    rounds = [NOTHING | dict(prompts=texts, lengths=lengths) | each for each in rounds]
+    return {
+        name: np.array([each[name] for each in rounds], np.uint32 if name == "namespace" else np.int32)
+        for name in rounds[0]
+    }
+
+
+ROUNDS = rounds_of(TEXTS, LENGTHS[0], REQUESTS)
+NUM_ROUNDS = len(ROUNDS["prompts"])
+
+
+@jax.jit
+def play(cache, rounds):
+    return jax.lax.scan(one_round, cache, rounds)
+
+
+def test_scan_equals_eager():
+    cache, results = kv.init(CONFIG), []
+    for i in range(NUM_ROUNDS):
+        cache, result = one_round(cache, {name: x[i] for name, x in ROUNDS.items()})
+        assert kv.check_invariants(cache) == []
+        results.append(result)
+    stats = kv.stats(cache)
+    for count in ("num_block_hits", "num_adoptions", "num_copies", "num_evictions"):
+        assert int(getattr(stats, count)) > 0, count
+    stacked = jax.tree.map(lambda *x: np.stack(x), *results)
+    assert_same(play(kv.init(CONFIG), ROUNDS), (cache, stacked))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
@@ -75,8 +126,7 @@ def test_x64_changes_no_dtype(policy):
     config = dataclasses.replace(CONFIG, layers=[*CONFIG.layers, window], eviction_policy=policy)
 
     def shapes():
-        args = jnp.asarray(TEXTS), jnp.array(LENGTHS[0], jnp.int32)
-        result = jax.eval_shape(lambda: script(kv.init(config), *args))
+        result = jax.eval_shape(lambda: play(kv.init(config), ROUNDS))
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(result)]
 
     plain = shapes()
@@ -85,62 +135,41 @@ def test_x64_changes_no_dtype(policy):
 
 
 def test_vmap_over_independent_caches():
-    texts = jnp.stack([jnp.asarray(np.roll(TEXTS, i, axis=1)) for i in range(3)])
-    caches = jax.tree.map(lambda x: jnp.stack([x] * 3), kv.init(CONFIG))
-    batched = jax.jit(jax.vmap(script))(caches, texts, jnp.array(LENGTHS))
+    rounds = [rounds_of(np.roll(TEXTS, i, 1), LENGTHS[i], np.roll(REQUESTS, i, 2)) for i in range(3)]
+    caches, stacked = jax.tree.map(lambda *x: np.stack(x), *((kv.init(CONFIG), each) for each in rounds))
+    batched = jax.device_get(jax.jit(jax.vmap(play))(caches, stacked))
     for i in range(3):
-        alone = jitted_script(kv.init(CONFIG), texts[i], jnp.array(LENGTHS[i]))
+        alone = play(kv.init(CONFIG), rounds[i])
         assert kv.check_invariants(alone[0]) == []
-        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), alone)
+        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), jax.device_get(alone))
 
 
-def test_scan_and_while_loop_equal_single_calls():
-    """Admission, computation, publication and release of ten requests without the host."""
-    texts = jnp.asarray(np.random.default_rng(0).choice([1, 2], (10, 2, 12), p=[0.9, 0.1]).astype(np.int32))
+def test_while_loop_equals_scan():
+    @jax.jit
+    def play_in_loop(cache, rounds):
+        def body(state):
+            i, cache = state
+            return i + 1, one_round(cache, {name: x[i] for name, x in rounds.items()})[0]
 
-    def one(cache, tokens):
-        cache, admission = kv.allocate(cache, [0, 1], [12, 10], tokens=tokens)
-        # The rest of each prompt, moved to the front.
-        columns = jnp.arange(12, dtype=jnp.int32) + admission.num_cached[:, None]
-        rest = jnp.take_along_axis(tokens, jnp.minimum(columns, 11), axis=1)
-        num_new = jnp.array([12, 10]) - admission.num_cached
-        cache, status = append_tokens(cache, jnp.tile(rest, (2, 1)), jnp.pad(num_new, (0, 2)))
-        cache, committed = kv.commit(cache, [0, 1])
-        cache, freed = kv.free(cache, [0, 1])
-        return cache, (admission, status, committed, freed)
+        return jax.lax.while_loop(lambda state: state[0] < NUM_ROUNDS, body, (jnp.int32(0), cache))[1]
 
-    step_fn, cache, results = jax.jit(one), kv.init(CONFIG), []
-    for tokens in texts:
-        cache, result = step_fn(cache, tokens)
-        assert kv.check_invariants(cache) == []
-        results.append(result)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *results)
-    assert int(kv.stats(cache).num_block_hits) > 0 and int(kv.stats(cache).num_adoptions) > 0
-    scanned = jax.jit(lambda cache: jax.lax.scan(one, cache, texts))(kv.init(CONFIG))
-    assert_same(scanned, (cache, stacked))
-
-    def body(state):
-        i, cache = state
-        return i + 1, one(cache, texts[i])[0]
-
-    looped = jax.jit(lambda c: jax.lax.while_loop(lambda s: s[0] < 10, body, (jnp.int32(0), c))[1])
-    assert_same(looped(kv.init(CONFIG)), cache)
+    assert_same(play_in_loop(kv.init(CONFIG), ROUNDS), play(kv.init(CONFIG), ROUNDS)[0])
 
 
 def test_a_cache_with_published_blocks_survives_export():
-    cache, _ = jitted_script(kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0]))
+    cache, _ = play(kv.init(CONFIG), ROUNDS)
 
     def go_on(cache, tokens):
-        cache, freed = kv.free(cache, [0, 1, 2])
-        cache, admission = kv.allocate(cache, [0], [11], tokens=tokens[:1], namespace=TENANT_A)
+        cache, freed = kv.free(cache, [0])
+        cache, admission = kv.allocate(cache, [0], [11], tokens=tokens, namespace=TENANT_A)
         cache, committed = kv.commit(cache, [3])
         return cache, (freed, admission, committed)
 
-    tokens = jnp.asarray(TEXTS)
+    tokens = jnp.asarray(TEXTS[:1])
     restored = jax.export.deserialize(jax.export.export(jax.jit(go_on))(cache, tokens).serialize())
     got = restored.call(cache, tokens)
     assert got[0].config == CONFIG and int(got[1][1].num_cached[0]) > 0
-    assert_same(got, jax.jit(go_on)(cache, tokens))
+    assert_same(got, go_on(cache, tokens))
 
 
 def test_nothing_recompiles_whatever_the_prompts():
@@ -148,7 +177,7 @@ def test_nothing_recompiles_whatever_the_prompts():
     cache = kv.init(CONFIG)
     step_fn = kv.donate(append_tokens)
     for i in range(16):
-        tokens = np.full((1, 32), i % 3, np.int32)
+        tokens = np.full((1, WIDTH), i % 3, np.int32)
         cache, admission = kv.allocate(cache, [i % 4], [2 * i % 31], tokens=tokens)
         kv.lookup(cache, tokens, [i])
         num_new = np.zeros(4, np.int32)
@@ -176,7 +205,7 @@ def test_operations_hand_the_pools_on_by_reference():
 
 def test_lookup_has_no_side_effect():
     """Asking neither counts as a use nor holds anything: the state and what goes next are the same."""
-    cache, _ = jitted_script(kv.init(CONFIG), jnp.asarray(TEXTS), jnp.array(LENGTHS[0]))
+    cache, _ = play(kv.init(CONFIG), ROUNDS)
     before = leaf_bytes(cache)
     for namespace in (TENANT_A, TENANT_B, None):
         kv.lookup(cache, TEXTS, LENGTHS[0], namespace)
@@ -274,11 +303,11 @@ def test_a_full_queue_is_swept_in_place(monkeypatch, per_sweep, start):
 
 def test_calls_that_change_nothing_sweep_nothing():
     """One prompt is found and freed again and again, so stale entries fill the queue; nothing is evicted."""
-    cache, tokens, tails = kv.init(prefix_config(num_blocks=8)), np.ones((1, 9), np.int32), []
-    for _ in range(20):
+    cache, tokens, tails = kv.init(CONFIG), np.ones((1, WIDTH), np.int32), []
+    for _ in range(40):
         cache, admission = kv.allocate(cache, [0], [9], tokens=tokens)
         num_new = 9 - int(admission.num_cached[0])
-        cache, _ = kv.extend(cache, [num_new], max_new=9, seq_ids=[0], tokens=tokens)
+        cache, _ = append_tokens(cache, np.tile(tokens, (4, 1)), np.array([num_new, 0, 0, 0], np.int32))
         assert_same(kv.commit(cache, [1])[0], cache)
         assert_same(kv.allocate(cache, [0], [9], tokens=tokens)[0], cache)
         cache, _ = kv.commit(cache, [0])
