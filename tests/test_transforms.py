@@ -19,7 +19,7 @@ KIND = kv.FullAttention(2, 8)
 CONFIG = kv.CacheConfig([KIND] * 2, num_blocks=24, block_size=4, max_seqs=4, max_seq_len=40)
 WINDOW = kv.SlidingWindow(1, 8, window=5, num_sink_tokens=2, block_size=2, max_rollback=1)
 GROUPED = kv.CacheConfig([KIND, WINDOW], num_blocks=30, block_size=4, max_seqs=4, max_seq_len=40)
-TOKENS = np.arange(28, dtype=np.int32).reshape(4, 7)
+TOKENS = np.arange(120, dtype=np.int32).reshape(4, 30)
 
 
 def append_tokens(cache, tokens, num_new):
@@ -27,26 +27,53 @@ def append_tokens(cache, tokens, num_new):
     return testing.write_tokens(cache, tokens, step), step
 
 
-def script(cache):
-    """Every operation once, on states that matter to it. Returns the cache and all results."""
-    results = []
+CALLS = ("allocate", "fork", "append", "reorder", "truncate", "touch", "set_priority", "free")
 
-    def note(pair):
-        results.append(pair[1])
-        return pair[0]
 
-    cache = note(kv.allocate(cache, [2, 0, 1], [9, 6, 1]))
-    cache = note(append_tokens(cache, TOKENS, np.array([6, 1, 7, 2], np.int32)))
-    cache = note(kv.fork(cache, [2, 0], [3, 4]))
-    cache = note(append_tokens(cache, TOKENS, np.array([1, 0, 1, 1], np.int32)))
-    cache = note(kv.reorder(cache, [0, 3], [3, 2]))
-    cache = note(kv.truncate(cache, [0, 2], [7, 8]))
-    cache = note(append_tokens(cache, TOKENS, np.array([2, 2, 0, 1], np.int32)))
-    cache = note(kv.touch(cache, [1, 4]))
-    cache = note(kv.set_priority(cache, [1, 2], [5, 6]))
-    cache = note(kv.free(cache, [1, 1]))
-    results += [kv.gather(cache, 0, 1), kv.stats(cache), kv.num_blocks_needed(cache, [3, 3, 3, 3])]
+def one_round(cache, now):
+    """Every operation once, on the rows that `now` names. Returns the cache and all results."""
+    results = {}
+    for name in CALLS:
+        if name == "append":
+            cache, results[name] = append_tokens(cache, now["tokens"], now["num_new"])
+        else:
+            cache, results[name] = getattr(kv, name)(cache, *now[name])
+    results["row 0"] = kv.gather(cache, 0, 1), kv.num_blocks_needed(cache, now["num_new"])
+    results["stats"] = kv.stats(cache)
     return cache, results
+
+
+def rounds_of(rounds):
+    """An array for each name in `one_round`, with an entry per round; row 4, to be skipped, pads lists."""
+    shapes = dict.fromkeys(("fork", "reorder", "truncate", "set_priority"), (2, 2))
+    shapes |= dict(allocate=(2, 4), touch=(1, 2), free=(1, 2))
+    data = {name: np.full((len(rounds), *shape), 4, np.int32) for name, shape in shapes.items()}
+    data["num_new"] = np.array([each.get("append", [0] * 4) for each in rounds], np.int32)
+    data["tokens"] = np.stack([TOKENS + 1000 * i for i in range(len(rounds))])
+    for i, each in enumerate(rounds):
+        for name in each.keys() - {"append"}:
+            data[name][i, :, : len(each[name][0])] = each[name]
+    return data
+
+
+# Each on states that matter to it, then single tokens.
+ROUNDS = [
+    dict(allocate=[[2, 0, 1], [9, 6, 1]], append=[6, 1, 7, 2]),
+    dict(
+        fork=[[2, 0], [3, 4]],
+        append=[1, 0, 1, 1],
+        reorder=[[0, 3], [3, 2]],
+        truncate=[[0, 2], [7, 8]],
+    ),
+    dict(append=[2, 2, 0, 1], touch=[[1, 4]], set_priority=[[1, 2], [5, 6]], free=[[1, 1]]),
+    dict(allocate=[[1], [0]], append=[1, 0, 1, 1]),
+    *(dict(append=[1, i % 2, 1, 1]) for i in range(12)),
+]
+
+
+@jax.jit
+def play(cache, rounds):
+    return jax.lax.scan(one_round, cache, rounds)
 
 
 def assert_equal_bits(got, expected):
@@ -56,59 +83,67 @@ def assert_equal_bits(got, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_jit_equals_eager():
-    eager = script(kv.init(GROUPED))
-    assert kv.check_invariants(eager[0]) == []
-    assert_equal_bits(jax.jit(script)(kv.init(GROUPED)), eager)
+def test_scan_equals_eager():
+    rounds, cache, results = rounds_of(ROUNDS), kv.init(GROUPED), []
+    for i in range(len(ROUNDS)):
+        cache, result = one_round(cache, {name: x[i] for name, x in rounds.items()})
+        assert kv.check_invariants(cache) == []
+        results.append(result)
+    assert int(kv.stats(cache).num_copies) > 0
+    stacked = jax.tree.map(lambda *x: np.stack(x), *results)
+    assert_equal_bits(play(kv.init(GROUPED), rounds), (cache, stacked))
 
 
 def test_vmap_over_independent_caches():
     """Each element does something else; rare branches (copies, failures) run for some and not for others."""
     firsts = [[3, 0, 0, 0], [9, 4, 1, 8], [0, 0, 30, 2]]
     seconds = [[1, 0, 0, 1], [2, 2, 0, 0], [0, 0, 9, 2]]
-
-    def run(cache, first, second):
-        cache, admission = kv.allocate(cache, [0, 1, 2, 3], first)
-        cache, one = append_tokens(cache, jnp.arange(40, dtype=jnp.int32).reshape(1, 40).repeat(4, 0), first)
-        cache, freed = kv.free(cache, [3])
-        cache, forked = kv.fork(cache, [0], [3])
-        cache, two = append_tokens(cache, jnp.full((4, 9), 7, jnp.int32), second)
-        cache, truncated = kv.truncate(cache, [0, 2], [1, 29])
-        return cache, (admission, one, freed, forked, two, truncated)
-
-    caches = jax.tree.map(lambda x: np.stack([x] * 3), kv.init(GROUPED))
-    firsts, seconds = np.array(firsts, np.int32), np.array(seconds, np.int32)
-    batched = jax.device_get(jax.jit(jax.vmap(run))(caches, firsts, seconds))
-    single = jax.jit(run)
-    for i in range(3):
-        alone = single(kv.init(GROUPED), firsts[i], seconds[i])
+    rounds = [
+        [
+            dict(allocate=[[0, 1, 2, 3], first], append=first, free=[[3]]),
+            dict(fork=[[0], [3]], append=second, truncate=[[0, 2], [1, 29]]),
+            *ROUNDS[2:],
+        ]
+        for first, second in zip(firsts, seconds, strict=True)
+    ]
+    elements = [rounds_of(each) for each in (ROUNDS, *rounds)]
+    caches, stacked = jax.tree.map(lambda *x: np.stack(x), *((kv.init(GROUPED), x) for x in elements))
+    batched = jax.device_get(jax.jit(jax.vmap(play))(caches, stacked))
+    num_copies = []
+    for i, each in enumerate(elements):
+        alone = play(kv.init(GROUPED), each)
         assert kv.check_invariants(alone[0]) == []
         assert_equal_bits(jax.tree.map(lambda x, i=i: x[i], batched), alone)
+        num_copies.append(int(alone[1]["stats"].num_copies[1]))
+    assert num_copies == [2, 2, 2, 0]
+    is_failure = batched[1]["truncate"][:, 1, :2] > 0
+    assert is_failure.any(axis=0).all() and not is_failure.all(axis=0).any()
 
 
-def test_scan_and_while_loop_equal_single_calls():
-    start, _ = kv.allocate(kv.init(GROUPED), [0, 1, 3], [3, 0, 9])
-    tokens = np.arange(4 * 12, dtype=np.int32).reshape(12, 4, 1)
-    new = np.array([[1, i % 2, 1, 1] for i in range(12)], np.int32)
-
-    def one(cache, x):
-        cache, step = append_tokens(cache, *x)
-        return cache, step.status
-
-    step_fn = jax.jit(one)
-    expected, statuses = start, []
-    for i in range(12):
-        expected, status = step_fn(expected, (tokens[i], new[i]))
-        statuses.append(status)
-    scanned = jax.jit(lambda cache: jax.lax.scan(one, cache, (tokens, new)))(start)
-    assert_equal_bits(scanned, (expected, np.stack(statuses)))
+@jax.jit
+def append_in_loop(cache, tokens, num_new):
+    """Appends `tokens[i]`, i = 0, 1, and so on, until row 0 has 12 tokens."""
 
     def body(state):
         i, cache = state
-        return i + 1, one(cache, (jnp.asarray(tokens)[i], jnp.asarray(new)[i]))[0]
+        return i + 1, append_tokens(cache, tokens[i], num_new[i])[0]
 
-    looped = jax.jit(lambda c: jax.lax.while_loop(lambda s: s[1].context_len[0] < 12, body, (0, c))[1])(start)
-    assert_equal_bits(looped, expected)
+    return jax.lax.while_loop(lambda state: state[1].context_len[0] < 12, body, (jnp.int32(0), cache))[1]
+
+
+LOOP_ARGUMENTS = (
+    np.stack([TOKENS + 1000 * i for i in range(12)]),
+    np.array([[1, i % 2, 1, 1] for i in range(12)], np.int32),
+)
+
+
+def test_while_loop_equals_single_calls():
+    start, _ = kv.allocate(kv.init(GROUPED), [0, 1, 3, 4], [3, 0, 9, 0])
+    expected = start
+    for tokens, num_new in zip(*LOOP_ARGUMENTS, strict=True):
+        expected, _ = append_tokens(expected, tokens, num_new)
+    assert expected.context_len.tolist() == [12, 6, 0, 12]
+    assert_equal_bits(append_in_loop(start, *LOOP_ARGUMENTS), expected)
 
 
 def test_a_stored_config_is_equal_to_one_of_this_process():
@@ -151,7 +186,7 @@ def test_nothing_recompiles_whatever_the_lengths():
 
 
 def test_control_operations_hand_the_pools_on_by_reference():
-    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1, 2], [7, 3, 1])
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1, 2, 4], [7, 3, 1, 0])
     cache, _ = append_tokens(cache, TOKENS, np.array([3, 3, 1, 0], np.int32))
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)]
     for name, *args in (
@@ -162,7 +197,7 @@ def test_control_operations_hand_the_pools_on_by_reference():
         ("touch", [0, 1]),
         ("set_priority", [0, 1], [3, 4]),
         ("free", [0, 1]),
-        ("allocate", [0, 1, 3], [2, 2, 2]),
+        ("allocate", [0, 1], [2, 2]),
     ):
         cache, result = getattr(kv, name)(cache, *args)
         assert not np.asarray(jax.tree.leaves(result)[0]).any(), name
@@ -173,14 +208,13 @@ def test_control_operations_hand_the_pools_on_by_reference():
 
 
 def test_donation_reuses_the_pools_and_reset_keeps_them():
-    config = kv.CacheConfig([KIND], num_blocks=9, block_size=4, max_seqs=2, max_seq_len=16)
-    cache, _ = kv.allocate(kv.init(config), [1], [2])
+    cache, _ = kv.allocate(kv.init(CONFIG), [1], [2])
     old, address = cache, cache.pools[0].k.unsafe_buffer_pointer()
-    cache, _ = kv.donate(lambda cache: kv.extend(cache, [0, 2], max_new=2))(cache)
+    cache, _ = kv.donate(lambda cache: kv.extend(cache, [0, 2, 0, 0], max_new=2))(cache)
     assert old.pools[0].k.is_deleted() and cache.pools[0].k.unsafe_buffer_pointer() == address
     fresh = kv.reset(cache)
     assert fresh.pools[0].k is cache.pools[0].k
-    assert_equal_bits(fresh.control, kv.init(config).control)
+    assert_equal_bits(fresh.control, kv.init(CONFIG).control)
 
 
 NUM_BLOCKS = 2**18  # an array of so many entries would be seen beside all that has other sizes
@@ -263,7 +297,7 @@ def test_control_operations_copy_no_array_of_blocks(name):
 
 def test_a_step_and_a_cache_survive_export():
     cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [5, 9])
-    tokens, num_new = jnp.arange(8, dtype=jnp.int32).reshape(4, 2), jnp.array([2, 1, 0, 0])
+    tokens, num_new = jnp.asarray(TOKENS), jnp.array([2, 1, 0, 0])
     exported = jax.export.export(jax.jit(append_tokens))(cache, tokens, num_new)
     restored = jax.export.deserialize(exported.serialize())
     got, expected = restored.call(cache, tokens, num_new), append_tokens(cache, tokens, num_new)
@@ -290,10 +324,17 @@ def test_clock_and_counters_wrap():
 
 
 def test_x64_changes_no_dtype():
-    plain = jax.jit(script)(kv.init(GROUPED))
+    rounds, start = rounds_of(ROUNDS), kv.allocate(kv.init(GROUPED), [0, 1, 3, 4], [3, 0, 9, 0])[0]
+
+    def shapes():
+        result = jax.eval_shape(play, start, rounds)
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(result)]
+
+    plain = shapes(), append_in_loop(start, *LOOP_ARGUMENTS)
     with jax.enable_x64(True):
-        wide = jax.jit(script)(kv.init(GROUPED))
-    assert_equal_bits(wide, plain)
+        wide = shapes(), append_in_loop(start, *LOOP_ARGUMENTS)
+    assert wide[0] == plain[0]
+    assert_equal_bits(wide[1], plain[1])
 
 
 def test_operations_are_labelled_for_profilers():
