@@ -134,15 +134,23 @@ def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
     @jax.jit
     def scenario(k):
         cache, _ = kv.allocate(kv.init(config), [0, 2], [8, 8], tokens=tokens[::2])
-        cache, _ = kv.append(cache, k, k + 1, [8, 0, 8], tokens=tokens)
-        cache, _ = kv.commit(cache, [0, 2])
-        cache, _ = kv.fork(cache, [0], [1])
-        cache, _ = kv.truncate(cache, [0, 1, 2], [4, 4, 4])
-        before = cache
-        cache, _ = kv.append(cache, k[:, :, :1], k[:, :, :1], [1, 1, 1], tokens=tokens[:, :1])
-        return before, cache
 
-    before, cache = run_interpreted(lambda: scenario(k))
+        def go_on(cache, now):
+            v, num_new, committed, forked, truncated = now
+            cache, _ = kv.append(cache, k, v, num_new, tokens=tokens)
+            cache, _ = kv.commit(cache, committed)
+            cache, _ = kv.fork(cache, [0], forked)
+            cache, _ = kv.truncate(cache, truncated, [4, 4, 4])
+            return cache, cache
+
+        # The prompts, then one token each; there is no row 3.
+        num_new, committed = jnp.array([[8, 0, 8], [1, 1, 1]]), jnp.array([[0, 2], [3, 3]])
+        forked, truncated = jnp.array([[1], [3]]), jnp.array([[0, 1, 2], [3, 3, 3]])
+        rounds = jnp.stack([k + 1, k]), num_new, committed, forked, truncated
+        return jax.lax.scan(go_on, cache, rounds)[1]
+
+    both = run_interpreted(lambda: jax.device_get(scenario(k)))
+    before, cache = (jax.tree.map(lambda x, i=i: x[i], both) for i in range(2))
     assert [table(before, row) for row in range(3)] == [[0], [0], [1]]
     assert table(cache, 2) == [0] and sorted(table(cache, 0) + table(cache, 1)) == [2, 3]
     k = k[0].astype(np.float32)
@@ -163,37 +171,51 @@ def chunk(implementation, num_new, seed):
     return [rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def append_and_attend(cache, chunks, **options):
-    """Row 0 prefills and forks to row 2; both go on. The attention of every call and layer."""
-    cache, _ = kv.allocate(cache, [0], [chunks[0][0].shape[1]])
-    outs = []
-    for i, (q, k, v) in enumerate(chunks):
-        num_new = q.shape[1]
-        counts = jnp.asarray([num_new, 0, num_new if i else 0, 0], jnp.int32)
-        cache, step = kv.extend(cache, counts, max_new=num_new)
+def two_chunks(implementation, width):
+    """q, k and v of two calls, with an entry for each."""
+    return jax.tree.map(lambda *x: np.stack(x), *(chunk(implementation, width, seed) for seed in range(2)))
+
+
+def append_and_attend(cache, chunks, num_first, num_second, **options):
+    """Row 0 prefills and forks to row 2; both go on. Returns the attention of both calls, for each layer."""
+    cache, _ = kv.allocate(cache, [0], [num_first])
+
+    def go_on(cache, now):
+        (q, k, v), counts, target = now
+        cache, step = kv.extend(cache, counts, max_new=q.shape[1])
+        outs = []
         for layer in range(cache.config.num_layers):
             cache, out = kv.attention(cache, layer, q, k, v, step, **options)
             outs.append(out)
-        if i == 0:
-            cache, _ = kv.fork(cache, [0], [2])
-    return cache, outs
+        cache, _ = kv.fork(cache, [0], target)
+        return cache, outs
+
+    counts = np.array([[num_first, 0, 0, 0], [num_second, 0, num_second, 0]], np.int32)
+    targets = np.array([[2], [4]], np.int32)  # of the fork; there is no row 4, so the second skips it
+    return jax.lax.scan(go_on, cache, (chunks, counts, targets))
 
 
-def rows_of(chunks):
+def rows_of(chunks, num_first, num_second):
     """q, k and v of what `append_and_attend` attends to: row 0's prompt, its second chunk, row 2's."""
-    (q, k, v), second = chunks
-    yield q[0], k[0], v[0]
+    first = [x[0, 0, :num_first] for x in chunks]
+    yield first
     for row in (0, 2):
-        yield (
-            second[0][row],
-            *(jnp.concatenate([x[0], y[row]]) for x, y in zip((k, v), second[1:], strict=True)),
-        )
+        q, k, v = (x[1, row, :num_second] for x in chunks)
+        yield q, jnp.concatenate([first[1], k]), jnp.concatenate([first[2], v])
+
+
+def assert_like_dense_attention(out, chunks, num_first, num_second):
+    """Compares one layer's output of `append_and_attend` with attention without a cache."""
+    out = np.asarray(out)
+    found = [out[0, 0, :num_first], *out[1, [0, 2], :num_second]]
+    for each, row in zip(found, rows_of(chunks, num_first, num_second), strict=True):
+        np.testing.assert_allclose(each, dense_attention(*row)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", newest_unless(("mosaic_gpu",), IMPLEMENTATIONS))
 def test_gradients_equal_a_dense_reference(implementation):
     """Through attention, sink logits, copy-on-write and the pools."""
-    chunks = [chunk(implementation, num_new, seed) for seed, num_new in enumerate((3, 1))]
+    chunks = two_chunks(implementation, 3)
     sink_logits = np.linspace(-1, 1, 4, dtype=np.float32)
     config = config_of(implementation, windows=(None,))
 
@@ -201,10 +223,10 @@ def test_gradients_equal_a_dense_reference(implementation):
         return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs)
 
     def loss(chunks, sink_logits):
-        return score(append_and_attend(kv.init(config), chunks, sink_logits=sink_logits)[1])
+        return score(append_and_attend(kv.init(config), chunks, 3, 1, sink_logits=sink_logits)[1])
 
     def dense_loss(chunks, sink_logits):
-        return score(dense_jnp(*row, sink_logits=sink_logits)[0] for row in rows_of(chunks))
+        return score(dense_jnp(*row, sink_logits=sink_logits)[0] for row in rows_of(chunks, 3, 1))
 
     found = run_interpreted(lambda: jax.jit(jax.grad(loss, argnums=(0, 1)))(chunks, sink_logits))
     chunks = jax.tree.map(lambda x: x.astype(np.float32), chunks)
@@ -220,40 +242,36 @@ def test_gradients_equal_a_dense_reference(implementation):
 def test_each_device_runs_its_own_heads(axis_type, count_calls):
     """With the pools never gathered; the prompt has more tokens than a kernel's row."""
     config = config_of("mosaic_tpu", windows=(None,))
-    chunks = [chunk("mosaic_tpu", num_new, seed) for seed, num_new in enumerate((9, 2))]
+    chunks = two_chunks("mosaic_tpu", 9)
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
 
     def scenario():
         with jax.set_mesh(mesh):
             cache = kv.init(dataclasses.replace(config, head_axis="heads"))
-            split = NamedSharding(mesh, P(None, None, "heads", None))
-            return jax.jit(append_and_attend)(cache, jax.device_put(chunks, split))
+            split = NamedSharding(mesh, P(None, None, None, "heads", None))
+            step_fn = functools.partial(append_and_attend, num_first=9, num_second=2)
+            return jax.jit(step_fn)(cache, jax.device_put(chunks, split))
 
-    cache, outs = run_interpreted(scenario)
+    cache, (out,) = run_interpreted(scenario)
     assert cache.pools[0].k.sharding.shard_shape(cache.pools[0].k.shape)[1] == 1
     assert count_calls["copy_blocks"]
-    assert all(out.sharding.shard_shape(out.shape)[2] == 2 for out in outs)
-    found = [np.asarray(outs[0])[0], *np.asarray(outs[1])[[0, 2]]]
-    for out, row in zip(found, rows_of(chunks), strict=True):
-        np.testing.assert_allclose(out, dense_attention(*row)[0], atol=1e-5)
+    assert out.sharding.shard_shape(out.shape)[3] == 2
+    assert_like_dense_attention(out, chunks, 9, 2)
 
 
 def test_caches_side_by_side_run_one_after_the_other():
     """Pallas has no batched form of pools that stay in a TPU's memory."""
     config = config_of("mosaic_tpu", windows=(None,))
-    chunks = [chunk("mosaic_tpu", num_new, seed) for seed, num_new in enumerate((9, 2))]
+    chunks = two_chunks("mosaic_tpu", 9)
 
     def scenario():
-        caches, twice = (
-            jax.tree.map(lambda x: jnp.stack([x, x]), tree) for tree in (kv.init(config), chunks)
-        )
-        return jax.jit(jax.vmap(append_and_attend))(caches, twice)[1]
+        caches, twice = (jax.tree.map(lambda x: np.stack([x, x]), tree) for tree in (kv.init(config), chunks))
+        step_fn = functools.partial(append_and_attend, num_first=9, num_second=2)
+        return jax.jit(jax.vmap(step_fn))(caches, twice)[1]
 
-    outs = run_interpreted(scenario)
-    for element in range(2):
-        found = [np.asarray(outs[0])[element, 0], *np.asarray(outs[1])[element, [0, 2]]]
-        for out, row in zip(found, rows_of(chunks), strict=True):
-            np.testing.assert_allclose(out, dense_attention(*row)[0], atol=1e-5)
+    (out,) = run_interpreted(scenario)
+    for element in jax.device_get(out):
+        assert_like_dense_attention(element, chunks, 9, 2)
 
 
 def test_what_was_interpreted_is_not_taken_for_what_runs():
