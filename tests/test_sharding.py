@@ -25,19 +25,20 @@ KINDS = [
     kv.SlidingWindow(HEADS, DIM, window=5, num_sink_tokens=1, block_size=2),
     kv.FullAttention(HEADS, DIM),
 ]
-CONFIG = kv.CacheConfig(KINDS, num_blocks=16, block_size=4, max_seqs=3, max_seq_len=32)
+CONFIG = kv.CacheConfig(KINDS, num_blocks=16, block_size=4, max_seqs=4, max_seq_len=32)
+TEXTS = np.arange(12, dtype=np.int32).reshape(4, 3)  # of the tokens where there is an index
 POOL_SPEC = P(None, "heads", None, None)
 TOKEN_SPEC = P(None, None, None, "heads", None)
 
 
 def make_inputs(num_q_heads=2 * HEADS):
     rng = np.random.default_rng(0)
-    shapes = [(LAYERS, 3, 3, heads, DIM) for heads in (num_q_heads, HEADS, HEADS)]
+    shapes = [(LAYERS, 4, 3, heads, DIM) for heads in (num_q_heads, HEADS, HEADS)]
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def forward(cache, q, k, v, num_new):
-    cache, step = kv.extend(cache, num_new, max_new=q.shape[2])
+    cache, step = kv.extend(cache, num_new, max_new=3, tokens=TEXTS)
     outs = []
     for layer in range(LAYERS):
         cache, out = kv.attention(cache, layer, q[layer], k[layer], v[layer], step)
@@ -48,13 +49,13 @@ def forward(cache, q, k, v, num_new):
 def run(step_fn, cache, put=jnp.asarray):
     """Prefill, fork, copy-on-write, decode past the window; all outputs. `put` places q, k and v."""
     inputs = make_inputs()
-    cache, _ = kv.allocate(cache, [0, 1], [3, 2])
-    cache, out, status = step_fn(cache, *map(put, inputs), np.array([3, 2, 0], np.int32))
+    cache, _ = kv.allocate(cache, [0, 1, 4], [3, 2, 0])  # there is no row 4
+    cache, out, status = step_fn(cache, *map(put, inputs), np.array([3, 2, 0, 0], np.int32))
     outs = [out]
     cache, _ = kv.fork(cache, [0], [2])
     for i in range(7):
         tokens = [put(np.roll(x, -i, axis=2)) for x in inputs]
-        cache, out, status = step_fn(cache, *tokens, np.ones(3, np.int32))
+        cache, out, status = step_fn(cache, *tokens, np.array([1, 1, 1, 0], np.int32))
         assert not np.asarray(status).any()
         outs.append(out)
     assert int(kv.stats(cache).num_copies) == 2
@@ -78,7 +79,7 @@ def test_heads_split_over_devices(axis_type, is_set, expected):
         cache = testing.poison(kv.init(CONFIG, sharding=NamedSharding(mesh, POOL_SPEC)))
         put = functools.partial(jax.device_put, device=NamedSharding(mesh, TOKEN_SPEC))
         step_fn = kv.donate(forward)
-        program = step_fn.lower(cache, *map(put, make_inputs()), np.array([3, 2, 0], np.int32)).compile()
+        program = step_fn.lower(cache, *map(put, make_inputs()), np.zeros(4, np.int32)).compile()
         assert not COLLECTIVE.findall(program.as_text())
         cache, outs = run(step_fn, cache, put)
     for pool in cache.pools:
@@ -99,7 +100,7 @@ def test_scrub_of_sharded_pools(what):
 
     def scrubbed(sharding):
         cache = testing.poison(kv.init(CONFIG, sharding=sharding))
-        return kv.scrub(kv.allocate(cache, [0, 1], [3, 9])[0], **what)
+        return kv.scrub(kv.allocate(cache, [0, 1, 4], [3, 9, 0])[0], **what)
 
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Explicit,))
     cache, num_blocks = scrubbed(NamedSharding(mesh, POOL_SPEC))
@@ -120,27 +121,18 @@ def test_scrub_of_sharded_pools(what):
 )
 def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index, head_type):
     """The bookkeeping stays whole on every device: new tokens are gathered, and no pool is."""
-    config = dataclasses.replace(CONFIG, max_seqs=4, enable_prefix_caching=has_index)
-    rng, texts = np.random.default_rng(0), np.arange(12, dtype=np.int32).reshape(4, 3)
-    tokens = [
-        rng.standard_normal((LAYERS, 4, 3, n, DIM)).astype(np.float32) for n in (2 * HEADS, HEADS, HEADS)
-    ]
-
-    def step_fn(cache, q, k, v, num_new):
-        cache, step = kv.extend(cache, num_new, max_new=3, tokens=texts)
-        outs = []
-        for layer in range(LAYERS):
-            cache, out = kv.attention(cache, layer, q[layer], k[layer], v[layer], step)
-            outs.append(out)
-        cache, forked = kv.fork(cache, [0], [2])
-        return cache, (outs, step.status, forked)
+    config, tokens = dataclasses.replace(CONFIG, enable_prefix_caching=has_index), make_inputs()
 
     def start(**options):
-        cache, _ = kv.allocate(kv.init(config, **options), [0, 1, 3], [1, 2, 0], tokens=texts[:3])
+        cache, _ = kv.allocate(kv.init(config, **options), [0, 1, 3], [1, 2, 0], tokens=TEXTS[:3])
         return testing.poison(cache)
 
+    def forked(cache, out, status):
+        cache, fork_status = kv.fork(cache, [0], [2])
+        return cache, (out, status, fork_status)
+
     num_new = np.array([3, 2, 0, 1], np.int32)
-    alone, want = jax.jit(step_fn)(start(), *tokens, num_new)
+    alone, want = forked(*kv.donate(forward)(start(), *tokens, num_new))
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(AxisType.Auto, head_type))
     with jax.set_mesh(mesh):
         cache = start(sharding=NamedSharding(mesh, POOL_SPEC))
@@ -150,15 +142,15 @@ def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index, head_type
             *jax.device_put(tokens, split),
             jax.device_put(num_new, NamedSharding(mesh, P("data"))),
         )
-        program = kv.donate(step_fn).lower(*arguments).compile()
-        cache, found = program(*arguments)
+        program = kv.donate(forward).lower(*arguments).compile()
+        cache, found = forked(*program(*arguments))
     sizes = re.findall(
         r"\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)\(", program.as_text()
     )
     smallest_pool = min(pool.k.size // 4 for pool in cache.pools)
     assert sizes and max(math.prod(map(int, size.split(","))) for size in sizes) < smallest_pool
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, want)
-    assert found[0][0].sharding.spec[0] == "data"
+    assert found[0].sharding.spec[1] == "data"
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache.control), jax.device_get(alone.control))
 
 
@@ -288,11 +280,11 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
 
     caches = jax.tree.map(lambda x: np.stack([x, x]), kv.init(config))
     num_tokens = np.array([1, 5], np.int32)
-    spread = jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    spread = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     jax.eval_shape(spread, caches, num_tokens)
     if not is_run:
         return
-    found = jax.device_get(jax.jit(spread)(caches, num_tokens))
+    found = jax.device_get(spread(caches, num_tokens))
     alone = jax.jit(script)
     for i in range(2):
         want = alone(kv.init(config), num_tokens[i])
