@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ import kvcache_jax as kv
 from kvcache_jax import decode_loop, prefill
 from kvcache_jax.forward import vocab_size
 from tests import tiny_model
+from tests.dense_reference import dense_attention
 from tests.tiny_model import VOCAB, dense_logits, forward, make_params
 
 PARAMS = make_params()
@@ -28,22 +31,34 @@ def dense_fn():
     return jax.jit(dense_logits)
 
 
-def next_logits(tokens, params=PARAMS):
+@functools.partial(jax.jit, static_argnames="windows")
+def window_logits(params, tokens, windows):
+    """As `dense_logits`; each layer sees a window of its own, None sees all."""
+
+    def attention(cache, layer, q, k, v, step):
+        return cache, dense_attention(q[0], k[0], v[0], window=windows[layer])[0][None]
+
+    step = types.SimpleNamespace(positions=jnp.arange(len(tokens), dtype=jnp.int32)[None])
+    return forward(params, tokens[None], None, step, attention)[0][0]
+
+
+def next_logits(tokens, params=PARAMS, windows=None):
     """Logits after `tokens`; padding behind them changes nothing in a causal model."""
     padded = np.zeros(LENGTH, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(dense_fn()(params, padded))[len(tokens) - 1]
+    logits = window_logits(params, padded, windows) if windows else dense_fn()(params, padded)
+    return np.asarray(logits)[len(tokens) - 1]
 
 
-def logprobs_of(tokens):
-    logits = next_logits(tokens)
+def logprobs_of(tokens, windows=None):
+    logits = next_logits(tokens, windows=windows)
     return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
 
 
-def greedy(prompt, num_new):
+def greedy(prompt, num_new, windows=None):
     tokens, scores = list(prompt), []
     for _ in range(num_new):
-        logprobs = logprobs_of(tokens)
+        logprobs = logprobs_of(tokens, windows)
         tokens.append(int(logprobs.argmax()))
         scores.append(float(logprobs.max()))
     return tokens[len(prompt) :], scores
@@ -222,7 +237,7 @@ def test_one_row_without_room_does_not_keep_others_from_drafting():
     """One block is left: the first of three rows drafts into it, and the last row into its own last block."""
     prompts = [[(7 * i + i // 5 + row) % VOCAB for i in range(n)] for row, n in enumerate((23, 23, 23, 18))]
     draft = kv.Draft(forward, PARAMS, config())
-    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=3)
+    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=3, chunk_len=12)
     assert result.num_drafted == result.num_accepted == 2
     assert [g.finish_reason for g in result.generations] == ["length"] * 4
 
@@ -240,13 +255,13 @@ def test_speculative_sampling_accepts_everything_from_the_model_itself():
 def test_speculative_decoding_rolls_windows_back():
     window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
     layers = [window, kv.FullAttention(2, 4)]
-    plain = generate(PROMPTS[:3], max_new_tokens=12)
     cfg = kv.CacheConfig(layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, max_query_len=16)
-    expected = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12)
-    got = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12, num_drafts=3)
-    assert [g.tokens for g in got.generations] == [g.tokens for g in expected.generations]
-    assert [g.tokens for g in expected.generations[:3]] != [g.tokens for g in plain.generations]
-    assert got.num_steps < expected.num_steps
+    plain = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12)
+    drafted = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12, num_drafts=3)
+    expected = [greedy(prompt, 12, windows=(6, None))[0] for prompt in PROMPTS[:4]]
+    assert [g.tokens for g in plain.generations] == [g.tokens for g in drafted.generations] == expected
+    assert expected != [greedy(prompt, 12)[0] for prompt in PROMPTS[:4]]
+    assert drafted.num_steps < plain.num_steps
     short = kv.CacheConfig([kv.SlidingWindow(2, 4, window=6)] * 2, num_blocks=64, max_seqs=4, max_seq_len=48)
     with pytest.raises(ValueError, match="max_rollback = 0, expected at least num_drafts = 3"):
         kv.generate(forward, PARAMS, PROMPTS, short, max_new_tokens=2, num_drafts=3)
@@ -262,12 +277,13 @@ def test_other_prompts_compile_nothing():
 def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
     """At once: another row could run out of the blocks that it holds, and a prompt waits for its row."""
     stop = greedy(PROMPTS[3], 1)[0][0]
-    prompts = ([token, other] for token in range(VOCAB) for other in range(VOCAB))
-    going_on = (prompt for prompt in prompts if stop not in greedy(prompt, 9)[0])
+    pairs = ([token, other] for token in range(VOCAB) for other in range(VOCAB))
+    going_on = (pair for pair in pairs if stop not in greedy(pair, 9)[0])
     others = list(itertools.islice(going_on, 3))
     full = [1] * (LENGTH - 1)  # as long as a row may be with one token more
     looks = []
-    result = generate([*others[:2], PROMPTS[3], full, others[2]], stop_tokens=[stop], on_look=looks.append)
+    prompts = [*others[:2], PROMPTS[3], full, others[2]]
+    result = generate(prompts, stop_tokens=[stop], on_look=looks.append, chunk_len=12)
     _, first, second = looks[:3]  # behind the prefill, then as rows end, then with the fifth prompt
     assert (first.num_steps, [(g.prompt_id, g.finish_reason) for g in first.ended]) == (
         0,
@@ -278,38 +294,33 @@ def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
     check_idle(result)
 
 
-def test_prompts_that_wait_compile_nothing():
-    one_row = dict(max_seqs=1)
-    generate([[1, 2, 3]], one_row, max_new_tokens=2)
-    sizes = [fn._cache_size() for fn in PROGRAMS]
-    generate([[9], [8, 7, 6], [2]], one_row, max_new_tokens=2)
-    assert [fn._cache_size() for fn in PROGRAMS] == sizes
+def check_scores(continuations, got, context, windows=None):
+    for tokens, scores in zip(continuations, got, strict=True):
+        prefix, expected = list(context), []
+        for token in tokens:
+            expected.append(logprobs_of(prefix, windows)[token])
+            prefix.append(token)
+        assert scores.shape == (len(tokens),)
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
+    sizes = config(num_blocks=12)
+
+    def score(context, continuations):
+        return kv.score(forward, PARAMS, context, continuations, sizes, chunk_len=3).logprobs
+
     short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
-    # Three of these at a time need ten blocks each beside the two that they share: all of them fail.
-    long = [[1, 2, 3] * 12, [7] * 37, [2, 2, 5, 1] * 9, [15] * 30]
+    # No three of these fit at a time, and the first two not even as a fork, which copies the block that the
+    # context ends in: all twelve blocks are for the one continuation.
+    long = [[1, 2, 3] * 12, [7] * 37, [2, 2, 5, 1] * 8, [15] * 30]
     for continuations in (short, long):
-        got = kv.score(forward, PARAMS, context, continuations, config(), chunk_len=3).logprobs
-        for tokens, scores in zip(continuations, got, strict=True):
-            prefix, expected = list(context), []
-            for token in tokens:
-                expected.append(logprobs_of(prefix)[token])
-                prefix.append(token)
-            assert scores.shape == (len(tokens),)
-            np.testing.assert_allclose(scores, expected, atol=1e-4)
-    (alone,) = kv.score(forward, PARAMS, [5], [[6, 7]], config(), chunk_len=3).logprobs
-    np.testing.assert_allclose(alone, [logprobs_of([5])[6], logprobs_of([5, 6])[7]], atol=1e-4)
-    beyond, first = kv.score(forward, PARAMS, [5], [[6, VOCAB], [VOCAB]], config(), chunk_len=3).logprobs
+        check_scores(continuations, score(context, continuations), context)
+    (alone,) = score([5], [[6, 7]])
+    check_scores([[6, 7]], [alone], [5])
+    beyond, first = score([5], [[6, VOCAB], [VOCAB]])
     assert beyond[0] == alone[0] and np.isnan(beyond[1]) and np.isnan(first).tolist() == [True]
-    # All four blocks for the one continuation: the part of a block behind the shared ones is its own.
-    (tight,) = kv.score(forward, PARAMS, context[:6], [[3] * 10], config(num_blocks=4), chunk_len=3).logprobs
-    expected = [logprobs_of([*context[:6], *[3] * i])[3] for i in range(10)]
-    np.testing.assert_allclose(tight, expected, atol=1e-4)
-    with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
-        kv.score(forward, PARAMS, context[:6], [[3] * 12], config(num_blocks=4), chunk_len=3)
     with pytest.raises(ValueError, match="context has 0 tokens, expected at least 1"):
         kv.score(forward, PARAMS, [], [[1]], config())
     with pytest.raises(ValueError, match="chunk_len is 0, expected at least 1"):
@@ -318,22 +329,29 @@ def test_score_equals_the_model_without_a_cache():
 
 def test_a_continuation_that_fits_alone_is_scored():
     """Also where no fork of it fits beside the context, of which its window holds the end."""
+    window = kv.SlidingWindow(2, 4, window=6, block_size=2, num_blocks=6)
+    limits = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=48, max_query_len=3)
+    sizes = kv.CacheConfig([window, kv.FullAttention(2, 4)], **limits, enable_prefix_caching=True)
+    assert sizes.groups[0].max_held_blocks == 6
 
-    def score(num_blocks, continuations, cache=None):
-        window = kv.SlidingWindow(2, 4, window=6, block_size=2, num_blocks=num_blocks)
-        limits = dict(num_blocks=24, block_size=4, max_seqs=3, max_seq_len=48, max_query_len=3)
-        sizes = kv.CacheConfig([window, kv.FullAttention(2, 4)], **limits, enable_prefix_caching=True)
-        result = kv.score(forward, PARAMS, PROMPTS[2], continuations, sizes, cache=cache)
-        assert kv.check_invariants(result.cache) == [] and not np.asarray(result.cache.is_active).any()
-        assert int(kv.stats(result.cache).num_blocks_used) == 0
-        return result, sizes.groups[0].max_held_blocks
+    def score(continuations, cache=None):
+        return kv.score(forward, PARAMS, PROMPTS[2], continuations, sizes, cache=cache)
 
-    continuations = [[3] * 20, [1, 2] * 2, [5, 7, 9] * 5]
-    roomy, least = score(40, continuations)
-    tight, _ = score(least, continuations)
-    again, _ = score(least, continuations[::-1], tight.cache)
-    for expected, *got in zip(roomy.logprobs, tight.logprobs, again.logprobs[::-1], strict=True):
-        np.testing.assert_allclose(got, [expected] * 2, atol=1e-5)
+    # The context holds four blocks of the window: forks fit that need two more together, no long one does.
+    # The longest one needs all of the eight other blocks.
+    continuations, cache = [[3] * 22, [1, 2] * 2, [5, 7, 9] * 5, [8, 6], [4, 2]], None
+    found = []
+    for order in (1, -1):
+        result = score(continuations[::order], cache)
+        found.append(result.logprobs[::order])
+        check_scores(continuations, found[-1], PROMPTS[2], windows=(6, None))
+        cache = result.cache
+        assert kv.check_invariants(cache) == [] and not np.asarray(cache.is_active).any()
+        assert int(kv.stats(cache).num_blocks_used) == 0
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
+        score([[3] * 23])
 
 
 def test_the_vocabulary_is_read_off_the_model():
@@ -341,11 +359,23 @@ def test_the_vocabulary_is_read_off_the_model():
 
 
 def test_prefill_says_why_a_row_failed():
-    sizes = config(num_blocks=6, max_seq_len=12)
-    held, admission = kv.allocate(kv.init(sizes), [3, 0, 1], [2, 0, 12])
+    """13 of 24 blocks are taken at first; one row wants two more than are left, and one is full."""
+    held, admission = kv.allocate(kv.init(config()), [3, 0, 1], [2, 0, LENGTH])
     kv.raise_for_status(admission.status)
-    lengths, rows = np.array([2, 11, 13, 0], np.int32), np.array([3, 0, 1, 4], np.int32)
-    prompts = np.ones((4, 13), np.int32)
-    held, logits, status = prefill.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=4)
+    lengths, rows = np.array([2, 47, LENGTH + 1, 0], np.int32), np.array([3, 0, 1, 4], np.int32)
+    prompts = np.ones((4, LENGTH), np.int32)
+    held, logits, status = prefill.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=12)
     assert status.tolist() == [kv.Status.OK, kv.Status.OUT_OF_BLOCKS, kv.Status.TOO_LONG, kv.Status.OK]
     assert held.context_len.tolist()[3] == 2 and np.asarray(logits).any(axis=1).tolist() == [1, 0, 0, 0]
+
+
+def test_prompts_that_wait_compile_nothing():
+    """Each takes all rows, so that the first prompt of all needs what the later ones do."""
+    for fn in PROGRAMS:
+        fn.clear_cache()  # so that it is not other tests that have compiled what later prompts need
+    options = dict(num_samples=4, max_new_tokens=2)
+    generate([[1, 2, 3]], **options)
+    sizes = [fn._cache_size() for fn in PROGRAMS]
+    assert sizes == [1] * len(PROGRAMS)
+    generate([[9], [8, 7, 6], [2]], **options)
+    assert [fn._cache_size() for fn in PROGRAMS] == sizes
