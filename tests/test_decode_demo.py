@@ -180,9 +180,15 @@ def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
     assert result["figures"]["peak_blocks_used"] == result["figures"]["num_blocks_total"] == 12
 
 
-@pytest.mark.parametrize("options", [(), ("--beams", 2)])
+BEAMS = "--beams", 2, "--max-new", 6, "--block-size", 4
+
+
+@pytest.mark.parametrize("options", [BEAMS, ("--samples", 2, *BEAMS[2:])])
 def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
-    """For prompts that share their first block: the second one has less left than a quarter of a chunk."""
+    """For prompts that share their first blocks: the second one has less left than a quarter of a chunk.
+
+    They are as long as the longest of `PROMPTS`, so that other tests of beams need the same programs.
+    """
     seen, counts = [], []
 
     def counted(params, tokens, cache, step):  # while it is traced
@@ -192,14 +198,13 @@ def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkey
     warm_up = decode.warm_up
     monkeypatch.setattr(decode, "forward", counted)
     monkeypatch.setattr(decode, "warm_up", lambda job: (warm_up(job), counts.append(len(seen)))[0])
-    prompts = "def f(number): # one", "def f(number): # two"
-    arguments = (*prompts, "--max-new", 3, "--block-size", 4, "--checkpoint", folder / "plain", "--greedy")
-    run_json(capsys, *arguments, *options)
+    prompts = "def f(number): # adds one", "def f(number): # adds two"
+    run_json(capsys, *prompts, *options, "--checkpoint", folder / "plain", "--greedy")
     assert counts == [len(seen)] and counts[0] > 0
 
 
 def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
-    arguments = (*PROMPTS, "--beams", 2, "--max-new", 6, "--block-size", 4, "--checkpoint", folder / "plain")
+    arguments = (*PROMPTS, *BEAMS, "--checkpoint", folder / "plain")
     result = run_json(capsys, *arguments)
     for prompt in result["prompts"]:
         scores = [sample["score"] for sample in prompt["samples"]]
@@ -213,8 +218,13 @@ def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
 
 
-def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder):
+def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder, monkeypatch):
     """One long prompt and five of a token in 16 blocks: 10 + 5, and one that a beam grows into."""
+
+    def stutter(params, tokens, cache, step):
+        return jax.nn.one_hot(tokens, SIZES["vocab_size"]), cache
+
+    monkeypatch.setattr(decode, "forward", stutter)
     sizes = "--beams", 1, "--max-new", 2, "--block-size", 4, "--num-blocks", 16
     result = run_json(capsys, "a" * 40, *"bcdef", *sizes, "--checkpoint", folder / "plain")
     assert [len(prompt["samples"]) for prompt in result["prompts"]] == [1] * 6
@@ -224,7 +234,7 @@ def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
     decoder = checkpoint.load(folder / "plain")
     decoder.norm.scale[...] *= np.nan
     checkpoint.save(tmp_path, decoder)
-    arguments = (*PROMPTS, "--beams", 2, "--max-new", 6, "--block-size", 4, "--json")
+    arguments = (*PROMPTS, *BEAMS, "--json")
     with pytest.raises(SystemExit) as error:
         run(capsys, *arguments, "--checkpoint", tmp_path)
     assert error.value.code == 1
@@ -323,14 +333,14 @@ def test_a_kernel_decodes_what_xla_does(capsys, folder):
     # Interpreting imports this, which has an option that makes jax compile everything anew.
     import jax.experimental.pallas.fuser  # noqa: F401
 
-    arguments = ("ab", "--greedy", "--max-new", 3, "--block-size", 8, "--checkpoint", folder / "kernel")
+    arguments = ("cd", "--greedy", "--max-new", 6, "--block-size", 8, "--checkpoint", folder / "kernel")
     with testing.interpreted():
         result = run_json(capsys, *arguments, "--implementation", "mosaic_gpu")
     assert result["settings"]["implementation"] == "mosaic_gpu"
     assert result["settings"]["cache_dtype"] == "bfloat16"
     (sample,) = result["prompts"][0]["samples"]
-    assert len(sample["tokens"]) == 3
-    check_sample(folder / "kernel", "ab", sample, is_greedy=True, atol=0.05, dtype=jnp.bfloat16)
+    assert len(sample["tokens"]) == 6
+    check_sample(folder / "kernel", "cd", sample, is_greedy=True, atol=0.05, dtype=jnp.bfloat16)
 
 
 def test_bad_checkpoints_are_refused(capsys, folder, tmp_path):
