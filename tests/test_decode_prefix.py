@@ -14,7 +14,8 @@ from tests import tiny_model
 from tests.tiny_model import forward
 
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-FAMILY = [[*SHARED, 8], [*SHARED, 9, 7, 1], [*SHARED, 8], [2, 2], SHARED[:6]]
+# At most 12 tokens, a quarter of the longest chunk: one program serves all, and those who have little left.
+FAMILY = [[*SHARED, 8], [*SHARED, 9], [*SHARED, 8], [2, 2], SHARED[:6]]
 
 
 def cached_config(**sizes):
@@ -61,8 +62,9 @@ def test_prompts_share_within_a_namespace():
     result = generate(FAMILY, namespace=tenants)
     check_greedy(result, FAMILY)
     assert result.num_cached_tokens == 8 + 4
-    later = generate(FAMILY[:2], namespace=tenants[1], cache=result.cache)
-    check_greedy(later, FAMILY[:2])
+    longer = [FAMILY[0], [*FAMILY[1], 7]]
+    later = generate(longer, namespace=tenants[1], cache=result.cache)
+    check_greedy(later, longer)
     assert later.num_cached_tokens == 8 + 12
     stranger = generate(FAMILY[:2], namespace=kv.namespace(tenant="c"), cache=later.cache)
     check_greedy(stranger, FAMILY[:2])
@@ -133,7 +135,7 @@ def test_samples_and_a_pool_that_must_evict():
     free = kv.generate(forward, PARAMS, FAMILY, config(), max_new_tokens=7, **options)
     roomy = generate(FAMILY, **options)
     # A pool that others have filled: 10 of its 64 blocks each.
-    filled = generate([[token] * 40 for token in range(7)], max_new_tokens=1)
+    filled = generate([[token] * 40 for token in range(7)], max_new_tokens=1, chunk_len=12)
     assert int(kv.stats(filled.cache).num_evictions) == 6
     tight = generate(FAMILY, cache=filled.cache, **options)
     for result in (roomy, tight):
