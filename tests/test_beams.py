@@ -113,7 +113,8 @@ def test_enough_beams_find_the_best_of_all():
 def test_beam_search_without_blocks_returns_what_it_had():
     """Two prompts fill 20 of 24 blocks, and every beam wants one of its own."""
     prompts = [(PROMPTS[0] * 6)[:39], (PROMPTS[2] * 4)[:39]]
-    found = kv.beam_search(forward, PARAMS, prompts, config(), max_new_tokens=10, num_beams=2)
+    options = dict(max_new_tokens=10, num_beams=2, chunk_len=12)
+    found = kv.beam_search(forward, PARAMS, prompts, config(), **options)
     assert "out_of_blocks" in {beam.finish_reason for beams in found.beams for beam in beams}
     assert "out_of_blocks" in found.finish_reasons
     for prompt, beams in zip(prompts, found.beams, strict=True):
@@ -161,9 +162,8 @@ def test_beams_go_around_logits_that_are_no_number():
 
 
 def mute(params, tokens, cache, step):
-    """`forward`, but for logits that are all -inf."""
-    logits, cache = forward(params, tokens, cache, step)
-    return jnp.full_like(logits, -jnp.inf), cache
+    """A model whose logits are all -inf."""
+    return jnp.full((*tokens.shape, VOCAB), -jnp.inf), cache
 
 
 def test_logits_without_a_number_have_no_beams():
