@@ -238,25 +238,30 @@ def test_gradients_equal_a_dense_reference(implementation):
         np.testing.assert_allclose(each, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_each_device_runs_its_own_heads(axis_type, count_calls):
-    """With the pools never gathered; the prompt has more tokens than a kernel's row."""
+# Each with a prompt of more tokens than a kernel's row, and the first with one of fewer too.
+@pytest.mark.parametrize(
+    ("axis_type", "width"),
+    [(AxisType.Auto, 5), (AxisType.Auto, 9), (AxisType.Explicit, 9)],
+    ids=["auto, short", "auto", "explicit"],
+)
+def test_each_device_runs_its_own_heads(axis_type, width, count_calls):
+    """With the pools never gathered."""
     config = config_of("mosaic_tpu", windows=(None,))
-    chunks = two_chunks("mosaic_tpu", 9)
+    chunks = two_chunks("mosaic_tpu", width)
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
 
     def scenario():
         with jax.set_mesh(mesh):
             cache = kv.init(dataclasses.replace(config, head_axis="heads"))
             split = NamedSharding(mesh, P(None, None, None, "heads", None))
-            step_fn = functools.partial(append_and_attend, num_first=9, num_second=2)
+            step_fn = functools.partial(append_and_attend, num_first=width, num_second=2)
             return jax.jit(step_fn)(cache, jax.device_put(chunks, split))
 
     cache, (out,) = run_interpreted(scenario)
     assert cache.pools[0].k.sharding.shard_shape(cache.pools[0].k.shape)[1] == 1
     assert count_calls["copy_blocks"]
     assert out.sharding.shard_shape(out.shape)[3] == 2
-    assert_like_dense_attention(out, chunks, 9, 2)
+    assert_like_dense_attention(out, chunks, width, 2)
 
 
 def test_caches_side_by_side_run_one_after_the_other():
