@@ -78,7 +78,11 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--block-size", type=command.integer(1), default=16, metavar="N", help="tokens; default %(default)s")
     add("--num-blocks", type=command.integer(1), metavar="N", help="of the cache; default: enough")
     add("--rows", type=command.integer(1), metavar="N", help=f"at the same time; default up to {MAX_ROWS}")
-    add("--implementation", choices=IMPLEMENTATIONS, help="of attention; default: the best there is")
+    add(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="of attention; default: xla, until the kernels are measured",
+    )
     add("--cache-dtype", choices=DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")
     add("--picture", type=command.picture, metavar="FILE", help="draw who held which block when")
     add("--json", action="store_true", help="print one JSON object and nothing else")

@@ -55,6 +55,12 @@ MUTATIONS = [
             "logits[0 * source], status[source]",
             GREEDY,
         ),
+        (
+            "drafts are verified as if drawn without filters",
+            "(token, logprobs, is_drafting)",
+            "(token, jax.nn.log_softmax(logits), is_drafting)",
+            "test_sampling.py::test_generate_draws_what_the_filtered_target_would",
+        ),
         ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
         (
             "a first token that ends a row is overlooked",

@@ -48,11 +48,12 @@ $L__BB0_1:
 	@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r5+{plus}], [%rd9, \
 {{%r8,%r9}} ], [%r7];
 	ex2.approx.f32 	%r6, %r6;
+	fence.proxy.async.shared::cta;
 	@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd8], [{source}], 128;
 	add.s32 	%r3, %r3, 1;
 	bra 	$L__BB0_1;
 """
-BUDGET = Budget(registers=64, shared_memory=4104, min_wgmma=2, min_tma=2, temporary_bytes=8)
+BUDGET = Budget(registers=64, shared_memory=4104, min_wgmma=2, min_tma=2, min_fences=2, temporary_bytes=8)
 KERNEL = KernelCost(
     "decode_0",
     registers=64,
@@ -63,6 +64,7 @@ KERNEL = KernelCost(
     tma_alignment=128,
     grid=(2**31 - 1, 65535, 65535),
     tanh_approx=0,
+    fences=2,
 )
 COST = ProgramCost((KERNEL,), temporary_bytes=8, pool_copies=0, missing_alias_bytes=0)
 
@@ -81,7 +83,9 @@ def ptx(second=256, stride=256, plus=0, source="%rd1"):
 def test_a_dump_is_read(tmp_path):
     write_dump(tmp_path, stores=16, loads=20)
     (kernel,) = read_kernels(tmp_path)
-    assert kernel == KernelCost("append_kv_0", 42, 36, 4104, 1, 2, 256, grid=(1, 512, 1), tanh_approx=0)
+    assert kernel == KernelCost(
+        "append_kv_0", 42, 36, 4104, 1, 2, 256, grid=(1, 512, 1), tanh_approx=0, fences=1
+    )
 
 
 def test_an_approximate_tanh_is_found(tmp_path):
@@ -139,6 +143,7 @@ def test_a_program_at_its_budget_passes():
         ({"spill_bytes": 4}, "4 spilled bytes, at most 0"),
         ({"wgmma": 1}, "1 HGMMA, at least 2"),
         ({"tma": 1}, "1 UTMALDG, at least 2"),
+        ({"fences": 1}, "1 fences, at least 2"),
         (
             {"tma_alignment": 32},
             "decode_0 copies to or from shared memory at multiples of 32 bytes, expected of 128",
@@ -180,10 +185,10 @@ def test_a_program_without_kernels_fails():
 
 def test_of_several_kernels_the_largest_and_the_sums_count():
     other = dataclasses.replace(
-        KERNEL, name="merge_0", registers=70, spill_bytes=1, shared_memory=5, wgmma=3, tma=4
+        KERNEL, name="merge_0", registers=70, spill_bytes=1, shared_memory=5, wgmma=3, tma=4, fences=5
     )
     cost = dataclasses.replace(COST, kernels=(KERNEL, other))
-    assert gpu.totals(cost) == (70, 1, 4104, 5, 6)
+    assert gpu.totals(cost) == (70, 1, 4104, 5, 6, 7)
 
 
 def test_copies_as_big_as_a_pool_are_counted():

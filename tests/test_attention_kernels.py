@@ -21,7 +21,7 @@ from kvcache_jax import attention_kernels, storage, testing
 from tests import gpu_interpreter, tiny_model
 from tests.attention_driver import AttentionDriver, dense_attention, fragment
 from tests.dense_reference import dense_attention as dense_jnp
-from tests.helpers import newest_unless, table
+from tests.helpers import COLLECTIVE, newest_unless, table
 
 pytestmark = pytest.mark.contract
 
@@ -255,7 +255,10 @@ def test_each_device_runs_its_own_heads(axis_type, width, count_calls):
             cache = kv.init(dataclasses.replace(config, head_axis="heads"))
             split = NamedSharding(mesh, P(None, None, None, "heads", None))
             step_fn = functools.partial(append_and_attend, num_first=width, num_second=2)
-            return jax.jit(step_fn)(cache, jax.device_put(chunks, split))
+            arguments = cache, jax.device_put(chunks, split)
+            program = jax.jit(step_fn).lower(*arguments).compile()
+            assert not COLLECTIVE.findall(program.as_text())
+            return program(*arguments)
 
     cache, (out,) = run_interpreted(scenario)
     assert cache.pools[0].k.sharding.shard_shape(cache.pools[0].k.shape)[1] == 1

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvcache_jax as kv
 from kvcache_jax import speculation
 from kvcache_jax.sampling import filtered_logprobs, row_keys, sample, sampling_params
 from kvcache_jax.speculation import accept_drafts, ngram_drafts
@@ -247,6 +248,34 @@ def test_speculation_emits_what_the_target_would(draft_keys):
             chance, rows = reached.sum(), num_accepted[num_drafts > place]
             assert abs((rows > place).mean() - chance) < 4 * np.sqrt(chance * (1 - chance) / len(rows))
         assert (num_accepted <= num_drafts).all()
+
+
+def last_token_model(logits, tokens, cache, step):
+    """The next token's logits by the last one, of `logits` f32[VOCAB, VOCAB]; nothing is kept."""
+    return jnp.asarray(logits)[tokens], cache
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_generate_draws_what_the_filtered_target_would(seed):
+    """With drafts of another model, drawn through the same filters: each token, given the one before it."""
+    num_rows, num_new, filters = 64, 270, dict(temperature=0.8, top_k=9, top_p=0.9)
+    sizes = dict(num_blocks=1280, max_seqs=num_rows, max_seq_len=num_new + 8)
+    config = kv.CacheConfig([kv.FullAttention(1, 1)], **sizes)
+    draft, prompts = kv.Draft(last_token_model, LOG_Q, config), [[row % VOCAB] for row in range(num_rows)]
+    options = dict(max_new_tokens=num_new, num_drafts=MAX_DRAFTS, draft=draft, seed=seed)
+    result = kv.generate(last_token_model, LOG_P, prompts, config, **options, **filters)
+    assert 0.1 < result.num_accepted / result.num_drafted < 0.9
+    expected, observed = np.stack([oracle(row, **filters)[0] for row in LOG_P]), np.zeros((VOCAB, VOCAB))
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        assert len(generation.tokens) == num_new
+        np.add.at(observed, ([*prompt, *generation.tokens[:-1]], generation.tokens), 1)
+    is_possible = expected > 0
+    assert not observed[~is_possible].any() and observed.sum() == num_rows * num_new
+    expected *= observed.sum(axis=1, keepdims=True)
+    is_counted = expected >= 5
+    statistic = ((observed - expected)[is_counted] ** 2 / expected[is_counted]).sum()
+    freedom = is_counted.sum() - is_possible.any(axis=1).sum()
+    assert jax.scipy.special.gammaincc(freedom / 2, statistic / 2) > 1e-3
 
 
 def test_drafts_that_share_the_verifying_bits_are_found():

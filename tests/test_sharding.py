@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.helpers import COLLECTIVE
 
 pytestmark = pytest.mark.contract
 
 HEADS, DIM, LAYERS = 8, 4, 3
-COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 KINDS = [
     kv.FullAttention(HEADS, DIM),
     kv.SlidingWindow(HEADS, DIM, window=5, num_sink_tokens=1, block_size=2),

@@ -18,6 +18,7 @@ class Budget:
       spill_bytes: Registers stored in and loaded from local memory, at most; summed.
       min_wgmma: Tensor core instructions (HGMMA), at least; summed.
       min_tma: Loads by the copy engine (UTMALDG), at least; summed.
+      min_fences: Between stores of threads and reads by other hardware (fence.proxy.async), at least; summed.
       temporary_bytes: Device memory beside arguments and results, at most.
     """
 
@@ -26,6 +27,7 @@ class Budget:
     spill_bytes: int = 0
     min_wgmma: int = 0
     min_tma: int = 0
+    min_fences: int = 0
     temporary_bytes: int = 0
 
 

@@ -21,6 +21,7 @@ class KernelCost:
       tma_alignment: See `tests.aot.alignment.tma_alignment`.
       grid: CTAs along x, y and z.
       tanh_approx: Instructions that compute tanh to 11 bits.
+      fences: Between what threads store to shared memory and what tensor cores or the copy engine read.
     """
 
     name: str
@@ -32,6 +33,7 @@ class KernelCost:
     tma_alignment: int
     grid: tuple[int, ...]
     tanh_approx: int
+    fences: int
 
 
 def read_kernels(folder: pathlib.Path) -> list[KernelCost]:
@@ -71,4 +73,5 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         tma_alignment=tma_alignment(ptx),
         grid=tuple(int(n) for n in grids[-1]),
         tanh_approx=len(re.findall(r"\btanh\.approx\b", ptx)),
+        fences=len(re.findall(r"\bfence\.proxy\.async\b", ptx)),
     )

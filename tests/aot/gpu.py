@@ -5,9 +5,9 @@
     python -m tests.aot.gpu append --dump kept   # and keep ptx, ptxas's report, sass and hlo, a folder a case
 
 Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in `kernel_cases.py` and
-`step.py` beside this file. Exit status 1 if a program costs more
-than its budget, has fewer tensor core or copy engine instructions than demanded, copies a pool, would fault
-where only a GPU notices it, or does not compile.
+`step.py` beside this file. Exit status 1 if a program costs more than its budget, has fewer tensor core or
+copy engine instructions or fences than demanded, copies a pool, would fault where only a GPU notices it, or
+does not compile.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TMA_ALIGNMENT = 128
 """Of addresses in shared memory."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
 """CTAs along x, y and z."""
-HEADINGS = ("registers", "spilled", "shared", "HGMMA", "UTMALDG", "temporary", "verdict")
+HEADINGS = ("registers", "spilled", "shared", "HGMMA", "UTMALDG", "fences", "temporary", "verdict")
 
 
 def failures(cost: ProgramCost, budget: Budget) -> list[str]:
@@ -38,7 +38,7 @@ def failures(cost: ProgramCost, budget: Budget) -> list[str]:
     found = []
     if not cost.kernels:
         found.append("no Mosaic GPU kernel in it")
-    registers, spills, shared, wgmma, tma = totals(cost)
+    registers, spills, shared, wgmma, tma, fences = totals(cost)
     for what, value, most in (
         ("registers", registers, budget.registers),
         ("spilled bytes", spills, budget.spill_bytes),
@@ -47,7 +47,11 @@ def failures(cost: ProgramCost, budget: Budget) -> list[str]:
     ):
         if value > most:
             found.append(f"{value} {what}, at most {most}")
-    for what, value, least in (("HGMMA", wgmma, budget.min_wgmma), ("UTMALDG", tma, budget.min_tma)):
+    for what, value, least in (
+        ("HGMMA", wgmma, budget.min_wgmma),
+        ("UTMALDG", tma, budget.min_tma),
+        ("fences", fences, budget.min_fences),
+    ):
         if value < least:
             found.append(f"{value} {what}, at least {least}")
     for kernel in cost.kernels:
@@ -67,8 +71,8 @@ def failures(cost: ProgramCost, budget: Budget) -> list[str]:
     return found
 
 
-def totals(cost: ProgramCost) -> tuple[int, int, int, int, int]:
-    """Registers, spilled bytes, shared memory, HGMMA and UTMALDG of all kernels, as `Budget` counts them."""
+def totals(cost: ProgramCost) -> tuple[int, int, int, int, int, int]:
+    """Of all kernels, as `Budget` counts them: registers, spills, shared memory, HGMMA, UTMALDG, fences."""
     kernels = cost.kernels
     return (
         max((kernel.registers for kernel in kernels), default=0),
@@ -76,6 +80,7 @@ def totals(cost: ProgramCost) -> tuple[int, int, int, int, int]:
         max((kernel.shared_memory for kernel in kernels), default=0),
         sum(kernel.wgmma for kernel in kernels),
         sum(kernel.tma for kernel in kernels),
+        sum(kernel.fences for kernel in kernels),
     )
 
 
@@ -101,7 +106,7 @@ def report(cases: Sequence[CompileCase], folder: pathlib.Path) -> int:
             try:
                 cost = future.result()
             except Exception as error:  # whatever the compiler raises is this case's verdict
-                found, numbers = [f"{type(error).__name__}: {error}"], [""] * 6
+                found, numbers = [f"{type(error).__name__}: {error}"], [""] * 7
             else:
                 found, numbers = failures(cost, case.budget), [*totals(cost), cost.temporary_bytes]
             num_failed += bool(found)

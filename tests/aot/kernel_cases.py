@@ -54,14 +54,19 @@ def _decode_case(
 
 # As many programs as `programs_per_sm` says share an SM, and so must their registers: of 128 threads each,
 # three have 168 registers a thread, five have 96. The rings of two stages take 64 KiB at head_dim 128.
-_BUDGET = Budget(registers=128, shared_memory=76_500, min_wgmma=16, min_tma=25, temporary_bytes=9_000_000)
+# A decode has two fences: before tensor cores read weights, and before results are copied out. So has the
+# merge behind a decode that may be split.
+_BUDGET = Budget(
+    registers=128, shared_memory=76_500, min_wgmma=16, min_tma=25, min_fences=4, temporary_bytes=9_000_000
+)
+_UNSPLIT = dataclasses.replace(_BUDGET, min_fences=2)
 _WIDE = dataclasses.replace(_BUDGET, registers=208, shared_memory=98_000)
 _HEAD_64_WIDE = dataclasses.replace(_BUDGET, registers=168, shared_memory=54_000, min_wgmma=8)
-_HEAD_256 = dataclasses.replace(_BUDGET, registers=224, shared_memory=148_000, min_wgmma=32)
+_HEAD_256 = dataclasses.replace(_UNSPLIT, registers=224, shared_memory=148_000, min_wgmma=32)
 _CASES = {
     "decode_32_rows_group_4": dict(budget=_BUDGET),
     "decode_1_row_32k": dict(num_rows=1, group_size=8, max_len=32768, budget=_BUDGET),
-    "decode_128_rows_group_1": dict(num_rows=128, group_size=1, budget=_BUDGET),
+    "decode_128_rows_group_1": dict(num_rows=128, group_size=1, budget=_UNSPLIT),
     "decode_group_16": dict(
         group_size=16, budget=dataclasses.replace(_BUDGET, registers=144, shared_memory=84_000)
     ),
@@ -78,14 +83,16 @@ _CASES = {
     "decode_head_64_8_queries": dict(head_dim=64, num_queries=8, budget=_HEAD_64_WIDE),
     "decode_sink_logits": dict(has_sink_logits=True, budget=_BUDGET),
     "decode_70000_rows": dict(
-        num_rows=70_000, max_len=16, budget=dataclasses.replace(_BUDGET, temporary_bytes=2_500_000_000)
+        num_rows=70_000, max_len=16, budget=dataclasses.replace(_UNSPLIT, temporary_bytes=2_500_000_000)
     ),
     "decode_head_256": dict(head_dim=256, budget=_HEAD_256),
     "decode_block_8": dict(block_size=8, budget=dataclasses.replace(_BUDGET, min_tma=59)),
     "decode_block_24": dict(block_size=24, max_len=8160, budget=dataclasses.replace(_BUDGET, min_tma=59)),
     "decode_block_128": dict(block_size=128, budget=dataclasses.replace(_BUDGET, min_tma=17)),
     "decode_float16": dict(dtype="float16", budget=_BUDGET),
-    "decode_8_queries_group_8": dict(group_size=8, num_queries=8, budget=_WIDE),
+    "decode_8_queries_group_8": dict(
+        group_size=8, num_queries=8, budget=dataclasses.replace(_WIDE, min_fences=2)
+    ),
     "decode_8_queries_head_256": dict(
         head_dim=256,
         num_queries=8,
@@ -112,12 +119,22 @@ def _merge_case(num_lanes: int, head_dim: int, budget: Budget) -> CompileCase:
 
 # A ring of four parts, and of their logs.
 _MERGE_CASES = (
-    _merge_case(5, 192, Budget(registers=64, shared_memory=26_000, min_tma=10, temporary_bytes=40_000)),
-    _merge_case(20, 64, Budget(registers=96, shared_memory=26_000, min_tma=10, temporary_bytes=40_000)),
-    _merge_case(40, 256, Budget(registers=208, shared_memory=133_000, min_tma=10, temporary_bytes=600_000)),
+    _merge_case(
+        5, 192, Budget(registers=64, shared_memory=26_000, min_tma=10, min_fences=2, temporary_bytes=40_000)
+    ),
+    _merge_case(
+        20, 64, Budget(registers=96, shared_memory=26_000, min_tma=10, min_fences=2, temporary_bytes=40_000)
+    ),
+    _merge_case(
+        40,
+        256,
+        Budget(registers=208, shared_memory=133_000, min_tma=10, min_fences=2, temporary_bytes=600_000),
+    ),
     # More programs than CUDA starts along any but the first axis.
     _merge_case(
-        2_200_000, 64, Budget(registers=96, shared_memory=34_000, min_tma=10, temporary_bytes=4_000_000_000)
+        2_200_000,
+        64,
+        Budget(registers=96, shared_memory=34_000, min_tma=10, min_fences=2, temporary_bytes=4_000_000_000),
     ),
 )
 CASES = (

@@ -44,17 +44,18 @@ def _move_cases(name: str, **shape: Any) -> tuple[CompileCase, ...]:
     of = _Shape(**shape)
     ids = i32(of.num_ids)
 
-    def case(kernel: Callable, arguments: tuple, in_place: tuple[int, ...]) -> CompileCase:
+    def case(kernel: Callable, arguments: tuple, in_place: tuple[int, ...], fences: int = 0) -> CompileCase:
         def function(*arguments):
             return kernel(*arguments, num_blocks=of.num_blocks)
 
-        return CompileCase(f"{kernel.__name__}_{name}", function, lambda: arguments, RING, (0, 1), in_place)
+        budget = dataclasses.replace(RING, min_fences=fences)
+        return CompileCase(f"{kernel.__name__}_{name}", function, lambda: arguments, budget, (0, 1), in_place)
 
     pools, blocks = (of.pool(), of.pool()), (of.blocks(), of.blocks())
     return (
         case(gather_blocks, (*pools, ids, i32()), ()),
         case(scatter_blocks, (*pools, *blocks, ids, i32()), (0, 1)),
-        case(copy_blocks, (*pools, ids, ids, i32()), (0, 1)),
+        case(copy_blocks, (*pools, ids, ids, i32()), (0, 1), fences=2),
     )
 
 
