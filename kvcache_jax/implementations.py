@@ -54,15 +54,17 @@ def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int
 
 
 def load(name: str | None) -> None:
-    """Imports the kernels of an implementation.
+    """Imports the kernels of an implementation, or those that `None` may pick.
 
     Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
     """
-    if name is not None and name != XLA:
+    names = _MEASURED if name is None else (name,)
+    if kernel_names := [name for name in names if name != XLA]:
         from pallas_kernels.versions import untested_jax
 
         if not untested_jax():
-            kernels(name)
+            for name in kernel_names:
+                kernels(name)
 
 
 def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import attention_kernels, storage, testing
+from kvcache_jax.implementations import choose
 from tests import gpu_interpreter, tiny_model
 from tests.attention_driver import AttentionDriver, dense_attention, fragment
 from tests.dense_reference import dense_attention as dense_jnp
@@ -382,8 +383,23 @@ assert "pallas_kernels.mosaic_tpu" in sys.modules, "not imported"
     assert result.returncode == 0, result.stderr
 
 
+def test_none_picks_a_measured_kernel_where_it_serves(monkeypatch):
+    monkeypatch.setattr("kvcache_jax.implementations._MEASURED", ("mosaic_tpu",))
+    config = dataclasses.replace(config_of("mosaic_tpu", windows=(None,)), implementation=None)
+    short = dataclasses.replace(config, layers=[kv.FullAttention(2, 8)])
+
+    def chosen(config):
+        (pool,) = jax.eval_shape(functools.partial(kv.init, config)).pools
+        return choose(config, None, pool, 2)
+
+    assert chosen(config) == "xla"  # on a CPU
+    with testing.interpreted():
+        assert [chosen(config), chosen(short)] == ["mosaic_tpu", "xla"]
+
+
 def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):
     monkeypatch.setattr("pallas_kernels.versions.BEFORE", (0, 11, 2))
+    monkeypatch.setattr("kvcache_jax.implementations._MEASURED", ("mosaic_tpu",))
     config = config_of("mosaic_tpu", windows=(None,))
     (q, k, v) = chunk("mosaic_tpu", 1, 0)
 
