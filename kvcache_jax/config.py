@@ -147,7 +147,7 @@ class CacheConfig:
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
-        always a block before its predecessor.
+        always a block before its predecessor. All but "lru" look at every block when one must go.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
       implementation: Of attention and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper),
