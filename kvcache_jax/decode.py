@@ -83,7 +83,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     stop_tokens: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
     detokenize: Callable[[list[int]], str] | None = None,
@@ -116,6 +116,7 @@ def generate(
       min_p: 0 is off.
       seed: Of all draws, at least 0. A continuation depends on it and on its prompt and sample numbers, not
         on what else is decoded beside it; with a draft model, also on whether there was room for its drafts.
+        Or one per prompt: then on that and its sample number, and not on where the prompt stands.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
       detokenize: Tokens to text, for `stop_strings`.
@@ -140,10 +141,9 @@ def generate(
         call within `jit`, a `forward` without a hash; names got and expected.
     """
     decode_arguments.check_model("generate", forward, config, params, cache)
-    requests = Requests(prompts, static_count("num_samples", num_samples), namespace)
+    requests = Requests(prompts, static_count("num_samples", num_samples), namespace, seed)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_drafts = static_count("num_drafts", num_drafts, least=0)
-    seed = static_count("seed", seed, least=0)
     stop_strings = decode_arguments.texts_to_stop_at(stop_strings, detokenize)
     decode_arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_look=on_look)
     _check(requests, config, num_drafts, draft)
@@ -167,7 +167,7 @@ def generate(
         )
     while requests.waiting or host.running:
         while True:
-            state, admitted, num_cached = _admit(state, requests, host, max_new_tokens, seed)
+            state, admitted, num_cached = _admit(state, requests, host, max_new_tokens)
             if not admitted:
                 break
             state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len)
@@ -268,7 +268,7 @@ def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options)
 
 
 def _admit(
-    state: DecodeState, requests: Requests, host: Host, max_new_tokens: int, seed: int
+    state: DecodeState, requests: Requests, host: Host, max_new_tokens: int
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
@@ -307,7 +307,8 @@ def _admit(
             history[row, : len(prompt)] = prompt
             prompt_len[row] = len(prompt)
             max_len[row] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
-            seeds[row] = np.random.SeedSequence([seed, prompt_id, sample_id]).generate_state(1)[0]
+            entropy = [*requests.seeds[prompt_id], sample_id]
+            seeds[row] = np.random.SeedSequence(entropy).generate_state(1)[0]
     if not admitted:
         return dataclasses.replace(state, cache=cache), {}, 0
     started = [row for rows in admitted.values() for row in rows]

@@ -83,6 +83,16 @@ def prompt_tokens(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [model_tokens(f"prompt {i}", prompt, least=1) for i, prompt in enumerate(prompts)]
 
 
+def prompt_seeds(seed: Any, num_prompts: int) -> list[tuple[int, int]]:
+    """Of each prompt its seed, and its number if the seed is that of all."""
+    is_list = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+    if not is_list and np.ndim(seed) == 0:
+        return [(static_count("seed", seed, least=0), number) for number in range(num_prompts)]
+    if len(seed) != num_prompts:
+        raise ValueError(f"seed has {len(seed)} values, expected one or {num_prompts}, one per prompt")
+    return [(static_count(f"seed[{i}]", value, least=0), 0) for i, value in enumerate(seed)]
+
+
 def usable_chunk_len(chunk_len: Any, config: CacheConfig) -> int:
     """Most tokens of a row in one call of the model; no more than the cache takes at once."""
     return min(static_count("chunk_len", chunk_len), config.query_len_limit)

@@ -15,7 +15,7 @@ from kvcache_jax.build import init
 from kvcache_jax.cache import free
 from kvcache_jax.cache_form import require_values
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.decode_arguments import prompt_tokens
+from kvcache_jax.decode_arguments import prompt_seeds, prompt_tokens
 from kvcache_jax.decode_loop import DecodeState, Phase
 from kvcache_jax.prefix_cache import commit
 from kvcache_jax.state import Cache
@@ -128,12 +128,27 @@ def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
 
 
 class Requests:
-    """The prompts that wait, each with the number of its samples."""
+    """The prompts that wait, with the number of samples of each.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], num_samples: int, namespace: ArrayLike | None):
+    Attributes:
+      prompts: Their tokens.
+      num_samples: Of each.
+      namespaces: u32[prompts, 4].
+      seeds: Of each prompt two numbers that, with that of the sample, begin a stream of random numbers.
+      waiting: The numbers of those that no row decodes yet.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        namespace: ArrayLike | None,
+        seed: int | Sequence[int],
+    ):
         self.prompts = prompt_tokens(prompts)
         self.num_samples = num_samples
         self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))
+        self.seeds = prompt_seeds(seed, len(self.prompts))
         self.waiting = deque(range(len(self.prompts)))
 
 

@@ -109,6 +109,17 @@ def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
     check_idle(beside)
 
 
+def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
+    def samples(prompts, seed):
+        result = generate(prompts, num_samples=2, temperature=1.3, seed=seed)
+        return [generation.tokens for generation in result.generations]
+
+    expected = samples([PROMPTS[2]], 9)
+    beside = samples([PROMPTS[0], PROMPTS[2], PROMPTS[2]], np.array([7, 9, 8]))
+    assert beside[2:4] == expected and beside[4:] != expected
+    assert samples([PROMPTS[0], PROMPTS[2]], 9)[2:] != expected
+
+
 def test_the_timeline_tells_what_rows_held_and_when_they_ended():
     """Three prompts of two samples on four rows: the third waits until the first has ended."""
     looks = []
