@@ -381,10 +381,10 @@ def test_prefill_says_why_a_row_failed():
 
 
 def test_prompts_that_wait_compile_nothing():
-    """Each takes all rows, so that the first prompt of all needs what the later ones do."""
+    """There is one row, so that the first prompt of all needs what the later ones do."""
     for fn in PROGRAMS:
         fn.clear_cache()  # so that it is not other tests that have compiled what later prompts need
-    options = dict(num_samples=4, max_new_tokens=2)
+    options = dict(sizes=dict(max_seqs=1), max_new_tokens=2)
     generate([[1, 2, 3]], **options)
     sizes = [fn._cache_size() for fn in PROGRAMS]
     assert sizes == [1] * len(PROGRAMS)

@@ -183,7 +183,7 @@ def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
 BEAMS = "--beams", 2, "--max-new", 6, "--block-size", 4
 
 
-@pytest.mark.parametrize("options", [BEAMS, ("--samples", 2, *BEAMS[2:])])
+@pytest.mark.parametrize("options", [BEAMS, BEAMS[2:]])
 def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
     """For prompts that share their first blocks: the second one has less left than a quarter of a chunk.
 

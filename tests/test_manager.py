@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.manager_requests import checked_widths
 from tests.helpers import assert_same, says
 from tests.manager_user import BOTH, CONFIG, PLAIN, check, fill, start, state_of, unchanged, write_step
 
@@ -240,7 +239,7 @@ def test_one_line_is_logged_per_admission(caplog):
 
 def test_few_programs_serve_two_hundred_prompt_lengths():
     config = kv.CacheConfig(
-        [kv.FullAttention(1, 5)], block_size=16, num_blocks=128, max_seqs=3, max_seq_len=1000,
+        [kv.FullAttention(1, 5)], block_size=16, num_blocks=1024, max_seqs=3, max_seq_len=8192,
         enable_prefix_caching=True,
     )  # fmt: skip
     manager = kv.CacheManager(config)
@@ -251,7 +250,7 @@ def test_few_programs_serve_two_hundred_prompt_lengths():
 
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        for i, length in enumerate([*range(1, 201, 2), *range(201, 1001, 8)]):
+        for i, length in enumerate([*range(1, 201, 2), *range(201, 8001, 78)]):
             num_cached = manager.allocate_request(i, [i] * length)
             manager.append_tokens(i, [i] * (length - num_cached))
             manager.commit_tokens(i)
@@ -260,10 +259,7 @@ def test_few_programs_serve_two_hundred_prompt_lengths():
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     num_programs = sum("backend_compile" in name for name in compiled)
-    assert 0 < num_programs <= 10, num_programs
-    # One for each width; those of longer rows are not many more.
-    assert checked_widths(None, 1000) == [1, 16, 64, 256, 1000]
-    assert checked_widths(None, 8192) == [1, 16, 64, 256, 1024, 4096, 8192]
+    assert 0 < num_programs <= 12, num_programs
 
 
 # --- the prefix cache ---

@@ -120,30 +120,25 @@ def test_vmap_over_independent_caches():
     assert is_failure.any(axis=0).all() and not is_failure.all(axis=0).any()
 
 
-@jax.jit
-def append_in_loop(cache, tokens, num_new):
-    """Appends `tokens[i]`, i = 0, 1, and so on, until row 0 has 12 tokens."""
-
-    def body(state):
-        i, cache = state
-        return i + 1, append_tokens(cache, tokens[i], num_new[i])[0]
-
-    return jax.lax.while_loop(lambda state: state[1].context_len[0] < 12, body, (jnp.int32(0), cache))[1]
-
-
-LOOP_ARGUMENTS = (
-    np.stack([TOKENS + 1000 * i for i in range(12)]),
-    np.array([[1, i % 2, 1, 1] for i in range(12)], np.int32),
-)
-
-
 def test_while_loop_equals_single_calls():
+    """Appending `tokens[i]`, i = 0, 1, and so on, until row 0 has 12 tokens."""
+    tokens = np.stack([TOKENS + 1000 * i for i in range(12)])
+    num_new = np.array([[1, i % 2, 1, 1] for i in range(12)], np.int32)
+
+    @jax.jit
+    def append_in_loop(cache, tokens, num_new):
+        def body(state):
+            i, cache = state
+            return i + 1, append_tokens(cache, tokens[i], num_new[i])[0]
+
+        return jax.lax.while_loop(lambda state: state[1].context_len[0] < 12, body, (jnp.int32(0), cache))[1]
+
     start, _ = kv.allocate(kv.init(GROUPED), [0, 1, 3, 4], [3, 0, 9, 0])
     expected = start
-    for tokens, num_new in zip(*LOOP_ARGUMENTS, strict=True):
-        expected, _ = append_tokens(expected, tokens, num_new)
+    for now in zip(tokens, num_new, strict=True):
+        expected, _ = append_tokens(expected, *now)
     assert expected.context_len.tolist() == [12, 6, 0, 12]
-    assert_equal_bits(append_in_loop(start, *LOOP_ARGUMENTS), expected)
+    assert_equal_bits(append_in_loop(start, tokens, num_new), expected)
 
 
 def test_a_stored_config_is_equal_to_one_of_this_process():
@@ -324,17 +319,11 @@ def test_clock_and_counters_wrap():
 
 
 def test_x64_changes_no_dtype():
-    rounds, start = rounds_of(ROUNDS), kv.allocate(kv.init(GROUPED), [0, 1, 3, 4], [3, 0, 9, 0])[0]
-
-    def shapes():
-        result = jax.eval_shape(play, start, rounds)
-        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(result)]
-
-    plain = shapes(), append_in_loop(start, *LOOP_ARGUMENTS)
+    rounds = rounds_of(ROUNDS)
+    plain = play(kv.init(GROUPED), rounds)
     with jax.enable_x64(True):
-        wide = shapes(), append_in_loop(start, *LOOP_ARGUMENTS)
-    assert wide[0] == plain[0]
-    assert_equal_bits(wide[1], plain[1])
+        wide = play(kv.init(GROUPED), rounds)
+    assert_equal_bits(wide, plain)
 
 
 def test_operations_are_labelled_for_profilers():
