@@ -44,6 +44,7 @@ class Operation:
       num_steps: Steps that one prepared state has room for, in the full and in the small workload.
       bars: Figure -> microseconds that it may take, full workload.
       index: Of the prefix cache beforehand: None for none, else what is published.
+      policy: Of eviction.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Operation:
     num_steps: tuple[int, int]
     bars: dict[str, float] = dataclasses.field(default_factory=dict)
     index: str | None = None
+    policy: str = "lru"
 
     def steps_of(self, workload: Workload) -> int:
         return self.num_steps[0 if workload is FULL else 1]
@@ -159,6 +161,17 @@ OPERATIONS = (
     Operation("extend 256 rows, with index", different_lens, extend_with_index, (100, 16), index=ROWS),
     Operation("extend 256 rows, commit", different_lens, extend_and_commit, (100, 16), index=ROWS),
     Operation("extend 256 rows, evicting", different_lens, extend_with_index, (100, 16), index=EVERYTHING),
+    *(
+        Operation(
+            f"extend 256 rows, evicting by {policy}",
+            different_lens,
+            extend_with_index,
+            (100, 16),
+            index=EVERYTHING,
+            policy=policy,
+        )
+        for policy in ("lfu", "hyperbolic")
+    ),
     Operation("allocate a prompt, cached", first_lens, allocate_tokens, (60, 14), {CALL: 500}, index=ROWS),
     Operation(
         "allocate a prompt, not cached", no_lens, allocate_tokens, (60, 14), {CALL: 1000}, index=NOTHING
@@ -178,6 +191,7 @@ def prepare(operation: Operation, workload: Workload, num_blocks: int) -> kv.Cac
         max_seqs=NUM_ROWS,
         max_seq_len=MAX_SEQ_LEN,
         enable_prefix_caching=operation.index is not None,
+        eviction_policy=operation.policy,
     )
     cache = kv.init(config, storage=False)
     (pool,) = cache.control.block_pools

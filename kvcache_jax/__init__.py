@@ -9,8 +9,8 @@ The files, in an order to read them in; the first line of each says what it does
 * attention: `attention`, `attention_options`, `queries`, `attention_vjp`, `attention_xla`; and by kernels:
   `implementations`, `attention_kernels`, `head_axis`
 * prefix cache: `prefix_cache` has the operations; `content_hash`, `prefix_index`, `publish`, `companions`
-  find blocks by their tokens; `eviction`, `eviction_policy`, `block_history`, `preemption` choose what goes;
-  `explain`, `scrub`
+  find blocks by their tokens; `eviction`, `eviction_policy`, `block_history`, `tournament`, `preemption`
+  choose what goes; `explain`, `scrub`
 * decoding: `decode`, `forward`, `prefill`, `decode_loop`, `decode_host`, `decode_arguments`, `sampling`,
   `speculation`, `beam`, `score`
 * on the host: `manager`, `manager_questions`, `manager_requests`, `manager_batches`,

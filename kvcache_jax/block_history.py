@@ -1,4 +1,4 @@
-"""What eviction policies look at, kept per published block, and the choice of victims by it.
+"""What eviction policies look at, kept per published block.
 
 `lru` keeps no `BlockHistory`.
 """
@@ -7,11 +7,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.eviction_policy import BlockMetadata, eviction_keys
-from kvcache_jax.indexing import Update, add_at, num_true, rank_true, set_at, update_all
+from kvcache_jax.indexing import Update, add_at, update_all
 from kvcache_jax.state import BlockHistory, CachedBlocks
 
 _MAX = jnp.iinfo(jnp.int32).max
@@ -73,47 +72,3 @@ def keys_of(
         depth=history.depth,
     )
     return eviction_keys(config.eviction_policy, blocks), recency
-
-
-def least_valuable(
-    keys: jax.Array, recency: jax.Array, is_candidate: jax.Array, most: jax.Array, batch: int
-) -> jax.Array:
-    """The candidates of the lowest keys, the least recent first among equals.
-
-    Args:
-      keys: i32[num_blocks].
-      recency: i32[num_blocks], not negative and different for all candidates.
-      is_candidate: bool[num_blocks].
-      most: i32[], how many are wanted at most.
-      batch: How many at most, as a shape.
-
-    Returns:
-      i32[batch] block ids, then nowhere.
-    """
-    num_victims = jnp.minimum(jnp.minimum(most, batch), num_true(is_candidate))
-    limit = _nth_least(keys, is_candidate, num_victims, batch)
-    is_below, is_tied = is_candidate & (keys < limit), is_candidate & (keys == limit)
-    last = _nth_least(recency, is_tied, num_victims - num_true(is_below), batch)
-    is_victim = (is_below | (is_tied & (recency <= last))) & (num_victims > 0)
-    nowhere = keys.shape[0]
-    order = jnp.arange(nowhere, dtype=jnp.int32)
-    if batch == 1:
-        return jnp.min(jnp.where(is_victim, order, nowhere))[None]
-    rank, _ = rank_true(is_victim)
-    place = jnp.where(is_victim, rank, batch)
-    return set_at(jnp.full_like(keys, nowhere, shape=batch), place, order)
-
-
-def _nth_least(values: jax.Array, mask: jax.Array, n: jax.Array, most: int) -> jax.Array:
-    """i32[], the `n`-th least of the masked values, 1 <= n <= most; found bit by bit, without sorting."""
-    if most == 1:
-        return jnp.min(jnp.where(mask, values, _MAX))
-    # As unsigned numbers of the same order.
-    flipped = lax.bitcast_convert_type(values, jnp.uint32) ^ jnp.uint32(1 << 31)
-
-    def try_bit(i: jax.Array, limit: jax.Array) -> jax.Array:
-        higher = limit | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(num_true(mask & (flipped < higher)) < n, higher, limit)
-
-    limit = lax.fori_loop(0, 32, try_bit, jnp.zeros_like(flipped, shape=()))
-    return lax.bitcast_convert_type(limit ^ jnp.uint32(1 << 31), jnp.int32)

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax import block_history, block_pool, companions, prefix_index
+from kvcache_jax import block_history, block_pool, companions, prefix_index, tournament
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import first_true, get_at, num_true, rank_true, set_at
+from kvcache_jax.single_kernel import single_kernel
 from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
 # Of the queue, all looked at where one block is wanted, as in a decoding step: more make that slower. Fewer
@@ -92,30 +93,32 @@ def _evict_by_key(
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None and index.history is not None
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
-    keys, recency = block_history.keys_of(index.history, pool.cached, control.clock, config)
-    is_last = is_candidate & False
+    tier = jnp.full_like(pool.ref_count, tournament.FIRST)
     if last is not None:
-        is_last = set_at(is_last, last, True)
+        tier = set_at(tier, last, tournament.LAST)
+    tier = jnp.where(is_candidate, tier, tier + tournament.OUT)
+    keys, recency = block_history.keys_of(index.history, pool.cached, control.clock, config)
+    start = tournament.start(tournament.Worth(tier, keys, recency))
     # Read before the loop writes what they are computed from.
-    is_candidate, keys, recency, control = lax.optimization_barrier((is_candidate, keys, recency, control))
+    start, control = lax.optimization_barrier((start, control))
 
     def evict_batch(state):
-        control, is_candidate, left = state
+        control, now, left = state
         pool = control.block_pools[group_id]
-        others = is_candidate & ~is_last
-        others = jnp.where(others.any(), others, is_candidate)
-        block_ids = block_history.least_valuable(keys, recency, others, left, config.eviction_batch)
+        now, block_ids = tournament.take(now, left, config.eviction_batch, pool.num_blocks)
         control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None
         parents = get_at(index.parent, block_ids, pool.num_blocks)
         competes = get_at(index.history.num_children, parents, 1) == 0
         competes &= block_pool.ref_counts(pool, parents) == 0
-        is_candidate = set_at(is_candidate, block_ids, False)
-        is_candidate = set_at(is_candidate, jnp.where(competes, parents, pool.num_blocks), True)
-        return control, is_candidate, left - num_true(block_ids < pool.num_blocks)
+        now = tournament.enter(now, jnp.where(competes, parents, -1))
+        return control, now, left - num_true(block_ids < pool.num_blocks)
 
-    return lax.while_loop(lambda state: state[2] > 0, evict_batch, (control, is_candidate, num_blocks))[0]
+    def evict_all(state, num_blocks):
+        return lax.while_loop(lambda state: state[2] > 0, evict_batch, (*state, num_blocks))[:2]
+
+    return single_kernel(evict_all, (control, start), num_blocks)[0]
 
 
 def unpublish(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class BlockMetadata(NamedTuple):
@@ -174,4 +175,4 @@ def _lowest_priority(blocks: BlockMetadata) -> jax.Array:
 def _fewest_uses_per_time(blocks: BlockMetadata) -> jax.Array:
     """Blankstein et al., Hyperbolic Caching, 2017: uses over the time since the publication."""
     assert blocks.num_hits is not None and blocks.age is not None
-    return -(blocks.age // (1 + blocks.num_hits))
+    return -lax.div(blocks.age, 1 + blocks.num_hits)

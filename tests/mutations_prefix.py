@@ -135,6 +135,21 @@ MUTATIONS = [
         ("a revived block stays cached", "num_cached - num_true(is_revived)", "num_cached", SCRIPT),
     ),
     *in_module(
+        "tournament",
+        (
+            "the leader of a group stays in front",
+            "group[None], first + _least(members)",
+            "group[None], block_id",
+            "test_eviction.py::test_the_least_are_taken_in_order",
+        ),
+        (
+            "a tier is evicted to its end before what joins the one before it",
+            "(leading.tier[group] <= tier)",
+            "(leading.tier[group] < OUT)",
+            "test_prefix_copies.py::test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy",
+        ),
+    ),
+    *in_module(
         "eviction",
         (
             "the newest goes first",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import block_history, testing
+from kvcache_jax import testing, tournament
 from kvcache_jax.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.oracle import EVICTION_KEYS, OracleBlock
 from tests.prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
@@ -173,18 +173,29 @@ def test_a_parent_counts_as_its_most_valuable_child(batch):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
-def test_the_least_are_chosen_without_sorting(batch):
+def test_the_least_are_taken_in_order(batch):
+    """Of three groups, the last of them not full, as some leave and some enter again."""
     rng = np.random.default_rng(batch)
-    choose = jax.jit(block_history.least_valuable, static_argnums=4)
-    for trial in range(30):
-        keys = rng.choice([-(2**31), -5, -1, 0, 1, 7, 2**31 - 1], 50).astype(np.int32)
-        recency = rng.permutation(50).astype(np.int32) * (2**31 // 50)
-        is_candidate = rng.random(50) < (0.5 if trial else 0)
-        most = int(rng.integers(0, 60))
-        got = np.asarray(choose(keys, recency, is_candidate, jnp.int32(most), batch))
-        order = sorted(np.flatnonzero(is_candidate).tolist(), key=lambda b: (keys[b], recency[b]))
-        expected = order[: min(most, batch)]
-        assert sorted(got.tolist()) == sorted(expected + [50] * (batch - len(expected)))
+    num_blocks = 600
+    take, enter = jax.jit(tournament.take, static_argnums=(2, 3)), jax.jit(tournament.enter)
+    for trial in range(12):
+        keys = rng.choice([-(2**31), -5, -1, 0, 1, 7, 2**31 - 1], num_blocks).astype(np.int32)
+        recency = rng.permutation(num_blocks).astype(np.int32) * (2**31 // num_blocks)
+        is_last = rng.random(num_blocks) < 0.5
+        left = set(np.flatnonzero(rng.random(num_blocks) < (0.1 if trial else 0)).tolist())
+        tier = np.where([b in left for b in range(num_blocks)], 0, tournament.OUT) + is_last
+        now = tournament.start(tournament.Worth(*map(jnp.asarray, (tier.astype(np.int32), keys, recency))))
+        for _ in range(5):
+            most = int(rng.integers(0, 40))
+            now, taken = take(now, jnp.int32(most), batch, num_blocks)
+            competing = [b for b in left if not is_last[b]] or left
+            expected = sorted(competing, key=lambda b: (keys[b], recency[b]))[: min(most, batch)]
+            assert taken.tolist() == expected + [num_blocks] * (batch - len(expected))
+            entering = [int(b) for b in rng.integers(-1, num_blocks, batch)]
+            left -= set(expected)
+            entering = [b if b not in left and b not in entering[:i] else -1 for i, b in enumerate(entering)]
+            now = enter(now, jnp.asarray(entering, jnp.int32))
+            left |= {b for b in entering if b >= 0}
 
 
 def test_lru_keeps_no_history():

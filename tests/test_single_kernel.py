@@ -248,9 +248,11 @@ def test_without_jit_there_is_no_kernel():
 
 def test_other_policies_are_not_in_a_kernel():
     """A policy may hold what a kernel cannot, such as a sort."""
+    traced_in_kernel = []
 
     @kv.eviction_policy("sorted")
     def by_rank(blocks):
+        traced_in_kernel.append(is_one_kernel.value)
         order = jnp.argsort(blocks.recency)
         return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
 
@@ -260,8 +262,6 @@ def test_other_policies_are_not_in_a_kernel():
     )  # fmt: skip
     cache = kv.init(config, storage=False)
     tokens = jnp.zeros((1, 6), jnp.int32)
-    allocate = jax.jit(lambda cache: kv.allocate(cache, [0], [6], tokens=tokens))
-    assert MARK not in allocate.lower(cache).as_text()
     for i in range(3):
         tokens = jnp.full((1, 6), i, jnp.int32)
         cache, admission = kv.allocate(cache, [0], [6], tokens=tokens)
@@ -269,4 +269,4 @@ def test_other_policies_are_not_in_a_kernel():
         cache, _ = kv.commit(cache, [0])
         cache, _ = kv.free(cache, [0])
         assert admission.status.tolist() == [kv.Status.OK] and not kv.check_invariants(cache)
-    assert int(kv.stats(cache).num_evictions) > 0
+    assert int(kv.stats(cache).num_evictions) > 0 and set(traced_in_kernel) == {False}

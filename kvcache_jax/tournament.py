@@ -1,0 +1,117 @@
+"""The least of many blocks, again and again, as blocks leave and others enter.
+
+The blocks stand in groups, and the least of each group is known. The least of all is looked for among these,
+and when a block leaves or enters, its group alone is looked at again.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.indexing import first_true, quotient, read_first, set_at
+
+FIRST, LAST, OUT = 0, 1, 2
+"""Tiers: of a block that competes, of one that goes when no other is left; what is added while it is out."""
+# Blocks of a group: about as many as there are groups in a big pool.
+_GROUP = 256
+_MAX = jnp.iinfo(jnp.int32).max
+
+
+class Worth(NamedTuple):
+    """What a block is compared by: lesser tiers first, then lesser keys, then lesser recency.
+
+    Attributes:
+      tier: i32[n].
+      key: i32[n].
+      recency: i32[n], not negative and different for all that compete.
+    """
+
+    tier: jax.Array
+    key: jax.Array
+    recency: jax.Array
+
+
+class Tournament(NamedTuple):
+    """Who competes, and who leads.
+
+    Attributes:
+      worth: Of each block; filled up to whole groups with some that are out.
+      leaders: i32[num_groups], of each group the least block.
+    """
+
+    worth: Worth
+    leaders: jax.Array
+
+
+def start(worth: Worth) -> Tournament:
+    """The tournament of blocks `worth` i32[num_blocks]."""
+    missing = (0, -worth.tier.shape[0] % _GROUP)
+    worth = Worth(*(jnp.pad(x, missing, constant_values=OUT) for x in worth))
+    groups = Worth(*(x.reshape(-1, _GROUP) for x in worth))
+    leaders = _least(groups)
+    return Tournament(worth, leaders + _GROUP * jnp.arange(leaders.shape[0], dtype=jnp.int32))
+
+
+def take(now: Tournament, most: jax.Array, batch: int, nowhere: int) -> tuple[Tournament, jax.Array]:
+    """The least of those that compete, out of it; of the `LAST` tier only if there is no other at first.
+
+    Args:
+      now: The tournament.
+      most: i32[], how many are wanted at most.
+      batch: How many at most, as a shape.
+      nowhere: What stands for no block.
+
+    Returns:
+      The tournament, and i32[batch] block ids, the least first, then nowhere.
+    """
+    tier = jnp.minimum(jnp.min(now.worth.tier[now.leaders]), LAST)
+
+    def take_one(n: jax.Array, state: tuple[Tournament, jax.Array]) -> tuple[Tournament, jax.Array]:
+        now, taken = state
+        leading = Worth(*(x[now.leaders] for x in now.worth))
+        group = _least(leading)
+        is_taken = (n < most) & (leading.tier[group] <= tier)
+        block_id = now.leaders[group]
+        taken = set_at(taken, n[None], jnp.where(is_taken, block_id, nowhere))
+        return _change_tier(now, block_id, jnp.where(is_taken, OUT, 0)), taken
+
+    return _for_each(batch, take_one, (now, jnp.full_like(most, nowhere, shape=batch)))
+
+
+def enter(now: Tournament, block_ids: jax.Array) -> Tournament:
+    """Blocks i32[n], which differ and are out, compete; negative ones are skipped."""
+
+    def enter_one(n: jax.Array, now: Tournament) -> Tournament:
+        block_id = block_ids[n]
+        return _change_tier(now, jnp.maximum(block_id, 0), jnp.where(block_id >= 0, -OUT, 0))
+
+    return _for_each(block_ids.shape[0], enter_one, now)
+
+
+def _for_each[T](count: int, fn: Callable[[jax.Array, T], T], state: T) -> T:
+    return fn(jnp.int32(0), state) if count == 1 else lax.fori_loop(0, count, fn, state)
+
+
+def _change_tier(now: Tournament, block_id: jax.Array, change: jax.Array) -> Tournament:
+    """Adds `change` to the tier of a block, and finds the leader of its group."""
+    group = quotient(block_id, _GROUP)
+    first = group * _GROUP
+    members = Worth(*(lax.dynamic_slice_in_dim(x, first, _GROUP) for x in now.worth))
+    members, now = read_first(members, now)
+    is_it = jnp.arange(_GROUP, dtype=jnp.int32) == block_id - first
+    members = members._replace(tier=members.tier + jnp.where(is_it, change, 0))
+    tier = lax.dynamic_update_slice_in_dim(now.worth.tier, members.tier, first, axis=0)
+    leaders = set_at(now.leaders, group[None], first + _least(members))
+    return Tournament(now.worth._replace(tier=tier), leaders)
+
+
+def _least(worth: Worth) -> jax.Array:
+    """The place of the least along the last axis of i32[..., n] each."""
+    is_least = worth.tier == jnp.min(worth.tier, axis=-1, keepdims=True)
+    key = jnp.min(jnp.where(is_least, worth.key, _MAX), axis=-1, keepdims=True)
+    is_least &= worth.key == key
+    recency = jnp.min(jnp.where(is_least, worth.recency, _MAX), axis=-1, keepdims=True)
+    return first_true(is_least & (worth.recency == recency))
