@@ -6,6 +6,7 @@ keys and values and reads them back with `kv.gather`. Slots that no row owns are
 
 import contextlib
 import dataclasses
+import importlib
 import re
 
 import jax
@@ -331,3 +332,18 @@ def row_contents(cache, seq_id):
 def row_snapshot(cache, seq_id):
     """Everything that belongs to one row, to be compared before and after."""
     return row_state(cache, seq_id), row_contents(cache, seq_id)
+
+
+def first_program(patch, name):
+    """Takes the compiled text of the first call of a jitted function, "module.function"."""
+    module = importlib.import_module(f"kvcache_jax.{name.partition('.')[0]}")
+    function = name.partition(".")[2]
+    jitted, texts = getattr(module, function), []
+
+    def call(*args, **options):
+        if not texts:
+            texts.append(jitted.lower(*args, **options).compile().as_text())
+        return jitted(*args, **options)
+
+    patch.setattr(module, function, call)
+    return texts

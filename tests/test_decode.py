@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import types
 
 import jax
@@ -15,6 +16,7 @@ from kvcache_jax import decode_loop, prefill
 from kvcache_jax.forward import vocab_size
 from tests import tiny_model
 from tests.dense_reference import dense_attention
+from tests.helpers import first_program
 from tests.tiny_model import VOCAB, dense_logits, forward, make_params
 
 PARAMS = make_params()
@@ -283,6 +285,25 @@ def test_other_prompts_compile_nothing():
     sizes = [fn._cache_size() for fn in PROGRAMS]
     generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 12, [2, 3], [5]], max_new_tokens=5, seed=3)
     assert [fn._cache_size() for fn in PROGRAMS] == sizes
+
+
+@pytest.mark.parametrize("kind", ["plain", "ngram", "draft", "score", "beams"])
+def test_no_program_copies_a_pool(kind, monkeypatch):
+    """Neither the model's nor a draft's, whose pools are as large."""
+    names = ["prefill.prefill_in_chunks", "decode_loop.begin", "decode_loop.decode"]
+    if kind in ("score", "beams"):
+        names = ["score._score_rows" if kind == "score" else "beam._search"]
+    texts = [first_program(monkeypatch, name) for name in names]
+    if kind == "score":
+        kv.score(forward, PARAMS, PROMPTS[2], [[1, 2, 3], [7, 7]], config())
+    elif kind == "beams":
+        kv.beam_search(forward, PARAMS, PROMPTS[:2], config(), max_new_tokens=10, num_beams=2)
+    else:
+        draft = kv.Draft(forward, PARAMS, config()) if kind == "draft" else None
+        generate(num_drafts=0 if kind == "plain" else 3, draft=draft)
+    shape = ",".join(map(str, kv.init(config()).pools[0].k.shape))
+    for [text] in texts:
+        assert f"[{shape}]" in text and not re.findall(rf"\[{shape}\]\S* copy\(", text)
 
 
 def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
