@@ -1,12 +1,9 @@
 """`python -m experiments.decode`: what it prints is what was decoded, and what is wrong is one sentence."""
 
-import contextlib
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
+import shutil
 import types
 
 import jax
@@ -18,13 +15,14 @@ pytest.importorskip("flax")
 pytest.importorskip("rich")
 
 from flax import nnx
+from test_tokenizer import byte_level_bpe
 
 import kvcache_jax as kv
 from experiments import decode, decode_options, decode_view
 from kvcache_jax import testing
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
-from models.tokenizer import ByteTokenizer
+from models.tokenizer import ByteTokenizer, FileTokenizer
 
 SIZES = dict(
     vocab_size=256,
@@ -92,6 +90,7 @@ def check_sample(folder, prompt, sample, is_greedy=False, atol=1e-3, dtype=None)
     np.testing.assert_allclose(sample["logprobs"], chosen, atol=atol)
     if is_greedy:
         np.testing.assert_array_equal(sample["tokens"], logprobs.argmax(axis=1))
+    return logprobs
 
 
 SAMPLING = (*PROMPTS, "--samples", 2, "--max-new", 12, "--seed", 3, "--block-size", 4, "--rows", 2)
@@ -121,6 +120,64 @@ def test_json_holds_what_was_decoded(capsys, folder):
     assert figures["peak_cache_bytes"] == figures["cache_bytes"] == 12 * 4 * 2 * 8 * 4
     assert figures["prefill_tokens_per_second"] > 0 and figures["decode_tokens_per_second"] > 0
     assert result["settings"]["rows"] == 2 and result["settings"]["dtype"] == "float32"
+
+
+def test_draws_are_filtered_and_stopped(capsys, folder):
+    """Each token is among those that the filters leave, and a stop text changes none before it."""
+    options = (
+        *SAMPLING,
+        "--checkpoint",
+        folder / "plain",
+        "--temperature",
+        1.5,
+        "--top-k",
+        6,
+        "--top-p",
+        0.8,
+    )
+    options += ("--min-p", 0.05)
+    result, left = run_json(capsys, *options), []
+    for prompt in result["prompts"]:
+        for sample in prompt["samples"]:
+            logprobs = check_sample(folder / "plain", prompt["prompt"], sample)
+            scaled = np.exp(logprobs / 1.5)
+            order = np.argsort(-scaled, axis=1)[:, :6]
+            best = np.take_along_axis(scaled, order, axis=1)
+            best /= best.sum(axis=1, keepdims=True)
+            kept = (np.cumsum(best, axis=1) - best < 0.8) & (best >= 0.05 * best[:, :1])
+            left += kept.sum(axis=1).tolist()
+            for token, ids, is_kept in zip(sample["tokens"], order, kept, strict=True):
+                assert token in ids[is_kept]
+    assert min(left) < max(left) < 6  # each step leaves fewer than `--top-k`, and they differ
+    stop = result["prompts"][0]["samples"][0]["text"][4:6]
+    stopped = run_json(capsys, *options, "--stop", stop)
+    for prompt, whole in zip(stopped["prompts"], result["prompts"], strict=True):
+        for sample, longer in zip(prompt["samples"], whole["samples"], strict=True):
+            assert longer["tokens"][: len(sample["tokens"])] == sample["tokens"]
+            assert (sample["finish_reason"] == "stop") == (stop in longer["text"])
+            assert stop not in sample["text"][: -len(stop)]
+    assert stopped["prompts"][0]["samples"][0]["finish_reason"] == "stop"
+
+
+def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp_path):
+    shutil.copytree(folder / "wide", tmp_path, dirs_exist_ok=True)
+    byte_level_bpe().save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = FileTokenizer(tmp_path / "tokenizer.json"), "and so on and so on and so"
+    options = "--dtype", "bfloat16", "--greedy", "--speculative", 3, "--max-new", 6, "--checkpoint", tmp_path
+    result = run_json(capsys, text, *options)
+    (prompt,), settings = result["prompts"], result["settings"]
+    assert (settings["dtype"], settings["cache_dtype"]) == ("bfloat16", "bfloat16")
+    assert result["figures"]["num_drafted"] > 0
+    known = tokenizer.encode(text)
+    assert prompt["num_prompt_tokens"] == len(known) < len(text)
+    (sample,) = prompt["samples"]
+    assert sample["text"] == tokenizer.decode(sample["tokens"])
+    tokens = np.zeros(SIZES["max_seq_len"], np.int32)
+    tokens[: len(known) + 6] = known + sample["tokens"]
+    logprobs = np.asarray(all_logprobs(checkpoint.load(tmp_path, dtype=jnp.float32), tokens))[
+        len(known) - 1 :
+    ]
+    np.testing.assert_allclose(sample["logprobs"], logprobs[np.arange(6), sample["tokens"]], atol=0.1)
 
 
 def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
@@ -367,92 +424,3 @@ def test_a_cache_beyond_the_memory_is_refused(capsys, monkeypatch, folder):
     message = refusal(capsys, "a", "--num-blocks", 100, "--checkpoint", folder / "plain")
     # 100 blocks of 16 tokens with a key and a value of 8 floats alone are 100 KiB.
     assert re.match(r"decoding needs \d{3}\.\d KiB, but 2.9 KiB of memory are free: lower", message)
-
-
-# --- prompts ---
-
-
-def read_prompts(*arguments):
-    return decode_options.read_prompts(decode_options.parse(decode_options.make_parser(""), arguments))
-
-
-def test_prompts_are_lines_of_a_file(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeffone \r\n\r\n  \ntwo\u2028three\x0b\nsame\nsame".encode())
-    assert read_prompts("--prompts", str(path)) == ["one ", "two\u2028three\x0b", "same", "same"]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a\\nb", "id": 1}\n\n{"prompt": " "}\n')
-    assert read_prompts("--prompts", str(path)) == ["a\nb", " "]
-    assert read_prompts("a", "--samples", "2", "b") == ["a", "b"]
-    assert len(read_prompts()) == 2
-    assert read_prompts("a", "--greedy", "--", "--b", "--json", "--") == ["a", "--b", "--json", "--"]
-    assert read_prompts("J\udcc3\udcb6rg", "\udcff") == ["Jörg", "\udcff"]  # as Python reads them in ASCII
-    assert read_prompts("\ud800\udcc3", "日\udcc3") == ["\ud800\udcc3", "日\udcc3"]  # refused later
-    stop = ["--stop", "\udcc3\udca9"]
-    assert decode_options.parse(decode_options.make_parser(""), stop).stop == ["é"]
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("empty.txt", b"", "holds no prompt, expected one per line"),
-        ("blank.txt", b"\n \r\n", "holds no prompt"),
-        ("binary", bytes(range(256)), "is not UTF-8 text: invalid start byte at byte 128"),
-        ("list.jsonl", b'{"prompt": "a"}\n["a"]\n', 'line 2 is ["a"], expected an object with a text under'),
-        ("number.jsonl", b'{"prompt": 1}', "line 1 is"),
-        ("text.jsonl", b"text", "line 1 is no JSON: Expecting value"),
-    ],
-)
-def test_bad_files_of_prompts_are_refused(capsys, tmp_path, name, data, message):
-    (tmp_path / name).write_bytes(data)
-    assert message in refusal(capsys, "--prompts", tmp_path / name)
-    assert "is no file" in refusal(capsys, "--prompts", tmp_path)
-    assert "cannot read nowhere: No such file" in refusal(capsys, "--prompts", "nowhere")
-
-
-@contextlib.contextmanager
-def piped(data):
-    """Standard input is a pipe with these bytes, closed behind them unless they are None."""
-    reader, writer = os.pipe()
-    with pytest.MonkeyPatch.context() as patch, os.fdopen(reader, encoding="utf-8") as stdin:
-        patch.setattr("sys.stdin", stdin)
-        patch.setattr(decode_options, "PIPE_SECONDS", 0.1)
-        with os.fdopen(writer, "wb") as sender:
-            if data is None:
-                yield
-                return
-            sender.write(data)
-        yield
-
-
-def test_a_pipe_is_read_when_something_comes(capsys):
-    own = list(decode_options.OWN_PROMPTS)
-    with piped("ein\nzwei ß\n".encode()):
-        assert read_prompts() == ["ein", "zwei ß"]
-    with piped(b"ein\n"):
-        assert read_prompts("argument") == ["argument"]
-        assert read_prompts("-") == ["ein"]
-    with piped(b""):
-        assert read_prompts() == own
-        assert "standard input is empty: taking our own prompts" in capsys.readouterr().err
-        with pytest.raises(decode.InputError, match="standard input holds no prompt"):
-            read_prompts("-")
-    with piped(None):
-        assert read_prompts() == own
-        assert "a pipe in which nothing comes" in capsys.readouterr().err
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdin", None)
-        for arguments in (["-"], ["--prompts", "-"]):
-            with pytest.raises(decode.InputError, match="got -, but standard input is closed"):
-                read_prompts(*arguments)
-
-
-def test_in_a_process_of_its_own():
-    """Exit code, one sentence, no traceback; own prompts are tokens that the model can take."""
-    command = [sys.executable, "-m", "experiments.decode", "--prompts", "nowhere.txt"]
-    root = os.path.dirname(os.path.dirname(decode.__file__))
-    process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-    assert (process.returncode, process.stdout) == (2, "")
-    assert (
-        process.stderr == "python -m experiments.decode: cannot read nowhere.txt: No such file or directory\n"
-    )
