@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows, check_decode
-from pallas_kernels.mosaic_tpu.limits import NUM_LANES, check_scalars, check_tpu_pool, pallas_call, sublanes
+from pallas_kernels.mosaic_tpu.limits import check_scalars, check_tpu_pool, pallas_call, tiled_bytes
 
 MAX_TILE_LEN = 512
 TILES_BYTES = 8 * 2**20
 """Of VMEM, for two tiles of keys and two of values."""
 VMEM_BYTES = 15 * 2**20
-"""For all that `_vmem_bytes` counts, of the 16 MiB that the compiler gives a kernel on TPU v5e."""
+"""For all that `vmem_bytes` counts, of the 16 MiB that the compiler gives a kernel on TPU v5e."""
 MAX_QUERY_SIZE = 2**18
 """Numbers of all queries of a row: beyond, the compiler keeps more copies of them and of their results."""
 NUM_ROW_SCALARS = len(DecodeRows._fields) + 3
@@ -83,11 +83,10 @@ def paged_decode(
             "shard the heads"
         )
     block_size, columns = k_pool.shape[2], block_table.shape[1]
-    blocks_per_tile = _blocks_per_tile(k_pool, num_queries * group_size)
-    tile_len = blocks_per_tile * block_size
+    tile_len = tile_len_of(k_pool, num_queries * group_size)
 
     rows = rows._replace(num_columns=jnp.where(rows.num_queries > 0, rows.num_columns, 0))
-    plan = _plan(rows, blocks_per_tile)
+    plan = _plan(rows, tile_len // block_size)
     num_packed = num_queries * group_size
     packed = q.astype(k_pool.dtype).swapaxes(1, 2).reshape(num_rows, num_kv_heads, num_packed, head_dim)
     sinks = jnp.full((num_kv_heads, group_size), MASKED) if sink_logits is None else sink_logits
@@ -151,16 +150,16 @@ def paged_decode(
     return out, lse[..., 0]
 
 
-def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
-    """As many as a tile may have, and VMEM holds beside `num_packed` queries of each key/value head."""
+def tile_len_of(k_pool: jax.Array, num_packed: int) -> int:
+    """As many whole blocks as a tile may have, and VMEM holds beside `num_packed` queries of each head."""
     block_size = k_pool.shape[2]
     for blocks in range(max(1, MAX_TILE_LEN // block_size), 0, -1):
-        tiles, others, split = _vmem_bytes(k_pool, num_packed, blocks * block_size)
+        tiles, others, split = vmem_bytes(k_pool, num_packed, blocks * block_size)
         # With one block there is no choice, and often less than all operands is split at a time.
         needed = tiles + others + (split if blocks > 1 else 0)
         if tiles <= TILES_BYTES and needed <= VMEM_BYTES:
-            return blocks
-    tiles, others, _ = _vmem_bytes(k_pool, num_packed, block_size)
+            return blocks * block_size
+    tiles, others, _ = vmem_bytes(k_pool, num_packed, block_size)
     raise ValueError(
         f"blocks of {block_size} tokens need {tiles} bytes of VMEM, and {num_packed} queries of each "
         f"key/value head {others} beside them, expected at most {TILES_BYTES}, and {VMEM_BYTES} together: "
@@ -168,7 +167,7 @@ def _blocks_per_tile(k_pool: jax.Array, num_packed: int) -> int:
     )
 
 
-def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int, int]:
+def vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int, int, int]:
     """Of the tiles; of queries and results, both twice, the softmax's state and logits; of split operands.
 
     Products of float32 take each operand apart, into three of bfloat16.
@@ -176,8 +175,7 @@ def _vmem_bytes(k_pool: jax.Array, num_packed: int, tile_len: int) -> tuple[int,
     _, num_kv_heads, _, head_dim = k_pool.shape
 
     def size(rows: int, columns: int, dtype: jnp.dtype) -> int:
-        rows, columns = (-(-n // to) * to for n, to in ((rows, sublanes(dtype)), (columns, NUM_LANES)))
-        return num_kv_heads * rows * columns * dtype.itemsize
+        return num_kv_heads * tiled_bytes(rows, columns, dtype)
 
     float32 = jnp.dtype(jnp.float32)
     tiles = 4 * size(tile_len, head_dim, k_pool.dtype)

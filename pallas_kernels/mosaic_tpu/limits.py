@@ -58,6 +58,12 @@ def sublanes(dtype: jnp.dtype) -> int:
     return NUM_SUBLANES * (4 // dtype.itemsize)
 
 
+def tiled_bytes(rows: int, columns: int, dtype: jnp.dtype) -> int:
+    """Bytes of a matrix in whole tiles of the TPU's memory."""
+    rows, columns = (-(-n // to) * to for n, to in ((rows, sublanes(dtype)), (columns, NUM_LANES)))
+    return rows * columns * dtype.itemsize
+
+
 def pallas_call(kernel: Callable[..., None], *, interpret: bool, **options: Any) -> Callable[..., Any]:
     """`pl.pallas_call`; `interpret` runs it in the interpreter that looks for races.
 

@@ -3,8 +3,8 @@
     python -m tests.aot.tpu                 # all cases, as `make aot-tpu` does
     python -m tests.aot.tpu append scatter  # those with one of these words in their names
 
-Needs libtpu, see `make .venv-tpu`. Exit status 1 if a program does not compile, copies a pool, or does not
-update in place what it ought to.
+Needs libtpu, see `make .venv-tpu`. Exit status 1 if a program does not compile, costs more than its budget on
+one of the generations, copies a pool, or does not update in place what it ought to.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from pallas_kernels import mosaic_tpu
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+from pallas_kernels.mosaic_tpu.append import MAX_CHUNK
+from pallas_kernels.mosaic_tpu.decode import tile_len_of, vmem_bytes
+from pallas_kernels.mosaic_tpu.limits import sublanes, tiled_bytes
 from tests.aot.hlo import num_copies
 
 # Read when libtpu starts: there is no TPU to ask for its surroundings.
@@ -38,6 +41,29 @@ TARGETS = ("v5e:2x2", "v6e:2x2", "tpu7x:2x2x1")
 NUM_LAYERS, NUM_TOKENS = 4, 2**16  # of one layer's pool
 HEADINGS = ("code", "vmem", "temporary", "seconds", "verdict")
 
+# Code is straight within a tile or a token of all heads, and loops over rows, tiles, blocks and tokens. That
+# of a tile is longer in float32 (each product in several), with 32 heads, 32 queries a head or a window, and
+# longest with 64 queries a head; that of the plan with 119 rows. A tile's has no room for a second copy.
+KIB = 1024
+MOVE_CODE, APPEND_CODE, LAYERS_CODE = 96 * KIB, 160 * KIB, 320 * KIB
+DECODE_CODE, LONG_DECODE_CODE, LONGEST_DECODE_CODE = 272 * KIB, 528 * KIB, 928 * KIB
+XLA_TEMPORARY_BYTES = 512 * KIB
+"""What XLA keeps in HBM around a kernel beside large arrays: plans, leaders of chunks, its own."""
+
+
+class Cost(NamedTuple):
+    """Of a program, in bytes; as a budget, at most so many on each generation.
+
+    Attributes:
+      code: Generated, of the kernels and of XLA.
+      vmem: Of the kernel that uses most of it.
+      temporary: Of HBM, beside arguments and results.
+    """
+
+    code: int
+    vmem: int
+    temporary: int
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -47,12 +73,14 @@ class Case:
       name: Unique.
       function: Takes the pools first, and returns them first if they are updated in place.
       arguments: Shapes.
+      budget: What it was designed to use.
       in_place: Whether the pools are donated and must be updated where they are.
     """
 
     name: str
     function: Callable
     arguments: tuple
+    budget: Cost
     in_place: bool
 
 
@@ -65,9 +93,37 @@ def pool_of(block_size: int, num_kv_heads: int = 8, head_dim: int = 128, dtype: 
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
+def decode_budget(pool: jax.ShapeDtypeStruct, q_shape: tuple[int, ...], code: int) -> Cost:
+    """What the wrapper counts, and the softmax's weights, which tpu7x keeps beside the logits.
+
+    Of HBM, the queries as the kernel reads them and both results as it writes them.
+    """
+    num_rows, num_queries, num_kv_heads, group_size, head_dim = q_shape
+    num_packed, float32 = num_queries * group_size, jnp.dtype(jnp.float32)
+    tile_len = tile_len_of(pool, num_packed)
+    weights = num_kv_heads * tiled_bytes(num_packed, tile_len, float32)
+    parts = ((head_dim, pool.dtype), (head_dim, float32), (1, float32))
+    of_head = sum(tiled_bytes(num_packed, width, dtype) for width, dtype in parts)
+    return Cost(
+        code,
+        sum(vmem_bytes(pool, num_packed, tile_len)) + weights,
+        num_rows * num_kv_heads * of_head + XLA_TEMPORARY_BYTES,
+    )
+
+
+def append_budget(pool: jax.ShapeDtypeStruct, num_tokens: int) -> Cost:
+    """A chunk's tiles, and its tokens while the next ones arrive."""
+    _, num_kv_heads, _, head_dim = pool.shape
+    token_bytes = num_kv_heads * head_dim * pool.dtype.itemsize
+    tile_bytes = sublanes(pool.dtype) * token_bytes
+    vmem = 2 * min(num_tokens, MAX_CHUNK) * (tile_bytes + 2 * token_bytes)
+    return Cost(APPEND_CODE, vmem, XLA_TEMPORARY_BYTES)
+
+
 def decode_case(
     name: str,
     *,
+    code: int = DECODE_CODE,
     block_size: int = 16,
     group_size: int = 4,
     num_queries: int = 1,
@@ -90,7 +146,8 @@ def decode_case(
         )
 
     rows = DecodeRows(*[i32(num_rows)] * 5)
-    return Case(name, decode, (pool, pool, q, i32(num_rows, columns), rows, i32(), sinks), in_place=False)
+    arguments = (pool, pool, q, i32(num_rows, columns), rows, i32(), sinks)
+    return Case(name, decode, arguments, decode_budget(pool, q.shape, code), in_place=False)
 
 
 def move_case(kernel: Callable, *, num_moved: int = 64, num_lists: int = 1, has_values: bool = False) -> Case:
@@ -99,7 +156,8 @@ def move_case(kernel: Callable, *, num_moved: int = 64, num_lists: int = 1, has_
     function = functools.partial(kernel, num_blocks=NUM_TOKENS // 16)
     arguments = (pool, pool, *values, *[i32(num_moved)] * num_lists, i32())
     in_place = kernel is not mosaic_tpu.gather_blocks
-    return Case(f"{kernel.__name__}_{num_moved}", function, arguments, in_place)
+    budget = Cost(MOVE_CODE, vmem=0, temporary=0)  # from HBM to HBM
+    return Case(f"{kernel.__name__}_{num_moved}", function, arguments, budget, in_place)
 
 
 def append_case(name: str, *, num_tokens: int, block_size: int = 16, dtype: str = "bfloat16") -> Case:
@@ -111,7 +169,8 @@ def append_case(name: str, *, num_tokens: int, block_size: int = 16, dtype: str 
             k_pool, v_pool, k, v, slots, num_blocks=NUM_TOKENS // block_size, layer=layer
         )
 
-    return Case(name, append, (pool, pool, values, values, i32(num_tokens), i32()), in_place=True)
+    arguments = (pool, pool, values, values, i32(num_tokens), i32())
+    return Case(name, append, arguments, append_budget(pool, num_tokens), in_place=True)
 
 
 def layers_case() -> Case:
@@ -134,22 +193,36 @@ def layers_case() -> Case:
 
     q = jax.ShapeDtypeStruct((num_rows, 1, 8, 4, 128), pool.dtype)
     rows = DecodeRows(*[i32(num_rows)] * 5)
-    return Case("layers", layers, (pool, pool, q, i32(num_rows, 128), rows, i32(num_rows)), in_place=True)
+    arguments = (pool, pool, q, i32(num_rows, 128), rows, i32(num_rows))
+    budgets = decode_budget(pool, q.shape, LAYERS_CODE), append_budget(pool, num_rows)
+    return Case("layers", layers, arguments, Cost(*map(max, *budgets)), in_place=True)
 
 
 CASES = (
     decode_case("decode_block_16_group_4"),
     decode_case("decode_block_64_group_1", block_size=64, group_size=1),
     decode_case("decode_block_128_group_8", block_size=128, group_size=8),
-    decode_case("decode_32_heads", num_kv_heads=32, group_size=1),
+    decode_case("decode_32_heads", code=LONG_DECODE_CODE, num_kv_heads=32, group_size=1),
     decode_case("decode_head_256", num_kv_heads=4, head_dim=256),
-    decode_case("decode_f32_block_8", block_size=8, dtype="float32"),
-    decode_case("decode_8_queries_group_16", num_queries=8, group_size=16, dtype="float32"),
-    decode_case("decode_most_queries", num_queries=8, num_kv_heads=32, group_size=8),
-    decode_case("decode_most_logits", num_queries=8, group_size=32, block_size=8, dtype="float32"),
-    decode_case("decode_large_table", num_rows=119, columns=2048),
+    decode_case("decode_f32_block_8", code=LONG_DECODE_CODE, block_size=8, dtype="float32"),
+    decode_case(
+        "decode_8_queries_group_16", code=LONGEST_DECODE_CODE, num_queries=8, group_size=16, dtype="float32"
+    ),
+    decode_case(
+        "decode_most_queries", code=LONGEST_DECODE_CODE, num_queries=8, num_kv_heads=32, group_size=8
+    ),
+    decode_case(
+        "decode_most_logits",
+        code=LONGEST_DECODE_CODE,
+        num_queries=8,
+        group_size=32,
+        block_size=8,
+        dtype="float32",
+    ),
+    decode_case("decode_large_table", code=LONG_DECODE_CODE, num_rows=119, columns=2048),
     decode_case(
         "decode_all",
+        code=LONG_DECODE_CODE,
         block_size=64,
         group_size=8,
         num_queries=4,
@@ -181,22 +254,24 @@ def compile_for(target: str, case: Case) -> jax.stages.Compiled:
         return jitted.lower(*arguments).compile()
 
 
-def vmem_bytes(hlo: str) -> int:
+def used_vmem_bytes(hlo: str) -> int:
     """Of the kernel that uses most of it; libtpu writes 1 for VMEM."""
     calls = [line for line in hlo.splitlines() if "tpu_custom_call" in line]
     used = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"')
     return max(int(size) for call in calls for size in used.findall(call))
 
 
-def failures(case: Case, hlo: str, temporary_bytes: int, alias_bytes: int) -> list[str]:
+def failures(case: Case, cost: Cost, num_pool_copies: int, alias_bytes: int) -> list[str]:
     """What is wrong with the program, a phrase each."""
+    found = [
+        f"{value} {name} bytes, at most {most}"
+        for name, value, most in zip(Cost._fields, cost, case.budget, strict=True)
+        if value > most
+    ]
+    if num_pool_copies:
+        found.append(f"copies a pool {num_pool_copies} times")
     pool = case.arguments[0]
     pool_bytes = pool.size * pool.dtype.itemsize
-    found = []
-    if copies := num_copies(hlo, pool.size):
-        found.append(f"copies a pool {copies} times")
-    if temporary_bytes >= pool_bytes:
-        found.append(f"{temporary_bytes} temporary bytes, as many as a pool has")
     if case.in_place and alias_bytes < 2 * pool_bytes:
         found.append(f"{2 * pool_bytes - alias_bytes} bytes not updated in place")
     return found
@@ -211,8 +286,10 @@ def report(target: str, case: Case, width: int) -> bool:
         found, numbers = [f"{type(error).__name__}: {error}"], [""] * 3
     else:
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
-        found = failures(case, hlo, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
-        numbers = [memory.generated_code_size_in_bytes, vmem_bytes(hlo), memory.temp_size_in_bytes]
+        cost = Cost(memory.generated_code_size_in_bytes, used_vmem_bytes(hlo), memory.temp_size_in_bytes)
+        num_pool_copies = num_copies(hlo, case.arguments[0].size)
+        found = failures(case, cost, num_pool_copies, memory.alias_size_in_bytes)
+        numbers = list(cost)
     numbers.append(f"{time.monotonic() - start:.1f}")
     verdict = "FAILED: " + "; ".join(found) if found else "ok"
     print(f"{target:11} {case.name:{width}}", *(f"{n:>9}" for n in numbers), f" {verdict}", flush=True)
