@@ -85,9 +85,9 @@ def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
 def _platform() -> str:
     """Of the devices that the program is for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and device.platform is not None:
-        return device.platform
-    platform = jax.default_backend()
+    platform = None if device is None else device.platform
+    if platform is None:
+        platform = jax.default_backend()
     return "cuda" if platform == "gpu" else platform
 
 

@@ -37,10 +37,6 @@ def append_tokens(cache, tokens, num_new):
 append_donated = kv.donate(append_tokens)
 
 
-# What moves arrays between devices, in a compiled program.
-COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
-
-
 def newest_unless(names, cases):
     """The `cases` of a contract test, of which the oldest jax runs `names` alone."""
     return [case if case in names else pytest.param(case, marks=pytest.mark.newest) for case in cases]

@@ -177,6 +177,12 @@ MUTATIONS = [
             "if reason := None:",
             "test_attention_kernels.py::test_an_untested_jax_is_named_and_xla_goes_on",
         ),
+        (
+            "a mesh of GPUs is not for the GPU's kernels",
+            'return "cuda" if platform == "gpu" else platform',
+            "return platform",
+            "test_attention_kernels.py::test_a_mesh_of_gpus_runs_the_kernels_for_them",
+        ),
     ),
     *in_module(
         "head_axis",

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu  # noqa: F401  imported later, it would make jax trace anew
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import attention_kernels, storage, testing
 from kvcache_jax.implementations import choose
 from tests import gpu_interpreter, tiny_model
+from tests.aot.hlo import COLLECTIVE
 from tests.attention_driver import AttentionDriver, dense_attention, fragment
 from tests.dense_reference import dense_attention as dense_jnp
-from tests.helpers import COLLECTIVE, newest_unless, table
+from tests.helpers import newest_unless, table
 
 pytestmark = pytest.mark.contract
 
@@ -395,6 +396,19 @@ def test_none_picks_a_measured_kernel_where_it_serves(monkeypatch):
     assert chosen(config) == "xla"  # on a CPU
     with testing.interpreted():
         assert [chosen(config), chosen(short)] == ["mosaic_tpu", "xla"]
+
+
+def test_a_mesh_of_gpus_runs_the_kernels_for_them():
+    """jax calls them "gpu" there."""
+    config = config_of("mosaic_gpu", windows=(None,))
+    (pool,) = jax.eval_shape(functools.partial(kv.init, config)).pools
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((2,), ("heads",), abstract_device=device)):
+        try:
+            found = choose(config, None, pool)
+        except NotImplementedError as error:
+            found = str(error)
+    assert found == "mosaic_gpu"
 
 
 def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.helpers import COLLECTIVE
+from tests.aot.hlo import COLLECTIVE
 
 pytestmark = pytest.mark.contract
 
