@@ -159,6 +159,12 @@ MUTATIONS = [
             "num_queries - 2) // block_size + 1",
             f"{CACHE}[packed-mosaic_tpu]",
         ),
+        (
+            "each layer plans anew",
+            "is_planned = bool(work)",
+            "is_planned = bool(work) and not work",
+            "test_attention_kernels.py::test_a_step_is_planned_once_for_all_layers_of_a_group",
+        ),
     ),
     *in_module(
         "storage",

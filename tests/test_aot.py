@@ -8,10 +8,10 @@ from pallas_kernels.mosaic_gpu.decode import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import tiling_of
 from tests.aot import gpu
 from tests.aot.alignment import tma_alignment
-from tests.aot.budget import Budget
+from tests.aot.budget import Budget, CompileCase
 from tests.aot.compiling import ProgramCost
 from tests.aot.dump import KernelCost, read_kernels
-from tests.aot.hlo import num_copies
+from tests.aot.hlo import kernel_calls, num_copies
 from tests.aot.kernel_cases import CASES as KERNEL_CASES
 
 PTXAS = """ptxas info    : 0 bytes gmem
@@ -66,7 +66,15 @@ KERNEL = KernelCost(
     tanh_approx=0,
     fences=2,
 )
-COST = ProgramCost((KERNEL,), temporary_bytes=8, pool_copies=0, missing_alias_bytes=0)
+CASE = CompileCase("decode", lambda: None, tuple, BUDGET, kernels=("paged_decode", "copy_blocks"))
+COST = ProgramCost(
+    (KERNEL,),
+    temporary_bytes=8,
+    pool_copies=0,
+    missing_alias_bytes=0,
+    called=("copy_blocks", "paged_decode", "paged_decode"),
+    collectives=(),
+)
 
 
 def write_dump(folder, stores=0, loads=0):
@@ -132,7 +140,7 @@ def test_a_report_that_does_not_name_registers_is_refused(tmp_path):
 
 
 def test_a_program_at_its_budget_passes():
-    assert gpu.failures(COST, BUDGET) == []
+    assert gpu.failures(COST, CASE) == []
 
 
 @pytest.mark.parametrize(
@@ -161,7 +169,7 @@ def test_a_program_at_its_budget_passes():
 )
 def test_a_kernel_beyond_its_budget_fails(change, found):
     kernels = (dataclasses.replace(KERNEL, **change),)
-    assert gpu.failures(dataclasses.replace(COST, kernels=kernels), BUDGET) == [found]
+    assert gpu.failures(dataclasses.replace(COST, kernels=kernels), CASE) == [found]
 
 
 @pytest.mark.parametrize(
@@ -170,17 +178,31 @@ def test_a_kernel_beyond_its_budget_fails(change, found):
         ({"temporary_bytes": 9}, "9 temporary bytes, at most 8"),
         ({"pool_copies": 1}, "copies a pool 1 times"),
         ({"missing_alias_bytes": 512}, "512 bytes not updated in place"),
+        ({"called": ("paged_decode",)}, "does not call copy_blocks"),
+        ({"collectives": ("all-gather",)}, "moves arrays between devices: all-gather"),
     ],
 )
 def test_a_program_beyond_its_budget_fails(change, found):
-    assert gpu.failures(dataclasses.replace(COST, **change), BUDGET) == [found]
+    assert gpu.failures(dataclasses.replace(COST, **change), CASE) == [found]
 
 
-def test_a_program_without_kernels_fails():
-    cost = dataclasses.replace(COST, kernels=())
-    assert gpu.failures(cost, Budget(registers=9, shared_memory=9, temporary_bytes=9)) == [
-        "no Mosaic GPU kernel in it"
-    ]
+def test_every_kernel_is_demanded_by_name():
+    """That its name is in the folder says little: what is compiled may not be called."""
+    names = {"append_kv", "copy_blocks", "gather_blocks", "merge_attention", "paged_decode", "scatter_blocks"}
+    assert {name for case in KERNEL_CASES for name in case.kernels} == names
+    assert all(case.kernels for case in KERNEL_CASES)
+    (loop,) = gpu.chosen(["decode_loop"])
+    assert {"copy_blocks", "merge_attention", "paged_decode"} == {*loop.kernels}
+
+
+def test_the_kernels_that_a_program_calls_are_read():
+    hlo = """
+  %k.1 = f32[8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/extend/copy_blocks/mpmd_map"}
+  %k.2 = f32[8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="paged_decode/mpmd_map"}
+  %k.3 = f32[8] custom-call(%x), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/merge_attention/dot"}
+  %k.4 = f32[8] fusion(%k.2), kind=kLoop, metadata={op_name="jit(f)/append_kv/mpmd_map"}
+"""  # noqa: E501
+    assert kernel_calls(hlo) == ["copy_blocks", "paged_decode"]
 
 
 def test_of_several_kernels_the_largest_and_the_sums_count():

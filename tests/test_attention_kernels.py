@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import kvcache_jax as kv
 from kvcache_jax import attention_kernels, storage, testing
 from kvcache_jax.implementations import choose
+from pallas_kernels.mosaic_gpu.decode_plan import plan_decode
 from tests import gpu_interpreter, tiny_model
 from tests.aot.hlo import COLLECTIVE
 from tests.attention_driver import AttentionDriver, dense_attention, fragment
@@ -396,6 +397,31 @@ def test_none_picks_a_measured_kernel_where_it_serves(monkeypatch):
     assert chosen(config) == "xla"  # on a CPU
     with testing.interpreted():
         assert [chosen(config), chosen(short)] == ["mosaic_tpu", "xla"]
+
+
+def test_a_step_is_planned_once_for_all_layers_of_a_group(monkeypatch):
+    planned = []
+
+    def plan(*arguments, **keywords):
+        planned.append(keywords["num_columns"])
+        return plan_decode(*arguments, **keywords)
+
+    monkeypatch.setattr("pallas_kernels.mosaic_gpu.decode.plan_decode", plan)
+    config = config_of(
+        "mosaic_gpu", windows=(None, (9, 3), None, (9, 3)), max_seq_len=24
+    )  # not traced elsewhere
+
+    def step_fn(cache, q, k, v):
+        cache, step = kv.extend(cache, jnp.ones(4, jnp.int32), max_new=1)
+        for layer in range(4):
+            cache, q = kv.attention(cache, layer, q, k, v, step)
+        return q
+
+    with testing.interpreted():
+        jax.eval_shape(
+            step_fn, jax.eval_shape(functools.partial(kv.init, config)), *chunk("mosaic_gpu", 1, 0)
+        )
+    assert planned == [3, 3]
 
 
 def test_a_mesh_of_gpus_runs_the_kernels_for_them():

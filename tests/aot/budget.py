@@ -1,7 +1,8 @@
 """What a program that is compiled for H200 may cost; the cases are in `kernel_cases`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,16 +41,22 @@ class CompileCase:
       function: Takes what `arguments` returns.
       arguments: Builds the arguments, pytrees of `jax.ShapeDtypeStruct`.
       budget: See `Budget`.
+      kernels: Names of the kernels that the program must call.
       pools: Positions of arguments that must never be copied; arrays.
       in_place: Those of `pools` that are donated, and must be updated where they are.
+      num_devices: H200s, on the mesh axis `h200.HEADS`.
+      split: Arrays that are split over the devices: from the position of the argument to the axis.
     """
 
     name: str
     function: Callable
     arguments: Callable[[], tuple]
     budget: Budget
+    kernels: tuple[str, ...]
     pools: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
+    num_devices: int = 1
+    split: Mapping[int, int] = MappingProxyType({})
 
 
 def pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: str = "bfloat16"):

@@ -11,7 +11,7 @@ import numpy as np
 from tests.aot import h200
 from tests.aot.cases import CASES
 from tests.aot.dump import KernelCost, read_kernels
-from tests.aot.hlo import num_copies
+from tests.aot.hlo import COLLECTIVE, kernel_calls, num_copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +23,16 @@ class ProgramCost:
       temporary_bytes: Device memory beside arguments and results.
       pool_copies: Copies of an array as big as a pool, or bigger.
       missing_alias_bytes: Of the arguments to be updated in place, bytes that results do not share.
+      called: Names of the kernels that it calls, each as often as it does.
+      collectives: What moves arrays between devices, if anything does.
     """
 
     kernels: tuple[KernelCost, ...]
     temporary_bytes: int
     pool_copies: int
     missing_alias_bytes: int
+    called: tuple[str, ...]
+    collectives: tuple[str, ...]
 
 
 def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
@@ -44,21 +48,28 @@ def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     case = next(case for case in CASES if case.name == name)
-    arguments = h200.place(case.arguments())
-    with h200.lowering():
+    arguments = h200.place(case.arguments(), case.num_devices, case.split)
+    with h200.lowering(case.num_devices):
         compiled = jax.jit(case.function, donate_argnums=case.in_place).lower(*arguments).compile()
     hlo = compiled.as_text()
     (folder / "program.hlo").write_text(hlo)
     memory = compiled.memory_analysis()
-    pool_sizes = [math.prod(arguments[i].shape) for i in case.pools]
+    # The text and the numbers are those of one device.
+    pool_sizes = [math.prod(_local_shape(arguments[i])) for i in case.pools]
     donated = sum(_num_bytes(arguments[i]) for i in case.in_place)
     return ProgramCost(
         kernels=tuple(read_kernels(folder)),
         temporary_bytes=memory.temp_size_in_bytes,
         pool_copies=num_copies(hlo, min(pool_sizes)) if pool_sizes else 0,
         missing_alias_bytes=max(donated - memory.alias_size_in_bytes, 0),
+        called=tuple(kernel_calls(hlo)),
+        collectives=tuple(sorted(set(COLLECTIVE.findall(hlo)))),
     )
 
 
-def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
-    return math.prod(shape.shape) * np.dtype(shape.dtype).itemsize
+def _local_shape(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return array.sharding.shard_shape(array.shape)
+
+
+def _num_bytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(_local_shape(array)) * np.dtype(array.dtype).itemsize

@@ -4,10 +4,10 @@
     python -m tests.aot.gpu decode append_64     # those with one of these words in their names
     python -m tests.aot.gpu append --dump kept   # and keep ptx, ptxas's report, sass and hlo, a folder a case
 
-Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in `kernel_cases.py` and
-`step.py` beside this file. Exit status 1 if a program costs more than its budget, has fewer tensor core or
-copy engine instructions or fences than demanded, copies a pool, would fault where only a GPU notices it, or
-does not compile.
+Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in `kernel_cases.py`,
+`move_cases.py`, `step.py` and `cache_cases.py` beside this file. Exit status 1 if a program costs more than
+its budget, has fewer tensor core or copy engine instructions or fences than demanded, does not call a kernel,
+copies a pool or moves it to another device, would fault where only a GPU notices it, or does not compile.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import jax
 
-from tests.aot.budget import Budget, CompileCase
+from tests.aot.budget import CompileCase
 from tests.aot.cases import CASES
 from tests.aot.compiling import ProgramCost, compile_case
 
@@ -33,11 +33,10 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 HEADINGS = ("registers", "spilled", "shared", "HGMMA", "UTMALDG", "fences", "temporary", "verdict")
 
 
-def failures(cost: ProgramCost, budget: Budget) -> list[str]:
+def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
     """What is wrong with the program, a phrase each."""
-    found = []
-    if not cost.kernels:
-        found.append("no Mosaic GPU kernel in it")
+    budget = case.budget
+    found = [f"does not call {name}" for name in case.kernels if name not in cost.called]
     registers, spills, shared, wgmma, tma, fences = totals(cost)
     for what, value, most in (
         ("registers", registers, budget.registers),
@@ -64,6 +63,8 @@ def failures(cost: ProgramCost, budget: Budget) -> list[str]:
             found.append(f"{kernel.name} has a grid of {kernel.grid}, at most {MAX_GRID}")
         if kernel.tanh_approx:
             found.append(f"{kernel.name} has {kernel.tanh_approx} tanh.approx, which is 5e-4 off")
+    if cost.collectives:
+        found.append(f"moves arrays between devices: {', '.join(cost.collectives)}")
     if cost.pool_copies:
         found.append(f"copies a pool {cost.pool_copies} times")
     if cost.missing_alias_bytes:
@@ -108,7 +109,7 @@ def report(cases: Sequence[CompileCase], folder: pathlib.Path) -> int:
             except Exception as error:  # whatever the compiler raises is this case's verdict
                 found, numbers = [f"{type(error).__name__}: {error}"], [""] * 7
             else:
-                found, numbers = failures(cost, case.budget), [*totals(cost), cost.temporary_bytes]
+                found, numbers = failures(cost, case), [*totals(cost), cost.temporary_bytes]
             num_failed += bool(found)
             verdict = "FAILED: " + "; ".join(found) if found else "ok"
             print(f"{case.name:{width}}", *(f"{number:>9}" for number in numbers), f" {verdict}", flush=True)

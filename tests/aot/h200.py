@@ -1,11 +1,21 @@
 """An H200 to compile for, on a machine without one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 NUM_SMS = 132
 # XLA's GpuTargetConfigProto in text form, with the facts of the chip.
@@ -50,21 +60,47 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def sharding() -> SingleDeviceSharding:
-    """Of arguments that lie on the H200."""
-    topology = topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=TARGET)
-    return SingleDeviceSharding(topology.devices[0])
+HEADS = "heads"
+"""The mesh axis of several H200s."""
+
+
+def mesh(num_devices: int = 1) -> Mesh:
+    """H200s of one machine."""
+    shape = f"1x{num_devices}x1"
+    topology = topologies.get_topology_desc("", platform="cuda", topology=shape, target_config=TARGET)
+    return Mesh(topology.devices, (HEADS,))
 
 
 @contextlib.contextmanager
-def lowering() -> Iterator[None]:
-    """What lowers within it, lowers for the H200: a kernel asks the mesh which chip that is."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=NUM_SMS, platform="cuda")
-    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+def lowering(num_devices: int = 1) -> Iterator[None]:
+    """What lowers within it, lowers for H200s: a kernel asks the mesh which chip that is."""
+    abstract = mesh(num_devices).abstract_mesh
+    if num_devices == 1:  # most programs know of no mesh
+        abstract = AbstractMesh((), (), abstract_device=abstract.abstract_device)
+    with use_abstract_mesh(abstract):
         yield
 
 
-def place(arguments: object) -> object:
-    """`arguments` with every array or shape as a shape on the H200."""
-    on_device = sharding()
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), arguments)
+def place(
+    arguments: Sequence[Any], num_devices: int = 1, split: Mapping[int, int] = MappingProxyType({})
+) -> Any:
+    """`arguments` with every array or shape as a shape on the H200s.
+
+    Args:
+      arguments: Pytrees.
+      num_devices: H200s.
+      split: Arrays that are split over them: from the position in `arguments` to the axis.
+    """
+    devices = mesh(num_devices)
+
+    def sharding(position: int) -> Sharding:
+        if num_devices == 1:
+            return SingleDeviceSharding(devices.devices.item())
+        axes = [None] * split[position] + [HEADS] if position in split else []
+        return NamedSharding(devices, PartitionSpec(*axes))
+
+    def placed(position: int, argument: Any) -> Any:
+        where = sharding(position)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), argument)
+
+    return tuple(placed(*each) for each in enumerate(arguments))

@@ -49,7 +49,8 @@ def _decode_case(
             q, k_pool, v_pool, table, rows, decode_options, layer=layer, sink_logits=sink_logits
         )
 
-    return CompileCase(name, function, arguments, budget, pools=(1, 2))
+    kernels = ("paged_decode", "merge_attention") if budget.min_fences >= 4 else ("paged_decode",)
+    return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2))
 
 
 # As many programs as `programs_per_sm` says share an SM, and so must their registers: of 128 threads each,
@@ -114,7 +115,8 @@ def _merge_case(num_lanes: int, head_dim: int, budget: Budget) -> CompileCase:
         outs = jax.ShapeDtypeStruct((3, num_lanes, head_dim), jnp.float32)
         return outs, jax.ShapeDtypeStruct(outs.shape[:-1], outs.dtype)
 
-    return CompileCase(f"merge_{num_lanes}_lanes_head_{head_dim}", merge_attention, arguments, budget)
+    name = f"merge_{num_lanes}_lanes_head_{head_dim}"
+    return CompileCase(name, merge_attention, arguments, budget, ("merge_attention",))
 
 
 # A ring of four parts, and of their logs.

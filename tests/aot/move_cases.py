@@ -49,7 +49,10 @@ def _move_cases(name: str, **shape: Any) -> tuple[CompileCase, ...]:
             return kernel(*arguments, num_blocks=of.num_blocks)
 
         budget = dataclasses.replace(RING, min_fences=fences)
-        return CompileCase(f"{kernel.__name__}_{name}", function, lambda: arguments, budget, (0, 1), in_place)
+        kernels = (kernel.__name__,)
+        return CompileCase(
+            f"{kernels[0]}_{name}", function, lambda: arguments, budget, kernels, (0, 1), in_place
+        )
 
     pools, blocks = (of.pool(), of.pool()), (of.blocks(), of.blocks())
     return (
@@ -69,7 +72,7 @@ def _append_case(name: str, num_tokens: int, budget: Budget, **shape: Any) -> Co
     def function(k_pool, v_pool, k, v, slots, layer):
         return append_kv(k_pool, v_pool, k, v, slots, num_blocks=of.num_blocks, layer=layer)
 
-    return CompileCase(f"append_{name}", function, arguments, budget, (0, 1), (0, 1))
+    return CompileCase(f"append_{name}", function, arguments, budget, ("append_kv",), (0, 1), (0, 1))
 
 
 MOVE_CASES = (
