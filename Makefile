@@ -11,7 +11,7 @@ CONTRACT_TESTS = $(shell grep -l 'pytest\.mark\.contract' tests/test_*.py)
 
 # Of the cases that are compiled for H200, those which the oldest jax compiles too; all if empty.
 CASES_0112 := 32_rows head_64_group_16 block_24 8_queries_head_256 window 20_lanes 40_lanes bf16_16x128 append_64 \
-	decode_loop
+	decode_loop step_on_a_mesh
 
 PY := .venv/bin/python
 PY_0112 := .venv-0112/bin/python
@@ -43,8 +43,8 @@ test: .venv
 test-0112: .venv-0112
 	$(PY_0112) -m pytest -n $(WORKERS) --dist loadfile -m "contract and not newest" $(CONTRACT_TESTS)
 
-# The kernels and a model's decode loop compiled for H200, without a GPU: by the newest jax in all shapes, by the oldest
-# in a shape or two of each kernel, and with them the loops of the benchmark.
+# The kernels, a model's decode loop and steps of a cache compiled for H200, without a GPU: by the newest jax in all
+# shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark.
 aot: aot-newest aot-0112 aot-benchmark
 
 aot-newest: .venv-aot

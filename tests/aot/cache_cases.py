@@ -1,0 +1,89 @@
+"""Steps of a cache without a model, to be compiled like the kernels: on a mesh, of many tokens, packed.
+
+Each is `extend`, copy-on-write, and the attention of all layers.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import kvcache_jax as kv
+from tests.aot import h200
+from tests.aot.budget import Budget, CompileCase, i32
+
+NUM_LAYERS, NUM_ROWS = 2, 8
+NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
+
+
+def _xla(temporary_bytes: int) -> Budget:
+    return Budget(registers=0, shared_memory=0, temporary_bytes=temporary_bytes)
+
+
+def _case(
+    name: str,
+    budget: Budget,
+    kernels: tuple[str, ...],
+    *,
+    num_devices: int = 1,
+    implementation: str = "mosaic_gpu",
+    **tokens: int,
+) -> CompileCase:
+    """A step; `tokens` is `max_new` or `num_tokens`, as in `kv.extend`."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)] * NUM_LAYERS,
+        num_blocks=4096,
+        max_seqs=NUM_ROWS,
+        max_seq_len=8192,
+        max_query_len=256,
+        dtype=jnp.bfloat16,
+        implementation=implementation,
+        head_axis=h200.HEADS if num_devices > 1 else None,
+    )
+
+    def function(k_pool, v_pool, control, num_new, q, k, v):
+        cache = kv.Cache(control=control, pools=(kv.KVPool(k=k_pool, v=v_pool),), config=config)
+        cache, step = kv.extend(cache, num_new, **tokens)
+        for layer in range(NUM_LAYERS):
+            cache, q = kv.attention(cache, layer, q, k, v, step)
+        (pool,) = cache.pools
+        return pool.k, pool.v, cache.control, q
+
+    def arguments() -> tuple:
+        unsplit = dataclasses.replace(config, head_axis=None)
+        cache = jax.eval_shape(lambda: kv.init(unsplit))
+        (pool,) = cache.pools
+        shape = (NUM_ROWS, tokens["max_new"]) if "max_new" in tokens else (tokens["num_tokens"],)
+        q, k = (
+            jax.ShapeDtypeStruct((*shape, num_heads, HEAD_DIM), jnp.bfloat16)
+            for num_heads in (NUM_KV_HEADS * GROUP_SIZE, NUM_KV_HEADS)
+        )
+        return pool.k, pool.v, cache.control, i32(NUM_ROWS), q, k, k
+
+    head_axis = 2 if "max_new" in tokens else 1
+    heads = {0: 1, 1: 1} | dict.fromkeys((4, 5, 6), head_axis)
+    return CompileCase(name, function, arguments, budget, kernels, (0, 1), (0, 1), num_devices, heads)
+
+
+_COPY, _DECODE, _MERGE = "copy_blocks", "paged_decode", "merge_attention"
+# What the kernels together have of each; the ring of a copy is the largest shared memory.
+_UNSPLIT = Budget(
+    registers=128, shared_memory=98_400, min_wgmma=16, min_tma=29, min_fences=4, temporary_bytes=5_300_000
+)
+_SPLIT = dataclasses.replace(_UNSPLIT, min_tma=39, min_fences=6, temporary_bytes=3_300_000)
+# Temporary are, of kernels, the results in float32, as written and as returned, and a MiB of plans; of rows
+# that are split, the parts. Of XLA, a tile of 256 keys a row as stored and in float32, its logits and its
+# weights, and the results. A pool has 268 MB.
+CACHE_CASES = (
+    _case("step_on_a_mesh", _SPLIT, (_COPY, _DECODE, _MERGE), num_devices=2, max_new=1),
+    # The kernel takes 8 queries a row, so of 64 it is given 8 rows.
+    _case(
+        "chunk_of_64_tokens",
+        dataclasses.replace(_UNSPLIT, registers=208, temporary_bytes=17_900_000),
+        (_COPY, _DECODE),
+        max_new=64,
+    ),
+    _case("packed_step", _UNSPLIT, (_COPY, _DECODE), num_tokens=64),
+    _case("xla_chunk_of_64_tokens", _xla(64_000_000), (), implementation="xla", max_new=64),
+    _case("xla_packed_step", _xla(112_000_000), (), implementation="xla", num_tokens=64),
+)
