@@ -17,7 +17,22 @@ def decode(name: str) -> str:
 
 MUTATIONS = [
     *in_kernel(
+        "interpret",
+        (
+            "XLA is not told the cost",
+            'options["cost_estimate"] = cost',
+            'options["cost_estimate"] = None',
+            "test_kernel_costs.py::test_bytes_are_those_read_and_written[append_64]",
+        ),
+    ),
+    *in_kernel(
         "decode",
+        (
+            "values cost nothing",
+            "bytes_accessed=2 * num_keys",
+            "bytes_accessed=num_keys",
+            "test_kernel_costs.py::test_bytes_are_those_read_and_written[decode_128_rows_group_1]",
+        ),
         ("the layer ignored", "layer_ref[0] * options", "0 * layer_ref[0] * options", decode("plain")),
         ("keys not waited for", "plgpu.barrier_wait(k_barrier.at[slot])", "pass", decode("plain")),
         ("values not waited for", "plgpu.barrier_wait(v_barrier.at[slot])", "pass", decode("plain")),

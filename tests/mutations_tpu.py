@@ -20,6 +20,12 @@ MUTATIONS = [
     *in_kernel(
         "decode",
         (
+            "values cost nothing",
+            "key_bytes = 2 * num_kv_heads",
+            "key_bytes = num_kv_heads",
+            "test_kernel_costs.py::test_bytes_are_those_read_and_written[TPU decode_block_16_group_4]",
+        ),
+        (
             "the next tile lands on the one in use",
             "jnp.where(is_last, 0, tile + 1), 1 - slot)",
             "jnp.where(is_last, 0, tile + 1), slot)",
