@@ -223,17 +223,38 @@ def test_copies_as_big_as_a_pool_are_counted():
     assert num_copies(hlo, at_least=64 * 8 * 16 * 128) == 2
 
 
+def test_budgets_are_what_the_kernel_states():
+    """Counted by hand: 64 KiB of rings, 7 of lanes, the rest; 2 products of 8, 6 copies of 4 pieces."""
+    budgets = {case.name: case.budget for case in KERNEL_CASES}
+    expected = Budget(
+        registers=128,
+        shared_memory=65_536 + 7_168 + 3_328,
+        min_wgmma=16,
+        min_tma=1 + 24 + 10,
+        min_fences=4,
+        temporary_bytes=9_000_000,
+    )
+    assert budgets["decode_32_rows_group_4"] == expected
+    whole = dataclasses.replace(expected, min_tma=1 + 24, min_fences=2)
+    assert budgets["decode_128_rows_group_1"] == whole
+    assert budgets["decode_group_16"] == dataclasses.replace(expected, registers=144, shared_memory=83_200)
+
+
 def test_as_many_programs_as_a_plan_counts_on_fit_into_the_registers_of_an_sm():
     """`aot` holds each case to its budget, and the budget fits the plan. Threads get registers by eights."""
     cases = [case for case in KERNEL_CASES if case.name.startswith("decode_")]
     assert cases
+    programs = {}
     for case in cases:
         q, k_pool, *_ = case.arguments()
         _, num_queries, _, group_size, head_dim = q.shape
         tiling = tiling_of(num_queries, group_size, head_dim, k_pool.shape[2])
-        num_programs = programs_per_sm(tiling, head_dim)
+        num_programs = programs[case.name] = programs_per_sm(tiling, head_dim)
         assert num_programs * 128 * (-(-case.budget.registers // 8) * 8) <= 65536, case.name
         assert num_programs * (case.budget.shared_memory + 1024) <= 228 * 1024, case.name
+    # By shared memory, by it, by registers, by them with pieces of 8 tokens, by both.
+    names = ("32_rows_group_4", "group_16", "head_64", "head_64_block_24", "8_queries_head_256")
+    assert [programs[f"decode_{name}"] for name in names] == [3, 2, 5, 4, 1]
 
 
 def test_case_names_differ_and_words_choose():

@@ -37,7 +37,14 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
 )
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
-from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, SHARED_MEMORY, why_not_block, why_not_pool
+from pallas_kernels.mosaic_gpu.limits import (
+    DECODED,
+    NUM_SMS,
+    REGISTERS,
+    SHARED_MEMORY,
+    why_not_block,
+    why_not_pool,
+)
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
@@ -45,6 +52,9 @@ _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _INTERPRETED_PROGRAMS = 8
 _STAGES = 2
+_THREADS = 128
+_SMALL_BUFFERS = 3328
+"""Bytes for numbers per lane, barriers and alignment."""
 _SMALL = 0.04
 
 
@@ -184,20 +194,23 @@ def _check_plan(plan: DecodePlan, num_rows: int) -> None:
 
 
 def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
-    """How many programs of 128 threads shared memory and registers leave room for.
-
-    Registers are known only once it is compiled: `make aot` holds five programs to 96 a thread, which 8 lanes
-    of head_dim 64 need with pieces of 16 tokens, four to 128 and three to 168.
-    """
-    by_registers = 3 if tiling.num_lanes > 8 else 5 if tiling.piece_len >= 16 else 4
-    return min(SHARED_MEMORY // _shared_memory(tiling, head_dim), by_registers)
+    """How many programs shared memory and registers leave room for."""
+    by_registers = REGISTERS // (_THREADS * max_registers(tiling, head_dim))
+    return min(SHARED_MEMORY // max_shared_memory(tiling, head_dim), by_registers)
 
 
-def _shared_memory(tiling: Tiling, head_dim: int) -> int:
-    """Bytes of shared memory of one program; the system takes 1 KB, barriers and alignment a little more."""
+def max_registers(tiling: Tiling, head_dim: int) -> int:
+    """Of a thread of one program: the kernel's budget, to which `make aot` holds what is compiled."""
+    by_lanes = {64: (96, 168, 168, 168), 128: (128, 160, 208, 208), 256: (224, 255)}[head_dim]
+    registers = by_lanes[tiling.num_lanes // 8 - 1]
+    return max(registers, 112) if tiling.piece_len < 16 else registers
+
+
+def max_shared_memory(tiling: Tiling, head_dim: int) -> int:
+    """Bytes of one program, to which `make aot` holds it too; the system takes 1 KB beside them."""
     rings = 2 * _STAGES * TILE_ROWS * head_dim * 2
     lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2)
-    return rings + lanes + 4096
+    return rings + lanes + _SMALL_BUFFERS
 
 
 def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEstimate:

@@ -6,6 +6,8 @@ NUM_SMS = 132
 """Of an H100 or H200 on SXM; on a chip with fewer the kernels are as correct."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of an SM that the CTAs on it share."""
+REGISTERS = 64 * 1024
+"""Of an SM, of 32 bits; a thread gets them by eights."""
 HEAD_DIMS = (64, 128, 256)
 MAX_BLOCK_SIZE = 512
 DECODED = ("bfloat16", "float16")

@@ -5,22 +5,45 @@ to use, so that a compiler or a change that spills, falls off the tensor cores o
 """
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
-from pallas_kernels.mosaic_gpu.decode import paged_decode
+from pallas_kernels.mosaic_gpu.decode import max_registers, max_shared_memory, paged_decode
+from pallas_kernels.mosaic_gpu.decode_plan import Tiling, tiling_of
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from tests.aot.budget import Budget, CompileCase, i32, pool
 from tests.aot.move_cases import MOVE_CASES
 
 
+def _decode_budget(tiling: Tiling, head_dim: int, is_split: bool, **changes: int) -> Budget:
+    """What the kernel's module states, and what its products and copies are; with the merge, if it may split.
+
+    A tile has two products of 64 keys, head_dim / 16 instructions each. Copied are queries, and the pieces of
+    K and V of three tiles: two before the loop, one in it. Fences are before tensor cores read weights, and
+    before results are copied out.
+    """
+    merge_tma, merge_fences = (10, 2) if is_split else (0, 0)
+    budget = Budget(
+        registers=max_registers(tiling, head_dim),
+        shared_memory=max_shared_memory(tiling, head_dim),
+        min_wgmma=head_dim // 8,
+        min_tma=1 + 6 * tiling.pieces_per_tile + merge_tma,
+        min_fences=2 + merge_fences,
+        temporary_bytes=9_000_000,
+    )
+    return dataclasses.replace(budget, **changes)
+
+
 def _decode_case(
     name: str,
     *,
-    budget: Budget,
+    is_split: bool = True,
+    limits: Mapping[str, int] = MappingProxyType({}),
     num_rows: int = 32,
     group_size: int = 4,
     head_dim: int = 128,
@@ -49,63 +72,35 @@ def _decode_case(
             q, k_pool, v_pool, table, rows, decode_options, layer=layer, sink_logits=sink_logits
         )
 
-    kernels = ("paged_decode", "merge_attention") if budget.min_fences >= 4 else ("paged_decode",)
+    tiling = tiling_of(num_queries, group_size, head_dim, block_size)
+    budget = _decode_budget(tiling, head_dim, is_split, **limits)
+    kernels = ("paged_decode", "merge_attention") if is_split else ("paged_decode",)
     return CompileCase(name, function, arguments, budget, kernels, pools=(1, 2))
 
 
-# As many programs as `programs_per_sm` says share an SM, and so must their registers: of 128 threads each,
-# three have 168 registers a thread, five have 96. The rings of two stages take 64 KiB at head_dim 128.
-# A decode has two fences: before tensor cores read weights, and before results are copied out. So has the
-# merge behind a decode that may be split.
-_BUDGET = Budget(
-    registers=128, shared_memory=76_500, min_wgmma=16, min_tma=25, min_fences=4, temporary_bytes=9_000_000
-)
-_UNSPLIT = dataclasses.replace(_BUDGET, min_fences=2)
-_WIDE = dataclasses.replace(_BUDGET, registers=208, shared_memory=98_000)
-_HEAD_64_WIDE = dataclasses.replace(_BUDGET, registers=168, shared_memory=54_000, min_wgmma=8)
-_HEAD_256 = dataclasses.replace(_UNSPLIT, registers=224, shared_memory=148_000, min_wgmma=32)
+# `limits` are where a case needs less than its tiling may have, or its results are larger.
 _CASES = {
-    "decode_32_rows_group_4": dict(budget=_BUDGET),
-    "decode_1_row_32k": dict(num_rows=1, group_size=8, max_len=32768, budget=_BUDGET),
-    "decode_128_rows_group_1": dict(num_rows=128, group_size=1, budget=_UNSPLIT),
-    "decode_group_16": dict(
-        group_size=16, budget=dataclasses.replace(_BUDGET, registers=144, shared_memory=84_000)
-    ),
-    "decode_head_64": dict(
-        head_dim=64, budget=dataclasses.replace(_BUDGET, registers=96, shared_memory=45_600, min_wgmma=8)
-    ),
-    "decode_head_64_block_24": dict(
-        head_dim=64,
-        block_size=24,
-        max_len=8160,
-        budget=dataclasses.replace(_BUDGET, registers=112, shared_memory=45_600, min_wgmma=8, min_tma=59),
-    ),
-    "decode_head_64_group_16": dict(head_dim=64, group_size=16, budget=_HEAD_64_WIDE),
-    "decode_head_64_8_queries": dict(head_dim=64, num_queries=8, budget=_HEAD_64_WIDE),
-    "decode_sink_logits": dict(has_sink_logits=True, budget=_BUDGET),
+    "decode_32_rows_group_4": dict(),
+    "decode_1_row_32k": dict(num_rows=1, group_size=8, max_len=32768),
+    "decode_128_rows_group_1": dict(num_rows=128, group_size=1, is_split=False),
+    "decode_group_16": dict(group_size=16, limits=dict(registers=144)),
+    "decode_head_64": dict(head_dim=64),
+    "decode_head_64_block_24": dict(head_dim=64, block_size=24, max_len=8160),
+    "decode_head_64_group_16": dict(head_dim=64, group_size=16),
+    "decode_head_64_8_queries": dict(head_dim=64, num_queries=8),
+    "decode_sink_logits": dict(has_sink_logits=True),
     "decode_70000_rows": dict(
-        num_rows=70_000, max_len=16, budget=dataclasses.replace(_UNSPLIT, temporary_bytes=2_500_000_000)
+        num_rows=70_000, max_len=16, is_split=False, limits=dict(temporary_bytes=2_500_000_000)
     ),
-    "decode_head_256": dict(head_dim=256, budget=_HEAD_256),
-    "decode_block_8": dict(block_size=8, budget=dataclasses.replace(_BUDGET, min_tma=59)),
-    "decode_block_24": dict(block_size=24, max_len=8160, budget=dataclasses.replace(_BUDGET, min_tma=59)),
-    "decode_block_128": dict(block_size=128, budget=dataclasses.replace(_BUDGET, min_tma=17)),
-    "decode_float16": dict(dtype="float16", budget=_BUDGET),
-    "decode_8_queries_group_8": dict(
-        group_size=8, num_queries=8, budget=dataclasses.replace(_WIDE, min_fences=2)
-    ),
-    "decode_8_queries_head_256": dict(
-        head_dim=256,
-        num_queries=8,
-        budget=dataclasses.replace(_HEAD_256, registers=255, shared_memory=162_000),
-    ),
+    "decode_head_256": dict(head_dim=256, is_split=False),
+    "decode_block_8": dict(block_size=8),
+    "decode_block_24": dict(block_size=24, max_len=8160),
+    "decode_block_128": dict(block_size=128),
+    "decode_float16": dict(dtype="float16"),
+    "decode_8_queries_group_8": dict(group_size=8, num_queries=8, is_split=False),
+    "decode_8_queries_head_256": dict(head_dim=256, num_queries=8, is_split=False),
     "decode_window": dict(
-        num_queries=4,
-        window=1024,
-        num_sink_tokens=20,
-        soft_cap=30.0,
-        has_sink_logits=True,
-        budget=dataclasses.replace(_WIDE, registers=160),
+        num_queries=4, window=1024, num_sink_tokens=20, soft_cap=30.0, has_sink_logits=True
     ),
 }
 
