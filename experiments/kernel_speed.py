@@ -1,6 +1,7 @@
 """Question: how fast are the GPU kernels beside the memory's bandwidth, and beside other people's?
 
 Command: python -m experiments.kernel_speed [--quick] [--json] [--minutes 8] [--flashinfer DIR]
+         python -m experiments.kernel_speed --resume                    what is missing, into the same file
          python -m experiments.kernel_speed --only "32 x 8k, group 4" --without "FlashInfer XQA"
          python -m experiments.kernel_speed --interpret --output DIR    the same path on a CPU, no times
 Machine: one NVIDIA Hopper GPU with nothing else on it; results/<device>.json and .png
@@ -22,6 +23,9 @@ Only another process, the worker, touches the device. When it ends, hangs or los
 turn it was has failed, and a new worker measures the entry again without it; a side that does so repeatedly
 is left out of what follows. The results are written after every entry, so that whatever ends the run leaves
 what was measured; what the workers printed is in kernel_speed.log beside them.
+
+--resume goes on where earlier calls on the same device, with the same code and versions, ended. The ceilings
+are measured in each call, and an entry's share is of those of its own call; ratios are within one entry.
 """
 
 import argparse
@@ -39,10 +43,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments import command
-from experiments.kernel_speed_names import COPY, OURS, READ, SIDES, WITH_PLAN
+from experiments.kernel_speed_names import OURS, SIDES, WITH_PLAN
 from experiments.kernel_speed_process import CrashError, OutOfTimeError, Worker
 from experiments.kernel_speed_report import draw, show
-from experiments.kernel_speed_summary import ceilings, comparison, gb_per_s, medians_us, summary
+from experiments.kernel_speed_resume import missing, resumed
+from experiments.kernel_speed_summary import add_figures
 from experiments.kernel_speed_torch import FLASHINFER_DIR
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,7 +82,7 @@ class Run:
         """Starts the worker.
 
         Raises:
-          InputError: Nothing can be measured here.
+          InputError: Nothing can be measured here, or added to what was measured before.
         """
         self.options, self._start = options, time.monotonic()
         self.seconds = None if options.interpret else QUICK_SECONDS if options.quick else SECONDS
@@ -85,7 +90,8 @@ class Run:
         self._longest_s = self._start_s = 0.0
         self._without = dict.fromkeys(options.without, "left out by --without")
         self._crashes: collections.Counter[str] = collections.Counter()
-        (options.output / LOG).write_text("")
+        if not options.resume:
+            (options.output / LOG).write_text("")
         self._worker: Worker | None = self._new_worker()
         self.jobs: list[tuple[str, str]] = [(kind, name) for kind, name in self._worker.hello["names"]]
         self.report: dict[str, Any] = {
@@ -94,7 +100,7 @@ class Run:
             "is_quick": options.quick,
             "only": options.only,
             "without": options.without,
-            "ceilings": {},
+            "calls": [],
             "entries": [],
             "decodes": [],
             "moves": [],
@@ -104,6 +110,14 @@ class Run:
             "crashes": [],
             "stopped": "",
         }
+        if options.resume:
+            try:
+                self.report = resumed(self.path, self.report)
+            except command.InputError:
+                self.close()
+                raise
+            for crash in self.report["crashes"]:
+                self._blame(crash)
 
     @property
     def path(self) -> Path:
@@ -115,26 +129,21 @@ class Run:
     def save(self) -> None:
         """Whole or not at all."""
         report = self.report
-        report["ceilings"] = ceilings(report["entries"])
-        for entry in report["decodes"]:
-            entry["comparison"] = comparison(entry, report["ceilings"].get(READ))
-        for kind, ceiling in (("moves", COPY), ("steps", READ)):
-            rate = report["ceilings"].get(ceiling)
-            for entry in report[kind]:
-                shares = (
-                    {side: (gb_per_s(entry, side) or 0) / rate for side in medians_us(entry)} if rate else {}
-                )
-                entry["of_ceiling"] = shares
-        report["summary"] = summary(report["decodes"])
-        report["seconds"] = time.monotonic() - self._start
+        report["calls"][-1]["seconds"] = time.monotonic() - self._start
+        add_figures(report)
         unfinished = self.path.with_suffix(".json.unfinished")
         unfinished.write_text(json.dumps(report, indent=1) + "\n")
         unfinished.replace(self.path)
 
     def measure(self) -> None:
-        """All entries, or those of --only; what ends it early is in the report."""
+        """All entries that are missing, or those of --only; what ends it early is in the report."""
         only = tuple(self.options.only)
-        todo = [job for job in self.jobs if not only or job[1].startswith(only)]
+        todo = missing([job for job in self.jobs if not only or job[1].startswith(only)], self.report)
+        if not todo:
+            self.close()
+            add_figures(self.report)
+            return
+        self.report["calls"].append({name: self.report.get(name) for name in ("date", "machine", "only")})
         try:
             while todo:
                 self.enter(*todo[0])
@@ -169,7 +178,7 @@ class Run:
             if "skipped" in answer:
                 self.report["skipped"].append({"cell": name, "reason": answer["skipped"]})
                 return
-            self.report[kind].append(answer["entry"])
+            self.report[kind].append({**answer["entry"], "call": len(self.report["calls"]) - 1})
             self.save()
             self._longest_s = max(self._longest_s, time.monotonic() - start)
             self._say(f"{kind}: {name}")
@@ -224,14 +233,20 @@ class Run:
                 "side": side,
                 "step": crash.step,
                 "how": str(crash),
+                "is_hang": crash.is_hang,
                 "last_words": crash.last_words,
             }
         )
+        self._blame(self.report["crashes"][-1])
+
+    def _blame(self, crash: dict[str, Any]) -> None:
+        """Counts a crash of the report; who has too many is left out of what follows."""
+        side = crash["side"]
         if side is None:
             return
-        self._crashes[side] += 2 if crash.is_hang else 1
+        self._crashes[side] += 2 if crash["is_hang"] else 1
         if self._crashes[side] >= (ALLOWED_OF_OURS if side in (OURS, WITH_PLAN) else ALLOWED_CRASHES):
-            self._without[side] = f"left out after its crash on {name}: {crash}"
+            self._without[side] = f"left out after its crash on {crash['entry']}: {crash['how']}"
 
     def _say(self, words: str) -> None:
         print(f"{time.monotonic() - self._start:4.0f} s  {words}", file=sys.stderr, flush=True)
@@ -260,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--json", action="store_true", help="print the report as one JSON object instead of tables")
     add("--quick", action="store_true", help="a handful of cells")
+    add("--resume", action="store_true", help="measure what earlier calls left out, and add it to theirs")
     add(
         "--minutes",
         type=command.number(0, is_above=True),

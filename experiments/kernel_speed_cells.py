@@ -68,14 +68,15 @@ class Cell(NamedTuple):
 
 
 def all_cells() -> list[Cell]:
-    """Every combination, the most important ones first."""
+    """Every combination, the most important ones first: before all, those that have a bar of their own."""
     ranked = [
         (4 * (nth_group + nth_block) + nth_shape, Cell(*shape, group_size, block_size))
         for nth_block, block_size in enumerate(BLOCK_SIZES)
         for nth_group, group_size in enumerate(GROUP_SIZES)
         for nth_shape, shape in enumerate(SHAPES)
     ]
-    return [cell for _, cell in sorted(ranked, key=lambda entry: entry[0])]
+    ranked.sort(key=lambda entry: (entry[1].kv_bytes < LARGE_BYTES, entry[0]))
+    return [cell for _, cell in ranked]
 
 
 QUICK = (

@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import functools
 import gc
+import hashlib
 import importlib.metadata
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from experiments.kernel_speed_moves import TINY_POOLS, Pools, ceiling_makers, mo
 from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import jax_sides
 from experiments.kernel_speed_timing import Contest, Side, launches_for, one_line
-from experiments.kernel_speed_torch import free_memory, synchronize, torch_sides
+from experiments.kernel_speed_torch import FLASHINFER_DIR, free_memory, synchronize, torch_sides
 
 NUM_MOVED = 512
 """Blocks that are gathered, scattered and copied."""
@@ -115,7 +117,7 @@ def _without_sizes(make: Callable[[], tuple[Contest, list[Side]]]) -> Made:
 
 def environment(device: Any) -> dict[str, Any]:
     """Where and when; of packages that are not installed, nothing."""
-    peers = {}
+    peers, folder = {}, os.environ.get(FLASHINFER_DIR)
     for package in (
         "torch",
         "flashinfer-python",
@@ -136,10 +138,21 @@ def environment(device: Any) -> dict[str, Any]:
         "machine": timing.machine(),
         "revision": timing.revision(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "sources": sources(),
         "jax": jax.__version__,
         "packages": peers,
+        "flashinfer_modules": sorted(path.stem for path in Path(folder).glob("*/*.so")) if folder else [],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def sources() -> str:
+    """Digest of the code that decides about a time, as it is in the working tree."""
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for package in ("experiments", "kvcache_jax", "models", "pallas_kernels"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _driver() -> str | None:

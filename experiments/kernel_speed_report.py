@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.kernel_speed_cells import BLOCK_SIZES, LARGE_BYTES
-from experiments.kernel_speed_names import OURS, WITH_PLAN
-from experiments.kernel_speed_summary import absences, gb_per_s, medians_us
+from experiments.kernel_speed_names import OURS, READ, WITH_PLAN
+from experiments.kernel_speed_summary import absences, ceiling_rates, gb_per_s, medians_us
 from experiments.timing import show_table
 
 NOT_MEASURED = "not measured"
@@ -17,11 +17,14 @@ def show(report: dict) -> None:
     print(f"{device['name']}, jax {report['jax']}, {report['date']}, {report['revision'] or 'no revision'}")
     if report["is_interpreted"]:
         print("interpreted on the CPU: the path is checked, nothing is measured")
-    rates = report["ceilings"]
-    print(f"ceilings: {', '.join(f'{name} {_gb(rates[name])}' for name in rates)}")
-    _show_others(
-        "what a launch costs at least", [entry for entry in report["entries"] if not entry["num_bytes"]]
-    )
+    if len(report["calls"]) > 1:
+        print(f"{len(report['calls'])} calls, the first {report['calls'][0]['date']}")
+    rates = ceiling_rates(report)
+    print(f"ceilings: {', '.join(f'{name} {_range(rates[name])}' for name in rates)}")
+    floors = [entry for entry in report["entries"] if not entry["num_bytes"]]
+    if len(report["calls"]) > 1:
+        floors = [{**entry, "name": f"{entry['name']}, call {entry['call'] + 1}"} for entry in floors]
+    _show_others("what a launch costs at least", floors)
     _show_decodes(report["decodes"])
     _show_others("movement of tokens and blocks", report["moves"])
     _show_others("a whole step of the decoder", report["steps"])
@@ -89,6 +92,7 @@ def _show_absences(report: dict) -> None:
         print(f"skipped {skipped['cell']}: {skipped['reason']}")
     if report["left_out"]:
         print(f"left out, no time: {'; '.join(report['left_out'])}")
+        print(f"{len(report['left_out'])} left out: the same command with --resume measures them")
     if report["stopped"]:
         print(f"stopped early: {report['stopped']}")
 
@@ -126,6 +130,13 @@ def _gb(rate: float | None) -> str:
     return NOT_MEASURED if rate is None else f"{rate:,.0f} GB/s"
 
 
+def _range(rates: Sequence[float]) -> str:
+    """What the calls measured, sorted, and how far that is apart."""
+    if len(rates) < 2:
+        return _gb(rates[0] if rates else None)
+    return f"{rates[0]:,.0f} to {_gb(rates[-1])} ({rates[-1] / rates[0] - 1:.1%} apart in {len(rates)} calls)"
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
@@ -139,7 +150,7 @@ def draw(report: dict, path: Path) -> None:
     device = report["device"]["name"]
     figure.suptitle(f"{device}, jax {report['jax']}, {report['date']} {report['revision']}", fontsize=9)
 
-    decodes, read = report["decodes"], report["ceilings"].get("read")
+    decodes, read = report["decodes"], ceiling_rates(report).get(READ, [])
     for nth, block_size in enumerate(BLOCK_SIZES):
         points = [
             (entry["num_bytes"] / 1e9, entry["comparison"]["gb_per_s"])
@@ -157,8 +168,9 @@ def draw(report: dict, path: Path) -> None:
     ]
     if peers:
         bandwidth.plot(*zip(*peers, strict=True), "x", color="0.5", label="best peer")
-    if read:
-        bandwidth.axhline(read, color="0.3", linestyle="--", label="reading only")
+    for nth, rate in enumerate(read):
+        label = "" if nth else f"reading only{', each call' * (len(read) > 1)}"
+        bandwidth.axhline(rate, color="0.3", linestyle="--", linewidth=1, label=label)
     bandwidth.axvline(LARGE_BYTES / 1e9, color="0.8")
     bandwidth.set(xscale="log", xlabel="GB of keys and values", ylabel="GB/s", title="paged decode")
     bandwidth.set_ylim(0)

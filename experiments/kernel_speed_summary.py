@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.kernel_speed_cells import LARGE_BYTES
-from experiments.kernel_speed_names import OURS
+from experiments.kernel_speed_names import COPY, OURS, READ
 from experiments.kernel_speed_timing import MEASURED
 
 LEAST_OF_CEILING, LEAST_MEAN, LEAST_RATIO = 0.9, 1.0, 0.9
@@ -20,6 +20,29 @@ def gb_per_s(entry: dict, side: str = OURS) -> float | None:
     """What must be moved, over the time that a side took; in 10^9 bytes."""
     median = medians_us(entry).get(side)
     return None if median is None else entry["num_bytes"] / median / 1e3
+
+
+def add_figures(report: dict[str, Any]) -> None:
+    """Adds to a report what follows from its entries, each beside the ceilings of its own call."""
+    calls = report["calls"]
+    for nth, call in enumerate(calls):
+        call["ceilings"] = ceilings([entry for entry in report["entries"] if entry["call"] == nth])
+    for entry in report["decodes"]:
+        entry["comparison"] = comparison(entry, calls[entry["call"]]["ceilings"].get(READ))
+    for kind, ceiling in (("moves", COPY), ("steps", READ)):
+        for entry in report[kind]:
+            rate = calls[entry["call"]]["ceilings"].get(ceiling)
+            rates = {side: gb_per_s(entry, side) for side in medians_us(entry)}
+            entry["of_ceiling"] = {side: (got or 0) / rate for side, got in rates.items()} if rate else {}
+    report["summary"] = summary(report["decodes"])
+    report["seconds"] = sum(call["seconds"] for call in calls)
+
+
+def ceiling_rates(report: dict[str, Any]) -> dict[str, list[float]]:
+    """By the ceiling's name, what the calls measured, sorted; empty where none did."""
+    names = {name: None for call in report["calls"] for name in call["ceilings"]}
+    found = {name: [call["ceilings"].get(name) for call in report["calls"]] for name in names}
+    return {name: sorted(rate for rate in rates if rate is not None) for name, rates in found.items()}
 
 
 def ceilings(entries: Sequence[dict]) -> dict[str, float | None]:

@@ -3,8 +3,10 @@
 python -m tests.kernel_speed_fakes SCENARIO ...    ... is what any worker gets
 
 SCENARIO is JSON: {"sides": {side: {entry: ACT}}, "data": {entry: ACT}, "clean": {entry: ACT},
-"start": [ACT, ...]}, where an entry is one of ENTRIES or "*" and `start` has an act for each start, which are
-counted in the file that `starts` names. ACT is "WHAT" or, for a side, "WHAT@STEP".
+"start": [ACT, ...], "ceilings": [entry, ...], "environment": {...}}, where an entry is one of ENTRIES or "*",
+`start` has an act for each start, which are counted in the file that `starts` names, `ceilings` are entries
+before the others, and `environment` changes what the report says of the machine. ACT is "WHAT" or, for a
+side, "WHAT@STEP".
 """
 
 import functools
@@ -53,10 +55,12 @@ class Jobs:
         "date": "today",
         "revision": "abc",
     }
-    names = [("decodes", name) for name in ENTRIES]
 
     def __init__(self, scenario: dict):
         self.scenario, self.now = scenario, ""
+        self.environment = self.environment | scenario.get("environment", {})
+        ceilings = [("entries", name) for name in scenario.get("ceilings", [])]
+        self.names = [*ceilings, *(("decodes", name) for name in ENTRIES)]
         if "start" in scenario:
             counter = Path(scenario["starts"])
             counter.write_bytes(counter.read_bytes() + b"." if counter.exists() else b".")

@@ -26,12 +26,13 @@ from tests.mutations import MUTATIONS as CORE
 from tests.mutations import Mutation
 from tests.mutations_decode import MUTATIONS as DECODE
 from tests.mutations_gpu_decode import MUTATIONS as GPU_DECODE
+from tests.mutations_kernel_speed import MUTATIONS as KERNEL_SPEED
 from tests.mutations_kernels import MUTATIONS as KERNELS
 from tests.mutations_manager import MUTATIONS as MANAGER
 from tests.mutations_prefix import MUTATIONS as PREFIX
 from tests.mutations_tpu import MUTATIONS as TPU
 
-MUTATIONS = [*CORE, *DECODE, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU]
+MUTATIONS = [*CORE, *DECODE, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU, *KERNEL_SPEED]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

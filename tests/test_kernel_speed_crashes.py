@@ -1,4 +1,7 @@
-"""The kernels' benchmark survives what its sides do to their process: it ends, hangs, or loses the device."""
+"""The kernels' benchmark survives what its sides do to their process: it ends, hangs, or loses the device.
+
+And a later call goes on from where it ended.
+"""
 
 import itertools
 import json
@@ -212,7 +215,9 @@ def test_the_time(tmp_path, monkeypatch, crash_s, num_done, num_crashes):
             self.is_alive = False
 
     monkeypatch.setattr(kernel_speed, "Worker", Worker)
-    options = dict(interpret=False, quick=True, minutes=8.0, output=tmp_path, only=[], without=[])
+    options = dict(
+        interpret=False, quick=True, minutes=8.0, output=tmp_path, only=[], without=[], resume=False
+    )
     run = kernel_speed.Run(kernel_speed.argparse.Namespace(**options))
     run.measure()
     done = [entry["name"] for entry in run.report["moves"]]
@@ -234,6 +239,90 @@ def test_sides_and_cells_by_hand(measure, capsys):
         said = capsys.readouterr().err
         assert stopped.value.code == 2 and f"got {arguments[0]} {arguments[1]!r}, expected" in said
         assert len(said.splitlines()) == 1
+
+
+# --- several calls ---
+
+CRASHES = {"ceilings": ["read"], "sides": {"peer": {"one": "abort@run", "three": "abort@run"}}}
+
+
+def test_calls_complete_what_one_measures(measure, tmp_path, capsys):
+    """The first ends in the third entry; that the peer is not asked again is known in the second."""
+    _, whole = measure(CRASHES, "--resume")  # there is nothing to go on from yet
+    assert statuses(whole) == dict.fromkeys(ENTRIES, WITHOUT_PEER) | {"two": ALL_MEASURED}
+    assert len(whole["calls"]) == 1
+
+    code, first = measure({**CRASHES, "start": ["", "", "refuse"]})
+    assert code == 1 and first["left_out"] == ["three", "four"]
+    assert "2 left out: the same command with --resume measures them" in capsys.readouterr().out
+    code, both = measure(CRASHES | {"environment": {"revision": "abc+"}}, "--resume")  # its own results
+    assert code == 0 and both["stopped"] == "" and both["left_out"] == []
+    assert statuses(both) == statuses(whole) and len(both["crashes"]) == len(whole["crashes"]) == 2
+    assert reason(both, "three", "peer").startswith("left out after its crash on three: ended by SIGABRT")
+    assert [entry["call"] for entry in both["decodes"]] == [0, 0, 1, 1]
+    assert both["decodes"][:2] == first["decodes"]
+
+    assert [(entry["name"], entry["call"]) for entry in both["entries"]] == [("read", 0), ("read", 1)]
+    rates = [call["ceilings"]["read"] for call in both["calls"]]
+    for entry in both["decodes"]:
+        compared = entry["comparison"]
+        assert compared["of_ceiling"] == compared["gb_per_s"] / rates[entry["call"]]
+    assert both["seconds"] == sum(call["seconds"] for call in both["calls"])
+    log = (tmp_path / "kernel_speed.log").read_text()
+    assert log.count("the data of two") == 1 and log.count("the data of four") == 1
+
+    code, again = measure(CRASHES, "--resume")
+    assert code == 0 and again == both
+    assert "4 of 4 cells compared" in capsys.readouterr().out
+    assert log == (tmp_path / "kernel_speed.log").read_text()  # nothing ran
+
+
+def test_what_was_skipped_is_not_tried_again(measure):
+    measure({"ceilings": ["read"], "data": {"two": "raise"}})
+    _, report = measure({"ceilings": ["read"]}, "--resume")
+    assert [entry["name"] for entry in report["decodes"]] == ["one", "three", "four"]
+    assert len(report["skipped"]) == len(report["calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "said"),
+    [
+        ({"device": {"name": "Fake GPU", "driver": "2"}}, [], "device was {'name': 'Fake GPU', 'platform'"),
+        ({"revision": "def"}, [], "otherwise: revision was 'abc' and is 'def': begin anew without --resume"),
+        ({"sources": "changed", "jax": "1"}, [], "sources was None and is 'changed'; jax was '0' and is '1'"),
+        ({}, ["--without", "ours"], "without was [] and is ['ours']"),
+    ],
+)
+def test_what_was_measured_otherwise_is_not_mixed(measure, tmp_path, capsys, environment, arguments, said):
+    measure({})
+    before = (tmp_path / "fake_gpu_quick.json").read_bytes()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        measure({"environment": environment}, "--resume", *arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
+    assert (tmp_path / "fake_gpu_quick.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"device": {"name"', "cannot be read (Expecting"),
+        ("[]", "is no report that calls can be added to"),
+        ('{"decodes": []}', "is no report that calls can be added to"),
+    ],
+)
+def test_a_file_that_is_no_report_is_left_alone(measure, tmp_path, monkeypatch, capsys, text, said):
+    path = tmp_path / "fake_gpu_quick.json"
+    path.write_text(text)
+    killed = []
+    kill = kernel_speed_process.Worker.kill
+    monkeypatch.setattr(kernel_speed_process.Worker, "kill", lambda worker: killed.append(kill(worker)))
+    with pytest.raises(SystemExit) as stopped:
+        measure({}, "--resume")
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and str(path) in error and len(error.splitlines()) == 1
+    assert path.read_text() == text and killed
 
 
 def test_the_results_are_never_half_written(measure, tmp_path, monkeypatch):

@@ -35,30 +35,30 @@ def report():
         entry("ours failed", 4_000_000, {OURS: "it broke", "a": 9.5}),
         entry("alone", 4_000_000, {OURS: 10.0, "a": "no room"}),
     ]
-    rates = kernel_speed_summary.ceilings(entries)
-    for decode in decodes:
-        decode["comparison"] = kernel_speed_summary.comparison(decode, rates["read"])
-    return {
+    made = {
         "device": {"name": "fake"},
         "jax": "0",
         "date": "today",
         "revision": "abc",
         "is_interpreted": False,
-        "ceilings": rates,
+        "calls": [{"date": "today", "seconds": 1.0}],
         "entries": entries,
         "decodes": decodes,
-        "moves": [entry("append", 1_000_000, {OURS: 2.0, "XLA": 4.0}) | {"of_ceiling": {OURS: 0.125}}],
+        "moves": [entry("append", 1_000_000, {OURS: 2.0, "XLA": 4.0})],
         "steps": [],
         "skipped": [{"cell": "huge", "reason": "needs 200 GB, and 105 GB may be used"}],
         "left_out": ["128 x 1k, group 1, block 64"],
         "stopped": "",
-        "summary": kernel_speed_summary.summary(decodes),
-        "seconds": 1.0,
     }
+    for measured in (*entries, *decodes, *made["moves"]):
+        measured["call"] = 0
+    kernel_speed_summary.add_figures(made)
+    return made
 
 
 def test_ratios_losses_and_bars(report):
-    assert report["ceilings"] == {"read": pytest.approx(4000), "copy": pytest.approx(4000)}
+    assert report["calls"][0]["ceilings"] == {"read": pytest.approx(4000), "copy": pytest.approx(4000)}
+    assert report["moves"][0]["of_ceiling"] == {OURS: pytest.approx(0.125), "XLA": pytest.approx(0.0625)}
     won, lost, nearly, failed, alone = (decode["comparison"] for decode in report["decodes"])
     assert won["gb_per_s"] == pytest.approx(3800) and won["of_ceiling"] == pytest.approx(0.95)
     assert (won["best_peer"], won["ratio"]) == ("b", pytest.approx(1.2))
@@ -81,6 +81,23 @@ def test_ratios_losses_and_bars(report):
         {"side": OURS, "reason": "failed: it broke", "on": ["ours failed"]},
         {"side": "a", "reason": "failed: no room", "on": ["alone"]},
     ]
+
+
+def test_an_entry_is_compared_with_the_ceilings_of_its_own_call(report, capsys):
+    """A second call read at 5,000 GB/s; the spread of the two is shown, and ratios are as they were."""
+    report["calls"].append({"date": "tomorrow", "seconds": 2.5})
+    report["entries"].append({**entry("read", 4_000_000, {"XLA": 0.8}), "call": 1})
+    report["decodes"][1]["call"] = 1
+    before = report["summary"]
+    kernel_speed_summary.add_figures(report)
+    shares = [decode["comparison"]["of_ceiling"] for decode in report["decodes"][:3]]
+    assert shares == pytest.approx([0.95, 0.64, 0.1])
+    assert report["summary"]["geometric_mean"] == before["geometric_mean"] and report["seconds"] == 3.5
+    assert report["summary"]["bars"][0]["measured"] == pytest.approx(0.64)
+    kernel_speed_report.show(report)
+    shown = capsys.readouterr().out
+    assert "read 4,000 to 5,000 GB/s (25.0% apart in 2 calls), copy 4,000 GB/s" in shown
+    assert "2 calls, the first today" in shown and "one tiny kernel, call 1" in shown
 
 
 def test_bars_hold_when_they_do():

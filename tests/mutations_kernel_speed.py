@@ -1,0 +1,78 @@
+"""Mutations of the benchmark of the GPU kernels, which runs on a GPU alone; see `mutations`."""
+
+from tests.mutations import Mutation
+
+CALLS = "test_kernel_speed_crashes.py::test_calls_complete_what_one_measures"
+OTHERWISE = "test_kernel_speed_crashes.py::test_what_was_measured_otherwise_is_not_mixed"
+NO_REPORT = "test_kernel_speed_crashes.py::test_a_file_that_is_no_report_is_left_alone"
+SKIPPED = "test_kernel_speed_crashes.py::test_what_was_skipped_is_not_tried_again"
+OWN_CEILINGS = "test_kernel_speed_report.py::test_an_entry_is_compared_with_the_ceilings_of_its_own_call"
+
+
+def in_benchmark(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
+    """Mutations of one module: (name, old, new, test)."""
+    file = f"experiments/{module}.py"
+    return [Mutation(f"{module}: {name}", file, *rest) for name, *rest in mutations]
+
+
+MUTATIONS = [
+    *in_benchmark(
+        "kernel_speed_resume",
+        ("measures again what there is", "job not in done and job[1]", "job[1]", CALLS),
+        (
+            "keeps the ceilings of the first call",
+            "for kind in MEASURED_KINDS",
+            "for kind in KEPT[1:5]",
+            CALLS,
+        ),
+        ("never complete", "return [] if is_complete else todo", "return todo", CALLS),
+        ("forgets the crashes", '"skipped", "crashes")', '"skipped")', CALLS),
+        ("tries again what was skipped", " and job[1] not in skipped", "", SKIPPED),
+        ("mixes revisions", '    "revision",\n', "", OTHERWISE),
+        ("mixes code", '    "sources",\n', "", OTHERWISE),
+        ("mixes devices", '    "device",\n', "", OTHERWISE),
+        ("mixes sides", '    "without",\n', "", OTHERWISE),
+        ("takes any file", "or not all(", "or not any(", NO_REPORT),
+    ),
+    *in_benchmark(
+        "kernel_speed",
+        (
+            "who crashed before is asked again",
+            "                self._blame(crash)\n",
+            "                pass\n",
+            CALLS,
+        ),
+        (
+            "the worker outlives the error",
+            "                self.close()\n                raise",
+            "                raise",
+            NO_REPORT,
+        ),
+        ("all entries are of the first call", 'len(self.report["calls"]) - 1', "0", CALLS),
+        ("the log is emptied", "if not options.resume:\n", "if True:\n", CALLS),
+    ),
+    *in_benchmark(
+        "kernel_speed_summary",
+        (
+            "the ceilings of the first call are everybody's",
+            'calls[entry["call"]]["ceilings"].get(READ)',
+            'calls[0]["ceilings"].get(READ)',
+            OWN_CEILINGS,
+        ),
+        (
+            "each call's ceilings are the best of all",
+            ' if entry["call"] == nth])',
+            "])",
+            OWN_CEILINGS,
+        ),
+    ),
+    *in_benchmark(
+        "kernel_speed_cells",
+        (
+            "the cells that have a bar of their own wait",
+            "key=lambda entry: (entry[1].kv_bytes < LARGE_BYTES, entry[0])",
+            "key=lambda entry: entry[0]",
+            "test_kernel_speed.py::test_every_cell_is_there_once_and_the_important_ones_first",
+        ),
+    ),
+]
