@@ -6,6 +6,8 @@ CALLS = "test_kernel_speed_crashes.py::test_calls_complete_what_one_measures"
 OTHERWISE = "test_kernel_speed_crashes.py::test_what_was_measured_otherwise_is_not_mixed"
 NO_REPORT = "test_kernel_speed_crashes.py::test_a_file_that_is_no_report_is_left_alone"
 SKIPPED = "test_kernel_speed_crashes.py::test_what_was_skipped_is_not_tried_again"
+WHOLE_PATH = "test_kernel_speed.py::test_the_whole_path_runs_interpreted"
+STEP = "test_kernel_speed.py::test_a_step_is_checked_whether_or_not_xla_runs"
 OWN_CEILINGS = "test_kernel_speed_report.py::test_an_entry_is_compared_with_the_ceilings_of_its_own_call"
 
 
@@ -65,6 +67,11 @@ MUTATIONS = [
             "])",
             OWN_CEILINGS,
         ),
+    ),
+    *in_benchmark(
+        "kernel_speed_step",
+        ("checked against bfloat16", "_in_float32(decoder), sizes", "decoder, sizes", WHOLE_PATH),
+        ("loose", "TOLERANCE = 3e-2", "TOLERANCE = 5e-2", STEP),
     ),
     *in_benchmark(
         "kernel_speed_cells",

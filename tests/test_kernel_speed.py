@@ -68,6 +68,8 @@ def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
     } <= names
     # The decoder needs flax, which the oldest jax is tested without.
     assert len(report["steps"]) + len(report["skipped"]) == 1
+    for side in (side for entry in report["steps"] for side in entry["sides"]):
+        assert side["status"] == CHECKED and 1e-3 < side["error"] < 1e-2  # bfloat16, from float32
 
     # Who cannot run here is there too, with the reason.
     (decode,) = report["decodes"]
@@ -241,6 +243,24 @@ def test_the_bytes_of_a_step_by_hand():
     decoder = step.make_decoder(step.TINY)
     layer = 64 * (2 + 1 + 1 + 2) * 64 + 3 * 64 * 32 + 2 * 64
     assert step.param_bytes(decoder) == 2 * (32 * 64 + layer + 64)
+
+
+def test_a_step_is_checked_whether_or_not_xla_runs(monkeypatch):
+    step = pytest.importorskip("experiments.kernel_speed_step", reason="needs flax")
+    expected = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
+    monkeypatch.setattr(step, "expected_logits", lambda *_: expected)
+    for factor, status in ((1.02, CHECKED), (1.04, WRONG)):
+
+        def prepare(decoder, sizes, implementation, *_, factor=factor):
+            if implementation == step.XLA:
+                raise RuntimeError("no room")
+            return Program(lambda: None, lambda _: None, lambda _: factor * expected)
+
+        monkeypatch.setattr(step, "_prepare", prepare)
+        monkeypatch.setattr(step, "param_bytes", lambda _: 0)
+        decoder = types.SimpleNamespace(config=step.TINY)
+        records = timing.compete(*step.step_contest(decoder, *kernel_speed_cells.TINY_STEPS), None)
+        assert [record["status"] for record in records] == [FAILED, status]
 
 
 def test_a_problem_is_random_and_poisoned():
