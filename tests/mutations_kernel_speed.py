@@ -8,6 +8,8 @@ NO_REPORT = "test_kernel_speed_crashes.py::test_a_file_that_is_no_report_is_left
 SKIPPED = "test_kernel_speed_crashes.py::test_what_was_skipped_is_not_tried_again"
 WHOLE_PATH = "test_kernel_speed.py::test_the_whole_path_runs_interpreted"
 STEP = "test_kernel_speed.py::test_a_step_is_checked_whether_or_not_xla_runs"
+FLASHINFER = "test_kernel_speed_torch.py::test_flashinfer_is_asked_for_the_same"
+PYTORCH = "test_kernel_speed_torch.py::test_pytorch_is_asked_for_the_same"
 OWN_CEILINGS = "test_kernel_speed_report.py::test_an_entry_is_compared_with_the_ceilings_of_its_own_call"
 
 
@@ -72,6 +74,48 @@ MUTATIONS = [
         "kernel_speed_step",
         ("checked against bfloat16", "_in_float32(decoder), sizes", "decoder, sizes", WHOLE_PATH),
         ("loose", "TOLERANCE = 3e-2", "TOLERANCE = 5e-2", STEP),
+    ),
+    *in_benchmark(
+        "kernel_speed_torch",
+        ("heads behind tokens", 'kv_layout="HND"', 'kv_layout="NHD"', FLASHINFER),
+        ("logits not scaled", "bmm1_scale=problem.scale", "bmm1_scale=1.0", FLASHINFER),
+        ("the planned scale is another", "sm_scale=problem.scale", "sm_scale=1.0", FLASHINFER),
+        (
+            "values are keys",
+            "(k_pool, v_pool),\n            workspace",
+            "(k_pool, k_pool),\n            workspace",
+            FLASHINFER,
+        ),
+        ("the last page holds one token", "(cell.batch,), cell.block_size,", "(cell.batch,), 1,", FLASHINFER),
+        (
+            "rows of one page",
+            "num_indices + 1, cell.num_columns, dtype",
+            "num_indices + 1, 1, dtype",
+            FLASHINFER,
+        ),
+        (
+            "fa2 in place of cuDNN",
+            "use_tensor_cores=use_tensor_cores, backend=backend",
+            "use_tensor_cores=use_tensor_cores, backend='fa2'",
+            FLASHINFER,
+        ),
+        ("one tensor-core setting", "use_tensor_cores=use_tensor_cores, ", "", FLASHINFER),
+        (
+            "key/value heads are query heads",
+            "cell.num_kv_heads * cell.group_size,\n        cell.num_kv_heads,",
+            "cell.num_kv_heads * cell.group_size,\n        cell.num_kv_heads * cell.group_size,",
+            FLASHINFER,
+        ),
+        ("always the first buffer", "pool[nth % problem.num_buffers]", "pool[0]", FLASHINFER),
+        ("the graph is not replayed", "        graph.replay()\n", "", FLASHINFER),
+        (
+            "heads and rows exchanged",
+            "cell.context, cell.head_dim).transpose(0, 1)",
+            "cell.context, cell.head_dim).reshape(cell.batch, -1, cell.context, cell.head_dim)",
+            PYTORCH,
+        ),
+        ("not grouped", ", enable_gqa=True", "", PYTORCH),
+        ("another scale", "scale=problem.scale, enable_gqa", "scale=1.0, enable_gqa", PYTORCH),
     ),
     *in_benchmark(
         "kernel_speed_cells",

@@ -1,5 +1,6 @@
 """The kernels' benchmark: its path on a CPU, its arithmetic, and what it says when something is wrong."""
 
+import functools
 import json
 import math
 import sys
@@ -147,28 +148,38 @@ def test_a_compiled_loop_is_judged(hlo, alias_bytes, found):
 
 
 def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
-    """With stand-ins for FlashInfer, one of whose modules does not compile."""
+    """With stand-ins for FlashInfer 0.7.2, by its parameters' names; one module does not compile."""
     with pytest.raises(SystemExit):
         flashinfer_modules.main([str(tmp_path)])
     assert "flashinfer cannot be imported here" in capsys.readouterr().err
     asked = []
 
-    def generate(*arguments):
-        asked.append(arguments)
+    attention = ("dtype_q", "dtype_kv", "dtype_o", "dtype_idx", "head_dim_qk", "head_dim_vo")
+    attention += ("pos_encoding_mode", "use_sliding_window", "use_logits_soft_cap")
+    xqa = ("input_dtype", "kv_cache_dtype", "page_size", "head_dim", "head_group_ratio")
+    xqa += ("use_sliding_window", "output_dtype")
+
+    def generate(names, *arguments):
+        asked.append(dict(zip(names, arguments, strict=True)))
         built = tmp_path / f"built_{len(asked)}.so"
 
         def build():
             if len(asked) == 2:
                 raise RuntimeError("ninja: build stopped\nerror: no nvcc")
-            built.write_text(str(arguments))
+            built.touch()
 
         return types.SimpleNamespace(name=f"module_{len(asked)}", build=build, jit_library_path=built)
 
     fakes = {
         "torch": dict(bfloat16="bf16", int32="i32"),
         "flashinfer": {},
-        "flashinfer.jit": dict(gen_batch_decode_module=generate, gen_batch_prefill_module=generate),
-        "flashinfer.jit.xqa": dict(gen_xqa_module=generate),
+        "flashinfer.jit": dict(
+            gen_batch_decode_module=functools.partial(generate, attention),
+            gen_batch_prefill_module=functools.partial(
+                generate, ("backend", *attention, "use_fp16_qk_reduction")
+            ),
+        ),
+        "flashinfer.jit.xqa": dict(gen_xqa_module=functools.partial(generate, xqa)),
     }
     for name, values in fakes.items():
         module = types.ModuleType(name)
@@ -180,9 +191,16 @@ def test_flashinfer_is_compiled_for_every_cell(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     assert flashinfer_modules.main([str(tmp_path)]) == 1
     assert "module_2: FAILED, error: no nvcc" in capsys.readouterr().out
-    assert {arguments[2:5:2] for arguments in asked[2:]} == {
-        (cell.block_size, cell.group_size) for cell in all_cells()
-    }
+    # What `plan` of FlashInfer's wrapper asks for, given what `kernel_speed_torch` gives it.
+    decode, prefill, *others = asked
+    flags = [name for name in attention if name.startswith("use_")]
+    wanted = dict.fromkeys(attention, "bf16") | dict.fromkeys(flags, False)
+    wanted |= {"dtype_idx": "i32", "head_dim_qk": 128, "head_dim_vo": 128, "pos_encoding_mode": 0}
+    assert decode == wanted and prefill == wanted | {"backend": "fa2", "use_fp16_qk_reduction": False}
+    wanted = dict.fromkeys(xqa, "bf16") | {"head_dim": 128, "use_sliding_window": False}
+    sizes = {(cell.block_size, cell.group_size) for cell in all_cells()}
+    assert {(module.pop("page_size"), module.pop("head_group_ratio")) for module in others} == sizes
+    assert all(module == {name: wanted[name] for name in module} and len(module) == 5 for module in others)
     made = {path.parent.name for path in tmp_path.glob("*/*.so")}
     assert made == {f"module_{nth}" for nth in range(1, 12)} - {"module_2"}
 
