@@ -62,9 +62,9 @@ class Cell(NamedTuple):
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory of the sides together: two copies of the buffers (JAX's Triton kernel wants another
-        layout), blocks gathered once, and once more in another order."""
-        return 2 * self.num_buffers * self.kv_bytes + 2 * self.kv_bytes
+        """Device memory of the sides together: three copies of the buffers (JAX's Triton kernel wants another
+        layout, and cuDNN each alone), blocks gathered once, and once more in another order."""
+        return 3 * self.num_buffers * self.kv_bytes + 2 * self.kv_bytes
 
 
 def all_cells() -> list[Cell]:

@@ -5,7 +5,8 @@ READ, COPY, FLOOR = "read", "copy", "one tiny kernel"
 
 
 OURS, WITH_PLAN = "ours", "ours, plan included"
-JAX_TRITON, GATHER_CUDNN, GATHER_XLA = "JAX Triton", "gather + cuDNN", "gather + XLA"
+JAX_TRITON, CUDNN_PAGED = "JAX Triton", "cuDNN paged"
+GATHER_CUDNN, GATHER_XLA = "gather + cuDNN", "gather + XLA"
 FA2, FA2_TENSOR_CORES = "FlashInfer fa2", "FlashInfer fa2, tensor cores"
 FLASHINFER_CUDNN, XQA, TRT_LLM = "FlashInfer cuDNN", "FlashInfer XQA", "FlashInfer TRT-LLM"
 TORCH_SDPA = "gather + torch SDPA"
@@ -17,6 +18,7 @@ SIDES = (
     OURS,
     WITH_PLAN,
     JAX_TRITON,
+    CUDNN_PAGED,
     GATHER_CUDNN,
     GATHER_XLA,
     FA2,

@@ -1,12 +1,13 @@
 """The decodes of `experiments.kernel_speed` that JAX compiles: ours, and peers.
 
-Each side's launches are a loop in one compiled program. The peers of JAX:
+Each side's launches are a loop in one compiled program, unless it says otherwise. The peers of JAX:
   * its Triton kernel, deprecated. It wants the heads outermost, so it gets a pool of its own, and has no
     scale, so its queries are scaled before. Its splits are chosen so that they fill a GPU;
+  * cuDNN's paged attention, by a function that is not public. It takes a pool of exactly the rows' blocks, so
+    each buffer is copied into an array of its own before, without the blocks that nobody owns. A loop would
+    copy the array that it takes from among them, so the launches stand one behind the other in the program;
   * the blocks gathered, then `jax.nn.dot_product_attention` by XLA, and by cuDNN. Gathering is timed: it is
     what these ways cost on a paged cache.
-Left out is JAX's way to cuDNN's own paged attention: it wants a pool with exactly the rows' blocks, so that
-buffers cannot take turns in it. FlashInfer calls it too (`kernel_speed_torch`).
 """
 
 import functools
@@ -20,7 +21,14 @@ import numpy as np
 from jax import lax
 
 from experiments import kernel_speed_timing
-from experiments.kernel_speed_names import GATHER_CUDNN, GATHER_XLA, JAX_TRITON, OURS, WITH_PLAN
+from experiments.kernel_speed_names import (
+    CUDNN_PAGED,
+    GATHER_CUDNN,
+    GATHER_XLA,
+    JAX_TRITON,
+    OURS,
+    WITH_PLAN,
+)
 from experiments.kernel_speed_problem import Problem
 from experiments.kernel_speed_timing import Program, Side
 
@@ -33,6 +41,7 @@ def jax_sides(problem: Problem, interpret: bool = False) -> list[Side]:
         Side(OURS, functools.partial(_ours, problem, True, interpret), is_ours=True),
         Side(WITH_PLAN, functools.partial(_ours, problem, False, interpret), is_ours=True),
         Side(JAX_TRITON, functools.partial(_triton, problem)),
+        Side(CUDNN_PAGED, functools.partial(_cudnn_paged, problem)),
         Side(GATHER_CUDNN, functools.partial(_gathered, problem, "cudnn")),
         Side(GATHER_XLA, functools.partial(_gathered, problem, "xla")),
     ]
@@ -95,6 +104,43 @@ def _triton(problem: Problem, num_launches: int) -> Program:
         return out.reshape(problem.q.shape)
 
     return looped(call, (q, problem.block_table, problem.lens), pages, problem.num_buffers, num_launches)
+
+
+def _cudnn_paged(problem: Problem, num_launches: int) -> Program:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cudnn.check_cudnn_version()  # raises before anything is copied
+    cell = problem.cell
+    owned = jnp.sort(problem.block_table.reshape(-1))
+    table = jnp.searchsorted(owned, problem.block_table)[:, None, :, None]
+    blocks_of = jax.jit(lambda pool, first: pool[first + owned])
+    buffers = [
+        tuple(blocks_of(pool, nth * cell.num_blocks) for pool in (problem.k_pool, problem.v_pool))
+        for nth in range(problem.num_buffers)
+    ]
+    q = problem.q.reshape(cell.batch, -1, 1, cell.head_dim)
+
+    def launches(q, table, lens, buffers):
+        out = jnp.zeros_like(q)
+        for nth in range(num_launches):
+            zero = jnp.isnan(out.reshape(-1)[0]).astype(q.dtype)  # as in `looped`
+            with jax.numpy_dtype_promotion("standard"):
+                out = cudnn.paged_attention(
+                    q + zero,
+                    *buffers[nth % problem.num_buffers],
+                    q_seqlen=jnp.ones_like(lens),
+                    kv_seqlen=lens,
+                    page_table_k=table,
+                    page_table_v=table,
+                    scale=problem.scale,
+                    mask_type=cudnn.MaskType.PADDING,
+                    qkv_layout="BNTH",
+                )
+        return out.reshape(problem.q.shape)
+
+    inputs = q, table, problem.lens, buffers
+    program = kernel_speed_timing.compiled(launches, *inputs)
+    return Program(lambda: program(*inputs), jax.block_until_ready, np.asarray)
 
 
 def _gathered(problem: Problem, implementation: Any, num_launches: int) -> Program:

@@ -7,6 +7,7 @@ OTHERWISE = "test_kernel_speed_crashes.py::test_what_was_measured_otherwise_is_n
 NO_REPORT = "test_kernel_speed_crashes.py::test_a_file_that_is_no_report_is_left_alone"
 SKIPPED = "test_kernel_speed_crashes.py::test_what_was_skipped_is_not_tried_again"
 WHOLE_PATH = "test_kernel_speed.py::test_the_whole_path_runs_interpreted"
+CUDNN = "test_kernel_speed.py::test_cudnn_is_asked_for_the_same"
 STEP = "test_kernel_speed.py::test_a_step_is_checked_whether_or_not_xla_runs"
 FLASHINFER = "test_kernel_speed_torch.py::test_flashinfer_is_asked_for_the_same"
 PYTORCH = "test_kernel_speed_torch.py::test_pytorch_is_asked_for_the_same"
@@ -116,6 +117,30 @@ MUTATIONS = [
         ),
         ("not grouped", ", enable_gqa=True", "", PYTORCH),
         ("another scale", "scale=problem.scale, enable_gqa", "scale=1.0, enable_gqa", PYTORCH),
+    ),
+    *in_benchmark(
+        "kernel_speed_sides",
+        (
+            "cuDNN reads blocks in their order",
+            "jnp.searchsorted(owned, problem.block_table)[",
+            "jnp.arange(owned.size).reshape(problem.block_table.shape)[",
+            CUDNN,
+        ),
+        ("cuDNN always reads the first buffer", "*buffers[nth % problem.num_buffers]", "*buffers[0]", CUDNN),
+        ("cuDNN reads a token less", "kv_seqlen=lens", "kv_seqlen=lens - 1", CUDNN),
+        (
+            "cuDNN does not scale",
+            "scale=problem.scale,\n                    mask_type",
+            "scale=1.0,\n                    mask_type",
+            CUDNN,
+        ),
+        ("cuDNN is asked without lengths", "cudnn.MaskType.PADDING", "cudnn.MaskType.NO_MASK", CUDNN),
+        (
+            "cuDNN launches once",
+            "for nth in range(num_launches):\n            zero",
+            "for nth in range(1):\n            zero",
+            CUDNN,
+        ),
     ),
     *in_benchmark(
         "kernel_speed_cells",

@@ -24,7 +24,7 @@ from experiments import (
 )
 from experiments import kernel_speed_timing as timing
 from experiments.kernel_speed_cells import Cell, all_cells
-from experiments.kernel_speed_names import OURS, SIDES, XLA_ATTENTION
+from experiments.kernel_speed_names import CUDNN_PAGED, OURS, SIDES, XLA_ATTENTION
 from experiments.kernel_speed_problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed_sides import jax_sides, looped
 from experiments.kernel_speed_timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
@@ -104,6 +104,54 @@ def test_a_wrong_kernel_is_not_passed(monkeypatch):
         (record,) = timing.compete(contest, sides, None)
         assert record["status"] == WRONG and "off the reference" in record["reason"]
     assert record["error"] is None  # NaN is no JSON
+
+
+def test_cudnn_is_asked_for_the_same(monkeypatch):
+    """A stand-in computes what JAX's function is asked for, behind that function's check of the shapes."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    lowered = []
+
+    def stand_in(query, key, value, q_seqlen, kv_seqlen, page_table_k, page_table_v, **options):
+        assert options.pop("mask_type") is cudnn.MaskType.PADDING and options.pop("qkv_layout") == "BNTH"
+        layout = cudnn.AttentionLayout.BNTH
+        cudnn.check_layout(
+            query, key, value, None, q_seqlen, kv_seqlen, None, None, page_table_k, page_table_v, layout
+        )
+
+        def keys_of(pool, table):
+            blocks = jnp.moveaxis(pool[table[:, 0, :, 0]], 3, 2)
+            return blocks.reshape(query.shape[0], -1, *blocks.shape[3:])
+
+        out = jax.nn.dot_product_attention(
+            jnp.swapaxes(query, 1, 2),
+            keys_of(key, page_table_k),
+            keys_of(value, page_table_v),
+            query_seq_lengths=q_seqlen,
+            key_value_seq_lengths=kv_seqlen,
+            implementation="xla",
+            **options,
+        )
+        return jnp.swapaxes(out, 1, 2)
+
+    def for_cuda(function, *arguments):
+        lowered.append(jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text())
+        raise RuntimeError("there is no cuDNN to compile with")
+
+    versions = types.SimpleNamespace(cudnn_get_version=lambda: 91200)
+    monkeypatch.setattr(cudnn, "cuda_versions", versions)
+    problem = make_problem(CELL, num_buffers=2)
+    sides = [side for side in jax_sides(problem) if side.name == CUDNN_PAGED]
+    with monkeypatch.context() as patch:
+        patch.setattr(timing, "compiled", for_cuda)
+        timing.compete(Contest("cell", 1, lambda _: 0.0, 0.0, 3), sides, None)
+    (text,) = lowered
+    assert text.count("custom_call @__cudnn$fmhaSoftmax(") == 3
+    monkeypatch.setattr(cudnn, "paged_attention", stand_in)
+    expected = expected_output(problem, 1)
+    contest = Contest("cell", 1, lambda out: error_of(out, expected), TOLERANCE, 2)
+    (record,) = timing.compete(contest, sides, None)
+    assert record["status"] == CHECKED, record
 
 
 def test_launches_take_turns_in_the_buffers_and_wait_for_each_other():
@@ -250,7 +298,7 @@ def test_the_bytes_of_a_cell_by_hand():
     assert (cell.num_columns, cell.num_blocks, cell.num_buffers) == (512, 32 * 512 + 2, 1)
     small = Cell(1, 1024, 4, 16)
     assert small.kv_bytes == 4_194_304 and small.num_buffers == 239  # just over 1 GB
-    assert small.needed_bytes == 2 * 239 * 4_194_304 + 2 * 4_194_304
+    assert small.needed_bytes == 3 * 239 * 4_194_304 + 2 * 4_194_304
 
 
 def test_the_bytes_of_a_step_by_hand():
@@ -365,8 +413,8 @@ def test_every_entry_has_a_name_before_anything_is_made():
     assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 6 + 2
     first = [kind for kind, _ in names[:17]]
     assert first == ["entries"] * 3 + ["decodes"] * 6 + ["moves"] * 6 + ["steps"] * 2
-    with pytest.raises(kernel_speed_jobs.NoRoomError, match="needs 69 GB, and 60 GB may be used"):
-        jobs.make("decodes", Cell(128, 32768, 4, 16).name)  # 17 GB, four times
+    with pytest.raises(kernel_speed_jobs.NoRoomError, match="needs 86 GB, and 60 GB may be used"):
+        jobs.make("decodes", Cell(128, 32768, 4, 16).name)  # 17 GB, five times
     assert jobs.environment["device"]["compute_capability"] == "9.0"
 
 
