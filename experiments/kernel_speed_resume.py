@@ -60,7 +60,7 @@ _BEGIN_ANEW = "begin anew without --resume"
 
 def _clean(name: str, report: dict[str, Any]) -> Any:
     """The results themselves may be what was changed since the commit; `sources` is of the code as it ran."""
-    return report.get(name, "").rstrip("+") if name == "revision" else report.get(name)
+    return str(report.get(name)).rstrip("+") if name == "revision" else report.get(name)
 
 
 def missing(jobs: list[tuple[str, str]], report: dict[str, Any]) -> list[tuple[str, str]]:
