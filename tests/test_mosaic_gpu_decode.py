@@ -210,13 +210,17 @@ def test_what_the_kernel_does_not_take_is_refused():
 def test_plans_of_another_step_are_refused():
     problem, columns = SHAPES["plain"].problem(), SHAPES["plain"].problem().block_table.shape[1]
     plan = plan_for(problem.rows, problem.q.shape, columns, 16, interpret=True)
-    expected = r"the plan has items .* expected at least \(2, 9\) and \(3,\)"
-    for wrong in (
-        plan._replace(items=plan.items[:1]),
-        plan._replace(items=plan.items[:, :8]),
-        plan._replace(first_item=plan.first_item[:2]),
+    expected = r", expected int32 of at least \(2, 9\) and of \(3,\): `plan_for` with the same rows"
+    for wrong, found in (
+        (plan._replace(items=plan.items[:1]), r"items int32\(1, 9\)"),
+        (plan._replace(items=plan.items[:, :8]), r"items int32\(.*, 8\)"),
+        (plan._replace(items=plan.items[0]), r"items int32\(9,\)"),
+        (plan._replace(items=plan.items.astype("float32")), "items float32"),
+        (plan._replace(items=plan.items.astype("int16")), "items int16"),
+        (plan._replace(first_item=plan.first_item[:2]), r"first_item int32\(2,\)"),
+        (plan._replace(first_item=plan.first_item.astype("uint32")), "first_item uint32"),
     ):
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(ValueError, match=f"the plan has .*{found}.*{expected}"):
             paged_decode(*problem[:6], layer=problem.layer, plan=wrong, interpret=True)
     for arguments, expected in (
         (((2, 9, 2, 4, 64), columns, 16), "at most 8 queries"),

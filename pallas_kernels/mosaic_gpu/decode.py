@@ -186,10 +186,12 @@ def plan_for(
 def _check_plan(plan: DecodePlan, num_rows: int) -> None:
     items, first_item = plan
     is_items = items.ndim == 2 and items.shape[0] >= num_rows and items.shape[1] == len(Item)
-    if not is_items or first_item.shape != (num_rows + 1,):
+    is_int32 = items.dtype == first_item.dtype == jnp.int32
+    if not (is_items and is_int32) or first_item.shape != (num_rows + 1,):
         raise ValueError(
-            f"the plan has items {items.shape} and first_item {first_item.shape}, expected at least "
-            f"({num_rows}, {len(Item)}) and ({num_rows + 1},): `plan_for` with the same rows"
+            f"the plan has items {items.dtype}{items.shape} and first_item {first_item.dtype}"
+            f"{first_item.shape}, expected int32 of at least ({num_rows}, {len(Item)}) and of "
+            f"({num_rows + 1},): `plan_for` with the same rows"
         )
 
 
