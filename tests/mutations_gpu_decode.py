@@ -8,7 +8,15 @@ MANY_TILES = f"{FILE}::test_one_program_walks_nine_tiles"
 UNSEEN = f"{FILE}::test_values_that_nobody_sees_may_be_nan"
 IN_ORDER = f"{FILE}::test_a_plan_has_every_tile_once_and_in_order"
 MERGE = f"{FILE}::test_merge[shape1]"
+SHADOWS = "test_mosaic_gpu_races.py::test_what_tensor_cores_read_too_late_or_too_early_races"
 CACHE = "test_attention_kernels.py::test_prefill_fork_and_decode"
+
+MULTIPLY_KEYS = "logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))"
+REFILL_KEYS = "refill(k_ref, k_smem, k_barrier, tile + _STAGES, next_rows)"
+MULTIPLY_VALUES = """new_out = wgmma(
+            (head_dim, tiling.num_lanes), v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0))
+        )"""
+REFILL_VALUES = "refill(v_ref, v_smem, v_barrier, tile + _STAGES, next_rows)"
 
 
 def decode(name: str) -> str:
@@ -36,6 +44,31 @@ MUTATIONS = [
         ("the layer ignored", "layer_ref[0] * options", "0 * layer_ref[0] * options", decode("plain")),
         ("keys not waited for", "plgpu.barrier_wait(k_barrier.at[slot])", "pass", decode("plain")),
         ("values not waited for", "plgpu.barrier_wait(v_barrier.at[slot])", "pass", decode("plain")),
+        ("queries not waited for", "plgpu.barrier_wait(q_barrier)", "pass", decode("plain")),
+        (
+            "keys refilled before they are multiplied",
+            f"        {MULTIPLY_KEYS}\n        {REFILL_KEYS}\n",
+            f"        {REFILL_KEYS}\n        {MULTIPLY_KEYS}\n",
+            MANY_TILES,
+        ),
+        (
+            "values refilled before they are multiplied",
+            f"        {MULTIPLY_VALUES}\n        {REFILL_VALUES}\n",
+            f"        {REFILL_VALUES}\n        {MULTIPLY_VALUES}\n",
+            MANY_TILES,
+        ),
+        (
+            "refilled unseen, for left factors are not touched",
+            "                touch(a)\n",
+            "",
+            f"{SHADOWS}[keys refilled before they are multiplied]",
+        ),
+        (
+            "refilled unseen, for right factors are not touched",
+            "                touch(b)\n",
+            "",
+            f"{SHADOWS}[queries not waited for]",
+        ),
         ("what came before does not decay", "out * per_lane(decay, head_dim)", "out", MANY_TILES),
         ("the total does not decay", "total * decay +", "total +", MANY_TILES),
         (
