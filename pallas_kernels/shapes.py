@@ -89,14 +89,15 @@ class DecodeShape:
     def problem(self, seed: int = 0) -> DecodeProblem:
         """Random data: a permuted table, entries that are not read out of range, unowned slots NaN.
 
-        The table has a row and a column more than are read. The layer is the last one, and all
-        others are NaN.
+        The table has a row more than are read, and a column unless there is one row. The layer is the last
+        one, and all others are NaN.
         """
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
         rows = self.rows()
         table_row, first_column, num_columns, *_ = map(np.asarray, rows)
-        table = np.full((len(self.lens) + 1, self.num_columns + 1), self.num_blocks, np.int32)
+        table_shape = (len(self.lens) + 1, self.num_columns + (len(self.lens) > 1))
+        table = np.full(table_shape, self.num_blocks, np.int32)
         pool_shape = (self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         k_pool, v_pool = (np.full(pool_shape, np.nan, np.float32) for _ in "kv")
         free = list(rng.permutation(self.num_blocks))
@@ -127,7 +128,7 @@ class DecodeShape:
 
 
 DECODE_SHAPES = (
-    DecodeShape("plain", (37, 5)),
+    DecodeShape("plain", (63, 5)),
     DecodeShape("idle_rows", (0, 70, 0, 1, 16, 17)),
     DecodeShape("long", (530, 64), num_kv_heads=1),
     DecodeShape("group_1_block_8", (61,), group_size=1, block_size=8),
@@ -140,7 +141,7 @@ DECODE_SHAPES = (
     DecodeShape("drafts", (70, 3, 20), num_queries=5, group_size=3),
     DecodeShape("drafts_3x8", (40,), num_queries=3, group_size=8, num_kv_heads=1),
     DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
-    DecodeShape("window_drafts", (190, 30), window=33, num_queries=4),
+    DecodeShape("window_drafts", (98, 202, 30), window=70, num_queries=4),
     DecodeShape("kept_tokens", (230, 21, 3), window=40, num_sink_tokens=5),
     DecodeShape("sink_logits", (530, 0), has_sink_logits=True),
     DecodeShape(

@@ -125,6 +125,12 @@ MUTATIONS = [
             "position <= self.options.num_sink_tokens",
             decode("kept_tokens"),
         ),
+        (
+            "keys that are not read seen",
+            "return is_read & (position <= query",
+            "return (position <= query",
+            UNSEEN,
+        ),
         ("drafts see each other", "if self.tiling.num_queries > 1:", "if False:", decode("drafts")),
         (
             "columns counted without the kept ones",

@@ -44,6 +44,13 @@ MUTATIONS = [
             "all_seen & ~all_seen",
             f"{MANY_TILES}[plain]",
         ),
+        (
+            "keys that are not read seen",
+            "(nth < num_keys) & (position <= query",
+            "(position <= query",
+            UNSEEN,
+        ),
+        ("values that are not read not cleared", "all_seen = (end <= num_keys) &", "all_seen =", UNSEEN),
         ("values before the window not cleared", "all_seen &= position", "all_seen |= position", UNSEEN),
         (
             "a key too many in the window",

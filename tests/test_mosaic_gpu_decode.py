@@ -59,11 +59,16 @@ def test_one_program_walks_nine_tiles(monkeypatch):
 
 
 def test_values_that_nobody_sees_may_be_nan():
-    """Also those of blocks that are read: before the window, after the last query that counts."""
+    """Also those of blocks that are read: before the window, after the last query that counts. And what a row
+    does not read, nobody sees, although the queries are behind it."""
     shape = SHAPES["window_drafts"]
     problem = shape.problem()
     rows = jax.tree.map(np.asarray, problem.rows)
-    rows = rows._replace(num_queries=rows.num_queries - 2)
+    rows = rows._replace(
+        num_columns=rows.num_columns - np.int32([5, 0, 1]),
+        first_position=rows.first_position + np.int32([-10, 0, 50]),
+        num_queries=rows.num_queries - 2,
+    )
     v_pool, table = np.array(problem.v_pool), np.asarray(problem.block_table)[rows.table_row]
     num_poisoned = 0
     for row, length in enumerate(shape.lens):
@@ -130,6 +135,12 @@ def test_few_long_rows_fill_the_gpu():
     assert int(many.first_item[-1]) == 60
     short = plan_of(make_rows([20, 20]), tiling, num_columns=2048, num_parallel=49)
     assert int(short.first_item[-1]) == 4  # parts of less than four tiles do not pay
+
+
+def test_a_plan_counts_on_the_programs_of_all_heads_and_lane_tiles():
+    num_programs = 132 * decode.programs_per_sm(tiling_of(8, 16, 128, 16), 128)
+    plan = jax.eval_shape(lambda rows: plan_for(rows, (2, 8, 3, 16, 128), 2048, 16), make_rows([2048, 9]))
+    assert plan.items.shape == (num_programs // (3 * 4), len(Item))  # 128 lanes are 4 tiles of 32
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 64), (3, 5, 64), (6, 2, 3, 7, 128), (2, 33, 256)])

@@ -58,12 +58,17 @@ def test_large_tiles(name):
 
 
 def test_values_that_nobody_sees_are_nan(monkeypatch):
-    """Also those of blocks that are read: before the window, after the last query that counts."""
+    """Also those of blocks that are read: before the window, after the last query that counts. And what a row
+    does not read, nobody sees, although the queries are behind it."""
     monkeypatch.setattr(decode, "MAX_TILE_LEN", 32)
     shape = for_tpu(SHAPES["window_drafts"])
     problem = shape.problem()
     rows = jax.tree.map(np.asarray, problem.rows)
-    rows = rows._replace(num_queries=rows.num_queries - 2)
+    rows = rows._replace(
+        num_columns=rows.num_columns - np.int32([5, 0, 1]),
+        first_position=rows.first_position + np.int32([-10, 0, 50]),
+        num_queries=rows.num_queries - 2,
+    )
     v_pool, table = np.array(problem.v_pool), np.asarray(problem.block_table)[rows.table_row]
     num_poisoned = 0
     for row, length in enumerate(shape.lens):
