@@ -13,8 +13,6 @@ from tests.interpreters import callbacks_on_the_host
 from tests.mutations import Mutation
 from tests.mutations_gpu_decode import MUTATIONS
 
-pytestmark = pytest.mark.contract
-
 # Three full tiles, so that one is refilled, and none is cleared behind its last key.
 PROBLEM = DecodeShape("full_tiles", (192,), num_kv_heads=1, group_size=1, block_size=64).problem()
 # What they get wrong is read by tensor cores alone.
