@@ -202,12 +202,6 @@ MUTATIONS = [
     *in_module(
         "attention_kernels",
         (
-            "each layer plans anew",
-            "package.DecodePlan(*work)} if is_planned else {}",
-            "package.DecodePlan(*work)} if False else {}",
-            "test_attention_kernels.py::test_a_step_is_planned_once_for_all_layers",
-        ),
-        (
             "all cuts of a prompt begin alike",
             "order * is_query.shape[1]",
             "order * 0",
