@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.indexing import first_true, quotient, read_first, set_at
+from kvcache_jax.indexing import quotient, read_first, set_at
 
 FIRST, LAST, OUT = 0, 1, 2
 """Tiers: of a block that competes, of one that goes when no other is left; what is added while it is out."""
@@ -50,8 +50,7 @@ def start(worth: Worth) -> Tournament:
     """The tournament of blocks `worth` i32[num_blocks]."""
     missing = (0, -worth.tier.shape[0] % _GROUP)
     worth = Worth(*(jnp.pad(x, missing, constant_values=OUT) for x in worth))
-    groups = Worth(*(x.reshape(-1, _GROUP) for x in worth))
-    leaders = _least(groups)
+    leaders = _least(Worth(*(x.reshape(-1, _GROUP) for x in worth)), _lowest_by_halves)
     return Tournament(worth, leaders + _GROUP * jnp.arange(leaders.shape[0], dtype=jnp.int32))
 
 
@@ -108,10 +107,22 @@ def _change_tier(now: Tournament, block_id: jax.Array, change: jax.Array) -> Tou
     return Tournament(now.worth._replace(tier=tier), leaders)
 
 
-def _least(worth: Worth) -> jax.Array:
+def _lowest(values: jax.Array) -> jax.Array:
+    return jnp.min(values, axis=-1, keepdims=True)
+
+
+def _lowest_by_halves(values: jax.Array) -> jax.Array:
+    """`_lowest` of many groups: CPUs compare halves by vectors, where they reduce number by number."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = jnp.minimum(values[..., :half], values[..., half:])
+    return values
+
+
+def _least(worth: Worth, lowest: Callable[[jax.Array], jax.Array] = _lowest) -> jax.Array:
     """The place of the least along the last axis of i32[..., n] each."""
-    is_least = worth.tier == jnp.min(worth.tier, axis=-1, keepdims=True)
-    key = jnp.min(jnp.where(is_least, worth.key, _MAX), axis=-1, keepdims=True)
-    is_least &= worth.key == key
-    recency = jnp.min(jnp.where(is_least, worth.recency, _MAX), axis=-1, keepdims=True)
-    return first_true(is_least & (worth.recency == recency))
+    is_least = worth.tier == lowest(worth.tier)
+    is_least &= worth.key == lowest(jnp.where(is_least, worth.key, _MAX))
+    is_least &= worth.recency == lowest(jnp.where(is_least, worth.recency, _MAX))
+    order = jnp.arange(worth.tier.shape[-1], dtype=jnp.int32)
+    return lowest(jnp.where(is_least, order, _MAX))[..., 0]
