@@ -1,18 +1,19 @@
 """Question: what does the bookkeeping of the cache cost, without any keys and values?
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
-Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 7.1 us inside a loop and 134 us as a separate call, 99 of
-  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 78 us, fork of 64 rows 199,
-  reorder 675, free of 64 rows of 256 blocks 313, truncate 272. With the prefix cache: `extend` 9.7 us in a
-  loop, 1.37x (misses its bar of 1.3; 1.34x to 1.39x in earlier runs), with `commit` of what is full 1.96x
-  (bar 2; 1.89x to 2.02x in earlier runs), evicting 1.32x; a prompt found 186 us, commit of a prompt 281. In
-  a loop that commit takes 1.49x with 65,536 blocks of what it takes with 1,024 (bar 1.5; 1.31x to 1.49x in
-  earlier runs). All other growths are at most 1.3x, and 2.4x at 1,048,576 blocks (bar 3).
-  The control state is 1.06 MB; the temporaries of a decode step (2.3 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 1,010 us for the same step with prefix caching off, 1,076 with it
-  on; for the prompt 40 us with it off (a slice of a list), 461 with it on. Levanter's pager 1,369 us when 16
-  of the rows take a page and 16,356 us when all do, where `extend` takes 193.
+Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0
+Answer:  a decode step's `extend` of 256 rows takes 7.0 us inside a loop and 122 us as a separate call, 62 of
+  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 89 us, fork of 64 rows 285,
+  reorder 739, free of 64 rows of 256 blocks 470, truncate 387. With the prefix cache: `extend` 12 us in a
+  loop, 1.67x (misses its bar of 1.3; 1.57x and 1.64x in two earlier runs, 1.34x to 1.39x on an Intel Xeon),
+  with `commit` of what is full 2.08x (misses its bar of 2; 1.61x to 2.03x, there 1.89x to 2.02x), evicting
+  1.50x; evicting by a policy with keys 223 us; a prompt found 207 us, commit of a prompt 340. In a loop that
+  commit takes 1.51x with 65,536 blocks of what it takes with 1,024 (misses its bar of 1.5; 1.31x to 1.49x on
+  the Xeon). All other growths are at most 1.3x, and 1.8x at 1,048,576 blocks (bar 3).
+  The control state is 1.06 MB; the temporaries of a decode step (4.3 MB) do not grow with the pool.
+  Beside it (--peers): vLLM 0.33's manager 1,162 us for the same step with prefix caching off, 1,298 with it
+  on; for the prompt 58 us with it off (a slice of a list), 488 with it on. Levanter's pager 1,375 us when 16
+  of the rows take a page and 17,193 us when all do, where `extend` takes 202.
 Record:  experiments/results/bookkeeping.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
