@@ -2,10 +2,10 @@
 
 Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
 Machine: 2 virtual cores of an AMD EPYC, idle; jax 0.12.0; results/decode_speed.json and .png
-Answer:  8 full rows of 4,096 tokens: 22.8 ms a step, 0.67 times a dense cache [B, S, H, D] (Flax's layout)
-  and 1.6 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 4.5 ms, 7.6 and
-  3.1 times faster (bar: 5). No cache: 184 ms for the short rows, 22 s for the full ones. Attention is 90% of
-  a full step; bookkeeping takes 0.14 ms.
+Answer:  8 full rows of 4,096 tokens: 24.5 ms a step, 0.77 times a dense cache [B, S, H, D] (Flax's layout)
+  and 1.8 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 4.1 ms, 7.3 and
+  3.0 times faster (bar: 5). No cache: 169 ms for the short rows, 21 s for the full ones. Attention is 90% of
+  a full step; bookkeeping takes 0.16 ms.
 
 One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
 room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
