@@ -251,15 +251,8 @@ def attend(cache, tokens, num_new, is_packed):
     return cache, jnp.stack(outputs), step.status
 
 
-@pytest.mark.parametrize(
-    ("path", "is_packed"),
-    [
-        ("full, prefix cache", False),
-        ("windows", True),
-        ("windows, prefix cache", False),
-        ("windows, prefix cache", True),
-    ],
-)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("path", PATHS)
 def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(path, is_packed):
     layers, enable = PATHS[path]
     config = kv.CacheConfig(
@@ -303,8 +296,13 @@ def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(path, is_packed)
             cache, _ = kv.commit(cache, [0, 1])
     cache, admission = admit(cache, [2, 3])
     assert admission.num_cached.tolist() == ([8, 8] if enable else [0, 0])
-    # Each namespace is spoilt in turn, before a prefill beside decoding and before plain decoding.
-    for counts in ([1, 1, 8, 8], [1, 1, 1, 1], [1, 1, 1, 1]):
+    # Each namespace is spoilt in turn, before a prefill beside decoding, before plain decoding, and before
+    # forks, of which two write into the last block that they share.
+    for counts in ([1, 1, 8, 8], [1, 1, 1, 1], [1, 1, 1, 1], "forks"):
+        if counts == "forks":
+            cache, _ = kv.fork(kv.free(cache, [2, 3])[0], [0, 1], [2, 3])
+            counts = [1, 1, 1, 1]
+            assert cache.context_len.tolist() == [15, 20, 15, 20]
         after, expected = step(cache, counts)
         for words, others in ((TENANT_A, (1, 3)), (TENANT_B, (0, 2))):
             _, got = step(spoil(cache, words), counts)
