@@ -96,6 +96,7 @@ class CacheManager(Questions):
         namespace: ArrayLike | None = None,
         priority: int = 0,
         reuse: bool = True,
+        items: ArrayLike | None = None,
         replace: bool = False,
     ) -> int:
         """Starts a request and reserves the blocks of its whole prompt.
@@ -106,6 +107,8 @@ class CacheManager(Questions):
           namespace: u32[4], who may share its blocks; see `kvcache_jax.namespace`.
           priority: For eviction policies.
           reuse: Whether to look for a cached prefix.
+          items: i32[I, 2], first position and end of each multimodal item in the prompt (see `item_tokens`):
+            one is reused whole or not at all, so those that end within the cached tokens are cached.
           replace: Ends a request of this id first. If the new one does not fit, the old one stays.
 
         Returns:
@@ -122,7 +125,7 @@ class CacheManager(Questions):
             if len(token_ids) > self._config.max_seq_len:
                 raise errors.too_long(request_id, len(token_ids), self._config.max_seq_len)
             seq_id = np.int32(self._rows.row(request_id) if is_replaced else self._rows.idle_row(request_id))
-            prompt = prompt_of(token_ids, self._config.max_seq_len, namespace, priority, reuse)
+            prompt = prompt_of(token_ids, self._config.max_seq_len, namespace, priority, reuse, items)
             new, (admission, num_blocks) = self._holder.on_control(
                 programs.admit, seq_id, prompt, np.bool_(is_replaced)
             )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kvcache_jax import arguments
 from kvcache_jax.admission import Prompt
 from kvcache_jax.state import Step
 from kvcache_jax.static_numbers import as_integer, static_count, static_flag
@@ -51,8 +52,10 @@ class Request:
     namespace: tuple[int, ...]
 
 
-def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool) -> Prompt:
-    """The arguments of an admission, padded to one shape."""
+def prompt_of(
+    token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool, items: Any
+) -> Prompt:
+    """The arguments of an admission, padded to one shape but for items: these to a power of two."""
     priority = as_integer("priority", priority)
     if not -(2**31) <= priority < 2**31:
         raise ValueError(f"priority is {priority}, expected -2**31 <= priority < 2**31")
@@ -62,9 +65,11 @@ def prompt_of(token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority:
         raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
     tokens = np.zeros(max_seq_len, np.int32)
     tokens[: len(token_ids)] = token_ids
-    no_items = np.zeros((0, 2), np.int32)
+    [spans] = np.asarray(arguments.item_spans_of_one(items))
+    num_more = (1 << (len(spans) - 1).bit_length()) - len(spans) if len(spans) else 0
+    spans = np.pad(spans, [(0, num_more), (0, 0)])  # an empty one is none
     length = np.int32(len(token_ids))
-    return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, is_reused, no_items)))
+    return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, is_reused, spans)))
 
 
 def padded(

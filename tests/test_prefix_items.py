@@ -52,6 +52,20 @@ def test_a_hit_never_ends_inside_an_item(tokens, num_cached, num_items):
     assert_invariants(cache)
 
 
+def test_a_manager_takes_items_too():
+    manager = kv.CacheManager(kv.init(CONFIG, storage=False))
+    manager.allocate_request("first", prompt(), items=ITEMS)
+    manager.append_tokens("first", prompt())
+    manager.commit_tokens("first")
+    cut = prompt()[:22]  # 20 would end inside the second image
+    assert manager.allocate_request("second", cut, items=ITEMS) == 16
+    assert manager.allocate_request("third", cut, items=ITEMS[:1]) == 20
+    assert manager.allocate_request("third", cut, items=[[0, 4], *ITEMS], replace=True) == 16
+    assert manager.allocate_request("fourth", cut) == 20
+    with pytest.raises(ValueError, match=r"items has shape \(2,\), expected \(any, 2\)"):
+        manager.allocate_request("fourth", cut, items=ITEMS[0], replace=True)
+
+
 def test_rows_with_fewer_items_and_none():
     cache, tokens = published(prompt()), padded([prompt()[:22]] * 2, WIDTH)
     items = [[[5, 15], [0, 0]], ITEMS]
