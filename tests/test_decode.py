@@ -265,6 +265,16 @@ def test_speculative_sampling_accepts_everything_from_the_model_itself():
     assert 0 < result.num_accepted < 0.9 * result.num_drafted
 
 
+def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
+    draft = kv.Draft(forward, PARAMS, config())
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    result = generate(prompts, num_samples=2, num_drafts=3, draft=draft, max_new_tokens=12)
+    assert [g.tokens for g in result.generations] == [
+        greedy(prompt, 12)[0] for prompt in prompts for _ in "ab"
+    ]
+    assert result.num_drafted == result.num_accepted == 4 * 8  # 11 tokens after the first: 3, 3 and 2 drafts
+
+
 def test_speculative_decoding_rolls_windows_back():
     window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
     layers = [window, kv.FullAttention(2, 4)]
