@@ -221,6 +221,32 @@ def test_the_figure_is_drawn(tmp_path):
     decode_speed_report.draw(json.loads(json.dumps(report)), tmp_path / "skipped.svg")
 
 
+def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path, decoder):
+    """All cases, or with `--quick` those that have a bar."""
+    pytest.importorskip("matplotlib")
+    report, measured = make_report(), []
+
+    def measure(case, *arguments):
+        measured.append(case)
+        return [record for record in report["records"] if record["case"] == case._asdict()]
+
+    monkeypatch.setattr(decode_speed.checkpoint, "load", lambda folder, dtype: decoder)
+    monkeypatch.setattr(decode_speed, "make_contexts", lambda decoder: None)
+    monkeypatch.setattr(decode_speed, "memory_report", lambda folder: report["memory"])
+    monkeypatch.setattr(decode_speed, "measure", measure)
+    assert decode_speed.main(["--quick", "--json"]) == 0
+    assert [case.name for case in measured] == [decode_speed.FULL.name, decode_speed.SHORT.name]
+    printed = json.loads(capsys.readouterr().out)
+    assert {name: printed[name] for name in ("bars", "memory")} == {
+        name: report[name] for name in ("bars", "memory")
+    }
+    assert set(report) < set(printed)
+    assert decode_speed.main(["--picture", str(tmp_path / "speed.png")]) == 0
+    cases = (*decode_speed.FILLS, decode_speed.UNEVEN, *decode_speed.BATCHES, *decode_speed.TABLES)
+    assert measured[4:] == [*cases]
+    assert "0 of 6 bars do not hold" in capsys.readouterr().out and (tmp_path / "speed.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

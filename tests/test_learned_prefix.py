@@ -1,6 +1,7 @@
 """A prefix learned through the cache: gradients equal a dense reference, memory stays, the loss falls."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -140,3 +141,17 @@ def test_bad_input_is_one_sentence(arguments, said, capsys, tmp_path, monkeypatc
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder):
+    seeds = [{"seed": seed, "before": 2.1, "after": 1.9 + seed / 10, "seconds": 1.0} for seed in range(3)]
+    measured = {"text": "some", "num_steps": 7, "without": 2.0, "seeds": seeds, "error": 1e-6}
+    monkeypatch.setattr(learned_prefix.checkpoint, "load", lambda folder, dtype: decoder)
+    monkeypatch.setattr(learned_prefix, "measure", lambda decoder, texts, num_steps: measured)
+    monkeypatch.setattr(learned_prefix, "gradient_pools", lambda num_layers, is_full: 2.0 + is_full)
+    assert learned_prefix.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [bar["holds"] for bar in report["bars"]] == [True] * 5 + [True, True, False]
+    assert len(report["gradient_pools"]) == 4 and {**report, **measured} == report
+    assert learned_prefix.main([]) == 0
+    assert "1 of 8 bars do not hold" in capsys.readouterr().out
