@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.indexing import quotient, read_first, set_at
+from kvcache_jax.indexing import quotient, read_first, remainder, set_at
 
 FIRST, LAST, OUT = 0, 1, 2
 """Tiers: of a block that competes, of one that goes when no other is left; what is added while it is out."""
@@ -75,33 +75,29 @@ def take(now: Tournament, most: jax.Array, batch: int, nowhere: int) -> tuple[To
         is_taken = (n < most) & (leading.tier[group] <= tier)
         block_id = now.leaders[group]
         taken = set_at(taken, n[None], jnp.where(is_taken, block_id, nowhere))
-        return _change_tier(now, block_id, jnp.where(is_taken, OUT, 0)), taken
+        return _move(now, jnp.where(is_taken, block_id, -1), OUT), taken
 
     return _for_each(batch, take_one, (now, jnp.full_like(most, nowhere, shape=batch)))
 
 
 def enter(now: Tournament, block_ids: jax.Array) -> Tournament:
-    """Blocks i32[n], which differ and are out, compete; negative ones are skipped."""
-
-    def enter_one(n: jax.Array, now: Tournament) -> Tournament:
-        block_id = block_ids[n]
-        return _change_tier(now, jnp.maximum(block_id, 0), jnp.where(block_id >= 0, -OUT, 0))
-
-    return _for_each(block_ids.shape[0], enter_one, now)
+    """Blocks i32[n], which may repeat and compete already, compete; negative ones are skipped."""
+    return _for_each(block_ids.shape[0], lambda n, now: _move(now, block_ids[n], 0), now)
 
 
 def _for_each[T](count: int, fn: Callable[[jax.Array, T], T], state: T) -> T:
     return fn(jnp.int32(0), state) if count == 1 else lax.fori_loop(0, count, fn, state)
 
 
-def _change_tier(now: Tournament, block_id: jax.Array, change: jax.Array) -> Tournament:
-    """Adds `change` to the tier of a block, and finds the leader of its group."""
-    group = quotient(block_id, _GROUP)
+def _move(now: Tournament, block_id: jax.Array, out: int) -> Tournament:
+    """Puts a block out (`OUT`) or in (0), and finds the leader of its group; a negative one is skipped."""
+    group = quotient(jnp.maximum(block_id, 0), _GROUP)
     first = group * _GROUP
     members = Worth(*(lax.dynamic_slice_in_dim(x, first, _GROUP) for x in now.worth))
     members, now = read_first(members, now)
     is_it = jnp.arange(_GROUP, dtype=jnp.int32) == block_id - first
-    members = members._replace(tier=members.tier + jnp.where(is_it, change, 0))
+    moved = remainder(members.tier, OUT) + out
+    members = members._replace(tier=jnp.where(is_it, moved, members.tier))
     tier = lax.dynamic_update_slice_in_dim(now.worth.tier, members.tier, first, axis=0)
     leaders = set_at(now.leaders, group[None], first + _least(members))
     return Tournament(now.worth._replace(tier=tier), leaders)

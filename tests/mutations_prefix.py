@@ -148,6 +148,12 @@ MUTATIONS = [
             "(leading.tier[group] < OUT)",
             "test_prefix_copies.py::test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy",
         ),
+        (
+            "a parent enters once per child that went",
+            "remainder(members.tier, OUT) + out",
+            "members.tier + (out or -OUT)",
+            "test_eviction.py::test_a_parent_whose_children_go_together_goes_once",
+        ),
     ),
     *in_module(
         "eviction",
