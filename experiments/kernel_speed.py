@@ -143,7 +143,8 @@ class Run:
             self.close()
             add_figures(self.report)
             return
-        self.report["calls"].append({name: self.report.get(name) for name in ("date", "machine", "only")})
+        of_call = "date", "revision", "machine", "only"
+        self.report["calls"].append({name: self.report.get(name) for name in of_call})
         try:
             while todo:
                 self.enter(*todo[0])
@@ -349,7 +350,7 @@ def _measure(parser: command.Parser, options: argparse.Namespace) -> int:
         print(json.dumps(run.report))
     else:
         show(run.report)
-        print(f"written: {run.path}", flush=True)
+        print(f"in {run.path}", flush=True)
     try:
         draw(run.report, run.path.with_suffix(".png"))
     except ImportError:

@@ -13,7 +13,6 @@ from experiments.command import InputError
 
 SAME = (
     "device",
-    "revision",
     "sources",
     "jax",
     "packages",
@@ -21,7 +20,7 @@ SAME = (
     "xla_flags",
     "without",
 )
-"""What all calls of one report share."""
+"""What all calls of one report share. The revision may differ: `sources` tells whether code has changed."""
 MEASURED_KINDS = ("decodes", "moves", "steps")
 CEILINGS = "entries"
 """Lists of a report that hold entries."""
@@ -46,7 +45,7 @@ def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     changes = [
         f"{name} was {earlier.get(name)!r} and is {report.get(name)!r}"
         for name in SAME
-        if _clean(name, earlier) != _clean(name, report)
+        if earlier.get(name) != report.get(name)
     ]
     if changes:
         raise InputError(
@@ -56,11 +55,6 @@ def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 _BEGIN_ANEW = "begin anew without --resume"
-
-
-def _clean(name: str, report: dict[str, Any]) -> Any:
-    """The results themselves may be what was changed since the commit; `sources` is of the code as it ran."""
-    return str(report.get(name)).rstrip("+") if name == "revision" else report.get(name)
 
 
 def missing(jobs: list[tuple[str, str]], report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -66,27 +66,41 @@ def take(now: Tournament, most: jax.Array, batch: int, nowhere: int) -> tuple[To
     Returns:
       The tournament, and i32[batch] block ids, the least first, then nowhere.
     """
-    tier = jnp.minimum(jnp.min(now.worth.tier[now.leaders]), LAST)
+    last_tier = jnp.minimum(jnp.min(now.worth.tier[now.leaders]), LAST)
 
-    def take_one(n: jax.Array, state: tuple[Tournament, jax.Array]) -> tuple[Tournament, jax.Array]:
-        now, taken = state
+    def take_one(state: _Taking) -> _Taking:
+        now, taken, count, _ = state
         leading = Worth(*(x[now.leaders] for x in now.worth))
         group = _least(leading)
-        is_taken = (n < most) & (leading.tier[group] <= tier)
+        is_taken = (count < most) & (leading.tier[group] <= last_tier)
         block_id = now.leaders[group]
-        taken = set_at(taken, n[None], jnp.where(is_taken, block_id, nowhere))
-        return _move(now, jnp.where(is_taken, block_id, -1), OUT), taken
+        taken = set_at(taken, count[None], jnp.where(is_taken, block_id, nowhere))
+        now = _move(now, jnp.where(is_taken, block_id, -1), OUT)
+        return _Taking(now, taken, count + is_taken.astype(jnp.int32), is_taken)
 
-    return _for_each(batch, take_one, (now, jnp.full_like(most, nowhere, shape=batch)))
+    state = _Taking(now, jnp.full_like(most, nowhere, shape=batch), most & 0, most > 0)
+    if batch == 1:
+        state = take_one(state)
+    else:
+        state = lax.while_loop(lambda state: state.goes_on & (state.count < batch), take_one, state)
+    return state.now, state.taken
+
+
+class _Taking(NamedTuple):
+    """What is carried from block to block: how many are taken, and whether there may be one more."""
+
+    now: Tournament
+    taken: jax.Array
+    count: jax.Array
+    goes_on: jax.Array
 
 
 def enter(now: Tournament, block_ids: jax.Array) -> Tournament:
     """Blocks i32[n], which may repeat and compete already, compete; negative ones are skipped."""
-    return _for_each(block_ids.shape[0], lambda n, now: _move(now, block_ids[n], 0), now)
-
-
-def _for_each[T](count: int, fn: Callable[[jax.Array, T], T], state: T) -> T:
-    return fn(jnp.int32(0), state) if count == 1 else lax.fori_loop(0, count, fn, state)
+    if block_ids.shape[0] == 1:
+        return _move(now, block_ids[0], 0)
+    end = jnp.max(jnp.where(block_ids >= 0, jnp.arange(1, block_ids.shape[0] + 1, dtype=jnp.int32), 0))
+    return lax.fori_loop(0, end, lambda n, now: _move(now, block_ids[n], 0), now)
 
 
 def _move(now: Tournament, block_id: jax.Array, out: int) -> Tournament:

@@ -33,7 +33,6 @@ MUTATIONS = [
         ("never complete", "return [] if is_complete else todo", "return todo", CALLS),
         ("forgets the crashes", '"skipped", "crashes")', '"skipped")', CALLS),
         ("tries again what was skipped", " and job[1] not in skipped", "", SKIPPED),
-        ("mixes revisions", '    "revision",\n', "", OTHERWISE),
         ("mixes code", '    "sources",\n', "", OTHERWISE),
         ("mixes devices", '    "device",\n', "", OTHERWISE),
         ("mixes sides", '    "without",\n', "", OTHERWISE),

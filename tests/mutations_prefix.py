@@ -144,7 +144,7 @@ MUTATIONS = [
         ),
         (
             "a tier is evicted to its end before what joins the one before it",
-            "(leading.tier[group] <= tier)",
+            "(leading.tier[group] <= last_tier)",
             "(leading.tier[group] < OUT)",
             "test_prefix_copies.py::test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy",
         ),

@@ -255,7 +255,8 @@ def test_calls_complete_what_one_measures(measure, tmp_path, capsys):
     code, first = measure({**CRASHES, "start": ["", "", "refuse"]})
     assert code == 1 and first["left_out"] == ["three", "four"]
     assert "2 left out: the same command with --resume measures them" in capsys.readouterr().out
-    code, both = measure(CRASHES | {"environment": {"revision": "abc+"}}, "--resume")  # its own results
+    code, both = measure(CRASHES | {"environment": {"revision": "def"}}, "--resume")  # its results committed
+    assert [call["revision"] for call in both["calls"]] == ["abc", "def"]
     assert code == 0 and both["stopped"] == "" and both["left_out"] == []
     assert statuses(both) == statuses(whole) and len(both["crashes"]) == len(whole["crashes"]) == 2
     assert reason(both, "three", "peer").startswith("left out after its crash on three: ended by SIGABRT")
@@ -288,7 +289,7 @@ def test_what_was_skipped_is_not_tried_again(measure):
     ("environment", "arguments", "said"),
     [
         ({"device": {"name": "Fake GPU", "driver": "2"}}, [], "device was {'name': 'Fake GPU', 'platform'"),
-        ({"revision": "def"}, [], "otherwise: revision was 'abc' and is 'def': begin anew without --resume"),
+        ({"jax": "1"}, [], "otherwise: jax was '0' and is '1': begin anew without --resume"),
         ({"sources": "changed", "jax": "1"}, [], "sources was None and is 'changed'; jax was '0' and is '1'"),
         ({}, ["--without", "ours"], "without was [] and is ['ours']"),
     ],

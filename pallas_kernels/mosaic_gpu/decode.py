@@ -198,7 +198,9 @@ def _check_plan(plan: DecodePlan, num_rows: int) -> None:
 def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
     """How many programs shared memory and registers leave room for."""
     by_registers = REGISTERS // (_THREADS * max_registers(tiling, head_dim))
-    return min(SHARED_MEMORY // max_shared_memory(tiling, head_dim), by_registers)
+    # Of the memory that all share the system takes 1 KB for each, and one alone gets all but that.
+    by_memory = (SHARED_MEMORY + 1024) // (max_shared_memory(tiling, head_dim) + 1024)
+    return min(by_memory, by_registers)
 
 
 def max_registers(tiling: Tiling, head_dim: int) -> int:
