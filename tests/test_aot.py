@@ -47,6 +47,8 @@ $L__BB0_1:
 	cvt.u32.u64 	%r5, %rd3;
 	@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r5+{plus}], [%rd9, \
 {{%r8,%r9}} ], [%r7];
+	wgmma.commit_group.sync.aligned;
+	wgmma.wait_group.sync.aligned 0;
 	ex2.approx.f32 	%r6, %r6;
 	fence.proxy.async.shared::cta;
 	@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd8], [{source}], 128;
@@ -60,6 +62,8 @@ KERNEL = KernelCost(
     spill_bytes=0,
     shared_memory=4104,
     wgmma=2,
+    wgmma_groups=2,
+    wgmma_waits=2,
     tma=2,
     tma_alignment=128,
     grid=(2**31 - 1, 65535, 65535),
@@ -92,8 +96,17 @@ def test_a_dump_is_read(tmp_path):
     write_dump(tmp_path, stores=16, loads=20)
     (kernel,) = read_kernels(tmp_path)
     assert kernel == KernelCost(
-        "append_kv_0", 42, 36, 4104, 1, 2, 256, grid=(1, 512, 1), tanh_approx=0, fences=1
+        "append_kv_0", 42, 36, 4104, 1, 1, 1, 2, 256, grid=(1, 512, 1), tanh_approx=0, fences=1
     )
+
+
+def test_what_tensor_cores_multiply_without_a_wait_is_found(tmp_path):
+    """The interpreter has the product at once, so that the race detector does not see it."""
+    write_dump(tmp_path)
+    file = tmp_path / "append_kv_0.ptx"
+    file.write_text(file.read_text().replace("\twgmma.wait_group.sync.aligned 0;\n", ""))
+    (kernel,) = read_kernels(tmp_path)
+    assert (kernel.wgmma_groups, kernel.wgmma_waits) == (1, 0)
 
 
 def test_an_approximate_tanh_is_found(tmp_path):
@@ -164,6 +177,8 @@ def test_a_program_at_its_budget_passes():
             {"grid": (1, 1, 65536)},
             "decode_0 has a grid of (1, 1, 65536), at most (2147483647, 65535, 65535)",
         ),
+        ({"wgmma_waits": 1}, "decode_0 waits for wgmma 1 times, at least 2"),
+        ({"wgmma_groups": 0, "wgmma_waits": 0}, "decode_0 waits for wgmma 0 times, at least 1"),
         ({"tanh_approx": 4}, "decode_0 has 4 tanh.approx, which is 5e-4 off"),
     ],
 )

@@ -17,6 +17,8 @@ class KernelCost:
       spill_bytes: Stored in plus loaded from local memory.
       shared_memory: Bytes of one CTA, barriers included.
       wgmma: Tensor core instructions.
+      wgmma_groups: Groups of them that are committed.
+      wgmma_waits: Waits for such groups.
       tma: Loads by the copy engine.
       tma_alignment: See `tests.aot.alignment.tma_alignment`.
       grid: CTAs along x, y and z.
@@ -29,6 +31,8 @@ class KernelCost:
     spill_bytes: int
     shared_memory: int
     wgmma: int
+    wgmma_groups: int
+    wgmma_waits: int
     tma: int
     tma_alignment: int
     grid: tuple[int, ...]
@@ -69,6 +73,8 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         spill_bytes=sum(int(n) for n in spills),
         shared_memory=int(sizes[-1]),
         wgmma=len(re.findall(r"\bHGMMA\b", sass)),
+        wgmma_groups=len(re.findall(r"\bwgmma\.commit_group\b", ptx)),
+        wgmma_waits=len(re.findall(r"\bwgmma\.wait_group\b", ptx)),
         tma=len(re.findall(r"\bUTMALDG\b", sass)),
         tma_alignment=tma_alignment(ptx),
         grid=tuple(int(n) for n in grids[-1]),

@@ -6,8 +6,9 @@
 
 Needs the CUDA plugin's wheels, see `make .venv-aot`. The cases and their budgets are in `kernel_cases.py`,
 `move_cases.py`, `step.py` and `cache_cases.py` beside this file. Exit status 1 if a program costs more than
-its budget, has fewer tensor core or copy engine instructions or fences than demanded, does not call a kernel,
-copies a pool or moves it to another device, would fault where only a GPU notices it, or does not compile.
+its budget, has fewer tensor core or copy engine instructions or fences than demanded, waits for tensor cores
+less often than it uses them, does not call a kernel, copies a pool or moves it to another device, would fault
+where only a GPU notices it, or does not compile.
 """
 
 import argparse
@@ -61,6 +62,9 @@ def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
             )
         if any(size > most for size, most in zip(kernel.grid, MAX_GRID, strict=True)):
             found.append(f"{kernel.name} has a grid of {kernel.grid}, at most {MAX_GRID}")
+        least = max(kernel.wgmma_groups, min(kernel.wgmma, 1))
+        if kernel.wgmma_waits < least:
+            found.append(f"{kernel.name} waits for wgmma {kernel.wgmma_waits} times, at least {least}")
         if kernel.tanh_approx:
             found.append(f"{kernel.name} has {kernel.tanh_approx} tanh.approx, which is 5e-4 off")
     if cost.collectives:
