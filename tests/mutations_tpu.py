@@ -5,6 +5,7 @@ from tests.mutations import Mutation
 MANY_TILES = "test_mosaic_tpu.py::test_many_tiles"
 UNSEEN = "test_mosaic_tpu.py::test_values_that_nobody_sees_are_nan"
 OVERWRITTEN = "test_mosaic_tpu_movement.py::test_a_source_may_be_overwritten_by_a_later_copy"
+MANY = "test_mosaic_tpu_movement.py::test_one_block_copied_to_many"
 COPIED = "test_mosaic_tpu_movement.py::test_copy[12]"
 IN_ANY_ORDER = "test_mosaic_tpu_movement.py::test_tokens_in_any_order_and_nowhere[bfloat16]"
 CHUNKS = "test_mosaic_tpu_movement.py::test_more_tokens_than_one_chunk"
@@ -82,6 +83,14 @@ MUTATIONS = [
         ("a copy not waited for", "pl.loop(num_ended, count_ref[0])(wait)", "pass", COPIED),
         ("a source overwritten", "return dst[i] == src[earlier]", "return dst[i] < src[i] - 99", OVERWRITTEN),
         ("only the one before looked at", "reversed(range(1, NUM_IN_FLIGHT))", "range(1, 2)", OVERWRITTEN),
+        (
+            "the seventh before not looked at",
+            "reversed(range(1, NUM_IN_FLIGHT))",
+            "reversed(range(1, NUM_IN_FLIGHT - 1))",
+            OVERWRITTEN,
+        ),
+        ("one too many in flight", "i + 1 - NUM_IN_FLIGHT", "i - NUM_IN_FLIGHT", OVERWRITTEN),
+        ("more than all", "jnp.clip(count, 0, ids[0].size)", "jnp.maximum(count, 0)", MANY),
     ),
     *in_kernel(
         "append",
