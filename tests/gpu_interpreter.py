@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from pallas_kernels.mosaic_gpu import interpret
-from tests.interpreters import callbacks_on_the_host
+from tests.interpreters import callbacks_on_the_host, negative_indices_refused
 
 
 def run_interpreted(function: Callable, *arguments: Any, **keywords: Any) -> Any:
     """The results of a function that interprets kernels."""
     try:
-        with callbacks_on_the_host():
+        with callbacks_on_the_host(), negative_indices_refused():
             return interpret.run_interpreted(function, *arguments, **keywords)
     except (interpret.RaceError, jax.errors.JaxRuntimeError) as error:
         raise AssertionError(str(error)) from error

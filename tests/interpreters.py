@@ -1,4 +1,4 @@
-"""How interpreted kernels call back into Python, cheaply."""
+"""How interpreted kernels call back into Python, cheaply, and what they may read."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src import callback as jax_callback
+from jax._src.pallas.mosaic.interpret import utils as interpreters
 
 
 def _call(*arguments: np.ndarray, callback, **_: object) -> tuple[np.ndarray, ...]:
@@ -19,4 +20,17 @@ def _call(*arguments: np.ndarray, callback, **_: object) -> tuple[np.ndarray, ..
 def callbacks_on_the_host() -> Iterator[None]:
     """Interpreters get numpy arrays: jax would put each on a device first, which takes most of the time."""
     with mock.patch.object(jax_callback, "io_callback_impl", _call):
+        yield
+
+
+def _clip(indices: tuple, shape: tuple[int, ...], clip=interpreters.clip_range_to_shape) -> tuple | None:
+    if any((index.start if isinstance(index, slice) else index) < 0 for index in indices):
+        raise IndexError(f"{indices} begins before the start of an array of shape {shape}")
+    return clip(indices, shape)
+
+
+@contextlib.contextmanager
+def negative_indices_refused() -> Iterator[None]:
+    """Interpreters would count them from the end; a device reads what lies before the array."""
+    with mock.patch.object(interpreters, "clip_range_to_shape", _clip):
         yield

@@ -103,6 +103,12 @@ MUTATIONS = [
         ),
         ("the scale ignored", "logits * (options.scale * _LOG2_E)", "logits * _LOG2_E", decode("plain")),
         ("queries that do not count have a result", " | (query >= num_queries)", "", UNSEEN),
+        (
+            "idle rows look before the table",
+            "jnp.maximum(num_columns * tiling.pieces_per_block, 1) - 1",
+            "num_columns * tiling.pieces_per_block - 1",
+            decode("idle_rows"),
+        ),
         ("parts written as whole rows", "pl.when(is_part == 0)", "pl.when(is_part >= 0)", decode("long")),
     ),
     *in_kernel(
@@ -182,6 +188,7 @@ MUTATIONS = [
             MERGE,
         ),
         ("the total does not decay", "total * decay + weight", "total + weight", MERGE),
+        ("rows of two parts not merged", "min_parts=2", "min_parts=3", decode("block_512")),
         ("parts not waited for", "plgpu.barrier_wait(barrier.at[slot])", "pass", MERGE),
         (
             "the ring goes round too early",

@@ -6,13 +6,13 @@ import jax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.interpreters import callbacks_on_the_host
+from tests.interpreters import callbacks_on_the_host, negative_indices_refused
 
 
 def run_interpreted(function: Callable, *arguments: object, **keywords: object):
     """The results of a function that interprets one kernel, under jit."""
     try:
-        with callbacks_on_the_host():
+        with callbacks_on_the_host(), negative_indices_refused():
             results = jax.block_until_ready(jax.jit(function)(*arguments, **keywords))
     except jax.errors.JaxRuntimeError as error:
         pltpu.reset_tpu_interpret_mode_state()
