@@ -6,6 +6,7 @@ GATHER = "test_mosaic_gpu_move.py::test_gather[bf16_16x64]"
 SCATTER = "test_mosaic_gpu_move.py::test_scatter[bf16_16x64]"
 MORE = "test_mosaic_gpu_move.py::test_more_than_all_are_all"
 COPY = "test_mosaic_gpu_move.py::test_copy[bf16_16x64]"
+OVERWRITTEN = "test_mosaic_gpu_move.py::test_a_source_may_be_overwritten_by_a_later_copy"
 APPEND = "test_mosaic_gpu_move.py::test_append[3-bf16_16x64]"
 
 
@@ -50,10 +51,29 @@ MUTATIONS = [
             COPY,
         ),
         ("not waited for", "plgpu.barrier_wait(barrier.at[slot])", "pass", GATHER),
+        (
+            "a scatter of none moves one",
+            "block_ids, jnp.reshape(count, 1), *blocks",
+            "block_ids, jnp.reshape(jnp.maximum(count, 1), 1), *blocks",
+            SCATTER,
+        ),
+        (
+            "a copy of none moves one",
+            "(src, dst, jnp.reshape(count, 1)",
+            "(src, dst, jnp.reshape(jnp.maximum(count, 1), 1)",
+            COPY,
+        ),
+        (
+            "copies cut among CTAs in no order",
+            "    if is_in_order:\n        max_ctas",
+            "    if False:\n        max_ctas",
+            OVERWRITTEN,
+        ),
         ("ends before its writes", "    plgpu.wait_smem_to_gmem(0)", "    pass", SCATTER),
     ),
     *in_kernel(
         "append",
+        ("the first slot left out", "(slot >= 0)", "(slot > 0)", APPEND),
         ("negative slots stored", "(slot >= 0) & ", "", APPEND),
         ("slots beyond the layer stored", " & (slot < num_blocks * block_size)", "", APPEND),
         ("tokens of the predecessor stored", "(first + nth >= own) & ", "", APPEND),

@@ -117,7 +117,7 @@ def test_scatter(name):
     ids = rng.permutation(NUM_BLOCKS)
 
     def arguments(count):
-        pools = random_pools(rng, name, ids[NUM_IDS:])
+        pools = random_pools(rng, name, ids[count:])
         blocks = [random(rng, dtype, NUM_LAYERS, NUM_IDS, *shape).at[:, count:].set(jnp.nan) for _ in "kv"]
         return *pools, *blocks, ids_of(ids[:count])
 
@@ -131,7 +131,8 @@ def test_copy(name):
 
     def arguments(count):
         src, dst = ids[:count], ids[NUM_IDS : NUM_IDS + count]
-        return *random_pools(rng, name, [*src, *ids[2 * NUM_IDS :]]), ids_of(src), ids_of(dst)
+        pools = random_pools(rng, name, [*src, *ids[2 * NUM_IDS :]])
+        return *pools, ids_of(src), jnp.full(NUM_IDS, ids[-1], jnp.int32).at[:count].set(dst)
 
     check_counts("copy_blocks", arguments, check_pools)
 
@@ -149,8 +150,9 @@ def test_one_source_may_be_copied_to_many():
     check_pools(None, results, reference.copy_blocks(*pools, *ids, num_blocks=NUM_BLOCKS))
 
 
-def test_a_source_may_be_overwritten_by_a_later_copy():
-    """Earlier copies see it as it was, in every part of the block and every layer."""
+def test_a_source_may_be_overwritten_by_a_later_copy(monkeypatch):
+    """Earlier copies see it as it was, in every part of the block and every layer, however many CTAs fit."""
+    monkeypatch.setattr(move_blocks, "MAX_CTAS_PER_SM", 3)
     for name in POOLS:
         pools = random_pools(np.random.default_rng(7), name, range(NUM_BLOCKS))
         ids = (jnp.asarray([5, 5, 2, 6], jnp.int32), jnp.asarray([7, 0, 5, 2], jnp.int32), jnp.int32(NUM_IDS))
@@ -218,8 +220,9 @@ def test_append(name, cta_tokens, monkeypatch):
     num_heads, block_size, head_dim, dtype = POOLS[name]
     pools = random_pools(rng, name, range(0, NUM_BLOCKS, 2))
     k, v = (random(rng, "float32", 8, num_heads, head_dim) for _ in "kv")
-    slots = rng.permutation(NUM_BLOCKS * block_size)[:8]
-    slots[[1, 4, 6]] = -1, NUM_BLOCKS * block_size, NOWHERE
+    end = NUM_BLOCKS * block_size
+    slots = 1 + rng.permutation(end - 2)[:8]
+    slots[[0, 1, 4, 5, 6]] = 0, -1, end, end - 1, NOWHERE
     arguments = (*pools, k.at[1].set(jnp.nan), v.at[6].set(jnp.nan), jnp.asarray(slots, jnp.int32))
     kernel = interpreted("append_kv")
     for layer in range(NUM_LAYERS):
