@@ -138,7 +138,7 @@ DECODE_SHAPES = (
     DecodeShape("block_128", (200, 128), block_size=128, num_kv_heads=1),
     DecodeShape("block_72_f16", (150,), block_size=72, num_kv_heads=1, dtype="float16"),
     DecodeShape("block_512", (700, 512), block_size=512, num_kv_heads=1),
-    DecodeShape("drafts", (70, 3, 20), num_queries=5, group_size=3),
+    DecodeShape("drafts", (66, 3, 20), num_queries=5, group_size=3),
     DecodeShape("drafts_3x8", (40,), num_queries=3, group_size=8, num_kv_heads=1),
     DecodeShape("drafts_8x16", (90,), num_queries=8, group_size=16, num_kv_heads=1),
     DecodeShape("window_drafts", (98, 202, 30), window=70, num_queries=4),

@@ -104,6 +104,12 @@ MUTATIONS = [
         ("the scale ignored", "logits * (options.scale * _LOG2_E)", "logits * _LOG2_E", decode("plain")),
         ("queries that do not count have a result", " | (query >= num_queries)", "", UNSEEN),
         (
+            "the peak forgotten where a tile is unseen",
+            "jnp.maximum(peak, logits.max(axis=0))",
+            "logits.max(axis=0)",
+            decode("drafts"),
+        ),
+        (
             "idle rows look before the table",
             "jnp.maximum(num_columns * tiling.pieces_per_block, 1) - 1",
             "num_columns * tiling.pieces_per_block - 1",

@@ -72,6 +72,12 @@ MUTATIONS = [
             f"{MANY_TILES}[long]",
         ),
         (
+            "the largest logit forgotten where a tile is unseen",
+            "jnp.maximum(old, logits.max(axis=2, keepdims=True))",
+            "logits.max(axis=2, keepdims=True)",
+            f"{MANY_TILES}[drafts]",
+        ),
+        (
             "queries that do not count are answered",
             "query_position <= last_position",
             "query_position < 2**30",
