@@ -1,7 +1,6 @@
 """Gradients through the cache against a dense reference, and what they cost in memory."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +26,36 @@ def inputs(num_layers, seed=0):
     return [random(seed + i, *shape, num_heads, DIM) for i, num_heads in enumerate(heads)]
 
 
+def in_chunks(x):
+    """The rows' tokens `x [layers, rows, tokens, ...]` as [chunks, layers, max_seqs, width, ...], padded."""
+    width, chunks, start = max(CHUNKS), [], 0
+    for num_tokens in CHUNKS:
+        padding = [(0, 0), (0, 1), (0, width - num_tokens), (0, 0), (0, 0)]
+        chunks.append(jnp.pad(x[:, :, start : start + num_tokens], padding))
+        start += num_tokens
+    return jnp.stack(chunks)
+
+
 def paged(cache, q, k, v, sinks, soft_cap):
     """All layers and chunks through the cache; the rows' tokens come back end to end."""
-    outs, lses, start = [[] for _ in LENGTHS], [[] for _ in LENGTHS], 0
-    for i, width in enumerate(CHUNKS):
-        num_new = jnp.array([lengths[i] for lengths in LENGTHS] + [0])
-        cache, step = kv.extend(cache, num_new, max_new=width)
-        part = slice(start, start + width)
-        layers = []
+
+    def feed(cache, chunk):
+        num_new, *new = chunk
+        cache, step = kv.extend(cache, num_new, max_new=max(CHUNKS))
+        outs, options = [], dict(sink_logits=sinks, soft_cap=soft_cap, return_lse=True)
         for layer in range(q.shape[0]):
-            pad = functools.partial(jnp.pad, pad_width=((0, 1), (0, 0), (0, 0), (0, 0)))
-            new = [pad(x[layer, :, part]) for x in (q, k, v)]
-            cache, out = kv.attention(
-                cache, layer, *new, step, sink_logits=sinks, soft_cap=soft_cap, return_lse=True
-            )
-            layers.append(out)
-        for row, lengths in enumerate(LENGTHS):
-            outs[row].append(jnp.stack([out[row, : lengths[i]] for out, _ in layers]))
-            lses[row].append(jnp.stack([lse[row, : lengths[i]] for _, lse in layers]))
-        start += width
-    join = functools.partial(jnp.concatenate, axis=1)
-    return [join(x) for x in outs], [join(x) for x in lses], cache
+            cache, out = kv.attention(cache, layer, *(x[layer] for x in new), step, **options)
+            outs.append(out)
+        return cache, jax.tree.map(lambda *x: jnp.stack(x), *outs)
+
+    num_new = jnp.array([*LENGTHS, (0, 0)]).T
+    cache, (outs, lses) = jax.lax.scan(feed, cache, (num_new, *map(in_chunks, (q, k, v))))
+
+    def join(x, row):
+        return jnp.concatenate([x[i, :, row, :n] for i, n in enumerate(LENGTHS[row])], axis=1)
+
+    rows = range(len(LENGTHS))
+    return [join(outs, row) for row in rows], [join(lses, row) for row in rows], cache
 
 
 def end_to_end(x, row):
