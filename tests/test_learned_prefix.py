@@ -77,12 +77,11 @@ def test_rows_share_the_prefix_and_need_every_block_of_the_pool(decoder, prefix,
     ).all()  # a row that fails does not pass for a loss
 
 
-def test_a_prefix_starts_as_what_the_cache_keeps_of_a_text(decoder, windows):
+def test_a_prefix_starts_as_what_the_cache_keeps_of_a_text(decoder, windows, cache):
     """Behind the keys and values of a text, the loss is that of reading it."""
-    tokens = jnp.asarray(TEXT[: PREFIX_LEN - 1], jnp.int32)
+    tokens = jnp.asarray(TEXT[:PREFIX_LEN], jnp.int32)
     whole = jnp.concatenate([jnp.broadcast_to(tokens, (NUM_ROWS, len(tokens))), windows], axis=1)
     learned = jax.jit(learned_prefix.prefix_of)(decoder, tokens)
-    cache = learned_prefix.empty_cache(TINY, PREFIX_LEN - 1, NUM_ROWS, LENGTH)
     got = jax.jit(learned_prefix.losses)(learned, decoder, windows, cache)
     empty = learned_prefix.bits_per_byte.empty_cache(TINY, NUM_ROWS, whole.shape[1] - 1)
     want = jax.jit(learned_prefix.bits_per_byte.losses)(decoder, whole, empty)[:, len(tokens) :]
