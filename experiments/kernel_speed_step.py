@@ -121,8 +121,8 @@ def _prepare(
 ) -> Program:
     shape = (num_launches, sizes.batch)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
+    held = [_filled_cache(decoder.config, sizes, implementation)]
     with interpreted() if interpret else contextlib.nullcontext():
-        held = [_filled_cache(decoder.config, sizes, implementation)]
         program = compiled(
             steps, held[0], decoder, tokens, sizes.start_len, donate_argnums=0, static_argnums=3
         )
