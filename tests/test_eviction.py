@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import testing, tournament
+from kvcache_jax import tournament
 from kvcache_jax.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.oracle import EVICTION_KEYS, OracleBlock
-from tests.prefix_script import WIDTH, PrefixDriver, prefix_config, random_prefix_operation
+from tests.helpers import append_donated
+from tests.prefix_script import (
+    NAMESPACES,
+    PROMPT_WIDTH,
+    WIDTH,
+    PrefixDriver,
+    allocate,
+    commit,
+    prefix_config,
+    random_prefix_operation,
+)
+from tests.random_script import ROWS, padded
 
 LAYERS = [kv.FullAttention(1, 5)]
 
@@ -46,13 +57,16 @@ class PolicyDriver(PrefixDriver):
         return super().extend(num_new, WIDTH)
 
 
+def script_config(policy, batch):
+    return prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
+
+
 # Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
 @pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), ("lfu", 3), (MIXED, 4)])
 def test_a_random_script(policy, batch):
     """The contents that stay are those that the oracle keeps, after every operation."""
     rng = np.random.default_rng(5)
-    config = prefix_config(num_blocks=19, eviction_policy=policy, eviction_batch=batch)
-    driver = PolicyDriver(config, KEYS[policy])
+    driver = PolicyDriver(script_config(policy, batch), KEYS[policy])
     for _ in range(600):
         driver.apply(*random_prefix_operation(rng, driver))
     assert driver.num_hits > 20 and driver.oracle.num_evictions > 20
@@ -130,10 +144,6 @@ A, B, C = (1, 1), (2, 2), (3, 3)
     ("policy", "requests", "gone"),
     [
         ("fifo", [(A, 0), (B, 0), ((*A, 9), 0)], A),
-        ("lfu", [(A, 0), ((*A, 9), 0), (B, 0), ((*B, 9), 0), ((*B, 9), 0), (C, 0), ((*C, 9), 0)], A),
-        # A has two uses in 8 ticks, B two in 4, C one in 2, or in 4 after another request.
-        ("hyperbolic", [(A, 0), ((*A, 9), 0), (B, 0), ((*B, 9), 0), (C, 0)], A),
-        ("hyperbolic", [(A, 0), (B, 0), ((*A, 9), 0), ((*A, 9), 0), (C, 0), ((*C, 9), 0)], B),
         ("priority", [(A, 5), (B, 1), (C, 2)], B),
         ("priority", [(A, 5), (B, 1), (C, 2), ((*B, 9), 7)], C),  # the last user's
         ("priority", [(A, 5), (B, 1), (C, 2), ((*A, 9), 0)], A),
@@ -141,11 +151,55 @@ A, B, C = (1, 1), (2, 2), (3, 3)
 )
 def test_the_least_valuable_block_goes(policy, requests, gone):
     cache = serve(kv.init(config_of(policy), storage=False), requests)
-    is_there = {prompt for prompt, length in cached_lens(cache, [A, B, C]).items() if length}
-    assert is_there == {prompt[:2] for prompt, _ in requests}
+    check_that_it_goes(cache, [A, B, C], [prompt[:2] for prompt, _ in requests], gone)
+
+
+def check_that_it_goes(cache, contents, held, gone):
+    """Of some contents of one block the cache has `held`, and evicts `gone` first."""
+    is_there = {prompt for prompt, length in cached_lens(cache, contents).items() if length}
+    assert is_there == {*held}
     cache, num_evicted = kv.evict(cache, 1)
     assert int(num_evicted) == 1 and not kv.check_invariants(cache)
-    assert {prompt for prompt in is_there if not cached_lens(cache, [A, B, C])[prompt]} == {gone}
+    assert {prompt for prompt in is_there if not cached_lens(cache, contents)[prompt]} == {gone}
+
+
+def serve_in_steps(cache, prompts):
+    """Serves prompts by the programs of the random scripts."""
+    words = np.array([NAMESPACES[0]] * 2, np.uint32)
+    for prompt in prompts:
+        tokens = padded([prompt, ()], PROMPT_WIDTH)
+        cache, admission = allocate(
+            cache,
+            np.array([0, ROWS]),
+            np.array([len(prompt), 0]),
+            tokens=tokens,
+            namespace=words,
+            priority=np.zeros(2, int),
+        )
+        new = prompt[int(admission.num_cached[0]) :]
+        num_new = np.array([len(new), *[0] * (ROWS - 1)])
+        cache, status = append_donated(cache, padded([new, *[()] * (ROWS - 1)], WIDTH), num_new)
+        assert not int(admission.status[0]) and not int(status[0])
+        cache, _ = commit(cache, np.array([0, *[ROWS] * 3]), final_len=np.full(4, 2**31 - 1))
+        cache, _ = kv.free(cache, [0, ROWS])
+    return cache
+
+
+AA, BB, CC = A + A, B + B, C + C  # a block of those scripts each
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "prompts", "gone"),
+    [
+        ("lfu", 3, [AA, (*AA, 9), BB, (*BB, 9), (*BB, 9), CC, (*CC, 9)], AA),
+        # A has two uses in 8 ticks, B two in 4, C one in 2, or in 4 after another request.
+        ("hyperbolic", 1, [AA, (*AA, 9), BB, (*BB, 9), CC], AA),
+        ("hyperbolic", 1, [AA, BB, (*AA, 9), (*AA, 9), CC, (*CC, 9)], BB),
+    ],
+)
+def test_the_least_used_block_goes(policy, batch, prompts, gone):
+    cache = serve_in_steps(kv.init(script_config(policy, batch)), prompts)
+    check_that_it_goes(cache, [AA, BB, CC], [prompt[:4] for prompt in prompts], gone)
 
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(2**31, 2), (2**40, 2), (-(2**40), 0)])
@@ -157,10 +211,12 @@ def test_wide_numbers_of_blocks_mean_all_or_none(num_blocks, expected):
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_parent_counts_as_its_most_valuable_child(batch):
     """The beginning of the prompt has priority 0, as others have; its continuation has 9."""
-    cache = kv.init(config_of("priority", eviction_batch=batch), storage=False)
+    cache = kv.init(config_of("priority"), storage=False)
     long_a, long_b = (*A, 4, 4), (*B, 6, 6)
     # The second, a hit, sets the beginning's to 9, and the third sets it back to 0.
     cache = serve(cache, [(A, 0), (long_a, 9), ((*A, 5), 0), (long_b, 1)])
+    assert int(kv.stats(cache).num_evictions) == 0  # up to here, so the batch has not mattered yet
+    cache = dataclasses.replace(cache, config=config_of("priority", eviction_batch=batch))
     order = []
     for _ in range(4):
         before = cached_lens(cache, [long_a, long_b])
@@ -314,29 +370,3 @@ def test_eviction_copies_nothing_of_the_pools_size():
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries(8_000) - temporaries(1_000) <= 7_000 * 20
-
-
-def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
-    config = kv.CacheConfig(
-        LAYERS, num_blocks=8, block_size=4, max_seqs=4, max_seq_len=8, enable_prefix_caching=True
-    )
-    cache, oracle = kv.init(config), testing.Oracle(config)
-    prompts, lengths = [[1] * 4, [2] * 4, [3, 3, 0, 0]], [4, 4, 2]
-    told = [tokens[:length] for tokens, length in zip(prompts, lengths, strict=True)]
-    rows = [0, 1, 3]
-    cache, _ = kv.allocate(cache, rows, lengths, tokens=np.array(prompts))
-    cache, _ = kv.extend(cache, lengths, max_new=4, seq_ids=rows, tokens=np.array(prompts))
-    cache, _ = kv.commit(cache, rows)
-    cache, _ = kv.fork(cache, [0], [2])
-    cache, _ = kv.reorder(cache, [0, 1, 2], [3, 3, 3])  # block 0, that of row 1, block 0 again
-    oracle.allocate(rows, lengths, told)
-    oracle.extend(rows, told)
-    oracle.commit(rows, lengths)
-    oracle.fork([0], [2])
-    oracle.reorder([0, 1, 2], [3, 3, 3])
-    for expected in ([4, 0], [0, 0]):
-        cache, num_evicted = kv.evict(cache, 1)
-        assert int(num_evicted) == oracle.evict(1) == 1
-        assert testing.check_against_oracle(cache, oracle) == []
-        probes = np.array([[*prompts[0], 9], [*prompts[1], 9]])
-        assert kv.lookup(cache, probes, [5, 5]).tolist() == expected
