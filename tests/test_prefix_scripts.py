@@ -1,12 +1,23 @@
 """Long random scripts with prefix caching, against the oracle after every operation."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from tests.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+from tests.prefix_script import (
+    NAMESPACES,
+    PROMPT_WIDTH,
+    WIDTH,
+    PrefixDriver,
+    lookup,
+    prefix_config,
+    random_prefix_operation,
+)
+from tests.random_script import ROWS, Driver, padded
 
 STEPS = 7_000
 
@@ -19,22 +30,55 @@ def test_a_short_random_script():
     assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10
 
 
+class FreshDriver(PrefixDriver):
+    """Its tokens are nobody else's."""
+
+    new_tokens = Driver.new_tokens
+
+    def start(self, lengths):
+        """Rows of some lengths, {row: length}, two at a time, and all their full blocks published."""
+        for pair in itertools.batched([*lengths.items(), *[(ROWS, 0)] * (len(lengths) % 2)], 2):
+            rows, num_tokens = zip(*pair, strict=True)
+            prompts = [self.new_tokens(PROMPT_WIDTH) for _ in rows]
+            self.apply("admit", rows, num_tokens, prompts, [0, 0], [0, 0])
+        left = [lengths.get(row, 0) for row in range(ROWS)]
+        while any(left):
+            new = [min(n, WIDTH) for n in left]
+            self.apply("extend", new, WIDTH)
+            left = [n - m for n, m in zip(left, new, strict=True)]
+        self.apply("commit", [*lengths, *[ROWS] * (4 - len(lengths))], [2**31 - 1] * 4)
+        return [self.oracle.rows[row].tokens for row in lengths]
+
+
 def test_reuse_can_be_declined():
-    prompts = np.tile(np.arange(9), (3, 1))
-    cache, _ = kv.allocate(kv.init(prefix_config(num_blocks=17)), [0], [9], tokens=prompts[:1])
-    cache, _ = kv.extend(cache, [9], max_new=9, seq_ids=[0], tokens=prompts[:1])
-    cache, _ = kv.commit(cache, [0])
-    cache, admission = kv.allocate(cache, [1, 2, 3], [9] * 3, tokens=prompts, reuse=[False, True, False])
+    driver = FreshDriver(prefix_config(num_blocks=17))
+    prompts = np.tile(driver.start({0: 9})[0], (3, 1))
+    cache, admission = kv.allocate(
+        driver.cache, [1, 2, 3], [9] * 3, tokens=prompts, reuse=[False, True, False]
+    )
     assert admission.num_cached.tolist() == [0, 8, 0]
     assert int(kv.stats(cache).num_request_queries) == 2
 
 
+def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
+    driver = FreshDriver(prefix_config(num_blocks=17))
+    first, second, _ = map(list, driver.start({0: 4, 1: 4, 3: 2}))
+    driver.apply("fork", [0, ROWS], [2, ROWS])
+    driver.apply("reorder", [0, 1, 2], [3, 3, 3])  # block 0, that of row 1, block 0 again
+    words = np.array(NAMESPACES[:1], np.uint32)
+    for i, expected in enumerate(([4, 0], [0, 0])):
+        driver.apply("evict", 1)
+        assert int(kv.stats(driver.cache).num_evictions) == i + 1
+        probes = [padded([[*text, 9]], PROMPT_WIDTH) for text in (first, second)]
+        found = [lookup(driver.cache, tokens, np.array([5]), words).tolist() for tokens in probes]
+        assert found == [[n] for n in expected]
+
+
 def test_lookup_finds_nothing_where_the_length_is_refused():
     """Fewer tokens than the prompt's length, or more of them than a row holds."""
-    prompt = np.arange(40)[None]
-    cache, _ = kv.allocate(kv.init(prefix_config(num_blocks=17)), [0], [9], tokens=prompt[:, :9])
-    cache, _ = kv.extend(cache, [9], max_new=9, seq_ids=[0], tokens=prompt[:, :9])
-    cache, _ = kv.commit(cache, [0])
+    driver = FreshDriver(prefix_config(num_blocks=17))
+    prompt = np.array([[*driver.start({0: 9})[0], *range(1000, 1031)]])
+    cache = driver.cache
     for width, length, expected in [
         (9, 9, 8),
         (9, 10, 0),
