@@ -83,14 +83,14 @@ def test_case_dd_the_original_stays_cached_whatever_the_policy():
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(batch):
-    config = kv.CacheConfig(
-        [kv.FullAttention(1, 4)], num_blocks=3, eviction_policy="lfu", eviction_batch=batch, **SIZES
-    )
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=3, eviction_policy="lfu", **SIZES)
     chain, text = [1] * (2 * BLOCK), [2] * BLOCK
     cache, _ = kv.free(filled(kv.init(config), 1, chain), [1])
     cache, _ = kv.truncate(filled(cache, 0, text), [0], [3])
-    cache = extended(cache, {0: text[:3]}, {0: [7, 7]})
-    oracle = testing.Oracle(config)
+    assert int(kv.stats(cache).num_evictions) == 0  # up to here, so the batch has not mattered yet
+    of_batch = dataclasses.replace(config, eviction_batch=batch)
+    cache = extended(dataclasses.replace(cache, config=of_batch), {0: text[:3]}, {0: [7, 7]})
+    oracle = testing.Oracle(of_batch)
     for row, tokens in ((1, chain), (0, text)):
         oracle.allocate([row], [len(tokens)], [tokens])
         oracle.extend([row], [tokens])
@@ -99,15 +99,18 @@ def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(ba
     oracle.truncate([0], [3])
     oracle.extend([0], [[7, 7]])
     assert testing.check_against_oracle(cache, oracle) == []
+    cache = dataclasses.replace(cache, config=config)  # whose `lookup` there is already
     assert kv.lookup(cache, np.array([[*text, 9]]), [BLOCK + 1]).tolist() == [BLOCK]
     assert kv.lookup(cache, np.array([[*chain, 9]]), [2 * BLOCK + 1]).tolist() == [0]
 
 
 def test_a_copy_overwrites_what_two_earlier_ones_read():
     """Rows 0 and 1 copy a block, which is evicted for row 2's copy. The gradient takes the same way back."""
-    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=4, **SIZES)
+    config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, **SIZES)
     texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    cache, _ = kv.fork(filled(kv.init(config), 0, texts[0]), [0], [1])
+    # Four of the blocks are row 3's.
+    cache, _ = extend_all(filled(kv.init(config), 3, list(range(20, 32))), {3: [32, 33, 34, 35]})
+    cache, _ = kv.fork(filled(cache, 0, texts[0]), [0], [1])
     cache, _ = kv.truncate(filled(cache, 2, texts[1]), [0, 1, 2], [2, 2, 2])
     held = {0: texts[0][:2], 1: texts[0][:2], 2: texts[1][:2]}
     after = extended(cache, held, {0: [50], 1: [60], 2: [70]})
@@ -143,11 +146,11 @@ def test_companions_that_go_with_what_is_evicted(kind):
 
 
 def in_turn(cache, added):
-    """Calls of one row each; the statuses."""
+    """Calls in which one row grows each; the statuses."""
     found = []
     for row, new in added.items():
-        cache, step = kv.extend(cache, [len(new)], max_new=WIDTH, seq_ids=[row], tokens=padded(new)[None])
-        found += step.status.tolist()
+        cache, step = extend_all(cache, {row: new})
+        found.append(int(step.status[row]))
     return cache, found
 
 
