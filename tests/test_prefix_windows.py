@@ -27,15 +27,15 @@ def run(cache, row, tokens, *, one_by_one=True, commits="at the end"):
     assert admission.status.tolist() == [kv.Status.OK]
     num_cached = int(admission.num_cached[0])
     assert testing.check_tokens(cache, {row: tokens[:num_cached]}) == []
-    width = 1 if one_by_one else MAX_LEN
-    for start in range(num_cached, len(tokens), width):
-        new = [tokens[start : start + width] if i == row else [] for i in range(cache.max_seqs)]
-        cache, status = append_donated(cache, padded(new, width), np.array([*map(len, new)]))
+    at_most = 1 if one_by_one else MAX_LEN
+    for start in range(num_cached, len(tokens), at_most):
+        new = [tokens[start : start + at_most] if i == row else [] for i in range(cache.max_seqs)]
+        cache, status = append_donated(cache, padded(new, MAX_LEN), np.array([*map(len, new)]))
         assert status[row] == kv.Status.OK
         if commits == "at every step":
-            cache, _ = commit(cache, np.array([row]))
+            cache, _ = commit(cache, np.array([row, cache.max_seqs]))
     if commits == "at the end":
-        cache, _ = commit(cache, np.array([row]))
+        cache, _ = commit(cache, np.array([row, cache.max_seqs]))
     assert testing.check_tokens(cache, {row: tokens}) == []
     assert_invariants(cache)
     cache, _ = kv.free(cache, [row])
@@ -161,10 +161,11 @@ def test_rows_of_equal_contents_that_are_committed_together_complete_each_other(
     """The window of the first row left the beginning that the second still has."""
     short, long = TEN[:4], TEN
     cache = kv.init(rolled_config())
-    cache, _ = kv.allocate(cache, [0, 1], [0, 0], tokens=padded([[], []], MAX_LEN))
+    for row in range(2):
+        cache, _ = kv.allocate(cache, [row], [0], tokens=padded([[]], MAX_LEN))
     for i in range(10):
         new = [long[i : i + 1], short[i : i + 1], []]
-        cache, _ = append_donated(cache, padded(new, 1), np.array([*map(len, new)]))
+        cache, _ = append_donated(cache, padded(new, MAX_LEN), np.array([*map(len, new)]))
     together, _ = commit(cache, np.array([0, 1]))
     first, _ = commit(cache, np.array([0, 3]))
     in_turn, _ = commit(first, np.array([1, 3]))
