@@ -20,11 +20,21 @@ def tiny_config(**sizes):
 
 
 ROOMY = tiny_config(num_blocks=40)
+TEN = tiny_config(num_blocks=10)
 SMALL = tiny_config(num_blocks=40, block_size=4, max_seq_len=64)
 
 
 def ref_counts(user, blocks):
     return np.asarray(user.cache.control.block_pools[0].ref_count)[blocks].tolist()
+
+
+def two_blocks_left():
+    """Of ten; the others are reserved by rows 2 and 3."""
+    user = PrefixUser(TEN)
+    for row in (2, 3):
+        assert user.admit(row, user.new_text(10 + row, 64)) == 0
+    assert int(kv.num_available_blocks(user.cache)) == 2
+    return user
 
 
 def test_case_o_the_full_blocks_of_a_prompt_are_published_and_its_tail_is_not():
@@ -62,7 +72,7 @@ def test_case_p_the_last_token_is_always_recomputed():
 
 
 def test_case_q_a_hit_is_never_evicted_underneath_itself():
-    user = PrefixUser(tiny_config(num_blocks=2))
+    user = two_blocks_left()
     older, newer, other = (user.new_text(i, 16) for i in (1, 2, 3))
     for text in (older, newer):
         assert user.start(0, text) == 0
@@ -76,7 +86,7 @@ def test_case_q_a_hit_is_never_evicted_underneath_itself():
 
 
 def test_case_r_revived_hits_are_not_counted_as_room():
-    user = PrefixUser(tiny_config(num_blocks=10))
+    user = PrefixUser(TEN)
     text = user.new_text(1, 144)
     assert user.start(0, text[:48]) == 0
     assert user.start(1, text[:96]) == 48
@@ -94,7 +104,7 @@ def test_case_r_revived_hits_are_not_counted_as_room():
 
 
 def test_case_s_a_block_taken_for_new_content_is_not_found_by_the_old():
-    user = PrefixUser(tiny_config(num_blocks=2))
+    user = two_blocks_left()
     text = user.new_text(1, 32)
     user.start(0, text)
     user.free(0)
