@@ -69,20 +69,20 @@ def take(now: Tournament, most: jax.Array, batch: int, nowhere: int) -> tuple[To
     last_tier = jnp.minimum(jnp.min(now.worth.tier[now.leaders]), LAST)
 
     def take_one(state: _Taking) -> _Taking:
-        now, taken, count, _ = state
+        now, taken, num_taken, _ = state
         leading = Worth(*(x[now.leaders] for x in now.worth))
         group = _least(leading)
-        is_taken = (count < most) & (leading.tier[group] <= last_tier)
+        is_taken = (num_taken < most) & (leading.tier[group] <= last_tier)
         block_id = now.leaders[group]
-        taken = set_at(taken, count[None], jnp.where(is_taken, block_id, nowhere))
+        taken = set_at(taken, num_taken[None], jnp.where(is_taken, block_id, nowhere))
         now = _move(now, jnp.where(is_taken, block_id, -1), OUT)
-        return _Taking(now, taken, count + is_taken.astype(jnp.int32), is_taken)
+        return _Taking(now, taken, num_taken + is_taken.astype(jnp.int32), is_taken)
 
     state = _Taking(now, jnp.full_like(most, nowhere, shape=batch), most & 0, most > 0)
     if batch == 1:
         state = take_one(state)
     else:
-        state = lax.while_loop(lambda state: state.goes_on & (state.count < batch), take_one, state)
+        state = lax.while_loop(lambda state: state.goes_on & (state.num_taken < batch), take_one, state)
     return state.now, state.taken
 
 
@@ -91,7 +91,7 @@ class _Taking(NamedTuple):
 
     now: Tournament
     taken: jax.Array
-    count: jax.Array
+    num_taken: jax.Array
     goes_on: jax.Array
 
 
