@@ -1,6 +1,7 @@
 """The gate of the compiled kernels (`tests.aot`): reading dumps, judging costs. `make aot` compiles."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.aot import gpu
 from tests.aot.alignment import tma_alignment
 from tests.aot.budget import Budget, CompileCase
 from tests.aot.compiling import ProgramCost
+from tests.aot.descriptors import Descriptor, read_descriptors
 from tests.aot.dump import KernelCost, read_kernels
 from tests.aot.hlo import kernel_calls, num_copies
 from tests.aot.kernel_cases import CASES as KERNEL_CASES
@@ -31,6 +33,19 @@ PASSES = """
 in (%13 = %c128) dynamic_shared_memory_size %mpmd_map3A_1 {
     %1 = gpu.launch async [%2] blocks(%3, %4, %5) in (%6 = %c1, %7 = %c512_0, %8 = %c1) threads(%10) \
 in (%12 = %c128) dynamic_shared_memory_size %c4104_i32 {
+// -----// IR Dump Before ReconcileUnrealizedCastsPass: reconcile-unrealized-casts //----- //
+    %8 = llvm.mlir.constant(7 : i64) : i64 loc(#loc1)
+    %9 = llvm.mlir.constant(2 : i64) : i64 loc(#loc1)
+    %10 = llvm.mlir.constant(128 : i64) : i64 loc(#loc1)
+    %11 = llvm.mlir.constant(64 : i64) : i64 loc(#loc1)
+    %12 = llvm.mlir.constant(1 : i64) : i64 loc(#loc1)
+    llvm.store %10, %21 : i64, !llvm.ptr loc(#loc1)
+    llvm.store %11, %22 : i64, !llvm.ptr loc(#loc1)
+    llvm.store %11, %23 : i64, !llvm.ptr loc(#loc1)
+    llvm.store %12, %24 : i64, !llvm.ptr loc(#loc1)
+    llvm.store %9, %25 : i64, !llvm.ptr loc(#loc1)
+    llvm.store %11, %26 : i64, !llvm.ptr loc(#loc1)
+    llvm.call @mosaic_gpu_init_tma_desc(%30, %31, %8, %9, %32, %33, %10, %34) : (!llvm.ptr) -> () loc(#loc1)
 """
 # Two slots of a ring, the second one and then each in turn; `stride` bytes lie between them.
 PTX = """
@@ -69,6 +84,7 @@ KERNEL = KernelCost(
     grid=(2**31 - 1, 65535, 65535),
     tanh_approx=0,
     fences=2,
+    descriptor_faults=(),
 )
 CASE = CompileCase("decode", lambda: None, tuple, BUDGET, kernels=("paged_decode", "copy_blocks"))
 COST = ProgramCost(
@@ -95,9 +111,36 @@ def ptx(second=256, stride=256, plus=0, source="%rd1"):
 def test_a_dump_is_read(tmp_path):
     write_dump(tmp_path, stores=16, loads=20)
     (kernel,) = read_kernels(tmp_path)
-    assert kernel == KernelCost(
-        "append_kv_0", 42, 36, 4104, 1, 1, 1, 2, 256, grid=(1, 512, 1), tanh_approx=0, fences=1
-    )
+    counts = dict(tanh_approx=0, fences=1, descriptor_faults=())
+    assert kernel == KernelCost("append_kv_0", 42, 36, 4104, 1, 1, 1, 2, 256, grid=(1, 512, 1), **counts)
+
+
+def test_the_descriptors_of_copies_are_read(tmp_path):
+    descriptor = Descriptor(width=2, strides=(64, 1), box=(2, 64), swizzle=128)
+    assert read_descriptors(PASSES) == [descriptor] and descriptor.faults() == []
+    with pytest.raises(ValueError, match="cannot read the TMA descriptor of 'llvm.call"):
+        read_descriptors(PASSES.replace("llvm.store %10, %21", "llvm.store %40, %21"))
+    write_dump(tmp_path)
+    (tmp_path / "append_kv_0.mlir-passes.log").write_text(PASSES.replace("llvm.call", "other.call"))
+    with pytest.raises(ValueError, match="append_kv_0 loads by TMA, and no descriptor was found"):
+        read_kernels(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (dict(strides=(512, 256, 64, 32, 16, 1), box=(1, 1, 1, 1, 1, 8)), "6 axes, at most 5"),
+        (dict(box=(257, 64)), r"a box of \(257, 64\), at most 256 each"),
+        (dict(strides=(60, 1)), r"strides of \(60, 1\) elements of 2 bytes, expected multiples of 16 bytes"),
+        (dict(strides=(64, 2)), r"strides of \(64, 2\) elements of 2 bytes, .* 1 element for the last"),
+        (dict(box=(2, 60)), "rows of 120 bytes, expected multiples of 16"),
+        (dict(box=(2, 128)), "rows of 256 bytes, at most the 128 of the swizzle"),
+    ],
+)
+def test_a_descriptor_that_cuda_refuses_is_found(change, fault):
+    descriptor = dataclasses.replace(Descriptor(2, (64, 1), (2, 64), 128), **change)
+    (found,) = descriptor.faults()
+    assert re.match(fault, found)
 
 
 def test_what_tensor_cores_multiply_without_a_wait_is_found(tmp_path):
@@ -180,6 +223,7 @@ def test_a_program_at_its_budget_passes():
         ({"wgmma_waits": 1}, "decode_0 waits for wgmma 1 times, at least 2"),
         ({"wgmma_groups": 0, "wgmma_waits": 0}, "decode_0 waits for wgmma 0 times, at least 1"),
         ({"tanh_approx": 4}, "decode_0 has 4 tanh.approx, which is 5e-4 off"),
+        ({"descriptor_faults": ("6 axes",)}, "decode_0 has a TMA descriptor with 6 axes"),
     ],
 )
 def test_a_kernel_beyond_its_budget_fails(change, found):

@@ -5,6 +5,7 @@ import pathlib
 import re
 
 from tests.aot.alignment import tma_alignment
+from tests.aot.descriptors import read_descriptors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class KernelCost:
       grid: CTAs along x, y and z.
       tanh_approx: Instructions that compute tanh to 11 bits.
       fences: Between what threads store to shared memory and what tensor cores or the copy engine read.
+      descriptor_faults: Of the copy engine's descriptors, what CUDA would refuse.
     """
 
     name: str
@@ -38,6 +40,7 @@ class KernelCost:
     grid: tuple[int, ...]
     tanh_approx: int
     fences: int
+    descriptor_faults: tuple[str, ...]
 
 
 def read_kernels(folder: pathlib.Path) -> list[KernelCost]:
@@ -67,6 +70,9 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
             f"cannot read registers, spills, shared memory and grid of {ptxas.stem} from {report!r}"
         )
     ptx = ptxas.with_suffix(".ptx").read_text()
+    descriptors = read_descriptors(passes)
+    if "UTMALDG" in sass and not descriptors:
+        raise ValueError(f"{ptxas.stem} loads by TMA, and no descriptor was found")
     return KernelCost(
         name=ptxas.stem,
         registers=max(int(n) for n in registers),
@@ -80,4 +86,5 @@ def _read_kernel(ptxas: pathlib.Path) -> KernelCost:
         grid=tuple(int(n) for n in grids[-1]),
         tanh_approx=len(re.findall(r"\btanh\.approx\b", ptx)),
         fences=len(re.findall(r"\bfence\.proxy\.async\b", ptx)),
+        descriptor_faults=tuple(fault for each in descriptors for fault in each.faults()),
     )

@@ -65,6 +65,7 @@ def failures(cost: ProgramCost, case: CompileCase) -> list[str]:
         least = max(kernel.wgmma_groups, min(kernel.wgmma, 1))
         if kernel.wgmma_waits < least:
             found.append(f"{kernel.name} waits for wgmma {kernel.wgmma_waits} times, at least {least}")
+        found += [f"{kernel.name} has a TMA descriptor with {fault}" for fault in kernel.descriptor_faults]
         if kernel.tanh_approx:
             found.append(f"{kernel.name} has {kernel.tanh_approx} tanh.approx, which is 5e-4 off")
     if cost.collectives:
