@@ -262,6 +262,8 @@ def test_other_policies_are_not_in_a_kernel():
     )  # fmt: skip
     cache = kv.init(config, storage=False)
     tokens = jnp.zeros((1, 6), jnp.int32)
+    jax.eval_shape(lambda cache: kv.allocate(cache, [0], [6], tokens=tokens), cache)
+    assert set(traced_in_kernel) == {False}
     for i in range(3):
         tokens = jnp.full((1, 6), i, jnp.int32)
         cache, admission = kv.allocate(cache, [0], [6], tokens=tokens)
@@ -269,4 +271,4 @@ def test_other_policies_are_not_in_a_kernel():
         cache, _ = kv.commit(cache, [0])
         cache, _ = kv.free(cache, [0])
         assert admission.status.tolist() == [kv.Status.OK] and not kv.check_invariants(cache)
-    assert int(kv.stats(cache).num_evictions) > 0 and set(traced_in_kernel) == {False}
+    assert int(kv.stats(cache).num_evictions) > 0
