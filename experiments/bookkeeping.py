@@ -12,7 +12,7 @@ Answer:  a decode step's `extend` of 256 rows takes 7.0 us inside a loop and 122
   the Xeon). All other growths are at most 1.3x, and 1.8x at 1,048,576 blocks (bar 3).
   The control state is 1.06 MB; the temporaries of a decode step (4.3 MB) do not grow with the pool.
   Beside it (--peers): vLLM 0.33's manager 1,162 us for the same step with prefix caching off, 1,298 with it
-  on; for the prompt 58 us with it off (a slice of a list), 488 with it on. Levanter's pager 1,375 us when 16
+  on; for the prompt 58 us with it off (a slice of a list), 605 with it on. Levanter's pager 1,375 us when 16
   of the rows take a page and 17,193 us when all do, where `extend` takes 202.
 Record:  experiments/results/bookkeeping.json.
 

@@ -3,9 +3,9 @@
 
 Command: python -m experiments.bookkeeping --peers [--peers-python PYTHON_WITH_LEVANTER]
    alone: python -m experiments.peers.levanter_pager '{"num_blocks": 65536, ...}'
-Machine: 2 virtual cores of an Intel Xeon; marin-levanter 0.2.227.dev, jax 0.12.0
-Answer:  it searches the pool anew for each page, so the pages taken make the cost: 1,345 us for a decode
-  step in which 16 of 256 rows take a page (1,172 inside a loop), 16,258 us when all take one.
+Machine: 2 cores of an AMD EPYC; marin-levanter 0.2.227.dev, jax 0.11.2
+Answer:  it searches the pool anew for each page, so the pages taken make the cost: 1,375 us for a decode
+  step in which 16 of 256 rows take a page (1,242 inside a loop), 17,193 us when all take one.
 """
 
 import dataclasses
