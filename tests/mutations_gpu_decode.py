@@ -12,11 +12,11 @@ SHADOWS = "test_mosaic_gpu_races.py::test_what_tensor_cores_read_too_late_or_too
 CACHE = "test_attention_kernels.py::test_prefill_fork_and_decode"
 
 MULTIPLY_KEYS = "logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))"
-REFILL_KEYS = "refill(k_ref, k_smem, k_barrier, tile + _STAGES, next_rows)"
+REFILL_KEYS = "refill(k_ref, k_smem, k_barrier, tile + STAGES, next_rows)"
 MULTIPLY_VALUES = """new_out = wgmma(
             (head_dim, tiling.num_lanes), v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0))
         )"""
-REFILL_VALUES = "refill(v_ref, v_smem, v_barrier, tile + _STAGES, next_rows)"
+REFILL_VALUES = "refill(v_ref, v_smem, v_barrier, tile + STAGES, next_rows)"
 
 
 def decode(name: str) -> str:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pallas_kernels.mosaic_gpu.decode import programs_per_sm
+from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import tiling_of
 from tests.aot import gpu
 from tests.aot.alignment import tma_alignment

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import reference
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
 from pallas_kernels.mosaic_gpu import decode, merge_attention, paged_decode, plan_for
+from pallas_kernels.mosaic_gpu.decode_budget import programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_plan import Item, plan_decode, tiling_of
 from pallas_kernels.shapes import DECODE_SHAPES, DecodeProblem, DecodeShape
 from tests.gpu_interpreter import run_interpreted
@@ -138,7 +139,7 @@ def test_few_long_rows_fill_the_gpu():
 
 
 def test_a_plan_counts_on_the_programs_of_all_heads_and_lane_tiles():
-    num_programs = 132 * decode.programs_per_sm(tiling_of(8, 16, 128, 16), 128)
+    num_programs = 132 * programs_per_sm(tiling_of(8, 16, 128, 16), 128)
     plan = jax.eval_shape(lambda rows: plan_for(rows, (2, 8, 3, 16, 128), 2048, 16), make_rows([2048, 9]))
     assert plan.items.shape == (num_programs // (3 * 4), len(Item))  # 128 lanes are 4 tiles of 32
 

@@ -25,6 +25,7 @@ from pallas_kernels.decode_rows import (
     check_rows,
     check_size,
 )
+from pallas_kernels.mosaic_gpu.decode_budget import STAGES, programs_per_sm
 from pallas_kernels.mosaic_gpu.decode_mask import KeyMask
 from pallas_kernels.mosaic_gpu.decode_plan import (
     MAX_LANES,
@@ -37,24 +38,13 @@ from pallas_kernels.mosaic_gpu.decode_plan import (
 )
 from pallas_kernels.mosaic_gpu.grid import unflatten
 from pallas_kernels.mosaic_gpu.interpret import launch, touch
-from pallas_kernels.mosaic_gpu.limits import (
-    DECODED,
-    NUM_SMS,
-    REGISTERS,
-    SHARED_MEMORY,
-    why_not_block,
-    why_not_pool,
-)
+from pallas_kernels.mosaic_gpu.limits import DECODED, NUM_SMS, why_not_block, why_not_pool
 from pallas_kernels.mosaic_gpu.merge import merge_items
 from pallas_kernels.mosaic_gpu.tiles import tiled
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _INTERPRETED_PROGRAMS = 8
-_STAGES = 2
-_THREADS = 128
-_SMALL_BUFFERS = 3328
-"""Bytes for numbers per lane, barriers and alignment."""
 _SMALL = 0.04
 
 
@@ -117,8 +107,8 @@ def paged_decode(
             jax.ShapeDtypeStruct((n, num_heads, num_lanes), jnp.float32),
         )
 
-    ring = plgpu.SMEM((_STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
-    ring_barrier = plgpu.Barrier(num_barriers=_STAGES, num_arrivals=tiling.pieces_per_tile)
+    ring = plgpu.SMEM((STAGES, TILE_ROWS, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2))
+    ring_barrier = plgpu.Barrier(num_barriers=STAGES, num_arrivals=tiling.pieces_per_tile)
     scratch = dict(
         q_smem=plgpu.SMEM((tiling.num_lanes, head_dim), k_pool.dtype, transforms=tiled(head_dim, 2)),
         k_smem=ring,
@@ -193,28 +183,6 @@ def _check_plan(plan: DecodePlan, num_rows: int) -> None:
             f"{first_item.shape}, expected int32 of at least ({num_rows}, {len(Item)}) and of "
             f"({num_rows + 1},): `plan_for` with the same rows"
         )
-
-
-def programs_per_sm(tiling: Tiling, head_dim: int) -> int:
-    """How many programs shared memory and registers leave room for."""
-    by_registers = REGISTERS // (_THREADS * max_registers(tiling, head_dim))
-    # Of the memory that all share the system takes 1 KB for each, and one alone gets all but that.
-    by_memory = (SHARED_MEMORY + 1024) // (max_shared_memory(tiling, head_dim) + 1024)
-    return min(by_memory, by_registers)
-
-
-def max_registers(tiling: Tiling, head_dim: int) -> int:
-    """Of a thread of one program: the kernel's budget, to which `make aot` holds what is compiled."""
-    by_lanes = {64: (96, 168, 168, 168), 128: (128, 160, 208, 208), 256: (224, 255)}[head_dim]
-    registers = by_lanes[tiling.num_lanes // 8 - 1]
-    return max(registers, 112) if tiling.piece_len < 16 else registers
-
-
-def max_shared_memory(tiling: Tiling, head_dim: int) -> int:
-    """Bytes of one program, to which `make aot` holds it too; the system takes 1 KB beside them."""
-    rings = 2 * _STAGES * TILE_ROWS * head_dim * 2
-    lanes = tiling.num_lanes * (head_dim * (2 + 4) + TILE_ROWS * 2)
-    return rings + lanes + _SMALL_BUFFERS
 
 
 def _cost(q: jax.Array, k_pool: jax.Array, block_table: jax.Array) -> pl.CostEstimate:
@@ -306,7 +274,7 @@ def _decode(
         return rows
 
     def fetch(pool_ref, ring, barrier, tile, rows) -> None:
-        slot = lax.rem(tile, jnp.int32(_STAGES))
+        slot = lax.rem(tile, jnp.int32(STAGES))
         for j, row in enumerate(rows):
             nth = (first_tile + tile) * tiling.pieces_per_tile + j
             start = lax.rem(nth, jnp.int32(tiling.pieces_per_block)) * tiling.piece_len
@@ -337,11 +305,11 @@ def _decode(
 
     def attend_tile(tile, state):
         out, peak, total, next_rows = state
-        slot = lax.rem(tile, jnp.int32(_STAGES))
-        rows_after = pieces_of(tile + _STAGES + 1)  # asked for early: they are there when they are needed
+        slot = lax.rem(tile, jnp.int32(STAGES))
+        rows_after = pieces_of(tile + STAGES + 1)  # asked for early: they are there when they are needed
         plgpu.barrier_wait(k_barrier.at[slot])
         logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))
-        refill(k_ref, k_smem, k_barrier, tile + _STAGES, next_rows)
+        refill(k_ref, k_smem, k_barrier, tile + STAGES, next_rows)
         logits = _scaled(options, logits)
         logits = jnp.where(mask.is_seen(first_tile + tile, query), logits, _MASKED)
 
@@ -363,7 +331,7 @@ def _decode(
         new_out = wgmma(
             (head_dim, tiling.num_lanes), v_smem.at[slot].transpose((1, 0)), p_smem.transpose((1, 0))
         )
-        refill(v_ref, v_smem, v_barrier, tile + _STAGES, next_rows)
+        refill(v_ref, v_smem, v_barrier, tile + STAGES, next_rows)
         return out * per_lane(decay, head_dim) + new_out, new_peak, total, rows_after
 
     def write(out_ref, lse_ref, index) -> None:
@@ -375,7 +343,7 @@ def _decode(
         plgpu.copy_gmem_to_smem(q_ref.at[row, head, lanes], q_smem, q_barrier)
         if sinks_ref:
             plgpu.copy_gmem_to_smem(sinks_ref[0].at[head, lanes], sinks_smem, q_barrier)
-        for tile in range(_STAGES):
+        for tile in range(STAGES):
             rows = pieces_of(tile)
             refill(k_ref, k_smem, k_barrier, jnp.int32(tile), rows)
             refill(v_ref, v_smem, v_barrier, jnp.int32(tile), rows)
@@ -390,7 +358,7 @@ def _decode(
             sinks = plgpu.load(sinks_smem, layout=by_lane, optimized=False)
             is_first = plgpu.layout_cast(jnp.full(one_per_lane, first_tile), by_lane) == 0
             peak, total = jnp.where(is_first, sinks, peak), jnp.where(is_first, 1.0, total)
-        start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(_STAGES))
+        start = (full((head_dim, tiling.num_lanes), 0, layout), peak, total, pieces_of(STAGES))
         out, peak, total, _ = lax.fori_loop(0, num_tiles, attend_tile, start)
 
         is_empty = (peak <= _MASKED) | (query >= num_queries)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
-from pallas_kernels.mosaic_gpu.decode import max_registers, max_shared_memory, paged_decode
+from pallas_kernels.mosaic_gpu.decode import paged_decode
+from pallas_kernels.mosaic_gpu.decode_budget import max_registers, max_shared_memory
 from pallas_kernels.mosaic_gpu.decode_plan import Tiling, tiling_of
 from pallas_kernels.mosaic_gpu.merge import merge_attention
 from tests.aot.budget import Budget, CompileCase, i32, pool
