@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvcache_jax.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.pytree import Static, pytree_dataclass
@@ -342,5 +343,7 @@ class BlockCopies(NamedTuple):
 
 def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
     """`control.counters` with each count of `events` added."""
-    added = [events.get(counter, 0) for counter in Counter]
-    return control.counters + jnp.stack([jnp.asarray(n).astype(jnp.uint32) for n in added])
+    counters, order = control.counters, np.arange(len(Counter))
+    for counter, num_events in events.items():
+        counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)
+    return counters
