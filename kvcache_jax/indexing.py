@@ -28,21 +28,17 @@ def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Arr
     found = array.at[index].get(mode="clip", wrap_negative_indices=False)
     if fill is None:
         return found
-    index = index if isinstance(index, tuple) else (index,)
-    num_behind = array.ndim - len(index)
-    is_inside = _is_inside(index, array.shape)
-    is_inside = is_inside.reshape(*is_inside.shape, *(1 for _ in range(num_behind)))
-    return jnp.where(is_inside, found, jnp.asarray(fill, array.dtype))
+    is_inside = _is_inside(index if isinstance(index, tuple) else (index,), array.shape)
+    is_inside = lax.broadcast_in_dim(is_inside, found.shape, range(is_inside.ndim))
+    return lax.select(is_inside, found, lax.full_like(found, fill))
 
 
 def _is_inside(index: Sequence[ArrayLike], shape: tuple[int, ...]) -> jax.Array:
     """Which entries, one per leading axis, lie within `shape`."""
     # Negative ones are beyond any size without their sign.
-    is_below = [
-        jnp.asarray(place).astype(jnp.uint32) < jnp.uint32(size)
-        for place, size in zip(index, shape, strict=False)
-    ]
-    return functools.reduce(operator.and_, is_below)
+    unsigned = [jnp.asarray(place).astype(jnp.uint32) for place in index]
+    is_below = [lax.lt(x, lax.full_like(x, size)) for x, size in zip(unsigned, shape, strict=False)]
+    return functools.reduce(lax.bitwise_and, is_below)
 
 
 class Update(NamedTuple):
@@ -102,34 +98,57 @@ def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
             for array, update in zip(arrays, updates, strict=True)
         ]
     entries = [_entries_of(update, per_trip) for update in updates]
-    [num_entries] = {places[0].shape[0] for places, _ in entries}
+    [num_entries] = {entry.places[0].shape[0] for entry in entries}
 
-    def update_one(n: ArrayLike, arrays: list[jax.Array]) -> list[jax.Array]:
+    def update_one(n: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            _put(array, [_nth(axis, n) for axis in places], _nth(values, n), update.how)
-            for array, (places, values), update in zip(arrays, entries, updates, strict=True)
+            _put(array, entry, n, update.how)
+            for array, entry, update in zip(arrays, entries, updates, strict=True)
         ]
 
-    inside = [_is_inside(places, x.shape) for x, (places, _) in zip(arrays, entries, strict=True)]
-    return _for_each(num_entries, update_one, arrays, inside, per_trip)
+    def changes_any() -> jax.Array:
+        return any_of(
+            [_is_inside(x.places, array.shape).any() for x, array in zip(entries, arrays, strict=True)]
+        )
+
+    return _for_each(num_entries, update_one, arrays, changes_any, per_trip)
 
 
-def _for_each(num_entries: int, fn: Callable, state: Any, matters: list[jax.Array], per_trip: int = 1) -> Any:
-    """`state = fn(n, state)` for each `n`, by a loop of `per_trip` of them per trip.
+def _for_each(num_entries: int, fn: Callable, state: Any, changes_any: Callable, per_trip: int = 1) -> Any:
+    """`state = fn(n, state)` for each `n` i32[], by a loop of `per_trip` of them per trip.
 
-    `matters` are masks bool[num_entries]: without a true entry in any of them `fn` changes nothing.
+    Unless `changes_any()` bool[], `fn` changes nothing.
     """
+
+    def trip(carry: tuple[jax.Array, Any], num_steps: int = per_trip) -> tuple[jax.Array, Any]:
+        n, state = carry
+        for _ in range(num_steps):
+            n, state = n + 1, fn(n, state)
+        return n, state
+
     if num_entries == 0:
         return state
+    carry = jnp.int32(0), state
     if num_entries > per_trip:
-        return lax.fori_loop(0, num_entries, fn, state, unroll=per_trip)
+        return lax.while_loop(lambda carry: carry[0] < num_entries, trip, carry)[1]
     # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
-    once = functools.partial(functools.reduce, lambda state, n: fn(n, state), range(num_entries))
-    return run_if(any_of([mask.any() for mask in matters]), once, state)
+    once = functools.partial(trip, num_steps=num_entries)
+    return run_if(changes_any(), once, carry)[1]
 
 
-def _entries_of(update: Update, per_trip: int) -> tuple[list[jax.Array], jax.Array]:
-    """Per leading axis the places i32[n], and values [n, ...] or [] for all; the last trip is filled up."""
+class _Entries(NamedTuple):
+    """What an update does, entry by entry, so many that the last trip is full.
+
+    Attributes:
+      places: Per leading axis i32[n].
+      values: [n, ...], or [] for all.
+    """
+
+    places: list[jax.Array]
+    values: jax.Array
+
+
+def _entries_of(update: Update, per_trip: int) -> _Entries:
     values = jnp.asarray(update.values, update.array.dtype)
     index = jnp.broadcast_arrays(*(update.at if isinstance(update.at, tuple) else (update.at,)))
     num_entries, entry_shape = index[0].size, update.array.shape[len(index) :]
@@ -144,24 +163,28 @@ def _entries_of(update: Update, per_trip: int) -> tuple[list[jax.Array], jax.Arr
 
     places = [filled_up(axis.reshape(-1)) for axis in index]
     if values.size == 1:
-        return places, values.reshape(())
-    values = jnp.broadcast_to(values, index[0].shape + entry_shape)
-    return places, filled_up(values.reshape(-1, *entry_shape))
+        values = values.reshape(())
+    else:
+        values = jnp.broadcast_to(values, index[0].shape + entry_shape)
+        values = filled_up(values.reshape(-1, *entry_shape))
+    return _Entries(places, values)
 
 
-def _nth(array: jax.Array, n: ArrayLike) -> jax.Array:
-    """`array[n]`; all there is of one without axes."""
-    if array.ndim == 0:
-        return array
-    return lax.dynamic_index_in_dim(array, n, keepdims=False, allow_negative_indices=False)
+def _nth(array: jax.Array, n: jax.Array) -> jax.Array:
+    """`array[n]`, of one axis."""
+    return lax.dynamic_slice_in_dim(array, n, 1, allow_negative_indices=False).reshape(())
 
 
-def _put(array: jax.Array, place: list[jax.Array], value: jax.Array, how: str) -> jax.Array:
-    """`array` with one entry updated."""
+def _put(array: jax.Array, entries: _Entries, n: jax.Array, how: str) -> jax.Array:
+    """`array` with its `n`-th entry updated."""
+    places, values = entries
+    place = [_nth(axis, n) for axis in places]
+    shape = (*(1 for _ in places), *array.shape[len(places) :])
     start = [*place, *(jnp.zeros_like(place[0]) for _ in array.shape[len(place) :])]
-    shape = (*(1 for _ in place), *array.shape[len(place) :])
+    if values.ndim:
+        values = lax.dynamic_slice_in_dim(values, n, 1, allow_negative_indices=False).reshape(shape)
     old = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
-    new = _COMBINE[how](old, jnp.broadcast_to(value, shape))
+    new = _COMBINE[how](old, jnp.broadcast_to(values, shape))
     new = lax.select(_is_inside(place, array.shape), new, old)
     return lax.dynamic_update_slice(array, new, start, allow_negative_indices=False)
 
@@ -179,14 +202,16 @@ def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Arra
         is_last = is_last[::-1]
         return set_at(left, jnp.where(is_last, index, left.shape[0]), 0), is_last
 
-    def take_one(n: ArrayLike, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    entries = _entries_of(Update(counts, index, -1), per_trip=1)
+
+    def take_one(n: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         counts, is_last = state
-        place = _nth(index, n)
-        counts = _put(counts, [place], jnp.int32(-1), "add")
-        return counts, _put(is_last, [jnp.asarray(n)], get_at(counts, place, 1) == 0, "set")
+        counts = _put(counts, entries, n, "add")
+        is_zero = (get_at(counts, _nth(index, n), 1) == 0).reshape(1)
+        return counts, lax.dynamic_update_slice(is_last, is_zero, [n], allow_negative_indices=False)
 
     is_inside = _is_inside([index], counts.shape)
-    return _for_each(index.shape[0], take_one, (counts, is_inside & False), [is_inside])
+    return _for_each(index.shape[0], take_one, (counts, is_inside & False), is_inside.any)
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:

@@ -13,7 +13,7 @@ The attributes are XLA's own, so versions of jax that were not tested get the ma
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -44,32 +44,55 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     """
     if not OLDEST_TESTED <= jax.__version_info__ < BEFORE or jax.config.jax_disable_jit:
         return fn(state, *args)
+    from jax.extend.core import Literal, jaxpr_as_fun  # here: it imports Pallas
+
     leaves, treedef = jax.tree.flatten((state, args))
     # The rule for `vmap` outlives this call, so it holds no arrays that may be traced, only their types.
     types = [jax.typeof(leaf) for leaf in leaves]
-    # Arguments without elements stay outside.
-    is_passed = [leaf.size > 0 for leaf in leaves]
 
-    def as_usual(*passed: jax.Array) -> Any:
-        rest = iter(passed)
-        pairs = zip(types, is_passed, strict=True)
-        state, args = treedef.unflatten(
-            next(rest) if given else jnp.zeros(type_.shape, type_.dtype) for type_, given in pairs
-        )
-        # Read before anything is written, or XLA would copy the arrays.
-        firsts, state = lax.optimization_barrier(([_first(leaf) for leaf in jax.tree.leaves(state)], state))
-        return fn(state, *args), (args, firsts)
+    def flat(*leaves: jax.Array) -> Any:
+        state, args = treedef.unflatten(leaves)
+        return fn(state, *args)
 
-    @functools.partial(xla_metadata.xla_metadata_call, inlineable=False, xla_cpu_small_call=True)
-    def as_one(*passed: jax.Array) -> Any:
+    def flat_as_one(*leaves: jax.Array) -> Any:
         with is_one_kernel(True):
-            return as_usual(*passed)
+            return flat(*leaves)
+
+    traced, outputs = jax.make_jaxpr(flat_as_one, return_shape=True)(*leaves)
+    places = {variable: place for place, variable in enumerate(traced.jaxpr.invars)}
+    looked_at = {v for equation in traced.jaxpr.eqns for v in equation.invars if not isinstance(v, Literal)}
+    # What comes back as it is stays outside, and what is not looked at or has no elements.
+    given_back = [None if isinstance(v, Literal) else places.get(v) for v in traced.jaxpr.outvars]
+    is_passed = [variable in looked_at and types[place].size > 0 for variable, place in places.items()]
+    # Of a big array that comes back changed a part is replaced, which reads it.
+    num_states = len(jax.tree.leaves(state))
+    is_edited = [
+        place < num_states and given_back[place] is None and type_.size > _SMALL
+        for place, type_ in enumerate(types)
+    ]
+    is_read = [not edited for edited in itertools.compress(is_edited, is_passed)]
+
+    def run(fn: Callable, *passed: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        """The results of `fn` that are no arguments; and what was read of these, ahead of all else."""
+        # Read before anything is written, or XLA would copy the arrays.
+        firsts = _sum_of_firsts(itertools.compress(passed, is_read))
+        firsts, passed = lax.optimization_barrier((firsts, passed))
+        rest = iter(passed)
+        arguments = [
+            next(rest) if is_given else jnp.zeros(type_.shape, type_.dtype)
+            for type_, is_given in zip(types, is_passed, strict=True)
+        ]
+        results = jax.tree.leaves(fn(*arguments))
+        return [result for result, place in zip(results, given_back, strict=True) if place is None], firsts
+
+    as_usual = functools.partial(run, flat)
+    in_kernel = xla_metadata.xla_metadata_call(
+        functools.partial(run, jaxpr_as_fun(traced)), inlineable=False, xla_cpu_small_call=True
+    )
 
     @custom_vmap
     def call(*passed: jax.Array) -> Any:
-        from jax.extend.core import jaxpr_as_fun  # here: it imports Pallas
-
-        kernel, outputs = jax.make_jaxpr(as_one, return_shape=True)(*passed)
+        kernel, outputs = jax.make_jaxpr(in_kernel, return_shape=True)(*passed)
         many = functools.partial(
             _traced_later().bind,
             fn=lambda *passed: jax.tree.leaves(as_usual(*passed)),
@@ -84,11 +107,15 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         result = jax.vmap(as_usual, axes, axis_size=axis_size)(*passed)
         return result, jax.tree.map(lambda _: True, result)
 
-    # XLA ends the process over a parameter that nothing in the kernel reads. So the arguments come back, and
-    # of the state an element of each array; one barrier keeps constants from being put in their place, the
-    # other keeps all that comes back, also where little of it is used.
+    # XLA ends the process over a parameter that nothing in the kernel reads. So an element of each array is
+    # read; one barrier keeps constants from being put in its place, the other keeps all that comes out, also
+    # where little of it is used.
     passed = lax.optimization_barrier(_on_every_device(tuple(itertools.compress(leaves, is_passed))))
-    return _on_every_device(lax.optimization_barrier(call(*passed))[0])
+    results = iter(_on_every_device(lax.optimization_barrier(call(*passed)))[0])
+    return jax.tree.unflatten(
+        jax.tree.structure(outputs),
+        [next(results) if place is None else leaves[place] for place in given_back],
+    )
 
 
 def one_control_kernel(fn: Callable, control: Control, *args: Any) -> Any:
@@ -121,6 +148,7 @@ def _traced_later() -> Any:
     return primitive
 
 
-def _first(array: jax.Array) -> jax.Array | None:
-    """An element of a small array. Of a big one a part is replaced or nothing, which reads it."""
-    return lax.slice_in_dim(array.reshape(-1), 0, 1) if 0 < array.size <= _SMALL else None
+def _sum_of_firsts(arrays: Iterable[jax.Array]) -> jax.Array:
+    """i32[], which is of no use, but reads an element of each array."""
+    firsts = (lax.slice_in_dim(lax.reshape(x, (x.size,)), 0, 1).astype(jnp.int32) for x in arrays)
+    return functools.reduce(lax.add, firsts, jnp.zeros(1, jnp.int32))

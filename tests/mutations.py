@@ -375,38 +375,38 @@ BLOCK_POOL = in_module(
 
 INDEXING = in_module(
     "indexing",
-    (
-        "negative entries are inside",
-        "astype(jnp.uint32) < jnp.uint32(size)",
-        "astype(jnp.int32) < size",
-        UPDATES,
-    ),
+    ("negative entries are inside", "(place).astype(jnp.uint32)", "(place)", UPDATES),
     ("entries outside are written", "lax.select(_is_inside(place, array.shape), new, old)", "new", UPDATES),
     (
         "owners counted down too far",
-        "get_at(counts, place, 1) == 0",
-        "get_at(counts, place, 1) <= 1",
+        "_nth(index, n), 1) == 0",
+        "_nth(index, n), 1) <= 1",
         COUNTED,
     ),
     ("the first of equal owners is last", "is_zero[::-1], index[::-1])", "is_zero, index)", COUNTED),
     ("entries after the last", "lax.full_like(entries, -1,", "lax.full_like(entries, 0,", PER_TRIP),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
-    ("entries outside are read", "jnp.where(is_inside, found,", "jnp.where(True, found,", READS),
+    (
+        "entries outside are read",
+        "lax.select(is_inside, found,",
+        "lax.select(is_inside | True, found,",
+        READS,
+    ),
 )
 
 SINGLE_KERNEL = in_module(
     "single_kernel",
-    ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(as_one,", UPDATES),
+    ("kernels under vmap", "jax.vmap(as_usual,", "jax.vmap(in_kernel,", UPDATES),
     ("kernels on accelerators", "default=many)", "default=jaxpr_as_fun(kernel))", ON_ACCELERATORS),
-    ("arguments that nothing reads", "(args, firsts)", "(0, firsts)", UNREAD),
-    ("state that nothing reads", "0 < array.size <= _SMALL", "False", UNREAD),
+    ("arguments that nothing reads", "itertools.compress(passed, is_read)", "()", UNREAD),
+    ("state that nothing reads", "and given_back[place] is None and", "and", UNREAD),
     (
         "results that nothing reads",
         "lax.optimization_barrier(call(*passed))",
         "call(*passed)",
         UNREAD,
     ),
-    ("constants as parameters", "passed = lax.optimization_barrier(", "passed = (", UNREAD),
+    ("constants as parameters", "passed = lax.optimization_barrier(_on", "passed = (_on", UNREAD),
     ("kernels hold policies", "index.history is not None", "index.history is None", OTHER_POLICIES),
 )
 

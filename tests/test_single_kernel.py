@@ -123,14 +123,17 @@ import jax, jax.numpy as jnp
 from kvcache_jax.single_kernel import single_kernel
 
 def fn(state, empty, unread):
-    kept, replaced = state
-    return (kept + 1, jnp.zeros_like(replaced)), empty.sum(dtype=jnp.int32)
+    changed, replaced, *_ = state
+    big = jax.lax.fori_loop(0, changed[1], lambda i, big: big, state[2])
+    # Carried along by the loop, which jax says does not change it.
+    return (changed + 1, jnp.zeros_like(replaced), big, state[3]), empty.sum(dtype=jnp.int32)
 
-state = jnp.arange(3, dtype=jnp.int32), jnp.arange(300, dtype=jnp.int32)
+big = jnp.arange(9000, dtype=jnp.int32)
+state = jnp.arange(3, dtype=jnp.int32), jnp.arange(300, dtype=jnp.int32), big, big[::-1]
 args = state, jnp.zeros((2, 0), jnp.int32), jnp.ones(4, bool)
-(state, replaced), total = jax.jit(lambda *args: single_kernel(fn, *args))(*args)
-assert not replaced.any()
-print(state.tolist(), int(total))
+(changed, replaced, *kept), total = jax.jit(lambda *args: single_kernel(fn, *args))(*args)
+assert not replaced.any() and (kept[0] == big).all() and (kept[1] == big[::-1]).all()
+print(changed.tolist(), int(total))
 """
 
 CONSTANT = """
