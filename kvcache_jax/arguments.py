@@ -158,6 +158,11 @@ def item_spans_of_one(values: Any) -> jax.Array:
         raise ValueError(
             f"items has shape {values.shape}, expected (any, 2): the first position and the end of each item"
         )
+    for first, end in np.asarray(values).tolist():
+        if not 0 <= first <= end:
+            raise ValueError(
+                f"items has [{first}, {end}], expected [first position, end] with 0 <= first <= end"
+            )
     return item_spans(values[None], 1)
 
 

@@ -131,7 +131,7 @@ def generate(
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
       on_look: Called with each entry of the timeline, and its block tables, as it is made, behind that look's
-        `on_tokens`.
+        `on_tokens`. What either raises ends the call, and a `cache` that was passed in is lost.
 
     Returns:
       A `GenerateResult`.

@@ -333,8 +333,9 @@ class CacheManager(Questions):
           OutOfSync: A step function started a row that would be one of them.
         """
         with self._holder.turn("select_victim_requests") as cache:
-            victims = select_victim_rows(programs.without_pools(cache), policy, n)
-            return self._rows.requests_at(self._holder.fetch(victims))
+            num_rows = max(1, min(static_count("n", n, least=0), cache.max_seqs))
+            victims = select_victim_rows(programs.without_pools(cache), policy, num_rows)
+            return self._rows.requests_at(self._holder.fetch(victims)[:n])
 
     def evict_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
         """Ends requests until `usage` is at most `target`; see `kvcache_jax.evict_to_utilization`.

@@ -288,6 +288,8 @@ def test_whole_requests_give_way():
     # The first two blocks of "a" and "c" are shared.
     assert manager.select_victim_requests("longest", 2) == ["b", "a"]
     assert manager.select_victim_requests("priority", 4) == ["a", "b", "c", "d"]
+    assert manager.select_victim_requests("priority", 99) == ["a", "b", "c", "d"]
+    assert manager.select_victim_requests("priority", 0) == []
     assert state_of(manager) == before
     assert manager.evict_to_utilization(0.8) == []
     assert manager.evict_to_utilization(0.45, "longest") == ["b"]

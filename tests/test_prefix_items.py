@@ -64,6 +64,9 @@ def test_a_manager_takes_items_too():
     assert manager.allocate_request("fourth", cut) == 20
     with pytest.raises(ValueError, match=r"items has shape \(2,\), expected \(any, 2\)"):
         manager.allocate_request("fourth", cut, items=ITEMS[0], replace=True)
+    for first, end in ((15, 5), (-1, 5)):
+        with pytest.raises(ValueError, match=rf"items has \[{first}, {end}\], expected .* 0 <= first <= end"):
+            manager.allocate_request("fourth", cut, items=[[0, 0], [first, end]], replace=True)
 
 
 def test_rows_with_fewer_items_and_none():
