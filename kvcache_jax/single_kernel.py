@@ -44,7 +44,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
     """
     if not OLDEST_TESTED <= jax.__version_info__ < BEFORE or jax.config.jax_disable_jit:
         return fn(state, *args)
-    from jax.extend.core import Literal, jaxpr_as_fun  # here: it imports Pallas
+    from jax.extend.core import jaxpr_as_fun  # here: it imports Pallas
 
     leaves, treedef = jax.tree.flatten((state, args))
     # The rule for `vmap` outlives this call, so it holds no arrays that may be traced, only their types.
@@ -59,18 +59,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
             return flat(*leaves)
 
     traced, outputs = jax.make_jaxpr(flat_as_one, return_shape=True)(*leaves)
-    places = {variable: place for place, variable in enumerate(traced.jaxpr.invars)}
-    looked_at = {v for equation in traced.jaxpr.eqns for v in equation.invars if not isinstance(v, Literal)}
-    # What comes back as it is stays outside, and what is not looked at or has no elements.
-    given_back = [None if isinstance(v, Literal) else places.get(v) for v in traced.jaxpr.outvars]
-    is_passed = [variable in looked_at and types[place].size > 0 for variable, place in places.items()]
-    # Of a big array that comes back changed a part is replaced, which reads it.
-    num_states = len(jax.tree.leaves(state))
-    is_edited = [
-        place < num_states and given_back[place] is None and type_.size > _SMALL
-        for place, type_ in enumerate(types)
-    ]
-    is_read = [not edited for edited in itertools.compress(is_edited, is_passed)]
+    is_passed, is_read, given_back = _interface(traced.jaxpr, len(jax.tree.leaves(state)))
 
     def run(fn: Callable, *passed: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         """The results of `fn` that are no arguments; and what was read of these, ahead of all else."""
@@ -124,6 +113,32 @@ def one_control_kernel(fn: Callable, control: Control, *args: Any) -> Any:
     if index is not None and index.history is not None:
         return fn(control, *args)
     return single_kernel(fn, control, *args)
+
+
+def _interface(jaxpr: Any, num_states: int) -> tuple[list[bool], list[bool], list[int | None]]:
+    """What of a function's arguments and results goes through its kernel.
+
+    Args:
+      jaxpr: The function's.
+      num_states: How many arguments come first of which it returns the next versions, in this order.
+
+    Returns:
+      Per argument, it is passed: it is looked at, and has elements.
+      Per argument that is passed, an element of it must be read. Not of a big one that is edited: a part of
+      it is replaced, which reads it.
+      Per result, the argument that it is, or None.
+    """
+    from jax.extend.core import Literal
+
+    places = {variable: place for place, variable in enumerate(jaxpr.invars)}
+    given_back = [None if isinstance(v, Literal) else places.get(v) for v in jaxpr.outvars]
+    looked_at = {v for equation in jaxpr.eqns for v in equation.invars if not isinstance(v, Literal)}
+    is_passed = [v in looked_at and v.aval.size > 0 for v in jaxpr.invars]
+    is_edited = [
+        place < num_states and given_back[place] is None and variable.aval.size > _SMALL
+        for variable, place in places.items()
+    ]
+    return is_passed, [not edited for edited in itertools.compress(is_edited, is_passed)], given_back
 
 
 def _on_every_device(arrays: Any) -> Any:
