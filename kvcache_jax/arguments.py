@@ -36,6 +36,16 @@ def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array
     return values
 
 
+def priorities(values: Any, num_rows: int) -> jax.Array:
+    """i32[num_rows]; unlike a row or a length, one that saturates would be valid, and another one."""
+    given = _integers("priority", values)
+    column = int_column("priority", given, num_rows)
+    for value in [] if isinstance(given, Tracer) else np.asarray(given).tolist():
+        if not _INT32.min <= value <= _INT32.max:
+            raise ValueError(f"priority is {value}, expected {_INT32.min} to {_INT32.max}")
+    return column
+
+
 def int_scalar(name: str, value: Any) -> jax.Array:
     """`value` as i32[], saturated as in `int_column`."""
     if shape := np.shape(value):

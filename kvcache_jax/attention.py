@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from kvcache_jax import arguments, attention_vjp, implementations, storage
@@ -14,6 +15,7 @@ from kvcache_jax.attention_options import Options
 from kvcache_jax.cache import write
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.head_axis import check_split
+from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.queries import Reads, queries_of
 from kvcache_jax.state import Cache, KVPool, Step
 from kvcache_jax.static_numbers import finite_number
@@ -139,18 +141,16 @@ def _attend(
         implementation=name,
         head_axis=cache.config.head_axis,
     )
-    (k, v), out, lse = attention_vjp.attend(
-        options,
-        (pool.k, pool.v),
-        grouped,
-        sink_logits,
-        Reads(
-            block_table=block_pool.block_table,
-            layer=index,
-            queries=queries_of(step, group_id, block_pool.num_blocks * group.block_size),
-            work=step.plans[group_id].work,
-        ),
+    reads = Reads(
+        block_table=block_pool.block_table,
+        layer=index,
+        queries=queries_of(step, group_id, block_pool.num_blocks * group.block_size),
+        work=step.plans[group_id].work,
     )
+    read, grouped, sink_logits = as_varied((pool, grouped, sink_logits), reads)
+    (k, v), out, lse = attention_vjp.attend(options, (read.k, read.v), grouped, sink_logits, reads)
+    if read.k is not pool.k:  # What all devices share stays shared where they ask different things of it.
+        k, v, out, lse = lax.optimization_barrier((pool.k, pool.v, out, lse))
     cache = storage.with_pool(cache, group_id, KVPool(k=k, v=v))
     out = out.reshape(shape).astype(q.dtype)
     return cache, (out, lse.reshape(shape[:-1])) if return_lse else out

@@ -101,9 +101,7 @@ def allocate(
     items = arguments.item_spans(items, num_rows)
     if cache.control.prefix_index is None:  # prompts of any width are one program
         tokens, items = no_tokens, items[:, :0]
-    priority = (
-        jnp.zeros_like(seq_ids) if priority is None else arguments.int_column("priority", priority, num_rows)
-    )
+    priority = jnp.zeros_like(seq_ids) if priority is None else arguments.priorities(priority, num_rows)
     prompts = admission.Prompt(
         num_tokens=num_tokens,
         namespace=arguments.namespace_words(namespace, num_rows),
@@ -381,7 +379,7 @@ def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
 def set_priority(cache: Cache, seq_ids: IntRows, priority: IntRows) -> tuple[Cache, jax.Array]:
     """Sets rows' priority, i32[n]. Returns the cache and status i32[n], as `touch`."""
     seq_ids = arguments.int_column("seq_ids", seq_ids)
-    priority = arguments.int_column("priority", priority, seq_ids.shape[0])
+    priority = arguments.priorities(priority, seq_ids.shape[0])
     return _on_rows(rows.set_priority_row, cache, seq_ids, priority)
 
 

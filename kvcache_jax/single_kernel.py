@@ -25,6 +25,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from kvcache_jax.indexing import is_one_kernel
+from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.state import Control
 
 OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)
@@ -46,7 +47,7 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
         return fn(state, *args)
     from jax.extend.core import jaxpr_as_fun  # here: it imports Pallas
 
-    leaves, treedef = jax.tree.flatten((state, args))
+    leaves, treedef = jax.tree.flatten(as_varied((state, args)))
     # The rule for `vmap` outlives this call, so it holds no arrays that may be traced, only their types.
     types = [jax.typeof(leaf) for leaf in leaves]
 

@@ -15,6 +15,7 @@ from kvcache_jax import implementations
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.head_axis import over_heads
 from kvcache_jax.indexing import quotient, remainder
+from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.state import BlockCopies, Cache, KVPool
 
 
@@ -57,6 +58,7 @@ def store_tokens(
     offset = remainder(slots, block_size)
     k = k.reshape(-1, *k.shape[-2:]).astype(pool.k.dtype)
     v = v.reshape(-1, *v.shape[-2:]).astype(pool.v.dtype)
+    pool, k, v = as_varied((pool, k, v), slots)
     return KVPool(k=_store(pool.k, block, offset, k), v=_store(pool.v, block, offset, v))
 
 
@@ -66,6 +68,7 @@ def copy_blocks(pool: KVPool, copies: BlockCopies, num_blocks: int, config: Cach
     A block may be overwritten after it was copied: it had one owner left, who copied it away.
     """
     name = implementations.choose(config, None, pool)
+    pool = as_varied(pool, copies)
     k, v = _copy(name, config.head_axis, num_blocks, (pool.k, pool.v), *copies)
     return KVPool(k=k, v=v)
 

@@ -1,6 +1,7 @@
 """What belongs to a row goes where the row goes."""
 
 import numpy as np
+import pytest
 
 import kvcache_jax as kv
 from tests.helpers import assert_invariants, num_free, statuses
@@ -27,6 +28,8 @@ def test_priority_namespace_and_recency_follow_the_rows():
     assert fields(cache) == ([7, -2, 0, 7, -2], [1, 5, 0, 1, 5]) and order(cache) == [3, 1, 0, 4]
     cache, _ = kv.touch(cache, [1, 3])
     assert order(cache) == [0, 4, 1, 3]
+    with pytest.raises(ValueError, match="priority is 2147483648, expected -2147483648 to 2147483647"):
+        kv.set_priority(cache, [4, 2], [9, 2**31])
     cache, _ = kv.set_priority(cache, [4, 2], [9, 9])
     assert fields(cache)[0] == [7, -2, 0, 7, 9] and order(cache) == [0, 4, 1, 3]
     cache, _ = kv.extend(cache, [1, 0, 0, 0, 0], max_new=1)

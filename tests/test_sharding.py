@@ -233,6 +233,80 @@ def test_head_axis_must_be_in_the_current_mesh():
         kv.init(config)
 
 
+def test_gradients_of_what_all_devices_share_inside_shard_map():
+    """Each device reads the same cache, or makes one of its own, and forks it."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    layer = kv.FullAttention(1, DIM)
+    config = kv.CacheConfig([layer], num_blocks=4, block_size=4, max_seqs=2, max_seq_len=8)
+
+    def loss_of_one(pools, q, sink_logits, k, num_new):
+        cache, _ = kv.allocate(dataclasses.replace(kv.init(config), pools=pools), [0], [3])
+        cache, step = kv.extend(cache, jnp.array([3, 0]), max_new=3)
+        cache, _ = kv.attention(cache, 0, q, q, q, step)
+        cache, _ = kv.fork(cache, [0], [1])
+        cache, step = kv.extend(cache, num_new, max_new=3)
+        cache, out = kv.attention(cache, 0, q, k[::-1], k, step, sink_logits=sink_logits)
+        return (out**2).sum() + sum((x**3).sum() for x in jax.tree.leaves(cache.pools))
+
+    def loss(pools, q, sink_logits, k, num_new):
+        def on_device(pools, q, sink_logits, k, num_new):
+            return loss_of_one(pools, q, sink_logits, k[0], num_new[0])[None]
+
+        per_device = jax.shard_map(
+            on_device, mesh=mesh, in_specs=(P(), P(), P(), P("data"), P("data")), out_specs=P("data")
+        )
+        return per_device(pools, q, sink_logits, k, num_new).sum()
+
+    rng = np.random.default_rng(3)
+    q, k = (rng.standard_normal((*n, 2, 3, 1, DIM)).astype(np.float32) for n in ((), (2,)))
+    num_new = np.array([[1, 2], [2, 0]], np.int32)
+    shared = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), kv.init(config).pools)
+    arguments = shared, q, np.ones(1, np.float32)
+    grads = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arguments, k, num_new)
+    alone = jax.jit(jax.grad(loss_of_one, (0, 1, 2, 3)))
+    per_device = [alone(*arguments, k[i], num_new[i]) for i in range(2)]
+    want = jax.tree.map(lambda x, y: x + y, *(grads[:3] for grads in per_device))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), grads[:3], want)
+    np.testing.assert_allclose(grads[3], np.stack([grads[3] for grads in per_device]), rtol=1e-5, atol=1e-5)
+    assert all(abs(x).max() > 0 for x in jax.tree.leaves(want))
+
+
+def test_one_cache_read_with_each_devices_query_heads_inside_shard_map():
+    """One key/value head, which all devices hold, and whose cache comes out as one."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    config = kv.CacheConfig([kv.FullAttention(1, DIM)], num_blocks=4, block_size=2, max_seqs=1, max_seq_len=8)
+
+    def decode(q, k, sink_logits):
+        cache, _ = kv.allocate(kv.init(config), [0], [2])
+        outs = []
+        for new in (k, 2 * k):
+            cache, step = kv.extend(cache, [2], max_new=2)
+            cache, out = kv.attention(cache, 0, q, new, k, step, sink_logits=sink_logits)
+            outs += [out, kv.attend(cache, 0, q[:, ::-1], step)]
+        return cache, jnp.stack(outs)
+
+    split = P(None, None, "heads")
+    spread = jax.shard_map(
+        decode, mesh=mesh, in_specs=(split, P(), P("heads")), out_specs=(P(), P(None, None, None, "heads"))
+    )
+    rng = np.random.default_rng(5)
+    q, k = (rng.standard_normal((1, 2, heads, DIM)).astype(np.float32) for heads in (4, 1))
+    arguments = q, k, np.arange(4, dtype=np.float32)
+
+    def loss(decode, *arguments):
+        cache, outs = decode(*arguments)
+        return (outs**2).sum() + sum((x**3).sum() for x in jax.tree.leaves(cache.pools)), (cache, outs)
+
+    found, want = (
+        jax.jit(jax.grad(functools.partial(loss, fn), (0, 1, 2), has_aux=True))(*arguments)
+        for fn in (spread, decode)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, want)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-6), jax.jit(spread)(*arguments), want[1]
+    )
+
+
 @pytest.mark.parametrize(
     "num_groups, policy, is_run", [(1, "lru", True), (2, "lru", False), (2, "lfu", False)]
 )
@@ -256,10 +330,12 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
             x = jnp.full((2, 5, 1, DIM), num_tokens, jnp.float32)
             for layer in range(num_groups):
                 cache, out = kv.attention(cache, layer, x, x, x, step)
+            # The same query on all devices.
+            shared = kv.attend(cache, 0, jnp.ones((2, 5, 1, DIM)), step, sink_logits=jnp.ones(1))
             cache, _ = kv.commit(cache, rows)
             cache, _ = kv.free(cache, [1])
             cache, _ = kv.fork(cache, [0], [1])
-            return cache, out
+            return cache, (out, shared)
 
         cache, outs = jax.lax.scan(go_on, cache, jnp.array([[5, 3], [1, 1]], jnp.int32))
         cache, _ = kv.reorder(cache, [0, 1], [1, 0])
