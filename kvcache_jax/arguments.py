@@ -101,8 +101,10 @@ def _words(name: str, values: Any) -> jax.Array | np.ndarray:
         return values.view(np.int32)
     if values.dtype.itemsize > 4:
         fix = "give each position 32 bits, of a digest for example the first ones"
-        if isinstance(values, jax.Array):
-            raise TypeError(f"{name} has dtype {values.dtype}, expected at most 32 bits: {fix}")
+        if isinstance(values, Tracer):
+            cast = f"cast ids, {name}.astype(jnp.int32)"
+            raise TypeError(f"{name} is traced and {values.dtype}, expected at most 32 bits: {cast}; {fix}")
+        values = np.asarray(values)
         for id_ in (values.min(), values.max()):
             if not _INT32.min <= id_ <= _INT32.max:
                 raise ValueError(

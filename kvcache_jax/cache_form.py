@@ -70,11 +70,15 @@ def require_values(caller: str, cache: Any, *, pools: bool = False) -> None:
             "scan and eval_shape, or hand the cache to jax.debug.callback"
         )
     if is_donated(cache) or (pools and _is_deleted(cache.pools)):
-        raise ValueError(
-            f"{caller} got a cache that was donated, arrays of it are deleted, expected the cache that the "
-            "donated call returned"
-        )
+        raise _donated(caller)
     require_one(caller, cache, "look at one")
+
+
+def _donated(caller: str) -> ValueError:
+    return ValueError(
+        f"{caller} got a cache that was donated, arrays of it are deleted, expected the cache that the "
+        "donated call returned"
+    )
 
 
 def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
@@ -86,6 +90,11 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
         if args or "cache" in kwargs:
             require_cache(operation.__name__, cache)
             require_one(operation.__name__, cache)
-        return operation(*args, **kwargs)
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError as error:  # jax's, which says of what shape the array was
+            if isinstance(cache, Cache) and _is_deleted(cache):
+                raise _donated(operation.__name__) from error
+            raise
 
     return checked

@@ -122,10 +122,9 @@ def _check_counts(pool: BlockPool) -> list[str]:
         violations.append(f"block {block} is free and published")
     for block in np.flatnonzero((times_free == 0) & (ref_count == 0) & ~is_cached):
         violations.append(f"block {block} is lost: neither free nor referenced nor cached")
-    if int(pool.peak_used) < (ref_count > 0).sum():
-        violations.append(
-            f"peak_used is {int(pool.peak_used)}, below the {(ref_count > 0).sum()} blocks in use"
-        )
+    num_used, peak_used = (ref_count > 0).sum(), int(pool.peak_used)
+    if not num_used <= peak_used <= nowhere:
+        violations.append(f"peak_used is {peak_used}, not from the {num_used} in use to {nowhere} blocks")
     if pool.cached is not None:
         violations += _check_queue(pool.cached, is_cached, is_published & (ref_count > 0))
     return violations

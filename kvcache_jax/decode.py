@@ -109,7 +109,7 @@ def generate(
       prompts: Token ids, each prompt at least one.
       config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`.
-      num_samples: Continuations per prompt.
+      num_samples: Continuations per prompt, at most `max_seqs`.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
       top_p: 1 is off.

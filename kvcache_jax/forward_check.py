@@ -39,6 +39,7 @@ def check_forward(
     * uneven chunks, beside rows of other lengths, == the whole;
     * a fork that goes its own way neither sees nor disturbs its source;
     * all slots without a token hold NaN throughout;
+    * the rows are as long as the step made them;
     * one compiled program per chunk width, whatever the lengths and rows;
     * the compiled steps, of one token and of all, make no copy of a pool when the cache is donated.
 
@@ -142,6 +143,7 @@ class _Runner:
         for row, piece in pieces.items():
             tokens[row, : len(piece)], num_new[row] = piece, len(piece)
         self.widths.add(width)
+        lengths = np.asarray(cache.context_len) + num_new
         try:
             result = self.step_fn(poison(cache), jnp.asarray(tokens), jnp.asarray(num_new))
         except jax.errors.UnexpectedTracerError as error:
@@ -150,6 +152,12 @@ class _Runner:
             ) from error
         cache, (logits, status) = result
         raise_for_status(status, "extend")
+        found = np.asarray(cache.context_len)
+        _require(
+            np.array_equal(found, lengths),
+            f"forward left rows of {found.tolist()} tokens, expected {lengths.tolist()}: "
+            "it is given a step, so it must neither extend rows nor change them otherwise",
+        )
         return cache, np.asarray(logits.astype(jnp.float32))
 
     def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:

@@ -42,8 +42,8 @@ _log = logging.getLogger("kvcache_jax")
 class CacheManager(Questions):
     """Requests in, blocks and hits out, on a cache that it owns.
 
-    A call that raises `CacheError` has changed nothing. Calls may come from any thread; they take turns.
-    Ids are any hashable values.
+    A call that raises `CacheError` has changed nothing. After a step function that started or ended rows, any
+    call may raise `OutOfSync`. Calls may come from any thread; they take turns. Ids are any hashable values.
 
     Example:
       >>> import kvcache_jax as kv

@@ -37,7 +37,7 @@ ON_DEVICE = {
     "free": lambda cache, step: kv.free(cache, ROWS),
     "gather": lambda cache, step: kv.gather(cache, 0, 0),
     "idle_seq_ids": lambda cache, step: kv.idle_seq_ids(cache, 2),
-    "lookup": lambda cache, step: kv.lookup(cache, TOKENS, ONES),
+    "lookup": lambda cache, step: kv.lookup(cache, np.zeros((3, 5), np.int32), ONES),
     "needs_eviction": lambda cache, step: kv.needs_eviction(cache),
     "num_available_blocks": lambda cache, step: kv.num_available_blocks(cache),
     "num_blocks_needed": lambda cache, step: kv.num_blocks_needed(cache, ONES),
@@ -157,13 +157,17 @@ def test_the_host_wants_values(cache, name):
         ON_HOST[name](jax.eval_shape(lambda: kv.init(CONFIG)))
 
 
-def test_donated_caches_say_so():
-    cache = kv.init(CONFIG, storage=False)
+def test_donated_caches_say_so(step):
+    cache = kv.init(CONFIG)
     kept = kv.donate(lambda cache: cache)(cache)
     assert repr(cache) == "Cache(2 groups, 2 layers, float32; donated, its arrays are deleted)"
     for name, question in ON_HOST.items():
         with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):
             question(cache)
+    step = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step)
+    for operation in ON_DEVICE.values():  # may be made of others
+        with pytest.raises(ValueError, match=r"^\w+ got a cache that was donated, .*call returned"):
+            operation(cache, step)
     assert "rows 0/3 active" in repr(kept)
 
 

@@ -52,6 +52,7 @@ BREAKS = {
     "an id that is no block": [(f"{POOL}.free_stack", 0, 5)],
     "num_free is 6": [(f"{POOL}.num_free", (), 6)],
     "peak_used is 1": [(f"{POOL}.peak_used", (), 1)],
+    "peak_used is 6": [(f"{POOL}.peak_used", (), 6)],
     "the block table holds -1": [(f"{POOL}.block_table", (1, 0), -1)],
     "row 1 is idle and holds": [(f"{POOL}.block_table", (1, 0), 0)],
     "row 2 of 6 tokens lacks": [(f"{POOL}.block_table", (2, 1), 5)],

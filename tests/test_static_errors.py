@@ -292,8 +292,11 @@ def test_token_ids_that_do_not_fit_are_refused(wide):
     for call in calls:
         with pytest.raises(ValueError, match=says(wide, "uint32")):
             call([1, wide])
-    with jax.enable_x64(True), pytest.raises(TypeError, match=says("int64", 32)):
-        kv.lookup(cache, jnp.array([[1, 2]], jnp.int64), [2])
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match=says(wide, "uint32")):
+            kv.lookup(cache, jnp.array([[1, wide]]), [2])
+        with pytest.raises(TypeError, match=says("int64", 32)):
+            jax.eval_shape(lambda ids: kv.lookup(cache, ids, [2]), jnp.array([[1, 2]]))
 
 
 def test_unsigned_token_ids_keep_all_their_bits():

@@ -69,6 +69,11 @@ def with_a_second_version_of_a_prompt(tokens, cache, step):
     return (with_a_second_version if tokens.shape[1] > 1 else model)(tokens, cache, step)
 
 
+def with_an_extend_of_its_own(tokens, cache, step):
+    cache, step = kv.extend(cache, step.query_len, max_new=tokens.shape[1], tokens=tokens)
+    return forward(PARAMS, tokens, cache, step)
+
+
 class KeepsAnArray:
     """Adds what the call before has returned."""
 
@@ -86,6 +91,7 @@ class KeepsAnArray:
     [
         (with_call_positions, "differs"),
         (with_neighbours, "chunks differ|token by token differs"),
+        (with_an_extend_of_its_own, r"left rows of \[0, 24, 0, 0\] tokens, expected \[0, 12, 0, 0\]"),
         (with_a_second_version, "step of 1 tokens .* a pool is copied"),
         (with_a_second_version_of_a_prompt, "step of 12 tokens .* a pool is copied"),
         (KeepsAnArray(), "keeps an array of one call in Python"),
