@@ -1,4 +1,4 @@
-"""The mutations of the manager, `explain`, `scrub` and `poison`, and of refused caches; see `mutations`."""
+"""The mutations of the manager, `explain`, `scrub` and `poison`, and of what checks and refuses."""
 
 from tests.mutations import in_module
 
@@ -17,6 +17,9 @@ LOST = "test_manager_steps.py::test_a_step_that_fails_on_the_device_is_told_and_
 NEEDED = "test_manager_blocks.py::test_rows_of_one_call_help_each_other"
 OUT_OF_SYNC = "test_manager_steps.py::test_a_request_whose_row_was_ended_can_be_freed_or_replaced"
 STALE = "test_manager_steps.py::test_a_batch_whose_slots_may_be_anothers_is_refused"
+BROKEN = "test_checks.py::test_broken_rows_and_blocks_are_found"
+ROW_FIELDS = "test_rows.py::test_priority_namespace_and_recency_follow_the_rows"
+BAD_MODEL = "test_testing.py::test_a_bad_model_is_named"
 STACKED = "test_cache_form.py::test_stacked_caches_are_refused"
 SPARED = "test_testing.py::test_poison_spares_what_later_prompts_may_read"
 
@@ -129,6 +132,19 @@ MUTATIONS = [
     *in_module(
         "cache_form",
         ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
+    ),
+    *in_module(
+        "cache",
+        (
+            "priorities saturate",
+            "arguments.priorities(priority, seq_ids",
+            "arguments.int_column('', priority, seq_ids",
+            ROW_FIELDS,
+        ),
+    ),
+    *in_module("checks", ("any peak will do", "<= peak_used <= nowhere", "<= peak_used", BROKEN)),
+    *in_module(
+        "forward_check", ("a forward may extend rows", "np.array_equal(found, lengths)", "True", BAD_MODEL)
     ),
     *in_module(
         "block_view",
