@@ -158,6 +158,11 @@ def item_spans(values: Any, num_rows: int) -> jax.Array:
         )
     if values.size == 0:
         return jnp.zeros((num_rows, 0, 2), jnp.int32)
+    for first, end in [] if isinstance(values, Tracer) else np.asarray(values).reshape(-1, 2).tolist():
+        if not 0 <= first <= end:
+            raise ValueError(
+                f"items has [{first}, {end}], expected [first position, end] with 0 <= first <= end"
+            )
     return jnp.asarray(_saturated("items", values))
 
 
@@ -170,11 +175,6 @@ def item_spans_of_one(values: Any) -> jax.Array:
         raise ValueError(
             f"items has shape {values.shape}, expected (any, 2): the first position and the end of each item"
         )
-    for first, end in np.asarray(values).tolist():
-        if not 0 <= first <= end:
-            raise ValueError(
-                f"items has [{first}, {end}], expected [first position, end] with 0 <= first <= end"
-            )
     return item_spans(values[None], 1)
 
 

@@ -35,7 +35,8 @@ class Beam:
 
     Attributes:
       tokens: New tokens; the stop token, if one ended it, is the last.
-      logprobs: Log-probability of each.
+      logprobs: Log-probability of each. A search needs numbers to rank by: a NaN among the logits counts as
+        -inf here, and +inf as the largest number (`generate` and `score` give NaN).
       logprob: Their sum.
       score: `logprob / len(tokens) ** length_penalty`, by which hypotheses are ranked.
       finish_reason: "stop", "length" or "out_of_blocks"; "running" before the search has ended.
@@ -138,8 +139,7 @@ def beam_search(
     Raises:
       ValueError, TypeError: bad sizes, ids that are none, a call within `jit`, a `forward` without a hash.
       StatusError: the prompts do not fit.
-      FloatingPointError: the model's logits are NaN or -inf for all beams of a prompt. (As in `sample`, one
-        that is NaN counts as -inf.)
+      FloatingPointError: the model's logits are NaN or -inf for all beams of a prompt.
     """
     decode_arguments.check_model("beam_search", forward, config, params)
     prompt_tokens = decode_arguments.prompt_tokens(prompts)

@@ -89,6 +89,11 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
         cache: Any = args[0] if args else kwargs.get("cache")
         if args or "cache" in kwargs:
             require_cache(operation.__name__, cache)
+            if isinstance(cache.control.is_active, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"{operation.__name__} got a ShapeDtypeStruct in the cache, expected arrays: call it "
+                    "within jax.eval_shape"
+                )
             require_one(operation.__name__, cache)
         try:
             return operation(*args, **kwargs)

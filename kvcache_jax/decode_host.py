@@ -214,6 +214,9 @@ class Host:
         # Not the whole text alone: a character that is not finished yet may hide what there was before.
         for end in range(num_checked + 1, len(tokens) + 1):
             text = self.detokenize(tokens[:end])
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise TypeError(f"detokenize returned a {kind}, expected a str, the text of all tokens given")
             if any(stop in text for stop in self.stop_strings):
                 return end
         return None

@@ -15,6 +15,7 @@ from kvcache_jax import arguments, block_pool, rows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import num_true
+from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.state import Cache, Control
 from kvcache_jax.static_numbers import static_count
 
@@ -96,6 +97,8 @@ def _select(control: Control, policy: str) -> jax.Array:
 def _evict_rows(
     control: Control, target: jax.Array, policy: str, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
+    control, target = as_varied((control, target))
+
     def next_row(control: Control) -> jax.Array:
         """The row to free now, or `max_seqs`."""
         is_above = [block_pool.utilization(pool) > target for pool in control.block_pools]

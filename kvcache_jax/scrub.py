@@ -14,6 +14,7 @@ from kvcache_jax.arguments import IntRows
 from kvcache_jax.cache_form import takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import get_at, num_true, quotient, rank_true
+from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.state import BlockPool, Cache, Control, KVPool
 
 
@@ -65,6 +66,7 @@ def scrub(
 @jax.jit
 def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> tuple[Cache, jax.Array]:
     """`scrub` by rows i32[n] or by a namespace u32[4]."""
+    cache, seq_ids, words = as_varied((cache, seq_ids, words))
     control = cache.control
     if seq_ids is not None:
         named = jnp.where(seq_ids < 0, control.max_seqs, seq_ids)

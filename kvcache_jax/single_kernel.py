@@ -43,11 +43,12 @@ def single_kernel(fn: Callable, state: Any, *args: Any) -> Any:
       state: What `fn` returns the next version of, all arrays of it; big ones are edited, not replaced.
       *args: Pytrees of arrays.
     """
+    state, args = as_varied((state, args))
     if not OLDEST_TESTED <= jax.__version_info__ < BEFORE or jax.config.jax_disable_jit:
         return fn(state, *args)
     from jax.extend.core import jaxpr_as_fun  # here: it imports Pallas
 
-    leaves, treedef = jax.tree.flatten(as_varied((state, args)))
+    leaves, treedef = jax.tree.flatten((state, args))
     # The rule for `vmap` outlives this call, so it holds no arrays that may be traced, only their types.
     types = [jax.typeof(leaf) for leaf in leaves]
 
@@ -112,6 +113,7 @@ def one_control_kernel(fn: Callable, control: Control, *args: Any) -> Any:
     """`single_kernel`, except with an eviction policy: that is anybody's code, and looks at all blocks."""
     index = control.prefix_index
     if index is not None and index.history is not None:
+        control, args = as_varied((control, args))
         return fn(control, *args)
     return single_kernel(fn, control, *args)
 

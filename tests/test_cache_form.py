@@ -157,6 +157,13 @@ def test_the_host_wants_values(cache, name):
         ON_HOST[name](jax.eval_shape(lambda: kv.init(CONFIG)))
 
 
+def test_shapes_are_no_cache(step):
+    shapes = jax.eval_shape(lambda: kv.init(CONFIG))
+    for name, operation in ON_DEVICE.items():
+        with pytest.raises(TypeError, match=f"^{name} got a ShapeDtypeStruct in the cache, expected arrays"):
+            operation(shapes, step)
+
+
 def test_donated_caches_say_so(step):
     cache = kv.init(CONFIG)
     kept = kv.donate(lambda cache: cache)(cache)

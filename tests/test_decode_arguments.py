@@ -102,6 +102,12 @@ def test_texts_to_stop_at_may_be_iterated_over_once():
     assert stopped.generations[0].tokens == plain[: 1 + plain.index(plain[2])]
 
 
+@pytest.mark.parametrize(("kind", "detokenize"), [("list", lambda tokens: ["x"]), ("bytes", bytes)])
+def test_a_detokenize_that_returns_no_text_is_refused(kind, detokenize):
+    with pytest.raises(TypeError, match=f"detokenize returned a {kind}, expected a str"):
+        generate(stop_strings=["x"], detokenize=detokenize)
+
+
 @pytest.mark.parametrize("look_every", [1, 2, 3])
 def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
     """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""

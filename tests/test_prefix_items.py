@@ -77,6 +77,8 @@ def test_rows_with_fewer_items_and_none():
     assert admission.num_items_cached.tolist() == [1, 1]
     _, admission = kv.allocate(cache, [3], [22], tokens=tokens[:1])
     assert (admission.num_cached.tolist(), admission.num_items_cached.tolist()) == ([20], [0])
+    with pytest.raises(ValueError, match=r"items has \[15, 5\], expected .* 0 <= first <= end"):
+        kv.allocate(cache, [3], [22], tokens=tokens[:1], items=[[[0, 0], [15, 5]]])
 
 
 def test_a_digest_is_no_token_id_and_has_a_word_per_position():

@@ -271,6 +271,48 @@ def test_gradients_of_what_all_devices_share_inside_shard_map():
     assert all(abs(x).max() > 0 for x in jax.tree.leaves(want))
 
 
+@pytest.mark.parametrize("num_groups, policy", [(1, "lru"), (2, "lru"), (1, "lfu"), (2, "hyperbolic")])
+def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, policy):
+    """JAX follows what differs between devices when it traces a loop."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    layers = [kv.FullAttention(1, DIM), kv.SlidingWindow(1, DIM, window=4, block_size=2)][:num_groups]
+    config = kv.CacheConfig(
+        layers, num_blocks=8, block_size=2, max_seqs=3, max_seq_len=12,
+        enable_prefix_caching=True, eviction_policy=policy,
+    )  # fmt: skip
+
+    def ask(cache, ids, lengths, texts, share):
+        return (
+            kv.allocate(cache, ids, lengths, tokens=texts),
+            kv.extend(cache, lengths, max_new=4, tokens=texts, seq_ids=ids),
+            kv.fork(cache, ids, ids[::-1]),
+            kv.reorder(cache, ids, ids[::-1]),
+            kv.truncate(cache, ids, lengths),
+            kv.free(cache, ids),
+            kv.touch(cache, ids),
+            kv.set_priority(cache, ids, lengths),
+            kv.commit(cache, ids, final_len=lengths),
+            kv.lookup(cache, texts, lengths),
+            kv.gather(cache, ids[0], 0),
+            kv.evict(cache, lengths[0]),
+            kv.evict_to_utilization(cache, share),
+            kv.num_blocks_needed(cache, lengths, seq_ids=ids),
+            kv.scrub(cache, ids),
+            kv.scrub(cache, namespace=jnp.broadcast_to(ids[:1], 4).astype(jnp.uint32)),
+        )
+
+    def on_device(cache, *arguments):
+        results = ask(cache, *(x[0] for x in arguments))
+        return jax.tree.map(lambda x: x[None], results)
+
+    arguments = [np.array(x, np.int32) for x in ([[0, 1], [2, 0]], [[3, 1], [0, 2]])]
+    arguments += [np.arange(16, dtype=np.int32).reshape(2, 2, 4), np.array([0.5, 0.1], np.float32)]
+    spread = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), *[P("data")] * 4), out_specs=P("data"))
+    found = jax.eval_shape(spread, kv.init(config), *arguments)
+    alone = jax.eval_shape(ask, kv.init(config), *(x[0] for x in arguments))
+    assert [x.shape for x in jax.tree.leaves(found)] == [(2, *x.shape) for x in jax.tree.leaves(alone)]
+
+
 def test_one_cache_read_with_each_devices_query_heads_inside_shard_map():
     """One key/value head, which all devices hold, and whose cache comes out as one."""
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
