@@ -314,7 +314,8 @@ class Step:
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
         `num_blocks * block_size`.
       plans: per group AttentionPlan.
-      cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included), else None.
+      cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
+        than `num_tokens`), else None.
     """
 
     status: jax.Array
