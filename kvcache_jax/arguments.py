@@ -40,7 +40,8 @@ def priorities(values: Any, num_rows: int) -> jax.Array:
     """i32[num_rows]; unlike a row or a length, one that saturates would be valid, and another one."""
     given = _integers("priority", values)
     column = int_column("priority", given, num_rows)
-    for value in [] if isinstance(given, Tracer) else np.asarray(given).tolist():
+    is_taken = np.can_cast(given.dtype, np.int32) or isinstance(given, Tracer)
+    for value in [] if is_taken else np.asarray(given).tolist():
         if not _INT32.min <= value <= _INT32.max:
             raise ValueError(f"priority is {value}, expected {_INT32.min} to {_INT32.max}")
     return column

@@ -15,6 +15,8 @@ def as_varied[T](arrays: T, *others: Any) -> T:
 
     In reverse, what was shared gets the sum of the devices' gradients.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside `shard_map`
+        return arrays
     axes = frozenset[str]().union(*map(_axes, jax.tree.leaves((arrays, others))))
 
     def cast(array: jax.Array) -> jax.Array:
