@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax import implementations
@@ -56,10 +58,20 @@ def init(
     if isinstance(sharding, NamedSharding | PartitionSpec):
         _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
     implementations.load(config.implementation)
-    cache = _builder(config, sharding, storage)()
+    if sharding is None and _is_plain():
+        # A program to make so many small arrays would take longer to compile than all of this.
+        control = jax.device_put(empty_control(config, np.array(_DEFAULT_HASH_KEY, np.uint32), np))
+        cache = Cache(control=control, pools=empty_pools(config) if storage else (), config=config)
+    else:
+        cache = _builder(config, sharding, storage)()
     if _log.isEnabledFor(logging.INFO):
         _log.info("init: %s", describe(config))
     return cache
+
+
+def _is_plain() -> bool:
+    """Whether arrays made here and now are neither traced nor on a mesh: numpy's will do."""
+    return jax.sharding.get_abstract_mesh().empty and not isinstance(jnp.zeros(()), Tracer)
 
 
 def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
@@ -78,7 +90,7 @@ def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, storage: bool) -> Callable:
-    """The program that builds an empty cache; kept, so that the next one of its kind compiles nothing."""
+    """The program that builds an empty cache where numpy cannot; kept, to compile nothing the next time."""
 
     def build() -> Cache:
         return Cache(

@@ -108,6 +108,22 @@ def assert_invariants(cache):
     assert problems == [], problems
 
 
+@contextlib.contextmanager
+def compiled_programs():
+    """A list that gets an entry for each program that is compiled meanwhile, or taken from the disk."""
+    programs = []
+
+    def listener(name, *_, **__):
+        if "backend_compile" in name:
+            programs.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield programs
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
 def says(*words):
     """A pattern for `pytest.raises`: the message contains all these words and numbers, in any order."""
     return r"(?si)\A" + "".join(rf"(?=.*(?<!\w){re.escape(str(word))}(?!\w))" for word in words)

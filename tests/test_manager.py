@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from tests.helpers import assert_same, says
+from tests.helpers import assert_same, compiled_programs, says
 from tests.manager_user import BOTH, CONFIG, PLAIN, check, fill, start, state_of, unchanged, write_step
 
 
@@ -242,24 +242,16 @@ def test_few_programs_serve_two_hundred_prompt_lengths():
         [kv.FullAttention(1, 5)], block_size=16, num_blocks=1024, max_seqs=3, max_seq_len=8192,
         enable_prefix_caching=True,
     )  # fmt: skip
+    jax.clear_caches()  # Programs of other tests.
     manager = kv.CacheManager(config)
-    compiled = []
-
-    def listener(name, *_, **__):
-        compiled.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
+    with compiled_programs() as programs:
         for i, length in enumerate([*range(1, 201, 2), *range(201, 8001, 78)]):
             num_cached = manager.allocate_request(i, [i] * length)
             manager.append_tokens(i, [i] * (length - num_cached))
             manager.commit_tokens(i)
             if i:
                 manager.free_request(i - 1)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    num_programs = sum("backend_compile" in name for name in compiled)
-    assert 0 < num_programs <= 12, num_programs
+    assert 0 < len(programs) <= 12, len(programs)
 
 
 # --- the prefix cache ---

@@ -12,6 +12,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.helpers import compiled_programs
 
 pytestmark = pytest.mark.contract
 
@@ -365,6 +366,25 @@ def test_a_traced_layer_that_does_not_exist_writes_nowhere_and_reads_nan():
         assert np.isnan(out[0]).all() and not np.asarray(out[1:]).any()
         assert_equal_bits(after.pools, cache.pools)
     assert not np.isnan(attend_at(cache, 1)[1]).any()
+
+
+def test_init_compiles_nothing_and_gives_the_same_inside_jit():
+    """But for the pools' zeros. `hyperbolic` keeps all that a policy may look at."""
+    layers = [KIND, dataclasses.replace(WINDOW, num_blocks=21)]
+    config = kv.CacheConfig(
+        layers, num_blocks=19, block_size=4, max_seqs=3, max_seq_len=36, enable_prefix_caching=True,
+        eviction_policy="hyperbolic",
+    )  # fmt: skip
+    kv.init(CONFIG, storage=False)
+    with compiled_programs() as programs:
+        kv.init(config, storage=False)
+    assert not programs
+    cache, traced = kv.init(config), jax.jit(lambda: kv.init(config))()
+    assert_equal_bits(cache, traced)
+    assert [*map(jax.typeof, jax.tree.leaves(cache))] == [*map(jax.typeof, jax.tree.leaves(traced))]
+    taken, _ = kv.donate(lambda cache: kv.touch(cache, [0]))(cache)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    assert not any(leaf.committed for leaf in jax.tree.leaves(taken))
 
 
 def test_init_logs_its_sizes_and_is_silent_by_default(caplog, capfd):
