@@ -79,6 +79,8 @@ class CacheHolder:
                 )
             if self.cache is None:
                 raise ManagerClosed(f"{operation} was called on a manager that is closed")
+            if _is_gone(self.cache):
+                raise self._start_over("somebody else who holds the manager's cache has donated it")
             yield self.cache
 
     @contextlib.contextmanager
@@ -108,7 +110,7 @@ class CacheHolder:
         try:
             self.cache, result = program(cache, *args)
         except BaseException as error:
-            if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
+            if _is_gone(cache):
                 lost = self._start_over()
                 if isinstance(error, Exception):
                     raise lost from error
@@ -162,7 +164,7 @@ class CacheHolder:
                 return "running a step"
             return "closed" if self.cache is None else repr(self.cache)
 
-    def _start_over(self) -> CacheLost:
+    def _start_over(self, cause: str = "a step failed after it was given the cache") -> CacheLost:
         """An empty cache in the place of the lost one, which still hits what others saved under its key."""
         self.cache = None
         cache = init(self.config, sharding=self._sharding, storage=self._has_storage)
@@ -170,10 +172,15 @@ class CacheHolder:
         self.cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, hash_key=hash_key))
         request_ids = self._on_lost()
         return CacheLost(
-            f"a step failed after it was given the cache, and {len(request_ids)} requests are lost with it; "
-            "the manager starts over, empty: allocate them again",
+            f"{cause}, and {len(request_ids)} requests are lost with it; the manager starts over, empty: "
+            "allocate them again",
             request_ids,
         )
+
+
+def _is_gone(cache: Cache | None) -> bool:
+    """Whether an array of the cache was donated."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
 def _checked(step_fn: Callable) -> Callable:

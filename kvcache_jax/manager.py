@@ -294,11 +294,11 @@ class CacheManager(Questions):
           The result.
 
         Raises:
-          StaleBatch: `args` hold a batch whose slots are no longer its requests'; nothing was called. It is
-            known by its arrays, so pass it as it was handed out: a copy is not found.
-          CacheLost: it failed on the device, which had been given the cache. The manager starts over, empty.
-            A failure that shows only later, for the device works ahead, is raised by the next call that
-            looks at the cache.
+          StaleBatch: `args` hold a batch whose slots are no longer its requests', or one of another manager;
+            nothing was called. It is known by its arrays, so pass it as handed out: a copy is not found.
+          CacheLost: it failed on the device, which had been given the cache, or somebody who got hold of the
+            cache donated it. The manager starts over, empty. A failure that shows only later, for the device
+            works ahead, is raised by the next call that looks at the cache.
         """
         with self._holder.turn("run") as cache:
             self._batches.check(args, cache, self._holder.fetch)
@@ -373,7 +373,8 @@ class CacheManager(Questions):
         self._batches.clear()
 
     def __enter__(self) -> "CacheManager":
-        return self
+        with self._holder.turn("with"):
+            return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -36,8 +36,12 @@ class _Handed:
     may_have_moved: bool = False
 
 
+# The `status` of every batch of every manager that somebody still holds, by its id.
+_of_any_manager: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
 class Batches:
-    """The batches that were handed out."""
+    """The batches that one manager handed out."""
 
     def __init__(self):
         self._handed: dict[int, _Handed] = {}
@@ -50,6 +54,7 @@ class Batches:
         with_tokens = {name: end for name, end in zip(new, ends, strict=False) if new[name]}
         status = batch.step.status
         self._handed[id(status)] = _Handed(weakref.ref(status), tuple(new), with_tokens)
+        _of_any_manager[id(status)] = status
 
     def lose(self, request_id: Hashable, length: int = 0) -> None:
         """The request lost what it had behind its first `length` tokens."""
@@ -67,13 +72,15 @@ class Batches:
         self._handed.clear()
 
     def check(self, args: Any, cache: Cache, fetch: Callable[[Any], Any]) -> None:
-        """Raises `StaleBatch` if a batch in the arguments of a step may no longer write.
+        """Raises `StaleBatch` if a batch in the arguments of a step may not write here, or no longer.
 
         It is not found in them if its arrays are not those that were handed out, but copies.
         """
         for step in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Step)):
             handed = self._handed.get(id(step.status)) if isinstance(step, Step) else None
             if handed is None or handed.status() is not step.status:
+                if isinstance(step, Step) and _of_any_manager.get(id(step.status)) is step.status:
+                    raise errors.foreign_batch()
                 continue
             for request_id in handed.lost_by:
                 raise errors.stale_batch(request_id)

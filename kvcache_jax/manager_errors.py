@@ -60,7 +60,7 @@ class OutOfSync(CacheError):
 
 
 class StaleBatch(CacheError):
-    """A request of the batch has ended, was truncated or moved to other blocks since it was made."""
+    """A request of the batch ended, was truncated or moved since it was made, or it is another manager's."""
 
 
 class ManagerBusy(CacheError):
@@ -72,7 +72,7 @@ class ManagerClosed(CacheError):
 
 
 class CacheLost(CacheError):
-    """A step failed on the device after it was given the cache: the contents are gone.
+    """The contents are gone: a step failed on the device after it was given them, or they were donated.
 
     The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` says
     what failed.
@@ -182,6 +182,15 @@ def stale_batch(request_id: Hashable) -> StaleBatch:
         f"the batch is stale: request {request_id!r} has ended, was truncated or has moved to other blocks "
         "since it was made, expected batches to be run before that: append what is missing again",
         request_id=request_id,
+    )
+
+
+def foreign_batch() -> StaleBatch:
+    """For a batch of another manager."""
+    return StaleBatch(
+        "the batch was made by another manager, expected one of this manager's append_tokens: its slots "
+        "belong to other requests here",
+        request_id=None,
     )
 
 

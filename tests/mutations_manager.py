@@ -16,6 +16,8 @@ THREADS = "test_manager_steps.py::test_threads_take_turns[prefix caching]"
 LOST = "test_manager_steps.py::test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over"
 NEEDED = "test_manager_blocks.py::test_rows_of_one_call_help_each_other"
 OUT_OF_SYNC = "test_manager_steps.py::test_a_request_whose_row_was_ended_can_be_freed_or_replaced"
+FOREIGN = "test_manager_steps.py::test_a_batch_of_another_manager_is_refused"
+DONATED = "test_manager_steps.py::test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over[stats]"
 STALE = "test_manager_steps.py::test_a_batch_whose_slots_may_be_anothers_is_refused"
 BROKEN = "test_checks.py::test_broken_rows_and_blocks_are_found"
 ROW_FIELDS = "test_rows.py::test_priority_namespace_and_recency_follow_the_rows"
@@ -94,6 +96,7 @@ MUTATIONS = [
     ),
     *in_module(
         "cache_holder",
+        ("a donated cache is not noticed", "if _is_gone(self.cache):", "if False:", DONATED),
         (
             "a step closes the manager",
             'if self._is_running:\n                raise ManagerBusy("close',
@@ -234,6 +237,7 @@ MUTATIONS = [
         "manager_batches",
         ("what was lost is not noted", "each.lost_by = (request_id,)", "pass", STALE),
         ("blocks never move", "each.may_have_moved |= not", "each.may_have_moved &= not", STALE),
+        ("another manager's batch is run", "raise errors.foreign_batch()", "pass", FOREIGN),
     ),
     *in_module(
         "rows",

@@ -162,6 +162,20 @@ def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(whe
     assert len(manager.query(lambda cache: cache.pools)) == (1 if where == "storage" else 0)
 
 
+@pytest.mark.parametrize("call", ["run", "allocate_request", "stats", "evict"])
+def test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over(call):
+    cache = kv.init(CONFIG)
+    manager = kv.CacheManager(cache)
+    kv.donate(lambda cache: kv.evict(cache, 1))(cache)
+    arguments = {**CALLS, "run": (lambda cache: (cache, 1),)}[call]
+    with pytest.raises((kv.CacheError, RuntimeError)) as caught:
+        getattr(manager, call)(*arguments)
+    assert isinstance(caught.value, kv.CacheLost)
+    assert "somebody else" in str(caught.value) and caught.value.request_ids == []
+    start(manager, "a", [1, 2, 3])
+    check(manager, {"a": [1, 2, 3]})
+
+
 def test_a_result_outlives_the_next_step():
     manager = kv.CacheManager(CONFIG)
     start(manager, "a", [1, 2, 3])
@@ -359,6 +373,23 @@ def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
         assert error.request_id == "a"
     rows = {manager.request("c").seq_id: [7, 8, 9]}
     assert manager.query(testing.check_tokens, rows) == []
+
+
+def test_a_batch_of_another_manager_is_refused():
+    """Of one that still is, and of one that is gone."""
+    manager, other = kv.CacheManager(CONFIG), kv.CacheManager(CONFIG)
+    start(manager, "a", [1, 2, 3])
+    other.allocate_request("a", [7, 8, 9])
+    batch = other.append_tokens("a", [7, 8, 9])
+    run = functools.partial(manager.run, write_step, batch)
+    error = unchanged(manager, kv.StaleBatch, run, "made by another manager, expected one of this manager's")
+    assert error.request_id is None
+    other.run(write_step, batch)
+    check(other, {"a": [7, 8, 9]})
+    other.close()
+    del other
+    unchanged(manager, kv.StaleBatch, run, "made by another manager")
+    check(manager, {"a": [1, 2, 3]})
 
 
 def test_a_batch_of_tokens_that_a_step_took_back_is_refused():
