@@ -10,7 +10,7 @@ from kvcache_jax import block_pool, companions, eviction, prefix_index
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.indexing import any_of, get_at, num_true, quotient, set_at
 from kvcache_jax.rows import check_seq_ids, first_failure, mark_used, num_blocks_for
-from kvcache_jax.state import Control, Counter, count_events
+from kvcache_jax.state import Admission, Control, Counter, count_events
 from kvcache_jax.status import Status
 
 
@@ -67,10 +67,10 @@ def reservation(control: Control, prompt: Prompt, config: CacheConfig) -> Reserv
 
 def allocate_row(
     control: Control, seq_id: jax.Array, prompt: Prompt, *, config: CacheConfig
-) -> tuple[Control, tuple[jax.Array, jax.Array]]:
+) -> tuple[Control, Admission]:
     """Starts a row on the cached prefix of its prompt and reserves the rest.
 
-    A window group reserves no more than a row may hold. The result is `(status, num_cached)`.
+    A window group reserves no more than a row may hold. The result is of one row.
     """
     num_tokens = prompt.num_tokens
     hits, num_cached, need, required = reservation(control, prompt, config)
@@ -117,11 +117,13 @@ def allocate_row(
         pool = dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids))
         is_new = (columns >= first) & (columns < first + num_blocks)
         pools.append(block_pool.take(pool, is_new, row, columns)[0])
+    first, end = prompt.items[:, 0], prompt.items[:, 1]
+    is_cached = (end > first) & (end <= num_cached)
     return dataclasses.replace(
         control,
         counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
-    ), (status, num_cached)
+    ), Admission(status=status, num_cached=num_cached, num_items_cached=num_true(is_cached))
 
 
 def find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:

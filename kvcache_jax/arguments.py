@@ -1,4 +1,8 @@
-"""Checks and conversions of what callers pass in; every refusal names got, expected and the fix."""
+"""Checks and conversions of what callers pass in; every refusal names got, expected and the fix.
+
+What comes from the host stays in numpy, for it goes to the device with the call of the operation's program:
+making arrays of it here would be a program each, and checks that look at values would wait for a device.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +25,15 @@ IntRows = ArrayLike | Sequence[int]
 Layer = int | jax.Array | tuple[int, int | jax.Array]
 """A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
 
+Array = jax.Array | np.ndarray
+"""In numpy if it came from the host."""
+
 _INT32 = np.iinfo(np.int32)
 
 
-def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array:
+def int_column(name: str, values: Any, num_rows: int | None = None) -> Array:
     """`values` as i32[n]. Integers beyond 32 bits saturate instead of wrapping into a valid id."""
-    values = jnp.asarray(_saturated(name, values))
+    values = _saturated(name, values)
     if values.ndim != 1:
         raise ValueError(f"{name} has shape {values.shape}, expected one integer per row, [n]")
     if num_rows is not None and values.shape[0] != num_rows:
@@ -36,7 +43,7 @@ def int_column(name: str, values: Any, num_rows: int | None = None) -> jax.Array
     return values
 
 
-def priorities(values: Any, num_rows: int) -> jax.Array:
+def priorities(values: Any, num_rows: int) -> Array:
     """i32[num_rows]; unlike a row or a length, one that saturates would be valid, and another one."""
     given = _integers("priority", values)
     column = int_column("priority", given, num_rows)
@@ -47,19 +54,27 @@ def priorities(values: Any, num_rows: int) -> jax.Array:
     return column
 
 
-def int_scalar(name: str, value: Any) -> jax.Array:
+def int_scalar(name: str, value: Any) -> Array:
     """`value` as i32[], saturated as in `int_column`."""
     if shape := np.shape(value):
         raise ValueError(f"{name} has shape {shape}, expected one integer, []")
     return int_column(name, value[None] if isinstance(value, jax.Array) else [value])[0]
 
 
-def as_array(name: str, values: Any) -> jax.Array | np.ndarray:
-    """`values` as they are, or in numpy if they are Python's; a list may hold some that are traced."""
+def owned(arrays: Any) -> Any:
+    """A pytree of arrays with copies of numpy's: programs may read these in place, after a call returned.
+
+    So does `jax.numpy.array`, which copies when the device comes to it.
+    """
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arrays)
+
+
+def as_array(name: str, values: Any) -> Array:
+    """`values` as they are, or a copy in numpy of the host's; a list may hold some that are traced."""
     if isinstance(values, jax.Array):
         return values
     try:
-        return np.asarray(values)
+        return np.array(values)
     except jax.errors.TracerArrayConversionError:
         pass  # some of a list's numbers are traced
     except ValueError as error:  # rows of several lengths
@@ -72,7 +87,7 @@ def as_array(name: str, values: Any) -> jax.Array | np.ndarray:
         ) from None
 
 
-def _integers(name: str, values: Any) -> jax.Array | np.ndarray:
+def _integers(name: str, values: Any) -> Array:
     values = as_array(name, values)
     if values.size == 0:
         raise ValueError(f"{name} is empty, expected at least one row")
@@ -85,7 +100,7 @@ def _integers(name: str, values: Any) -> jax.Array | np.ndarray:
     return values
 
 
-def _saturated(name: str, values: Any) -> Any:
+def _saturated(name: str, values: Any) -> Array:
     values = _integers(name, values)
     if values.dtype == np.int32:
         return values
@@ -95,7 +110,7 @@ def _saturated(name: str, values: Any) -> Any:
     return values.astype(np.int32)
 
 
-def _words(name: str, values: Any) -> jax.Array | np.ndarray:
+def _words(name: str, values: Any) -> Array:
     """Token ids as i32, different ones of different ids: u32 is taken bit by bit, and nothing is cut."""
     values = _integers(name, values)
     if values.dtype == np.uint32:
@@ -114,11 +129,11 @@ def _words(name: str, values: Any) -> jax.Array | np.ndarray:
     return values.astype(np.int32)
 
 
-def token_ids(values: Any, *shape: int | None) -> jax.Array:
+def token_ids(values: Any, *shape: int | None) -> Array:
     """Token ids as i32 of the given shape; None stands for any length."""
     values = as_array("tokens", values)
     has_no_columns = values.size == 0 and len(values) > 0
-    values = jnp.zeros(values.shape, jnp.int32) if has_no_columns else jnp.asarray(_words("tokens", values))
+    values = np.zeros(values.shape, np.int32) if has_no_columns else _words("tokens", values)
     fits = len(values.shape) == len(shape)
     fits = fits and all(want in (None, got) for got, want in zip(values.shape, shape, strict=True))
     if not fits:
@@ -147,10 +162,11 @@ def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
         )
 
 
-def item_spans(values: Any, num_rows: int) -> jax.Array:
+def item_spans(values: Any, num_rows: int) -> Array:
     """Multimodal items of every row, i32[num_rows, I, 2]; None is no item."""
+    no_items = np.zeros((num_rows, 0, 2), np.int32)
     if values is None:
-        return jnp.zeros((num_rows, 0, 2), jnp.int32)
+        return no_items
     values = as_array("items", values)
     if values.ndim != 3 or values.shape[0] != num_rows or values.shape[2] != 2:
         raise ValueError(
@@ -158,16 +174,16 @@ def item_spans(values: Any, num_rows: int) -> jax.Array:
             "of each item, equal ones where a row has fewer"
         )
     if values.size == 0:
-        return jnp.zeros((num_rows, 0, 2), jnp.int32)
+        return no_items
     for first, end in [] if isinstance(values, Tracer) else np.asarray(values).reshape(-1, 2).tolist():
         if not 0 <= first <= end:
             raise ValueError(
                 f"items has [{first}, {end}], expected [first position, end] with 0 <= first <= end"
             )
-    return jnp.asarray(_saturated("items", values))
+    return _saturated("items", values)
 
 
-def item_spans_of_one(values: Any) -> jax.Array:
+def item_spans_of_one(values: Any) -> Array:
     """Those of a single prompt, given as i32[I, 2]; i32[1, I, 2]."""
     values = None if values is None else as_array("items", values)
     if values is None or values.size == 0:
@@ -179,25 +195,30 @@ def item_spans_of_one(values: Any) -> jax.Array:
     return item_spans(values[None], 1)
 
 
-def namespace_words(values: Any, num_rows: int) -> jax.Array:
+def namespace_words(values: Any, num_rows: int) -> Array:
     """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
     if values is None:
-        return jnp.zeros((num_rows, 4), jnp.uint32)
+        return np.zeros((num_rows, 4), np.uint32)
     values = as_array("namespace", values)
     if values.dtype != np.uint32 or values.shape not in ((4,), (num_rows, 4)):
         raise ValueError(
             f"namespace is {values.dtype}{values.shape}, expected uint32 (4,) or ({num_rows}, 4): "
             "make one of names with kvcache_jax.namespace(tenant=...)"
         )
-    return jnp.broadcast_to(jnp.asarray(values), (num_rows, 4))
+    return _broadcast_to(values, num_rows, 4)
 
 
-def flags(name: str, values: Any, num_rows: int) -> jax.Array:
+def flags(name: str, values: Any, num_rows: int) -> Array:
     """bool[num_rows] of one flag for all rows or one per row."""
     values = as_array(name, values)
     if values.dtype != bool or values.shape not in ((), (num_rows,)):
         raise ValueError(f"{name} is {values.dtype}{values.shape}, expected bool () or ({num_rows},)")
-    return jnp.broadcast_to(jnp.asarray(values), (num_rows,))
+    return _broadcast_to(values, num_rows)
+
+
+def _broadcast_to(values: Array, *shape: int) -> Array:
+    numpy = jnp if isinstance(values, jax.Array) else np
+    return values if values.shape == shape else numpy.broadcast_to(values, shape)
 
 
 def fraction(name: str, value: Any) -> jax.Array:
@@ -210,7 +231,7 @@ def fraction(name: str, value: Any) -> jax.Array:
     return jnp.asarray(value).astype(jnp.float32)
 
 
-def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array]:
+def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.int32]:
     """(group, i32[] index in the group) of `layer`: an int, a traced index, or `(group, index)`."""
     if isinstance(layer, tuple):
         if len(layer) != 2:
@@ -232,7 +253,9 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array]:
     if isinstance(index, int | np.integer) and not 0 <= index < num_layers:
         raise ValueError(f"index in group {group_id} is {index}, expected 0 <= index < {num_layers}")
     _require_index(layer, index)
-    index = jnp.asarray(index).astype(jnp.int32)
+    if not isinstance(index, jax.Array):
+        return group_id, np.int32(index if 0 <= index < num_layers else num_layers)
+    index = index.astype(jnp.int32)
     # A traced index out of range must not reach another layer: past the end, writes are dropped and
     # reads are NaN. A `checkify.debug_check` would say more, and no program with one can be exported.
     is_layer = (index >= 0) & (index < num_layers)

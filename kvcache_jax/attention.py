@@ -1,5 +1,6 @@
 """Attention on a cache: what a model calls."""
 
+import functools
 import math
 from typing import Any
 
@@ -108,7 +109,7 @@ def _attend(
     step: Step,
     scale: float | None,
     soft_cap: float | None,
-    sink_logits: jax.Array | None,
+    sink_logits: arguments.Array | None,
     return_lse: bool,
     implementation: str | None,
 ) -> tuple[Cache, AttentionOutput]:
@@ -119,16 +120,13 @@ def _attend(
     arguments.require_step(step, cache)
     arguments.require_floats("q", q)
     _check_queries(q, step, num_kv_heads, head_dim)
+    if sink_logits is not None:
+        sink_logits = arguments.as_array("sink_logits", sink_logits)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
     arguments.refuse_shared_cache("q", q, cache)
 
-    shape = q.shape
-    is_packed = step.cu_query_lens is not None
-    grouped = q.reshape(-1, 1 if is_packed else shape[1], num_kv_heads, shape[-2] // num_kv_heads, head_dim)
-    if sink_logits is not None:
-        sink_logits = jnp.asarray(sink_logits).astype(jnp.float32).reshape(grouped.shape[2:4])
     block_pool = cache.control.block_pools[group_id]
-    name = implementations.choose(cache.config, implementation, pool, grouped.shape[3])
+    name = implementations.choose(cache.config, implementation, pool, q.shape[-2] // num_kv_heads)
     if name == implementations.XLA:  # kernels are mapped over the heads
         check_split("q", q, pool.k)
     options = Options(
@@ -141,19 +139,43 @@ def _attend(
         implementation=name,
         head_axis=cache.config.head_axis,
     )
+    pool, out, lse = _read(
+        pool, block_pool.block_table, index, arguments.owned(q), sink_logits, step, options, group_id
+    )
+    cache = storage.with_pool(cache, group_id, pool)
+    return cache, (out, lse) if return_lse else out
+
+
+# Called eagerly it is one program; within another it is part of that.
+@functools.partial(jax.jit, static_argnames=("options", "group_id"), inline=True)
+def _read(
+    pool: KVPool,
+    block_table: jax.Array,
+    index: jax.Array,
+    q: jax.Array,
+    sink_logits: jax.Array | None,
+    step: Step,
+    options: Options,
+    group_id: int,
+) -> tuple[KVPool, jax.Array, jax.Array]:
+    """Attention to one layer, `index` of a group; the pool, `out` like `q`, lse f32."""
+    _, num_kv_heads, block_size, head_dim = pool.k.shape
+    shape = q.shape
+    num_queries = shape[1] if step.cu_query_lens is None else 1
+    grouped = q.reshape(-1, num_queries, num_kv_heads, shape[-2] // num_kv_heads, head_dim)
+    if sink_logits is not None:
+        sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
     reads = Reads(
-        block_table=block_pool.block_table,
+        block_table=block_table,
         layer=index,
-        queries=queries_of(step, group_id, block_pool.num_blocks * group.block_size),
+        queries=queries_of(step, group_id, options.num_blocks * block_size),
         work=step.plans[group_id].work,
     )
     read, grouped, sink_logits = as_varied((pool, grouped, sink_logits), reads)
     (k, v), out, lse = attention_vjp.attend(options, (read.k, read.v), grouped, sink_logits, reads)
     if read.k is not pool.k:  # What all devices share stays shared where they ask different things of it.
         k, v, out, lse = lax.optimization_barrier((pool.k, pool.v, out, lse))
-    cache = storage.with_pool(cache, group_id, KVPool(k=k, v=v))
-    out = out.reshape(shape).astype(q.dtype)
-    return cache, (out, lse.reshape(shape[:-1])) if return_lse else out
+    return KVPool(k=k, v=v), out.reshape(shape).astype(q.dtype), lse.reshape(shape[:-1])
 
 
 def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -> None:
@@ -166,7 +188,7 @@ def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -
         )
 
 
-def _check_options(scale: Any, soft_cap: Any, sink_logits: Any, num_q_heads: int) -> None:
+def _check_options(scale: Any, soft_cap: Any, sink_logits: arguments.Array | None, num_q_heads: int) -> None:
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if isinstance(value, Tracer):
             raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")
@@ -179,7 +201,6 @@ def _check_options(scale: Any, soft_cap: Any, sink_logits: Any, num_q_heads: int
         raise ValueError(f"soft_cap is {soft_cap}, expected a positive number or None")
     if sink_logits is None:
         return
-    sink_logits = arguments.as_array("sink_logits", sink_logits)
     if sink_logits.shape != (num_q_heads,):
         raise ValueError(
             f"sink_logits has shape {sink_logits.shape}, expected ({num_q_heads},), one per query head"

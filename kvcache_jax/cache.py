@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax import admission, arguments, attention_kernels, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
-from kvcache_jax.cache_form import takes_one
+from kvcache_jax.cache_form import is_traced, takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
@@ -96,26 +97,21 @@ def allocate(
     num_rows = seq_ids.shape[0]
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
     arguments.require_tokens("allocate", tokens, cache)
-    no_tokens = jnp.zeros((num_rows, 0), jnp.int32)
+    no_tokens = np.zeros((num_rows, 0), np.int32)
     tokens = no_tokens if tokens is None else arguments.token_ids(tokens, num_rows, None)
     items = arguments.item_spans(items, num_rows)
     if cache.control.prefix_index is None:  # prompts of any width are one program
         tokens, items = no_tokens, items[:, :0]
-    priority = jnp.zeros_like(seq_ids) if priority is None else arguments.priorities(priority, num_rows)
-    prompts = admission.Prompt(
-        num_tokens=num_tokens,
-        namespace=arguments.namespace_words(namespace, num_rows),
-        priority=priority,
-        tokens=tokens,
-        reuse=arguments.flags("reuse", reuse, num_rows),
-        items=items,
-    )
-    cache, (status, num_cached) = _on_rows(admission.allocate_row, cache, seq_ids, prompts)
-    ends = prompts.items[..., 1]
-    is_cached = (ends > prompts.items[..., 0]) & (ends <= num_cached[:, None])
-    return cache, Admission(
-        status=status, num_cached=num_cached, num_items_cached=jnp.sum(is_cached, axis=1, dtype=jnp.int32)
-    )
+    priority = np.zeros(num_rows, np.int32) if priority is None else arguments.priorities(priority, num_rows)
+    prompts: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "namespace": arguments.namespace_words(namespace, num_rows),
+        "priority": priority,
+        "tokens": tokens,
+        "reuse": arguments.flags("reuse", reuse, num_rows),
+        "items": items,
+    }
+    return _on_rows(admission.allocate_row, cache, seq_ids, admission.Prompt(**prompts))
 
 
 @takes_one
@@ -238,6 +234,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) ->
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
     arguments.check_keys_values(cache, pool, k, v, step)
+    k, v = arguments.owned((k, v))
     num_blocks = cache.control.block_pools[group_id].num_blocks
     return storage.with_pool(
         cache, group_id, storage.store_tokens(pool, index, k, v, step.slots[group_id], num_blocks)
@@ -275,9 +272,14 @@ def append(
     arguments.check_layers("k", k, num_layers)
     arguments.check_layers("v", v, num_layers)
     cache, step = extend(cache, num_new, max_new=k[0].shape[1], seq_ids=seq_ids, tokens=tokens)
-    for layer in range(num_layers):
+    return _write_all(cache, *arguments.owned((k, v)), step), step
+
+
+@functools.partial(jax.jit, inline=True)
+def _write_all(cache: Cache, k: Any, v: Any, step: Step) -> Cache:
+    for layer in range(cache.config.num_layers):
         cache = write(cache, layer, k[layer], v[layer], step)
-    return cache, step
+    return cache
 
 
 @takes_one
@@ -429,9 +431,31 @@ def _gather(
 
 
 def _on_rows(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, Any]:
-    """A one-row operation of `rows` for all rows of `columns`; the pools are handed on."""
+    """A one-row operation of `rows` for all rows of `columns`, ids first; the pools are handed on."""
+    num_rows = columns[0].shape[0]
+    num_more = 0
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(columns)) and not is_traced(cache):
+        # One program for lists of five to eight rows, and so on.
+        num_more = (1 << (num_rows - 1).bit_length()) - num_rows
+        columns = _padded(columns, num_more, cache.max_seqs)
     control, result = _each_row(cache.control, *columns, operation=operation, config=cache.config)
+    if num_more:
+        result = _first_rows(result, num_rows)
     return dataclasses.replace(cache, control=control), result
+
+
+def _padded(columns: tuple[Any, ...], num_more: int, nobody: int) -> tuple[Any, ...]:
+    """The columns, all of them in numpy, with `num_more` entries that are skipped."""
+
+    def padded(column: np.ndarray, fill: int = 0) -> np.ndarray:
+        return np.pad(column, [(0, num_more)] + [(0, 0)] * (column.ndim - 1), constant_values=fill)
+
+    return padded(columns[0], nobody), *jax.tree.map(padded, columns[1:])
+
+
+@functools.partial(jax.jit, static_argnames="num_rows")
+def _first_rows(result: Any, num_rows: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[:num_rows], result)
 
 
 @functools.partial(jax.jit, static_argnames=("operation", "config"))

@@ -18,6 +18,11 @@ def is_batched(cache: Cache) -> bool:
     return cache.control.is_active.ndim != 1
 
 
+def is_traced(cache: Cache) -> bool:
+    """Whether the operation that got it becomes part of a program."""
+    return isinstance(cache.control.is_active, Tracer)
+
+
 def missing_values(cache: Cache) -> str | None:
     """The type that stands for an array without values, such as a tracer; None if all have values."""
     for leaf in jax.tree.leaves(cache.control):

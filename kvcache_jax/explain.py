@@ -3,7 +3,6 @@
 import collections
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -68,7 +67,7 @@ def explain(
             f"{cache.config.max_seq_len} tokens, the cache's max_seq_len."
         )
 
-    def num_found(namespace: np.ndarray, spans: jax.Array) -> int:
+    def num_found(namespace: np.ndarray, spans: arguments.Array) -> int:
         return int(lookup(cache, tokens[None], [num_tokens], namespace, items=spans)[0])
 
     view = _view(cache)

@@ -105,7 +105,7 @@ def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) 
     _require_index("commit", cache)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     if final_len is None:
-        final_len = jnp.full_like(seq_ids, np.iinfo(np.int32).max)
+        final_len = np.full(seq_ids.shape, np.iinfo(np.int32).max, np.int32)
     final_len = arguments.int_column("final_len", final_len, seq_ids.shape[0])
     control, status = _commit(cache.control, seq_ids, final_len, config=cache.config)
     return dataclasses.replace(cache, control=control), status

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvcache_jax import arguments, block_pool
 from kvcache_jax.arguments import IntRows
@@ -133,7 +134,12 @@ def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
 @takes_one
 def num_available_blocks(cache: Cache, *, group: int | None = None) -> jax.Array:
     """i32[], blocks that can be handed out, of one layer group or (None) of all together."""
-    pools = _selected(cache, group)
+    return _num_available(cache, tuple(arguments.group_ids(cache.config, group)))
+
+
+@functools.partial(jax.jit, static_argnames="group_ids")
+def _num_available(cache: Cache, group_ids: tuple[int, ...]) -> jax.Array:
+    pools = _selected(cache, group_ids)
     return sum((block_pool.num_available(pool) for _, pool in pools), start=jnp.int32(0))
 
 
@@ -160,14 +166,21 @@ def num_blocks_needed(
       [1, 0]
     """
     if seq_ids is None:
-        seq_ids = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+        seq_ids = np.arange(cache.max_seqs, dtype=np.int32)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_new = arguments.int_column("num_new", num_new, seq_ids.shape[0])
+    return _num_blocks_needed(cache, num_new, seq_ids, tuple(arguments.group_ids(cache.config, group)))
+
+
+@functools.partial(jax.jit, static_argnames="group_ids")
+def _num_blocks_needed(
+    cache: Cache, num_new: jax.Array, seq_ids: jax.Array, group_ids: tuple[int, ...]
+) -> jax.Array:
     is_row = get_at(cache.is_active, seq_ids, False)
     context_len = get_at(cache.context_len, seq_ids)
     num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
     needed = jnp.zeros_like(num_new)
-    for layer_group, pool in _selected(cache, group):
+    for layer_group, pool in _selected(cache, group_ids):
         block_size = layer_group.block_size
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
         first = num_blocks_for(context_len, block_size)[:, None]
@@ -185,19 +198,21 @@ def num_blocks_needed(
 def idle_seq_ids(cache: Cache, n: int) -> jax.Array:
     """i32[n], the first idle rows, padded with `max_seqs`."""
     n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
-    return _first_rows(~cache.is_active, n)
+    return _first_rows(cache, n, active=False)
 
 
 @takes_one
 def active_seq_ids(cache: Cache) -> jax.Array:
     """i32[max_seqs], the active rows, padded with `max_seqs`."""
-    return _first_rows(cache.is_active, cache.max_seqs)
+    return _first_rows(cache, cache.max_seqs, active=True)
 
 
-def _first_rows(mask: jax.Array, n: int) -> jax.Array:
-    return jnp.flatnonzero(mask, size=n, fill_value=mask.shape[0]).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnames=("n", "active"))
+def _first_rows(cache: Cache, n: int, active: bool) -> jax.Array:
+    is_it = cache.is_active == active
+    return jnp.flatnonzero(is_it, size=n, fill_value=cache.max_seqs).astype(jnp.int32)
 
 
-def _selected(cache: Cache, group: int | None) -> list[tuple[LayerGroup, BlockPool]]:
+def _selected(cache: Cache, group_ids: tuple[int, ...]) -> list[tuple[LayerGroup, BlockPool]]:
     groups, pools = cache.config.groups, cache.control.block_pools
-    return [(groups[g], pools[g]) for g in arguments.group_ids(cache.config, group)]
+    return [(groups[g], pools[g]) for g in group_ids]

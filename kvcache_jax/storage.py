@@ -48,6 +48,7 @@ def _store_bwd(slots, grad):
 _store.defvjp(_store_fwd, _store_bwd)
 
 
+@functools.partial(jax.jit, static_argnames="num_blocks", inline=True)
 def store_tokens(
     pool: KVPool, layer: jax.Array | int, k: jax.Array, v: jax.Array, slots: jax.Array, num_blocks: int
 ) -> KVPool:

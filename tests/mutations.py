@@ -31,6 +31,9 @@ def in_module(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutati
     return [Mutation(name, f"kvcache_jax/{module}.py", *rest) for name, *rest in mutations]
 
 
+LISTS = "test_eager_calls.py::test_lists_do_what_arrays_do[touch-3]"
+SAME_PROGRAM = "test_eager_calls.py::test_lists_of_other_lengths_are_the_same_program"
+REUSED = "test_eager_calls.py::test_callers_may_overwrite_their_arrays_after_the_call"
 BUDGET = "test_cases.py::test_case_a_sizes_from_a_memory_budget"
 NOTHING_TO_DO = "test_cases.py::test_case_e_nothing_to_do_and_block_boundaries"
 PADDING = "test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
@@ -412,6 +415,8 @@ SINGLE_KERNEL = in_module(
 
 CACHE = in_module(
     "cache",
+    ("lists are padded with row 0", "constant_values=fill", "constant_values=0", LISTS),
+    ("lists are not padded", "        columns = _padded(", "        _padded(", SAME_PROGRAM),
     (
         "reorder one row after the other",
         "return one_control_kernel(functools.partial(rows.reorder_rows, config=config), control, *columns)",
@@ -438,6 +443,8 @@ BUILD = in_module(
 
 ARGUMENTS = in_module(
     "arguments",
+    ("callers' arrays are read in place", "return np.array(values)", "return np.asarray(values)", REUSED),
+    ("callers' keys are read in place", "x.copy() if", "x if", REUSED),
     ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
     ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ("wide integers wrap", "if values.dtype.itemsize >= 4:", "if values.dtype.itemsize > 8:", WIDE_INTEGERS),
