@@ -356,7 +356,7 @@ class CacheManager(Questions):
             return dropped
 
     def reset_prefix_cache(self) -> int:
-        """Forgets all published contents; returns how many blocks they had.
+        """Forgets all published contents; returns how many blocks of all layer groups they had.
 
         When the weights change, end all requests first: what they hold was computed with the old ones.
         """

@@ -174,7 +174,7 @@ def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
       cache: Not changed.
 
     Returns:
-      The cache and i32[], how many blocks were published; 0 without prefix caching.
+      The cache and i32[], how many blocks of all layer groups were published; 0 without prefix caching.
     """
     if cache.control.prefix_index is None:
         return cache, jnp.int32(0)

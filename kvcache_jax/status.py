@@ -28,7 +28,7 @@ class Status(enum.IntEnum):
     BAD_LENGTH = 8
     """A negative number of tokens, or (allocate, prefix caching) more than `tokens` has."""
     WINDOW_LOST = 9
-    """Keys that a sliding window needs at the shorter length were given back; see `max_rollback`."""
+    """Keys that a sliding window needs at the shorter length may have been given back; see `max_rollback`."""
 
 
 class StatusError(RuntimeError):
