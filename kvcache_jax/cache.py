@@ -271,7 +271,8 @@ def append(
     num_layers = cache.config.num_layers
     arguments.check_layers("k", k, num_layers)
     arguments.check_layers("v", v, num_layers)
-    cache, step = extend(cache, num_new, max_new=k[0].shape[1], seq_ids=seq_ids, tokens=tokens)
+    max_new = k[0].shape[1] if isinstance(k, Sequence) else k.shape[2]
+    cache, step = extend(cache, num_new, max_new=max_new, seq_ids=seq_ids, tokens=tokens)
     return _write_all(cache, *arguments.owned((k, v)), step), step
 
 

@@ -92,12 +92,14 @@ def test_each_call_is_one_program_or_two():
     cache = busy_cache(dataclasses.replace(CONFIG, num_blocks=32))
     q = jnp.ones((9, 1, 2, 4))
     k = jnp.ones((9, 1, 1, 4))
+    stacked = jnp.ones((3, *k.shape))
     tokens, one_each = np.ones((9, 1), np.int32), [1] * 9
     calls = {
         "write": (1, lambda: kv.write(cache, 0, k, k, step)),
         "attend": (1, lambda: kv.attend(cache, 1, q, step, sink_logits=np.ones(2))),
         "attention": (2, lambda: kv.attention(cache, 2, q, k, k, step, return_lse=True)),
-        "append": (2, lambda: kv.append(cache, [k] * 3, [k] * 3, one_each, tokens=tokens)),
+        "append": (1, lambda: kv.append(cache, stacked, stacked, one_each, tokens=tokens)),
+        "append of a list": (1, lambda: kv.append(cache, [k] * 3, [k] * 3, one_each, tokens=tokens)),
         "allocate": (1, lambda: kv.allocate(cache, [2], [9], tokens=PROMPT[None])),
         "lookup": (1, lambda: kv.lookup(cache, PROMPT[None], [9])),
         "commit": (1, lambda: kv.commit(cache, [7, 8])),
