@@ -285,8 +285,8 @@ class CacheManager(Questions):
 
         Compiled once per function object and shapes of `args`: pass the same function each time, not a new
         lambda. It may extend, write, commit and truncate; rows start and end through the manager alone.
-        Returns before the device is done; until then, as with `jax.jit`, arrays of numpy's in `args` may still
-        be read, so do not overwrite them.
+        Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may still be
+        read, so do not overwrite them.
 
         What it raises while it is traced or compiled comes through, and nothing has changed (tokens
         appended for it stay appended, see `append_tokens`).
