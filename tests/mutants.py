@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from tests.mutations import MUTATIONS as CORE
 from tests.mutations import Mutation
+from tests.mutations_attention import MUTATIONS as ATTENTION
 from tests.mutations_decode import MUTATIONS as DECODE
 from tests.mutations_gpu_decode import MUTATIONS as GPU_DECODE
 from tests.mutations_kernel_speed import MUTATIONS as KERNEL_SPEED
@@ -32,7 +33,7 @@ from tests.mutations_manager import MUTATIONS as MANAGER
 from tests.mutations_prefix import MUTATIONS as PREFIX
 from tests.mutations_tpu import MUTATIONS as TPU
 
-MUTATIONS = [*CORE, *DECODE, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU, *KERNEL_SPEED]
+MUTATIONS = [*CORE, *ATTENTION, *DECODE, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU, *KERNEL_SPEED]
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

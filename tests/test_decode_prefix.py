@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from test_beams import slow_beam_search
-from test_decode import LENGTH, PARAMS, PROMPTS, config, greedy, logprobs_of
+from test_decode import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
 
 import kvcache_jax as kv
 from kvcache_jax import prefill
@@ -164,10 +164,8 @@ def test_score_and_beams():
     longer = [*SHARED, 4]
     again = kv.score(forward, PARAMS, longer, continuations, cached_config(), cache=first.cache)
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 8)
-    for context, scores in ((SHARED, first.logprobs), (longer, again.logprobs)):
-        for tokens, got in zip(continuations, scores, strict=True):
-            want = [logprobs_of([*context, *tokens[:i]])[token] for i, token in enumerate(tokens)]
-            np.testing.assert_allclose(got, want, atol=1e-5)
+    check_scores(continuations, first.logprobs, SHARED)
+    check_scores(continuations, again.logprobs, longer)
     assert kv.check_invariants(again.cache) == []
 
     found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
@@ -195,10 +193,7 @@ def test_score_feeds_every_token_once():
         jax.effects_barrier()
         assert sum(fed) == num_tokens + 1 + 2 + 1
         assert int(kv.stats(first.cache).num_forks) == 3  # a single token needs no row
-        for tokens, got in zip(continuations, first.logprobs, strict=True):
-            prefixes = ([*context[:num_tokens], *tokens[:i]] for i in range(len(tokens)))
-            want = [logprobs_of(prefix)[token] for prefix, token in zip(prefixes, tokens, strict=True)]
-            np.testing.assert_allclose(got, want, atol=1e-4)
+        check_scores(continuations, first.logprobs, context[:num_tokens])
         question = np.array([[*context[:num_tokens], 9, 9]], np.int32)
         assert kv.lookup(first.cache, question, [num_tokens + 2]).tolist() == [num_known]
 
