@@ -21,17 +21,17 @@ class Prompt(NamedTuple):
       num_tokens: i32[].
       namespace: u32[4].
       priority: i32[].
-      tokens: i32[P] with prefix caching, else i32[0].
+      tokens: i32[P]; None without prefix caching.
       reuse: bool[], whether to look for a cached prefix.
-      items: i32[I, 2], first position and end of each multimodal item; equal where there is none.
+      items: i32[I, 2], first position and end of each multimodal item, equal ones for no item; or None.
     """
 
     num_tokens: jax.Array
     namespace: jax.Array
     priority: jax.Array
-    tokens: jax.Array
+    tokens: jax.Array | None
     reuse: jax.Array
-    items: jax.Array
+    items: jax.Array | None
 
 
 class Reservation(NamedTuple):
@@ -78,7 +78,7 @@ def allocate_row(
         num_blocks > block_pool.num_available(pool)
         for num_blocks, pool in zip(required, control.block_pools, strict=True)
     ]
-    is_unknown = num_tokens > (prompt.tokens.shape[0] if control.prefix_index else config.max_seq_len)
+    is_unknown = num_tokens > (config.max_seq_len if prompt.tokens is None else prompt.tokens.shape[0])
     status = first_failure(
         *check_seq_ids(control, seq_id),
         (get_at(control.is_active, seq_id), Status.SEQ_IN_USE),
@@ -117,13 +117,15 @@ def allocate_row(
         pool = dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids))
         is_new = (columns >= first) & (columns < first + num_blocks)
         pools.append(block_pool.take(pool, is_new, row, columns)[0])
-    first, end = prompt.items[:, 0], prompt.items[:, 1]
-    is_cached = (end > first) & (end <= num_cached)
+    num_items_cached = jnp.zeros_like(num_cached)
+    if prompt.items is not None:
+        first, end = prompt.items[:, 0], prompt.items[:, 1]
+        num_items_cached = num_true((end > first) & (end <= num_cached))
     return dataclasses.replace(
         control,
         counters=_count_admission(control, ok, prompt, num_cached, config),
         block_pools=tuple(pools),
-    ), Admission(status=status, num_cached=num_cached, num_items_cached=num_true(is_cached))
+    ), Admission(status=status, num_cached=num_cached, num_items_cached=num_items_cached)
 
 
 def find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
@@ -133,6 +135,7 @@ def find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[li
             jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools
         ]
         return nowhere, jnp.int32(0)
+    assert prompt.tokens is not None
     found = prefix_index.find_prefix(
         control.prefix_index, control.hash_key, prompt.tokens, prompt.num_tokens, prompt.namespace
     )

@@ -162,11 +162,10 @@ def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
         )
 
 
-def item_spans(values: Any, num_rows: int) -> Array:
-    """Multimodal items of every row, i32[num_rows, I, 2]; None is no item."""
-    no_items = np.zeros((num_rows, 0, 2), np.int32)
+def item_spans(values: Any, num_rows: int) -> Array | None:
+    """Multimodal items of every row, i32[num_rows, I, 2], or None for none."""
     if values is None:
-        return no_items
+        return None
     values = as_array("items", values)
     if values.ndim != 3 or values.shape[0] != num_rows or values.shape[2] != 2:
         raise ValueError(
@@ -174,7 +173,7 @@ def item_spans(values: Any, num_rows: int) -> Array:
             "of each item, equal ones where a row has fewer"
         )
     if values.size == 0:
-        return no_items
+        return None
     for first, end in [] if isinstance(values, Tracer) else np.asarray(values).reshape(-1, 2).tolist():
         if not 0 <= first <= end:
             raise ValueError(
@@ -183,11 +182,11 @@ def item_spans(values: Any, num_rows: int) -> Array:
     return _saturated("items", values)
 
 
-def item_spans_of_one(values: Any) -> Array:
+def item_spans_of_one(values: Any) -> Array | None:
     """Those of a single prompt, given as i32[I, 2]; i32[1, I, 2]."""
     values = None if values is None else as_array("items", values)
     if values is None or values.size == 0:
-        return item_spans(None, 1)
+        return None
     if values.ndim != 2 or values.shape[1] != 2:
         raise ValueError(
             f"items has shape {values.shape}, expected (any, 2): the first position and the end of each item"

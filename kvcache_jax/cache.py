@@ -97,11 +97,10 @@ def allocate(
     num_rows = seq_ids.shape[0]
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
     arguments.require_tokens("allocate", tokens, cache)
-    no_tokens = np.zeros((num_rows, 0), np.int32)
-    tokens = no_tokens if tokens is None else arguments.token_ids(tokens, num_rows, None)
+    tokens = None if tokens is None else arguments.token_ids(tokens, num_rows, None)
     items = arguments.item_spans(items, num_rows)
     if cache.control.prefix_index is None:  # prompts of any width are one program
-        tokens, items = no_tokens, items[:, :0]
+        tokens, items = None, None
     priority = np.zeros(num_rows, np.int32) if priority is None else arguments.priorities(priority, num_rows)
     prompts: dict[str, Any] = {
         "num_tokens": num_tokens,

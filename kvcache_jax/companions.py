@@ -31,14 +31,14 @@ from kvcache_jax.state import BlockPool, Companions, Control, PrefixIndex
 
 
 def usable_prefix(
-    control: Control, found: jax.Array, items: jax.Array, config: CacheConfig
+    control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
 ) -> tuple[list[jax.Array], jax.Array]:
     """How much of a prefix that the indexed group has every group can serve.
 
     Args:
       control: The state.
       found: i32[K], blocks of the prefix in the indexed group, nowhere from the first miss on.
-      items: i32[I, 2], first position and end of what must be reused whole or not at all.
+      items: i32[I, 2], first position and end of what must be reused whole or not at all; or None.
       config: The cache's.
 
     Returns:
@@ -52,8 +52,9 @@ def usable_prefix(
     num_found = num_true(found < pools[group_id].num_blocks)
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
-    is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
-    is_usable &= ~is_inside.any(axis=0)
+    if items is not None:
+        is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
+        is_usable &= ~is_inside.any(axis=0)
     columns: list[jax.Array] = []
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
         if g == group_id:

@@ -67,11 +67,11 @@ def explain(
             f"{cache.config.max_seq_len} tokens, the cache's max_seq_len."
         )
 
-    def num_found(namespace: np.ndarray, spans: arguments.Array) -> int:
+    def num_found(namespace: np.ndarray, spans: arguments.Array | None) -> int:
         return int(lookup(cache, tokens[None], [num_tokens], namespace, items=spans)[0])
 
     view = _view(cache)
-    found, uncut = num_found(words, spans), num_found(words, spans[:, :0])
+    found, uncut = num_found(words, spans), num_found(words, None)
     said = [f"{found} of {num_tokens} tokens are cached."]
     most = (num_tokens - 1) // view.block_size
     chain = _chain(view, tokens, most, words)

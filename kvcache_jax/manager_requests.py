@@ -65,9 +65,10 @@ def prompt_of(
         raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
     tokens = np.zeros(max_seq_len, np.int32)
     tokens[: len(token_ids)] = token_ids
-    spans = np.zeros((0, 2), np.int32) if items is None else np.asarray(arguments.item_spans_of_one(items))[0]
-    num_more = (1 << (len(spans) - 1).bit_length()) - len(spans) if len(spans) else 0
-    spans = np.pad(spans, [(0, num_more), (0, 0)])  # an empty one is none
+    spans = arguments.item_spans_of_one(items)
+    if spans is not None:
+        num_more = (1 << (spans.shape[1] - 1).bit_length()) - spans.shape[1]
+        spans = np.pad(np.asarray(spans)[0], [(0, num_more), (0, 0)])  # an empty one is none
     length = np.int32(len(token_ids))
     return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, is_reused, spans)))
 

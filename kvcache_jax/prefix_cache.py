@@ -202,7 +202,7 @@ def _lookup(
     tokens: jax.Array,
     num_tokens: jax.Array,
     namespaces: jax.Array,
-    items: jax.Array,
+    items: jax.Array | None,
     config: CacheConfig,
 ) -> jax.Array:
     prompts = Prompt(

@@ -408,3 +408,21 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         want = alone(kv.init(config), num_tokens[i])
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, atol=1e-6), found, want)
     assert int(found[-1].sum()) > 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_no_array_without_elements_is_a_constant(prefix_caching):
+    """An input of `shard_map` to XLA, which nothing reads: jax 0.11.2 ends the process over one."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, DIM)],
+        num_blocks=8,
+        block_size=2,
+        max_seqs=2,
+        max_seq_len=12,
+        enable_prefix_caching=prefix_caching,
+    )
+    tokens = [[1, 2, 3]] if prefix_caching else None
+    admitted = jax.make_jaxpr(lambda cache: kv.allocate(cache, [0], [3], tokens=tokens))(kv.init(config))
+    found = jax.make_jaxpr(lambda cache: kv.lookup(cache, [[1, 2, 3]], [3]))(kv.init(config))
+    assert admitted.consts
+    assert 0 not in [np.size(const) for const in (*admitted.consts, *found.consts)]
