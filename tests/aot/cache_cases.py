@@ -1,14 +1,16 @@
 """Steps of a cache without a model, to be compiled like the kernels: on a mesh, of many tokens, packed.
 
-Each is `extend`, copy-on-write, and the attention of all layers.
+Each is `extend`, copy-on-write, and the attention of all layers. And the gradient through such layers.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 import kvcache_jax as kv
+from tests import gradient_program
 from tests.aot import h200
 from tests.aot.budget import Budget, CompileCase, i32
 
@@ -65,6 +67,18 @@ def _case(
     return CompileCase(name, function, arguments, budget, kernels, (0, 1), (0, 1), num_devices, heads)
 
 
+def _gradient(num_layers: int) -> CompileCase:
+    """Of layers under `lax.scan`, whose rows fill the pool, and of a loss that throws the cache away."""
+    config = gradient_program.config_of(num_layers, num_blocks=256, max_seqs=64)
+    return CompileCase(
+        f"gradient_of_{num_layers}_layers",
+        gradient_program.gradient(is_scanned=True, returns_cache=False),
+        functools.partial(gradient_program.arguments, config),
+        _xla(3 * kv.memory_bytes(config)),
+        (),
+    )
+
+
 _COPY, _DECODE, _MERGE = "copy_blocks", "paged_decode", "merge_attention"
 # What the kernels together have of each; the ring of a copy is the largest shared memory.
 _UNSPLIT = Budget(
@@ -86,4 +100,6 @@ CACHE_CASES = (
     _case("packed_step", _UNSPLIT, (_COPY, _DECODE), num_tokens=64),
     _case("xla_chunk_of_64_tokens", _xla(64_000_000), (), implementation="xla", max_new=64),
     _case("xla_packed_step", _xla(112_000_000), (), implementation="xla", num_tokens=64),
+    _gradient(num_layers=4),
+    _gradient(num_layers=16),
 )
