@@ -45,6 +45,12 @@ class NewTokens:
             return get_at(per_row, self.row, fill)
         return jnp.broadcast_to(per_row[:, None], self.shape).reshape(-1)
 
+    def first(self, per_token: jax.Array) -> jax.Array:
+        """[n], the entry of `per_token` [tokens] of each row's first token; any for a row without."""
+        if self.is_packed:
+            return get_at(per_token, self.starts[:-1])
+        return per_token.reshape(self.shape)[:, 0]
+
     def count(self, mask: jax.Array) -> jax.Array:
         """i32[n], each row's tokens for which `mask bool[tokens]` is true."""
         if self.is_packed:
@@ -92,20 +98,6 @@ class Wish(NamedTuple):
     status: jax.Array
     wants: jax.Array
 
-    def opens_block(self, pool: BlockPool, group: LayerGroup, rows: jax.Array) -> jax.Array:
-        """bool[tokens], the token is the first of a block that its row does not hold yet.
-
-        Args:
-          pool: The group's.
-          group: The layer group.
-          rows: i32[n], `seq_ids`, or nowhere for rows that do not grow.
-        """
-        is_token = self.tokens.offset < self.tokens.spread(self.num_new, 0)
-        token_rows = self.tokens.spread(rows, pool.block_table.shape[0])
-        # Outside the table nothing is needed, so the fill value is any block.
-        entry = get_at(pool.block_table, (token_rows, quotient(self.positions, group.block_size)), 0)
-        return is_token & (remainder(self.positions, group.block_size) == 0) & (entry == pool.num_blocks)
-
 
 class Demand(NamedTuple):
     """What the rows of one call ask of one layer group.
@@ -127,17 +119,21 @@ def demands_of(
     """What those rows of the wish for which `wants` bool[n] holds need of each group.
 
     Returns:
-      The demands; and per group bool[tokens], the token opens a block (`Wish.opens_block`).
+      The demands; and per group bool[tokens], the token is the first of a block that its row lacks.
     """
-    rows = jnp.where(wants, wish.seq_ids, control.max_seqs)
+    tokens, rows = wish.tokens, jnp.where(wants, wish.seq_ids, control.max_seqs)
+    token_rows = tokens.spread(rows, control.max_seqs)
+    is_token = tokens.offset < tokens.spread(wish.num_new, 0)
     demands, opens_block = [], []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
+        # Outside the table nothing is needed, so the fill value is any block.
+        entries = get_at(pool.block_table, (token_rows, quotient(wish.positions, group.block_size)), 0)
+        is_first = is_token & (remainder(wish.positions, group.block_size) == 0)
+        opens_block.append(is_first & (entries == pool.num_blocks))
         has_tail = wants & (remainder(wish.context_len, group.block_size) > 0)
-        tail = get_at(pool.block_table, (rows, quotient(wish.context_len, group.block_size)), pool.num_blocks)
-        opens_block.append(wish.opens_block(pool, group, rows))
-        tail = jnp.where(has_tail, tail, pool.num_blocks)
+        tail = jnp.where(has_tail, tokens.first(entries), pool.num_blocks)
         first_kept = first_column(group, wish.context_len, group.max_rollback)
-        demands.append(Demand(wish.tokens.count(opens_block[-1]), tail, first_kept))
+        demands.append(Demand(tokens.count(opens_block[-1]), tail, first_kept))
     return demands, opens_block
 
 
@@ -146,7 +142,7 @@ class Decision(NamedTuple):
 
     Attributes:
       demands: What the rows that want to grow need, per group.
-      opens_block: Per group bool[tokens], which of their tokens open a block (`Wish.opens_block`).
+      opens_block: Per group bool[tokens], which of their tokens open a block (`demands_of`).
       grows: bool[n], the row grows.
       copies_tail: bool[groups, n], it must copy its tail first.
       must_take_turns: bool[], rows that take at once might get something else than one after the other:

@@ -236,7 +236,11 @@ def num_true(mask: jax.Array) -> jax.Array:
 
 def first_true(mask: jax.Array) -> jax.Array:
     """i32[...], place of the first true entry along the last axis of bool[..., n], 0 where there is none."""
-    return jnp.argmax(mask, axis=-1).astype(jnp.int32)
+    size = mask.shape[-1]
+    places = lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
+    # The least of integers, where CPUs would compare pairs of value and place for `argmax`, one by one.
+    first = jnp.min(jnp.where(mask, places, size), axis=-1)
+    return jnp.where(first < size, first, 0)
 
 
 def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:

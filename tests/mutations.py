@@ -122,7 +122,7 @@ DEMAND = in_module(
         "<= 1 + block_pool.num_available(pool)",
         f"{FAILED_ROW}[extend]",
     ),
-    ("reserved blocks not used", "& (entry == pool.num_blocks)", "", RESERVED),
+    ("reserved blocks not used", "& (entries == pool.num_blocks)", "", RESERVED),
     ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
     (
         "window drops a column too many",
