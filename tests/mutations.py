@@ -123,6 +123,18 @@ DEMAND = in_module(
         f"{FAILED_ROW}[extend]",
     ),
     ("reserved blocks not used", "& (entries == pool.num_blocks)", "", RESERVED),
+    (
+        "packed rows have the next row's last block",
+        "per_token, self.starts[:-1]",
+        "per_token, self.starts[1:]",
+        "test_failures.py::test_the_other_rows_of_the_call_proceed[extend_packed]",
+    ),
+    (
+        "the last block is the last token's",
+        "reshape(self.shape)[:, 0]",
+        "reshape(self.shape)[:, -1]",
+        RESERVED,
+    ),
     ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
     (
         "window drops a column too many",
