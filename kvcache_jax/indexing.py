@@ -235,12 +235,10 @@ def num_true(mask: jax.Array) -> jax.Array:
 
 
 def first_true(mask: jax.Array) -> jax.Array:
-    """i32[...], place of the first true entry along the last axis of bool[..., n], 0 where there is none."""
-    size = mask.shape[-1]
+    """i32[...], place of the first true entry along the last axis of bool[..., n], n where there is none."""
     places = lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
     # The least of integers, where CPUs would compare pairs of value and place for `argmax`, one by one.
-    first = jnp.min(jnp.where(mask, places, size), axis=-1)
-    return jnp.where(first < size, first, 0)
+    return jnp.min(jnp.where(mask, places, mask.shape[-1]), axis=-1)
 
 
 def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:

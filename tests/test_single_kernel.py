@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.indexing import add_at, count_down, get_at, is_one_kernel, max_at, min_at, set_at
+from kvcache_jax.indexing import add_at, count_down, first_true, get_at, is_one_kernel, max_at, min_at, set_at
 from kvcache_jax.single_kernel import single_kernel
 
 pytestmark = pytest.mark.contract
@@ -110,6 +110,13 @@ def test_reads_outside_give_the_fill(is_compiled):
     assert read(array, (indices, 1 - indices), 9).tolist() == [9, 9, 2, 9, 9, 9, 9]
     # Without a fill: of a row that exists.
     assert set(read(array[:, 0], indices, None).tolist()) <= {1, 3, 5}
+
+
+def test_the_first_true_entry_of_a_row_or_its_end():
+    mask = np.array([[False, True, True], [False, False, False], [True, False, True]])
+    found = first_true(jnp.asarray(mask))
+    assert found.dtype == jnp.int32 and found.tolist() == [1, 3, 0]
+    assert first_true(jnp.asarray(mask[None, 0])).tolist() == [1]
 
 
 def test_one_value_for_all_entries():
