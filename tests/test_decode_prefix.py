@@ -1,5 +1,6 @@
 """generate, score and beam_search with prefix caching: less is computed, and nothing else changes."""
 
+import functools
 import importlib
 
 import jax
@@ -20,6 +21,22 @@ FAMILY = [[*SHARED, 8], [*SHARED, 9], [*SHARED, 8], [2, 2], SHARED[:6]]
 
 def cached_config(**sizes):
     return tiny_model.config(enable_prefix_caching=True, **sizes)
+
+
+def exact_logprobs_of(tokens):
+    """`logprobs_of`, of a model in float64: two in float32 may round further apart than each is from it."""
+    padded = np.zeros(LENGTH, np.int32)
+    padded[: len(tokens)] = tokens
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), PARAMS)
+        logits = np.asarray(exact_fn()(params, padded))[len(tokens) - 1]
+    assert logits.dtype == np.float64
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
+@functools.cache
+def exact_fn():
+    return jax.jit(tiny_model.dense_logits)
 
 
 def generate(prompts, **options):
@@ -164,8 +181,10 @@ def test_score_and_beams():
     longer = [*SHARED, 4]
     again = kv.score(forward, PARAMS, longer, continuations, cached_config(), cache=first.cache)
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 8)
-    check_scores(continuations, first.logprobs, SHARED)
-    check_scores(continuations, again.logprobs, longer)
+    for context, scores in ((SHARED, first.logprobs), (longer, again.logprobs)):
+        for tokens, got in zip(continuations, scores, strict=True):
+            want = [exact_logprobs_of([*context, *tokens[:i]])[token] for i, token in enumerate(tokens)]
+            np.testing.assert_allclose(got, want, atol=1e-5)
     assert kv.check_invariants(again.cache) == []
 
     found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
