@@ -21,7 +21,8 @@ from jax import lax
 
 from kvcache_jax.attention_options import Options
 from kvcache_jax.head_axis import for_each_head
-from kvcache_jax.indexing import get_at, run_if
+from kvcache_jax.indexing import get_at
+from kvcache_jax.loops import run_if
 from kvcache_jax.queries import Queries, Reads
 from kvcache_jax.storage import block_rows
 

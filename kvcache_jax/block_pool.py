@@ -19,10 +19,10 @@ from kvcache_jax.indexing import (
     rank_true,
     read_first,
     remainder,
-    run_if,
     set_at,
     update_all,
 )
+from kvcache_jax.loops import run_if
 from kvcache_jax.state import BlockPool, CachedBlocks
 
 # Of the queue, looked at per trip of a sweep: more make the trips' arrays longer, and the last trip looks

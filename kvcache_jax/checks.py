@@ -275,7 +275,10 @@ def _check_published_rows(
     for row, length in enumerate(np.asarray(control.context_len).tolist()):
         blocks = table[row][table[row] < nowhere]
         num_full = length // block_size
-        if not 0 <= num_published[row] <= num_full:
+        tail = blocks[num_full : -(-length // block_size)]
+        if is_published[tail].any() and num_published[row] <= num_full:
+            violations.append(f"row {row} does not count its published last block")
+        if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
         if not is_published[blocks[: num_published[row]]].all():
             violations.append(f"row {row} holds an unpublished block among its published ones")

@@ -16,7 +16,8 @@ from jax import lax
 
 from kvcache_jax import block_pool
 from kvcache_jax.config import CacheConfig, LayerGroup
-from kvcache_jax.indexing import add_at, any_of, get_at, num_true, quotient, read_first, remainder, run_if
+from kvcache_jax.indexing import add_at, any_of, get_at, num_true, quotient, read_first, remainder
+from kvcache_jax.loops import run_if
 from kvcache_jax.reach import first_column
 from kvcache_jax.state import BlockPool, Control
 
@@ -105,11 +106,13 @@ class Demand(NamedTuple):
     Attributes:
       num_blocks: i32[n], blocks per row, copies not counted.
       tail: i32[n], the partly filled block that the row's first new token goes into, or nowhere.
+      is_tail_published: bool[n], that block is published: it is never written again, not even by one owner.
       first_kept: i32[n], first table column behind the sinks that stays in reach.
     """
 
     num_blocks: jax.Array
     tail: jax.Array
+    is_tail_published: jax.Array
     first_kept: jax.Array
 
 
@@ -125,16 +128,31 @@ def demands_of(
     token_rows = tokens.spread(rows, control.max_seqs)
     is_token = tokens.offset < tokens.spread(wish.num_new, 0)
     demands, opens_block = [], []
-    for pool, group in zip(control.block_pools, config.groups, strict=True):
+    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
         # Outside the table nothing is needed, so the fill value is any block.
         entries = get_at(pool.block_table, (token_rows, quotient(wish.positions, group.block_size)), 0)
         is_first = is_token & (remainder(wish.positions, group.block_size) == 0)
         opens_block.append(is_first & (entries == pool.num_blocks))
         has_tail = wants & (remainder(wish.context_len, group.block_size) > 0)
         tail = jnp.where(has_tail, tokens.first(entries), pool.num_blocks)
+        if control.prefix_index is not None and g == config.indexed_group:
+            # What the blocks themselves say too, which are all over a big array.
+            num_published = get_at(control.num_published, wish.seq_ids, 0)
+            is_published = has_tail & (num_published * group.block_size > wish.context_len)
+        else:
+            is_published = block_pool.is_published(pool, tail)
         first_kept = first_column(group, wish.context_len, group.max_rollback)
-        demands.append(Demand(tokens.count(opens_block[-1]), tail, first_kept))
+        demands.append(Demand(tokens.count(opens_block[-1]), tail, is_published, first_kept))
     return demands, opens_block
+
+
+def suffices_free(control: Control, demands: list[Demand]) -> jax.Array:
+    """bool[], the free blocks are enough for all of `demands`, and no row has a block to copy."""
+    suffices = jnp.bool_(True)
+    for pool, demand in zip(control.block_pools, demands, strict=True):
+        copies_any = ((block_pool.ref_counts(pool, demand.tail) > 1) | demand.is_tail_published).any()
+        suffices &= ~copies_any & (jnp.sum(demand.num_blocks, dtype=jnp.int32) <= pool.num_free)
+    return suffices
 
 
 class Decision(NamedTuple):
@@ -169,7 +187,7 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
     for pool, demand in zip(control.block_pools, demands, strict=True):
         fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
         is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
-        is_published |= block_pool.is_published(pool, demand.tail).any()
+        is_published |= demand.is_tail_published.any()
 
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
@@ -261,8 +279,7 @@ def _walk(
             leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
             owners = get_at(ref_counts[g], jnp.append(leaving, demand.tail), 0)
             owners, ref_count = read_first(owners, ref_counts[g])
-            # A published block is never written again, not even by its one owner.
-            copies_tail = (owners[-1] > 1) | block_pool.is_published(pool, demand.tail)
+            copies_tail = (owners[-1] > 1) | demand.is_tail_published
             num_back = num_true(owners[:-1] == 1)
             need = demand.num_blocks + copies_tail.astype(jnp.int32)
             spare.append(free[g] + num_back - need)
@@ -287,14 +304,8 @@ def _walk(
     grows, copies, spare, let_go = walked
     loses_tail = any_of(
         [
-            (
-                copied
-                & block_pool.has_no_owner(counts, demand.tail)
-                & ~block_pool.is_published(pool, demand.tail)
-            ).any()
-            for counts, demand, copied, pool in zip(
-                ref_counts, demands, copies.T, control.block_pools, strict=True
-            )
+            (copied & block_pool.has_no_owner(counts, demand.tail) & ~demand.is_tail_published).any()
+            for counts, demand, copied in zip(ref_counts, demands, copies.T, strict=True)
         ]
     )
     loses_tail, ref_counts = read_first(loses_tail, ref_counts)

@@ -20,7 +20,7 @@ from kvcache_jax.state import BlockPool, Control, Counter, count_events
 
 # Of the queue, all looked at where one block is wanted, as in a decoding step: more make that slower. Fewer
 # make more trips for a prompt, and past stale entries.
-_ENTRIES_PER_TRIP = 128
+_ENTRIES_PER_TRIP = 32
 
 
 def make_room(

@@ -12,18 +12,19 @@ from jax import lax
 
 from kvcache_jax import block_pool, eviction, reach
 from kvcache_jax.config import CacheConfig, LayerGroup
-from kvcache_jax.demand import Decision, NewTokens, Wish, decide, num_taken
+from kvcache_jax.demand import Decision, NewTokens, Wish, decide, demands_of, num_taken, suffices_free
 from kvcache_jax.indexing import (
     Update,
     get_at,
+    min_at,
     num_true,
     quotient,
     rank_true,
     remainder,
-    run_if,
     set_at,
     update_all,
 )
+from kvcache_jax.loops import run_if
 from kvcache_jax.rows import check_distinct, first_failure, mark_used, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
@@ -134,12 +135,38 @@ def _grow(
         *_, turn, is_one_by_one = state
         return turn < jnp.where(is_one_by_one, order.shape[0], 1)
 
+    def take_turns(state):
+        control, copies, nobody = state
+        state = control, copies, nobody, num_true(nobody), nobody.any()
+        return lax.while_loop(is_left, take_turn, state)[:3]
+
     copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
     nobody = wish.wants & False
-    state = control, copies, nobody, num_true(nobody), nobody.any()
-    if control.prefix_index is None and all(group.window is None for group in config.groups):
-        return take_turn(state)[:3]  # nothing is evicted, and nothing leaves a window
-    return lax.while_loop(is_left, take_turn, state)[:3]
+    if any(group.window is not None for group in config.groups):
+        return take_turns((control, copies, nobody))
+    if control.prefix_index is None:  # nothing is evicted: nobody needs a turn
+        return take_turn((control, copies, nobody, num_true(nobody), nobody.any()))[:3]
+    control, grows, suffices = _take_free_blocks(control, wish, config)
+    return run_if(~suffices, take_turns, (control, copies, grows))
+
+
+def _take_free_blocks(
+    control: Control, wish: Wish, config: CacheConfig
+) -> tuple[Control, jax.Array, jax.Array]:
+    """All that a decoding step does, as a rule: rows write on in blocks of their own, and take free ones.
+
+    Returns:
+      The control state; bool[n], the row grows; and bool[], that is all there is to do: if not, nothing is.
+    """
+    demands, opens_block = demands_of(control, wish, wish.wants, config)
+    suffices = suffices_free(control, demands)
+    grows = wish.wants & suffices
+    pools = [
+        _take(pool, group, wish, opens & suffices)[0]
+        for pool, group, opens in zip(control.block_pools, config.groups, opens_block, strict=True)
+    ]
+    clock = control.clock + grows.any().astype(jnp.uint32)
+    return dataclasses.replace(control, clock=clock, block_pools=tuple(pools)), grows, suffices
 
 
 def _take_blocks(
@@ -169,11 +196,26 @@ def _take_blocks(
         is_new = opens_block[g] & tokens.spread(grows, False)
         # The copy takes the place of the block that the row's first new token goes into.
         is_new |= tokens.spread(copies_tail[g], False) & (tokens.offset == 0)
-        columns = quotient(wish.positions, group.block_size)
-        pool, new = block_pool.take(pool, is_new, tokens.spread(rows, control.max_seqs), columns)
+        pool, new = _take(pool, group, wish, is_new)
         pools.append(pool)
         all_copies.append(_add_copies(copies[g], copies_tail[g], tails[g], new, tokens))
-    return dataclasses.replace(control, block_pools=tuple(pools)), tuple(all_copies)
+    control = dataclasses.replace(control, block_pools=tuple(pools))
+    return _forget_copied(control, wish, copies_tail, config), tuple(all_copies)
+
+
+def _take(pool: BlockPool, group: LayerGroup, wish: Wish, is_new: jax.Array) -> tuple[BlockPool, jax.Array]:
+    """A block for each token for which `is_new` bool[tokens] holds; and their ids i32[tokens], or nowhere."""
+    rows = wish.tokens.spread(wish.seq_ids, pool.block_table.shape[0])
+    return block_pool.take(pool, is_new, rows, quotient(wish.positions, group.block_size))
+
+
+def _forget_copied(control: Control, wish: Wish, copies_tail: jax.Array, config: CacheConfig) -> Control:
+    """A row whose last block was copied does not hold a published one any more behind those that are full."""
+    if control.prefix_index is None:
+        return control
+    rows = jnp.where(copies_tail[config.indexed_group], wish.seq_ids, control.max_seqs)
+    num_full = quotient(wish.context_len, config.groups[config.indexed_group].block_size)
+    return dataclasses.replace(control, num_published=min_at(control.num_published, rows, num_full))
 
 
 def record_tokens(
@@ -189,7 +231,7 @@ def record_tokens(
 
     block_tokens = lax.fori_loop(0, num_copies, copy_block, index.block_tokens)
     # Entries per trip: fewer wait for one place after the other, more make a longer kernel to compile.
-    by_slot = set_at(block_tokens.reshape(-1), step.slots[group_id], tokens, per_trip=8)
+    by_slot = set_at(block_tokens.reshape(-1), step.slots[group_id], tokens, per_trip=16)
     index = dataclasses.replace(index, block_tokens=by_slot.reshape(block_tokens.shape))
     return dataclasses.replace(control, prefix_index=index)
 

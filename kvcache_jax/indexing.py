@@ -13,6 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from kvcache_jax.loops import for_each, for_each_true
+
+# So few entries have a trip each, also where they are skipped.
+_MOST_ONE_BY_ONE = 32
+
 Index = ArrayLike | tuple[ArrayLike, ...]
 
 is_one_kernel = jax.make_user_context(False)
@@ -60,7 +65,7 @@ class Update(NamedTuple):
 _COMBINE: dict[str, Callable] = {"set": lambda old, new: new, "add": lax.add, "min": lax.min, "max": lax.max}
 
 
-def set_at(array: jax.Array, index: Index, values: ArrayLike, per_trip: int = 1) -> jax.Array:
+def set_at(array: jax.Array, index: Index, values: ArrayLike, per_trip: int | None = None) -> jax.Array:
     """`array` with `values` at `index`: i32[...], or one per leading axis; entries outside are skipped.
 
     Of equal entries the last one stays in a single kernel, and any of them elsewhere.
@@ -83,11 +88,11 @@ def max_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
     return update_all(Update(array, index, values, "max"))[0]
 
 
-def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
+def update_all(*updates: Update, per_trip: int | None = None) -> list[jax.Array]:
     """Several arrays, each with as many entries updated.
 
-    In a single kernel by one loop, of which a trip updates `per_trip` entries of each: the processor waits
-    for several places of a big array at once, but there is more to compile.
+    In a single kernel by one loop. Of many entries it passes over those that are skipped; with `per_trip` it
+    takes so many at a time, skipped or not: faster where few are, but more to compile.
     """
     arrays = [jnp.asarray(update.array) for update in updates]
     if not is_one_kernel.value:
@@ -97,43 +102,20 @@ def update_all(*updates: Update, per_trip: int = 1) -> list[jax.Array]:
             )
             for array, update in zip(arrays, updates, strict=True)
         ]
-    entries = [_entries_of(update, per_trip) for update in updates]
-    [num_entries] = {entry.places[0].shape[0] for entry in entries}
+    entries = [_entries_of(update, per_trip or 1) for update in updates]
+    is_inside = [_is_inside(x.places, array.shape) for x, array in zip(entries, arrays, strict=True)]
+    is_changed = any_of(is_inside)
+    skips_runs = per_trip is None and is_changed.shape[0] > _MOST_ONE_BY_ONE
 
-    def update_one(n: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+    def update_nth(entries: list[_Entries], n: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            _put(array, entry, n, update.how)
+            _put(array, entry, n, update.how, may_skip=not skips_runs or len(updates) > 1)
             for array, entry, update in zip(arrays, entries, updates, strict=True)
         ]
 
-    def changes_any() -> jax.Array:
-        return any_of(
-            [_is_inside(x.places, array.shape).any() for x, array in zip(entries, arrays, strict=True)]
-        )
-
-    return _for_each(num_entries, update_one, arrays, changes_any, per_trip)
-
-
-def _for_each(num_entries: int, fn: Callable, state: Any, changes_any: Callable, per_trip: int = 1) -> Any:
-    """`state = fn(n, state)` for each `n` i32[], by a loop of `per_trip` of them per trip.
-
-    Unless `changes_any()` bool[], `fn` changes nothing.
-    """
-
-    def trip(carry: tuple[jax.Array, Any], num_steps: int = per_trip) -> tuple[jax.Array, Any]:
-        n, state = carry
-        for _ in range(num_steps):
-            n, state = n + 1, fn(n, state)
-        return n, state
-
-    if num_entries == 0:
-        return state
-    carry = jnp.int32(0), state
-    if num_entries > per_trip:
-        return lax.while_loop(lambda carry: carry[0] < num_entries, trip, carry)[1]
-    # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
-    once = functools.partial(trip, num_steps=num_entries)
-    return run_if(changes_any(), once, carry)[1]
+    if skips_runs:
+        return for_each_true(is_changed, functools.partial(update_nth, entries), arrays)
+    return for_each(entries, is_changed, update_nth, arrays, per_trip or 1)
 
 
 class _Entries(NamedTuple):
@@ -175,8 +157,8 @@ def _nth(array: jax.Array, n: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, n, 1, allow_negative_indices=False).reshape(())
 
 
-def _put(array: jax.Array, entries: _Entries, n: jax.Array, how: str) -> jax.Array:
-    """`array` with its `n`-th entry updated."""
+def _put(array: jax.Array, entries: _Entries, n: jax.Array, how: str, may_skip: bool) -> jax.Array:
+    """`array` with its `n`-th entry updated; unless it `may_skip`, that one is inside."""
     places, values = entries
     place = [_nth(axis, n) for axis in places]
     shape = (*(1 for _ in places), *array.shape[len(places) :])
@@ -185,7 +167,8 @@ def _put(array: jax.Array, entries: _Entries, n: jax.Array, how: str) -> jax.Arr
         values = lax.dynamic_slice_in_dim(values, n, 1, allow_negative_indices=False).reshape(shape)
     old = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
     new = _COMBINE[how](old, jnp.broadcast_to(values, shape))
-    new = lax.select(_is_inside(place, array.shape), new, old)
+    if may_skip:
+        new = lax.select(_is_inside(place, array.shape), new, old)
     return lax.dynamic_update_slice(array, new, start, allow_negative_indices=False)
 
 
@@ -206,12 +189,12 @@ def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Arra
 
     def take_one(n: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         counts, is_last = state
-        counts = _put(counts, entries, n, "add")
-        is_zero = (get_at(counts, _nth(index, n), 1) == 0).reshape(1)
+        counts = _put(counts, entries, n, "add", may_skip=False)
+        is_zero = (get_at(counts, _nth(index, n)) == 0).reshape(1)
         return counts, lax.dynamic_update_slice(is_last, is_zero, [n], allow_negative_indices=False)
 
     is_inside = _is_inside([index], counts.shape)
-    return _for_each(index.shape[0], take_one, (counts, is_inside & False), is_inside.any)
+    return for_each_true(is_inside, take_one, (counts, is_inside & False))
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:
@@ -269,16 +252,3 @@ def read_first[T](values: Any, array: T) -> tuple[Any, T]:
     Without the fence XLA may plan the write first and keep a copy of the whole array for the read.
     """
     return lax.optimization_barrier((values, array))
-
-
-def run_if(condition: jax.Array, fn: Callable, state: Any) -> Any:
-    """`fn(state)` where `condition` bool[] holds, else `state`, a pytree of arrays.
-
-    A loop of at most one trip: `lax.cond` would copy the big arrays that it passes through.
-    """
-
-    def once(carry):
-        state, is_left = carry
-        return fn(state), is_left & False
-
-    return lax.while_loop(lambda carry: carry[1], once, (state, condition))[0]

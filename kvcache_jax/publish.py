@@ -6,6 +6,7 @@ others adopt it, and a block that cannot be published ends its row's chain.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,19 +16,10 @@ from jax import lax
 from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import (
-    add_at,
-    first_true,
-    get_at,
-    max_at,
-    num_true,
-    quotient,
-    read_first,
-    run_if,
-    set_at,
-)
+from kvcache_jax.indexing import add_at, first_true, get_at, num_true, quotient, read_first, set_at
+from kvcache_jax.loops import run_if
 from kvcache_jax.prefix_index import Content
-from kvcache_jax.rows import check_distinct, first_failure
+from kvcache_jax.rows import check_distinct, first_failure, partial_tails
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.status import Status
 
@@ -36,22 +28,44 @@ from kvcache_jax.status import Status
 _BATCH = 24
 
 
+class _Pending(NamedTuple):
+    """The blocks to publish of all rows of a call, end to end: row `i` has the places `[starts[i], ends[i])`.
+
+    Attributes:
+      seq_ids: i32[n], rows of the block table; `max_seqs` for those that have none.
+      num_published: i32[n], blocks before them.
+      starts: i32[n].
+      ends: i32[n].
+      num_blocks: i32[], all of them.
+    """
+
+    seq_ids: jax.Array
+    num_published: jax.Array
+    starts: jax.Array
+    ends: jax.Array
+    num_blocks: jax.Array
+
+
 class _Batch(NamedTuple):
-    """Blocks to publish, those of a row side by side and in order.
+    """Some of them, those of a row side by side and in order.
 
     Attributes:
       is_entry: bool[E].
       row: i32[E], index in the call.
+      seq_ids: i32[E], row of the block table.
       start: i32[E], the row's first entry.
       column: i32[E], of the block table.
       block_ids: i32[E]; nowhere where there is no entry.
+      before: i32[E], the published block in front of the row's first entry, or nowhere.
     """
 
     is_entry: jax.Array
     row: jax.Array
+    seq_ids: jax.Array
     start: jax.Array
     column: jax.Array
     block_ids: jax.Array
+    before: jax.Array
 
 
 class _Verdict(NamedTuple):
@@ -86,48 +100,86 @@ def commit_rows(
     rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
     num_full = jnp.where(status == Status.OK, quotient(final_len, block_size), 0)
 
-    def num_pending(control: Control, is_cut: jax.Array) -> jax.Array:
-        num_published = get_at(control.num_published, rows, 0)
-        return jnp.where(is_cut, 0, jnp.maximum(num_full - num_published, 0))
+    num_published = get_at(control.num_published, rows, 0)
+    num_pending = jnp.maximum(num_full - num_published, 0)
+    ends = jnp.cumsum(num_pending, dtype=jnp.int32)
+    pending = _Pending(rows, num_published, ends - num_pending, ends, jnp.sum(num_pending, dtype=jnp.int32))
 
     def publish_some(state):
-        control, is_cut, pending = state
-        control, is_cut = _publish_batch(control, rows, pending, is_cut, config)
-        return control, is_cut, num_pending(control, is_cut)
+        control, is_cut, is_shared, first = state
+        batch = _batch_at(control, pending, first, is_cut, config)
+        control, is_cut, shares_any = _publish_batch(control, batch, is_cut, config)
+        return control, is_cut, is_shared | shares_any, first + batch.is_entry.shape[0]
 
     is_cut = jnp.zeros_like(num_full, bool)
-    pending = num_pending(control, is_cut)
-    pools = tuple(block_pool.sweep_queue(pool, pending.any()) for pool in control.block_pools)
-    state = dataclasses.replace(control, block_pools=pools), is_cut, pending
-    control, *_ = lax.while_loop(lambda state: state[2].any(), publish_some, state)
-    return control, status
+    pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
+    state = dataclasses.replace(control, block_pools=pools), is_cut, is_cut.any(), pending.num_blocks & 0
+    control, _, is_shared, _ = lax.while_loop(
+        lambda state: state[3] < pending.num_blocks, publish_some, state
+    )
+    return run_if(is_shared, functools.partial(_note_published_tails, config=config), control), status
+
+
+def _note_published_tails(control: Control, config: CacheConfig) -> Control:
+    """Counts published blocks in rows that hold a part of their tokens: another row may have filled them."""
+    group, pool = config.groups[config.indexed_group], control.block_pools[config.indexed_group]
+    tails = partial_tails(control, config, jnp.arange(control.max_seqs, dtype=jnp.int32))
+    num_with_tail = quotient(control.context_len, group.block_size) + 1
+    num_published = jnp.where(block_pool.is_published(pool, tails), num_with_tail, control.num_published)
+    return dataclasses.replace(control, num_published=num_published)
+
+
+def _batch_at(
+    control: Control, pending: _Pending, first: jax.Array, is_cut: jax.Array, config: CacheConfig
+) -> _Batch:
+    """The pending blocks from place `first` i32[] on, but for rows whose chain ended, `is_cut` bool[n]."""
+    pool = control.block_pools[config.indexed_group]
+    size = min(_BATCH, is_cut.shape[0] * pool.max_blocks_per_seq)
+    place = first + jnp.arange(size, dtype=jnp.int32)
+    row = jnp.sum(pending.ends <= place[:, None], axis=1, dtype=jnp.int32)
+    is_entry = (place < pending.num_blocks) & ~get_at(is_cut, row)
+    seq_ids, row_start = get_at(pending.seq_ids, row), get_at(pending.starts, row)
+    num_published = get_at(pending.num_published, row)
+    column = num_published + place - row_start
+    first_column = num_published + jnp.maximum(first - row_start, 0)
+    block_ids = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
+    return _Batch(
+        is_entry=is_entry,
+        row=row,
+        seq_ids=seq_ids,
+        start=jnp.maximum(row_start - first, 0),
+        column=column,
+        block_ids=jnp.where(is_entry, block_ids, pool.num_blocks),
+        before=get_at(pool.block_table, (seq_ids, first_column - 1), pool.num_blocks),
+    )
 
 
 def _publish_batch(
-    control: Control, rows: jax.Array, num_pending: jax.Array, is_cut: jax.Array, config: CacheConfig
-) -> tuple[Control, jax.Array]:
-    """Publishes the first pending blocks; marks rows whose chain ended in `is_cut` bool[n]."""
+    control: Control, batch: _Batch, is_cut: jax.Array, config: CacheConfig
+) -> tuple[Control, jax.Array, jax.Array]:
+    """Publishes a batch; marks rows whose chain ended in `is_cut` bool[n].
+
+    Returns:
+      The control state, `is_cut`, and bool[], whether a block of these has several owners.
+    """
     group_id = config.indexed_group
     pool, index = control.block_pools[group_id], control.prefix_index
     assert index is not None
-    size = min(_BATCH, num_pending.shape[0] * pool.max_blocks_per_seq)
-    num_published = get_at(control.num_published, rows, 0)
-    batch = _first_pending(pool, rows, num_published, num_pending, size)
-    entry_rows = get_at(rows, batch.row)
-    first_column = get_at(num_published, batch.row)
-    before = get_at(pool.block_table, (entry_rows, first_column - 1), pool.num_blocks)
-    (batch, before), table = read_first((batch, before), pool.block_table)
+    batch, table = read_first(batch, pool.block_table)
     pool = dataclasses.replace(pool, block_table=table)
-    verdict = _judge(control, index, batch, entry_rows, before)
+    verdict = _judge(control, index, batch)
 
     index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
     pool = block_pool.mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
+    is_shared = verdict.is_done & (block_pool.ref_counts(pool, batch.block_ids) > 1)
+    is_shared, ref_count = read_first(is_shared, pool.ref_count)
+    pool = dataclasses.replace(pool, ref_count=ref_count)
     is_exchanged = verdict.is_done & (verdict.canonical != batch.block_ids)
     pool, num_adopted = _adopt(pool, is_exchanged, batch, verdict.canonical)
 
     if index.history is not None:
-        index = _note_uses(control, index, batch, verdict, is_exchanged, entry_rows)
-    done_rows = jnp.where(verdict.is_done, entry_rows, control.max_seqs)
+        index = _note_uses(control, index, batch, verdict, is_exchanged)
+    done_rows = jnp.where(verdict.is_done, batch.seq_ids, control.max_seqs)
     cut_here = batch.is_entry & ~verdict.is_done
     control = dataclasses.replace(
         control,
@@ -137,22 +189,21 @@ def _publish_batch(
         counters=count_events(control, {Counter.ADOPTIONS: num_adopted}),
     )
     if len(config.groups) > 1:
-        control = _link_companions(control, batch, verdict, entry_rows, config)
-    return control, set_at(is_cut, jnp.where(cut_here, batch.row, is_cut.shape[0]), True)
+        control = _link_companions(control, batch, verdict, config)
+    is_cut = set_at(is_cut, jnp.where(cut_here, batch.row, is_cut.shape[0]), True)
+    return control, is_cut, is_shared.any()
 
 
-def _link_companions(
-    control: Control, batch: _Batch, verdict: _Verdict, entry_rows: jax.Array, config: CacheConfig
-) -> Control:
+def _link_companions(control: Control, batch: _Batch, verdict: _Verdict, config: CacheConfig) -> Control:
     """Row by row where rows have the same contents: what the first does not hold any more, the next may."""
-    order = jnp.arange(entry_rows.shape[0], dtype=jnp.int32)
+    order = jnp.arange(batch.row.shape[0], dtype=jnp.int32)
 
     def link_some(state):
         control, is_left = state
         is_again = is_left & _stands_before(verdict.canonical, is_left)
         end = jnp.where(is_again.any(), first_true(is_again), order.shape[0])
         mask = is_left & (order < end)
-        control = companions.link(control, mask, entry_rows, batch.column, verdict.canonical, config)
+        control = companions.link(control, mask, batch.seq_ids, batch.column, verdict.canonical, config)
         return control, is_left & ~mask
 
     return lax.while_loop(lambda state: state[1].any(), link_some, (control, verdict.is_done))[0]
@@ -164,12 +215,11 @@ def _note_uses(
     batch: _Batch,
     verdict: _Verdict,
     is_exchanged: jax.Array,
-    entry_rows: jax.Array,
 ) -> PrefixIndex:
     """Tells the eviction policy of what was published, and of what was adopted by other rows."""
     assert index.history is not None
     nowhere = index.parent.shape[0]
-    priority = get_at(control.priority, entry_rows)
+    priority = get_at(control.priority, batch.seq_ids)
     new_ids = jnp.where(verdict.is_new, batch.block_ids, nowhere)
     history = block_history.note_published(index.history, new_ids, control.clock, priority, batch.column)
     is_adopted = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
@@ -181,36 +231,20 @@ def _note_uses(
     return dataclasses.replace(index, history=history)
 
 
-def _first_pending(
-    pool: BlockPool, rows: jax.Array, num_published: jax.Array, num_pending: jax.Array, size: int
-) -> _Batch:
-    ends = jnp.cumsum(num_pending, dtype=jnp.int32)
-    starts = ends - num_pending
-    order = jnp.arange(size, dtype=jnp.int32)
-    is_entry = order < ends[-1]
-    rows_in_call = jnp.arange(num_pending.shape[0], dtype=jnp.int32)
-    first_places = jnp.where(num_pending > 0, starts, size)
-    row = lax.cummax(max_at(jnp.zeros_like(starts, shape=size), first_places, rows_in_call))
-    start = get_at(starts, row)
-    column = get_at(num_published, row) + order - start
-    block_ids = get_at(pool.block_table, (get_at(rows, row), column), pool.num_blocks)
-    return _Batch(is_entry, row, start, column, jnp.where(is_entry, block_ids, pool.num_blocks))
-
-
-def _judge(
-    control: Control, index: PrefixIndex, batch: _Batch, entry_rows: jax.Array, before: jax.Array
-) -> _Verdict:
-    """Looks every block up; `before` i32[E] is the published block in front of its row's first entry."""
+def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
+    """Looks every block up."""
     nowhere, block_size = index.block_tokens.shape
     order = jnp.arange(batch.row.shape[0], dtype=jnp.int32)
-    namespace = get_at(control.namespace, entry_rows)
+    namespace = get_at(control.namespace, batch.seq_ids)
     tokens = get_at(index.block_tokens, batch.block_ids)
 
-    base = jnp.where(
-        (before < nowhere)[:, None],
-        get_at(index.block_hash, before),
-        root_hash(control.hash_key, namespace),
-    )
+    is_root = batch.before == nowhere
+
+    def from_root(base: jax.Array) -> jax.Array:
+        return jnp.where(is_root[:, None], root_hash(control.hash_key, namespace), base)
+
+    # While decoding, no block is the first one of its row.
+    base = run_if((batch.is_entry & is_root).any(), from_root, get_at(index.block_hash, batch.before))
     added = block_hashes(control.hash_key, tokens, batch.column * block_size)
     up_to = jnp.cumsum(added, axis=0, dtype=jnp.uint32)
     hashes = base + up_to - get_at(up_to - added, batch.start)
@@ -223,18 +257,25 @@ def _judge(
     leader = jnp.where(is_new, first_true(is_equal), order)
     canonical = jnp.where(is_new, batch.block_ids[leader], found)
     is_first = order == batch.start
-    parent = jnp.where(is_first, before, jnp.roll(canonical, 1))
+    parent = jnp.where(is_first, batch.before, jnp.roll(canonical, 1))
     content = Content(tokens, hashes, parent, namespace)
 
     buckets = prefix_index.bucket_of(index, hashes)
-    is_new &= leader == order
+    follows = is_new & (leader != order)
+    is_new &= ~follows
     goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_new
     way, has_way = prefix_index.free_way(index, buckets, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
-    is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])
-    is_like_leader &= (namespace == namespace[leader]).all(axis=-1)
-    is_good = jnp.where(
-        found < nowhere, prefix_index.matches(index, found, content), is_like_leader & (has_way | ~is_new)
-    )
+
+    def verify_followers(is_good: jax.Array) -> jax.Array:
+        is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])
+        return is_good & (~follows | (is_like_leader & (namespace == namespace[leader]).all(axis=-1)))
+
+    def verify_found(is_good: jax.Array) -> jax.Array:
+        return jnp.where(found < nowhere, prefix_index.matches(index, found, content), is_good)
+
+    # While decoding, blocks are new and differ, as a rule.
+    is_good = run_if(follows.any(), verify_followers, has_way | ~is_new)
+    is_good = run_if((found < nowhere).any(), verify_found, is_good)
 
     # A block is done if those before it in its row are, and its leader is.
     def spread(state):

@@ -23,9 +23,11 @@ from kvcache_jax.indexing import (
     min_at,
     quotient,
     read_first,
+    remainder,
     set_at,
     update_all,
 )
+from kvcache_jax.loops import run_if
 from kvcache_jax.reach import first_column
 from kvcache_jax.state import ROW_FIELDS, BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
@@ -148,14 +150,20 @@ def truncate_row(
         _drop_columns(pool, row, num_blocks_for(new_len, group.block_size))
         for pool, group in zip(control.block_pools, config.groups, strict=True)
     ]
-    return dataclasses.replace(
-        control,
-        context_len=set_at(control.context_len, row, new_len),
-        num_published=min_at(
-            control.num_published, row, quotient(new_len, config.groups[config.indexed_group].block_size)
-        ),
-        block_pools=tuple(pools),
-    ), status
+    control = dataclasses.replace(
+        control, context_len=set_at(control.context_len, row, new_len), block_pools=tuple(pools)
+    )
+    return _count_published(control, row, config), status
+
+
+def _count_published(control: Control, row: jax.Array, config: CacheConfig) -> Control:
+    """`num_published` of a row that lost tokens; `row == max_seqs` changes nothing."""
+    group, pool = config.groups[config.indexed_group], control.block_pools[config.indexed_group]
+    tail = partial_tails(control, config, row)
+    num_full = quotient(get_at(control.context_len, row), group.block_size)
+    num_published = jnp.minimum(get_at(control.num_published, row), num_full)
+    num_published = jnp.where(block_pool.is_published(pool, tail), num_full + 1, num_published)
+    return dataclasses.replace(control, num_published=set_at(control.num_published, row, num_published))
 
 
 def free_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
@@ -213,10 +221,16 @@ def touch_row(control: Control, seq_id: jax.Array, *, config: CacheConfig) -> tu
 
 def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array:
     """bool[n], masked entries whose id already stands in an earlier masked entry."""
-    order = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
     rows = jnp.where(mask, seq_ids, max_seqs)
-    first = min_at(jnp.full_like(rows, seq_ids.shape[0], shape=max_seqs), rows, order)
-    return mask & (get_at(first, rows, 0) < order)
+
+    def look(_: jax.Array) -> jax.Array:
+        order = jnp.arange(seq_ids.shape[0], dtype=jnp.int32)
+        first = min_at(jnp.full_like(rows, seq_ids.shape[0], shape=max_seqs), rows, order)
+        return mask & (get_at(first, rows, 0) < order)
+
+    # Lists are in ascending order, as a rule.
+    is_ascending = (rows[1:] > rows[:-1]) | (rows[1:] == max_seqs)
+    return run_if(~is_ascending.all(), look, mask & False)
 
 
 def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq_ids: jax.Array) -> jax.Array:
@@ -224,6 +238,15 @@ def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq
     num_held = num_blocks_for(get_at(context_len, seq_ids), group.block_size)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
     return jnp.where(columns < num_held[..., None], get_at(pool.block_table, seq_ids), pool.num_blocks)
+
+
+def partial_tails(control: Control, config: CacheConfig, seq_ids: jax.Array) -> jax.Array:
+    """i32 like `seq_ids`, the rows' last blocks of the indexed group if they are not full, else nowhere."""
+    group, pool = config.groups[config.indexed_group], control.block_pools[config.indexed_group]
+    context_len = get_at(control.context_len, seq_ids, 0)
+    columns = quotient(context_len, group.block_size)
+    tails = get_at(pool.block_table, (seq_ids, columns), pool.num_blocks)
+    return jnp.where(remainder(context_len, group.block_size) > 0, tails, pool.num_blocks)
 
 
 def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:

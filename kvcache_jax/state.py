@@ -201,7 +201,8 @@ class Control:
       clock: u32[], advances by one with each use of a row; a call of extend or reorder is one use.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
-      num_published: i32[max_seqs], first blocks of the row that `commit` has published.
+      num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
+        with a last one that `truncate` cut into, whoever published that.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
     """

@@ -42,6 +42,8 @@ FORK = "test_cases.py::test_case_i_fork_takes_no_block"
 UPDATES = "test_single_kernel.py::test_updates_skip_what_is_outside"
 COUNTED = "test_single_kernel.py::test_the_last_owner"
 PER_TRIP = "test_single_kernel.py::test_several_entries_per_trip"
+SEVERAL = "test_single_kernel.py::test_updates_of_several_arrays_skip_each_their_own"
+REPEATED = "test_rows.py::test_repeated_ids_in_any_order"
 READS = "test_single_kernel.py::test_reads_outside_give_the_fill"
 ON_ACCELERATORS = "test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
 OTHER_POLICIES = "test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
@@ -95,7 +97,12 @@ EXTEND = in_module(
         "mark_used(control, seq_ids, False, context_len=context_len + num_new)",
         f"{FAILED_ROW}[extend]",
     ),
-    ("clock advances on an empty call", "grows.any().astype(jnp.uint32)", "jnp.uint32(1)", NOTHING_TO_DO),
+    (
+        "clock advances on an empty call",
+        "clock=clock + grows.any().astype(jnp.uint32)",
+        "clock=clock + 1",
+        NOTHING_TO_DO,
+    ),
     ("idle rows grow", "(num_new > 0) & ~is_active,", "(num_new > 0) & False,", PADDING),
     ("one token too many", "num_new > config.max", "num_new > 1 + config.max", MAX_LEN),
     ("packed tokens past the end", "| ends_outside |", "|", PACKED_END),
@@ -177,6 +184,13 @@ ADMISSION = in_module(
 
 ROWS = in_module(
     "rows",
+    (
+        "repeated ids are not searched for",
+        "run_if(~is_ascending.all(), look,",
+        "run_if(jnp.bool_(False), look,",
+        REPEATED,
+    ),
+    ("equal ids are in order", "(rows[1:] > rows[:-1])", "(rows[1:] >= rows[:-1])", REPEATED),
     ("duplicate ids accepted", "(repeated, Status", "(repeated & False, Status", f"{REPEATED_ROW}[extend]"),
     ("negative ids not refused", "(ids < 0) | (ids >", "(ids >", f"{FAILED_ROW}[free]"),
     ("fork without new owners", "pool = block_pool.share(pool, ids)", "pass", FORK),
@@ -259,12 +273,13 @@ INDEXING = in_module(
     ("entries outside are written", "lax.select(_is_inside(place, array.shape), new, old)", "new", UPDATES),
     (
         "owners counted down too far",
-        "_nth(index, n), 1) == 0",
-        "_nth(index, n), 1) <= 1",
+        "_nth(index, n)) == 0",
+        "_nth(index, n)) <= 1",
         COUNTED,
     ),
     ("the first of equal owners is last", "is_zero[::-1], index[::-1])", "is_zero, index)", COUNTED),
     ("entries after the last", "lax.full_like(entries, -1,", "lax.full_like(entries, 0,", PER_TRIP),
+    ("entries skipped in one array only", "not skips_runs or len(updates) > 1", "not skips_runs", SEVERAL),
     ("negative entries wrap around", '"drop", wrap_negative_indices=False', '"drop"', UPDATES),
     (
         "entries outside are read",
@@ -272,6 +287,18 @@ INDEXING = in_module(
         "lax.select(is_inside | True, found,",
         READS,
     ),
+)
+
+LOOPS = in_module(
+    "loops",
+    (
+        "the words end early",
+        "carry[0] < words.shape[0], over",
+        "carry[0] < words.shape[0] - 1, over",
+        UPDATES,
+    ),
+    ("bits count from above", "first + num_below", "first + 31 - num_below", UPDATES),
+    ("a word is looked at once", "others = word & (word - 1)", "others = word & 0", UPDATES),
 )
 
 SINGLE_KERNEL = in_module(
@@ -366,6 +393,7 @@ MUTATIONS = [
     *ROWS,
     *BLOCK_POOL,
     *INDEXING,
+    *LOOPS,
     *SINGLE_KERNEL,
     *CACHE,
     *BUILD,

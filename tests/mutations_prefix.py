@@ -9,6 +9,8 @@ FORKS = "test_prefix_windows.py::test_forks_that_are_committed_together_do_not_b
 LINKED_WHEN_FULL = "test_prefix_windows.py::test_blocks_are_linked_once_they_are_full"
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
+IN_BATCHES = "test_prefix_scripts.py::test_a_random_script_in_small_batches"
+PARTS = "test_prefix_copies.py::test_a_row_holds_a_part_of_a_block_that_another_row_publishes"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
 SHARED_TAIL = "test_prefix_copies.py::test_a_copy_overwrites_what_two_earlier_ones_read"
 INDEX = "test_checks.py::test_a_broken_index_is_found"
@@ -90,13 +92,13 @@ MUTATIONS = [
         "publish",
         (
             "queue not swept for what is published",
-            "tuple(block_pool.sweep_queue(pool, pending.any()) for",
+            "tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for",
             "tuple(pool for",
             "test_eviction.py::test_a_policy_evicts_inside_jit_and_scan",
         ),
         (
             "queue swept by a call that changes nothing",
-            "sweep_queue(pool, pending.any())",
+            "sweep_queue(pool, pending.num_blocks > 0)",
             "sweep_queue(pool, jnp.bool_(True))",
             "test_prefix_transforms.py::test_calls_that_change_nothing_sweep_nothing",
         ),
@@ -113,7 +115,39 @@ MUTATIONS = [
             SCRIPT,
         ),
         ("final_len ignored", "jnp.minimum(final_len, get_at(", "jnp.minimum(2**30, get_at(", SCRIPT),
-        ("equal blocks both published", "is_new &= leader == order", "pass", SCRIPT),
+        ("equal blocks both published", "is_new &= ~follows", "pass", SCRIPT),
+        (
+            "followers are not compared with their leader",
+            "follows.any(), verify",
+            "follows.any() & False, verify",
+            COLLISIONS,
+        ),
+        (
+            "what is found is not compared",
+            "(found < nowhere).any(), verify",
+            "jnp.bool_(False), verify",
+            COLLISIONS,
+        ),
+        (
+            "rows that end in the root have another's",
+            "(batch.is_entry & is_root).any(), from_root",
+            "jnp.bool_(False), from_root",
+            SCRIPT,
+        ),
+        ("batches begin in front of the row", "jnp.maximum(first - row_start, 0)", "0", IN_BATCHES),
+        ("batches begin with the row", "jnp.maximum(row_start - first, 0)", "row_start", IN_BATCHES),
+        (
+            "chains that ended go on in the next batch",
+            "& ~get_at(is_cut, row)",
+            "& (get_at(is_cut, row) | True)",
+            COLLISIONS,
+        ),
+        (
+            "parts of blocks that others publish",
+            "return run_if(is_shared, ",
+            "return run_if(is_shared & False, ",
+            PARTS,
+        ),
         (
             "the parent is the block before, published or not",
             "jnp.roll(canonical, 1)",
@@ -208,10 +242,24 @@ MUTATIONS = [
         "demand",
         (
             "a published block written by its owner",
-            "| block_pool.is_published(pool, demand.tail)\n            num_back",
+            "| demand.is_tail_published\n            num_back",
             "\n            num_back",
             SCRIPT,
         ),
+        (
+            "published last blocks are not seen",
+            "is_published = has_tail & (num_published *",
+            "is_published = has_tail & (0 *",
+            SCRIPT,
+        ),
+        (
+            "what is shared suffices",
+            "> 1) | demand.is_tail_published).any()",
+            "> 99) | demand.is_tail_published).any()",
+            SCRIPT,
+        ),
+        ("what is published suffices", "> 1) | demand.is_tail_published).any()", "> 1)).any()", SCRIPT),
+        ("too few free blocks suffice", "<= pool.num_free)", "<= pool.num_free + 1)", SCRIPT),
     ),
     *in_module(
         "extend",
@@ -245,6 +293,20 @@ MUTATIONS = [
             "config",
             "test_prefix_copies.py::test_case_dd_the_original_stays_cached_whatever_the_policy",
         ),
+        (
+            "copied blocks are published in the row",
+            "return _forget_copied(control, wish, copies_tail, config), ",
+            "return control, ",
+            SCRIPT,
+        ),
+        ("taken although it does not suffice", "opens & suffices)[0]", "opens)[0]", SCRIPT),
+        (
+            "clock advances on an empty call with the index",
+            "control.clock + grows.any().astype(jnp.uint32)",
+            "control.clock + 1",
+            SCRIPT,
+        ),
+        ("grows although it does not suffice", "wish.wants & suffices", "wish.wants", SCRIPT),
         ("tokens not recorded", "step.slots[group_id], tokens, ", "step.slots[group_id], 0, ", SCRIPT),
     ),
     *in_module(
@@ -260,8 +322,14 @@ MUTATIONS = [
         "rows",
         (
             "truncation leaves blocks published in the row",
-            "num_published=min_at(",
-            "num_published=(lambda kept, *_: kept)(",
+            "return _count_published(control, row, config), status",
+            "return control, status",
+            SCRIPT,
+        ),
+        (
+            "a cut block is not counted",
+            "num_full + 1, num_published)",
+            "num_published, num_published)",
             SCRIPT,
         ),
         (

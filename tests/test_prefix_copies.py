@@ -219,3 +219,28 @@ def test_random_states():
         cache = extended(cache, held, {row: [100 + row] for row in held})
         num_evicted += int(kv.stats(cache).num_evictions)
     assert num_evicted > 10, num_evicted
+
+
+@pytest.mark.parametrize("when", ["before it is published", "after it was published", "before it is adopted"])
+def test_a_row_holds_a_part_of_a_block_that_another_row_publishes(when):
+    """Row 1 forks row 0 and is cut into the second block; row 0 or 2 publishes that, and row 1 writes on."""
+    text = [5, 6, 7, 8, 9, 1, 2, 3]
+    cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, **SIZES))
+    cache, _ = kv.allocate(cache, [0], [len(text)], tokens=padded(text)[None])
+    cache, _ = extend_all(cache, {0: text})
+    if when == "before it is adopted":  # an equal block of another row is published first
+        cache = filled(cache, 2, text)
+    cache, _ = kv.fork(cache, [0], [1])
+    if when == "after it was published":
+        cache, _ = kv.commit(cache, [0])
+    cache, _ = kv.truncate(cache, [1], [6])
+    if when != "after it was published":
+        cache, _ = kv.commit(cache, [0])
+    cache, _ = kv.free(cache, [0, 2])
+    assert kv.check_invariants(cache) == []
+    assert cache.control.num_published.tolist() == [0, 2, 0, 0]
+    assert kv.num_blocks_needed(cache, [0, 1, 0, 0]).tolist() == [1]
+    cache = extended(cache, {1: text[:6]}, {1: [4]})
+    assert int(kv.stats(cache).num_copies) == 1
+    assert cache.control.num_published.tolist() == [0, 1, 0, 0]
+    assert kv.lookup(cache, padded([*text, 4])[None], [9]).tolist() == [8]

@@ -1,9 +1,11 @@
 """What belongs to a row goes where the row goes."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.rows import is_repeated
 from tests.helpers import assert_invariants, num_free, statuses
 
 FULL = kv.FullAttention(2, 5)
@@ -50,3 +52,16 @@ def test_reorder_gives_back_what_several_rows_dropped():
     assert statuses(status) == [kv.Status.OK] * 3
     assert num_free(cache) == 7
     assert_invariants(cache)
+
+
+def test_repeated_ids_in_any_order():
+    """Ascending lists, which are not searched, and others; entries that do not count between them."""
+    rng = np.random.default_rng(0)
+    for n in range(60):
+        ids, mask = rng.integers(0, 6, 5), rng.random(5) < 0.8
+        if n % 2:
+            ids = np.sort(ids)
+        found = is_repeated(jnp.asarray(ids, jnp.int32), jnp.asarray(mask), max_seqs=6)
+        expected = [mask[i] and ids[i] in ids[:i][mask[:i]] for i in range(5)]
+        assert found.tolist() == expected, (ids, mask)
+    assert is_repeated(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool), max_seqs=6).tolist() == []

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.indexing import add_at, count_down, first_true, get_at, is_one_kernel, max_at, min_at, set_at
+from kvcache_jax.indexing import (
+    Update,
+    add_at,
+    count_down,
+    first_true,
+    get_at,
+    is_one_kernel,
+    max_at,
+    min_at,
+    set_at,
+    update_all,
+)
 from kvcache_jax.single_kernel import single_kernel
 
 pytestmark = pytest.mark.contract
@@ -42,7 +53,7 @@ def expected_update(combine, array, index, values):
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
 @pytest.mark.parametrize("shape, index_shapes", [
     ((9,), [(14,)]), ((9,), [()]), ((5, 3), [(7,)]), ((5, 3), [()]), ((5, 3), [(4, 1), (1, 6)]),
-    ((4, 3, 2), [(8,), (8,)]), ((6,), [(0,)]),
+    ((4, 3, 2), [(8,), (8,)]), ((6,), [(0,)]), ((90,), [(70,)]), ((30, 2), [(35,)]), ((40, 30), [(36,), (36,)]),
 ])  # fmt: skip
 def test_updates_skip_what_is_outside(update, shape, index_shapes):
     rng = np.random.default_rng(0)
@@ -68,6 +79,27 @@ def test_updates_skip_what_is_outside(update, shape, index_shapes):
     np.testing.assert_array_equal(batched(arrays, index, several)[0], expected)
 
 
+def test_updates_of_several_arrays_skip_each_their_own():
+    """Many entries, of which runs are skipped in all arrays, and others in one."""
+    rng = np.random.default_rng(2)
+    arrays = rng.integers(0, 90, (2, 50), np.int32)
+    places = np.stack([rng.permutation(100) - 25 for _ in arrays]).astype(np.int32)
+    places[:, 20:60] = 50
+    values = rng.integers(0, 90, 100, np.int32)
+    expected = [
+        expected_update(UPDATES[update], array, [at], values)
+        for update, array, at in zip((set_at, add_at), arrays, places, strict=True)
+    ]
+
+    def fn(arrays, places, values):
+        first, second = Update(arrays[0], places[0], values), Update(arrays[1], places[1], values, "add")
+        return update_all(first, second)
+
+    in_kernel = jax.jit(lambda *args: single_kernel(fn, *args))
+    for found in (fn(arrays, places, values), in_kernel([*arrays], places, values)):
+        np.testing.assert_array_equal(np.stack(found), expected)
+
+
 @pytest.mark.parametrize("per_trip", [3, 4, 20])
 def test_several_entries_per_trip(per_trip):
     rng = np.random.default_rng(1)
@@ -79,7 +111,18 @@ def test_several_entries_per_trip(per_trip):
 
 
 @pytest.mark.parametrize(
-    "index", [[], [2], [1], [5], [-1], [3, 0, 3, 9, 2, 0, 3, -4], [0, 0, 0], [3, 2, 1, 0]]
+    "index",
+    [
+        [],
+        [2],
+        [1],
+        [5],
+        [-1],
+        [3, 0, 3, 9, 2, 0, 3, -4],
+        [0, 0, 0],
+        [3, 2, 1, 0],
+        [9] * 40 + [2, 1, -1, 3, 2, 3, 3],
+    ],
 )
 def test_the_last_owner(index):
     """Of entries that take one each, those that take the last; the same in all three forms."""
