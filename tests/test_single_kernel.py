@@ -53,7 +53,8 @@ def expected_update(combine, array, index, values):
 @pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
 @pytest.mark.parametrize("shape, index_shapes", [
     ((9,), [(14,)]), ((9,), [()]), ((5, 3), [(7,)]), ((5, 3), [()]), ((5, 3), [(4, 1), (1, 6)]),
-    ((4, 3, 2), [(8,), (8,)]), ((6,), [(0,)]), ((90,), [(70,)]), ((30, 2), [(35,)]), ((40, 30), [(36,), (36,)]),
+    ((4, 3, 2), [(8,), (8,)]), ((6,), [(0,)]), ((90,), [(70,)]), ((30, 2), [(35,)]),
+    ((40, 30), [(36,), (36,)]),
 ])  # fmt: skip
 def test_updates_skip_what_is_outside(update, shape, index_shapes):
     rng = np.random.default_rng(0)
