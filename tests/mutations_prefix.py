@@ -11,6 +11,7 @@ WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_grou
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 IN_BATCHES = "test_prefix_scripts.py::test_a_random_script_in_small_batches"
 PARTS = "test_prefix_copies.py::test_a_row_holds_a_part_of_a_block_that_another_row_publishes"
+TOGETHER = "test_prefix_collisions.py::test_rows_that_are_committed_together_collide"
 COMMON = "test_decode_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common"
 SHARED_TAIL = "test_prefix_copies.py::test_a_copy_overwrites_what_two_earlier_ones_read"
 INDEX = "test_checks.py::test_a_broken_index_is_found"
@@ -120,7 +121,7 @@ MUTATIONS = [
             "followers are not compared with their leader",
             "follows.any(), verify",
             "follows.any() & False, verify",
-            COLLISIONS,
+            TOGETHER,
         ),
         (
             "what is found is not compared",
@@ -140,7 +141,7 @@ MUTATIONS = [
             "chains that ended go on in the next batch",
             "& ~get_at(is_cut, row)",
             "& (get_at(is_cut, row) | True)",
-            COLLISIONS,
+            TOGETHER,
         ),
         (
             "parts of blocks that others publish",

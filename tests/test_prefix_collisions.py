@@ -117,3 +117,27 @@ def test_this_test_can_fail(four_bits, monkeypatch):
     monkeypatch.setattr(prefix_index, "matches", believe)
     num_cached, is_foreign, most = replay(500, check=False)
     assert is_foreign.any() and (num_cached > most).any()
+
+
+@pytest.mark.parametrize("per_batch", [24, 3])
+def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_batch):
+    """Every row keeps its own tokens, and a chain ends before the first block that cannot be found."""
+    monkeypatch.setattr(publish, "_BATCH", per_batch)
+    num_rows, length, num_blocks = 6, 16, 60
+    config = kv.CacheConfig(
+        [kv.FullAttention(1, 4)], num_blocks=num_blocks, block_size=BLOCK, max_seqs=num_rows,
+        max_seq_len=length, enable_prefix_caching=True,
+    )  # fmt: skip
+    rows, lengths = np.arange(num_rows), np.full(num_rows, length)
+    texts = np.random.default_rng(0).integers(0, 9, (num_rows, length)).astype(np.int32)
+    cache, _ = kv.allocate(kv.init(config, storage=False), rows, lengths, tokens=texts)
+    cache, step = kv.extend(cache, lengths, max_new=length, tokens=texts)
+    cache, status = kv.commit(cache, rows)
+    assert not step.status.any() and not status.any() and kv.check_invariants(cache) == []
+    (pool,) = cache.control.block_pools
+    blocks = np.asarray(pool.block_table)
+    assert (np.asarray(cache.control.prefix_index.block_tokens)[blocks].reshape(texts.shape) == texts).all()
+    num_published = np.asarray(cache.control.num_published)
+    order = np.arange(length // BLOCK)
+    assert (np.asarray(pool.cached.is_published)[blocks] == (order < num_published[:, None])).all()
+    assert 0 < num_published.sum() <= 16 and num_published.min() + 3 < len(order)
