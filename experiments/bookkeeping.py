@@ -2,18 +2,17 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
 Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 7.0 us inside a loop and 122 us as a separate call, 62 of
-  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 89 us, fork of 64 rows 285,
-  reorder 739, free of 64 rows of 256 blocks 470, truncate 387. With the prefix cache: `extend` 12 us in a
-  loop, 1.67x (misses its bar of 1.3; 1.57x and 1.64x in two earlier runs, 1.34x to 1.39x on an Intel Xeon),
-  with `commit` of what is full 2.08x (misses its bar of 2; 1.61x to 2.03x, there 1.89x to 2.02x), evicting
-  1.50x; evicting by a policy with keys 223 us; a prompt found 207 us, commit of a prompt 340. In a loop that
-  commit takes 1.51x with 65,536 blocks of what it takes with 1,024 (misses its bar of 1.5; 1.31x to 1.49x on
-  the Xeon). All other growths are at most 1.3x, and 1.8x at 1,048,576 blocks (bar 3).
+Answer:  a decode step's `extend` of 256 rows takes 2.5 us inside a loop and 69 us as a separate call, 38 of
+  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 49 us, fork of 64 rows 139,
+  reorder 339, free of 64 rows of 256 blocks 211, truncate 126. With the prefix cache: `extend` 3.4 us in a
+  loop, 1.34x (misses its bar of 1.3; 1.27x in a run ten minutes before), with `commit` of what is full 2.36x
+  (misses its bar of 2; 2.34x before), evicting 1.74x; evicting by a policy with keys 152 us; a prompt found
+  111 us, commit of a prompt 184. With 65,536 blocks all take at most 1.34x of what they take with 1,024 (bar
+  1.5; commit of a prompt in a loop 1.58x in the run before), and 2.1x at 1,048,576 blocks (bar 3).
   The control state is 1.06 MB; the temporaries of a decode step (4.3 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 1,162 us for the same step with prefix caching off, 1,298 with it
-  on; for the prompt 58 us with it off (a slice of a list), 605 with it on. Levanter's pager 1,375 us when 16
-  of the rows take a page and 17,193 us when all do, where `extend` takes 202.
+  Beside it (--peers): vLLM 0.33's manager 894 us for the same step with prefix caching off, 978 with it on;
+  for the prompt 35 us with it off (a slice of a list), 512 with it on. Levanter's pager 1,140 us when 16 of
+  the rows take a page and 15,563 us when all do, where `extend` takes 133.
 Record:  experiments/results/bookkeeping.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
