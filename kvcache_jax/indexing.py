@@ -13,15 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.loops import for_each, for_each_true
+from kvcache_jax.loops import for_each, for_each_true, is_one_kernel
 
 # So few entries have a trip each, also where they are skipped.
 _MOST_ONE_BY_ONE = 32
 
 Index = ArrayLike | tuple[ArrayLike, ...]
-
-is_one_kernel = jax.make_user_context(False)
-"""Whether what is traced now becomes a single kernel, which cannot hold a scatter."""
 
 
 def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Array:

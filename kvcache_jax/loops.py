@@ -1,4 +1,4 @@
-"""Loops that are part of a single kernel: over entries, over those of a mask, or of one trip at most."""
+"""Loops that can be part of a single kernel: over entries, over those of a mask, or of one trip at most."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+is_one_kernel = jax.make_user_context(False)
+"""Whether what is traced now becomes a single kernel, which cannot hold a scatter."""
 
 
 def run_if(condition: jax.Array, fn: Callable, state: Any) -> Any:
@@ -21,6 +24,14 @@ def run_if(condition: jax.Array, fn: Callable, state: Any) -> Any:
         return fn(state), is_left & False
 
     return lax.while_loop(lambda carry: carry[1], once, (state, condition))[0]
+
+
+def skip_unless(condition: jax.Array, fn: Callable, state: Any) -> Any:
+    """`fn(state)`, which is as good as `state` unless `condition` bool[] holds, and is skipped then.
+
+    But in a single kernel alone: elsewhere the loop would take longer than a little that it skips.
+    """
+    return run_if(condition, fn, state) if is_one_kernel.value else fn(state)
 
 
 def for_each_true(mask: jax.Array, fn: Callable, state: Any) -> Any:

@@ -17,7 +17,7 @@ from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.indexing import add_at, first_true, get_at, num_true, quotient, read_first, set_at
-from kvcache_jax.loops import run_if
+from kvcache_jax.loops import run_if, skip_unless
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_distinct, first_failure, partial_tails
 from kvcache_jax.state import BlockPool, Control, Counter, PrefixIndex, count_events
@@ -117,7 +117,7 @@ def commit_rows(
     control, _, is_shared, _ = lax.while_loop(
         lambda state: state[3] < pending.num_blocks, publish_some, state
     )
-    return run_if(is_shared, functools.partial(_note_published_tails, config=config), control), status
+    return skip_unless(is_shared, functools.partial(_note_published_tails, config=config), control), status
 
 
 def _note_published_tails(control: Control, config: CacheConfig) -> Control:
@@ -244,7 +244,7 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
         return jnp.where(is_root[:, None], root_hash(control.hash_key, namespace), base)
 
     # While decoding, no block is the first one of its row.
-    base = run_if((batch.is_entry & is_root).any(), from_root, get_at(index.block_hash, batch.before))
+    base = skip_unless((batch.is_entry & is_root).any(), from_root, get_at(index.block_hash, batch.before))
     added = block_hashes(control.hash_key, tokens, batch.column * block_size)
     up_to = jnp.cumsum(added, axis=0, dtype=jnp.uint32)
     hashes = base + up_to - get_at(up_to - added, batch.start)
@@ -274,8 +274,8 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
         return jnp.where(found < nowhere, prefix_index.matches(index, found, content), is_good)
 
     # While decoding, blocks are new and differ, as a rule.
-    is_good = run_if(follows.any(), verify_followers, has_way | ~is_new)
-    is_good = run_if((found < nowhere).any(), verify_found, is_good)
+    is_good = skip_unless(follows.any(), verify_followers, has_way | ~is_new)
+    is_good = skip_unless((found < nowhere).any(), verify_found, is_good)
 
     # A block is done if those before it in its row are, and its leader is.
     def spread(state):

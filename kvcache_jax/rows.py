@@ -27,7 +27,7 @@ from kvcache_jax.indexing import (
     set_at,
     update_all,
 )
-from kvcache_jax.loops import run_if
+from kvcache_jax.loops import skip_unless
 from kvcache_jax.reach import first_column
 from kvcache_jax.state import ROW_FIELDS, BlockPool, Control, Counter, count_events
 from kvcache_jax.status import Status
@@ -230,7 +230,7 @@ def is_repeated(seq_ids: jax.Array, mask: jax.Array, max_seqs: int) -> jax.Array
 
     # Lists are in ascending order, as a rule.
     is_ascending = (rows[1:] > rows[:-1]) | (rows[1:] == max_seqs)
-    return run_if(~is_ascending.all(), look, mask & False)
+    return skip_unless(~is_ascending.all(), look, mask & False)
 
 
 def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq_ids: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.experimental import xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
-from kvcache_jax.indexing import is_one_kernel
+from kvcache_jax.loops import is_one_kernel
 from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.state import Control
 

@@ -186,8 +186,8 @@ ROWS = in_module(
     "rows",
     (
         "repeated ids are not searched for",
-        "run_if(~is_ascending.all(), look,",
-        "run_if(jnp.bool_(False), look,",
+        "skip_unless(~is_ascending.all(), look,",
+        "skip_unless(jnp.bool_(False), look,",
         REPEATED,
     ),
     ("equal ids are in order", "(rows[1:] > rows[:-1])", "(rows[1:] >= rows[:-1])", REPEATED),

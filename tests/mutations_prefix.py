@@ -145,8 +145,8 @@ MUTATIONS = [
         ),
         (
             "parts of blocks that others publish",
-            "return run_if(is_shared, ",
-            "return run_if(is_shared & False, ",
+            "return skip_unless(is_shared, ",
+            "return skip_unless(is_shared & False, ",
             PARTS,
         ),
         (

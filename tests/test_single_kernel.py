@@ -17,12 +17,12 @@ from kvcache_jax.indexing import (
     count_down,
     first_true,
     get_at,
-    is_one_kernel,
     max_at,
     min_at,
     set_at,
     update_all,
 )
+from kvcache_jax.loops import is_one_kernel
 from kvcache_jax.single_kernel import single_kernel
 
 pytestmark = pytest.mark.contract
