@@ -1,11 +1,13 @@
 """What belongs to a row goes where the row goes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.rows import is_repeated
+from kvcache_jax.single_kernel import single_kernel
 from tests.helpers import assert_invariants, num_free, statuses
 
 FULL = kv.FullAttention(2, 5)
@@ -55,13 +57,18 @@ def test_reorder_gives_back_what_several_rows_dropped():
 
 
 def test_repeated_ids_in_any_order():
-    """Ascending lists, which are not searched, and others; entries that do not count between them."""
+    """Ascending lists, which a kernel does not search, and others; entries that do not count between them."""
+
+    def find(ids, mask):
+        return is_repeated(ids, mask, max_seqs=6)
+
+    in_kernel = jax.jit(lambda *args: single_kernel(find, *args))
     rng = np.random.default_rng(0)
     for n in range(60):
         ids, mask = rng.integers(0, 6, 5), rng.random(5) < 0.8
         if n % 2:
             ids = np.sort(ids)
-        found = is_repeated(jnp.asarray(ids, jnp.int32), jnp.asarray(mask), max_seqs=6)
         expected = [mask[i] and ids[i] in ids[:i][mask[:i]] for i in range(5)]
-        assert found.tolist() == expected, (ids, mask)
-    assert is_repeated(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool), max_seqs=6).tolist() == []
+        for fn in (find, in_kernel):
+            assert fn(jnp.asarray(ids, jnp.int32), jnp.asarray(mask)).tolist() == expected, (ids, mask)
+    assert find(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool)).tolist() == []
