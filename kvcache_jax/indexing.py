@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.loops import for_each, for_each_true, is_one_kernel
 
-# So few entries have a trip each, also where they are skipped.
+# So few entries have a trip each, also where they are skipped: to pass over them takes longer to compile.
 _MOST_ONE_BY_ONE = 32
 
 Index = ArrayLike | tuple[ArrayLike, ...]

@@ -204,6 +204,7 @@ MUTATIONS = [
             "1 + first_true(stays).astype(jnp.uint32)",
             SCRIPT,
         ),
+        ("a trip evicts all that is left", "left - num_evicted", "jnp.zeros_like(left)", IN_BATCHES),
         ("evicts too little", "needs[group_id] - num_free, 0", "needs[group_id] - num_free - 1, 0", SCRIPT),
     ),
     *in_module(
@@ -363,6 +364,7 @@ MUTATIONS = [
             'str(f"block {block} has another hash',
             INDEX,
         ),
+        ("published last blocks not checked", "and num_published[row] <= num_full:", "and False:", INDEX),
         (
             "buckets not checked",
             'violations.append(f"block {block} is in the wrong',

@@ -150,6 +150,7 @@ INDEX_BREAKS = {
     "group 1: block 2 of block 1 names the keeper 0": [(f"{INDEX}.companions.1.keeper", 2, 0)],
     "group 1: block 4 is unpublished and names the keeper 1": [(f"{INDEX}.companions.1.keeper", 4, 1)],
     "row 0 has 3 blocks published of 2 full ones": [("num_published", 0, 3)],
+    "row 2 does not count its published last block": [("context_len", 2, 6), ("num_published", 2, 1)],
     "row 0 holds an unpublished block among": [
         (f"{POOL}.cached.is_published", 1, False),
         (f"{INDEX}.buckets", (11, 0), NOWHERE),

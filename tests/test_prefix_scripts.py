@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import publish
+from kvcache_jax import eviction, publish
 from tests.prefix_script import (
     NAMESPACES,
     PROMPT_WIDTH,
@@ -108,14 +108,15 @@ def test_a_long_random_script(seed):
 
 
 def test_a_random_script_in_small_batches(monkeypatch):
-    """Rows' blocks are published in several batches, and chains end in one before the last."""
+    """Blocks are published, and evicted, in several batches; chains end in one before the last."""
     monkeypatch.setattr(publish, "_BATCH", 3)
+    monkeypatch.setattr(eviction, "_ENTRIES_PER_TRIP", 3)
     jax.clear_caches()
     try:
         driver, rng = PrefixDriver(prefix_config(num_blocks=17)), np.random.default_rng(5)
         for _ in range(700):
             driver.apply(*random_prefix_operation(rng, driver))
-        assert min(driver.num_hits, driver.oracle.num_adoptions) > 10
+        assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10
     finally:
         jax.clear_caches()
 
