@@ -122,7 +122,7 @@ def extend_with_index(cache, i, prompt_len):
 
 def extend_and_commit(cache, i, prompt_len):
     cache, step = extend_with_index(cache, i, prompt_len)
-    cache, status = kv.commit(cache, jnp.arange(NUM_ROWS, dtype=jnp.int32))
+    cache, status = kv.commit(cache)
     return cache, jnp.maximum(status, step.status)
 
 

@@ -28,6 +28,8 @@ from kvcache_jax.state import BlockPool, CachedBlocks
 # Of the queue, looked at per trip of a sweep: more make the trips' arrays longer, and the last trip looks
 # further past the end; fewer make more trips, each with a cost of its own.
 _ENTRIES_PER_SWEEP = 1024
+# Blocks per trip: more make a longer kernel to compile.
+_WIPED_PER_TRIP = 16
 
 
 def num_available(pool: BlockPool) -> jax.Array:
@@ -85,10 +87,33 @@ def take(
     ref_count, table = update_all(
         Update(pool.ref_count, ids, 1), Update(pool.block_table, (rows, columns), ids)
     )
+    return _taken(pool, num_taken, ref_count, table), ids
+
+
+def take_wiped(
+    pool: BlockPool, mask: jax.Array, rows: jax.Array, columns: jax.Array, contents: jax.Array
+) -> tuple[BlockPool, jax.Array]:
+    """`take` that also sets the blocks' `contents` i32[num_blocks, ...] to 0, and returns these.
+
+    That is of no use by itself. But who writes there next, here and there among other places, would wait for
+    one line of memory after the other; this asks for all of them at once.
+    """
+    rank, num_taken = rank_true(mask)
+    order = jnp.arange(mask.shape[0], dtype=jnp.int32)
+    taken = get_at(pool.free_stack, pool.num_free - 1 - order)
+    taken, free_stack = read_first(jnp.where(order < num_taken, taken, pool.num_blocks), pool.free_stack)
+    ref_count, contents = update_all(
+        Update(pool.ref_count, taken, 1), Update(contents, taken, 0), per_trip=_WIPED_PER_TRIP, end=num_taken
+    )
+    rows = jnp.where(mask, rows, pool.block_table.shape[0])
+    table = set_at(pool.block_table, (rows, columns), get_at(taken, rank))
+    pool = dataclasses.replace(pool, free_stack=free_stack)
+    return _taken(pool, num_taken, ref_count, table), contents
+
+
+def _taken(pool: BlockPool, num_taken: jax.Array, ref_count: jax.Array, table: jax.Array) -> BlockPool:
     num_free = pool.num_free - num_taken
-    return _note_peak(
-        dataclasses.replace(pool, ref_count=ref_count, block_table=table, num_free=num_free)
-    ), ids
+    return _note_peak(dataclasses.replace(pool, ref_count=ref_count, block_table=table, num_free=num_free))
 
 
 def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:

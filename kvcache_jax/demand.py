@@ -86,6 +86,7 @@ class Wish(NamedTuple):
       num_new: i32[n], as the caller gave it.
       tokens: How the caller laid them out.
       context_len: i32[n], tokens before the call.
+      num_published: i32[n], blocks of the row that are published.
       positions: i32[tokens], each token's place in its row.
       status: i32[n], OK unless something but blocks stands against it.
       wants: bool[n], the row is to grow.
@@ -95,6 +96,7 @@ class Wish(NamedTuple):
     num_new: jax.Array
     tokens: NewTokens
     context_len: jax.Array
+    num_published: jax.Array
     positions: jax.Array
     status: jax.Array
     wants: jax.Array
@@ -137,8 +139,7 @@ def demands_of(
         tail = jnp.where(has_tail, tokens.first(entries), pool.num_blocks)
         if control.prefix_index is not None and g == config.indexed_group:
             # What the blocks themselves say too, which are all over a big array.
-            num_published = get_at(control.num_published, wish.seq_ids, 0)
-            is_published = has_tail & (num_published * group.block_size > wish.context_len)
+            is_published = has_tail & (wish.num_published * group.block_size > wish.context_len)
         else:
             is_published = block_pool.is_published(pool, tail)
         first_kept = first_column(group, wish.context_len, group.max_rollback)

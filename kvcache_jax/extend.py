@@ -42,11 +42,13 @@ def wish_of(
     id_checks = ()
     if seq_ids is None:
         seq_ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
+        context_len, is_active, num_published = control.context_len, control.is_active, control.num_published
     else:
         id_checks = check_distinct(control, seq_ids, mask=num_new > 0)
         seq_ids = jnp.where(seq_ids < 0, control.max_seqs, jnp.minimum(seq_ids, control.max_seqs))
-    context_len = get_at(control.context_len, seq_ids, 0)
-    is_active = get_at(control.is_active, seq_ids, False)
+        context_len = get_at(control.context_len, seq_ids, 0)
+        is_active = get_at(control.is_active, seq_ids, False)
+        num_published = get_at(control.num_published, seq_ids, 0)
     ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
     is_too_long = (num_new > max_new) | ends_outside | (num_new > config.max_seq_len - context_len)
     status = first_failure(
@@ -57,7 +59,7 @@ def wish_of(
     )
     wants = (status == Status.OK) & (num_new > 0)
     positions = tokens.spread(context_len, 0) + tokens.offset
-    return Wish(seq_ids, num_new, tokens, context_len, positions, status, wants)
+    return Wish(seq_ids, num_new, tokens, context_len, num_published, positions, status, wants)
 
 
 def extend_control(
@@ -161,12 +163,19 @@ def _take_free_blocks(
     demands, opens_block = demands_of(control, wish, wish.wants, config)
     suffices = suffices_free(control, demands)
     grows = wish.wants & suffices
-    pools = [
-        _take(pool, group, wish, opens & suffices)[0]
-        for pool, group, opens in zip(control.block_pools, config.groups, opens_block, strict=True)
-    ]
+    pools, index = [], control.prefix_index
+    assert index is not None
+    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
+        place = opens_block[g] & suffices, *_table_place(pool, group, wish)
+        if g == config.indexed_group:
+            pool, block_tokens = block_pool.take_wiped(pool, *place, index.block_tokens)
+            index = dataclasses.replace(index, block_tokens=block_tokens)
+        else:
+            pool, _ = block_pool.take(pool, *place)
+        pools.append(pool)
     clock = control.clock + grows.any().astype(jnp.uint32)
-    return dataclasses.replace(control, clock=clock, block_pools=tuple(pools)), grows, suffices
+    control = dataclasses.replace(control, clock=clock, block_pools=tuple(pools), prefix_index=index)
+    return control, grows, suffices
 
 
 def _take_blocks(
@@ -196,17 +205,17 @@ def _take_blocks(
         is_new = opens_block[g] & tokens.spread(grows, False)
         # The copy takes the place of the block that the row's first new token goes into.
         is_new |= tokens.spread(copies_tail[g], False) & (tokens.offset == 0)
-        pool, new = _take(pool, group, wish, is_new)
+        pool, new = block_pool.take(pool, is_new, *_table_place(pool, group, wish))
         pools.append(pool)
         all_copies.append(_add_copies(copies[g], copies_tail[g], tails[g], new, tokens))
     control = dataclasses.replace(control, block_pools=tuple(pools))
     return _forget_copied(control, wish, copies_tail, config), tuple(all_copies)
 
 
-def _take(pool: BlockPool, group: LayerGroup, wish: Wish, is_new: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """A block for each token for which `is_new` bool[tokens] holds; and their ids i32[tokens], or nowhere."""
+def _table_place(pool: BlockPool, group: LayerGroup, wish: Wish) -> tuple[jax.Array, jax.Array]:
+    """i32[tokens] both, row and column of the table for each token's block."""
     rows = wish.tokens.spread(wish.seq_ids, pool.block_table.shape[0])
-    return block_pool.take(pool, is_new, rows, quotient(wish.positions, group.block_size))
+    return rows, quotient(wish.positions, group.block_size)
 
 
 def _forget_copied(control: Control, wish: Wish, copies_tail: jax.Array, config: CacheConfig) -> Control:

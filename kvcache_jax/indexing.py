@@ -85,11 +85,13 @@ def max_at(array: jax.Array, index: Index, values: ArrayLike) -> jax.Array:
     return update_all(Update(array, index, values, "max"))[0]
 
 
-def update_all(*updates: Update, per_trip: int | None = None) -> list[jax.Array]:
-    """Several arrays, each with as many entries updated.
+def update_all(
+    *updates: Update, per_trip: int | None = None, end: jax.Array | None = None
+) -> list[jax.Array]:
+    """Several arrays, each with as many entries updated; from place `end` i32[] on all are skipped.
 
     In a single kernel by one loop. Of many entries it passes over those that are skipped; with `per_trip` it
-    takes so many at a time, skipped or not: faster where few are, but more to compile.
+    takes so many at a time, skipped or not, up to `end`: faster where few are, but more to compile.
     """
     arrays = [jnp.asarray(update.array) for update in updates]
     if not is_one_kernel.value:
@@ -112,7 +114,7 @@ def update_all(*updates: Update, per_trip: int | None = None) -> list[jax.Array]
 
     if skips_runs:
         return for_each_true(is_changed, functools.partial(update_nth, entries), arrays)
-    return for_each(entries, is_changed, update_nth, arrays, per_trip or 1)
+    return for_each(entries, is_changed, update_nth, arrays, per_trip or 1, end)
 
 
 class _Entries(NamedTuple):

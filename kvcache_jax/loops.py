@@ -71,11 +71,13 @@ def _bits(mask: jax.Array) -> jax.Array:
     return jnp.sum(bits << np.arange(32, dtype=np.uint32), axis=1, dtype=jnp.uint32)
 
 
-def for_each(entries: Any, mask: jax.Array, fn: Callable, state: Any, per_trip: int) -> Any:
+def for_each(
+    entries: Any, mask: jax.Array, fn: Callable, state: Any, per_trip: int, end: jax.Array | None = None
+) -> Any:
     """`state = fn(entries, n, state)` for each `n` i32[] below `m`, by a loop of `per_trip` of them per trip.
 
     What `fn` gets are parts of `entries`, a pytree of arrays [m, ...] and []. It changes nothing where `mask`
-    bool[m] is false.
+    bool[m] is false, as it is from `end` i32[] on.
     """
     num_entries = mask.shape[0]
 
@@ -98,6 +100,7 @@ def for_each(entries: Any, mask: jax.Array, fn: Callable, state: Any, per_trip: 
     if num_entries == 0:
         return state
     if num_entries > per_trip:
-        return lax.while_loop(lambda carry: carry[0] < num_entries, trip, (jnp.int32(0), state))[1]
+        end = jnp.int32(num_entries) if end is None else end
+        return lax.while_loop(lambda carry: carry[0] < end, trip, (end & 0, state))[1]
     # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
     return run_if(mask.any(), once, state)

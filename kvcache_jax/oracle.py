@@ -114,10 +114,13 @@ class Oracle:
         rows = zip(seq_ids, num_tokens, prompts, namespaces, priorities, strict=True)
         return [self._allocate(*row) for row in rows]
 
-    def commit(self, seq_ids: Sequence[int], final_len: Sequence[int]) -> list[Status]:
+    def commit(self, seq_ids: Sequence[int] | None, final_len: Sequence[int]) -> list[Status]:
         """See `kvcache_jax.commit`."""
         seen: set[int] = set()
         statuses = []
+        if seq_ids is None:  # `max_seqs` names no row
+            max_seqs = self.config.max_seqs
+            seq_ids = [row if row in self.rows else max_seqs for row in range(max_seqs)]
         for seq_id, length in zip(seq_ids, final_len, strict=True):
             status = self._check(seq_id)
             if status == Status.OK:

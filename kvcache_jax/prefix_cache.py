@@ -84,7 +84,9 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
 
 @takes_one
 @jax.named_scope("kvcache.commit")
-def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) -> tuple[Cache, jax.Array]:
+def commit(
+    cache: Cache, seq_ids: IntRows | None = None, *, final_len: IntRows | None = None
+) -> tuple[Cache, jax.Array]:
     """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
 
     Call it after the keys and values of the tokens are written; steps made before are stale then, for a block
@@ -93,7 +95,7 @@ def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) 
 
     Args:
       cache: Not changed.
-      seq_ids: i32[n], active rows.
+      seq_ids: i32[n], active rows. Default: all rows, n = max_seqs, of which idle ones are SKIPPED.
       final_len: i32[n], tokens that will not be taken back, at most; such as without drafts. Default: all.
 
     Returns:
@@ -103,10 +105,12 @@ def commit(cache: Cache, seq_ids: IntRows, *, final_len: IntRows | None = None) 
       ValueError: the cache has no prefix caching.
     """
     _require_index("commit", cache)
-    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    if seq_ids is not None:
+        seq_ids = arguments.int_column("seq_ids", seq_ids)
+    num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
     if final_len is None:
-        final_len = np.full(seq_ids.shape, np.iinfo(np.int32).max, np.int32)
-    final_len = arguments.int_column("final_len", final_len, seq_ids.shape[0])
+        final_len = np.full(num_rows, np.iinfo(np.int32).max, np.int32)
+    final_len = arguments.int_column("final_len", final_len, num_rows)
     control, status = _commit(cache.control, seq_ids, final_len, config=cache.config)
     return dataclasses.replace(cache, control=control), status
 
@@ -191,7 +195,7 @@ def _require_index(operation: str, cache: Cache) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _commit(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+def _commit(control: Control, *columns: jax.Array | None, config: CacheConfig) -> tuple[Control, jax.Array]:
     commit_rows = functools.partial(publish.commit_rows, config=config)
     return single_kernel(commit_rows, control, *columns)
 

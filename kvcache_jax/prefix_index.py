@@ -15,6 +15,9 @@ from kvcache_jax.content_hash import block_hashes, root_hash
 from kvcache_jax.indexing import Update, first_true, get_at, quotient, remainder, set_at, update_all
 from kvcache_jax.state import PrefixIndex
 
+# Blocks per trip: fewer wait for one place after the other, more make a longer kernel to compile.
+_INSERTED_PER_TRIP = 8
+
 
 class Content(NamedTuple):
     """What a block stands for.
@@ -38,13 +41,20 @@ def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
     return remainder(folded, index.buckets.shape[0]).astype(jnp.int32)
 
 
-def candidates(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
-    """i32[...], the published block with this hash, or nowhere; `matches` says whether it is the one."""
-    entries = index.buckets[bucket_of(index, hashes)]
-    stored = get_at(index.block_hash, entries, 0)
-    is_same = (entries < index.parent.shape[0]) & (stored == hashes[..., None, :]).all(axis=-1)
+def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> jax.Array:
+    """i32[...], the published block with this hash, or nowhere; `matches` says whether it is the one.
+
+    Args:
+      index: The index.
+      in_bucket: i32[..., ways], what the hash's bucket holds.
+      hashes: u32[..., 2].
+    """
+    is_same = in_bucket < index.parent.shape[0]
+    for word in range(2):
+        stored = get_at(index.block_hash, (in_bucket, jnp.full_like(in_bucket, word)))
+        is_same &= stored == hashes[..., None, word]
     # No two published blocks have the same hash, see `insert`.
-    return jnp.min(jnp.where(is_same, entries, index.parent.shape[0]), axis=-1)
+    return jnp.min(jnp.where(is_same, in_bucket, index.parent.shape[0]), axis=-1)
 
 
 def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.Array:
@@ -77,34 +87,56 @@ def find_prefix(
     order = jnp.arange(num_blocks, dtype=jnp.int32)
     added = block_hashes(hash_key, blocks, order * block_size)
     hashes = root_hash(hash_key, namespace) + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
-    found = candidates(index, hashes)
+    found = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
     parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
     is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
     is_hit &= order < quotient(jnp.maximum(num_tokens - 1, 0), block_size)
     return jnp.where(jnp.cumsum(~is_hit) == 0, found, nowhere)
 
 
-def free_way(index: PrefixIndex, buckets: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `rank[i]`-th empty place of bucket `buckets[i]`: way i32[n], and bool[n] whether there is one."""
-    is_empty = get_at(index.buckets, buckets) == index.parent.shape[0]
+def free_way(index: PrefixIndex, in_bucket: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """i32[n], the `rank[i]`-th empty place of a bucket that holds `in_bucket[i]`; bool[n], there is one."""
+    is_empty = in_bucket == index.parent.shape[0]
     is_it = is_empty & (jnp.cumsum(is_empty, axis=-1, dtype=jnp.int32) == rank[:, None] + 1)
     return first_true(is_it), is_it.any(axis=-1)
 
 
 def insert(
-    index: PrefixIndex, mask: jax.Array, block_ids: jax.Array, ways: jax.Array, content: Content
-) -> PrefixIndex:
-    """Enters the masked blocks, whose hashes are new and differ, at the free `ways` of their buckets."""
+    index: PrefixIndex,
+    mask: jax.Array,
+    block_ids: jax.Array,
+    ways: jax.Array,
+    content: Content,
+    *others: Update,
+    end: jax.Array,
+) -> tuple[PrefixIndex, list[jax.Array]]:
+    """Enters the masked blocks, whose hashes are new and differ, at the free `ways` of their buckets.
+
+    Args:
+      index: The index.
+      mask: bool[n].
+      block_ids: i32[n].
+      ways: i32[n], places in the buckets.
+      content: Of the blocks.
+      *others: Updates of n entries to be done by the same loop.
+      end: i32[], from there on entries are skipped in all of these.
+
+    Returns:
+      The index, and the updated arrays of `others`.
+    """
     nowhere = index.parent.shape[0]
     target = jnp.where(mask, block_ids, nowhere)
     buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])
-    updated, block_hash, parent, namespace = update_all(
+    updated, block_hash, parent, namespace, *others_updated = update_all(
         Update(index.buckets, (buckets, ways), block_ids),
         Update(index.block_hash, target, content.hashes),
         Update(index.parent, target, content.parent),
         Update(index.namespace, target, content.namespace),
+        *others,
+        per_trip=_INSERTED_PER_TRIP,
+        end=end,
     )
-    return dataclasses.replace(
+    index = dataclasses.replace(
         index,
         buckets=updated,
         block_hash=block_hash,
@@ -112,6 +144,7 @@ def insert(
         namespace=namespace,
         history=block_history.add_children(index.history, jnp.where(mask, content.parent, nowhere), 1),
     )
+    return index, others_updated
 
 
 def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priority: jax.Array) -> PrefixIndex:

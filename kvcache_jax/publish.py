@@ -7,7 +7,7 @@ others adopt it, and a block that cannot be published ends its row's chain.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 from kvcache_jax import block_history, block_pool, companions, prefix_index
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.content_hash import block_hashes, root_hash
-from kvcache_jax.indexing import add_at, first_true, get_at, num_true, quotient, read_first, set_at
+from kvcache_jax.indexing import Update, add_at, first_true, get_at, num_true, quotient, read_first, set_at
 from kvcache_jax.loops import run_if, skip_unless
 from kvcache_jax.prefix_index import Content
 from kvcache_jax.rows import check_distinct, first_failure, partial_tails
@@ -32,7 +32,7 @@ class _Pending(NamedTuple):
     """The blocks to publish of all rows of a call, end to end: row `i` has the places `[starts[i], ends[i])`.
 
     Attributes:
-      seq_ids: i32[n], rows of the block table; `max_seqs` for those that have none.
+      seq_ids: i32[n], rows of the block table; anything for those that have none.
       num_published: i32[n], blocks before them.
       starts: i32[n].
       ends: i32[n].
@@ -51,6 +51,7 @@ class _Batch(NamedTuple):
 
     Attributes:
       is_entry: bool[E].
+      end: i32[], behind the last entry.
       row: i32[E], index in the call.
       seq_ids: i32[E], row of the block table.
       start: i32[E], the row's first entry.
@@ -60,6 +61,7 @@ class _Batch(NamedTuple):
     """
 
     is_entry: jax.Array
+    end: jax.Array
     row: jax.Array
     seq_ids: jax.Array
     start: jax.Array
@@ -87,21 +89,22 @@ class _Verdict(NamedTuple):
 
 
 def commit_rows(
-    control: Control, seq_ids: jax.Array, final_len: jax.Array, *, config: CacheConfig
+    control: Control, seq_ids: jax.Array | None, final_len: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    """Publishes the full blocks of rows `seq_ids` i32[n] below `final_len` i32[n]."""
+    """Publishes the full blocks of rows `seq_ids` i32[n], None for all rows, below `final_len` i32[n]."""
     block_size = config.groups[config.indexed_group].block_size
-    status = first_failure(
-        *check_distinct(control, seq_ids),
-        (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
-        (final_len < 0, Status.BAD_LENGTH),
-    )
-    final_len = jnp.minimum(final_len, get_at(control.context_len, seq_ids))
-    rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
-    num_full = jnp.where(status == Status.OK, quotient(final_len, block_size), 0)
-
-    num_published = get_at(control.num_published, rows, 0)
-    num_pending = jnp.maximum(num_full - num_published, 0)
+    if seq_ids is None:
+        rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
+        context_len, num_published = control.context_len, control.num_published
+        id_checks = ((~control.is_active, Status.SKIPPED),)
+    else:
+        rows = seq_ids
+        context_len, num_published = get_at(control.context_len, rows), get_at(control.num_published, rows)
+        is_idle = ~get_at(control.is_active, rows)
+        id_checks = (*check_distinct(control, rows), (is_idle, Status.SEQ_NOT_ACTIVE))
+    status = first_failure(*id_checks, (final_len < 0, Status.BAD_LENGTH))
+    num_full = quotient(jnp.maximum(jnp.minimum(final_len, context_len), 0), block_size)
+    num_pending = jnp.where(status == Status.OK, jnp.maximum(num_full - num_published, 0), 0)
     ends = jnp.cumsum(num_pending, dtype=jnp.int32)
     pending = _Pending(rows, num_published, ends - num_pending, ends, jnp.sum(num_pending, dtype=jnp.int32))
 
@@ -136,7 +139,7 @@ def _batch_at(
     pool = control.block_pools[config.indexed_group]
     size = min(_BATCH, is_cut.shape[0] * pool.max_blocks_per_seq)
     place = first + jnp.arange(size, dtype=jnp.int32)
-    row = jnp.sum(pending.ends <= place[:, None], axis=1, dtype=jnp.int32)
+    row = jnp.searchsorted(pending.ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
     is_entry = (place < pending.num_blocks) & ~get_at(is_cut, row)
     seq_ids, row_start = get_at(pending.seq_ids, row), get_at(pending.starts, row)
     num_published = get_at(pending.num_published, row)
@@ -145,6 +148,7 @@ def _batch_at(
     block_ids = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
     return _Batch(
         is_entry=is_entry,
+        end=jnp.minimum(pending.num_blocks - first, size),
         row=row,
         seq_ids=seq_ids,
         start=jnp.maximum(row_start - first, 0),
@@ -169,8 +173,20 @@ def _publish_batch(
     pool = dataclasses.replace(pool, block_table=table)
     verdict = _judge(control, index, batch)
 
-    index = prefix_index.insert(index, verdict.is_new, batch.block_ids, verdict.way, verdict.content)
-    pool = block_pool.mark_published(pool, jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks))
+    assert pool.cached is not None
+    new_ids = jnp.where(verdict.is_new, batch.block_ids, pool.num_blocks)
+    done_rows = jnp.where(verdict.is_done, batch.seq_ids, control.max_seqs)
+    index, (is_published, num_published) = prefix_index.insert(
+        index,
+        verdict.is_new,
+        batch.block_ids,
+        verdict.way,
+        verdict.content,
+        Update(pool.cached.is_published, new_ids, True),
+        Update(control.num_published, done_rows, 1, "add"),
+        end=batch.end,
+    )
+    pool = dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
     is_shared = verdict.is_done & (block_pool.ref_counts(pool, batch.block_ids) > 1)
     is_shared, ref_count = read_first(is_shared, pool.ref_count)
     pool = dataclasses.replace(pool, ref_count=ref_count)
@@ -179,18 +195,21 @@ def _publish_batch(
 
     if index.history is not None:
         index = _note_uses(control, index, batch, verdict, is_exchanged)
-    done_rows = jnp.where(verdict.is_done, batch.seq_ids, control.max_seqs)
     cut_here = batch.is_entry & ~verdict.is_done
     control = dataclasses.replace(
         control,
-        num_published=add_at(control.num_published, done_rows, 1),
+        num_published=num_published,
         prefix_index=index,
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
         counters=count_events(control, {Counter.ADOPTIONS: num_adopted}),
     )
     if len(config.groups) > 1:
         control = _link_companions(control, batch, verdict, config)
-    is_cut = set_at(is_cut, jnp.where(cut_here, batch.row, is_cut.shape[0]), True)
+
+    def cut(is_cut: jax.Array) -> jax.Array:
+        return set_at(is_cut, jnp.where(cut_here, batch.row, is_cut.shape[0]), True)
+
+    is_cut = skip_unless(cut_here.any(), cut, is_cut)
     return control, is_cut, is_shared.any()
 
 
@@ -251,20 +270,29 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
     # Computed once: fused into the comparisons below, it would be computed for every pair.
     hashes, tokens, base = lax.optimization_barrier((hashes, tokens, base))
 
-    found = jnp.where(batch.is_entry, prefix_index.candidates(index, hashes), nowhere)
+    buckets = prefix_index.bucket_of(index, hashes)
+    in_bucket = index.buckets[buckets]
+    found = jnp.where(batch.is_entry, prefix_index.candidates(index, in_bucket, hashes), nowhere)
     is_new = batch.is_entry & (found == nowhere)
-    is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
-    leader = jnp.where(is_new, first_true(is_equal), order)
+
+    def among_new(_: Any) -> tuple[jax.Array, jax.Array]:
+        is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
+        leader = jnp.where(is_new, first_true(is_equal), order)
+        goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_new & (leader == order)
+        return leader, jnp.sum(goes_before, axis=1, dtype=jnp.int32)
+
+    # New blocks meet no other one in their buckets, as a rule.
+    own_bucket = jnp.where(is_new, buckets, -1 - order)
+    num_meetings = num_true(own_bucket[:, None] == own_bucket) - order.shape[0]
+    none = batch.row & 0
+    leader, rank = skip_unless(num_meetings > 0, among_new, (none + order, none))
     canonical = jnp.where(is_new, batch.block_ids[leader], found)
     is_first = order == batch.start
     parent = jnp.where(is_first, batch.before, jnp.roll(canonical, 1))
     content = Content(tokens, hashes, parent, namespace)
-
-    buckets = prefix_index.bucket_of(index, hashes)
     follows = is_new & (leader != order)
     is_new &= ~follows
-    goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_new
-    way, has_way = prefix_index.free_way(index, buckets, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
+    way, has_way = prefix_index.free_way(index, in_bucket, rank)
 
     def verify_followers(is_good: jax.Array) -> jax.Array:
         is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])

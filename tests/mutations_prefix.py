@@ -88,6 +88,8 @@ MUTATIONS = [
             "_note_peak(pool)",
             "test_prefix_transforms.py::test_calls_that_change_nothing_sweep_nothing",
         ),
+        ("a block too many wiped", "order < num_taken", "order <= num_taken", SCRIPT),
+        ("wiped blocks mixed up", "get_at(taken, rank)", "get_at(taken, 0 * rank)", SCRIPT),
     ),
     *in_module(
         "publish",
@@ -111,11 +113,24 @@ MUTATIONS = [
         ),
         (
             "a block too many published",
-            "quotient(final_len, block_size), 0",
-            "quotient(final_len + block_size - 1, block_size), 0",
+            "context_len), 0), block_size)",
+            "context_len), 0) + block_size - 1, block_size)",
             SCRIPT,
         ),
-        ("final_len ignored", "jnp.minimum(final_len, get_at(", "jnp.minimum(2**30, get_at(", SCRIPT),
+        ("final_len ignored", "jnp.minimum(final_len, context_len)", "context_len", SCRIPT),
+        ("idle rows of all are committed", "((~control.is_active, Status.SKIPPED),)", "()", SCRIPT),
+        (
+            "a batch's last block is left out",
+            "num_blocks - first, size)",
+            "num_blocks - first - 1, size)",
+            SCRIPT,
+        ),
+        (
+            "new blocks that meet in a bucket are not compared",
+            "skip_unless(num_meetings > 0, among",
+            "skip_unless(num_meetings > 2, among",
+            TOGETHER,
+        ),
         ("equal blocks both published", "is_new &= ~follows", "pass", SCRIPT),
         (
             "followers are not compared with their leader",
@@ -250,7 +265,7 @@ MUTATIONS = [
         ),
         (
             "published last blocks are not seen",
-            "is_published = has_tail & (num_published *",
+            "is_published = has_tail & (wish.num_published *",
             "is_published = has_tail & (0 *",
             SCRIPT,
         ),
@@ -301,7 +316,7 @@ MUTATIONS = [
             "return control, ",
             SCRIPT,
         ),
-        ("taken although it does not suffice", "opens & suffices)[0]", "opens)[0]", SCRIPT),
+        ("taken although it does not suffice", "opens_block[g] & suffices, *", "opens_block[g], *", SCRIPT),
         (
             "clock advances on an empty call with the index",
             "control.clock + grows.any().astype(jnp.uint32)",

@@ -68,7 +68,9 @@ class PrefixDriver(Driver):
         return admission.status, expected
 
     def commit(self, seq_ids, final_len):
-        self.cache, status = commit(self.cache, np.array(seq_ids), final_len=np.array(final_len))
+        if seq_ids is not None:
+            seq_ids = np.array(seq_ids)
+        self.cache, status = commit(self.cache, seq_ids, final_len=np.array(final_len))
         return status, self.oracle.commit(seq_ids, final_len)
 
     def evict(self, num_blocks):
@@ -109,8 +111,10 @@ def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> t
         return "set_priority", rows, [int(p) for p in rng.integers(-2, 3, 2)]
     if name == "commit":
         rows += [int(row) for row in rng.integers(-1, ROWS, 2)]
-        any_len = rng.choice([-1, 5, 9, 31, 2**31 - 1], len(rows), p=[0.02, 0.08, 0.1, 0.4, 0.4])
-        return "commit", rows, [int(n) for n in any_len]
+        all_rows = rng.random() < 0.2
+        num_rows = ROWS if all_rows else len(rows)
+        any_len = rng.choice([-1, 5, 9, 31, 2**31 - 1], num_rows, p=[0.02, 0.08, 0.1, 0.4, 0.4])
+        return "commit", None if all_rows else rows, [int(n) for n in any_len]
     while (operation := random_operation(rng, driver))[0] in driver.left_out:
         pass
     return operation
