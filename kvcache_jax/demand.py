@@ -147,13 +147,33 @@ def demands_of(
     return demands, opens_block
 
 
-def suffices_free(control: Control, demands: list[Demand]) -> jax.Array:
-    """bool[], the free blocks are enough for all of `demands`, and no row has a block to copy."""
-    suffices = jnp.bool_(True)
+class _Overview(NamedTuple):
+    """What holds of the demands of all rows.
+
+    Attributes:
+      fits: bool[], there are blocks for all, copies not counted.
+      is_shared: bool[], of a block that is to be written into.
+      is_published: bool[], likewise.
+    """
+
+    fits: jax.Array
+    is_shared: jax.Array
+    is_published: jax.Array
+
+
+def _overview(control: Control, demands: list[Demand]) -> _Overview:
+    fits, is_shared, is_published = jnp.bool_(True), jnp.bool_(False), jnp.bool_(False)
     for pool, demand in zip(control.block_pools, demands, strict=True):
-        copies_any = ((block_pool.ref_counts(pool, demand.tail) > 1) | demand.is_tail_published).any()
-        suffices &= ~copies_any & (jnp.sum(demand.num_blocks, dtype=jnp.int32) <= pool.num_free)
-    return suffices
+        fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
+        is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
+        is_published |= demand.is_tail_published.any()
+    return _Overview(fits, is_shared, is_published)
+
+
+def takes_at_once(control: Control, demands: list[Demand]) -> jax.Array:
+    """bool[], there are blocks for all of `demands`, and no row has one to copy."""
+    fits, is_shared, is_published = _overview(control, demands)
+    return fits & ~is_shared & ~is_published
 
 
 class Decision(NamedTuple):
@@ -184,12 +204,7 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
       The decision.
     """
     demands, opens_block = demands_of(control, wish, wants, config)
-    fits, is_shared, is_published = jnp.bool_(True), jnp.bool_(False), jnp.bool_(False)
-    for pool, demand in zip(control.block_pools, demands, strict=True):
-        fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
-        is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
-        is_published |= demand.is_tail_published.any()
-
+    fits, is_shared, is_published = _overview(control, demands)
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
     def walk(state):

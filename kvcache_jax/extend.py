@@ -12,7 +12,7 @@ from jax import lax
 
 from kvcache_jax import block_pool, eviction, reach
 from kvcache_jax.config import CacheConfig, LayerGroup
-from kvcache_jax.demand import Decision, NewTokens, Wish, decide, demands_of, num_taken, suffices_free
+from kvcache_jax.demand import Decision, NewTokens, Wish, decide, demands_of, num_taken, takes_at_once
 from kvcache_jax.indexing import (
     Update,
     get_at,
@@ -148,21 +148,22 @@ def _grow(
         return take_turns((control, copies, nobody))
     if control.prefix_index is None:  # nothing is evicted: nobody needs a turn
         return take_turn((control, copies, nobody, num_true(nobody), nobody.any()))[:3]
-    control, grows, suffices = _take_free_blocks(control, wish, config)
+    control, grows, suffices = _take_at_once(control, wish, config)
     return run_if(~suffices, take_turns, (control, copies, grows))
 
 
-def _take_free_blocks(
-    control: Control, wish: Wish, config: CacheConfig
-) -> tuple[Control, jax.Array, jax.Array]:
-    """All that a decoding step does, as a rule: rows write on in blocks of their own, and take free ones.
+def _take_at_once(control: Control, wish: Wish, config: CacheConfig) -> tuple[Control, jax.Array, jax.Array]:
+    """All that a decoding step does, as a rule: rows write on in blocks of their own, and take others.
 
     Returns:
       The control state; bool[n], the row grows; and bool[], that is all there is to do: if not, nothing is.
     """
     demands, opens_block = demands_of(control, wish, wish.wants, config)
-    suffices = suffices_free(control, demands)
+    suffices = takes_at_once(control, demands)
     grows = wish.wants & suffices
+    needs = [jnp.sum(jnp.where(suffices, demand.num_blocks, 0), dtype=jnp.int32) for demand in demands]
+    clock = control.clock + grows.any().astype(jnp.uint32)
+    control = eviction.make_room(dataclasses.replace(control, clock=clock), needs, config)
     pools, index = [], control.prefix_index
     assert index is not None
     for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
@@ -173,9 +174,7 @@ def _take_free_blocks(
         else:
             pool, _ = block_pool.take(pool, *place)
         pools.append(pool)
-    clock = control.clock + grows.any().astype(jnp.uint32)
-    control = dataclasses.replace(control, clock=clock, block_pools=tuple(pools), prefix_index=index)
-    return control, grows, suffices
+    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index), grows, suffices
 
 
 def _take_blocks(

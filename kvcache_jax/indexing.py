@@ -4,12 +4,14 @@ What is built from these can be part of a `single_kernel`.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -91,7 +93,8 @@ def update_all(
     """Several arrays, each with as many entries updated; from place `end` i32[] on all are skipped.
 
     In a single kernel by one loop. Of many entries it passes over those that are skipped; with `per_trip` it
-    takes so many at a time, skipped or not, up to `end`: faster where few are, but more to compile.
+    takes so many at a time, skipped or not, up to `end`: faster where few are, but more to compile. Where
+    there are not more than that, it takes them one by one.
     """
     arrays = [jnp.asarray(update.array) for update in updates]
     if not is_one_kernel.value:
@@ -101,6 +104,9 @@ def update_all(
             )
             for array, update in zip(arrays, updates, strict=True)
         ]
+    axes = updates[0].at if isinstance(updates[0].at, tuple) else (updates[0].at,)
+    if per_trip is not None and math.prod(np.broadcast_shapes(*map(jnp.shape, axes))) <= per_trip:
+        per_trip = None
     entries = [_entries_of(update, per_trip or 1) for update in updates]
     is_inside = [_is_inside(x.places, array.shape) for x, array in zip(entries, arrays, strict=True)]
     is_changed = any_of(is_inside)
@@ -135,12 +141,9 @@ def _entries_of(update: Update, per_trip: int) -> _Entries:
     num_entries, entry_shape = index[0].size, update.array.shape[len(index) :]
 
     def filled_up(entries: jax.Array) -> jax.Array:
-        # One trip needs no padding, which XLA would fold into updates that it does not do in place.
         num_missing = -num_entries % per_trip
-        if num_entries < per_trip or not num_missing:
-            return entries
         nowhere = lax.full_like(entries, -1, shape=(num_missing, *entry_shape[: entries.ndim - 1]))
-        return jnp.concatenate([entries, nowhere])
+        return jnp.concatenate([entries, nowhere]) if num_missing else entries
 
     places = [filled_up(axis.reshape(-1)) for axis in index]
     if values.size == 1:

@@ -92,15 +92,10 @@ def for_each(
             state = fn(some, jnp.int32(n), state)
         return start + per_trip, state
 
-    def once(state: Any) -> Any:
-        for n in range(num_entries):
-            state = fn(entries, jnp.int32(n), state)
-        return state
-
     if num_entries == 0:
         return state
     if num_entries > per_trip:
         end = jnp.int32(num_entries) if end is None else end
         return lax.while_loop(lambda carry: carry[0] < end, trip, (end & 0, state))[1]
     # XLA would dissolve a loop of one trip, and copy the arrays where it takes its parts to.
-    return run_if(mask.any(), once, state)
+    return run_if(mask.any(), lambda state: trip((jnp.int32(0), state))[1], state)

@@ -16,7 +16,7 @@ from kvcache_jax.indexing import Update, first_true, get_at, quotient, remainder
 from kvcache_jax.state import PrefixIndex
 
 # Blocks per trip: fewer wait for one place after the other, more make a longer kernel to compile.
-_INSERTED_PER_TRIP = 8
+_INSERTED_PER_TRIP = 4
 
 
 class Content(NamedTuple):

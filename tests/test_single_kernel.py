@@ -111,6 +111,21 @@ def test_several_entries_per_trip(per_trip):
     np.testing.assert_array_equal(in_kernel(array, index, values), expected)
 
 
+@pytest.mark.parametrize("end", range(11))
+def test_entries_up_to_an_end(end):
+    rng = np.random.default_rng(end)
+    array, values = rng.integers(0, 90, 9, np.int32), rng.integers(0, 90, 10, np.int32)
+    index = np.where(np.arange(10) < end, rng.permutation(10), 9).astype(np.int32)
+    expected = expected_update(UPDATES[set_at], array, [index], values)
+
+    def update(array, index, values, end):
+        return update_all(Update(array, index, values), per_trip=3, end=end)[0]
+
+    in_kernel = jax.jit(lambda *args: single_kernel(update, *args))
+    for found in (update(array, index, values, end), in_kernel(array, index, values, jnp.int32(end))):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize(
     "index",
     [
