@@ -151,29 +151,34 @@ class _Overview(NamedTuple):
     """What holds of the demands of all rows.
 
     Attributes:
-      fits: bool[], there are blocks for all, copies not counted.
+      is_free: bool[], there are free blocks for all, copies not counted.
+      fits: bool[], there are with those that can be evicted.
       is_shared: bool[], of a block that is to be written into.
       is_published: bool[], likewise.
     """
 
+    is_free: jax.Array
     fits: jax.Array
     is_shared: jax.Array
     is_published: jax.Array
 
 
 def _overview(control: Control, demands: list[Demand]) -> _Overview:
-    fits, is_shared, is_published = jnp.bool_(True), jnp.bool_(False), jnp.bool_(False)
+    is_free, fits = jnp.bool_(True), jnp.bool_(True)
+    is_shared, is_published = jnp.bool_(False), jnp.bool_(False)
     for pool, demand in zip(control.block_pools, demands, strict=True):
-        fits &= jnp.sum(demand.num_blocks, dtype=jnp.int32) <= block_pool.num_available(pool)
+        num_blocks = jnp.sum(demand.num_blocks, dtype=jnp.int32)
+        is_free &= num_blocks <= pool.num_free
+        fits &= num_blocks <= block_pool.num_available(pool)
         is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
         is_published |= demand.is_tail_published.any()
-    return _Overview(fits, is_shared, is_published)
+    return _Overview(is_free, fits, is_shared, is_published)
 
 
-def takes_at_once(control: Control, demands: list[Demand]) -> jax.Array:
-    """bool[], there are blocks for all of `demands`, and no row has one to copy."""
-    fits, is_shared, is_published = _overview(control, demands)
-    return fits & ~is_shared & ~is_published
+def takes_at_once(control: Control, demands: list[Demand]) -> tuple[jax.Array, jax.Array]:
+    """bool[], there are blocks for all `demands` and no row has one to copy; and bool[], these are free."""
+    is_free, fits, is_shared, is_published = _overview(control, demands)
+    return fits & ~is_shared & ~is_published, is_free
 
 
 class Decision(NamedTuple):
@@ -204,7 +209,7 @@ def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) 
       The decision.
     """
     demands, opens_block = demands_of(control, wish, wants, config)
-    fits, is_shared, is_published = _overview(control, demands)
+    _, fits, is_shared, is_published = _overview(control, demands)
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
 
     def walk(state):

@@ -1,10 +1,11 @@
 """Reserving slots for new tokens: the rows that `demand` lets grow take their blocks and copies.
 
 All at once, as a rule. Where what a row gets may depend on the blocks that are evicted for those before it,
-or that later ones give back, they take turns.
+or that later ones give back, they take turns (`_grow`).
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -115,66 +116,84 @@ def _grow(
       The control state; per group the copies, of which a later one may overwrite what an earlier one read;
       and bool[n], the row grows.
     """
-    clock = control.clock
-    order = jnp.arange(wish.wants.shape[0], dtype=jnp.int32)
+    nobody = wish.wants & False
+    if any(group.window is not None for group in config.groups):
+        return _take_turns(control, wish, nobody.any(), config)
+    if control.prefix_index is None:  # nothing is evicted: nobody needs a turn
+        return _take_turn(control.clock, wish, config, _before_turns(control, wish, nobody.any()))[:3]
 
-    def take_turn(state):
-        control, copies, grows, turn, is_one_by_one = state
-        wants = wish.wants & (~is_one_by_one | (order == turn))
-        control, decision = decide(control, wish, wants, config)
-        takes_turns = is_one_by_one | decision.must_take_turns
-        # The first time that this is found, nobody takes anything yet.
-        is_decided = takes_turns == is_one_by_one
-        decision = decision._replace(
-            grows=decision.grows & is_decided, copies_tail=decision.copies_tail & is_decided
-        )
-        grows |= decision.grows
-        control = dataclasses.replace(control, clock=clock + grows.any().astype(jnp.uint32))
-        control, copies = _take_blocks(control, copies, wish, decision, config)
-        return control, copies, grows, turn + is_decided.astype(jnp.int32), takes_turns
+    # A decoding step, as a rule: rows write on in blocks of their own, and take others that are free.
+    demands, opens_block = demands_of(control, wish, wish.wants, config)
+    at_once, is_free = takes_at_once(control, demands)
+    grows = wish.wants & at_once
+    control = dataclasses.replace(control, clock=control.clock + grows.any().astype(jnp.uint32))
+    control = _take_wiped(control, wish, [opens & at_once & is_free for opens in opens_block], config)
+
+    def make_room(state):
+        needs = [jnp.where(at_once, jnp.sum(demand.num_blocks, dtype=jnp.int32), 0) for demand in demands]
+        control = eviction.make_room(state[0], needs, config)
+        pools = [
+            block_pool.take(pool, opens & at_once, *_table_place(pool, group, wish))[0]
+            for pool, group, opens in zip(control.block_pools, config.groups, opens_block, strict=True)
+        ]
+        return _take_turns(dataclasses.replace(control, block_pools=tuple(pools)), wish, at_once, config)
+
+    copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
+    control, copies, grows_at_turn = run_if(~at_once | ~is_free, make_room, (control, copies, nobody))
+    return control, copies, grows | grows_at_turn
+
+
+def _before_turns(control: Control, wish: Wish, is_done: jax.Array) -> tuple:
+    """What `_take_turn` starts from; where `is_done` bool[], nobody has a turn."""
+    copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
+    nobody = wish.wants & False
+    return control, copies, nobody, is_done.astype(jnp.int32), nobody.any()
+
+
+def _take_turns(
+    control: Control, wish: Wish, is_done: jax.Array, config: CacheConfig
+) -> tuple[Control, tuple[BlockCopies, ...], jax.Array]:
+    """`_grow` by one turn of all rows, or if that may not be, one of each; by none if `is_done` bool[]."""
 
     def is_left(state):
         *_, turn, is_one_by_one = state
-        return turn < jnp.where(is_one_by_one, order.shape[0], 1)
+        return turn < jnp.where(is_one_by_one, wish.wants.shape[0], 1)
 
-    def take_turns(state):
-        control, copies, nobody = state
-        state = control, copies, nobody, num_true(nobody), nobody.any()
-        return lax.while_loop(is_left, take_turn, state)[:3]
-
-    copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
-    nobody = wish.wants & False
-    if any(group.window is not None for group in config.groups):
-        return take_turns((control, copies, nobody))
-    if control.prefix_index is None:  # nothing is evicted: nobody needs a turn
-        return take_turn((control, copies, nobody, num_true(nobody), nobody.any()))[:3]
-    control, grows, suffices = _take_at_once(control, wish, config)
-    return run_if(~suffices, take_turns, (control, copies, grows))
+    take_turn = functools.partial(_take_turn, control.clock, wish, config)
+    return lax.while_loop(is_left, take_turn, _before_turns(control, wish, is_done))[:3]
 
 
-def _take_at_once(control: Control, wish: Wish, config: CacheConfig) -> tuple[Control, jax.Array, jax.Array]:
-    """All that a decoding step does, as a rule: rows write on in blocks of their own, and take others.
+def _take_turn(clock: jax.Array, wish: Wish, config: CacheConfig, state: tuple) -> tuple:
+    """A turn: all rows take what they need, or the next one does; `clock` u32[] is that before all turns."""
+    control, copies, grows, turn, is_one_by_one = state
+    order = jnp.arange(wish.wants.shape[0], dtype=jnp.int32)
+    wants = wish.wants & (~is_one_by_one | (order == turn))
+    control, decision = decide(control, wish, wants, config)
+    takes_turns = is_one_by_one | decision.must_take_turns
+    # The first time that this is found, nobody takes anything yet.
+    is_decided = takes_turns == is_one_by_one
+    decision = decision._replace(
+        grows=decision.grows & is_decided, copies_tail=decision.copies_tail & is_decided
+    )
+    grows |= decision.grows
+    control = dataclasses.replace(control, clock=clock + grows.any().astype(jnp.uint32))
+    control, copies = _take_blocks(control, copies, wish, decision, config)
+    return control, copies, grows, turn + is_decided.astype(jnp.int32), takes_turns
 
-    Returns:
-      The control state; bool[n], the row grows; and bool[], that is all there is to do: if not, nothing is.
-    """
-    demands, opens_block = demands_of(control, wish, wish.wants, config)
-    suffices = takes_at_once(control, demands)
-    grows = wish.wants & suffices
-    needs = [jnp.sum(jnp.where(suffices, demand.num_blocks, 0), dtype=jnp.int32) for demand in demands]
-    clock = control.clock + grows.any().astype(jnp.uint32)
-    control = eviction.make_room(dataclasses.replace(control, clock=clock), needs, config)
+
+def _take_wiped(control: Control, wish: Wish, is_new: list[jax.Array], config: CacheConfig) -> Control:
+    """A block for each token for which `is_new` bool[tokens], per group, holds; none of them is copied."""
     pools, index = [], control.prefix_index
     assert index is not None
     for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
-        place = opens_block[g] & suffices, *_table_place(pool, group, wish)
+        place = is_new[g], *_table_place(pool, group, wish)
         if g == config.indexed_group:
             pool, block_tokens = block_pool.take_wiped(pool, *place, index.block_tokens)
             index = dataclasses.replace(index, block_tokens=block_tokens)
         else:
             pool, _ = block_pool.take(pool, *place)
         pools.append(pool)
-    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index), grows, suffices
+    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
 
 
 def _take_blocks(

@@ -270,7 +270,7 @@ MUTATIONS = [
             SCRIPT,
         ),
         ("what is shared is taken at once", "return fits & ~is_shared & ", "return fits & ", SCRIPT),
-        ("what is published is taken at once", "~is_shared & ~is_published\n", "~is_shared\n", SCRIPT),
+        ("what is published is taken at once", "~is_shared & ~is_published,", "~is_shared,", SCRIPT),
         ("too few blocks are taken at once", "return fits & ~is_shared", "return ~is_shared", SCRIPT),
     ),
     *in_module(
@@ -311,14 +311,17 @@ MUTATIONS = [
             "return control, ",
             SCRIPT,
         ),
-        ("taken although not at once", "opens_block[g] & suffices, *", "opens_block[g], *", SCRIPT),
+        ("taken although not at once", "opens & at_once & is_free for", "opens & is_free for", SCRIPT),
+        ("taken although not free", "opens & at_once & is_free for", "opens & at_once for", SCRIPT),
+        ("taken after eviction although not at once", "opens & at_once, *", "opens, *", SCRIPT),
         (
             "clock advances on an empty call with the index",
             "control.clock + grows.any().astype(jnp.uint32)",
             "control.clock + 1",
             SCRIPT,
         ),
-        ("grows although not at once", "wish.wants & suffices", "wish.wants", SCRIPT),
+        ("grows although not at once", "grows = wish.wants & at_once", "grows = wish.wants", SCRIPT),
+        ("room made although not at once", "jnp.where(at_once, jnp.sum(", "jnp.where(True, jnp.sum(", SCRIPT),
         ("tokens not recorded", "step.slots[group_id], tokens, ", "step.slots[group_id], 0, ", SCRIPT),
     ),
     *in_module(
