@@ -275,47 +275,44 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
     found = jnp.where(batch.is_entry, prefix_index.candidates(index, in_bucket, hashes), nowhere)
     is_new = batch.is_entry & (found == nowhere)
 
-    def among_new(_: Any) -> tuple[jax.Array, jax.Array]:
+    def content_of(canonical: jax.Array) -> Content:
+        parent = jnp.where(order == batch.start, batch.before, jnp.roll(canonical, 1))
+        return Content(tokens, hashes, parent, namespace)
+
+    def settle(_: Any) -> _Verdict:
         is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
         leader = jnp.where(is_new, first_true(is_equal), order)
-        goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_new & (leader == order)
-        return leader, jnp.sum(goes_before, axis=1, dtype=jnp.int32)
+        follows = is_new & (leader != order)
+        is_first = is_new & ~follows
+        canonical = jnp.where(is_new, batch.block_ids[leader], found)
+        content = content_of(canonical)
+        goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_first
+        way, has_way = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
 
-    # New blocks meet no other one in their buckets, as a rule.
+        is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (content.parent == content.parent[leader])
+        is_like_leader &= (namespace == namespace[leader]).all(axis=-1)
+        is_good = jnp.where(follows, is_like_leader, has_way)
+        is_good = jnp.where(found < nowhere, prefix_index.matches(index, found, content), is_good)
+
+        # A block is done if those before it in its row are, and its leader is.
+        def spread(state):
+            is_bad, _ = state
+            last_bad = lax.cummax(jnp.where(is_bad, order, -1))
+            spread_bad = (last_bad >= batch.start) | is_bad[leader]
+            return spread_bad, (spread_bad != is_bad).any()
+
+        is_bad = batch.is_entry & ~is_good
+        is_bad, _ = lax.while_loop(lambda state: state[1], spread, (is_bad, is_bad.any()))
+        is_done = batch.is_entry & ~is_bad
+        return _Verdict(is_done, is_first & is_done, canonical, content, way)
+
+    # While decoding, as a rule, all are new, and each has a bucket for itself, with room.
+    way, has_way = prefix_index.free_way(index, in_bucket, batch.row & 0)
     own_bucket = jnp.where(is_new, buckets, -1 - order)
-    num_meetings = num_true(own_bucket[:, None] == own_bucket) - order.shape[0]
-    none = batch.row & 0
-    leader, rank = skip_unless(num_meetings > 0, among_new, (none + order, none))
-    canonical = jnp.where(is_new, batch.block_ids[leader], found)
-    is_first = order == batch.start
-    parent = jnp.where(is_first, batch.before, jnp.roll(canonical, 1))
-    content = Content(tokens, hashes, parent, namespace)
-    follows = is_new & (leader != order)
-    is_new &= ~follows
-    way, has_way = prefix_index.free_way(index, in_bucket, rank)
-
-    def verify_followers(is_good: jax.Array) -> jax.Array:
-        is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])
-        return is_good & (~follows | (is_like_leader & (namespace == namespace[leader]).all(axis=-1)))
-
-    def verify_found(is_good: jax.Array) -> jax.Array:
-        return jnp.where(found < nowhere, prefix_index.matches(index, found, content), is_good)
-
-    # While decoding, blocks are new and differ, as a rule.
-    is_good = skip_unless(follows.any(), verify_followers, has_way | ~is_new)
-    is_good = skip_unless((found < nowhere).any(), verify_found, is_good)
-
-    # A block is done if those before it in its row are, and its leader is.
-    def spread(state):
-        is_bad, _ = state
-        last_bad = lax.cummax(jnp.where(is_bad, order, -1))
-        spread_bad = (last_bad >= batch.start) | is_bad[leader]
-        return spread_bad, (spread_bad != is_bad).any()
-
-    is_bad = batch.is_entry & ~is_good
-    is_bad, _ = lax.while_loop(lambda state: state[1], spread, (is_bad, is_bad.any()))
-    is_done = batch.is_entry & ~is_bad
-    return _Verdict(is_done, is_new & is_done, canonical, content, way)
+    meets_any = num_true(own_bucket[:, None] == own_bucket) > order.shape[0]
+    is_unusual = (batch.is_entry & ~(is_new & has_way)).any() | meets_any
+    as_a_rule = _Verdict(is_new, is_new, batch.block_ids, content_of(batch.block_ids), way)
+    return skip_unless(is_unusual, settle, as_a_rule)
 
 
 def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:

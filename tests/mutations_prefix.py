@@ -9,6 +9,7 @@ FORKS = "test_prefix_windows.py::test_forks_that_are_committed_together_do_not_b
 LINKED_WHEN_FULL = "test_prefix_windows.py::test_blocks_are_linked_once_they_are_full"
 WHOLE_BLOCKS = "test_prefix_windows.py::test_hits_are_whole_blocks_of_every_group"
 COLLISIONS = "test_prefix_collisions.py::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
+FULL_BUCKET = "test_prefix_collisions.py::test_a_full_bucket_refuses_blocks_and_takes_them_later"
 IN_BATCHES = "test_prefix_scripts.py::test_a_random_script_in_small_batches"
 PARTS = "test_prefix_copies.py::test_a_row_holds_a_part_of_a_block_that_another_row_publishes"
 TOGETHER = "test_prefix_collisions.py::test_rows_that_are_committed_together_collide"
@@ -127,21 +128,22 @@ MUTATIONS = [
         ),
         (
             "new blocks that meet in a bucket are not compared",
-            "skip_unless(num_meetings > 0, among",
-            "skip_unless(num_meetings > 2, among",
+            "== own_bucket) > order.shape[0]",
+            "== own_bucket) > order.shape[0] + 2",
             TOGETHER,
         ),
-        ("equal blocks both published", "is_new &= ~follows", "pass", SCRIPT),
+        ("blocks without room published", "~(is_new & has_way)", "~is_new", FULL_BUCKET),
+        ("equal blocks both published", "is_first = is_new & ~follows", "is_first = is_new", SCRIPT),
         (
             "followers are not compared with their leader",
-            "follows.any(), verify",
-            "follows.any() & False, verify",
+            "jnp.where(follows, is_like_leader, has_way)",
+            "follows | has_way",
             TOGETHER,
         ),
         (
             "what is found is not compared",
-            "(found < nowhere).any(), verify",
-            "jnp.bool_(False), verify",
+            "prefix_index.matches(index, found, content), is_good)",
+            "True, is_good)",
             COLLISIONS,
         ),
         (

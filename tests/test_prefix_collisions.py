@@ -1,5 +1,7 @@
 """Case cc: with a hash of 4 bits nearly all prompts collide, and none gets foreign keys and values."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,3 +143,37 @@ def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_ba
     order = np.arange(length // BLOCK)
     assert (np.asarray(pool.cached.is_published)[blocks] == (order < num_published[:, None])).all()
     assert 0 < num_published.sum() <= 16 and num_published.min() + 3 < len(order)
+
+
+@pytest.fixture
+def one_bucket(monkeypatch):
+    """All blocks belong into the first bucket, which has eight places."""
+    jax.clear_caches()
+    for module in (prefix_index, checks):
+        monkeypatch.setattr(module, "bucket_of", lambda index, hashes: (hashes[..., 0] & 0).astype(jnp.int32))
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_full_bucket_refuses_blocks_and_takes_them_later(one_bucket, together, num_blocks):
+    config = dataclasses.replace(CONFIG, max_seqs=10, num_blocks=40)
+    rows, prompts, length = np.arange(10), np.arange(90).reshape(10, 9), num_blocks * BLOCK
+    cache, _ = kv.allocate(kv.init(config, storage=False), rows, np.full(10, length), tokens=prompts)
+    cache, _ = jax.jit(kv.extend, static_argnames="max_new")(
+        cache, np.full(10, length), max_new=length, tokens=prompts[:, :length]
+    )
+    for some in [rows] if together else rows[:, None]:
+        cache, status = jax.jit(kv.commit)(cache, some)
+        assert status.tolist() == [kv.Status.OK] * len(some)
+        assert not kv.check_invariants(cache)
+    num_found = 8 // num_blocks
+    expected = length * (rows < num_found)
+    np.testing.assert_array_equal(kv.lookup(cache, prompts, np.full(10, 9)), expected)
+    cache, _ = kv.free(cache, [1, 2])
+    cache, _ = kv.evict(cache, 2 * num_blocks)
+    cache, _ = jax.jit(kv.commit)(cache)
+    assert not kv.check_invariants(cache)
+    expected = length * ((rows < num_found + 2) & (rows != 1) & (rows != 2))
+    np.testing.assert_array_equal(kv.lookup(cache, prompts, np.full(10, 9)), expected)
