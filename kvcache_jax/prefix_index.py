@@ -49,10 +49,8 @@ def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> j
       in_bucket: i32[..., ways], what the hash's bucket holds.
       hashes: u32[..., 2].
     """
-    is_same = in_bucket < index.parent.shape[0]
-    for word in range(2):
-        stored = get_at(index.block_hash, (in_bucket, jnp.full_like(in_bucket, word)))
-        is_same &= stored == hashes[..., None, word]
+    stored = get_at(index.block_hash, in_bucket, 0)
+    is_same = (in_bucket < index.parent.shape[0]) & (stored == hashes[..., None, :]).all(axis=-1)
     # No two published blocks have the same hash, see `insert`.
     return jnp.min(jnp.where(is_same, in_bucket, index.parent.shape[0]), axis=-1)
 
