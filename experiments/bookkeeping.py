@@ -2,17 +2,17 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
 Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 2.5 us inside a loop and 69 us as a separate call, 38 of
-  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 49 us, fork of 64 rows 139,
-  reorder 339, free of 64 rows of 256 blocks 211, truncate 126. With the prefix cache: `extend` 3.4 us in a
-  loop, 1.34x (misses its bar of 1.3; 1.27x in a run ten minutes before), with `commit` of what is full 2.36x
-  (misses its bar of 2; 2.34x before), evicting 1.74x; evicting by a policy with keys 152 us; a prompt found
-  111 us, commit of a prompt 184. With 65,536 blocks all take at most 1.34x of what they take with 1,024 (bar
-  1.5; commit of a prompt in a loop 1.58x in the run before), and 2.1x at 1,048,576 blocks (bar 3).
+Answer:  a decode step's `extend` of 256 rows takes 2.4 us inside a loop and 65 us as a separate call, 37 of
+  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 44 us, fork of 64 rows 135,
+  reorder 313, free of 64 rows of 256 blocks 194, truncate 116. With the prefix cache: `extend` 3.0 us in a
+  loop, 1.27x (bar 1.3; 1.23x in the run before), with `commit` of what is full 1.87x (bar 2; 1.89x), evicting
+  1.58x (bar 2; 1.63x); evicting by a policy with keys 165 us; a prompt found 107 us, commit of a prompt 158.
+  With 65,536 blocks all take at most 1.43x of what they take with 1,024 (bar 1.5), and 1.91x at 1,048,576
+  blocks (bar 3). All bars hold in both runs.
   The control state is 1.06 MB; the temporaries of a decode step (4.3 MB) do not grow with the pool.
-  Beside it (--peers): vLLM 0.33's manager 894 us for the same step with prefix caching off, 978 with it on;
-  for the prompt 35 us with it off (a slice of a list), 512 with it on. Levanter's pager 1,140 us when 16 of
-  the rows take a page and 15,563 us when all do, where `extend` takes 133.
+  Beside it (--peers): vLLM 0.33's manager 862 us for the same step with prefix caching off, 903 with it on;
+  for the prompt 34 us with it off (a slice of a list), 449 with it on. Levanter's pager 1,114 us when 16 of
+  the rows take a page and 15,751 us when all do, where `extend` takes 101.
 Record:  experiments/results/bookkeeping.json.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
