@@ -11,7 +11,7 @@ class Status(enum.IntEnum):
     OK = 0
     """Done (or nothing was asked of the row)."""
     SKIPPED = 1
-    """`seq_id == max_seqs`: the caller left this place empty; or a call is for all rows, and this one is idle."""
+    """`seq_id == max_seqs`: the caller left this place empty. Of a call for all rows: the row is idle."""
     OUT_OF_BLOCKS = 2
     """Some layer group has too few blocks that are free or can be evicted."""
     TOO_LONG = 3
