@@ -3,9 +3,9 @@
 The files, in an order to read them in; the first line of each says what it does:
 
 * state: `config`, `state`, `empty_state`, `build`, `memory_plan`, `status`, `summary`, `pytree`, `cache_form`
-* operations: `cache` is the page of them; `admission`, `rows`, `demand`, `extend`, `block_pool` change the
-  control state, `storage` the keys and values, `stats` asks; below them `arguments`, `static_numbers`,
-  `reach`, `indexing`, `loops`, `single_kernel`, `manual_axes`
+* operations: `cache` is the page of them; `admission`, `rows`, `new_tokens`, `demand`, `extend`, `block_pool`
+  change the control state, `storage` the keys and values, `stats` asks; below them `arguments`,
+  `static_numbers`, `reach`, `indexing`, `loops`, `single_kernel`, `manual_axes`
 * attention: `attention`, `attention_options`, `queries`, `attention_vjp`, `attention_xla`; and by kernels:
   `implementations`, `attention_kernels`, `head_axis`
 * prefix cache: `prefix_cache` has the operations; `content_hash`, `prefix_index`, `publish`, `companions`

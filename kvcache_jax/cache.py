@@ -24,9 +24,9 @@ from kvcache_jax import admission, arguments, attention_kernels, rows, storage
 from kvcache_jax.arguments import IntRows, Layer
 from kvcache_jax.cache_form import is_traced, takes_one
 from kvcache_jax.config import CacheConfig
-from kvcache_jax.demand import packed_tokens, padded_tokens
 from kvcache_jax.extend import extend_control, record_tokens
 from kvcache_jax.indexing import get_at
+from kvcache_jax.new_tokens import packed_tokens, padded_tokens
 from kvcache_jax.single_kernel import one_control_kernel
 from kvcache_jax.state import Admission, Cache, Control, Step
 from kvcache_jax.static_numbers import static_count

@@ -13,7 +13,7 @@ from jax import lax
 
 from kvcache_jax import block_pool, eviction, reach
 from kvcache_jax.config import CacheConfig, LayerGroup
-from kvcache_jax.demand import Decision, NewTokens, Wish, decide, demands_of, num_taken, takes_at_once
+from kvcache_jax.demand import Decision, Wish, decide, demands_of, num_taken, takes_at_once
 from kvcache_jax.indexing import (
     Update,
     get_at,
@@ -26,6 +26,7 @@ from kvcache_jax.indexing import (
     update_all,
 )
 from kvcache_jax.loops import run_if
+from kvcache_jax.new_tokens import NewTokens
 from kvcache_jax.rows import check_distinct, first_failure, mark_used, num_blocks_for
 from kvcache_jax.state import AttentionPlan, BlockCopies, BlockPool, Control, Counter, Step, count_events
 from kvcache_jax.status import Status
@@ -138,8 +139,8 @@ def _grow(
         ]
         return _take_turns(dataclasses.replace(control, block_pools=tuple(pools)), wish, at_once, config)
 
-    copies = tuple(_no_copies(pool, wish) for pool in control.block_pools)
-    control, copies, grows_at_turn = run_if(~at_once | ~is_free, make_room, (control, copies, nobody))
+    start = _before_turns(control, wish, at_once)[:3]
+    control, copies, grows_at_turn = run_if(~at_once | ~is_free, make_room, start)
     return control, copies, grows | grows_at_turn
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from kvcache_jax import block_pool, prefix_cache
 from kvcache_jax import cache as operations
 from kvcache_jax.admission import Prompt, reservation
-from kvcache_jax.demand import num_blocks_for_all, padded_tokens
+from kvcache_jax.demand import num_blocks_for_all
 from kvcache_jax.extend import wish_of
 from kvcache_jax.indexing import num_true
+from kvcache_jax.new_tokens import padded_tokens
 from kvcache_jax.state import Admission, Cache, Control, Step
 from kvcache_jax.stats import Stats, stats, utilization
 from kvcache_jax.status import Status

@@ -115,6 +115,23 @@ EXTEND = in_module(
     ),
 )
 
+NEW_TOKENS = in_module(
+    "new_tokens",
+    (
+        "packed rows have the next row's last block",
+        "per_token, self.starts[:-1]",
+        "per_token, self.starts[1:]",
+        "test_failures.py::test_the_other_rows_of_the_call_proceed[extend_packed]",
+    ),
+    (
+        "the last block is the last token's",
+        "reshape(self.shape)[:, 0]",
+        "reshape(self.shape)[:, -1]",
+        RESERVED,
+    ),
+    ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
+)
+
 DEMAND = in_module(
     "demand",
     ("write into a shared block", "owners[-1] > 1", "owners[-1] > 99", BRANCHES),
@@ -130,19 +147,6 @@ DEMAND = in_module(
         f"{FAILED_ROW}[extend]",
     ),
     ("reserved blocks not used", "& (entries == pool.num_blocks)", "", RESERVED),
-    (
-        "packed rows have the next row's last block",
-        "per_token, self.starts[:-1]",
-        "per_token, self.starts[1:]",
-        "test_failures.py::test_the_other_rows_of_the_call_proceed[extend_packed]",
-    ),
-    (
-        "the last block is the last token's",
-        "reshape(self.shape)[:, 0]",
-        "reshape(self.shape)[:, -1]",
-        RESERVED,
-    ),
-    ("packed offsets count from the call's start", "order - starts[row]", "order", PACKED),
     (
         "window drops a column too many",
         "group.max_rollback)",
@@ -387,6 +391,7 @@ CHECKS = in_module(
 
 MUTATIONS = [
     *EXTEND,
+    *NEW_TOKENS,
     *DEMAND,
     *REACH,
     *ADMISSION,
