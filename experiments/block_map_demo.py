@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import kvcache_jax as kv
-from experiments import command
-from kvcache_jax.picture import block_map, draw_block_map
+from experiments.common import command
+from kvcache_jax.inspect.block_map import block_map, draw_block_map
 
 CONFIG = kv.CacheConfig(
     layers=[kv.FullAttention(num_kv_heads=1, head_dim=4)] * 2,

@@ -31,7 +31,9 @@ import optax
 from flax import nnx
 
 import kvcache_jax as kv
-from experiments import bits_per_byte, command, corpus, dense_decoder, timing
+from experiments.common import command, corpus, timing
+from experiments.decode_speed import dense_decoder
+from experiments.train import bits_per_byte
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from experiments import command
-from experiments.command import InputError
-from experiments.corpus import MODEL, held_out_files
-from experiments.timing import machine, revision, show_table, summary
+from experiments.common import command
+from experiments.common.command import InputError
+from experiments.common.corpus import MODEL, held_out_files
+from experiments.common.timing import machine, revision, show_table, summary
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 

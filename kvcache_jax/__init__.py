@@ -1,45 +1,27 @@
 """KV caches as values: one immutable pytree, and pure functions that allocate, append, fork and free.
 
-The files, in an order to read them in; the first line of each says what it does:
+Its rooms, each of which imports only those above it; a public operation's file bears its name:
 
-* state: `config`, `state`, `empty_state`, `build`, `memory_plan`, `status`, `summary`, `pytree`, `cache_form`
-* operations: `cache` is the page of them; `admission`, `rows`, `new_tokens`, `demand`, `extend`, `block_pool`
-  change the control state, `storage` the keys and values, `stats` asks; below them `arguments`,
-  `static_numbers`, `reach`, `indexing`, `loops`, `single_kernel`, `manual_axes`
-* attention: `attention`, `attention_options`, `queries`, `attention_vjp`, `attention_xla`; and by kernels:
-  `implementations`, `attention_kernels`, `head_axis`
-* prefix cache: `prefix_cache` has the operations; `content_hash`, `prefix_index`, `publish`, `companions`
-  find blocks by their tokens; `eviction`, `eviction_policy`, `block_history`, `tournament`, `preemption`
-  choose what goes; `explain`, `scrub`
-* decoding: `decode`, `forward`, `prefill`, `decode_loop`, `decode_host`, `decode_arguments`, `sampling`,
-  `speculation`, `beam`, `score`
-* on the host: `manager`, `manager_questions`, `manager_requests`, `manager_batches`,
-  `manager_rows`, `manager_programs`, `manager_errors`, `cache_holder`
-* checks and pictures: `checks`, `oracle`, `testing`, `forward_check`, `poison`, `picture`, `block_view`
+* `arrays`: masked updates, sharding types, checks of numbers; nothing of caches
+* `core`: what a cache is: config, layer kinds, state, status, checks of arguments
+* `blocks`: who holds which block, and the movement of keys and values
+* `prefix`: blocks found by their contents: hashes, the index, eviction
+* `operations`: `allocate`, `extend`, `fork`, `commit` and the others, a file each
+* `attention`: `write`, `attend`, `attention`, `append`, `gather`; XLA, gradients, the way to the kernels
+* `inspect`: invariants, block maps, reasons for a miss
+* `decoding`: `generate`, `beam_search`, `score`, speculation, for anybody's model
+* `manager`: requests by id on the host
+* `testing`: an oracle, poison, checks of one's own model
 """
 
 import logging as _logging
 
 from kvcache_jax import testing
-from kvcache_jax.attention import attend, attention
-from kvcache_jax.beam import Beam, BeamResult, beam_search
-from kvcache_jax.build import init, reset
-from kvcache_jax.cache import (
-    allocate,
-    append,
-    donate,
-    extend,
-    fork,
-    free,
-    gather,
-    reorder,
-    set_priority,
-    touch,
-    truncate,
-    write,
-)
-from kvcache_jax.checks import check_invariants
-from kvcache_jax.config import (
+from kvcache_jax.attention.append import append
+from kvcache_jax.attention.attention import attend, attention
+from kvcache_jax.attention.gather import gather
+from kvcache_jax.attention.write import write
+from kvcache_jax.core.config import (
     CacheConfig,
     FullAttention,
     LayerGroup,
@@ -47,32 +29,9 @@ from kvcache_jax.config import (
     SlidingWindow,
     memory_bytes,
 )
-from kvcache_jax.decode import Draft, GenerateResult, Generation, Look, generate
-from kvcache_jax.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
-from kvcache_jax.explain import explain
-from kvcache_jax.manager import CacheManager
-from kvcache_jax.manager_errors import (
-    CacheError,
-    CacheLost,
-    DuplicateRequest,
-    ManagerBusy,
-    ManagerClosed,
-    OutOfBlocks,
-    OutOfRows,
-    OutOfSync,
-    StaleBatch,
-    TooLong,
-    UnknownRequest,
-    WindowLost,
-)
-from kvcache_jax.manager_requests import Batch, Request
-from kvcache_jax.memory_plan import describe
-from kvcache_jax.picture import block_map, draw_block_map
-from kvcache_jax.preemption import evict_to_utilization, select_victim_rows
-from kvcache_jax.prefix_cache import commit, evict, item_tokens, lookup, namespace, reset_prefix_cache
-from kvcache_jax.score import ScoreResult, score
-from kvcache_jax.scrub import scrub
-from kvcache_jax.state import (
+from kvcache_jax.core.describe import describe
+from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
+from kvcache_jax.core.state import (
     Admission,
     AttentionPlan,
     BlockHistory,
@@ -86,7 +45,44 @@ from kvcache_jax.state import (
     PrefixIndex,
     Step,
 )
-from kvcache_jax.stats import (
+from kvcache_jax.core.status import Status, StatusError, raise_for_status
+from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
+from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.decoding.score import ScoreResult, score
+from kvcache_jax.inspect.block_map import block_map, draw_block_map
+from kvcache_jax.inspect.check_invariants import check_invariants
+from kvcache_jax.inspect.explain import explain
+from kvcache_jax.manager.errors import (
+    CacheError,
+    CacheLost,
+    DuplicateRequest,
+    ManagerBusy,
+    ManagerClosed,
+    OutOfBlocks,
+    OutOfRows,
+    OutOfSync,
+    StaleBatch,
+    TooLong,
+    UnknownRequest,
+    WindowLost,
+)
+from kvcache_jax.manager.manager import CacheManager
+from kvcache_jax.manager.requests import Batch, Request
+from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.commit import commit
+from kvcache_jax.operations.donate import donate
+from kvcache_jax.operations.evict import evict
+from kvcache_jax.operations.extend import extend
+from kvcache_jax.operations.fork import fork
+from kvcache_jax.operations.free import free
+from kvcache_jax.operations.init import init, reset
+from kvcache_jax.operations.lookup import lookup
+from kvcache_jax.operations.preempt import evict_to_utilization, select_victim_rows
+from kvcache_jax.operations.reorder import reorder
+from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache
+from kvcache_jax.operations.scrub import scrub
+from kvcache_jax.operations.set_priority import set_priority
+from kvcache_jax.operations.stats import (
     Stats,
     active_seq_ids,
     idle_seq_ids,
@@ -96,7 +92,10 @@ from kvcache_jax.stats import (
     stats,
     utilization,
 )
-from kvcache_jax.status import Status, StatusError, raise_for_status
+from kvcache_jax.operations.touch import touch
+from kvcache_jax.operations.truncate import truncate
+from kvcache_jax.prefix.item_tokens import item_tokens
+from kvcache_jax.prefix.namespace import namespace
 
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
 

@@ -22,10 +22,25 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = ("pallas_kernels", "kvcache_jax", "models", "experiments")  # each may import those before it
 SOURCE_FOLDERS = (*LAYERS, "tests")
 SHIPPED = ("pallas_kernels", "kvcache_jax")
-KERNEL_CALLERS = ("kvcache_jax/attention_kernels.py", "kvcache_jax/implementations.py")
+# The rooms of the library: each imports only from itself and from those before it.
+ROOMS = (
+    "arrays",
+    "core",
+    "blocks",
+    "prefix",
+    "operations",
+    "attention",
+    "inspect",
+    "decoding",
+    "manager",
+    "testing",
+)
+# The plan of the kernels' work, until backends make it themselves.
+RUNS_BACK_UP = ("kvcache_jax/operations/extend.py", "kvcache_jax.attention.kernels")
+KERNEL_CALLERS = ("kvcache_jax/attention/kernels.py", "kvcache_jax/core/backends.py")
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
-OPTIONAL_IMPORTS = {"kvcache_jax/picture.py": {"matplotlib"}}
+OPTIONAL_IMPORTS = {"kvcache_jax/inspect/block_map.py": {"matplotlib"}}
 MAX_LINES = 500
 
 pytestmark = pytest.mark.contract
@@ -121,20 +136,64 @@ def test_imports_point_down_the_layers():
     assert not violations, "\n".join(violations)
 
 
+def room_violations(file: str, source: str) -> list[str]:
+    """Returns one sentence for each import of a library file that runs back up the list of rooms."""
+    rooms = file.split("/")[1:-1]
+    violations = []
+    for entry in read_imports(file, source):
+        top, *path = entry.name.split(".")
+        if top != "kvcache_jax" or not rooms:
+            continue
+        if not path or path[0] not in ROOMS:
+            violations.append(f"{file}:{entry.line} imports {entry.name}, expected a file of a room")
+        elif ROOMS.index(path[0]) > ROOMS.index(rooms[0]) and (file, entry.name) != RUNS_BACK_UP:
+            violations.append(f"{file}:{entry.line} imports {entry.name}: {rooms[0]} stands before {path[0]}")
+    return violations
+
+
+def test_rooms_import_only_rooms_above_them():
+    files = source_files("kvcache_jax")
+    assert {path.relative_to(ROOT).parent.name for path in files} == {*ROOMS, "kvcache_jax"}
+    violations = []
+    for path in files:
+        violations += room_violations(path.relative_to(ROOT).as_posix(), path.read_text())
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from kvcache_jax.attention import kernels", "operations stands before attention"),
+        ("def f():\n  from kvcache_jax.testing.oracle import Oracle", "operations stands before testing"),
+        ("import kvcache_jax as kv", "expected a file of a room"),
+        ("from kvcache_jax import fork", "expected a file of a room"),
+    ],
+)
+def test_an_import_that_runs_back_up_is_found(source, expected):
+    [violation] = room_violations("kvcache_jax/operations/a.py", source)
+    assert expected in violation
+    assert room_violations("kvcache_jax/operations/a.py", "from kvcache_jax.core import state") == []
+
+
 def test_a_helper_of_the_tests_has_one_name():
     """Under two names it would be two modules, and all that it jits would be compiled twice.
 
     Files of tests go by the names that pytest gives them.
     """
     files = source_files("tests")
-    helpers = {path.stem for path in files if path.parent.name == "tests" and path.stem[:5] != "test_"}
-    assert "helpers" in helpers
+    rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()} - {"testing"}
+    helpers = {path.stem for path in files if path.stem[:5] != "test_"} - {"__init__", "__main__"}
+    assert "helpers" in helpers and "support" in rooms
+    outside = rooms | helpers - {*LAYERS, *sys.stdlib_module_names, "tests"}
     for path in files:
         for entry in read_imports(path.relative_to(ROOT).as_posix(), path.read_text()):
             first, *rest = entry.name.split(".")
-            assert first not in helpers, f"{path.name}:{entry.line} imports {first}, expected tests.{first}"
-            is_test = first == "tests" and rest[0].startswith("test_")
-            assert not is_test, f"{path.name}:{entry.line} imports {entry.name}, expected {rest[0]}"
+            is_bare = first in outside - {*LAYERS, *sys.stdlib_module_names}
+            assert not is_bare, f"{path.name}:{entry.line} imports {first}, expected tests.{first}"
+            is_test = first == "tests" and any(part.startswith("test_") for part in rest[:-1])
+            assert not is_test, (
+                f"{path.name}:{entry.line} imports {entry.name}, expected no test of another file"
+            )
 
 
 @pytest.mark.parametrize(
@@ -148,27 +207,27 @@ def test_a_helper_of_the_tests_has_one_name():
         ("models/a.py", "import importlib\nimportlib.import_module('experiments')", "stands before"),
         ("experiments/a.py", "from tests import oracle", "nothing imports the tests"),
         ("kvcache_jax/a.py", "__import__('mod' + 'els')", "computed name"),
-        ("kvcache_jax/cache.py", "def f():\n  import pallas_kernels", "call kernels"),
+        ("kvcache_jax/operations/api.py", "def f():\n  import pallas_kernels", "call kernels"),
         ("kvcache_jax/sub/attention.py", "def f():\n  import pallas_kernels", "call kernels"),
-        ("kvcache_jax/attention_kernels.py", "from pallas_kernels import reference", "inside a function"),
+        ("kvcache_jax/attention/kernels.py", "from pallas_kernels import reference", "inside a function"),
         (
-            "kvcache_jax/implementations.py",
+            "kvcache_jax/core/backends.py",
             "if True:\n  import pallas_kernels.reference as r",
             "inside a function",
         ),
         (
-            "kvcache_jax/attention_kernels.py",
+            "kvcache_jax/attention/kernels.py",
             "def f(r=__import__('pallas_kernels')): pass",
             "inside a function",
         ),
         (
-            "kvcache_jax/attention_kernels.py",
+            "kvcache_jax/attention/kernels.py",
             "def f():\n  from jax.experimental import pallas as pl",
             "belongs to",
         ),
         ("kvcache_jax/a.py", "def f():\n  import chex", "jax and numpy alone"),
         ("pallas_kernels/a.py", "import optax", "jax and numpy alone"),
-        ("kvcache_jax/picture.py", "import matplotlib.pyplot as plt", "inside a function"),
+        ("kvcache_jax/inspect/block_map.py", "import matplotlib.pyplot as plt", "inside a function"),
     ],
 )
 def test_a_forbidden_import_is_found(file, source, expected):
@@ -182,11 +241,11 @@ def test_a_forbidden_import_is_found(file, source, expected):
         ("pallas_kernels/a.py", "import jax.experimental.pallas as pl\nfrom . import reference"),
         ("kvcache_jax/a.py", "import os, numpy as np\nfrom jax import lax\nfrom .b import c"),
         (
-            "kvcache_jax/attention_kernels.py",
+            "kvcache_jax/attention/kernels.py",
             "def f():\n  def g():\n    from pallas_kernels import reference",
         ),
-        ("kvcache_jax/implementations.py", "async def f():\n  import pallas_kernels"),
-        ("kvcache_jax/picture.py", "def figure():\n  import matplotlib.pyplot as plt"),
+        ("kvcache_jax/core/backends.py", "async def f():\n  import pallas_kernels"),
+        ("kvcache_jax/inspect/block_map.py", "def figure():\n  import matplotlib.pyplot as plt"),
         ("models/a.py", "import flax, kvcache_jax as kv, pallas_kernels"),
         ("experiments/a.py", "import models, kvcache_jax, rich"),
     ],
@@ -309,9 +368,9 @@ def test_every_public_name_has_a_docstring():
     assert undocumented(kvcache_jax) == []
 
 
-def test_the_package_names_each_of_its_files_once():
-    named = re.findall(r"`(\w+)`", kvcache_jax.__doc__)
-    assert sorted(named) == sorted({path.stem for path in source_files("kvcache_jax")} - {"__init__"})
+def test_the_package_names_each_of_its_rooms_in_order():
+    named = re.findall(r"^\* `(\w+)`", kvcache_jax.__doc__, re.MULTILINE)
+    assert named == list(ROOMS)
 
 
 def test_a_missing_docstring_is_found():

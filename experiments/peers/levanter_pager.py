@@ -14,7 +14,7 @@ import sys
 import time
 from importlib import metadata
 
-from experiments.timing import summary
+from experiments.common.timing import summary
 
 try:
     import haliax as hax

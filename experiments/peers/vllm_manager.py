@@ -14,7 +14,7 @@ import json
 import sys
 import time
 
-from experiments.timing import summary
+from experiments.common.timing import summary
 
 try:
     import torch

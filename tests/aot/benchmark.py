@@ -19,20 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import (
-    kernel_speed_moves,
-    kernel_speed_names,
-    kernel_speed_problem,
-    kernel_speed_sides,
-    kernel_speed_timing,
-)
-from experiments.kernel_speed_cells import Cell
-from experiments.kernel_speed_problem import Problem
+from experiments.kernel_speed import moves, names, timing
+from experiments.kernel_speed import problem as kernel_speed_problem
+from experiments.kernel_speed import sides as kernel_speed_sides
+from experiments.kernel_speed.cells import Cell
+from experiments.kernel_speed.problem import Problem
 from tests.aot import h200
 from tests.aot.hlo import num_copies
 
 CELLS = (Cell(8, 1024, 4, 16), Cell(32, 1024, 8, 64))
-POOLS = kernel_speed_moves.Pools(num_blocks=256)
+POOLS = moves.Pools(num_blocks=256)
 NUM_LAUNCHES = 16
 
 
@@ -81,7 +77,7 @@ def zeros_problem(cell: Cell, num_buffers: int) -> Problem:
     return Problem(cell, num_buffers, q, pool, pool, table)
 
 
-def loops() -> Iterator[tuple[str, kernel_speed_timing.Side, int, int, int]]:
+def loops() -> Iterator[tuple[str, timing.Side, int, int, int]]:
     """(name, side, `largest`, launches, bytes in place) of every loop."""
     for cell in CELLS:
         for num_buffers in (1, 3):
@@ -90,12 +86,12 @@ def loops() -> Iterator[tuple[str, kernel_speed_timing.Side, int, int, int]]:
             largest = cell.kv_bytes // 4
             for side in kernel_speed_sides.jax_sides(problem):
                 yield f"{cell.name}, {num_buffers} buffers, {side.name}", side, largest, NUM_LAUNCHES, 0
-    makers = kernel_speed_moves.ceiling_makers(1 << 16)
-    for name in (kernel_speed_names.READ, kernel_speed_names.COPY):
+    makers = moves.ceiling_makers(1 << 16)
+    for name in (names.READ, names.COPY):
         contest, sides = makers[name]()
-        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == kernel_speed_names.COPY)
+        largest, alias_bytes = 1 << 16, contest.num_bytes // 2 * (contest.name == names.COPY)
         yield f"{contest.name}, {sides[0].name}", sides[0], largest, contest.num_launches, alias_bytes
-    for make in kernel_speed_moves.move_makers(POOLS, (128,), 64).values():
+    for make in moves.move_makers(POOLS, (128,), 64).values():
         contest, sides = make()
         pool_bytes = 2 * 2 * int(np.prod(POOLS.shape))
         yield f"{contest.name}, ours", sides[0], pool_bytes // 4, contest.num_launches, pool_bytes
@@ -104,11 +100,9 @@ def loops() -> Iterator[tuple[str, kernel_speed_timing.Side, int, int, int]]:
 def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
-    kernel_speed_timing.compiled = compile_for_h200
+    timing.compiled = compile_for_h200
     # Only the shapes of random data matter.
-    kernel_speed_problem.random_pool = kernel_speed_moves.random_pool = lambda _, shape: jnp.zeros(
-        shape, jnp.bfloat16
-    )
+    kernel_speed_problem.random_pool = moves.random_pool = lambda _, shape: jnp.zeros(shape, jnp.bfloat16)
     start, num_loops, num_failed = time.monotonic(), 0, 0
     print(f"The benchmark's loops compiled for H200 by jax {jax.__version__}")
     for name, side, largest, num_launches, alias_bytes in loops():
@@ -119,7 +113,7 @@ def main() -> int:
         except CompiledError as program:
             found = failures(*program.args, largest, num_launches, alias_bytes)
         except Exception as error:
-            reason = kernel_speed_timing.one_line(error)
+            reason = timing.one_line(error)
             found = [] if "cuDNN" in reason else [reason]
             if not found:
                 print(f"{name}: not compiled, {reason}")

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 import kvcache_jax as kv
-from tests import gradient_program
 from tests.aot import h200
 from tests.aot.budget import Budget, CompileCase, i32
+from tests.attention import gradient_program
 
 NUM_LAYERS, NUM_ROWS = 2, 8
 NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128

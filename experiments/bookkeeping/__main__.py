@@ -1,0 +1,326 @@
+"""Question: what does the bookkeeping of the cache cost, without any keys and values?
+
+Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
+Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0
+Answer:  a decode step's `extend` of 256 rows takes 2.4 us inside a loop and 65 us as a separate call, 37 of
+  them above the dispatch floor. As separate calls: a prompt of 8,192 tokens 44 us, fork of 64 rows 135,
+  reorder 313, free of 64 rows of 256 blocks 194, truncate 116. With the prefix cache: `extend` 3.0 us in a
+  loop, 1.27x (bar 1.3; 1.23x in the run before), with `commit` of what is full 1.87x (bar 2; 1.89x), evicting
+  1.58x (bar 2; 1.63x); evicting by a policy with keys 165 us; a prompt found 107 us, commit of a prompt 158.
+  With 65,536 blocks all take at most 1.43x of what they take with 1,024 (bar 1.5), and 1.91x at 1,048,576
+  blocks (bar 3). All bars hold in both runs.
+  The control state is 1.06 MB; the temporaries of a decode step (4.3 MB) do not grow with the pool.
+  Beside it (--peers): vLLM 0.33's manager 862 us for the same step with prefix caching off, 903 with it on;
+  for the prompt 34 us with it off (a slice of a list), 449 with it on. Levanter's pager 1,114 us when 16 of
+  the rows take a page and 15,751 us when all do, where `extend` takes 101.
+Record:  experiments/results/bookkeeping.json.
+
+The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
+order, `max_seq_len` 8,192. Each operation is timed as
+  dispatch floor  an identity jit on the same state: what any call costs
+  separate call   one jitted call, `block_until_ready` after each
+  in a loop       a jitted `fori_loop` of such steps, divided by their number; a quarter of them goes before
+                  and is not timed
+with the state donated and warm. When the steps that a state has room for are used up, a copy of the
+prepared state takes its place outside of the timed region: no figure contains the undoing of its
+operation. The figures of all operations are taken in turn, and so are those of one operation on pools of
+several sizes. Every status must be OK; the loop must end in the very state that separate calls end in, and
+`check_invariants` must find it sound. Compile time stands apart.
+"""
+
+import concurrent.futures
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvcache_jax as kv
+from experiments.bookkeeping.operations import (
+    ABOVE_FLOOR,
+    BLOCK_SIZE,
+    CALL,
+    EVERYTHING,
+    FLOOR,
+    FULL,
+    LOOP,
+    MAX_SEQ_LEN,
+    NUM_BLOCKS,
+    OPERATIONS,
+    SMALL,
+    Operation,
+    Workload,
+    prepare,
+    require_ok,
+    status_of,
+)
+from experiments.bookkeeping.report import show
+from experiments.common import command
+from experiments.common.timing import machine, revision, summary
+from experiments.peers import run_peers
+
+SMALLEST_POOL = 1_024
+GROWTH = {NUM_BLOCKS: 1.5, 1_048_576: 3.0}  # blocks -> at most this many times the smallest pool's time
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def identity(cache, i, prompt_len):
+    return cache, i
+
+
+@functools.cache
+def jitted(step: Callable) -> dict[str, Callable]:
+    """The three ways to run a step; compiled once per pool size, whatever the workload."""
+
+    def loop(cache, span, prompt_len):
+        def body(i, carry):
+            cache, worst, _ = carry
+            cache, result = step(cache, i, prompt_len)
+            return cache, jnp.maximum(worst, status_of(result)), result
+
+        # The last step's result comes out, so that every step computes all of it.
+        _, result = jax.eval_shape(step, cache, jnp.int32(0), prompt_len)
+        result = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
+        first, end = span
+        return lax.fori_loop(first, end, body, (cache, status_of(result), result))
+
+    return {FLOOR: identity} | {
+        figure: jax.jit(fn, donate_argnums=0) for figure, fn in ((CALL, step), (LOOP, loop))
+    }
+
+
+class Timing:
+    """The figures of one operation on one pool; each `round` adds samples to all of them."""
+
+    def __init__(self, operation: Operation, workload: Workload, num_blocks: int):
+        self.operation, self.workload, self.num_blocks = operation, workload, num_blocks
+        self.num_steps = operation.steps_of(workload)
+        self.num_warm_up = self.num_steps // 4
+        self.prepared = jax.block_until_ready(prepare(operation, workload, num_blocks))
+        self.prompt_len = jnp.int32(workload.prompt_len)
+        self.ids = [jnp.int32(i) for i in range(self.num_steps)]
+        self.figures = (FLOOR, CALL, LOOP) if self.num_steps > 1 else (FLOOR, CALL)
+        self.seconds: dict[str, list[float]] = {figure: [] for figure in self.figures}
+        self.first_call_s = self.round()
+        for seconds in self.seconds.values():
+            seconds.clear()
+        self._verify()
+
+    def round(self) -> dict[str, float]:
+        """Adds samples; returns how long the first call of each figure took."""
+        first_call_s = {}
+        ends = jnp.array([0, self.num_warm_up, self.num_steps], jnp.int32)
+        for figure in self.figures:
+            fn, cache, statuses, seconds = jitted(self.operation.step)[figure], self._fresh(), [], []
+            for steps in self.ids if figure != LOOP else ((ends[0], ends[1]), (ends[1], ends[2])):
+                start = time.perf_counter()
+                cache, *results = jax.block_until_ready(fn(cache, steps, self.prompt_len))
+                seconds.append(time.perf_counter() - start)
+                statuses.append(status_of(results[0]))
+            first_call_s[figure] = seconds[0]
+            self.seconds[figure] += seconds if figure != LOOP else seconds[1:]
+            if figure != FLOOR:
+                require_ok(jnp.stack(statuses), f"{self.operation.name}, {figure}")
+                self.after = cache
+        return first_call_s
+
+    def _fresh(self) -> kv.Cache:
+        return jax.block_until_ready(jax.tree.map(jnp.copy, self.prepared))
+
+    def _verify(self) -> None:
+        """The last figure's state is sound, and the one that separate calls lead to."""
+        cache = self._fresh()
+        for i in self.ids:
+            cache, _ = jitted(self.operation.step)[CALL](cache, i, self.prompt_len)
+        for leaf, expected in zip(jax.tree.leaves(self.after), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected), err_msg=self.operation.name)
+        if problems := kv.check_invariants(cache):
+            raise RuntimeError(f"{self.operation.name}: {problems[0]}")
+
+    def steps_per_call(self, figure: str) -> int:
+        return self.num_steps - self.num_warm_up if figure == LOOP else 1
+
+    def median_us(self, figure: str) -> float:
+        if figure == ABOVE_FLOOR:
+            return self.median_us(CALL) - self.median_us(FLOOR)
+        return 1e6 * float(np.median(self.seconds[figure])) / self.steps_per_call(figure)
+
+    def records(self) -> list[dict]:
+        blocks_used = [int(kv.stats(cache).num_blocks_used) for cache in (self.prepared, self.after)]
+        records = []
+        for figure in self.figures:
+            steps_per_call = self.steps_per_call(figure)
+            records.append(
+                {
+                    "operation": self.operation.name,
+                    "figure": figure,
+                    "workload": self.workload.name,
+                    "num_blocks": self.num_blocks,
+                    **summary([seconds / steps_per_call for seconds in self.seconds[figure]]),
+                    "steps_per_call": steps_per_call,
+                    "first_call_s": self.first_call_s[figure],
+                    "blocks_used_before_and_after": blocks_used,
+                }
+            )
+        return records
+
+
+def prepared(operations: Sequence[tuple[Operation, Workload, int]]) -> list[Timing]:
+    """What is to be measured together; most of the time goes to compilation, so two at a time."""
+    for operation, _, _ in operations:
+        jitted(operation.step)  # there is one, whichever thread comes first
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        return list(executor.map(lambda arguments: Timing(*arguments), operations))
+
+
+def measure(timings: Sequence[Timing], seconds: float) -> None:
+    """Rounds in turn, so that whatever else the machine does meets all alike."""
+    end, num_rounds = time.perf_counter() + seconds, 0
+    while num_rounds < 5 or time.perf_counter() < end:
+        for timing in timings:
+            timing.round()
+        num_rounds += 1
+
+
+def decode_step_bytes(num_blocks: int) -> dict[str, int]:
+    """Bytes of the pools and of the temporaries of a compiled decode step: two layers, eight rows."""
+    layers = [kv.FullAttention(num_kv_heads=2, head_dim=64)] * 2
+    config = kv.CacheConfig(layers=layers, num_blocks=num_blocks, max_seqs=8, max_seq_len=512)
+
+    def decode_step(cache, q, k, v):
+        cache, step = kv.extend(cache, jnp.ones(8, jnp.int32), max_new=1)
+        outs = []
+        for layer in range(config.num_layers):
+            cache, out = kv.attention(cache, layer, q, k, v, step)
+            outs.append(out)
+        return cache, jnp.stack(outs), step.status
+
+    q, k = jnp.zeros((8, 1, 4, 64)), jnp.zeros((8, 1, 2, 64))
+    lowered = jax.jit(decode_step, donate_argnums=0).lower(kv.init(config), q, k, k)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None, "this platform's compiler does not report memory"
+    return {"pools": kv.memory_bytes(config), "temporaries": memory.temp_size_in_bytes}
+
+
+def control_bytes(cache: kv.Cache) -> dict[str, int]:
+    fields = jax.tree_util.tree_leaves_with_path(cache.control)
+    sizes = {jax.tree_util.keystr(path).lstrip("."): leaf.nbytes for path, leaf in fields}
+    return {"total": sum(sizes.values()), **sizes}
+
+
+def bars_of(
+    full: Sequence[Timing], growth: Sequence[Sequence[Timing]], memory: dict, peers: list
+) -> list[dict]:
+    """What must hold, beside what was measured."""
+    bars = []
+
+    def add(bar: str, measured: float, limit: float, unit: str) -> None:
+        bars.append(
+            {"bar": bar, "measured": measured, "limit": limit, "unit": unit, "holds": measured <= limit}
+        )
+
+    for timing in full:
+        for figure, limit in timing.operation.bars.items():
+            add(f"{timing.operation.name}, {figure}", timing.median_us(figure), limit, "us")
+    for smallest, *larger in growth:
+        for timing in larger:
+            for figure in smallest.figures[1:]:
+                ratio = timing.median_us(figure) / smallest.median_us(figure)
+                pools = f"{smallest.num_blocks:,} -> {timing.num_blocks:,} blocks"
+                add(
+                    f"{timing.operation.name}, {figure}, {pools}",
+                    ratio,
+                    GROWTH[timing.num_blocks],
+                    "x",
+                )
+    loops = {timing.operation.name: timing.median_us(LOOP) for timing in full if LOOP in timing.figures}
+    plain, indexed = loops["extend 256 rows, 16 take a block"], loops["extend 256 rows, with index"]
+    add("extend 256 rows, in a loop: with index, per without", indexed / plain, 1.3, "x")
+    add(
+        "extend 256 rows, in a loop: commit too, per without",
+        loops["extend 256 rows, commit"] / indexed,
+        2,
+        "x",
+    )
+    evicting = loops["extend 256 rows, evicting"]
+    add("extend 256 rows, in a loop: evicting, per free blocks", evicting / indexed, 2, "x")
+    grown = {kind: memory["8N"][kind] - memory["N"][kind] for kind in memory["N"]}
+    add(
+        "growth of a decode step's temporaries, per growth of the pools",
+        grown["temporaries"] / grown["pools"],
+        0.01,
+        "",
+    )
+    for record in (record for peer in peers if peer["peer"] == "vllm" for record in peer.get("records", [])):
+        if record["operation"] == "extend":
+            name = f"{full[0].operation.name}, {LOOP}: 1/10 of vLLM's, {record['variant']}"
+            add(name, full[0].median_us(LOOP), record["median_us"] / 10, "us")
+    return bars
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.bookkeeping", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--peers", action="store_true", help="time vLLM's manager and levanter's pager too")
+    parser.add_argument(
+        "--peers-python", action="append", default=[], metavar="PYTHON", help="where a peer is installed"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=command.number(0, is_above=True),
+        default=0.5,
+        help="time for one operation's figures, per pool",
+    )
+    options = parser.parse_args(arguments)
+    if options.peers_python and not options.peers:
+        parser.error("got --peers-python without --peers, expected both: add --peers")
+    for python in options.peers_python:
+        if shutil.which(python) is None:
+            parser.error(f"got --peers-python {python}, expected a Python interpreter")
+
+    start = time.perf_counter()
+    full = prepared([(operation, FULL, NUM_BLOCKS) for operation in OPERATIONS])
+    measure(full, options.seconds * len(full))
+    growth = []
+    for operation in OPERATIONS:
+        if operation.index == EVERYTHING:
+            continue  # with the pool grows what there is to evict
+        growth.append(prepared([(operation, SMALL, size) for size in (SMALLEST_POOL, *GROWTH)]))
+        measure(growth[-1], options.seconds * len(growth[-1]))
+    memory = {"N": decode_step_bytes(256), "8N": decode_step_bytes(8 * 256)}
+    sizes = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "max_seq_len": MAX_SEQ_LEN,
+        "prompt_len": FULL.prompt_len,
+        "context_lens": OPERATIONS[0].lens(FULL).tolist(),
+    }
+    peers = run_peers(sizes, options.peers_python) if options.peers else []
+    report = {
+        "machine": machine(),
+        "revision": revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "seconds": time.perf_counter() - start,
+        "control_bytes": control_bytes(full[0].prepared),
+        "decode_step_bytes": memory,
+        "records": [
+            record for timings in (full, *growth) for timing in timings for record in timing.records()
+        ],
+        "peers": peers,
+        "bars": bars_of(full, growth, memory, peers),
+    }
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,374 @@
+"""Question: what does a decoder say, and what does its cache do meanwhile?
+
+Command: python -m experiments.decode [PROMPT ...] [--samples N | --beams N] [--speculative K] [--greedy]
+         [--checkpoint DIR] [--prompts FILE] [--picture out.png] [--json]; --help lists the others
+Answer:  text while it is decoded, figures, and who held which block when: samples share their prompt.
+
+Prompts are arguments, the lines of a file or standard input, or two of our own. What is wrong with the input
+is one sentence on standard error and exit code 2.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvcache_jax as kv
+from experiments.common import command
+from experiments.common.command import InputError
+from experiments.decode import options as decode_options
+from experiments.decode import timeline
+from experiments.decode import view as decode_view
+from kvcache_jax.core.config import format_bytes
+from kvcache_jax.core.describe import control_bytes
+from models import checkpoint
+from models.decoder import Decoder, cache_config, forward
+from models.tokenizer import Tokenizer
+
+_LOWER = ": lower --num-blocks, --rows or --max-new"
+
+
+@dataclasses.dataclass
+class Job:
+    """What is to be decoded, by which model, in which cache."""
+
+    options: argparse.Namespace
+    decoder: Decoder
+    tokenizer: Tokenizer
+    draft: kv.Draft | None
+    prompts: list[str]
+    tokens: list[list[int]]
+    config: kv.CacheConfig
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of new tokens, a stop token left out."""
+        stops = self.tokenizer.stop_tokens
+        return self.tokenizer.decode([token for token in tokens if token not in stops])
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of it, whether by `generate` or by `beam_search`; continuations per prompt, in order."""
+
+    continuations: Sequence[Sequence[kv.Generation | kv.Beam]]
+    result: kv.GenerateResult | kv.BeamResult
+    looks: list[kv.Look]
+    warm_up_seconds: float
+
+
+def prepare(options: argparse.Namespace) -> Job:
+    """Reads everything and checks that it fits.
+
+    Raises:
+      InputError, CheckpointError: with a sentence for the user.
+    """
+    decode_options.check(options)
+    prompts = decode_options.read_prompts(options)
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    if not os.path.exists(options.checkpoint):  # `Path.exists` raises where the name is too long
+        train = ": train it with python -m experiments.train" * (options.checkpoint == decode_options.MODEL)
+        raise InputError(f"there is no checkpoint {options.checkpoint}{train}")
+    decoder = checkpoint.load(options.checkpoint, dtype=dtype)
+    tokenizer = checkpoint.load_tokenizer(options.checkpoint)
+    tokens = decode_options.encode(prompts, tokenizer, decoder.config)
+    config = decode_options.plan(options, decoder.config, tokens)
+    draft = _load_draft(options, dtype, decoder, config) if options.draft else None
+    _check_memory(config, decoder, draft)
+    return Job(options, decoder, tokenizer, draft, prompts, tokens, config)
+
+
+def _load_draft(options, dtype: Any, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
+    model = checkpoint.load(options.draft, dtype=dtype)
+    if model.config.vocab_size != decoder.config.vocab_size:
+        raise InputError(
+            f"--draft {options.draft} has {model.config.vocab_size} tokens, "
+            f"expected the model's {decoder.config.vocab_size}"
+        )
+    names = "block_size", "max_seqs", "max_seq_len", "max_query_len", "num_blocks"
+    sizes = {name: getattr(config, name) for name in names}
+    return kv.Draft(forward, model, cache_config(model.config, max_rollback=options.speculative, **sizes))
+
+
+def _check_memory(config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None) -> None:
+    """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
+    caches = [config, *([draft.config] if draft else [])]
+    need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
+    # The logits of a chunk, the largest of what else grows with the rows; tokens and their log-probabilities.
+    need += config.max_seqs * (
+        4 * config.query_len_limit * decoder.config.vocab_size + 8 * config.max_seq_len
+    )
+    free = _free_bytes()
+    if free is not None and need > free:
+        raise InputError(
+            f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free{_LOWER}"
+        )
+
+
+def _free_bytes() -> int | None:
+    """Memory that the default device can still give; None where nobody tells."""
+    figures = jax.local_devices()[0].memory_stats()
+    if figures and "bytes_limit" in figures:
+        return figures["bytes_limit"] - figures["bytes_in_use"]
+    if jax.default_backend() != "cpu":
+        return None
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+class _WarmedUpError(Exception):
+    """Ends a beam search whose programs are compiled."""
+
+
+def warm_up(job: Job) -> float:
+    """Compiles the programs by two tokens of prompts that share nothing; returns the seconds."""
+    start = time.perf_counter()
+    lengths = _prompt_lengths(job)
+    try:
+        if job.options.beams:
+            with contextlib.suppress(_WarmedUpError):
+                search(job, _prompts(job, lengths[0]), _stop_at_the_second_look, look_every=1)
+        else:
+            # As many prompts as start together; fewer, where others wait until rows or blocks are free, or
+            # a prompt that they share tokens with is computed. `generate` has a program per power of two.
+            most = min(job.config.max_seqs // job.options.samples, len(job.tokens))
+            is_tight = len(job.tokens) > most or job.options.num_blocks is not None
+            fewer = is_tight or job.config.enable_prefix_caching
+            sizes = [2**i for i in range(most.bit_length())] if fewer else []
+            for num_prompts, length in itertools.product({most, *sizes}, lengths):
+                generate(job, _prompts(job, length)[:num_prompts], max_new_tokens=2)
+            if job.config.enable_prefix_caching:
+                # Asked of prompts that share blocks.
+                tokens = np.zeros((1, job.config.max_seq_len), np.int32)
+                kv.lookup(kv.init(job.config, storage=False), tokens, [1])
+    except NotImplementedError as error:
+        raise InputError(str(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        raise InputError(f"decoding does not fit into memory{_LOWER}") from error
+    return time.perf_counter() - start
+
+
+def _prompt_lengths(job: Job) -> list[int]:
+    """One for each program that the prompts need: those that few tokens are left of have one of their own."""
+    few = min(decode_options.CHUNK_LEN, job.config.query_len_limit) // 4
+    lengths = [len(tokens) for tokens in job.tokens]
+    needs_few = min(lengths) <= few or job.config.enable_prefix_caching
+    return [few + 1] * (max(lengths) > few) + [1] * needs_few
+
+
+def _prompts(job: Job, length: int) -> list[list[int]]:
+    """As many prompts as the job has, of one token each; the first is as long as is asked for."""
+    return [tokens[:1] * (length if i == 0 else 1) for i, tokens in enumerate(job.tokens)]
+
+
+def _stop_at_the_second_look(look: kv.Look, beams: Sequence[Sequence[kv.Beam]]) -> None:
+    if look.num_steps:
+        raise _WarmedUpError
+
+
+def generate(
+    job: Job, prompts: Sequence[Sequence[int]], max_new_tokens: int, **callbacks
+) -> kv.GenerateResult:
+    options = job.options
+    return kv.generate(
+        forward,
+        job.decoder,
+        prompts,
+        job.config,
+        max_new_tokens=max_new_tokens,
+        num_samples=options.samples,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop_tokens=job.tokenizer.stop_tokens,
+        stop_strings=options.stop,
+        detokenize=job.text,
+        num_drafts=options.speculative or 0,
+        draft=job.draft,
+        chunk_len=decode_options.CHUNK_LEN,
+        look_every=8,
+        **callbacks,
+    )
+
+
+def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every: int) -> kv.BeamResult:
+    return kv.beam_search(
+        forward,
+        job.decoder,
+        prompts,
+        job.config,
+        max_new_tokens=min(job.options.max_new, job.config.max_seq_len - max(map(len, job.tokens))),
+        num_beams=job.options.beams,
+        stop_tokens=job.tokenizer.stop_tokens,
+        chunk_len=decode_options.CHUNK_LEN,
+        look_every=look_every,
+        on_look=on_look,
+    )
+
+
+def decode(job: Job, view: decode_view.View) -> Outcome:
+    """Warms up, then decodes; `view` is told meanwhile."""
+    looks: list[kv.Look] = []
+
+    def noting(on_look: Callable[..., None]) -> Callable[..., None]:
+        def note(look: kv.Look, *beams: Any) -> None:
+            looks.append(look)
+            on_look(look, *beams)
+
+        return note
+
+    with view.compiling():
+        seconds = warm_up(job)
+    with view:
+        if job.options.beams:
+            found = search(job, job.tokens, noting(view.on_beams), look_every=8)
+            return Outcome(found.beams, found, looks, seconds)
+        callbacks = dict(on_tokens=view.on_tokens, on_look=noting(view.on_look))
+        result = generate(job, job.tokens, job.options.max_new, **callbacks)
+    per_prompt = [[g for g in result.generations if g.prompt_id == i] for i in range(len(job.prompts))]
+    return Outcome(per_prompt, result, looks, seconds)
+
+
+def figures(job: Job, outcome: Outcome) -> dict[str, float]:
+    """The numbers of the table; times are seconds, sizes bytes."""
+    result, stats = outcome.result, kv.stats(outcome.result.cache)
+    lengths = [len(c.tokens) for samples in outcome.continuations for c in samples]
+    if isinstance(result, kv.GenerateResult):
+        num_prompt_tokens, num_cached_tokens = result.num_prompt_tokens, result.num_cached_tokens
+        drafts = {"num_drafted": result.num_drafted, "num_accepted": result.num_accepted}
+    else:
+        num_prompt_tokens, num_cached_tokens, drafts = sum(map(len, job.tokens)), 0, {}
+    # The first token of each is drawn in the prefill.
+    num_decoded = sum(lengths) - len(lengths)
+    pools, groups = result.cache.control.block_pools, job.config.groups
+    device = jax.local_devices()[0].memory_stats() or {}
+    values = {
+        "warm_up_seconds": outcome.warm_up_seconds,
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_cached_tokens": num_cached_tokens,
+        "num_new_tokens": sum(lengths),
+        "num_decoded_tokens": num_decoded,
+        "prefill_tokens_per_second": num_prompt_tokens / result.prefill_seconds,
+        "decode_tokens_per_second": num_decoded / result.decode_seconds if num_decoded else 0.0,
+        "num_steps": result.num_steps,
+        **(drafts if job.options.speculative else {}),
+        "num_forks": int(stats.num_forks),
+        "num_copies": int(stats.num_copies),
+        "peak_blocks_used": int(stats.peak_used),
+        "num_blocks_total": int(stats.num_blocks_total),
+        "peak_blocks_saved": max(look.num_refs - look.num_blocks_used for look in result.timeline),
+        "peak_cache_bytes": sum(
+            int(pool.peak_used) * group.block_bytes for pool, group in zip(pools, groups, strict=True)
+        ),
+        "cache_bytes": kv.memory_bytes(job.config),
+        "peak_process_bytes": _peak_process_bytes(),
+        **({"peak_device_bytes": device["peak_bytes_in_use"]} if "peak_bytes_in_use" in device else {}),
+    }
+    return values
+
+
+def _peak_process_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """What the run depends on."""
+    options, device = job.options, jax.local_devices()[0]
+    names = "max_new stop samples beams speculative greedy temperature top_k top_p min_p seed block_size"
+    return {
+        "checkpoint": str(options.checkpoint),
+        "draft": str(options.draft) if options.draft else None,
+        **{name: getattr(options, name) for name in names.split()},
+        "num_blocks": job.config.num_blocks,
+        "rows": job.config.max_seqs,
+        "max_seq_len": job.config.max_seq_len,
+        "implementation": job.config.implementation,
+        "dtype": str(np.dtype(job.decoder.config.dtype)),
+        "cache_dtype": str(np.dtype(job.config.dtype)),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+    }
+
+
+def report(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The object that --json prints."""
+    prompts = []
+    result = outcome.result
+    searches = result.finish_reasons if isinstance(result, kv.BeamResult) else [None] * len(job.prompts)
+    whole = zip(job.prompts, job.tokens, outcome.continuations, searches, strict=True)
+    for prompt, tokens, continuations, search_ended in whole:
+        samples = []
+        for c in continuations:
+            logprobs = [value if math.isfinite(value) else None for value in c.logprobs]
+            sample = {"tokens": c.tokens, "text": job.text(c.tokens), "logprobs": logprobs}
+            score = {"score": c.score} if isinstance(c, kv.Beam) else {}
+            samples.append({**sample, **score, "finish_reason": c.finish_reason})
+        search = {"finish_reason": search_ended} if search_ended else {}
+        prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), **search, "samples": samples})
+    return {"prompts": prompts, "figures": figures(job, outcome), "settings": settings(job)}
+
+
+def make_view(job: Job, color: bool) -> decode_view.View:
+    """Says what is decoded by what, and goes on from there."""
+    options, config = job.options, job.config
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(job.decoder))
+    device = jax.local_devices()[0].device_kind
+    heading = (
+        f"{options.checkpoint.name}: {num_params / 1e6:,.1f} M parameters, "
+        f"{np.dtype(job.decoder.config.dtype)}, on {device}\n{kv.describe(config)}"
+    )
+    prompts = [(prompt, len(tokens)) for prompt, tokens in zip(job.prompts, job.tokens, strict=True)]
+    num_samples, num_blocks = options.beams or options.samples, config.groups[0].num_blocks
+    return decode_view.make_view(heading, prompts, num_samples, job.tokenizer, color, num_blocks=num_blocks)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = decode_options.make_parser(__doc__)
+    options = decode_options.parse(parser, arguments)
+    color = command.wants_color(options.no_color)
+    try:
+        job = prepare(options)
+        view = decode_view.View() if options.json else make_view(job, color)
+        outcome = decode(job, view)
+    except (InputError, checkpoint.CheckpointError) as error:
+        parser.error(str(error))
+    except FloatingPointError as error:
+        parser.fail(str(error))
+    if options.json:
+        print(json.dumps(report(job, outcome), allow_nan=False))
+    else:
+        decode_view.show_figures(figures(job, outcome), color)
+        print(timeline.timeline_text(outcome.looks, job.config, color))
+    if options.picture:
+        timeline.draw_timeline(outcome.looks, job.config, options.picture)
+        if not options.json:
+            print(f"\nwrote {options.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

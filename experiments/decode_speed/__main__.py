@@ -1,0 +1,251 @@
+"""Question: what does a decode step cost with paging, beside a dense static cache and beside none?
+
+Command: python -m experiments.decode_speed [--json] [--quick] [--picture FILE] [--data DIR]
+Machine: 2 virtual cores of an AMD EPYC, idle; jax 0.12.0; results/decode_speed.json and .png
+Answer:  8 full rows of 4,096 tokens: 24.5 ms a step, 0.77 times a dense cache [B, S, H, D] (Flax's layout)
+  and 1.8 times one in [B, H, S, D], which misses the bar of 1.2. 8 rows at 3-7% of the table: 4.1 ms, 7.3 and
+  3.0 times faster (bar: 5). No cache: 169 ms for the short rows, 21 s for the full ones. Attention is 90% of
+  a full step; bookkeeping takes 0.16 ms.
+
+One model, float32, in one run: `models.decoder` on the paged cache; the same layers on a dense cache with
+room for a table of tokens in every row (a scatter at each row's position, masked attention over all places),
+in both layouts that JAX code has; and the same layers with no cache, over the whole context again. All get
+the same contexts and must give the same logits before anything is timed. The paged rows' blocks lie scattered
+over the pool.
+
+A step is timed as a decode loop runs it: NUM_STEPS of them in a jitted scan, each fed with the token that the
+one before it chose, the cache donated; the time is divided by their number. The sides take turns, and rows
+are rolled back between the turns, outside of the timed region. Compile time stands apart. The share of
+attention (bookkeeping and writes with it) is what a step takes longer than the same layers looking at no
+other token.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments.common import command, corpus, timing
+from experiments.decode.memory import memory_report
+from experiments.decode_speed import dense_decoder
+from experiments.decode_speed.report import draw, show
+from experiments.decode_speed.sides import (
+    BATCHES,
+    BLOCK_SIZE,
+    CALL,
+    DENSE,
+    FILLS,
+    FULL,
+    LOOP,
+    NUM_STEPS,
+    PAGED,
+    PARTS,
+    SHORT,
+    SIDES,
+    TABLE_LEN,
+    TABLES,
+    UNCACHED,
+    UNEVEN,
+    Case,
+    Contexts,
+    Side,
+    make_contexts,
+)
+from models import checkpoint
+from models.decoder import Decoder
+
+MAX_DIFFERENCE = 1e-4  # of logits between any two sides
+
+
+@functools.cache
+def jitted(side: Side) -> dict[str, Callable]:
+    """The two ways to run a side; each compiles once per shape, however full the rows are."""
+
+    def loop(decoder, tokens, state):
+        def body(carry, _):
+            logits, state = side.step(decoder, *carry)
+            return (jnp.argmax(logits, axis=-1).astype(jnp.int32), state), logits
+
+        (_, state), logits = lax.scan(body, (tokens, state), length=NUM_STEPS)
+        return logits, state
+
+    return {figure: jax.jit(fn, donate_argnums=2) for figure, fn in ((LOOP, loop), (CALL, side.step))}
+
+
+class Timing:
+    """The figures of one side on one case; each `round` adds a sample to all of them."""
+
+    def __init__(self, side: Side, case: Case, decoder: Decoder, contexts: Contexts, figures: Sequence[str]):
+        self.side, self.case, self.decoder = side, case, decoder
+        self.tokens = contexts.tokens[np.arange(len(case.lens)), case.start_lens]
+        self.state = side.start(decoder.config, case, contexts)
+        self.seconds: dict[str, list[float]] = {figure: [] for figure in figures}
+        self.round()
+        self.first_call_s = {figure: seconds.pop() for figure, seconds in self.seconds.items()}
+
+    def round(self) -> None:
+        for figure, seconds in self.seconds.items():
+            state = jax.block_until_ready(self.side.rewind(self.state, self.case.start_lens))
+            start = time.perf_counter()
+            logits, self.state = jax.block_until_ready(
+                jitted(self.side)[figure](self.decoder, self.tokens, state)
+            )
+            seconds.append(time.perf_counter() - start)
+            if figure == LOOP:
+                self.logits = logits  # [NUM_STEPS, b, vocab_size]
+
+    def records(self) -> list[dict]:
+        return [
+            {
+                "case": self.case._asdict(),
+                "side": self.side.name,
+                "figure": figure,
+                **timing.summary([s / (NUM_STEPS if figure == LOOP else 1) for s in seconds]),
+                "first_call_s": self.first_call_s[figure],
+            }
+            for figure, seconds in self.seconds.items()
+        ]
+
+
+def measure(
+    case: Case,
+    decoder: Decoder,
+    contexts: Contexts,
+    seconds: float,
+    parts: Sequence[Side] = (),
+    figures: Sequence[str] = (LOOP,),
+    longest_uncached: int = TABLE_LEN,
+) -> list[dict]:
+    """Times the sides (and parts of a step) in turn, once the logits of all sides agree."""
+    contexts = contexts.cut(case)
+    timings = [Timing(side, case, decoder, contexts, figures) for side in (*SIDES, *parts)]
+    paged, *others = timings[: len(SIDES)]
+    for other in others:
+        check_equal(other.logits, paged.logits, f"{case.name}: {other.side.name}")
+    end, num_rounds = time.perf_counter() + seconds, 0
+    while num_rounds < 5 or time.perf_counter() < end:
+        for timed in timings:
+            timed.round()
+        num_rounds += 1
+    records = [record for timed in timings for record in timed.records()]
+    if parts and max(case.lens) <= longest_uncached:
+        records.append(measure_uncached(case, decoder, contexts, paged.logits[0], seconds))
+    return records
+
+
+def measure_uncached(
+    case: Case, decoder: Decoder, contexts: Contexts, expected: jax.Array, seconds: float
+) -> dict:
+    """One more token from the whole context again; as many calls as fit into `seconds`, at least one."""
+    lens = jnp.asarray(case.start_lens + 1)
+    inputs = decoder, contexts.tokens[:, : int(lens.max())], lens
+    start = time.perf_counter()
+    recompute = jax.jit(dense_decoder.recomputed_logits).lower(*inputs).compile()
+    compile_s, calls = time.perf_counter() - start, []
+    while not calls or sum(calls) < seconds:
+        start = time.perf_counter()
+        logits = jax.block_until_ready(recompute(*inputs))
+        calls.append(time.perf_counter() - start)
+        check_equal(logits, expected, f"{case.name}: {UNCACHED}")
+    figures = {**timing.summary(calls), "first_call_s": compile_s + calls[0]}
+    return {"case": case._asdict(), "side": UNCACHED, "figure": CALL, **figures}
+
+
+def check_equal(logits: jax.Array, expected: jax.Array, what: str) -> None:
+    difference = float(jnp.abs(logits - expected).max())
+    if not difference <= MAX_DIFFERENCE:  # NaN neither
+        raise RuntimeError(f"{what}: logits differ by {difference:.2g} from the paged cache's")
+
+
+def times_dense(records: Sequence[dict], case: Case, dense: str) -> float:
+    """Time of a paged step in a loop, in those of a dense side."""
+    median_us = {
+        record["side"]: record["median_us"]
+        for record in records
+        if record["case"] == case._asdict() and record["figure"] == LOOP
+    }
+    return median_us[PAGED] / median_us[dense]
+
+
+def bars_of(records: Sequence[dict], memory: dict) -> list[dict]:
+    """What must hold, beside what was measured."""
+    bars = []
+
+    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
+        holds = measured >= limit if is_least else measured <= limit
+        limit_name = "at_least" if is_least else "at_most"
+        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
+
+    for side in DENSE:
+        full, short = (times_dense(records, case, side) for case in (FULL, SHORT))
+        add(f"{FULL.name}: times a step's time, {side}", full, 1.2)
+        add(f"{SHORT.name}: times faster than a step, {side}", 1 / short, 5, is_least=True)
+    for record in memory["padding"]:
+        if record["block_size"] == BLOCK_SIZE:
+            add(f"slots without a token, blocks of {BLOCK_SIZE}", record["median"], 0.04)
+    errors = [abs(record["saved"] - record["closed_form"]) for record in memory["sharing"]]
+    add("blocks saved by samples, off the closed form", max(errors), 1e-9)
+    return bars
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.decode_speed", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--quick", action="store_true", help="the two cases that have a bar, and fewer rounds"
+    )
+    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    command.add_data_folder(parser, "the Azure trace")
+    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
+    options = parser.parse_args(arguments)
+    try:
+        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
+        memory = memory_report(options.data)
+    except (checkpoint.CheckpointError, command.InputError) as error:
+        parser.error(str(error))
+    if decoder.config.windows:
+        parser.error(
+            f"{options.checkpoint} has sliding windows, which the dense cache beside it does not have"
+        )
+
+    start = time.perf_counter()
+    contexts = make_contexts(decoder)
+    seconds = 2.0 if options.quick else 10.0
+    records = []
+    longest_uncached = TABLE_LEN // 4 if options.quick else TABLE_LEN
+    for case in (FULL, SHORT):
+        records += measure(case, decoder, contexts, seconds, PARTS, (LOOP, CALL), longest_uncached)
+    for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
+        records += measure(case, decoder, contexts, seconds / 2)
+    report = {
+        "machine": timing.machine(),
+        "revision": timing.revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "seconds": time.perf_counter() - start,
+        "model": {"checkpoint": options.checkpoint.name, "num_parameters": num_parameters(decoder)},
+        "records": records,
+        "memory": memory,
+        "bars": bars_of(records, memory),
+    }
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    if options.picture:
+        draw(report, options.picture)
+    return 0
+
+
+def num_parameters(decoder: Decoder) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(decoder))
+
+
+if __name__ == "__main__":
+    command.run(main)

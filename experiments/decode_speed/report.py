@@ -1,0 +1,198 @@
+"""The tables and the figure of `experiments.decode_speed`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.common.timing import show_table
+from experiments.decode.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
+from experiments.decode_speed.sides import (
+    ALONE,
+    BATCHES,
+    DENSE,
+    FILLS,
+    FULL,
+    LOOP,
+    NUM_STEPS,
+    PAGED,
+    SHORT,
+    Case,
+)
+
+
+def show(report: dict) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    host, model = report["machine"], report["model"]
+    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    print(f"{model['checkpoint']}: {model['num_parameters']:,} parameters, float32; times in milliseconds")
+    for case in (FULL, SHORT):
+        _show_case(case, report["records"])
+    _show_sweep(report["records"])
+    _show_memory(report["memory"])
+    rows = [
+        [
+            bar["bar"],
+            f"{bar['measured']:.3g}",
+            f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}",
+            "holds" if bar["holds"] else "does not hold",
+        ]
+        for bar in report["bars"]
+    ]
+    show_table("bars", ["bar", "measured", "", ""], rows)
+    num_failed = sum(not bar["holds"] for bar in report["bars"])
+    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+
+
+def medians_ms(records: Sequence[dict], case: Case, figure: str = LOOP) -> dict[str, float]:
+    """Per side the milliseconds of a step."""
+    return {
+        record["side"]: record["median_us"] / 1e3
+        for record in records
+        if record["case"]["name"] == case.name and record["figure"] == figure
+    }
+
+
+def _show_case(case: Case, records: Sequence[dict]) -> None:
+    in_loop = medians_ms(records, case)
+    rows = []
+    for record in records:
+        if record["case"]["name"] != case.name:
+            continue
+        median, share = record["median_us"] / 1e3, ""
+        if record["figure"] == LOOP and record["side"] in (PAGED, *DENSE):
+            share = f"{1 - in_loop[ALONE] / median:.0%}"
+        rows.append(
+            [
+                record["side"],
+                record["figure"],
+                _number(median),
+                f"{_number(record['p10_us'] / 1e3)} - {_number(record['p90_us'] / 1e3)}",
+                str(record["num_calls"]),
+                share,
+                f"{record['first_call_s']:.1f} s",
+            ]
+        )
+    header = ["side", "figure", "median", "p10 - p90", "calls", "attention's share", "first call (compiles)"]
+    show_table(f"a decode step, {case.name}; {NUM_STEPS} steps in a loop", header, rows, num_text=2)
+
+
+def _show_sweep(records: Sequence[dict]) -> None:
+    names = list(dict.fromkeys(record["case"]["name"] for record in records))
+    rows = []
+    for name in names:
+        ms = medians_ms(records, Case(name, 0, ()))
+        dense = [ms[side] for side in DENSE]
+        rows.append([name, _number(ms[PAGED]), *map(_number, dense), f"{ms[PAGED] / min(dense):.2f}x"])
+    header = ["rows", PAGED, *DENSE, "paged / better dense"]
+    show_table("a decode step in a loop, by fill, batch and table", header, rows)
+
+
+def _show_memory(memory: dict) -> None:
+    if memory["skipped"]:
+        print(f"\nslots without a token: skipped, {memory['skipped']}")
+    rows = [
+        [
+            f"blocks of {record['block_size']}"
+            if record["block_size"]
+            else "dense, as long as the longest row",
+            f"{record['median']:.2%}",
+            f"{record['least']:.2%} - {record['most']:.2%}",
+        ]
+        for record in memory["padding"]
+    ]
+    if rows:
+        title = f"slots without a token, {NUM_ROWS} rows of Azure conversations, {NUM_DRAWS} draws"
+        show_table(title, ["", "median", "range"], rows)
+    rows = [
+        [
+            f"{record['num_samples']} samples, {record['prompt_blocks']} + {record['own_blocks']} blocks",
+            str(record["blocks_used"]),
+            f"{record['saved']:.2%}",
+            f"{record['closed_form']:.2%}",
+        ]
+        for record in memory["sharing"]
+    ]
+    header = ["samples of a prompt, prompt's blocks + own", "blocks", "saved", "p(n-1) / n(p+g)"]
+    show_table(f"sharing a prompt, blocks of {BLOCK_SIZE}", header, rows)
+
+
+def draw(report: dict, path: Path) -> None:
+    """Four panels: the step by fill and by batch, slots without a token, blocks saved."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    (by_fill, by_batch), (padding, sharing) = figure.subplots(2, 2)
+    records, measured = report["records"], {record["case"]["name"] for record in report["records"]}
+    colors = dict(zip((PAGED, *DENSE, ALONE), ("C0", "C1", "C3", "0.6"), strict=True))
+
+    def plot(axes, cases: Sequence[Case], place, title: str, label: str, sides=(PAGED, *DENSE)) -> None:
+        cases = sorted((case for case in cases if case.name in measured), key=place)
+        for side in sides:
+            points = [(place(case), medians_ms(records, case).get(side)) for case in cases]
+            points = [(x, y) for x, y in points if y is not None]
+            axes.plot(*zip(*points, strict=True), "o-", color=colors[side], label=side, markersize=4)
+        axes.set(xscale="log", yscale="log", title=title, xlabel=label, ylabel="milliseconds per step")
+        axes.set_xticks([place(case) for case in cases], [f"{place(case):,}" for case in cases])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+
+    full_len = FULL.table_len
+    plot(
+        by_fill,
+        [*FILLS, FULL],
+        lambda case: case.lens[0],
+        f"{len(FULL.lens)} rows in a table of {full_len:,}",
+        "tokens that each row holds",
+    )
+    alone = medians_ms(records, FULL)[ALONE]
+    by_fill.axhline(alone, color=colors[ALONE], linestyle="--", label=ALONE)
+    by_fill.legend(frameon=False)
+    plot(
+        by_batch,
+        [*BATCHES, FULL],
+        lambda case: len(case.lens),
+        f"rows full, {full_len:,} tokens each",
+        "rows",
+    )
+
+    paged = [record for record in report["memory"]["padding"] if record["block_size"]]
+    if paged:
+        (dense,) = (record for record in report["memory"]["padding"] if not record["block_size"])
+        sizes = [record["block_size"] for record in paged]
+        padding.fill_between(
+            sizes,
+            *([100 * record[key] for record in paged] for key in ("least", "most")),
+            color="C0",
+            alpha=0.2,
+        )
+        padding.plot(sizes, [100 * record["median"] for record in paged], "o-", color="C0", label=PAGED)
+        padding.axhline(100 * dense["median"], color="C3", label="dense, as long as the longest row")
+        padding.axhline(4, color="0.6", linestyle="--", label="4%, published for blocks of 16")
+        padding.set(xscale="log", xlabel="tokens per block", ylabel="% of the slots")
+        padding.set_yscale("symlog", linthresh=0.1)
+        padding.set_ylim(0, 100)
+        padding.set_xticks(sizes, [str(size) for size in sizes])
+        padding.minorticks_off()
+        padding.grid(alpha=0.3)
+        padding.legend(frameon=False)
+    else:
+        padding.text(0.5, 0.5, "skipped: no trace", ha="center", transform=padding.transAxes)
+    padding.set_title(f"slots without a token, {NUM_ROWS} conversations")
+
+    prompts = dict.fromkeys((r["prompt_blocks"], r["own_blocks"]) for r in report["memory"]["sharing"])
+    for color, (prompt_blocks, own_blocks) in zip(("C0", "C1", "C2"), prompts, strict=True):
+        rows = [r for r in report["memory"]["sharing"] if r["prompt_blocks"] == prompt_blocks]
+        samples = [r["num_samples"] for r in rows]
+        sharing.plot(samples, [100 * r["closed_form"] for r in rows], "-", color=color)
+        label = f"prompt of {prompt_blocks} blocks, {own_blocks} of its own per sample"
+        sharing.plot(samples, [100 * r["saved"] for r in rows], "o", color=color, label=label)
+    sharing.set(
+        xlabel="samples of a prompt", ylabel="% of the blocks", title="blocks saved (lines: closed form)"
+    )
+    sharing.grid(alpha=0.3)
+    sharing.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _number(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"

@@ -1,0 +1,150 @@
+"""What `experiments.decode_speed` times: the ways to decode, and the rows that they decode."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvcache_jax as kv
+from experiments.decode_speed import dense_decoder
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
+
+BATCH, TABLE_LEN, BLOCK_SIZE, NUM_STEPS = 8, 4096, 16, 8
+PAGED, ALONE, EXTEND, UNCACHED = "paged", "no attention", "extend alone", "no cache"
+LOOP, CALL = "in a loop", "separate call"
+DENSE = tuple(f"dense {layout}" for layout in dense_decoder.LAYOUTS)
+
+
+class Case(NamedTuple):
+    """Rows to decode: the tokens that each holds after the last step, in a table of `table_len`."""
+
+    name: str
+    table_len: int
+    lens: tuple[int, ...]
+
+    @property
+    def start_lens(self) -> np.ndarray:
+        return np.asarray(self.lens, np.int32) - NUM_STEPS
+
+
+def even(fill: float = 1.0, batch: int = BATCH, table_len: int = TABLE_LEN) -> Case:
+    length = round(fill * table_len)
+    return Case(f"{batch} rows of {length:,} in {table_len:,}", table_len, (length,) * batch)
+
+
+FULL = even()
+SHORT = Case("8 rows at 3-7% of 4,096", TABLE_LEN, tuple(int(x) for x in np.linspace(123, 286, BATCH)))
+UNEVEN = Case("1 row of 4,096, 7 of 205", TABLE_LEN, (TABLE_LEN, *(205,) * (BATCH - 1)))
+FILLS = [even(fill) for fill in (0.05, 0.125, 0.25, 0.5)]
+BATCHES = [even(batch=batch) for batch in (1, 2, 4, 16)]
+TABLES = [even(table_len=table_len) for table_len in (512, 1024, 2048)]
+
+
+class Contexts(NamedTuple):
+    """What the rows hold: tokens i32[b, t], keys and values `[num_layers, b, t, num_kv_heads, d]`."""
+
+    tokens: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+    def cut(self, case: Case) -> "Contexts":
+        """As many rows as the case has, in turn, as long as its table."""
+        rows = np.arange(len(case.lens)) % len(self.tokens)
+        k, v = (x[:, rows, : case.table_len] for x in (self.k, self.v))
+        return Contexts(self.tokens[rows, : case.table_len], k, v)
+
+
+def make_contexts(decoder: Decoder, num_rows: int = 2, length: int = TABLE_LEN) -> Contexts:
+    """Random tokens, and what the model keeps of them."""
+    tokens = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(num_rows, length))
+    tokens = jnp.asarray(tokens, jnp.int32)
+    return Contexts(tokens, *jax.jit(dense_decoder.keys_and_values)(decoder, tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A way to decode.
+
+    Attributes:
+      name: As printed.
+      start: (config, case, contexts) -> state that holds the first `start_lens` tokens.
+      step: (decoder, tokens i32[b], state) -> (logits f32[b, vocab_size], state).
+      rewind: (state, start_lens) -> state.
+    """
+
+    name: str
+    start: Callable[[DecoderConfig, Case, Contexts], Any]
+    step: Callable[[Decoder, jax.Array, Any], tuple[jax.Array, Any]]
+    rewind: Callable[[Any, np.ndarray], Any]
+
+
+def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts) -> kv.Cache:
+    rows = np.arange(len(case.lens))
+    sizes = dict(max_seqs=len(rows), max_seq_len=case.table_len, block_size=BLOCK_SIZE)
+    cache = scattered(kv.init(cache_config(config, **sizes)))
+    cache, admission = kv.allocate(cache, rows, case.start_lens)
+    kv.raise_for_status(admission.status, "allocate")
+    cache, step = kv.donate(kv.append)(cache, contexts.k, contexts.v, case.start_lens)
+    kv.raise_for_status(step.status, "append")
+    return cache
+
+
+def scattered(cache: kv.Cache) -> kv.Cache:
+    """The empty cache, its blocks to be handed out in random order."""
+    (pool,) = cache.control.block_pools
+    order = np.random.default_rng(0).permutation(pool.num_blocks).astype(np.int32)
+    pool = dataclasses.replace(pool, free_stack=jnp.asarray(order))
+    return dataclasses.replace(cache, control=dataclasses.replace(cache.control, block_pools=(pool,)))
+
+
+def _step_paged(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> tuple[jax.Array, kv.Cache]:
+    cache, step = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
+    logits, cache = forward(decoder, tokens[:, None], cache, step)
+    # A row that found no room must not look fast.
+    return jnp.where(step.status[:, None] == kv.Status.OK, logits[:, 0], jnp.nan), cache
+
+
+def _step_extend(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> tuple[jax.Array, kv.Cache]:
+    cache, _ = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
+    return jnp.zeros((len(tokens), decoder.config.vocab_size)), cache
+
+
+def _rewind_paged(cache: kv.Cache, start_lens: np.ndarray) -> kv.Cache:
+    cache, status = kv.truncate(cache, np.arange(len(start_lens)), start_lens)
+    kv.raise_for_status(status, "truncate")
+    return cache
+
+
+def _dense(layout: dense_decoder.Layout) -> Side:
+    def start(config: DecoderConfig, case: Case, contexts: Contexts) -> dense_decoder.DenseCache:
+        return dense_decoder.dense_cache(contexts.k, contexts.v, case.start_lens, layout)
+
+    def rewind(cache: dense_decoder.DenseCache, start_lens: np.ndarray) -> dense_decoder.DenseCache:
+        return cache._replace(context_len=jnp.asarray(start_lens))
+
+    step = functools.partial(dense_decoder.dense_step, layout=layout)
+    return Side(f"dense {layout}", start, step, rewind)
+
+
+def _step_alone(decoder: Decoder, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = tokens[:, None], position[:, None]
+    return dense_decoder.run(decoder, *x, dense_decoder.no_attention)[:, 0], position + 1
+
+
+SIDES = (
+    Side(PAGED, _start_paged, _step_paged, _rewind_paged),
+    *(_dense(layout) for layout in dense_decoder.LAYOUTS),
+)
+PARTS = (
+    Side(
+        ALONE,
+        lambda _, case, __: jnp.asarray(case.start_lens),
+        _step_alone,
+        lambda _, lens: jnp.asarray(lens),
+    ),
+    Side(EXTEND, _start_paged, _step_extend, _rewind_paged),
+)

@@ -1,0 +1,128 @@
+"""Random data for one cell of `experiments.kernel_speed`, and what must come out."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments.kernel_speed.cells import NUM_UNOWNED, Cell
+from pallas_kernels import reference
+from pallas_kernels.decode_rows import DecodeOptions, DecodeRows
+
+TOLERANCE = 2e-2
+"""Norm of the error over the norm of the result; the weights, and most sides' results, are bfloat16."""
+
+_CHUNK = 1 << 26  # elements drawn at once
+
+
+class Problem(NamedTuple):
+    """Random data of a cell, on the device.
+
+    Attributes:
+      cell: Its sizes.
+      num_buffers: Pools behind each other, like layers.
+      q: bf16[b, h, g, d].
+      k_pool: bf16[num_buffers * num_blocks, h, block_size, d]; what nobody owns is NaN.
+      v_pool: Like `k_pool`.
+      block_table: i32[b, columns], the same in all buffers; permuted.
+    """
+
+    cell: Cell
+    num_buffers: int
+    q: jax.Array
+    k_pool: jax.Array
+    v_pool: jax.Array
+    block_table: jax.Array
+
+    @property
+    def options(self) -> DecodeOptions:
+        return DecodeOptions(self.cell.num_blocks, self.scale)
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.cell.head_dim)
+
+    @property
+    def lens(self) -> jax.Array:
+        return jnp.full(self.cell.batch, self.cell.context, jnp.int32)
+
+    @property
+    def rows(self) -> DecodeRows:
+        def all_rows(value: int) -> jax.Array:
+            return jnp.full(self.cell.batch, value, jnp.int32)
+
+        return DecodeRows(
+            table_row=jnp.arange(self.cell.batch, dtype=jnp.int32),
+            first_column=all_rows(0),
+            num_columns=all_rows(self.cell.num_columns),
+            first_position=all_rows(self.cell.context - 1),
+            num_queries=all_rows(1),
+        )
+
+
+def make_problem(cell: Cell, num_buffers: int | None = None, seed: int = 0) -> Problem:
+    num_buffers = num_buffers or cell.num_buffers
+    order = np.random.default_rng(seed).permutation(cell.num_blocks).astype(np.int32)
+    table, unowned = order[:-NUM_UNOWNED].reshape(cell.batch, -1), order[-NUM_UNOWNED:]
+    unowned = (cell.num_blocks * np.arange(num_buffers)[:, None] + unowned).reshape(-1)
+    q_key, k_key, v_key = jax.random.split(jax.random.key(seed), 3)
+    shape = (num_buffers * cell.num_blocks, cell.num_kv_heads, cell.block_size, cell.head_dim)
+    q_shape = (cell.batch, cell.num_kv_heads, cell.group_size, cell.head_dim)
+    return Problem(
+        cell=cell,
+        num_buffers=num_buffers,
+        q=jax.random.normal(q_key, q_shape, jnp.bfloat16),
+        k_pool=_poisoned(random_pool(k_key, shape), unowned),
+        v_pool=_poisoned(random_pool(v_key, shape), unowned),
+        block_table=jnp.asarray(table),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _poisoned(pool: jax.Array, blocks: jax.Array) -> jax.Array:
+    return pool.at[blocks].set(jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def random_pool(key: jax.Array, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+    """bf16[shape], normal; drawn in parts, for all at once would take several times the memory."""
+    num_rows = min(shape[0], max(1, _CHUNK // math.prod(shape[1:])))
+
+    def draw(nth, pool):
+        rows = scale * jax.random.normal(jax.random.fold_in(key, nth), (num_rows, *shape[1:]), jnp.float32)
+        start = (nth * num_rows,) + (jnp.int32(0),) * (len(shape) - 1)
+        return lax.dynamic_update_slice(pool, rows.astype(pool.dtype), start)
+
+    return lax.fori_loop(0, -(-shape[0] // num_rows), draw, jnp.zeros(shape, jnp.bfloat16))
+
+
+def expected_output(problem: Problem, buffer: int) -> np.ndarray:
+    """f32[b, h, g, d] by the reference, row by row, for float32 keys of all rows may not fit."""
+    with jax.default_matmul_precision("highest"):  # else a GPU multiplies float32 in fewer bits
+        return np.asarray(_expected_rows(problem[2:], problem.rows, problem.options, buffer))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _expected_rows(arrays: tuple, rows: DecodeRows, options: DecodeOptions, buffer: jax.Array) -> jax.Array:
+    q, k_pool, v_pool, table = arrays
+
+    def one(row):
+        row_q, of_row = row
+        of_row = jax.tree.map(lambda x: x[None], of_row)
+        out, _ = reference.paged_decode(
+            row_q[None, None], k_pool, v_pool, table, of_row, options, layer=buffer
+        )
+        return out[0, 0]
+
+    return lax.map(one, (q, rows))
+
+
+def error_of(out: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference, in those of what is expected."""
+    if out.shape != expected.shape:
+        return math.inf
+    return float(np.linalg.norm(np.asarray(out, np.float32) - expected) / np.linalg.norm(expected))

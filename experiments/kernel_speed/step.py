@@ -1,0 +1,171 @@
+"""The decoder's whole step for `experiments.kernel_speed`, beside the bytes that it must read.
+
+`models.decoder` with random bfloat16 parameters, on a cache of random keys and values whose blocks lie
+scattered; all rows hold as many tokens. A launch is one step: `kv.extend`, all layers, the logits; the tokens
+are given, and rows go back to where they started once per sample. The last step's logits are checked against
+the same decoder in float32. Its roofline is every parameter and every
+key and value of the rows, read once.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import kvcache_jax as kv
+from experiments.decode_speed.sides import scattered
+from experiments.kernel_speed.cells import StepSizes
+from experiments.kernel_speed.names import OURS, XLA_ATTENTION
+from experiments.kernel_speed.problem import error_of, random_pool
+from experiments.kernel_speed.timing import Contest, Program, Side, compiled
+from kvcache_jax.core.backends import MOSAIC_GPU, XLA, interpreted
+from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
+
+TOLERANCE = 3e-2
+"""Of the logits, as norms, from float32's. A rounding to bfloat16 is off by 2^-9 / sqrt(3), as a root of the
+mean square; nine of them in each of 16 layers, independent of each other, make 1.4e-2: this is twice that."""
+
+LLAMA_1B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    mlp_size=8192,
+    num_layers=16,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    max_seq_len=131072,
+    rope_theta=500_000.0,
+    rope_scaling=Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+    ),
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+"""The shape of Llama-3.2-1B."""
+TINY = dataclasses.replace(
+    LLAMA_1B, vocab_size=32, hidden_size=64, mlp_size=32, num_layers=1, num_q_heads=2, num_kv_heads=1
+)
+
+
+def param_bytes(decoder: Decoder) -> int:
+    """Of the parameters that a step reads; an embedding that is not tied is read only in parts."""
+    unread = 0 if decoder.config.tie_embeddings else decoder.embedding[...].nbytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(decoder)) - unread
+
+
+def kv_bytes(config: DecoderConfig, sizes: StepSizes) -> int:
+    """Of the keys and values that a step's rows hold, the mean over the steps of a sample; bfloat16."""
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    mean_len = sizes.context - (sizes.num_steps - 1) / 2
+    return round(sizes.batch * mean_len * token_bytes)
+
+
+def make_decoder(config: DecoderConfig = LLAMA_1B) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def step_contest(decoder: Decoder, sizes: StepSizes, interpret: bool = False) -> tuple[Contest, list[Side]]:
+    """XLA's attention and ours with the kernels, both in bfloat16 and both checked against float32."""
+    expected = expected_logits(decoder, sizes)
+    num_bytes = param_bytes(decoder) + kv_bytes(decoder.config, sizes)
+    contest = Contest(
+        sizes.name, num_bytes, lambda logits: error_of(logits, expected), TOLERANCE, sizes.num_steps
+    )
+    xla = functools.partial(_prepare, decoder, sizes, XLA, False)
+    ours = functools.partial(_prepare, decoder, sizes, MOSAIC_GPU, interpret)
+    return contest, [Side(XLA_ATTENTION, xla), Side(OURS, ours, is_ours=True)]
+
+
+def expected_logits(decoder: Decoder, sizes: StepSizes) -> np.ndarray:
+    """f32[b, vocab_size] of the last step, all in float32, with the same parameters, keys and values."""
+    with jax.default_matmul_precision("highest"):  # else a GPU multiplies float32 in fewer bits
+        program = _prepare(_in_float32(decoder), sizes, XLA, False, sizes.num_steps)
+    return program.result(program.run())
+
+
+def _in_float32(decoder: Decoder) -> Decoder:
+    config = dataclasses.replace(decoder.config, dtype=jnp.float32, param_dtype=jnp.float32)
+    structure = jax.tree.structure(jax.eval_shape(lambda: make_decoder(config)))
+    return structure.unflatten(leaf.astype(jnp.float32) for leaf in jax.tree.leaves(decoder))
+
+
+def steps(cache: kv.Cache, decoder: Decoder, tokens: jax.Array, start_len: int) -> tuple[kv.Cache, jax.Array]:
+    """Rows go back to `start_len` and take the tokens i32[steps, b], one a step; the last logits, f32."""
+    batch, vocab_size = tokens.shape[1], decoder.config.vocab_size
+    cache, status = kv.truncate(cache, jnp.arange(batch), jnp.full(batch, start_len))
+
+    def body(carry: tuple[kv.Cache, jax.Array], tokens: jax.Array) -> tuple[tuple, None]:
+        cache, logits = carry
+        cache, step = kv.extend(cache, jnp.ones_like(tokens), max_new=1)
+        # A row that found no room must not look fast.
+        is_right = (step.status == kv.Status.OK) & ~jnp.isnan(logits[:, 0])
+        logits, cache = forward(decoder, tokens[:, None], cache, step)
+        return (cache, jnp.where(is_right[:, None], logits[:, 0], jnp.nan)), None
+
+    is_right = (status == kv.Status.OK)[:, None]
+    logits = jnp.broadcast_to(jnp.where(is_right, 0.0, jnp.nan), (batch, vocab_size))
+    (cache, logits), _ = lax.scan(body, (cache, logits), tokens)
+    return cache, logits
+
+
+def _prepare(
+    decoder: Decoder, sizes: StepSizes, implementation: str, interpret: bool, num_launches: int
+) -> Program:
+    shape = (num_launches, sizes.batch)
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, decoder.config.vocab_size)
+    held = [_filled_cache(decoder.config, sizes, implementation)]
+    with interpreted() if interpret else contextlib.nullcontext():
+        program = compiled(
+            steps, held[0], decoder, tokens, sizes.start_len, donate_argnums=0, static_argnums=3
+        )
+
+    def run() -> jax.Array:
+        cache, logits = program(held.pop(), decoder, tokens)
+        held.append(cache)
+        return logits
+
+    if interpret:
+        from pallas_kernels.mosaic_gpu.interpret import run_interpreted
+
+        return Program(lambda: run_interpreted(run), jax.block_until_ready, np.asarray)
+    return Program(run, jax.block_until_ready, np.asarray)
+
+
+def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -> kv.Cache:
+    """Random keys and values, the same in each dtype; the values large: attention must show in the logits."""
+    rows = np.arange(sizes.batch)
+    cache = scattered(
+        kv.init(
+            cache_config(
+                model,
+                max_seqs=sizes.batch,
+                max_seq_len=sizes.context,
+                block_size=sizes.block_size,
+                implementation=XLA,  # plans no work for the prompt, which is not attended to
+            )
+        )
+    )
+    lens = np.full(sizes.batch, sizes.start_len, np.int32)
+    cache, admission = kv.allocate(cache, rows, lens)
+    kv.raise_for_status(admission.status, "allocate")
+    cache, step = kv.extend(cache, lens, max_new=sizes.start_len)
+    kv.raise_for_status(step.status, "extend")
+    (pool,) = cache.pools
+    k_key, v_key = jax.random.split(jax.random.key(0))
+    shape, dtype, scale = pool.k.shape, pool.k.dtype, math.sqrt(sizes.context)
+    del pool
+    pool = dataclasses.replace(
+        cache.pools[0],
+        k=random_pool(k_key, shape).astype(dtype),
+        v=random_pool(v_key, shape, scale).astype(dtype),
+    )
+    config = dataclasses.replace(cache.config, implementation=implementation)
+    return dataclasses.replace(cache, pools=(pool,), config=config)

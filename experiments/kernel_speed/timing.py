@@ -1,0 +1,205 @@
+"""How `experiments.kernel_speed` times: sides that do the same work take turns, each checked before.
+
+A sample is many launches, enqueued at once and waited for at the end, on the host's clock, divided by their
+number; nothing is subtracted. What the host does between launches therefore counts only where the device
+waits for it. Each launch reads other buffers than the one before, so that no cache serves them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from experiments.common.timing import summary
+
+MEASURED, CHECKED, WRONG, FAILED = "measured", "checked, not measured", "wrong", "failed"
+MIN_ROUNDS, MAX_ROUNDS = 5, 50
+SAMPLE_S = 0.01
+MAX_LAUNCHES = 256
+
+PREPARE, LAUNCH, COMPARE, SAMPLE = "preparing", "the first launches", "comparing", "a sample"
+"""Steps of a side."""
+START, DATA, CLEAN = "starting", "making the data", "freeing the memory"
+"""Steps of the process."""
+FAILURES = (Exception, SystemExit)
+"""A library may end the process when it is imported or does not support something."""
+
+
+class Program(NamedTuple):
+    """A number of launches.
+
+    Attributes:
+      run: () -> handle; enqueues all of them and returns.
+      wait: (handle) blocks until they are done.
+      result: (handle) -> what the last of them computed.
+      note: What a reader of the figures must know.
+    """
+
+    run: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    result: Callable[[Any], Any]
+    note: str = ""
+
+
+class Side(NamedTuple):
+    """One who takes part.
+
+    Attributes:
+      name: As printed.
+      prepare: (num_launches) -> Program, compiled; raises if it cannot.
+      is_ours: Not a peer.
+    """
+
+    name: str
+    prepare: Callable[[int], Program]
+    is_ours: bool = False
+
+
+class Contest(NamedTuple):
+    """What all sides are to do.
+
+    Attributes:
+      name: As printed.
+      num_bytes: That one launch must read and write, each once.
+      error_of: (result) -> how far it is from the reference.
+      tolerance: The largest error.
+      num_launches: Of a sample.
+    """
+
+    name: str
+    num_bytes: int
+    error_of: Callable[[Any], float]
+    tolerance: float
+    num_launches: int
+
+
+class LostDeviceError(RuntimeError):
+    """The device answers nobody after `side` failed for `reason`, the two arguments."""
+
+
+def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
+    """`function` compiled for these arguments; `options` are of `jax.jit`."""
+    import jax
+
+    return jax.jit(function, **options).lower(*arguments).compile()
+
+
+def launches_for(num_bytes: float, bytes_per_s: float = 3.5e12, fixed_s: float = 10e-6) -> int:
+    """Launches of a sample of about `SAMPLE_S` seconds, at least 2."""
+    return min(MAX_LAUNCHES, max(2, math.ceil(SAMPLE_S / (num_bytes / bytes_per_s + fixed_s))))
+
+
+def compete(
+    contest: Contest,
+    sides: Sequence[Side],
+    seconds: float | None,
+    announce: Callable[[str, str], None] = lambda side, step: None,
+    check_device: Callable[[], None] = lambda: None,
+    without: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict]:
+    """Checks all sides, then times those that are right, in turns.
+
+    Args:
+      contest: What is to be done.
+      sides: Who does it.
+      seconds: For all samples, at least `MIN_ROUNDS` of each side; None only checks.
+      announce: (side, step) is called before a side does anything.
+      check_device: Called when a side failed; raises if nobody can go on.
+      without: Sides that do not take part, and why.
+
+    Returns:
+      A record per side, in order: `status`, the `reason` if it is not right, `error`, `first_call_s`
+      (compiling, and the launches of one sample), `launches_per_sample` and, per launch, the figures of
+      `timing.summary`.
+
+    Raises:
+      LostDeviceError: After a side failed; what would follow would fail in the name of another.
+    """
+    records, running = [], []
+    for side in sides:
+        record = {
+            "side": side.name,
+            "is_ours": side.is_ours,
+            "status": FAILED,
+            "reason": without.get(side.name, ""),
+            "note": "",
+            "error": None,
+            "first_call_s": None,
+            "launches_per_sample": contest.num_launches,
+            "median_us": None,
+        }
+        records.append(record)
+        if side.name in without:
+            continue
+        try:
+            program = _checked(contest, side, record, announce)
+        except FAILURES as failure:  # whatever stops a side is its verdict
+            _fail(record, failure, check_device)
+            continue
+        if program is not None:
+            running.append((record, program, []))
+        del program
+    if seconds is not None:
+        _time(contest, running, seconds, announce, check_device)
+    return records
+
+
+def _checked(contest: Contest, side: Side, record: dict, announce: Callable) -> Program | None:
+    """The side's program, None if it is wrong; `record` says so."""
+    start = time.perf_counter()
+    announce(side.name, PREPARE)
+    program = side.prepare(contest.num_launches)
+    record["note"] = program.note
+    announce(side.name, LAUNCH)
+    handle = program.run()
+    program.wait(handle)
+    record["first_call_s"] = time.perf_counter() - start
+    announce(side.name, COMPARE)
+    error = contest.error_of(program.result(handle))
+    record["error"] = error if math.isfinite(error) else None
+    if error <= contest.tolerance:  # NaN is not
+        record["status"] = CHECKED
+        return program
+    record["status"] = WRONG
+    record["reason"] = f"off the reference by {error:.2g}, at most {contest.tolerance:g} expected"
+    return None
+
+
+def _fail(record: dict, failure: BaseException, check_device: Callable[[], None]) -> None:
+    record["status"], record["reason"] = FAILED, one_line(failure)
+    try:
+        check_device()
+    except FAILURES as loss:
+        raise LostDeviceError(record["side"], record["reason"]) from loss
+
+
+def _time(
+    contest: Contest, running: list, seconds: float, announce: Callable, check_device: Callable
+) -> None:
+    """Adds the figures; the first round warms up."""
+    end, num_rounds = time.perf_counter() + seconds, 0
+    while num_rounds <= MIN_ROUNDS or (num_rounds <= MAX_ROUNDS and time.perf_counter() < end):
+        for entry in tuple(running):
+            record, program, samples = entry
+            announce(record["side"], SAMPLE)
+            try:
+                start = time.perf_counter()
+                program.wait(program.run())
+                sample = time.perf_counter() - start
+            except FAILURES as failure:
+                running.remove(entry)
+                _fail(record, failure, check_device)
+                continue
+            if num_rounds:
+                samples.append(sample / contest.num_launches)
+        num_rounds += 1
+    for record, _, samples in running:
+        record |= {"status": MEASURED, **summary(samples)}
+
+
+def one_line(failure: BaseException) -> str:
+    """Type and first line of an exception."""
+    lines = str(failure).strip().splitlines()
+    kind = type(failure).__name__
+    return f"{kind}: {lines[0][:200]}" if lines else kind

@@ -1,0 +1,104 @@
+"""Traces of requests: which prompts began alike, in the format that Mooncake published.
+
+One JSON object per line and request, of which two entries are read:
+  hash_ids      one id per prefix block of the prompt; equal ids mean equal tokens up to the block's end (an
+                id that stands behind others elsewhere counts as another one there)
+  input_length  tokens of the prompt; all blocks but the last are full
+Two such files, conversation_trace.jsonl and synthetic_trace.jsonl, are in the folder FAST25-release/traces of
+github.com/kvcache-ai/Mooncake (Apache-2.0).
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from experiments.common.command import InputError
+
+SOURCE = "take conversation_trace.jsonl from FAST25-release/traces of github.com/kvcache-ai/Mooncake"
+
+
+class Trace(NamedTuple):
+    """Requests in the order of their arrival.
+
+    Attributes:
+      ids: i32[num_requests, longest], ids counted from 1, 0 behind a request's last one.
+      num_ids: i32[num_requests], ids of each request.
+      num_tokens: i64[num_requests], tokens of each prompt.
+      tokens_per_id: Tokens that an id stands for, unless it is a request's last.
+    """
+
+    ids: np.ndarray
+    num_ids: np.ndarray
+    num_tokens: np.ndarray
+    tokens_per_id: int
+
+    @property
+    def num_distinct(self) -> int:
+        """Different ids: a cache of as many blocks never evicts."""
+        return int(self.ids.max())
+
+    def num_hit_tokens(self, num_hits: np.ndarray) -> np.ndarray:
+        """i64[num_requests], tokens in the first `num_hits` ids of each request."""
+        return np.minimum(num_hits * np.int64(self.tokens_per_id), self.num_tokens)
+
+
+def read_trace(path: Path, tokens_per_id: int) -> Trace:
+    """Reads a file of requests.
+
+    Raises:
+      InputError: it cannot be read, or a line is not a request of such blocks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"got --trace {path}, which cannot be read ({error}): {SOURCE}") from None
+    # Not splitlines(): it also splits at characters that a text in an object may hold.
+    lines = text.removesuffix("\n").split("\n") if text else []
+    requests = [_parse(f"{path}, line {i}", line, tokens_per_id) for i, line in enumerate(lines, 1)]
+    if not requests:
+        raise InputError(f"got --trace {path}, which is empty, expected one request per line: {SOURCE}")
+    chains, num_tokens = zip(*requests, strict=True)
+    num_ids = np.array([len(chain) for chain in chains], np.int32)
+    # Counted anew by what stands before them, so that they are valid token ids, whatever they were.
+    numbers: dict[tuple[int, int], int] = {}
+    ids = np.zeros((len(chains), int(num_ids.max())), np.int32)
+    for row, chain in zip(ids, chains, strict=True):
+        before = 0
+        for i, name in enumerate(chain):
+            row[i] = before = numbers.setdefault((before, name), len(numbers) + 1)
+    return Trace(ids, num_ids, np.array(num_tokens, np.int64), tokens_per_id)
+
+
+def full_blocks_only(trace: Trace) -> Trace:
+    """The trace without the partly filled blocks at prompts' ends, which no cache of tokens publishes."""
+    num_ids = np.minimum(trace.num_ids, trace.num_tokens // trace.tokens_per_id).astype(np.int32)
+    is_kept = np.arange(trace.ids.shape[1]) < num_ids[:, None]
+    return trace._replace(ids=np.where(is_kept, trace.ids, 0), num_ids=num_ids)
+
+
+def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
+    """(hash_ids, input_length) of one request."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):  # the first also of an integer of too many digits
+        raise InputError(f"{where} is {line[:40]!r}, expected a JSON object: {SOURCE}") from None
+    request = request if isinstance(request, dict) else {}
+    ids, length = request.get("hash_ids"), request.get("input_length")
+    if not (isinstance(ids, list) and ids and all(map(_is_integer, ids)) and _is_integer(length)):
+        raise InputError(
+            f"{where} has hash_ids {str(ids)[:40]} and input_length {length!r}, "
+            "expected a list of integers and an integer"
+        )
+    num_blocks = -(-length // tokens_per_id)
+    if num_blocks != len(ids):
+        raise InputError(
+            f"{where} has {len(ids)} hash_ids for {length} tokens, expected {num_blocks}: "
+            f"--tokens-per-id says that an id stands for {tokens_per_id}"
+        )
+    return ids, length
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63

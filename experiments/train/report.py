@@ -1,0 +1,142 @@
+"""What is said of a trained model: its evaluation, the record of its training, and the curve of its loss."""
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.common import corpus
+from experiments.common.timing import machine, revision, show_table
+from experiments.train.bits_per_byte import bits_of_files
+from models import checkpoint
+from models.tokenizer import ByteTokenizer
+
+RECORD, CURVE = "training.json", "loss.png"
+LOSS_EVERY = 20  # steps whose mean is one number of the record
+BAR = 1.65  # bits per byte of the held-out files
+
+
+def evaluate(folder: Path, progress: Callable[[Sequence], Iterable] = iter) -> dict[str, Any]:
+    """Measures a stored model on the held-out files, beside compressors that see them in one stream.
+
+    Raises:
+      CheckpointError: the folder has no model of bytes, or this Python has none of the files.
+    """
+    start = time.monotonic()
+    files = corpus.held_out_files()
+    if not files:
+        raise checkpoint.CheckpointError(
+            f"{corpus.folder()} has none of the held-out files: use another Python"
+        )
+    if not isinstance(checkpoint.load_tokenizer(folder), ByteTokenizer):
+        raise checkpoint.CheckpointError(f"{folder} has a tokenizer, expected a model whose tokens are bytes")
+    decoder = checkpoint.load(folder, dtype=jnp.float32)
+    bits = bits_of_files(decoder, list(files.values()), progress)
+    stream = b"".join(files.values())
+    rows = [
+        {"name": name, "num_bytes": len(file), "bits_per_byte": _beside(found, file)}
+        for (name, file), found in zip(files.items(), bits, strict=True)
+    ]
+    return {
+        "bits_per_byte": _beside(np.concatenate(bits), stream),
+        "num_bytes": len(stream),
+        "digest": corpus.digest(stream),
+        "context_len": decoder.config.max_seq_len,
+        "share_in_training_text": round(
+            corpus.share_seen(list(files.values()), corpus.training_bytes().tobytes()), 4
+        ),
+        "files": rows,
+        "missing_files": sorted(set(corpus.HELD_OUT) - set(files)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "machine": machine(),
+        "revision": revision(),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _beside(bits: np.ndarray, data: bytes) -> dict[str, float]:
+    values = {"model": float(bits.mean(dtype=np.float64))} | corpus.compressed_bits(data)
+    return {name: round(value, 4) for name, value in values.items()}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints what `evaluate` found."""
+    names = list(report["bits_per_byte"])
+    total = {"name": f"all {len(report['files'])}, one stream"} | report
+    rows = [
+        [row["name"], f"{row['num_bytes']:,}", *(f"{row['bits_per_byte'][name]:.3f}" for name in names)]
+        for row in (*report["files"], total)
+    ]
+    show_table("bits per byte of files that were not trained on", ["file", "bytes", *names], rows)
+    length = report["context_len"]
+    print(
+        f"\nThe model predicts each byte from all bytes of its file before it, or from the last "
+        f"{length // 2:,} to {length:,}.\nOf all strings of 64 bytes in these files, "
+        f"{report['share_in_training_text']:.1%} stand in the training text too."
+    )
+    if report["missing_files"]:
+        print(f"Python {report['python']} does not have {', '.join(report['missing_files'])}.")
+    bits = report["bits_per_byte"]["model"]
+    print(f"{bits:.3f} bits per byte, at most {BAR}: {'holds' if bits <= BAR else 'does not hold'}")
+
+
+def make_record(
+    *, settings: dict[str, Any], bits: np.ndarray, minutes: float, num_bytes: int, held_out: dict[str, Any]
+) -> dict[str, Any]:
+    """The record of a training.
+
+    Args:
+      settings: What the run depended on.
+      bits: Loss of each step in bits per byte.
+      minutes: Of the training alone.
+      num_bytes: Of the training text.
+      held_out: From `evaluate`.
+    """
+    parts = np.split(bits, range(LOSS_EVERY, len(bits), LOSS_EVERY))
+    return {
+        "settings": json.loads(json.dumps(settings, default=str)),
+        "num_bytes": num_bytes,
+        "minutes": round(minutes, 1),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "machine": machine(),
+        "revision": revision(),
+        "held_out": held_out,
+        "loss_every": LOSS_EVERY,
+        "loss": [round(float(part.mean()), 3) for part in parts],
+    }
+
+
+def write(folder: Path, record: dict[str, Any]) -> None:
+    """Writes the record and draws the curve beside it."""
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    _draw(record).savefig(folder / CURVE, dpi=120)
+
+
+def _draw(record: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    settings, loss = record["settings"], record["loss"]
+    num_steps = settings["steps"]
+    ends = [min((i + 1) * record["loss_every"], num_steps) for i in range(len(loss))]
+    axes.plot(ends, loss, color="tab:blue", label="training text")
+    styles = {"model": ("tab:red", "-"), "gzip -9": ("0.55", "--"), "lzma 9": ("0.3", "-.")}
+    for name, bits in record["held_out"]["bits_per_byte"].items():
+        color, style = styles[name]
+        label = f"held-out files, {'the trained model' if name == 'model' else name}: {bits:.2f}"
+        axes.axhline(bits, color=color, linestyle=style, linewidth=1.2, label=label)
+    label = f"windows grow from {settings['short_length']:,} to {settings['long_length']:,} bytes"
+    axes.axvline(num_steps * (1 - settings["long_share"]), color="0.8", linewidth=1, label=label)
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, num_steps), ylim=(1, 4))
+    axes.set_title("A byte-level decoder learns Python's standard library")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,173 @@
+"""The training loop of `experiments.train`: a recipe, a decoder, bytes, and a state that can be resumed."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments.common import corpus
+from experiments.train.bits_per_byte import empty_cache, losses
+from experiments.train.checkpoints import Checkpoints, TrainingError
+from models.decoder import Decoder, DecoderConfig
+
+SAVE_EVERY = 100  # steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to train. Learning rates rise to a peak and fall along a cosine, at whose end is a fiftieth of it.
+
+    Attributes:
+      steps: Updates.
+      seed: Of the first parameters and of the windows.
+      tokens_per_step: Bytes that an update sees.
+      short_length: Bytes of a window at first.
+      long_length: At the end: what is far away is learnt last, for it is dear.
+      long_share: Share of the steps with long windows.
+      cosine_share: Share of the cosine that the steps go along.
+      matrix_learning_rate: Peak, of Muon.
+      learning_rate: Peak, of AdamW.
+      weight_decay: Times the learning rate.
+      warmup_steps: Until the peak.
+      max_gradient_norm: Longer gradients are shortened.
+    """
+
+    steps: int = 1800
+    seed: int = 0
+    tokens_per_step: int = 4096
+    short_length: int = 256
+    long_length: int = 1024
+    long_share: float = 1 / 18
+    cosine_share: float = 0.9
+    matrix_learning_rate: float = 2e-2
+    learning_rate: float = 5e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 30
+    max_gradient_norm: float = 1.0
+
+    def length(self, step: int) -> int:
+        """Bytes of a window at a step."""
+        is_short = step < round(self.steps * (1 - self.long_share))
+        return self.short_length if is_short else self.long_length
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a training run leads to.
+
+    Attributes:
+      decoder: The model.
+      bits: Mean loss of each step in bits per byte, f64[steps].
+      seconds: Spent, also before the run was resumed.
+    """
+
+    decoder: Decoder
+    bits: np.ndarray
+    seconds: float
+
+
+def train(
+    recipe: Recipe,
+    config: DecoderConfig,
+    data: np.ndarray,
+    state_folder: Path,
+    *,
+    is_resumed: bool = False,
+    save_every: int = SAVE_EVERY,
+    on_step: Callable[[int, np.ndarray], bool] = lambda num_done, bits: False,
+) -> Trained:
+    """Trains a decoder, and saves its state so that it can be resumed bit for bit.
+
+    Args:
+      recipe: How.
+      config: Of the decoder.
+      data: u8[n], what to learn.
+      state_folder: Where the state is saved; a run that has ended leaves it there.
+      is_resumed: Continue from the state that is there; otherwise there must be none.
+      save_every: Steps.
+      on_step: Called after each step with the steps done and their losses in bits per byte; true to stop.
+
+    Raises:
+      TrainingError: the state does not fit, or there is not enough data.
+      FloatingPointError: the loss is not finite.
+      KeyboardInterrupt: `on_step` said stop; the state is saved.
+    """
+    if len(data) <= recipe.long_length:
+        raise TrainingError(f"there are {len(data)} bytes to train on, expected over {recipe.long_length}")
+    optimizer = make_optimizer(recipe)
+    decoder: Any = Decoder(config, rngs=nnx.Rngs(recipe.seed))  # optax's types know of no modules
+    state = (decoder, optimizer.init(decoder), np.zeros(recipe.steps), np.zeros(()))
+    caches = {}
+    with Checkpoints(state_folder, settings_of(recipe, config, data), is_resumed=is_resumed) as checkpoints:
+        first = 0
+        if is_resumed:
+            first, state = checkpoints.restore(state)
+        else:
+            checkpoints.require_none()
+        decoder, optimizer_state, bits, seconds = state
+        bits, start = np.array(bits), time.monotonic() - float(seconds)
+        for step in range(first, recipe.steps):
+            length = recipe.length(step)
+            num_rows = max(1, recipe.tokens_per_step // length)
+            if length not in caches:
+                caches[length] = empty_cache(config, num_rows, length)
+            windows = corpus.windows(data, recipe.seed, step, num_rows, length)
+            decoder, optimizer_state, loss = update(
+                decoder, optimizer_state, windows, caches[length], optimizer=optimizer
+            )
+            bits[step] = float(loss) / math.log(2)
+            if not math.isfinite(bits[step]):
+                raise FloatingPointError(f"the loss is {bits[step]} at step {step}: lower the learning rates")
+            num_done = step + 1
+            is_stopped = on_step(num_done, bits[:num_done])
+            if num_done % save_every == 0 or num_done == recipe.steps or is_stopped:
+                seconds = np.array(time.monotonic() - start)
+                checkpoints.save(num_done, (decoder, optimizer_state, bits, seconds))
+            if is_stopped:
+                raise KeyboardInterrupt
+    return Trained(decoder, bits, float(seconds))
+
+
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("decoder", "optimizer_state"))
+def update(decoder, optimizer_state, windows, cache, *, optimizer):
+    """One step: the new parameters, the new state, the mean loss in nats."""
+    loss, gradient = jax.value_and_grad(lambda decoder: losses(decoder, windows, cache).mean())(decoder)
+    changes, optimizer_state = optimizer.update(gradient, optimizer_state, decoder)
+    return optax.apply_updates(decoder, changes), optimizer_state, loss
+
+
+@functools.cache  # `update` is compiled once for each optimizer
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for matrices, AdamW for the embedding and the norms."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        warmup_steps = min(recipe.warmup_steps, recipe.steps // 2)
+        decay_steps = round(recipe.steps / recipe.cosine_share)
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, decay_steps, 0.02 * peak)
+
+    def dimensions(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        return optax.contrib.MuonDimensionNumbers() if "kernel" in jax.tree_util.keystr(path) else None
+
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.max_gradient_norm),
+        optax.contrib.muon(
+            schedule(recipe.matrix_learning_rate),
+            weight_decay=recipe.weight_decay,
+            adam_learning_rate=schedule(recipe.learning_rate),
+            adam_weight_decay=recipe.weight_decay,
+            muon_weight_dimension_numbers=functools.partial(jax.tree_util.tree_map_with_path, dimensions),
+        ),
+    )
+
+
+def settings_of(recipe: Recipe, config: DecoderConfig, data: np.ndarray) -> dict[str, Any]:
+    """What makes two runs the same."""
+    return dataclasses.asdict(recipe) | dataclasses.asdict(config) | {"corpus": corpus.digest(data)}

@@ -1,0 +1,1 @@
+"""Arrays and nothing of caches: masked updates, sharding types, checks of numbers."""

@@ -1,0 +1,57 @@
+"""`extend`, then `write` of all layers."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from kvcache_jax.attention.write import write
+from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.state import Cache, Step
+from kvcache_jax.operations.extend import extend
+
+
+@takes_one
+@jax.named_scope("kvcache.append")
+def append(
+    cache: Cache,
+    k: jax.Array | Sequence[jax.Array],
+    v: jax.Array | Sequence[jax.Array],
+    num_new: IntRows,
+    *,
+    seq_ids: IntRows | None = None,
+    tokens: ArrayLike | None = None,
+) -> tuple[Cache, Step]:
+    """`extend`, then `write` of all layers.
+
+    Args:
+      cache: Not changed, unless donated.
+      k: `[num_layers, n, T, num_kv_heads, head_dim]`; or a sequence, one array per layer.
+      v: Likewise.
+      num_new: i32[n], new tokens per row, at most T.
+      seq_ids: i32[n]. Default: all rows.
+      tokens: i32[n, T], for prefix caching.
+
+    Returns:
+      The cache and the `Step` of `extend`.
+
+    Raises:
+      ValueError, TypeError: no `tokens` with prefix caching, or the layers, shapes or dtypes do not fit.
+    """
+    num_layers = cache.config.num_layers
+    arguments.check_layers("k", k, num_layers)
+    arguments.check_layers("v", v, num_layers)
+    max_new = k[0].shape[1] if isinstance(k, Sequence) else k.shape[2]
+    cache, step = extend(cache, num_new, max_new=max_new, seq_ids=seq_ids, tokens=tokens)
+    return _write_all(cache, *arguments.owned((k, v)), step), step
+
+
+@functools.partial(jax.jit, inline=True)
+def _write_all(cache: Cache, k: Any, v: Any, step: Step) -> Cache:
+    for layer in range(cache.config.num_layers):
+        cache = write(cache, layer, k[layer], v[layer], step)
+    return cache

@@ -1,0 +1,1 @@
+"""Who holds which block, and the movement of keys and values between blocks."""

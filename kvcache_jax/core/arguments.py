@@ -1,0 +1,367 @@
+"""Checks and conversions of what callers pass in; every refusal names got, expected and the fix.
+
+What comes from the host stays in numpy, for it goes to the device with the call of the operation's program:
+making arrays of it here would be a program each, and checks that look at values would wait for a device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.head_axis import check_split
+from kvcache_jax.arrays.number_checks import as_integer
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache, KVPool, Step
+
+IntRows = ArrayLike | Sequence[int]
+"""What row operations accept for an i32[n]."""
+
+Layer = int | jax.Array | tuple[int, int | jax.Array]
+"""A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
+
+Array = jax.Array | np.ndarray
+"""In numpy if it came from the host."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+def int_column(name: str, values: Any, num_rows: int | None = None) -> Array:
+    """`values` as i32[n]. Integers beyond 32 bits saturate instead of wrapping into a valid id."""
+    values = _saturated(name, values)
+    if values.ndim != 1:
+        raise ValueError(f"{name} has shape {values.shape}, expected one integer per row, [n]")
+    if num_rows is not None and values.shape[0] != num_rows:
+        raise ValueError(
+            f"{name} has {values.shape[0]} rows, expected {num_rows}, as many as the call's other arguments"
+        )
+    return values
+
+
+def priorities(values: Any, num_rows: int) -> Array:
+    """i32[num_rows]; unlike a row or a length, one that saturates would be valid, and another one."""
+    given = _integers("priority", values)
+    column = int_column("priority", given, num_rows)
+    is_taken = np.can_cast(given.dtype, np.int32) or isinstance(given, Tracer)
+    for value in [] if is_taken else np.asarray(given).tolist():
+        if not _INT32.min <= value <= _INT32.max:
+            raise ValueError(f"priority is {value}, expected {_INT32.min} to {_INT32.max}")
+    return column
+
+
+def int_scalar(name: str, value: Any) -> Array:
+    """`value` as i32[], saturated as in `int_column`."""
+    if shape := np.shape(value):
+        raise ValueError(f"{name} has shape {shape}, expected one integer, []")
+    return int_column(name, value[None] if isinstance(value, jax.Array) else [value])[0]
+
+
+def owned(arrays: Any) -> Any:
+    """A pytree of arrays with copies of numpy's: programs may read these in place, after a call returned.
+
+    So does `jax.numpy.array`, which copies when the device comes to it.
+    """
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arrays)
+
+
+def as_array(name: str, values: Any) -> Array:
+    """`values` as they are, or a copy in numpy of the host's; a list may hold some that are traced."""
+    if isinstance(values, jax.Array):
+        return values
+    try:
+        return np.array(values)
+    except jax.errors.TracerArrayConversionError:
+        pass  # some of a list's numbers are traced
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(f"{name} is no array ({error}), expected rows of one length: pad them") from None
+    try:
+        return jnp.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} is no array ({error}), expected numbers of 32 bits in rows of one length"
+        ) from None
+
+
+def _integers(name: str, values: Any) -> Array:
+    values = as_array(name, values)
+    if values.size == 0:
+        raise ValueError(f"{name} is empty, expected at least one row")
+    if values.dtype == object:
+        for value in values.flat:
+            if isinstance(value, int) and abs(value) >> 63:
+                raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
+    if not jnp.issubdtype(values.dtype, np.integer):
+        raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
+    return values
+
+
+def _saturated(name: str, values: Any) -> Array:
+    values = _integers(name, values)
+    if values.dtype == np.int32:
+        return values
+    numpy = jnp if isinstance(values, jax.Array) else np
+    if values.dtype.itemsize >= 4:
+        values = numpy.clip(values, max(_INT32.min, np.iinfo(values.dtype).min), _INT32.max)
+    return values.astype(np.int32)
+
+
+def _words(name: str, values: Any) -> Array:
+    """Token ids as i32, different ones of different ids: u32 is taken bit by bit, and nothing is cut."""
+    values = _integers(name, values)
+    if values.dtype == np.uint32:
+        return values.view(np.int32)
+    if values.dtype.itemsize > 4:
+        fix = "give each position 32 bits, of a digest for example the first ones"
+        if isinstance(values, Tracer):
+            cast = f"cast ids, {name}.astype(jnp.int32)"
+            raise TypeError(f"{name} is traced and {values.dtype}, expected at most 32 bits: {cast}; {fix}")
+        values = np.asarray(values)
+        for id_ in (values.min(), values.max()):
+            if not _INT32.min <= id_ <= _INT32.max:
+                raise ValueError(
+                    f"{name} has the token id {id_}, expected {_INT32.min} to {_INT32.max}, or uint32: {fix}"
+                )
+    return values.astype(np.int32)
+
+
+def token_ids(values: Any, *shape: int | None) -> Array:
+    """Token ids as i32 of the given shape; None stands for any length."""
+    values = as_array("tokens", values)
+    has_no_columns = values.size == 0 and len(values) > 0
+    values = np.zeros(values.shape, np.int32) if has_no_columns else _words("tokens", values)
+    fits = len(values.shape) == len(shape)
+    fits = fits and all(want in (None, got) for got, want in zip(values.shape, shape, strict=True))
+    if not fits:
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"tokens has shape {values.shape}, expected ({expected})")
+    return values
+
+
+def host_tokens(name: str, values: Any) -> np.ndarray:
+    """The tokens of one sequence in numpy, i32[n]; there may be none."""
+    if isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
+    tokens = np.asarray(as_array(name, values))
+    if tokens.ndim != 1:
+        got = f"a {type(values).__name__} of shape {tokens.shape}"
+        raise ValueError(f"{name} is {got}, expected a list of token ids or an array [n]")
+    return np.asarray(_words(name, tokens)) if len(tokens) else np.zeros(0, np.int32)
+
+
+def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
+    """With prefix caching, blocks must never be of unknown content."""
+    if tokens is None and cache.config.enable_prefix_caching:
+        raise TypeError(
+            f"{operation} got no tokens and the cache has enable_prefix_caching=True, "
+            "expected tokens=, the ids by which blocks are found again"
+        )
+
+
+def item_spans(values: Any, num_rows: int) -> Array | None:
+    """Multimodal items of every row, i32[num_rows, I, 2], or None for none."""
+    if values is None:
+        return None
+    values = as_array("items", values)
+    if values.ndim != 3 or values.shape[0] != num_rows or values.shape[2] != 2:
+        raise ValueError(
+            f"items has shape {values.shape}, expected ({num_rows}, any, 2): the first position and the end "
+            "of each item, equal ones where a row has fewer"
+        )
+    if values.size == 0:
+        return None
+    for first, end in [] if isinstance(values, Tracer) else np.asarray(values).reshape(-1, 2).tolist():
+        if not 0 <= first <= end:
+            raise ValueError(
+                f"items has [{first}, {end}], expected [first position, end] with 0 <= first <= end"
+            )
+    return _saturated("items", values)
+
+
+def item_spans_of_one(values: Any) -> Array | None:
+    """Those of a single prompt, given as i32[I, 2]; i32[1, I, 2]."""
+    values = None if values is None else as_array("items", values)
+    if values is None or values.size == 0:
+        return None
+    if values.ndim != 2 or values.shape[1] != 2:
+        raise ValueError(
+            f"items has shape {values.shape}, expected (any, 2): the first position and the end of each item"
+        )
+    return item_spans(values[None], 1)
+
+
+def namespace_words(values: Any, num_rows: int) -> Array:
+    """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
+    if values is None:
+        return np.zeros((num_rows, 4), np.uint32)
+    values = as_array("namespace", values)
+    if values.dtype != np.uint32 or values.shape not in ((4,), (num_rows, 4)):
+        raise ValueError(
+            f"namespace is {values.dtype}{values.shape}, expected uint32 (4,) or ({num_rows}, 4): "
+            "make one of names with kvcache_jax.namespace(tenant=...)"
+        )
+    return _broadcast_to(values, num_rows, 4)
+
+
+def flags(name: str, values: Any, num_rows: int) -> Array:
+    """bool[num_rows] of one flag for all rows or one per row."""
+    values = as_array(name, values)
+    if values.dtype != bool or values.shape not in ((), (num_rows,)):
+        raise ValueError(f"{name} is {values.dtype}{values.shape}, expected bool () or ({num_rows},)")
+    return _broadcast_to(values, num_rows)
+
+
+def _broadcast_to(values: Array, *shape: int) -> Array:
+    numpy = jnp if isinstance(values, jax.Array) else np
+    return values if values.shape == shape else numpy.broadcast_to(values, shape)
+
+
+def fraction(name: str, value: Any) -> jax.Array:
+    """A number from 0 to 1 as f32[]; one that is traced is not looked at."""
+    value = as_array(name, value)
+    if value.shape or not jnp.isdtype(value.dtype, ("real floating", "integral")):
+        raise TypeError(f"{name} is {value.dtype}{list(value.shape)}, expected one number from 0 to 1")
+    if not isinstance(value, Tracer) and not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}, expected 0 <= {name} <= 1")
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.int32]:
+    """(group, i32[] index in the group) of `layer`: an int, a traced index, or `(group, index)`."""
+    if isinstance(layer, tuple):
+        if len(layer) != 2:
+            raise ValueError(f"layer is {layer!r}, expected two integers: (group, index in the group)")
+        group_id, index = as_integer("group", layer[0]), layer[1]
+        if not 0 <= group_id < len(config.groups):
+            raise ValueError(f"group is {group_id}, expected 0 <= group < {len(config.groups)}")
+    elif isinstance(layer, int | np.integer) and not isinstance(layer, bool):
+        group_id, index = config.locate(int(layer))
+    else:
+        group_id, index = 0, layer
+        _require_index(layer, index)
+        if len(config.groups) > 1:
+            raise ValueError(
+                f"layer is an array and the config has {len(config.groups)} layer groups, "
+                "expected a Python int or (group, index in the group)"
+            )
+    num_layers = config.groups[group_id].num_layers
+    if isinstance(index, int | np.integer) and not 0 <= index < num_layers:
+        raise ValueError(f"index in group {group_id} is {index}, expected 0 <= index < {num_layers}")
+    _require_index(layer, index)
+    if not isinstance(index, jax.Array):
+        return group_id, np.int32(index if 0 <= index < num_layers else num_layers)
+    index = index.astype(jnp.int32)
+    # A traced index out of range must not reach another layer: past the end, writes are dropped and
+    # reads are NaN. A `checkify.debug_check` would say more, and no program with one can be exported.
+    is_layer = (index >= 0) & (index < num_layers)
+    return group_id, jnp.where(is_layer, index, num_layers)
+
+
+def _require_index(layer: Any, index: Any) -> None:
+    """Refuses what is no integer, or several."""
+    array = as_array("layer", index)
+    if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
+        is_array = isinstance(index, jax.Array | np.ndarray)
+        kind = f"{array.dtype}{list(array.shape)}" if is_array else repr(layer)
+        raise TypeError(f"layer is {kind}, expected an integer, or (group, index in the group)")
+
+
+def pool_of(cache: Cache, group_id: int) -> KVPool:
+    """The group's pool, or an error for a cache without storage."""
+    if not cache.pools:
+        raise ValueError(
+            "the cache was built with storage=False and holds no keys and values; build it with storage=True"
+        )
+    return jax.tree.map(jnp.asarray, cache.pools[group_id])
+
+
+def group_ids(config: CacheConfig, group: int | None) -> list[int]:
+    """The layer group, or all of them for None."""
+    num_groups = len(config.groups)
+    return list(range(num_groups)) if group is None else [checked_group(config, group)]
+
+
+def checked_group(config: CacheConfig, group: Any) -> int:
+    """The number of one layer group."""
+    group, num_groups = as_integer("group", group), len(config.groups)
+    if group not in range(num_groups):
+        raise ValueError(f"group is {group}, expected 0 <= group < {num_groups}; see config.groups")
+    return group
+
+
+def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
+    """Raises under a `vmap` that maps `values` and not the cache: all elements would use the same slots."""
+
+    @custom_vmap
+    def check(values: jax.Array, clock: jax.Array) -> jax.Array:
+        return clock
+
+    @check.def_vmap
+    def _(axis_size: int, in_batched: list[bool], values: jax.Array, clock: jax.Array):
+        is_mapped, is_cache_mapped = in_batched
+        if is_mapped and not is_cache_mapped:
+            raise ValueError(
+                f"vmap maps {name} over {axis_size} elements and got one cache, expected one per element: "
+                "every element would write the same slots; use rows of one cache (seq_ids), "
+                "or map over stacked caches too, jax.tree.map(lambda x: jnp.stack([x] * n), cache)"
+            )
+        return check(values, clock), is_cache_mapped
+
+    check(jax.lax.stop_gradient(values), cache.control.clock)
+
+
+def require_step(step: Any, cache: Cache) -> None:
+    """Refuses what is not a `Step`, or one of a cache with other layer groups."""
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step is a {type(step).__name__}, expected the Step that extend returns beside the cache"
+        )
+    if len(step.slots) != len(cache.config.groups):
+        raise ValueError(
+            f"step has {len(step.slots)} layer groups, expected {len(cache.config.groups)}, those of the "
+            "cache: pass the step that extend returned with it"
+        )
+
+
+def require_floats(name: str, values: Any) -> None:
+    """Refuses what is not an array of floating dtype."""
+    if not isinstance(values, jax.Array | np.ndarray):
+        raise TypeError(f"{name} is a {type(values).__name__}, expected an array")
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
+
+
+def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
+    """Checks the keys and values of one layer against the step and the pool."""
+    require_step(step, cache)
+    expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
+    for name, values in (("k", k), ("v", v)):
+        require_floats(name, values)
+        if values.shape != expected:
+            raise ValueError(
+                f"{name} has shape {values.shape}, expected {expected}: "
+                "the step's tokens, num_kv_heads, head_dim"
+            )
+        check_split(name, values, pool.k)
+        refuse_shared_cache(name, values, cache)
+
+
+def check_layers(name: str, values: Any, num_layers: int) -> None:
+    """Refuses what is neither an array of all layers' keys or values nor a sequence of one per layer."""
+    is_sequence = isinstance(values, Sequence) and not hasattr(values, "shape")
+    rank = 4 if is_sequence else 5
+    for each in values if is_sequence else [values]:
+        shape = getattr(each, "shape", None)
+        if shape is None or len(shape) != rank:
+            what = f"{type(each).__name__} of shape {shape}" if shape is not None else type(each).__name__
+            raise TypeError(
+                f"{name} {'has, for a layer,' if is_sequence else 'is'} {what}, expected an array "
+                "[num_layers, n, T, num_kv_heads, head_dim] or a sequence of such arrays, one per layer, "
+                "without the first axis"
+            )
+    if len(values) != num_layers:
+        raise ValueError(f"{name} has {len(values)} layers, expected num_layers = {num_layers}")

@@ -1,0 +1,404 @@
+"""What a cache holds: layer kinds, sizes and the memory plan. Plain Python, no arrays."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.core.eviction_policy import LRU, eviction_policies
+
+_MAX_INDEX = 2**31
+DTYPES = ("float32", "bfloat16", "float16")
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Smallest integer not below the quotient."""
+    return -(-numerator // denominator)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What one model layer keeps per token; equal kinds share a block table and a pool.
+
+    Attributes:
+      num_kv_heads: Key and value heads (query heads are a multiple of it).
+      head_dim: Width of a key and of a value.
+      num_blocks: Blocks of this kind's pool, in place of the config's.
+      block_size: Tokens of a block of this kind, in place of the config's.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int | None = dataclasses.field(default=None, kw_only=True)
+    block_size: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        _check_positive(self, "num_kv_heads", "head_dim")
+        _check_positive_or_none(self, "num_blocks", "block_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention(LayerKind):
+    """Every token attends to all tokens before it and to itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(LayerKind):
+    """Token `i` attends to token `j` if `i - window < j <= i` or `j < num_sink_tokens`.
+
+    Attributes:
+      window: Tokens in reach, the token itself included.
+      num_sink_tokens: First tokens of a row that are kept and stay in reach (StreamingLLM).
+      max_rollback: Tokens that `truncate` may drop again from a row longer than its window;
+        as many more tokens are kept of those that the row computed. A row that began with a cached prefix
+        has of it what its next token reads.
+    """
+
+    window: int = dataclasses.field(kw_only=True)
+    num_sink_tokens: int = dataclasses.field(default=0, kw_only=True)
+    max_rollback: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_positive(self, "window")
+        _check_not_negative(self, "num_sink_tokens", "max_rollback")
+        reach = self.window + self.max_rollback
+        if reach >= _MAX_INDEX:
+            raise ValueError(
+                f"window + max_rollback is {reach}, expected below 2**31, as far as 32-bit positions reach; "
+                f"lower window = {self.window} or max_rollback = {self.max_rollback}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """The model layers of one kind, with the sizes of the pool and the block table they share."""
+
+    kind: LayerKind
+    layer_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    max_blocks_per_seq: int
+    max_held_blocks: int
+    """Most blocks that one row ever holds at once."""
+    block_bytes: int
+    """Keys and values of one block, all layers of the group."""
+
+    @property
+    def num_layers(self) -> int:
+        """Model layers that share the pool."""
+        return len(self.layer_ids)
+
+    @property
+    def window(self) -> int | None:
+        """Last tokens that a query sees, itself included; None for all."""
+        return self.kind.window if isinstance(self.kind, SlidingWindow) else None
+
+    @property
+    def max_rollback(self) -> int:
+        """Tokens by which a row beyond its window can be shortened; 0 without a window, where it is any."""
+        return self.kind.max_rollback if isinstance(self.kind, SlidingWindow) else 0
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that queries see beside the window; 0 without a window."""
+        return self.kind.num_sink_tokens if isinstance(self.kind, SlidingWindow) else 0
+
+    @property
+    def num_sink_blocks(self) -> int:
+        """First table columns that never leave the row."""
+        return sink_blocks(self.kind, self.block_size)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Keys and values of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+
+def sink_blocks(kind: LayerKind, block_size: int) -> int:
+    """Columns that hold the tokens a window keeps for ever; 0 without a window."""
+    return ceil_div(kind.num_sink_tokens, block_size) if isinstance(kind, SlidingWindow) else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Kinds, sizes and options of a cache; hashable, the static part of its pytree.
+
+    Attributes:
+      layers: One entry per model layer, in the model's order. Equal entries form one layer group,
+        which has one block table and one pool.
+      num_blocks: Blocks of each group's pool. Default: what `memory_budget` pays for, else enough
+        for `max_seqs` rows of `max_seq_len` tokens.
+      block_size: Tokens per block.
+      max_seqs: Rows, that is sequences held at the same time.
+      max_seq_len: Most tokens of one row.
+      max_query_len: Most new tokens of one row in one `extend`; bounds what a window group holds.
+        Default: `max_seq_len`.
+      dtype: Storage of keys and values: float32, bfloat16 or float16.
+      memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
+      enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
+        owner, until their place is needed. `allocate` and `extend` then want the tokens.
+      eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
+        "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
+        published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
+        always a block before its predecessor. All but "lru" look at every block when one must go.
+      eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
+        makes evictable; 1 is exact. "lru" is always exact.
+      implementation: Of attention and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper),
+        "mosaic_tpu", or None for the best that was measured here and supports the call, which so far is
+        "xla". Gradients are XLA's.
+      head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
+        own heads; `init` then splits the pools so. XLA's attention does not need to know.
+
+    Raises:
+      ValueError, TypeError: for absurd sizes and unknown options; names got, expected and the fix.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> layer = kv.FullAttention(num_kv_heads=2, head_dim=64)
+      >>> config = kv.CacheConfig(layers=[layer] * 4, memory_budget=2**20, block_size=16)
+      >>> config.groups[0].num_blocks, config.groups[0].block_bytes
+      (16, 65536)
+    """
+
+    layers: Sequence[LayerKind]
+    num_blocks: int | None = None
+    block_size: int = 16
+    max_seqs: int = 16
+    max_seq_len: int = 8192
+    max_query_len: int | None = None
+    dtype: Any = jnp.float32
+    memory_budget: int | None = None
+    enable_prefix_caching: bool = False
+    eviction_policy: str = LRU
+    eviction_batch: int = 1
+    implementation: str | None = None
+    head_axis: str | None = None
+
+    def __hash__(self) -> int:
+        """Computed once: jit asks at every call."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept: strings hash differently in another process."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+
+    def __post_init__(self):
+        if isinstance(self.layers, LayerKind):
+            raise TypeError(
+                f"layers is one {self.layers!r}, expected a sequence with one entry per model layer: "
+                "write [kind] * num_layers"
+            )
+        if not isinstance(self.layers, Iterable):
+            raise TypeError(f"layers is {self.layers!r}, expected a sequence with one entry per model layer")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ValueError("layers is empty, expected one entry per model layer")
+        for i, kind in enumerate(self.layers):
+            if not isinstance(kind, FullAttention | SlidingWindow):
+                raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
+        _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
+        caches_prefixes = static_flag("enable_prefix_caching", self.enable_prefix_caching)
+        object.__setattr__(self, "enable_prefix_caching", caches_prefixes)
+        _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
+        object.__setattr__(self, "dtype", _storage_dtype(self.dtype))
+        if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
+            raise ValueError(
+                f"max_query_len is {self.max_query_len}, expected at most max_seq_len = {self.max_seq_len}"
+            )
+        if self.num_blocks is not None and self.memory_budget is not None:
+            raise ValueError(
+                f"got num_blocks = {self.num_blocks} and memory_budget = {self.memory_budget}, "
+                "expected one of them: drop the other"
+            )
+        if self.implementation not in (None, *IMPLEMENTATIONS):
+            raise ValueError(
+                f"implementation is {self.implementation!r}, "
+                f"expected None or one of {', '.join(IMPLEMENTATIONS)}"
+            )
+        if self.head_axis is not None and not isinstance(self.head_axis, str):
+            raise TypeError(f"head_axis is {self.head_axis!r}, expected the name of a mesh axis, or None")
+        if self.eviction_policy not in eviction_policies():
+            raise ValueError(
+                f"eviction_policy is {self.eviction_policy!r}, expected one of "
+                f"{', '.join(map(repr, eviction_policies()))}; register others first, "
+                "with the decorator kvcache_jax.eviction_policy"
+            )
+        if self.eviction_policy != LRU and not self.enable_prefix_caching:
+            raise ValueError(
+                f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "
+                "expected enable_prefix_caching=True with it"
+            )
+        if self.enable_prefix_caching and not any(isinstance(kind, FullAttention) for kind in self.layers):
+            raise ValueError(
+                "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
+                "its blocks are the ones that prefixes are found by"
+            )
+        for group in self.groups:
+            _check_indices(group)
+
+    @property
+    def num_layers(self) -> int:
+        """Model layers."""
+        return len(self.layers)
+
+    @property
+    def query_len_limit(self) -> int:
+        """Most new tokens of one row in one `extend`."""
+        return self.max_query_len or self.max_seq_len
+
+    @functools.cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layer groups, in the order of their first layers."""
+        layer_ids: dict[LayerKind, list[int]] = {}
+        for i, kind in enumerate(self.layers):
+            layer_ids.setdefault(kind, []).append(i)
+        plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
+        if self.memory_budget is not None:
+            plans = _spend(self.memory_budget, plans)
+        return tuple(plans)
+
+    @property
+    def indexed_group(self) -> int:
+        """The layer group by whose blocks prefixes are found: the first with full attention, else 0."""
+        is_full = [isinstance(group.kind, FullAttention) for group in self.groups]
+        return is_full.index(True) if True in is_full else 0
+
+    def locate(self, layer: int) -> tuple[int, int]:
+        """(group, index in the group) of a model layer."""
+        for g, group in enumerate(self.groups):
+            if layer in group.layer_ids:
+                return g, group.layer_ids.index(layer)
+        raise ValueError(f"layer is {layer}, expected 0 <= layer < {self.num_layers}")
+
+    def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
+        block_size = kind.block_size or self.block_size
+        max_blocks_per_seq = ceil_div(self.max_seq_len, block_size)
+        max_held_blocks = max_blocks_per_seq
+        if isinstance(kind, SlidingWindow):
+            reach = kind.window + self.query_len_limit + kind.max_rollback
+            held = ceil_div(reach, block_size) + 1 + sink_blocks(kind, block_size)
+            max_held_blocks = min(held, max_blocks_per_seq)
+        token_bytes = 2 * kind.num_kv_heads * kind.head_dim * self.dtype.itemsize
+        return LayerGroup(
+            kind=kind,
+            layer_ids=layer_ids,
+            num_blocks=kind.num_blocks or self.num_blocks or self.max_seqs * max_held_blocks,
+            block_size=block_size,
+            max_blocks_per_seq=max_blocks_per_seq,
+            max_held_blocks=max_held_blocks,
+            block_bytes=len(layer_ids) * block_size * token_bytes,
+        )
+
+
+def require_config(caller: str, config: Any) -> None:
+    """Refuses what is no `CacheConfig`."""
+    if not isinstance(config, CacheConfig):
+        raise TypeError(
+            f"{caller} got a {type(config).__name__}, expected a CacheConfig; cache.config is one"
+        )
+
+
+def memory_bytes(config: CacheConfig) -> int:
+    """Bytes of the keys and values of all groups; the control state comes on top (see `describe`)."""
+    require_config("memory_bytes", config)
+    return sum(group.pool_bytes for group in config.groups)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` with a binary unit, e.g. "16.0 MiB"."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def config_to_json(config: CacheConfig) -> bytes:
+    """The config as bytes, for `jax.export`."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    values["dtype"] = config.dtype.name
+    values["layers"] = [{"kind": type(kind).__name__, **dataclasses.asdict(kind)} for kind in config.layers]
+    return json.dumps(values).encode()
+
+
+def config_from_json(data: bytes | bytearray) -> CacheConfig:
+    """Inverse of `config_to_json`."""
+    values = json.loads(bytes(data))
+    kinds = {"FullAttention": FullAttention, "SlidingWindow": SlidingWindow}
+    values["layers"] = [kinds[layer.pop("kind")](**layer) for layer in values["layers"]]
+    return CacheConfig(**values)
+
+
+def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
+    """Shares `budget` bytes so that all pools fill up at the same number of rows."""
+    fixed = [group for group in groups if group.kind.num_blocks is not None]
+    shared = [group for group in groups if group.kind.num_blocks is None]
+    left = budget - sum(group.pool_bytes for group in fixed)
+    row_bytes = sum(group.max_held_blocks * group.block_bytes for group in shared)
+    planned = {}
+    for group in shared:
+        num_blocks = left * group.max_held_blocks // row_bytes
+        if num_blocks < 1:
+            smallest = ceil_div(row_bytes, group.max_held_blocks) + budget - left
+            raise ValueError(
+                f"memory_budget is {budget} bytes, expected at least {max(smallest, group.block_bytes)}: "
+                f"a block of {group.num_layers} x {type(group.kind).__name__} takes {group.block_bytes}; "
+                "raise the budget or lower block_size"
+            )
+        planned[group.kind] = dataclasses.replace(group, num_blocks=num_blocks)
+    return [planned.get(group.kind, group) for group in groups]
+
+
+def _check_indices(group: LayerGroup) -> None:
+    for what, count in (
+        ("num_layers * num_blocks", group.num_layers),
+        ("num_blocks * block_size", group.block_size),
+    ):
+        if count * group.num_blocks >= _MAX_INDEX:
+            raise ValueError(
+                f"{what} is {count * group.num_blocks}, expected below 2**31 so that 32-bit indices reach "
+                f"every block and slot; lower num_blocks = {group.num_blocks}"
+            )
+
+
+def _check_count(owner: Any, name: str, least: int) -> None:
+    value = static_count(name, getattr(owner, name), least)
+    if value >= _MAX_INDEX and name != "memory_budget":
+        raise ValueError(f"{name} is {value}, expected below 2**31")
+    object.__setattr__(owner, name, value)
+
+
+def _check_positive(owner: Any, *names: str) -> None:
+    for name in names:
+        _check_count(owner, name, least=1)
+
+
+def _check_positive_or_none(owner: Any, *names: str) -> None:
+    _check_positive(owner, *(name for name in names if getattr(owner, name) is not None))
+
+
+def _check_not_negative(owner: Any, *names: str) -> None:
+    for name in names:
+        _check_count(owner, name, least=0)
+
+
+def _storage_dtype(value: Any) -> np.dtype:
+    try:
+        name = np.dtype(value).name
+    except TypeError:
+        name = repr(value)
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name}, expected one of {', '.join(DTYPES)}")
+    return np.dtype(name)

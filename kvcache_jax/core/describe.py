@@ -1,0 +1,48 @@
+"""What a cache takes of the memory: a plan that can be read before anything is made."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.core.config import CacheConfig, SlidingWindow, format_bytes, memory_bytes, require_config
+from kvcache_jax.core.empty_state import empty_control
+
+
+@functools.lru_cache(maxsize=64)
+def control_bytes(config: CacheConfig) -> int:
+    """Bytes of the control state, with the prefix index where there is one."""
+    hash_key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    control = jax.eval_shape(lambda hash_key: empty_control(config, hash_key), hash_key)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(control))
+
+
+def describe(config: CacheConfig) -> str:
+    """The memory plan in words, one line per layer group and a total.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> print(kv.describe(kv.CacheConfig([kv.FullAttention(2, 64)] * 4, num_blocks=256)))
+      FullAttention x 4 layers: 256 blocks of 16 tokens, 2 heads x 64, float32, 64.0 KiB a block, 16.0 MiB
+      16 rows of at most 8192 tokens; keys and values 16.0 MiB, control state 34.6 KiB
+    """
+    require_config("describe", config)
+    lines = []
+    for group in config.groups:
+        kind = group.kind
+        window = ""
+        if isinstance(kind, SlidingWindow):
+            window = f"({kind.window}, sinks {kind.num_sink_tokens}, rollback {kind.max_rollback})"
+        lines.append(
+            f"{type(kind).__name__}{window} x {group.num_layers} layers: "
+            f"{group.num_blocks} blocks of {group.block_size} tokens, "
+            f"{kind.num_kv_heads} heads x {kind.head_dim}, {config.dtype.name}, "
+            f"{format_bytes(group.block_bytes)} a block, {format_bytes(group.pool_bytes)}"
+        )
+    lines.append(
+        f"{config.max_seqs} rows of at most {config.max_seq_len} tokens; "
+        f"keys and values {format_bytes(memory_bytes(config))}, "
+        f"control state {format_bytes(control_bytes(config))}"
+    )
+    return "\n".join(lines)

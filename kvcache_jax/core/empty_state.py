@@ -1,0 +1,128 @@
+"""States in which nothing is held: what `init`, `reset` and a forgotten index start from."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.core.config import CacheConfig, LayerGroup, ceil_div
+from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.state import (
+    BlockHistory,
+    BlockPool,
+    CachedBlocks,
+    Companions,
+    Control,
+    Counter,
+    KVPool,
+    PrefixIndex,
+)
+
+# A bucket is compared at once. A full one refuses a block: now and then, if there is one bucket per block.
+_WAYS, _BUCKETS_PER_BLOCK = 8, 2
+
+
+def in_place_of(old: Any, fresh: Any) -> Any:
+    """`fresh`, a pytree made of constants, as varying over a mesh as `old`: a loop may carry it on."""
+    return jax.tree.map(lambda x, new: jnp.where(jnp.zeros_like(x, bool), x, new), old, fresh)
+
+
+def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Control:
+    """A control state in which every row is idle and every block is free; `numpy` makes its arrays."""
+
+    def ints(*shape: int, fill: int = 0) -> Any:
+        return numpy.full(shape, fill, jnp.int32)
+
+    max_seqs = config.max_seqs
+    return Control(
+        is_active=numpy.zeros(max_seqs, bool),
+        context_len=ints(max_seqs),
+        priority=ints(max_seqs),
+        namespace=numpy.zeros((max_seqs, 4), jnp.uint32),
+        last_used=numpy.zeros(max_seqs, jnp.uint32),
+        num_uses=numpy.zeros(max_seqs, jnp.uint32),
+        clock=numpy.zeros((), jnp.uint32),
+        counters=numpy.zeros(len(Counter), jnp.uint32),
+        hash_key=hash_key,
+        num_published=ints(max_seqs),
+        prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
+        block_pools=tuple(
+            BlockPool(
+                block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
+                ref_count=ints(group.num_blocks),
+                # Popped from the end, so the lowest ids go first.
+                free_stack=numpy.arange(group.num_blocks, dtype=jnp.int32)[::-1],
+                num_free=ints(fill=group.num_blocks),
+                peak_used=ints(),
+                cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
+            )
+            for group in config.groups
+        ),
+    )
+
+
+def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
+    return CachedBlocks(
+        is_published=numpy.zeros(num_blocks, bool),
+        num_cached=numpy.zeros((), jnp.int32),
+        # Twice as long as there are blocks: half of it must be stale before it has to be swept.
+        queue=numpy.full(1 << (2 * num_blocks - 1).bit_length(), num_blocks, jnp.int32),
+        queued_at=numpy.zeros(num_blocks, jnp.uint32),
+        head=numpy.zeros((), jnp.uint32),
+        tail=numpy.zeros((), jnp.uint32),
+    )
+
+
+def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
+    """An index in which nothing is published; `numpy` makes its arrays."""
+    group = config.groups[config.indexed_group]
+    num_blocks = group.num_blocks
+
+    def companions(other: LayerGroup) -> Companions | None:
+        if other is group:
+            return None
+        shape = (num_blocks, ceil_div(group.block_size, other.block_size))
+        return Companions(
+            block_ids=numpy.full(shape, other.num_blocks, jnp.int32),
+            keeper=numpy.full(other.num_blocks, num_blocks, jnp.int32),
+        )
+
+    return PrefixIndex(
+        buckets=numpy.full((_BUCKETS_PER_BLOCK * num_blocks, _WAYS), num_blocks, jnp.int32),
+        block_tokens=numpy.zeros((num_blocks, group.block_size), jnp.int32),
+        block_hash=numpy.zeros((num_blocks, 2), jnp.uint32),
+        parent=numpy.full(num_blocks, num_blocks, jnp.int32),
+        namespace=numpy.zeros((num_blocks, 4), jnp.uint32),
+        companions=tuple(companions(other) for other in config.groups),
+        history=_empty_history(config.eviction_policy, num_blocks, numpy),
+    )
+
+
+def _empty_history(policy: str, num_blocks: int, numpy: Any) -> BlockHistory | None:
+    if policy == LRU:
+        return None
+    fields = {
+        "num_hits": ("num_hits", jnp.int32),
+        "age": ("published_at", jnp.uint32),
+        "idle": ("last_used_at", jnp.uint32),
+        "priority": ("priority", jnp.int32),
+        "depth": ("depth", jnp.int32),
+    }
+    needs = needed_metadata(policy)
+    return BlockHistory(
+        num_children=numpy.zeros(num_blocks, jnp.int32),
+        **{
+            field: numpy.zeros(num_blocks, dtype) if name in needs else None
+            for name, (field, dtype) in fields.items()
+        },
+    )
+
+
+def empty_pools(config: CacheConfig) -> tuple[KVPool, ...]:
+    """Zeroed keys and values of every group."""
+    pools = []
+    for group in config.groups:
+        kind = group.kind
+        shape = (group.num_layers * group.num_blocks, kind.num_kv_heads, group.block_size, kind.head_dim)
+        pools.append(KVPool(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype)))
+    return tuple(pools)

@@ -1,0 +1,351 @@
+"""The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.arrays.pytree import Static, pytree_dataclass
+from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
+
+
+class Counter(enum.IntEnum):
+    """Index into `Control.counters`."""
+
+    ALLOCATIONS = 0
+    """Rows started by `allocate`."""
+    FORKS = 1
+    """Rows started by `fork`."""
+    FREES = 2
+    """Rows ended by `free`."""
+    COPIES = 3
+    """Blocks copied because a row wrote into a block that others hold too, or that is published."""
+    EVICTIONS = 4
+    """Cached blocks whose contents were given up; not those of other layer groups that go with them."""
+    ADOPTIONS = 5
+    """Blocks given back by `commit` because their contents were already published."""
+    REQUEST_QUERIES = 6
+    """Rows for which `allocate` looked for a cached prefix."""
+    REQUEST_HITS = 7
+    """Those that found one."""
+    BLOCK_QUERIES = 8
+    """Full blocks of their prompts."""
+    BLOCK_HITS = 9
+    """Those that were reused."""
+    TOKEN_QUERIES = 10
+    """Tokens of their prompts."""
+    TOKEN_HITS = 11
+    """Those in reused blocks."""
+
+
+@pytree_dataclass()
+class CachedBlocks:
+    """What becomes of a block without owner: a published one stays, in the order of its release.
+
+    The queue is exact LRU at constant cost: a release appends the block, reuse only makes the entry stale,
+    and whoever evicts from the front skips stale entries. There is always room for the published blocks that
+    have an owner. Positions in the queue count up modulo 2**32.
+
+    Attributes:
+      is_published: bool[num_blocks], the block's contents can be found.
+      num_cached: i32[], published blocks without owner.
+      queue: i32[power of two], block ids at `[head, tail)`, taken modulo its length.
+      queued_at: u32[num_blocks], position of the block's latest entry; earlier ones are stale.
+      head: u32[], position of the oldest entry.
+      tail: u32[], position of the next entry.
+    """
+
+    is_published: jax.Array
+    num_cached: jax.Array
+    queue: jax.Array
+    queued_at: jax.Array
+    head: jax.Array
+    tail: jax.Array
+
+
+@pytree_dataclass()
+class BlockPool:
+    """Who holds which block of one layer group.
+
+    A block is free (on the stack), referenced (in a table) or cached (published, and in no table).
+
+    "Nowhere" is `num_blocks`, one past the last block. `max_blocks_per_seq` columns of `block_size`
+    tokens reach `max_seq_len`.
+
+    Attributes:
+      block_table: i32[max_seqs, max_blocks_per_seq], block that holds tokens
+        `[column * block_size, (column + 1) * block_size)` of the row, or nowhere. Columns past the
+        tokens held are blocks reserved by `allocate`, then nowhere. A window group has a hole of
+        nowhere between its sinks and the tokens in reach.
+      ref_count: i32[num_blocks], table entries that point at the block; 0 = free or cached.
+      free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
+        out on top; the rest is unspecified.
+      num_free: i32[], free blocks.
+      peak_used: i32[], most blocks that were referenced at the same time.
+      cached: CachedBlocks; None without prefix caching.
+    """
+
+    block_table: jax.Array
+    ref_count: jax.Array
+    free_stack: jax.Array
+    num_free: jax.Array
+    peak_used: jax.Array
+    cached: CachedBlocks | None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool; also the id that means nowhere."""
+        return self.ref_count.shape[-1]
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of the block table."""
+        return self.block_table.shape[-1]
+
+
+@pytree_dataclass()
+class KVPool:
+    """Keys and values of one layer group; block `b` of the group's layer `l` is at `l * num_blocks + b`.
+
+    Attributes:
+      k: dtype[num_layers * num_blocks, num_kv_heads, block_size, head_dim], keys.
+      v: the same for values.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+@pytree_dataclass()
+class BlockHistory:
+    """What an eviction policy looks at; see `BlockMetadata`. Fields that it does not need are None.
+
+    Entries of blocks that are not published are unspecified, but for `num_children`.
+
+    Attributes:
+      num_children: i32[num_blocks], published blocks whose parent it is.
+      num_hits: i32[num_blocks], uses after the publication.
+      published_at: u32[num_blocks], clock of the publication.
+      last_used_at: u32[num_blocks], clock of the last use.
+      priority: i32[num_blocks], of the row that used it last.
+      depth: i32[num_blocks], blocks before it in its sequence.
+    """
+
+    num_children: jax.Array
+    num_hits: jax.Array | None
+    published_at: jax.Array | None
+    last_used_at: jax.Array | None
+    priority: jax.Array | None
+    depth: jax.Array | None
+
+
+@pytree_dataclass()
+class Companions:
+    """The blocks of another layer group that hold the same tokens as the published blocks of the indexed one.
+
+    A block of the other group belongs to the published block that has its last token. Each may be missing:
+    it left a window before it could be published, was evicted, or belongs to a block of another row. Forks
+    that part within a block of the indexed group share smaller blocks, and only one of them is a hit.
+
+    Attributes:
+      block_ids: i32[num_blocks, most per block], of the other group, by their order in the sequence, or
+        nowhere (its `num_blocks`).
+      keeper: i32[num_blocks of the other group], the published block that each belongs to, or nowhere.
+    """
+
+    block_ids: jax.Array
+    keeper: jax.Array
+
+
+@pytree_dataclass()
+class PrefixIndex:
+    """Finds blocks of one layer group, the indexed one, by the tokens up to their end.
+
+    An entry is a published block's id, in the bucket of its hash. What it stands for is stored with the
+    block, and compared at every hit.
+
+    Attributes:
+      buckets: i32[num_buckets, ways], block ids, or nowhere.
+      block_tokens: i32[num_blocks, block_size], tokens of every block, as `extend` was told.
+      block_hash: u32[num_blocks, 2], of the tokens up to the block's end; of published blocks.
+      parent: i32[num_blocks], the published block before it, or nowhere at the start of a sequence.
+      namespace: u32[num_blocks, 4], in which the block was published.
+      companions: per layer group Companions; None for the indexed one.
+      history: BlockHistory; None under the policy `lru`, which does not need it.
+    """
+
+    buckets: jax.Array
+    block_tokens: jax.Array
+    block_hash: jax.Array
+    parent: jax.Array
+    namespace: jax.Array
+    companions: tuple[Companions | None, ...]
+    history: BlockHistory | None
+
+
+@pytree_dataclass()
+class Control:
+    """Everything but the keys and values: small integers.
+
+    Clock and counters are taken modulo 2**32 and compared by difference.
+
+    Attributes:
+      is_active: bool[max_seqs], the row holds a sequence.
+      context_len: i32[max_seqs], tokens held; 0 for idle rows.
+      priority: i32[max_seqs], higher is worth more to eviction policies; 0 for idle rows.
+      namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
+      last_used: u32[max_seqs], clock of the last allocate, extend, fork or reorder into the row, or touch.
+      num_uses: u32[max_seqs], how many of these there were; 0 for idle rows.
+      clock: u32[], advances by one with each use of a row; a call of extend or reorder is one use.
+      counters: u32[len(Counter)], events since `init`; see `Counter`.
+      hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
+      num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
+        with a last one that `truncate` cut into, whoever published that.
+      prefix_index: PrefixIndex; None without prefix caching.
+      block_pools: one BlockPool per layer group.
+    """
+
+    is_active: jax.Array
+    context_len: jax.Array
+    priority: jax.Array
+    namespace: jax.Array
+    last_used: jax.Array
+    num_uses: jax.Array
+    clock: jax.Array
+    counters: jax.Array
+    hash_key: jax.Array
+    num_published: jax.Array
+    prefix_index: PrefixIndex | None
+    block_pools: tuple[BlockPool, ...]
+
+    @property
+    def max_seqs(self) -> int:
+        """Rows; also the seq_id that means nowhere."""
+        return self.is_active.shape[-1]
+
+
+ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
+"""Names of the arrays of `Control` that have an entry per row, 0 for idle ones."""
+
+
+@pytree_dataclass(Static("config", config_to_json, config_from_json))
+class Cache:
+    """A KV cache: pass it in, get a new one back. Old states stay valid unless donated.
+
+    Attributes:
+      control: Control, who holds what.
+      pools: one KVPool per layer group; empty when built with `storage=False`.
+      config: CacheConfig (static): kinds and options. Sizes are read from the arrays.
+    """
+
+    control: Control
+    pools: tuple[KVPool, ...]
+    config: CacheConfig
+
+    @property
+    def context_len(self) -> jax.Array:
+        """i32[max_seqs], tokens that each row holds."""
+        return self.control.context_len
+
+    @property
+    def is_active(self) -> jax.Array:
+        """bool[max_seqs], which rows hold a sequence."""
+        return self.control.is_active
+
+    @property
+    def max_seqs(self) -> int:
+        """Rows."""
+        return self.control.max_seqs
+
+    def __repr__(self) -> str:
+        from kvcache_jax.core.summary import summary  # which needs this class
+
+        return summary(self)
+
+
+@pytree_dataclass()
+class Admission:
+    """What `allocate` did, per row of the call.
+
+    Attributes:
+      status: i32[n], see `Status`.
+      num_cached: i32[n], first tokens whose keys and values are already there; computation starts
+        behind them.
+      num_items_cached: i32[n], multimodal items among them, which need not be encoded.
+    """
+
+    status: jax.Array
+    num_cached: jax.Array
+    num_items_cached: jax.Array
+
+
+@pytree_dataclass()
+class AttentionPlan:
+    """Which columns of a group's block table each row of a step reads; shared by all its layers.
+
+    Attributes:
+      first_column: i32[n], first column in reach of the row's new tokens, behind the sink columns.
+      num_columns: i32[n], columns to read: the sink columns, then those from `first_column` on.
+      work: How a kernel shares the reading among its programs; () for implementations without such a plan.
+    """
+
+    first_column: jax.Array
+    num_columns: jax.Array
+    work: tuple[jax.Array, ...] = ()
+
+
+@pytree_dataclass()
+class Step:
+    """The slots that one `extend` reserved: where the new tokens go and what they attend to.
+
+    For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
+    the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.
+
+    It serves until one of its rows is forked, committed, truncated, reordered, freed or, where there are
+    windows, extended: the slots may be another row's then.
+
+    Attributes:
+      status: i32[n], see `Status`.
+      seq_ids: i32[n], rows of the block table; `max_seqs` where there is none.
+      query_len: i32[n], new tokens.
+      context_len: i32[n], tokens held, the new ones included; in a refused second entry of a row, not.
+      positions: i32[tokens], position in the sequence; unspecified where there is no token.
+      slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
+        `num_blocks * block_size`.
+      plans: per group AttentionPlan.
+      cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
+        than `num_tokens`), else None.
+    """
+
+    status: jax.Array
+    seq_ids: jax.Array
+    query_len: jax.Array
+    context_len: jax.Array
+    positions: jax.Array
+    slots: tuple[jax.Array, ...]
+    plans: tuple[AttentionPlan, ...]
+    cu_query_lens: jax.Array | None
+
+
+class BlockCopies(NamedTuple):
+    """Blocks of one group whose contents go along before a row writes into them.
+
+    Attributes:
+      src: i32[n], block ids; entries at `[0, num_copies)` count.
+      dst: i32[n], likewise.
+      num_copies: i32[].
+    """
+
+    src: jax.Array
+    dst: jax.Array
+    num_copies: jax.Array
+
+
+def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
+    """`control.counters` with each count of `events` added."""
+    counters, order = control.counters, np.arange(len(Counter))
+    for counter, num_events in events.items():
+        counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)
+    return counters

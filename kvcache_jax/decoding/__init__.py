@@ -1,0 +1,1 @@
+"""Loops for anybody's model: generate, beam search, scoring, speculation."""

@@ -1,0 +1,124 @@
+"""What `generate`, `score` and `beam_search` are asked for, checked alike."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.arguments import as_array, host_tokens
+from kvcache_jax.core.config import CacheConfig, require_config
+
+_NO_LIMIT = np.iinfo(np.int32).max
+_STEPS_WHILE_WATCHED = 8
+
+
+def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
+    """Refuses a call within a trace, of which `values` may be part, and what is no model or config.
+
+    Args:
+      caller: The function that was called.
+      forward: The model, which `jit` must know again.
+      config: Of its cache.
+      values: Pytrees that are handed to compiled programs.
+    """
+    require_config(caller, config)
+    if not callable(forward):
+        raise TypeError(
+            f"forward is {forward!r}, expected a model: (params, tokens, cache, step) -> (logits, cache)"
+        )
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((values, jnp.zeros(())))):
+        raise TypeError(
+            f"{caller} is called within jit, grad or another transformation, expected outside of all: it is "
+            "a loop of the host around compiled programs; jit your own that calls kv.extend and the model"
+        )
+    try:
+        hash(forward)
+    except TypeError as error:
+        raise TypeError(
+            f"forward is a {type(forward).__name__} and cannot be hashed ({error}), expected a function or "
+            "an object that can be: pass its method, or make it a @dataclass(frozen=True) or (eq=False)"
+        ) from None
+
+
+def require_functions(**fns: Any) -> None:
+    """Refuses what can neither be called nor is None."""
+    for name, fn in fns.items():
+        if fn is not None and not callable(fn):
+            raise TypeError(f"{name} is {fn!r}, expected a function, or None")
+
+
+def as_list(name: str, values: Any, what: str) -> list:
+    """The values that a caller may iterate over once."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {values!r}, expected a list of {what}") from None
+
+
+def one_number(name: str, value: Any) -> Any:
+    """`value`, a number, and not one per row: the rows are the loop's own."""
+    if shape := as_array(name, value).shape:
+        raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
+    return value
+
+
+def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:
+    """The ids of at least `least` tokens in numpy, i32[n], as a model takes them: none below 0."""
+    tokens = host_tokens(name, values)
+    if len(tokens) < least:
+        raise ValueError(f"{name} has {len(tokens)} tokens, expected at least {least}")
+    if (tokens < 0).any():
+        wrong = tokens.min() if np.min(values) < 0 else tokens[tokens < 0][0].astype(np.uint32)
+        raise ValueError(f"{name} has the token id {wrong}, expected 0 to {_NO_LIMIT}")
+    return tokens
+
+
+def prompt_tokens(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Each prompt as i32[n], n at least 1."""
+    prompts = as_list("prompts", prompts, "prompts, each a list of token ids")
+    return [model_tokens(f"prompt {i}", prompt, least=1) for i, prompt in enumerate(prompts)]
+
+
+def prompt_seeds(seed: Any, num_prompts: int) -> list[tuple[int, int]]:
+    """Of each prompt its seed, and its number if the seed is that of all."""
+    is_list = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+    if not is_list and np.ndim(seed) == 0:
+        return [(static_count("seed", seed, least=0), number) for number in range(num_prompts)]
+    if len(seed) != num_prompts:
+        raise ValueError(f"seed has {len(seed)} values, expected one or {num_prompts}, one per prompt")
+    return [(static_count(f"seed[{i}]", value, least=0), 0) for i, value in enumerate(seed)]
+
+
+def usable_chunk_len(chunk_len: Any, config: CacheConfig) -> int:
+    """Most tokens of a row in one call of the model; no more than the cache takes at once."""
+    return min(static_count("chunk_len", chunk_len), config.query_len_limit)
+
+
+def steps_between_looks(look_every: Any, is_watched: bool) -> int:
+    """`look_every`; without it few steps if somebody looks on, else as many as there are."""
+    if look_every is None:
+        return _STEPS_WHILE_WATCHED if is_watched else _NO_LIMIT
+    return min(static_count("look_every", look_every), _NO_LIMIT)
+
+
+def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
+    """The ids as i32[any]; -1, which no token has, where there is none."""
+    ids = model_tokens("stop_tokens", stop_tokens)
+    return jnp.asarray(ids if len(ids) else [-1], jnp.int32)
+
+
+def texts_to_stop_at(stop_strings: Sequence[str], detokenize: Callable | None) -> list[str]:
+    """The texts, of at least one character each; there is a function that makes texts of tokens."""
+    if isinstance(stop_strings, str):
+        raise TypeError(f"stop_strings is {stop_strings!r}, expected a list of texts: [{stop_strings!r}]")
+    texts = as_list("stop_strings", stop_strings, "texts")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop_strings has {text!r}, expected texts of at least one character")
+    if texts and detokenize is None:
+        raise ValueError("stop_strings are given without detokenize, expected a function from tokens to text")
+    return [str(text) for text in texts]

@@ -1,0 +1,53 @@
+"""A model as decoding sees it: one step function, for prefill, chunks and decode alike."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.core.state import Cache, Step
+from kvcache_jax.operations.extend import extend
+
+Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+"""`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`."""
+
+
+def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
+    """Width of the model's logits.
+
+    Raises:
+      TypeError: `forward` returns something else than logits and the cache.
+    """
+    return width_of(_one_token.eval_shape(forward, params, cache), cache.max_seqs, 1)
+
+
+@functools.partial(jax.jit, static_argnames="forward")
+def _one_token(forward: Forward, params: Any, cache: Cache) -> Any:
+    zeros = jnp.zeros(cache.max_seqs, jnp.int32)
+    cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
+    return forward(params, zeros[:, None], cache, step)
+
+
+def width_of(result: Any, num_rows: int, num_tokens: int) -> int:
+    """Width of the logits among what `forward` returned, arrays or their shapes, for a padded step.
+
+    Raises:
+      TypeError: it is something else than logits and the cache.
+    """
+    parts = result if isinstance(result, tuple) else (result,)
+    is_array = [isinstance(part, jax.ShapeDtypeStruct | jax.Array) for part in parts]
+    kinds = [
+        f"{part.dtype}{list(part.shape)}" if is_one else type(part).__name__
+        for part, is_one in zip(parts, is_array, strict=True)
+    ]
+    if not (len(parts) == 2 and is_array[0] and isinstance(parts[1], Cache)):
+        raise TypeError(f"forward returned ({', '.join(kinds)}), expected (logits, cache)")
+    logits, shape = parts[0], (num_rows, num_tokens)
+    if logits.ndim != 3 or logits.shape[:2] != shape or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"forward returned logits {kinds[0]} for tokens int32{list(shape)}, expected floats "
+            "[n, T, vocab] for tokens [n, T]"
+        )
+    return logits.shape[2]

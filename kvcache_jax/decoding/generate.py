@@ -1,0 +1,393 @@
+"""Decoding for anybody's model: prompts in, tokens out, with prompts prefilled once and shared by fork.
+
+The host admits requests, collects results and streams; everything between two looks of the host is
+one compiled loop (`decode_loop`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.config import CacheConfig, ceil_div
+from kvcache_jax.core.state import Cache
+from kvcache_jax.core.status import Status
+from kvcache_jax.decoding import arguments, loop
+from kvcache_jax.decoding.forward import Forward, vocab_size
+from kvcache_jax.decoding.host import Generation, Host, Look, Requests, Stopwatch, idle_cache
+from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
+from kvcache_jax.decoding.prefill import prefill
+from kvcache_jax.decoding.sampling import sampling_params
+from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.fork import fork
+from kvcache_jax.operations.init import init
+from kvcache_jax.operations.lookup import lookup
+
+
+@dataclasses.dataclass
+class GenerateResult:
+    """What `generate` returns.
+
+    Attributes:
+      generations: One per prompt and sample, in that order.
+      cache: The cache at the end, all rows idle; its counters tell forks and copies.
+      num_steps: Calls of the model in the decode loop.
+      num_prompt_tokens: Computed in prefill; a prompt with many samples counts once.
+      num_cached_tokens: Tokens of prompts that were not computed, for the prefix cache had them.
+      num_drafted: Draft tokens proposed.
+      num_accepted: Draft tokens accepted.
+      prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
+      decode_seconds: Host clock around the decode loop, likewise; callbacks do not count.
+      timeline: One entry per look of the host: after every prefill, and as `look_every` says.
+    """
+
+    generations: list[Generation]
+    cache: Cache
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
+    prefill_seconds: float
+    decode_seconds: float
+    timeline: list[Look]
+
+
+@dataclasses.dataclass
+class Draft:
+    """A draft model for speculative decoding.
+
+    Attributes:
+      forward: As the target's, same vocabulary.
+      params: Its parameters.
+      config: Of its cache; `max_seqs` and `max_seq_len` like the target's.
+    """
+
+    forward: Forward
+    params: Any
+    config: CacheConfig
+
+
+def generate(
+    forward: Forward,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    config: CacheConfig,
+    *,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    detokenize: Callable[[list[int]], str] | None = None,
+    num_drafts: int = 0,
+    draft: Draft | None = None,
+    cache: Cache | None = None,
+    namespace: ArrayLike | None = None,
+    chunk_len: int = 128,
+    look_every: int | None = None,
+    on_tokens: Callable[[int, int, list[int]], None] | None = None,
+    on_look: Callable[[Look], None] | None = None,
+) -> GenerateResult:
+    """Continues prompts with a model that keeps its keys and values in a cache.
+
+    Requests wait until rows and blocks are free, so there may be more of them than rows. A prompt is
+    prefilled once; its samples fork from it. A row that runs out of blocks ends with what it has.
+    With prefix caching, what prompts have in common is computed once, also across calls that hand `cache` on.
+
+    Args:
+      forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
+        function, so that compiled programs are found again.
+      params: Passed on to `forward`.
+      prompts: Token ids, each prompt at least one.
+      config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
+      max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`.
+      num_samples: Continuations per prompt, at most `max_seqs`.
+      temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: 0 is off.
+      seed: Of all draws, at least 0. A continuation depends on it and on its prompt and sample numbers, not
+        on what else is decoded beside it; with a draft model, also on whether there was room for its drafts.
+        Or one per prompt: then on that and its sample number, and not on where the prompt stands.
+      stop_tokens: Ids that end a continuation.
+      stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
+      detokenize: Tokens to text, for `stop_strings`.
+      num_drafts: Draft tokens per step: speculative decoding, by `draft` or else by n-gram lookup, which
+        gives the same tokens as no drafts, up to the rounding of the logits.
+      draft: The draft model.
+      cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
+      namespace: u32[4] or u32[prompts, 4], who may share the prompts' blocks. A cache that served other
+        parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
+      chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
+      look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
+        default 8 with callbacks or stop strings, otherwise no limit.
+      on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
+      on_look: Called with each entry of the timeline, and its block tables, as it is made, behind that look's
+        `on_tokens`. What either raises ends the call, and a `cache` that was passed in is lost.
+
+    Returns:
+      A `GenerateResult`.
+
+    Raises:
+      ValueError, TypeError: for empty prompts, ids that are none, prompts that can never fit, bad options, a
+        call within `jit`, a `forward` without a hash; names got and expected.
+    """
+    arguments.check_model("generate", forward, config, params, cache)
+    requests = Requests(prompts, static_count("num_samples", num_samples), namespace, seed)
+    max_new_tokens = static_count("max_new_tokens", max_new_tokens)
+    num_drafts = static_count("num_drafts", num_drafts, least=0)
+    stop_strings = arguments.texts_to_stop_at(stop_strings, detokenize)
+    arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_look=on_look)
+    _check(requests, config, num_drafts, draft)
+    chunk_len = arguments.usable_chunk_len(chunk_len, config)
+    is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
+    look_every = arguments.steps_between_looks(look_every, is_watched)
+    draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
+    draft_params = draft.params if draft else None
+
+    stops = arguments.stop_ids(stop_tokens)
+    host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
+    prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {name: arguments.one_number(name, value) for name, value in options.items()}
+    cache = idle_cache("generate", cache, config)
+    state = _empty_state(cache, draft.config if draft else None, stops, options)
+    if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
+        _check_vocabularies(
+            vocab_size(forward, params, cache),
+            vocab_size(draft.forward, draft.params, state.draft_cache),
+        )
+    while requests.waiting or host.running:
+        while True:
+            state, admitted, num_cached = _admit(state, requests, host, max_new_tokens)
+            if not admitted:
+                break
+            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len)
+            num_tokens = sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
+            num_prompt_tokens += num_tokens - num_cached
+            num_cached_tokens += num_cached
+            host.note(state)
+        state = decoding(
+            loop.decode,
+            forward,
+            params,
+            draft_params,
+            state,
+            jnp.int32(look_every),
+            draft_source=draft_source,
+        )
+        state = host.look(state)
+    return GenerateResult(
+        generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
+        cache=state.cache,
+        num_steps=int(state.num_steps),
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_drafted=int(state.num_drafted),
+        num_accepted=int(state.num_accepted),
+        prefill_seconds=prefilling.seconds,
+        decode_seconds=decoding.seconds,
+        timeline=host.timeline,
+    )
+
+
+def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draft | None) -> None:
+    if requests.num_samples > config.max_seqs:
+        raise ValueError(
+            f"num_samples is {requests.num_samples}, expected at most max_seqs = {config.max_seqs}"
+        )
+    for i, prompt in enumerate(requests.prompts):
+        if len(prompt) >= config.max_seq_len:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens, expected fewer than max_seq_len = {config.max_seq_len}"
+            )
+        for group in config.groups:
+            need = min(ceil_div(len(prompt), group.block_size), group.max_held_blocks)
+            if need > group.num_blocks:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens and needs {need} blocks, "
+                    f"expected at most num_blocks = {group.num_blocks}; raise num_blocks"
+                )
+    if draft is not None:
+        if not isinstance(draft, Draft):
+            raise TypeError(f"draft is a {type(draft).__name__}, expected kv.Draft(forward, params, config)")
+        arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
+        if not num_drafts:
+            raise ValueError("draft is given with num_drafts = 0, expected at least 1")
+    if num_drafts >= config.query_len_limit:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
+        )
+    configs = [config, *([draft.config] if draft else [])]
+    for group in (group for c in configs for group in c.groups):
+        if group.window is not None and group.max_rollback < num_drafts:
+            raise ValueError(
+                f"a window layer has max_rollback = {group.max_rollback}, "
+                f"expected at least num_drafts = {num_drafts} for speculative decoding"
+            )
+    if draft and (draft.config.max_seqs, draft.config.max_seq_len) != (config.max_seqs, config.max_seq_len):
+        raise ValueError(
+            f"the draft's cache has {draft.config.max_seqs} rows of {draft.config.max_seq_len} tokens, "
+            f"expected {config.max_seqs} of {config.max_seq_len} like the target's"
+        )
+
+
+def _check_vocabularies(target: int, draft: int) -> None:
+    if target != draft:
+        raise ValueError(
+            f"the draft model's logits are for {draft} tokens and the model's for {target}, expected one "
+            "vocabulary"
+        )
+
+
+def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options) -> DecodeState:
+    rows, width = cache.max_seqs, cache.config.max_seq_len
+    return DecodeState(
+        cache=cache,
+        draft_cache=init(draft_config) if draft_config else None,
+        history=jnp.zeros((rows, width), jnp.int32),
+        prompt_len=jnp.zeros(rows, jnp.int32),
+        length=jnp.zeros(rows, jnp.int32),
+        max_len=jnp.zeros(rows, jnp.int32),
+        logprobs=jnp.zeros((rows, width), jnp.float32),
+        phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # an enum would type it weakly
+        sampling=sampling_params(rows, **options),
+        stop_tokens=stops,
+        num_steps=jnp.int32(0),
+        num_drafted=jnp.int32(0),
+        num_accepted=jnp.int32(0),
+    )
+
+
+def _admit(
+    state: DecodeState, requests: Requests, host: Host, max_new_tokens: int
+) -> tuple[DecodeState, dict[int, list[int]], int]:
+    """Starts rows for prompts that wait, first come first served.
+
+    A prompt that can share more with one of those just admitted waits until that one is computed.
+
+    Returns:
+      The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
+    """
+    admitted: dict[int, list[int]] = {}
+    num_cached = 0
+    cache = state.cache
+    idle = [row for row in range(host.config.max_seqs) if row not in host.running]
+    if not requests.waiting or len(idle) < requests.num_samples:
+        return state, {}, 0
+    history, seeds = np.array(state.history), np.array(state.sampling.seed)
+    prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
+    while requests.waiting and len(idle) >= requests.num_samples:
+        prompt_id = requests.waiting[0]
+        prompt = requests.prompts[prompt_id]
+        words = requests.namespaces[prompt_id]
+        just_admitted = [host.running[row][0] for row in admitted]
+        others = [requests.prompts[i] for i in just_admitted if np.array_equal(requests.namespaces[i], words)]
+        tokens = np.zeros((1, host.config.max_seq_len), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
+            break
+        cache, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens, namespace=words)
+        if int(admission.status[0]) != Status.OK:
+            break
+        num_cached += int(admission.num_cached[0])
+        requests.waiting.popleft()
+        rows, idle = idle[: requests.num_samples], idle[requests.num_samples :]
+        admitted[rows[0]] = rows
+        for sample_id, row in enumerate(rows):
+            host.running[row], host.num_streamed[row] = (prompt_id, sample_id), 0
+            history[row, : len(prompt)] = prompt
+            prompt_len[row] = len(prompt)
+            max_len[row] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
+            entropy = [*requests.seeds[prompt_id], sample_id]
+            seeds[row] = np.random.SeedSequence(entropy).generate_state(1)[0]
+    if not admitted:
+        return dataclasses.replace(state, cache=cache), {}, 0
+    started = [row for rows in admitted.values() for row in rows]
+    length = np.array(state.length)
+    length[started] = prompt_len[started]
+    return (
+        dataclasses.replace(
+            state,
+            cache=cache,
+            history=jnp.asarray(history),
+            prompt_len=jnp.asarray(prompt_len),
+            length=jnp.asarray(length),
+            max_len=jnp.asarray(max_len),
+            sampling=dataclasses.replace(state.sampling, seed=jnp.asarray(seeds)),
+        ),
+        admitted,
+        num_cached,
+    )
+
+
+def _shares_more(
+    cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
+) -> bool:
+    """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
+    block_size = cache.config.groups[cache.config.indexed_group].block_size
+    common = 0
+    for other in others:
+        length = min(num_tokens - 1, len(other))
+        differs = np.flatnonzero(tokens[0, :length] != other[:length])
+        common = max(common, int(differs[0]) if len(differs) else length)
+    num_common = common // block_size * block_size
+    return num_common > 0 and num_common > int(lookup(cache, tokens, [num_tokens], namespace)[0])
+
+
+def _prefill(
+    forward: Forward,
+    params: Any,
+    draft: Draft | None,
+    state: DecodeState,
+    host: Host,
+    admitted: dict[int, list[int]],
+    chunk_len: int,
+) -> DecodeState:
+    """Computes the admitted prompts, forks their samples and draws the first tokens."""
+    max_seqs = host.config.max_seqs
+    # Few rows at a time cost less; powers of two, so that few programs are compiled.
+    num_rows = min(1 << (len(admitted) - 1).bit_length(), max_seqs)
+    firsts = np.full(num_rows, max_seqs, np.int32)
+    firsts[: len(admitted)] = list(admitted)
+    rows = np.minimum(firsts, max_seqs - 1)
+    prompts = np.asarray(state.history)[rows]
+    lengths = np.where(firsts < max_seqs, np.asarray(state.prompt_len)[rows], 0)
+    cache, logits, status = prefill(
+        forward, params, state.cache, prompts, lengths, firsts, chunk_len=chunk_len
+    )
+    draft_cache = state.draft_cache
+    if draft is not None and draft_cache is not None:
+        # A prompt that the draft's cache has no room for is decoded without drafts.
+        prompt_ids = [host.running[row][0] if row in admitted else 0 for row in firsts.tolist()]
+        words = host.requests.namespaces[prompt_ids]
+        draft_cache, admission = allocate(draft_cache, firsts, lengths, tokens=prompts, namespace=words)
+        draft_firsts = jnp.where(admission.status == Status.OK, firsts, max_seqs)
+        draft_chunk = min(chunk_len, draft.config.query_len_limit)
+        draft_cache, _, _ = prefill(
+            draft.forward, draft.params, draft_cache, prompts, lengths, draft_firsts, chunk_len=draft_chunk
+        )
+    source = np.zeros(max_seqs, np.int32)
+    src_ids, dst_ids = np.full(max_seqs, max_seqs), np.full(max_seqs, max_seqs)
+    forks = [(first, row) for first, rows in admitted.items() for row in rows[1:]]
+    for i, (first, row) in enumerate(forks):
+        src_ids[i], dst_ids[i] = first, row
+    for i, rows in enumerate(admitted.values()):
+        source[rows] = i
+    if forks:
+        cache, _ = fork(cache, src_ids, dst_ids)
+        if draft_cache is not None:
+            draft_cache, _ = fork(draft_cache, src_ids, dst_ids)
+    started = np.zeros(max_seqs, bool)
+    started[[row for rows in admitted.values() for row in rows]] = True
+    state = dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
+    return loop.begin(state, logits, status, source, started)

@@ -1,0 +1,237 @@
+"""The host side of decoding: which row decodes what, what has come of it, and when a row is done."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.blocks.block_pool import num_used
+from kvcache_jax.core.arguments import namespace_words
+from kvcache_jax.core.cache_checks import require_values
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache
+from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
+from kvcache_jax.decoding.loop import DecodeState, Phase
+from kvcache_jax.operations.commit import commit
+from kvcache_jax.operations.free import free
+from kvcache_jax.operations.init import init
+
+_FINISH_REASONS = {
+    Phase.STOPPED: "stop",
+    Phase.LENGTH: "length",
+    Phase.OUT_OF_BLOCKS: "out_of_blocks",
+}
+
+
+@dataclasses.dataclass
+class Generation:
+    """One continuation of one prompt.
+
+    Attributes:
+      prompt_id: Index of the prompt in the call.
+      sample_id: Index among the prompt's samples.
+      tokens: New tokens; the stop token, if one ended it, is the last.
+      logprobs: Log-probability of each under the model's own distribution.
+      finish_reason: "stop", "length" (`max_new_tokens`, or the row is at `max_seq_len`) or "out_of_blocks".
+    """
+
+    prompt_id: int
+    sample_id: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclasses.dataclass
+class Look:
+    """The cache as the host saw it between two segments, before rows that ended were freed.
+
+    Attributes:
+      num_steps: Decode steps so far.
+      seconds: Host clock since the call began.
+      num_blocks_used: Referenced blocks, all groups.
+      num_refs: Table entries that point at them; the difference is what sharing saves.
+      num_active_seqs: Rows that hold a sequence.
+      running: {row: (prompt_id, sample_id)}, what the rows decode.
+      ended: Continuations that came to their end at this look.
+      block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
+        all: `on_look` gets them.
+    """
+
+    num_steps: int
+    seconds: float
+    num_blocks_used: int
+    num_refs: int
+    num_active_seqs: int
+    running: dict[int, tuple[int, int]]
+    ended: list[Generation]
+    block_tables: list[np.ndarray]
+
+
+class Stopwatch:
+    """Host seconds within device work."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__[T](self, work: Callable[..., T], *args, **kwargs) -> T:
+        """What `work` returns, once it is there."""
+        start = time.perf_counter()
+        result = jax.block_until_ready(work(*args, **kwargs))
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+def look_at(
+    cache: Cache,
+    num_steps: int,
+    seconds: float,
+    running: dict[int, tuple[int, int]],
+    ended: Sequence[Generation] = (),
+) -> Look:
+    """What the cache holds now."""
+    pools = cache.control.block_pools
+    tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
+    num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
+    return Look(
+        num_steps=num_steps,
+        seconds=seconds,
+        num_blocks_used=sum(int(num_used(pool)) for pool in pools),
+        num_refs=sum(num_refs),
+        num_active_seqs=int(np.asarray(cache.is_active).sum()),
+        running=dict(running),
+        ended=list(ended),
+        block_tables=tables,
+    )
+
+
+def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
+    """The caller's cache if it can be gone on with, or an empty one.
+
+    Raises:
+      ValueError, TypeError: no cache, a donated one, one of another config, or with rows that are active.
+    """
+    if cache is None:
+        return init(config)
+    require_values(caller, cache, pools=True)
+    if cache.config != config:
+        raise ValueError(f"cache has the config {cache.config}, expected that of the call, {config}")
+    if cache.is_active.any():
+        raise ValueError(
+            f"cache has {int(cache.is_active.sum())} active rows, expected all idle: free them first"
+        )
+    return cache
+
+
+class Requests:
+    """The prompts that wait, with the number of samples of each.
+
+    Attributes:
+      prompts: Their tokens.
+      num_samples: Of each.
+      namespaces: u32[prompts, 4].
+      seeds: Of each prompt two numbers that, with that of the sample, begin a stream of random numbers.
+      waiting: The numbers of those that no row decodes yet.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        namespace: ArrayLike | None,
+        seed: int | Sequence[int],
+    ):
+        self.prompts = prompt_tokens(prompts)
+        self.num_samples = num_samples
+        self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))
+        self.seeds = prompt_seeds(seed, len(self.prompts))
+        self.waiting = deque(range(len(self.prompts)))
+
+
+class Host:
+    """Which row decodes what, and the results so far."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        config: CacheConfig,
+        stop_strings: list[str],
+        detokenize: Callable[[list[int]], str] | None,
+        on_tokens: Callable[[int, int, list[int]], None] | None,
+        on_look: Callable[[Look], None] | None,
+    ):
+        self.requests, self.config = requests, config
+        self.stop_strings, self.detokenize = stop_strings, detokenize
+        self.on_tokens, self.on_look = on_tokens, on_look
+        self.running: dict[int, tuple[int, int]] = {}
+        self.num_streamed: dict[int, int] = {}
+        self.done: list[Generation] = []
+        self.timeline: list[Look] = []
+        self.start = time.perf_counter()
+
+    def note(self, state: DecodeState, ended: Sequence[Generation] = ()) -> None:
+        """Adds a look at the cache to the timeline."""
+        seconds = time.perf_counter() - self.start
+        look = look_at(state.cache, int(state.num_steps), seconds, self.running, ended)
+        self.timeline.append(dataclasses.replace(look, block_tables=[]))
+        if self.on_look:
+            self.on_look(look)
+
+    def look(self, state: DecodeState) -> DecodeState:
+        """Streams what is new, collects the rows that ended and frees them."""
+        phase, length, prompt_len, history, logprobs = (
+            np.asarray(x)
+            for x in (state.phase, state.length, state.prompt_len, state.history, state.logprobs)
+        )
+        ended: dict[int, Generation] = {}
+        for row, (prompt_id, sample_id) in self.running.items():
+            tokens = history[row, prompt_len[row] : length[row]].tolist()
+            cut = self._stop_at(tokens, self.num_streamed[row])
+            tokens = tokens if cut is None else tokens[:cut]
+            new = tokens[self.num_streamed[row] :]
+            if new and self.on_tokens:
+                self.on_tokens(prompt_id, sample_id, new)
+            self.num_streamed[row] += len(new)
+            if cut is None and phase[row] == Phase.RUNNING:
+                continue
+            why = "stop" if cut is not None else _FINISH_REASONS[Phase(phase[row])]
+            scores = logprobs[row, prompt_len[row] :][: len(tokens)].tolist()
+            ended[row] = Generation(prompt_id, sample_id, tokens, scores, why)
+        self.note(state, list(ended.values()))
+        self.done += ended.values()
+        for row in ended:
+            del self.running[row]
+        return self._free(state, list(ended))
+
+    def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
+        """Number of tokens that complete the first stop string, if any does; `num_checked` do not."""
+        if not self.stop_strings or self.detokenize is None:
+            return None
+        # Not the whole text alone: a character that is not finished yet may hide what there was before.
+        for end in range(num_checked + 1, len(tokens) + 1):
+            text = self.detokenize(tokens[:end])
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise TypeError(f"detokenize returned a {kind}, expected a str, the text of all tokens given")
+            if any(stop in text for stop in self.stop_strings):
+                return end
+        return None
+
+    def _free(self, state: DecodeState, rows: list[int]) -> DecodeState:
+        if not rows:
+            return state
+        ids = np.full(self.config.max_seqs, self.config.max_seqs, np.int32)
+        ids[: len(rows)] = rows
+        cache = state.cache
+        if cache.config.enable_prefix_caching:
+            cache, _ = commit(cache, ids)
+        cache, _ = free(cache, ids)
+        draft_cache = state.draft_cache
+        if draft_cache is not None:
+            draft_cache, _ = free(draft_cache, ids)
+        phase = state.phase.at[ids].set(Phase.IDLE, mode="drop")
+        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=phase)

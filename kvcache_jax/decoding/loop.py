@@ -1,0 +1,290 @@
+"""The device side of decoding, for anybody's model: what is carried from step to step, in one while loop.
+
+All rows of the cache take part in every step, idle ones without new tokens.
+"""
+
+import dataclasses
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import first_true
+from kvcache_jax.arrays.pytree import pytree_dataclass
+from kvcache_jax.core.state import Cache
+from kvcache_jax.core.status import Status
+from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.sampling import SamplingParams, filtered_logprobs, row_keys, sample
+from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
+from kvcache_jax.operations.extend import extend
+from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
+from kvcache_jax.operations.truncate import truncate
+
+
+class Phase(enum.IntEnum):
+    """What a row is doing, or what ended it."""
+
+    RUNNING = 0
+    """It decodes."""
+    STOPPED = 1
+    """Ended by a stop token."""
+    LENGTH = 2
+    """Ended at its `max_len`."""
+    OUT_OF_BLOCKS = 3
+    """Ended for want of a block."""
+    IDLE = 4
+    """It holds no request."""
+
+
+@pytree_dataclass()
+class DecodeState:
+    """Everything that decoding carries from step to step.
+
+    Attributes:
+      cache: The target model's.
+      draft_cache: The draft model's; None without one.
+      history: i32[max_seqs, max_seq_len], each row's prompt and what was generated.
+      prompt_len: i32[max_seqs].
+      length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
+      max_len: i32[max_seqs], length at which the row ends.
+      logprobs: f32[max_seqs, max_seq_len], of each generated token, under the model's own distribution.
+      phase: i32[max_seqs], each row's `Phase`.
+      sampling: SamplingParams of each row.
+      stop_tokens: i32[any], ids that end a row; -1 for none.
+      num_steps: i32[], model calls of the decode loop.
+      num_drafted: i32[], draft tokens proposed.
+      num_accepted: i32[], draft tokens that the model accepted.
+    """
+
+    cache: Cache
+    draft_cache: Cache | None
+    history: jax.Array
+    prompt_len: jax.Array
+    length: jax.Array
+    max_len: jax.Array
+    logprobs: jax.Array
+    phase: jax.Array
+    sampling: SamplingParams
+    stop_tokens: jax.Array
+    num_steps: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSource:
+    """Where draft tokens come from (static).
+
+    Attributes:
+      num_drafts: Proposed per step.
+      forward: The draft model's; None looks up n-grams in the row's own history.
+    """
+
+    num_drafts: int
+    forward: Forward | None = None
+
+
+class Proposals(NamedTuple):
+    """Proposals for one step: tokens i32[n, D], how many i32[n], their log-probabilities or None."""
+
+    tokens: jax.Array
+    num_drafts: jax.Array
+    logprobs: jax.Array | None
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def begin(
+    state: DecodeState, logits: jax.Array, status: jax.Array, source: jax.Array, rows: jax.Array
+) -> DecodeState:
+    """Draws the first token of each row in `rows` bool[max_seqs] from its prompt's last logits.
+
+    Its prompt is the `source` i32[max_seqs]-th of those whose `logits` f32[n, vocab] and `status` i32[n] a
+    prefill gave; if that failed, the row ends instead.
+    """
+    logits, status = logits[source], status[source]
+    token, logprob = sample(logits, state.sampling, state.length)
+    phase = jnp.where(rows, Phase.RUNNING, state.phase).astype(jnp.int32)
+    state = _end_failed(dataclasses.replace(state, phase=phase), jnp.where(rows, status, Status.OK))
+    emitted = jnp.where(rows & (status == Status.OK), 1, 0)
+    return _emit(state, token[:, None], logprob[:, None], emitted)
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "draft_source"), donate_argnames="state")
+def decode(
+    forward: Forward,
+    params: Any,
+    draft_params: Any,
+    state: DecodeState,
+    max_steps: jax.Array,
+    *,
+    draft_source: DraftSource | None,
+) -> DecodeState:
+    """Decodes until a row has ended, so that its blocks can go to others, or for `max_steps` steps.
+
+    No step is made where one has already: with the first token, or for want of blocks in its prefill.
+
+    Args:
+      forward: The model (static).
+      params: Its parameters.
+      draft_params: The draft model's, or None.
+      state: Donated.
+      max_steps: i32[].
+      draft_source: For speculative decoding, or None (static).
+    """
+    first_step = state.num_steps
+
+    def goes_on(state: DecodeState) -> jax.Array:
+        is_running, is_idle = state.phase == Phase.RUNNING, state.phase == Phase.IDLE
+        none_ended = (is_running | is_idle).all()
+        return is_running.any() & none_ended & (state.num_steps - first_step < max_steps)
+
+    def body(state: DecodeState) -> DecodeState:
+        if draft_source is None:
+            return _decode_one(forward, params, state)
+        return _decode_drafted(forward, params, draft_params, state, draft_source)
+
+    return lax.while_loop(goes_on, body, state)
+
+
+def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeState:
+    """One token for every running row."""
+    tokens = _last_token(state)[:, None]
+    num_new = (state.phase == Phase.RUNNING).astype(jnp.int32)
+    cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
+    logits, cache = forward(params, tokens, cache, step)
+    token, logprob = sample(logits[:, 0].astype(jnp.float32), state.sampling, state.length)
+    state = _end_failed(dataclasses.replace(state, cache=cache, num_steps=state.num_steps + 1), step.status)
+    return _emit(state, token[:, None], logprob[:, None], step.query_len)
+
+
+def _decode_drafted(
+    forward: Forward, params: Any, draft_params: Any, state: DecodeState, draft_source: DraftSource
+) -> DecodeState:
+    """One call of the model on the last token and its drafts; keeps the accepted ones and one more.
+
+    References:
+      Fast Inference from Transformers via Speculative Decoding (Leviathan et al.; arXiv:2211.17192).
+      Prompt Lookup Decoding (Saxena, 2023) for drafts from the row's own history.
+    """
+    running = state.phase == Phase.RUNNING
+    state, drafts = _draft(draft_params, state, draft_source)
+    count = jnp.maximum(jnp.minimum(drafts.num_drafts, state.max_len - state.length - 1), 0)
+    count = jnp.where(running & _have_room(state.cache, running, count), count, 0)
+
+    tokens = jnp.concatenate([_last_token(state)[:, None], drafts.tokens], axis=1)
+    before = state.cache.context_len
+    num_new = jnp.where(running, 1 + count, 0)
+    cache, step = extend(state.cache, num_new, max_new=1 + draft_source.num_drafts, tokens=tokens)
+    logits, cache = forward(params, tokens, cache, step)
+    logits = logits.astype(jnp.float32)
+
+    num_rows, width, _ = logits.shape
+    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), state.sampling)
+    target = filtered_logprobs(logits.reshape(num_rows * width, -1), wide).reshape(logits.shape)
+    positions = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)
+    keys = row_keys(wide, positions.reshape(-1)).reshape(num_rows, width)
+    num_accepted, next_token = accept_drafts(target, drafts.tokens, count, drafts.logprobs, keys)
+    emitted = jnp.concatenate([drafts.tokens, jnp.zeros_like(next_token)[:, None]], axis=1)
+    emitted = emitted.at[jnp.arange(num_rows, dtype=jnp.int32), num_accepted].set(next_token)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
+
+    # The cache holds the last token and the accepted drafts; the newly drawn token is fed next time.
+    grew = step.query_len > 0
+    ids = jnp.arange(num_rows, dtype=jnp.int32)
+    rows = jnp.where(grew, ids, num_rows)
+    cache, _ = truncate(cache, rows, before + 1 + num_accepted)
+    draft_cache = state.draft_cache
+    if draft_cache is not None:
+        draft_len = jnp.minimum(draft_cache.context_len, before + 1 + num_accepted)
+        draft_cache, _ = truncate(draft_cache, jnp.where(draft_cache.is_active, ids, num_rows), draft_len)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        draft_cache=draft_cache,
+        num_steps=state.num_steps + 1,
+        num_drafted=state.num_drafted + jnp.sum(jnp.where(grew, count, 0), dtype=jnp.int32),
+        num_accepted=state.num_accepted + jnp.sum(jnp.where(grew, num_accepted, 0), dtype=jnp.int32),
+    )
+    return _emit(_end_failed(state, step.status), emitted, logprobs, jnp.where(grew, 1 + num_accepted, 0))
+
+
+def _have_room(cache: Cache, running: jax.Array, num_drafts: jax.Array) -> jax.Array:
+    """bool[max_seqs], the first rows whose drafts fit. Drafts never cost a row its next token."""
+    least = running.astype(jnp.int32)
+    have_room = running
+    for group in range(len(cache.config.groups)):
+        needed = num_blocks_needed(cache, least, group=group)
+        more = num_blocks_needed(cache, jnp.where(running, 1 + num_drafts, 0), group=group) - needed
+        num_left = num_available_blocks(cache, group=group) - jnp.sum(needed, dtype=jnp.int32)
+        have_room &= (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= num_left)
+    return have_room
+
+
+def _draft(draft_params: Any, state: DecodeState, draft_source: DraftSource) -> tuple[DecodeState, Proposals]:
+    """Proposes the tokens that follow each row's history."""
+    if draft_source.forward is None:
+        tokens, count = ngram_drafts(state.history, state.length, draft_source.num_drafts)
+        return state, Proposals(tokens, count, None)
+    forward, cache = draft_source.forward, state.draft_cache
+    assert cache is not None
+    is_drafting = (state.phase == Phase.RUNNING) & cache.is_active & (cache.context_len == state.length - 1)
+
+    def propose(carry, i):
+        cache, token, is_drafting = carry
+        cache, step = extend(cache, is_drafting.astype(jnp.int32), max_new=1, tokens=token[:, None])
+        logits, cache = forward(draft_params, token[:, None], cache, step)
+        logits = logits[:, 0].astype(jnp.float32)
+        logprobs = filtered_logprobs(logits, state.sampling)
+        # A stream of its own: the target's accept test must not share the draft's randomness.
+        keys = jax.vmap(jax.random.fold_in)(
+            row_keys(state.sampling, state.length + i), jnp.full_like(token, 1)
+        )
+        token = jax.vmap(jax.random.categorical)(keys, logprobs).astype(jnp.int32)
+        is_drafting &= step.query_len > 0
+        return (cache, token, is_drafting), (token, logprobs, is_drafting)
+
+    # One step more than drafts: it feeds the last draft, so that the draft's cache never lags behind.
+    steps = jnp.arange(draft_source.num_drafts + 1, dtype=jnp.int32)
+    (cache, _, _), (tokens, logprobs, proposed) = lax.scan(
+        propose, (cache, _last_token(state), is_drafting), steps
+    )
+    num_proposed = jnp.sum(proposed[:-1], axis=0, dtype=jnp.int32)
+    drafts = Proposals(tokens[:-1].T, num_proposed, jnp.moveaxis(logprobs[:-1], 0, 1))
+    return dataclasses.replace(state, draft_cache=cache), drafts
+
+
+def _last_token(state: DecodeState) -> jax.Array:
+    return jnp.take_along_axis(state.history, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
+
+
+def _end_failed(state: DecodeState, status: jax.Array) -> DecodeState:
+    """Ends running rows that `extend` could not grow."""
+    failed = (state.phase == Phase.RUNNING) & (status != Status.OK)
+    why = jnp.where(status == Status.TOO_LONG, Phase.LENGTH, Phase.OUT_OF_BLOCKS)
+    return dataclasses.replace(state, phase=jnp.where(failed, why, state.phase).astype(jnp.int32))
+
+
+def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens: jax.Array) -> DecodeState:
+    """Appends `num_tokens i32[n]` of `tokens [n, T]` to the rows, up to a stop token or `max_len`."""
+    order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    num_tokens = jnp.minimum(num_tokens, state.max_len - state.length)
+    is_stop = (tokens[..., None] == state.stop_tokens).any(axis=-1) & (order < num_tokens[:, None])
+    stops = is_stop.any(axis=1)
+    num_tokens = jnp.where(stops, first_true(is_stop) + 1, num_tokens)
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    nowhere = state.history.shape[1]
+    at = jnp.where(order < num_tokens[:, None], state.length[:, None] + order, nowhere)
+    length = state.length + jnp.maximum(num_tokens, 0)
+    ends = jnp.where(length >= state.max_len, Phase.LENGTH, Phase.RUNNING)
+    ends = jnp.where(stops, Phase.STOPPED, ends)
+    grows = num_tokens > 0
+    return dataclasses.replace(
+        state,
+        history=state.history.at[rows, at].set(tokens, mode="drop"),
+        logprobs=state.logprobs.at[rows, at].set(logprobs, mode="drop"),
+        length=length,
+        phase=jnp.where(grows & (state.phase == Phase.RUNNING), ends, state.phase).astype(jnp.int32),
+    )

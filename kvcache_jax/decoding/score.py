@@ -1,0 +1,169 @@
+"""Log-probabilities of continuations that share a context: the context is computed once and forked."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.core.arguments import namespace_words
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Admission, Cache, Step
+from kvcache_jax.core.status import Status, raise_for_status
+from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_chunk_len
+from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.host import idle_cache
+from kvcache_jax.decoding.prefill import feed_rows, fitting_chunk, prefill
+from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.fork import fork
+from kvcache_jax.operations.free import free
+
+
+@dataclasses.dataclass
+class ScoreResult:
+    """What `score` returns.
+
+    Attributes:
+      logprobs: f32[len(continuation)] log-probability of each token, per continuation.
+      cache: The cache at the end, all rows idle; with prefix caching it still knows the context.
+      num_cached_tokens: Tokens of the context that the prefix cache had.
+    """
+
+    logprobs: list[np.ndarray]
+    cache: Cache
+    num_cached_tokens: int
+
+
+def score(
+    forward: Forward,
+    params: Any,
+    context: Sequence[int],
+    continuations: Sequence[Sequence[int]],
+    config: CacheConfig,
+    *,
+    cache: Cache | None = None,
+    namespace: ArrayLike | None = None,
+    chunk_len: int = 128,
+) -> ScoreResult:
+    """How likely a model finds each continuation of one context, token by token.
+
+    Args:
+      forward: As in `generate`.
+      params: Passed on to `forward`.
+      context: Token ids, at least one.
+      continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
+        do not reach as NaN.
+      config: Of the cache, of at least 2 rows. There may be more continuations than rows; they take turns.
+      cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
+      namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
+        another, `kv.namespace(weights=...)`. Default: all zero.
+      chunk_len: Most tokens of a row in one call of the model; a quarter of it where that is enough.
+
+    Returns:
+      A `ScoreResult`.
+
+    Raises:
+      ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, a
+        cache of another config, a call within `jit`, or a `forward` without a hash.
+      StatusError: the cache has too few blocks for the context and one continuation.
+    """
+    check_model("score", forward, config, params, cache)
+    words = namespace_words(namespace, 1)
+    shared = model_tokens("context", context, least=1)
+    continuations = as_list("continuations", continuations, "continuations, each a list of token ids")
+    own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
+    if config.max_seqs < 2:
+        raise ValueError(
+            f"max_seqs is {config.max_seqs}, expected at least 2: the context and a continuation"
+        )
+    longest = len(shared) + max((len(tokens) for tokens in own), default=0)
+    if longest > config.max_seq_len:
+        raise ValueError(
+            f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
+        )
+    chunk_len = usable_chunk_len(chunk_len, config)
+    shared_len, context_row = np.array([len(shared)], np.int32), np.zeros(1, np.int32)
+    history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
+    history[:, : len(shared)] = shared
+
+    def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
+        """The context in row 0; and f32[vocab], the log-probability of each token behind it."""
+        tokens = history[:1]
+        cache, admission = allocate(cache, context_row, shared_len, tokens=tokens, namespace=words)
+        raise_for_status(admission.status, "allocating the context")
+        cache, logits, status = prefill(
+            forward, params, cache, tokens, shared_len, context_row, chunk_len=chunk_len
+        )
+        raise_for_status(status, "prefilling the context")
+        return cache, admission, np.asarray(jax.nn.log_softmax(logits[0]))
+
+    def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
+        """Scores continuations in rows from `first_row` on, forks of row 0 or it; returns each status too."""
+        rows = range(first_row, first_row + len(wave))
+        length = np.zeros(config.max_seqs, np.int32)
+        for row, i in zip(rows, wave, strict=True):
+            length[row] = len(shared) + len(own[i])
+            history[row, len(shared) : length[row]] = own[i]
+        ids = np.where(length > 0, np.arange(config.max_seqs), config.max_seqs)
+        forks = np.where(ids > 0, ids, config.max_seqs)
+        cache, _ = fork(cache, np.where(forks < config.max_seqs, 0, config.max_seqs), forks)
+        fitting = fitting_chunk(chunk_len, length - 1 - len(shared))
+        cache, found, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
+        found, status = np.asarray(found), np.asarray(status)[rows].tolist()
+        for row, i in zip(rows, wave, strict=True):
+            results[i][1:] = found[row, len(shared) + 1 : length[row]]
+        return free(cache, ids)[0], status
+
+    held, admission, firsts = hold_context(idle_cache("score", cache, config))
+    results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
+    for found, tokens in zip(results, own, strict=True):
+        if len(tokens) and tokens[0] < len(firsts):
+            found[0] = firsts[tokens[0]]
+    # What is behind the first token takes a row.
+    waiting, lonely = [i for i, tokens in enumerate(own) if len(tokens) > 1], []
+    most = config.max_seqs - 1
+    while waiting:
+        wave, waiting = waiting[:most], waiting[most:]
+        held, status = score_some(held, wave, 1)
+        failed = [i for i, found in zip(wave, status, strict=True) if found != Status.OK]
+        if len(wave) == 1:
+            lonely += failed
+        elif failed:  # fewer at a time leave each other more blocks
+            waiting, most = failed + waiting, max(1, len(wave) // 2)
+    # In the context's own row: a fork holds what its windows reach beside what the context's reach.
+    for nth, i in enumerate(lonely):
+        if nth > 0:
+            held, *_ = hold_context(held)
+        held, status = score_some(held, [i], 0)
+        raise_for_status(status, f"scoring continuation {i}")
+    held, _ = free(held, [0])
+    return ScoreResult(results, held, int(admission.num_cached[0]))
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
+def _score_rows(
+    forward: Forward, params: Any, cache: Cache, history: jax.Array, length: jax.Array, *, chunk_len: int
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Feeds rows up to `length - 1`.
+
+    Returns:
+      The cache; f32[max_seqs, max_seq_len], the log-probability of each token behind one that was fed; status
+      i32[max_seqs].
+    """
+    rows = jnp.arange(history.shape[0], dtype=jnp.int32)
+    nowhere = history.shape[1]
+
+    def note(logprobs: jax.Array, logits: jax.Array, step: Step) -> jax.Array:
+        all_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        behind = step.positions + 1
+        targets = jnp.take_along_axis(history, jnp.minimum(behind, nowhere - 1), axis=1)
+        found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
+        is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
+        return logprobs.at[rows[:, None], jnp.where(is_fed, behind, nowhere)].set(found, mode="drop")
+
+    nothing = jnp.zeros(history.shape, jnp.float32)
+    return feed_rows(forward, params, cache, history, length - 1, rows, note, nothing, chunk_len=chunk_len)

@@ -1,0 +1,1 @@
+"""Views of a cache on the host: invariants, block maps, reasons for a miss."""

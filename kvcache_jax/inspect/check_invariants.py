@@ -1,0 +1,328 @@
+"""Does a cache keep its promises? Host-side, slow, and written without the code that keeps them.
+
+Only the hash of a block and the bucket that it belongs into are computed by the same functions.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.core.cache_checks import require_values
+from kvcache_jax.core.config import LayerGroup, SlidingWindow
+from kvcache_jax.core.state import (
+    ROW_FIELDS,
+    BlockHistory,
+    BlockPool,
+    Cache,
+    CachedBlocks,
+    Companions,
+    PrefixIndex,
+)
+from kvcache_jax.prefix.content_hash import block_hashes, root_hash
+from kvcache_jax.prefix.prefix_index import bucket_of
+
+
+def check_invariants(cache: Cache) -> list[str]:
+    """Finds every broken invariant of the control state.
+
+    Args:
+      cache: Concrete (not traced, not batched).
+
+    Returns:
+      One sentence per violation; empty if all is well.
+
+    Raises:
+      TypeError: the cache is traced or has no values.
+      ValueError: the cache is batched or was donated.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> kv.check_invariants(cache)
+      []
+    """
+    require_values("check_invariants", cache)
+    is_active = np.asarray(cache.control.is_active)
+    context_len = np.asarray(cache.control.context_len)
+    violations = []
+    for name in ROW_FIELDS:
+        is_set = np.asarray(getattr(cache.control, name)).reshape(len(is_active), -1).any(axis=1)
+        violations += [
+            f"row {row} is idle and its {name} is not 0" for row in np.flatnonzero(is_set & ~is_active)
+        ]
+    unusable = [
+        f"row {row} has context_len {context_len[row]}, outside [0, {cache.config.max_seq_len}]"
+        for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len))
+    ]
+    unusable += _check_ids(cache)
+    if unusable:
+        return violations + unusable  # what follows looks things up by them
+    for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
+        violations += [f"group {g}: {violation}" for violation in _check_counts(pool)]
+        table = np.asarray(pool.block_table)
+        for row in range(len(is_active)):
+            length = int(context_len[row]) if is_active[row] else None
+            violations += [
+                f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length)
+            ]
+    return violations + _check_index(cache)
+
+
+def _check_ids(cache: Cache) -> list[str]:
+    """What holds ids of blocks holds nothing else."""
+    control, index = cache.control, cache.control.prefix_index
+    found = []
+    for g, pool in enumerate(control.block_pools):
+        found.append((f"group {g}: the block table", pool.block_table, pool.num_blocks))
+        if pool.cached is not None:
+            found.append((f"group {g}: the queue", pool.cached.queue, pool.num_blocks))
+    if index is not None:
+        nowhere = index.parent.shape[0]
+        cached = control.block_pools[cache.config.indexed_group].cached
+        assert cached is not None
+        parents = np.asarray(index.parent)[np.asarray(cached.is_published)]
+        found += [("the index", index.buckets, nowhere), ("the list of parents", parents, nowhere)]
+        for g, (companions, pool) in enumerate(zip(index.companions, control.block_pools, strict=True)):
+            if companions is not None:
+                found.append((f"group {g}: the list of companions", companions.block_ids, pool.num_blocks))
+                found.append((f"group {g}: the list of keepers", companions.keeper, nowhere))
+    violations = []
+    for holder, ids, nowhere in found:
+        ids = np.asarray(ids)
+        for entry in sorted({*ids[(ids < 0) | (ids > nowhere)].tolist()}):
+            violations.append(f"{holder} holds {entry}, which is neither a block nor nowhere ({nowhere})")
+    return violations
+
+
+def _check_counts(pool: BlockPool) -> list[str]:
+    """References, and the partition of the blocks into free, referenced and cached."""
+    violations = []
+    table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
+    num_free, nowhere = int(pool.num_free), pool.num_blocks
+    entries = np.bincount(table[table < nowhere], minlength=nowhere)
+    for block in np.flatnonzero(entries != ref_count):
+        violations.append(
+            f"block {block} has ref_count {ref_count[block]} and {entries[block]} table entries"
+        )
+    if not 0 <= num_free <= nowhere:
+        return [*violations, f"num_free is {num_free}, outside [0, {nowhere}]"]
+    free_ids = np.asarray(pool.free_stack)[:num_free]
+    if ((free_ids < 0) | (free_ids >= nowhere)).any():
+        return [*violations, "the free stack holds an id that is no block"]
+    times_free = np.bincount(free_ids, minlength=nowhere)
+    is_published = np.zeros(nowhere, bool) if pool.cached is None else np.asarray(pool.cached.is_published)
+    is_cached = is_published & (ref_count == 0)
+    for block in np.flatnonzero(times_free > 1):
+        violations.append(f"block {block} is {times_free[block]} times on the free stack")
+    for block in np.flatnonzero((times_free > 0) & (ref_count > 0)):
+        violations.append(f"block {block} is free and has ref_count {ref_count[block]}")
+    for block in np.flatnonzero((times_free > 0) & is_published):
+        violations.append(f"block {block} is free and published")
+    for block in np.flatnonzero((times_free == 0) & (ref_count == 0) & ~is_cached):
+        violations.append(f"block {block} is lost: neither free nor referenced nor cached")
+    num_used, peak_used = (ref_count > 0).sum(), int(pool.peak_used)
+    if not num_used <= peak_used <= nowhere:
+        violations.append(f"peak_used is {peak_used}, not from the {num_used} in use to {nowhere} blocks")
+    if pool.cached is not None:
+        violations += _check_queue(pool.cached, is_cached, is_published & (ref_count > 0))
+    return violations
+
+
+def _check_queue(cached: CachedBlocks, is_cached: np.ndarray, will_be_cached: np.ndarray) -> list[str]:
+    """Every cached block is once in the queue, and nothing else is; there is room for those to come."""
+    violations = []
+    if int(cached.num_cached) != is_cached.sum():
+        violations.append(f"num_cached is {int(cached.num_cached)}, and {is_cached.sum()} blocks are cached")
+    queue, queued_at = np.asarray(cached.queue), np.asarray(cached.queued_at)
+    head, tail = int(cached.head), int(cached.tail)
+    if (tail - head) % 2**32 > len(queue):
+        return [*violations, f"the queue of {len(queue)} entries reaches from {head} to {tail}"]
+    num_left = len(queue) - (tail - head) % 2**32
+    if will_be_cached.sum() > num_left:
+        violations.append(
+            f"{will_be_cached.sum()} published blocks have owners, and the queue has room for {num_left}"
+        )
+    positions = (head + np.arange((tail - head) % 2**32)) % 2**32
+    entries = queue[positions % len(queue)]
+    is_valid = entries < len(is_cached)
+    entries, positions = entries[is_valid], positions[is_valid]
+    listed = np.sort(entries[(queued_at[entries] == positions) & is_cached[entries]]).tolist()
+    if listed != np.flatnonzero(is_cached).tolist():
+        violations.append(f"the queue lists {listed}, and {np.flatnonzero(is_cached).tolist()} are cached")
+    return violations
+
+
+def _check_index(cache: Cache) -> list[str]:
+    """The index finds every published block and nothing else, and each entry says what its block holds."""
+    index, control = cache.control.prefix_index, cache.control
+    group_id = cache.config.indexed_group
+    pool = control.block_pools[group_id]
+    if index is None or pool.cached is None:
+        return []
+    nowhere = index.parent.shape[0]
+    ref_count, is_published = np.asarray(pool.ref_count), np.asarray(pool.cached.is_published)
+    buckets, parent = np.asarray(index.buckets), np.where(is_published, np.asarray(index.parent), nowhere)
+    tokens, namespaces = np.asarray(index.block_tokens), np.asarray(index.namespace)
+    violations = []
+    entries = np.sort(buckets[buckets != nowhere]).tolist()
+    if entries != np.flatnonzero(is_published).tolist():
+        violations.append(
+            f"the index lists {entries}, and {np.flatnonzero(is_published).tolist()} are published"
+        )
+    published = np.flatnonzero(is_published)
+    children = published[parent[published] != nowhere]
+    for block in children[~is_published[parent[children]]]:
+        violations.append(f"published block {block} has the unpublished parent {parent[block]}")
+    for block in children[(ref_count[children] > 0) & (ref_count[parent[children]] == 0)]:
+        violations.append(f"block {block} is referenced and its parent {parent[block]} is not")
+    for block in children[(namespaces[children] != namespaces[parent[children]]).any(axis=1)]:
+        violations.append(f"block {block} has a parent of another namespace, {parent[block]}")
+    # Equal parent and equal tokens: by induction equal from the start on.
+    contents: dict[tuple, int] = {}
+    for block in published.tolist():
+        content = int(parent[block]), namespaces[block].tobytes(), tokens[block].tobytes()
+        if content in contents:
+            violations.append(f"blocks {contents[content]} and {block} are published for the same tokens")
+        contents[content] = block
+    depth, ancestor = np.zeros(nowhere, np.int32), np.append(parent, nowhere)[parent]
+    has_parent = is_published & (parent != nowhere)
+    depth[has_parent] = 1
+    while (has_parent := has_parent & (ancestor != nowhere)).any():
+        depth[has_parent] += 1
+        ancestor = np.append(parent, nowhere)[ancestor]
+        if depth.max() > nowhere:
+            return [*violations, "the parents of published blocks form a circle"]
+    if index.history is not None:
+        violations += _check_history(index.history, parent, is_published, depth)
+    hashes, bucket_ids = map(np.asarray, _expected_hashes(index, control.hash_key, depth))
+    is_hash = (hashes == np.asarray(index.block_hash)).all(axis=1)
+    is_listed = (buckets[bucket_ids] == np.arange(nowhere)[:, None]).any(axis=1)
+    for block in published[~is_hash[published]]:
+        violations.append(f"block {block} has another hash than its tokens")
+    for block in published[is_hash[published] & ~is_listed[published]]:
+        violations.append(f"block {block} is in the wrong bucket")
+    for g, (companions, other) in enumerate(zip(index.companions, control.block_pools, strict=True)):
+        if companions is not None and other.cached is not None:
+            found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))
+            violations += [f"group {g}: {what}" for what in found]
+    return violations + _check_published_rows(cache, parent, namespaces, is_published)
+
+
+def _check_history(
+    history: BlockHistory, parent: np.ndarray, is_published: np.ndarray, depth: np.ndarray
+) -> list[str]:
+    """What an eviction policy is told of the published blocks."""
+    violations, nowhere = [], len(parent)
+    parents = parent[is_published]
+    expected = np.bincount(parents[parents < nowhere], minlength=nowhere)
+    num_children = np.asarray(history.num_children)
+    for block in np.flatnonzero(num_children != expected):
+        violations.append(f"block {block} has {expected[block]} children and counts {num_children[block]}")
+    if history.depth is not None:
+        for block in np.flatnonzero(is_published & (np.asarray(history.depth) != depth)):
+            violations.append(f"block {block} is at depth {depth[block]}, noted {history.depth[block]}")
+    if history.num_hits is not None and (np.asarray(history.num_hits)[is_published] < 0).any():
+        violations.append("a block has a negative number of hits")
+    if history.published_at is not None and history.last_used_at is not None:
+        since = np.asarray(history.last_used_at) - np.asarray(history.published_at)
+        for block in np.flatnonzero(is_published & (since >= 2**31)):
+            violations.append(f"block {block} was used before it was published")
+    return violations
+
+
+def _check_companions(companions: Companions, is_keeper: np.ndarray, is_published: np.ndarray) -> list[str]:
+    """The links between published blocks and those of another group agree in both directions."""
+    violations, block_ids, keeper = [], np.asarray(companions.block_ids), np.asarray(companions.keeper)
+    keepers, slots = np.nonzero(block_ids < len(is_published))
+    linked = block_ids[keepers, slots]
+    if len(np.unique(linked)) != len(linked):
+        violations.append(f"a block is the companion of several: {np.sort(linked).tolist()}")
+    published = np.flatnonzero(is_published).tolist()
+    if sorted(linked.tolist()) != published:
+        violations.append(f"{sorted(linked.tolist())} are companions, and {published} are published")
+    for block, companion in zip(keepers.tolist(), linked.tolist(), strict=True):
+        if not is_keeper[block]:
+            violations.append(f"block {companion} is the companion of the unpublished block {block}")
+        if keeper[companion] != block:
+            violations.append(f"block {companion} of block {block} names the keeper {keeper[companion]}")
+    for companion in np.flatnonzero((keeper < len(is_keeper)) & ~is_published):
+        violations.append(f"block {companion} is unpublished and names the keeper {keeper[companion]}")
+    return violations
+
+
+@jax.jit
+def _expected_hashes(
+    index: PrefixIndex, hash_key: jax.Array, depth: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of each block the hash that follows from its parent's, and its bucket."""
+    before = index.block_hash.at[index.parent].get(mode="clip")
+    is_root = (index.parent == index.parent.shape[0])[:, None]
+    before = jnp.where(is_root, root_hash(hash_key, index.namespace), before)
+    hashes = before + block_hashes(hash_key, index.block_tokens, depth * index.block_tokens.shape[1])
+    return hashes, bucket_of(index, hashes)
+
+
+def _check_published_rows(
+    cache: Cache, parent: np.ndarray, namespaces: np.ndarray, is_published: np.ndarray
+) -> list[str]:
+    """Published blocks of a row follow each other in its namespace, and reserved ones are not published."""
+    control, group_id, violations = cache.control, cache.config.indexed_group, []
+    table, nowhere = np.asarray(control.block_pools[group_id].block_table), len(is_published)
+    block_size = cache.config.groups[group_id].block_size
+    num_published, row_namespaces = np.asarray(control.num_published), np.asarray(control.namespace)
+    for row, length in enumerate(np.asarray(control.context_len).tolist()):
+        blocks = table[row][table[row] < nowhere]
+        num_full = length // block_size
+        tail = blocks[num_full : -(-length // block_size)]
+        if is_published[tail].any() and num_published[row] <= num_full:
+            violations.append(f"row {row} does not count its published last block")
+        if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
+            violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
+        if not is_published[blocks[: num_published[row]]].all():
+            violations.append(f"row {row} holds an unpublished block among its published ones")
+        for block in blocks[is_published[blocks] & (namespaces[blocks] != row_namespaces[row]).any(axis=1)]:
+            violations.append(f"row {row} holds block {block} of another namespace")
+        if is_published[blocks[-(-length // block_size) :]].any():
+            violations.append(f"row {row} reserves a published block")
+        for before, block in itertools.pairwise([nowhere, *blocks.tolist()]):
+            if is_published[block] and parent[block] != before:
+                violations.append(
+                    f"row {row} holds block {block} behind {before}, its parent is {parent[block]}"
+                )
+    return violations
+
+
+def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None) -> list[str]:
+    """One row of the block table; `length` is None for an idle row."""
+    is_held = entries < pool.num_blocks
+    if length is None:
+        return ["is idle and holds blocks"] if is_held.any() else []
+    violations = []
+    held = entries[is_held]
+    if len({*held.tolist()}) != len(held):
+        violations.append("holds a block twice")
+    num_token_columns = -(-length // group.block_size)
+    num_sinks, first_needed = group.num_sink_blocks, 0
+    if isinstance(group.kind, SlidingWindow):
+        first_needed = max(length - group.kind.window + 1, 0) // group.block_size
+        if first_needed * group.block_size >= length:
+            first_needed = num_token_columns
+    needed = np.zeros_like(is_held)
+    needed[: min(num_sinks, num_token_columns)] = True
+    needed[first_needed:num_token_columns] = True
+    for column in np.flatnonzero(needed & ~is_held):
+        violations.append(f"of {length} tokens lacks the block of column {column}")
+    behind_sinks = np.flatnonzero(is_held[num_sinks:])
+    if len(behind_sinks) and len(behind_sinks) != behind_sinks[-1] - behind_sinks[0] + 1:
+        violations.append(f"holds columns {(behind_sinks + num_sinks).tolist()} with a gap")
+    if len(behind_sinks) and behind_sinks[0] > 0 and not isinstance(group.kind, SlidingWindow):
+        violations.append(f"holds no block of column {num_sinks}")
+    if is_held.sum() > group.max_held_blocks:
+        violations.append(f"holds {is_held.sum()} blocks, above the bound {group.max_held_blocks}")
+    ref_count = np.asarray(pool.ref_count)
+    for column in np.flatnonzero(is_held[num_token_columns:]) + num_token_columns:
+        if ref_count[entries[column]] != 1:
+            violations.append(f"reserves block {entries[column]} that others hold")
+    return violations

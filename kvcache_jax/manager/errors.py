@@ -1,0 +1,203 @@
+"""What `CacheManager` raises: one class per reason, all of them `CacheError`."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from kvcache_jax.core.status import Status
+
+
+class CacheError(RuntimeError):
+    """A call of `CacheManager` that did nothing; the manager is as it was.
+
+    Attributes:
+      request_id: The request concerned, or None.
+      needed: How much the call asked for, in the unit that the subclass names; None where that means nothing.
+      available: How much there is.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: Hashable = None,
+        needed: int | None = None,
+        available: int | None = None,
+    ):
+        super().__init__(message)
+        self.request_id, self.needed, self.available = request_id, needed, available
+
+
+class OutOfBlocks(CacheError):
+    """Too few blocks: `needed` and `available` are blocks of the layer group that lacks them."""
+
+
+class OutOfRows(CacheError):
+    """No idle row: `needed` is 1 and `available` 0; see `CacheConfig.max_seqs`."""
+
+
+class TooLong(CacheError):
+    """More tokens than a row or a call may have: `needed` and `available` are tokens."""
+
+
+class UnknownRequest(CacheError):
+    """No request has this id."""
+
+
+class DuplicateRequest(CacheError):
+    """A request with this id exists; free it, or pass `replace=True`."""
+
+
+class WindowLost(CacheError):
+    """A sliding window has let go of keys that it would need at the shorter length; see `max_rollback`."""
+
+
+class OutOfSync(CacheError):
+    """A row is not as the manager left it: a step function must neither start nor end rows.
+
+    A request whose row was ended can only be freed or replaced.
+    """
+
+
+class StaleBatch(CacheError):
+    """A request of the batch ended, was truncated or moved since it was made, or it is another manager's."""
+
+
+class ManagerBusy(CacheError):
+    """A step function called the manager that is running it."""
+
+
+class ManagerClosed(CacheError):
+    """The manager was closed."""
+
+
+class CacheLost(CacheError):
+    """The contents are gone: a step failed on the device after it was given them, or they were donated.
+
+    The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` says
+    what failed.
+
+    Attributes:
+      request_ids: The requests that were lost and can be allocated again.
+    """
+
+    def __init__(self, message: str, request_ids: Sequence[Hashable]):
+        super().__init__(message)
+        self.request_ids = list(request_ids)
+
+
+def unknown(request_id: Hashable, num_requests: int) -> UnknownRequest:
+    """For an id that no request has."""
+    return UnknownRequest(
+        f"there is no request {request_id!r}, expected one of the {num_requests} of request_ids()",
+        request_id=request_id,
+    )
+
+
+def duplicate(request_id: Hashable) -> DuplicateRequest:
+    """For a new id that is taken."""
+    return DuplicateRequest(
+        f"request {request_id!r} exists, expected a new id: free it first, or allocate it with replace=True",
+        request_id=request_id,
+    )
+
+
+def out_of_rows(request_id: Hashable, max_seqs: int) -> OutOfRows:
+    """For a request without a row."""
+    return OutOfRows(
+        f"request {request_id!r} finds all max_seqs = {max_seqs} rows taken, expected an idle one: "
+        "free a request",
+        request_id=request_id,
+        needed=1,
+        available=0,
+    )
+
+
+def out_of_blocks(request_id: Hashable, needed: np.ndarray, available: np.ndarray) -> OutOfBlocks:
+    """Names the layer group that lacks most; `needed` and `available` are i32[groups]."""
+    group = int(np.argmax(needed - available))
+    return OutOfBlocks(
+        f"request {request_id!r} finds too few blocks of layer group {group}: the call needs "
+        f"{needed[group]}, and {available[group]} are free or can be evicted: free a request, or raise "
+        "num_blocks",
+        request_id=request_id,
+        needed=int(needed[group]),
+        available=int(available[group]),
+    )
+
+
+def too_long(request_id: Hashable, num_tokens: int, max_seq_len: int) -> TooLong:
+    """For more tokens than a row may hold."""
+    return TooLong(
+        f"request {request_id!r} would have {num_tokens} tokens, expected at most max_seq_len = "
+        f"{max_seq_len}",
+        request_id=request_id,
+        needed=num_tokens,
+        available=max_seq_len,
+    )
+
+
+def too_many_at_once(request_id: Hashable, num_tokens: int, width: int) -> TooLong:
+    """For more tokens than one call may append."""
+    return TooLong(
+        f"request {request_id!r} got {num_tokens} tokens in one call, expected at most {width}, the "
+        "largest of the manager's widths: append them in pieces",
+        request_id=request_id,
+        needed=num_tokens,
+        available=width,
+    )
+
+
+def longer_than(request_id: Hashable, new_len: int, length: int) -> TooLong:
+    """For a truncation to more tokens than there are."""
+    return TooLong(
+        f"request {request_id!r} has {length} tokens, expected to keep at most as many, got {new_len}",
+        request_id=request_id,
+        needed=new_len,
+        available=length,
+    )
+
+
+def window_lost(request_id: Hashable, new_len: int) -> WindowLost:
+    """For a truncation that goes back too far."""
+    return WindowLost(
+        f"request {request_id!r} cannot go back to {new_len} tokens, its window has moved on: "
+        "raise max_rollback",
+        request_id=request_id,
+    )
+
+
+def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
+    """For a row that someone else started or ended."""
+    return OutOfSync(
+        f"the row of request {request_id!r} is not as the manager left it ({status.name}): rows start and "
+        "end through the manager, not in a step function; free_request ends a request whose row is idle",
+        request_id=request_id,
+    )
+
+
+def stale_batch(request_id: Hashable) -> StaleBatch:
+    """For a batch that may no longer write."""
+    return StaleBatch(
+        f"the batch is stale: request {request_id!r} has ended, was truncated or has moved to other blocks "
+        "since it was made, expected batches to be run before that: append what is missing again",
+        request_id=request_id,
+    )
+
+
+def foreign_batch() -> StaleBatch:
+    """For a batch of another manager."""
+    return StaleBatch(
+        "the batch was made by another manager, expected one of this manager's append_tokens: its slots "
+        "belong to other requests here",
+        request_id=None,
+    )
+
+
+def nobodys_row(row: int) -> OutOfSync:
+    """For a row that someone else started."""
+    return OutOfSync(
+        f"row {row} is active and no request has it, expected rows to start and end through the manager: a "
+        "step function that started it can free it",
+        request_id=None,
+    )

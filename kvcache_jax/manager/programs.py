@@ -1,0 +1,106 @@
+"""The compiled programs of `CacheManager`: the pure functions, in the few shapes that it calls them in.
+
+Those that move no keys or values take the cache without its pools; the manager attaches them again.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import num_true
+from kvcache_jax.blocks import block_pool
+from kvcache_jax.core.state import Admission, Cache, Control, Step
+from kvcache_jax.core.status import Status
+from kvcache_jax.operations.allocate import Prompt, allocate, reservation
+from kvcache_jax.operations.commit import commit as commit_rows
+from kvcache_jax.operations.evict import evict as evict_blocks
+from kvcache_jax.operations.extend import extend, wish_of
+from kvcache_jax.operations.extend_plan import num_blocks_for_all
+from kvcache_jax.operations.fork import fork as fork_rows
+from kvcache_jax.operations.free import free as free_rows
+from kvcache_jax.operations.new_tokens import padded_tokens
+from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache as forget_blocks
+from kvcache_jax.operations.stats import Stats, stats, utilization
+from kvcache_jax.operations.truncate import truncate as truncate_rows
+
+
+@jax.jit
+def admit(
+    cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
+) -> tuple[Cache, tuple[Admission, jax.Array]]:
+    """`allocate` for one row, which is freed first if it is replaced; also i32[], its blocks."""
+    freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
+    cache, _ = free_rows(cache, freed[None])
+    cache, admission = allocate(
+        cache, seq_id[None], **jax.tree.map(lambda array: array[None], prompt._asdict())
+    )
+    held = [num_true(pool.block_table[seq_id] < pool.num_blocks) for pool in cache.control.block_pools]
+    return cache, (admission, sum(held, start=jnp.int32(0)))
+
+
+@jax.jit
+def shortage(
+    cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Blocks that must be available for `admit` and those that are, cached ones too; i32[groups] both."""
+    freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
+    control = free_rows(cache, freed[None])[0].control
+    required = reservation(control, prompt, cache.config).num_required
+    return jnp.stack(required), _num_available(control)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def append(
+    cache: Cache, seq_ids: jax.Array, num_new: jax.Array, tokens: jax.Array
+) -> tuple[Cache, tuple[Step, jax.Array]]:
+    """`extend` for all rows or, if one fails, for none; also i32[n], how each row alone fares."""
+    bare, width = without_pools(cache), tokens.shape[1]
+    _, trial = extend(bare, num_new, max_new=width, seq_ids=seq_ids, tokens=tokens)
+    num_new = jnp.where(_is_fine(trial.status).all(), num_new, 0)
+    cache, step = extend(cache, num_new, max_new=width, seq_ids=seq_ids, tokens=tokens)
+    return cache, (step, trial.status)
+
+
+@jax.jit
+def append_needs(
+    cache: Cache, seq_ids: jax.Array, num_new: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `shortage`, for `append`; and the rows' lengths i32[n]."""
+    control, config, width = cache.control, cache.config, cache.config.query_len_limit
+    tokens = padded_tokens(num_new.shape[0], width)
+    wish = wish_of(control, seq_ids, num_new, tokens, width, config)
+    required = num_blocks_for_all(control, wish, config)
+    return required, _num_available(control), wish.context_len
+
+
+@jax.jit
+def commit(cache: Cache, seq_ids: jax.Array, final_len: jax.Array) -> tuple[Cache, jax.Array]:
+    """`kvcache_jax.commit`."""
+    return commit_rows(cache, seq_ids, final_len=final_len)
+
+
+fork = jax.jit(fork_rows)
+truncate = jax.jit(truncate_rows)
+free = jax.jit(free_rows)
+evict = jax.jit(evict_blocks)
+reset_prefix_cache = jax.jit(forget_blocks)
+
+
+@jax.jit
+def figures(cache: Cache) -> tuple[Stats, jax.Array]:
+    """`stats`, and f32[] `utilization`."""
+    return stats(cache), utilization(cache)
+
+
+def without_pools(cache: Cache) -> Cache:
+    """The control state alone: what a jitted function does not take, it does not copy."""
+    return Cache(control=cache.control, pools=(), config=cache.config)
+
+
+def _num_available(control: Control) -> jax.Array:
+    return jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+
+
+def _is_fine(status: jax.Array) -> jax.Array:
+    return (status == Status.OK) | (status == Status.SKIPPED)

@@ -1,0 +1,1 @@
+"""The public operations on a cache, a file each."""

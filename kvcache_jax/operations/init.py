@@ -1,0 +1,126 @@
+"""Where a cache comes from: empty, in the place where it will live."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from kvcache_jax.arrays.head_axis import check_in_mesh
+from kvcache_jax.arrays.number_checks import static_flag
+from kvcache_jax.core import backends
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import CacheConfig, require_config
+from kvcache_jax.core.describe import describe
+from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
+from kvcache_jax.core.state import Cache, Control
+
+_log = logging.getLogger("kvcache_jax")
+_DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)
+
+
+def init(
+    config: CacheConfig, *, sharding: Sharding | PartitionSpec | None = None, storage: bool = True
+) -> Cache:
+    """Builds an empty cache, where it will live.
+
+    Args:
+      config: Kinds, sizes, options.
+      sharding: Of the pools `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
+        heads may be split. The control state is replicated. A `PartitionSpec` refers to the current mesh.
+        Default: as `config.head_axis` says.
+      storage: False builds the control state alone, for planning and for replaying traces.
+
+    Returns:
+      A cache with all rows idle, all blocks free and all keys and values 0.
+
+    Raises:
+      TypeError: `config` is something else.
+      ValueError: `sharding` splits another axis than the heads, or the heads over another mesh axis than
+        `config.head_axis`; or the current mesh does not have that.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=32))
+      Cache(1 groups, 1 layers, float32; blocks 0/4 used, 0 B of 4.0 KiB; rows 0/2 active;
+        allocations 0, forks 0, frees 0, copies 0)
+    """
+    require_config("init", config)
+    static_flag("storage", storage)
+    if sharding is None and config.head_axis is not None:
+        check_in_mesh(config.head_axis)
+        sharding = PartitionSpec(None, config.head_axis, None, None)
+    if isinstance(sharding, NamedSharding | PartitionSpec):
+        _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
+    backends.load(config.implementation)
+    if sharding is None and _is_plain():
+        # A program to make so many small arrays would take longer to compile than all of this.
+        control = jax.device_put(empty_control(config, np.array(_DEFAULT_HASH_KEY, np.uint32), np))
+        cache = Cache(control=control, pools=empty_pools(config) if storage else (), config=config)
+    else:
+        cache = _builder(config, sharding, storage)()
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("init: %s", describe(config))
+    return cache
+
+
+def _is_plain() -> bool:
+    """Whether arrays made here and now are neither traced nor on a mesh: numpy's will do."""
+    return jax.sharding.get_abstract_mesh().empty and not isinstance(jnp.zeros(()), Tracer)
+
+
+def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
+    if any(axis is not None for i, axis in enumerate(spec) if i != 1):
+        raise ValueError(
+            f"sharding is {spec}, expected only the heads split: PartitionSpec(None, axis, None, None)"
+        )
+    axis = spec[1] if len(spec) > 1 else None
+    uses_kernels = config.implementation not in (None, "xla")
+    if axis != config.head_axis and (uses_kernels or config.head_axis is not None):
+        raise ValueError(
+            f"sharding splits the heads over {axis!r} and config.head_axis is {config.head_axis!r}, expected "
+            f"the same: a kernel must know the axis, write CacheConfig(..., head_axis={axis!r})"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, storage: bool) -> Callable:
+    """The program that builds an empty cache where numpy cannot; kept, to compile nothing the next time."""
+
+    def build() -> Cache:
+        return Cache(
+            control=empty_control(config, jnp.array(_DEFAULT_HASH_KEY, jnp.uint32)),
+            pools=empty_pools(config) if storage else (),
+            config=config,
+        )
+
+    if sharding is None:
+        return jax.jit(build)
+    control_sharding = sharding
+    if isinstance(sharding, NamedSharding):
+        control_sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    elif isinstance(sharding, PartitionSpec):
+        control_sharding = PartitionSpec()
+    cache = jax.eval_shape(build)
+    out_shardings = Cache(
+        control=jax.tree.map(lambda _: control_sharding, cache.control),
+        pools=jax.tree.map(lambda _: sharding, cache.pools),
+        config=config,
+    )
+    return jax.jit(build, out_shardings=out_shardings)
+
+
+@takes_one
+def reset(cache: Cache) -> Cache:
+    """Ends all rows and forgets all contents; the pools' buffers are reused as they are."""
+    return dataclasses.replace(cache, control=_reset(cache.control, config=cache.config))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _reset(control: Control, config: CacheConfig) -> Control:
+    return in_place_of(control, empty_control(config, control.hash_key))

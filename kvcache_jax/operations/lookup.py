@@ -1,0 +1,68 @@
+"""The operation `lookup`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.operations.allocate import Prompt, find_hits
+
+
+@takes_one
+@jax.named_scope("kvcache.lookup")
+def lookup(
+    cache: Cache,
+    tokens: ArrayLike,
+    num_tokens: IntRows,
+    namespace: ArrayLike | None = None,
+    *,
+    items: ArrayLike | None = None,
+) -> jax.Array:
+    """How many tokens of each prompt `allocate` would find cached; changes nothing.
+
+    Args:
+      cache: Not changed.
+      tokens: i32[n, P], the prompts.
+      num_tokens: i32[n], their lengths.
+      namespace: u32[4] or u32[n, 4]. Default: all zero.
+      items: i32[n, I, 2], as in `allocate`.
+
+    Returns:
+      i32[n]; at most `num_tokens - 1`, in whole blocks; 0 without prefix caching, and where `allocate` would
+      refuse `num_tokens`.
+    """
+    num_tokens = arguments.int_column("num_tokens", num_tokens)
+    tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
+    namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
+    if cache.control.prefix_index is None:
+        return jnp.zeros_like(num_tokens)
+    spans = arguments.item_spans(items, num_tokens.shape[0])
+    return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _lookup(
+    control: Control,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    namespaces: jax.Array,
+    items: jax.Array | None,
+    config: CacheConfig,
+) -> jax.Array:
+    prompts = Prompt(
+        num_tokens=num_tokens,
+        namespace=namespaces,
+        priority=jnp.zeros_like(num_tokens),
+        tokens=tokens,
+        reuse=jnp.ones_like(num_tokens, bool),
+        items=items,
+    )
+    num_cached = jax.vmap(lambda prompt: find_hits(control, prompt, config)[1])(prompts)
+    is_length = (num_tokens >= 0) & (num_tokens <= min(tokens.shape[1], config.max_seq_len))
+    return jnp.where(is_length, num_cached, 0)

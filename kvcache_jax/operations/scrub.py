@@ -1,0 +1,220 @@
+"""Leaving nothing behind: keys, values and tokens are overwritten, not only forgotten."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.manual_axes import as_varied
+from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, rank_true
+from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
+from kvcache_jax.operations import rows
+from kvcache_jax.prefix import eviction
+
+
+@takes_one
+@jax.named_scope("kvcache.scrub")
+def scrub(
+    cache: Cache, seq_ids: IntRows | None = None, *, namespace: ArrayLike | None = None
+) -> tuple[Cache, jax.Array]:
+    """Ends rows and overwrites what they own with zeros: keys, values and recorded tokens.
+
+    With `seq_ids`: the blocks that these rows hold and no other row does, published or not, and the cached
+    blocks that continue them. Blocks that another row holds stay as they are, findable if they were.
+
+    With `namespace`: all its rows end, and all their blocks go, and all that is cached in it. A free block
+    does not know whose it was, nor does the part of a block behind a row's last token: so every free block,
+    every reserved one and the empty rest of last blocks is overwritten too. Nothing of the namespace is left
+    in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
+    them, is not touched.
+
+    Overwritten blocks are free, but for those that other rows have reserved. Call it inside a donated jit:
+    called eagerly it copies the pools.
+
+    Args:
+      cache: Not changed, unless donated.
+      seq_ids: i32[n], rows; those that are not active own nothing. Give this or `namespace`.
+      namespace: u32[4].
+
+    Returns:
+      The cache and i32[], how many blocks were overwritten, all groups.
+
+    Raises:
+      ValueError, TypeError: both or none of `seq_ids` and `namespace`, or what they do not accept.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [20])
+      >>> cache, num_blocks = kv.donate(kv.scrub)(cache, jnp.array([0]))
+      >>> int(num_blocks), cache.is_active.tolist()
+      (2, [False, False])
+    """
+    if (seq_ids is None) == (namespace is None):
+        raise ValueError("scrub got both or none of seq_ids and namespace, expected one of them")
+    if seq_ids is not None:
+        return _scrub(cache, arguments.int_column("seq_ids", seq_ids), None)
+    return _scrub(cache, None, arguments.namespace_words(namespace, 1)[0])
+
+
+@jax.jit
+def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> tuple[Cache, jax.Array]:
+    """`scrub` by rows i32[n] or by a namespace u32[4]."""
+    cache, seq_ids, words = as_varied((cache, seq_ids, words))
+    control = cache.control
+    if seq_ids is not None:
+        named = jnp.where(seq_ids < 0, control.max_seqs, seq_ids)
+        is_row = jnp.zeros_like(control.is_active).at[named].set(True, mode="drop") & control.is_active
+    else:
+        is_row = (control.namespace == words).all(axis=-1) & control.is_active
+    masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
+    control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
+    if words is not None:
+        control = _forget_rests(control, cache.config)
+    pools = []
+    for g, pool in enumerate(cache.pools):
+        pool = KVPool(k=_zero_blocks(pool.k, masks[g]), v=_zero_blocks(pool.v, masks[g]))
+        if words is not None:
+            pool = _zero_rests(pool, control, control.block_pools[g], cache.config.groups[g].block_size)
+        pools.append(pool)
+    num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))
+    return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
+
+
+def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
+    """Per group bool[num_blocks]: what only these rows hold, and the cached blocks that go with it."""
+    index, masks = cache.control.prefix_index, []
+    for pool in cache.control.block_pools:
+        entries = jnp.where(is_row[:, None], pool.block_table, pool.num_blocks)
+        num_refs = jnp.zeros_like(pool.ref_count).at[entries].add(1, mode="drop")
+        masks.append((num_refs > 0) & (num_refs == pool.ref_count))
+    if index is None:
+        return masks
+    group_id = cache.config.indexed_group
+
+    def is_cached(g: int) -> jax.Array:
+        pool = cache.control.block_pools[g]
+        assert pool.cached is not None
+        return pool.cached.is_published & (pool.ref_count == 0)
+
+    # Children of what goes go along: without their parent they are never found.
+    def grow(state):
+        mask, _ = state
+        behind = is_cached(group_id) & ~mask & get_at(mask, index.parent, False)
+        return mask | behind, behind.any()
+
+    mask = masks[group_id]
+    mask, _ = lax.while_loop(lambda state: state[1], grow, (mask, mask.any()))
+    for g, companions in enumerate(index.companions):
+        if companions is None:
+            masks[g] = mask
+        else:
+            masks[g] |= is_cached(g) & get_at(mask, companions.keeper, False)
+    return masks
+
+
+def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
+    """Per group bool[num_blocks]: all but what holds tokens of other namespaces, in rows or cached."""
+    control, index, masks = cache.control, cache.control.prefix_index, []
+    is_other = control.is_active & ~is_row
+    for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        is_filled = is_other[:, None] & (columns * group.block_size < control.context_len[:, None])
+        kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
+        is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
+        if index is not None and pool.cached is not None:
+            namespace, companions = index.namespace, index.companions[g]
+            if companions is not None:
+                namespace = get_at(namespace, companions.keeper)
+            is_kept |= pool.cached.is_published & (namespace != words).any(axis=-1)
+        masks.append(~is_kept)
+    return masks
+
+
+def _end_rows(control: Control, is_row: jax.Array, config: CacheConfig) -> Control:
+    """`free` for all masked rows."""
+    order = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    free_row = functools.partial(rows.free_row, config=config)
+    return rows.each_row(free_row, control, jnp.where(is_row, order, control.max_seqs))[0]
+
+
+def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) -> Control:
+    """Takes the masked blocks, of which no row holds a token, out of the index, and their tokens too."""
+    if control.prefix_index is None:
+        return control
+    # The indexed group last: it takes what still hangs on its blocks along.
+    for g in sorted(range(len(masks)), key=lambda g: g == config.indexed_group):
+        pool = control.block_pools[g]
+        assert pool.cached is not None
+        order = jnp.arange(pool.num_blocks, dtype=jnp.int32)
+        block_ids = jnp.where(masks[g] & pool.cached.is_published, order, pool.num_blocks)
+        control = eviction.unpublish(control, g, block_ids, pool, config)
+    index, mask = control.prefix_index, masks[config.indexed_group]
+    assert index is not None
+    index = dataclasses.replace(
+        index,
+        block_tokens=jnp.where(mask[:, None], 0, index.block_tokens),
+        block_hash=jnp.where(mask[:, None], jnp.uint32(0), index.block_hash),
+        parent=jnp.where(mask, jnp.int32(mask.shape[0]), index.parent),
+        namespace=jnp.where(mask[:, None], jnp.uint32(0), index.namespace),
+    )
+    return dataclasses.replace(control, prefix_index=index)
+
+
+def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Zeros in the masked blocks of all layers, one block after the other: nothing else is moved."""
+    num_blocks = mask.shape[0]
+    layers = jnp.arange(values.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
+    rank, num_masked = rank_true(mask)
+    order = jnp.arange(num_blocks, dtype=jnp.int32)
+    ids = jnp.zeros_like(rank).at[jnp.where(mask, rank, num_blocks)].set(order, mode="drop")
+    return lax.fori_loop(0, num_masked, lambda i, values: _set_zero(values, layers + ids[i]), values)
+
+
+def _set_zero(values: jax.Array, *index: Any) -> jax.Array:
+    """Zeros of the sharding that the entries have: a mesh with explicit axes takes no others."""
+    places = values.at[index]
+    return places.set(jnp.zeros_like(places.get(mode="clip")), mode="drop")
+
+
+def _forget_rests(control: Control, config: CacheConfig) -> Control:
+    """Takes the tokens out of the index that no row has and nothing published stands for."""
+    index, g = control.prefix_index, config.indexed_group
+    if index is None:
+        return control
+    block_size = config.groups[g].block_size
+    num_tokens = rows.num_tokens_held(control, control.block_pools[g], block_size)
+    is_token = jnp.arange(block_size, dtype=jnp.int32) < num_tokens[:, None]
+    index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
+    return dataclasses.replace(control, prefix_index=index)
+
+
+def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
+    """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
+    columns = quotient(control.context_len, block_size)
+    order = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
+    num_tokens = rows.num_tokens_held(control, blocks, block_size)
+    num_layers = pool.k.shape[0] // blocks.num_blocks
+    offsets = jnp.arange(block_size, dtype=jnp.int32)
+
+    def clear(values: jax.Array) -> jax.Array:
+        def clear_row(row: jax.Array, values: jax.Array) -> jax.Array:
+            tail = tails[row]
+            layers = jnp.arange(num_layers, dtype=jnp.int32) * blocks.num_blocks
+            where = jnp.where(tail < blocks.num_blocks, layers + tail, values.shape[0])
+            is_rest = offsets >= get_at(num_tokens, tail)
+            offset = jnp.where(is_rest, offsets, block_size)
+            return _set_zero(values, where[:, None], slice(None), offset)
+
+        return lax.fori_loop(0, control.max_seqs, clear_row, values)
+
+    return KVPool(k=clear(pool.k), v=clear(pool.v))

@@ -1,0 +1,1 @@
+"""Blocks found by their contents: hashes, the index, eviction."""

@@ -1,0 +1,182 @@
+"""Prefixes over several layer groups: only one group is indexed, the others' blocks go with it.
+
+A published block of the indexed group carries the ids of the blocks that hold the same tokens in every other
+group. A prefix can be reused up to a length at which every group still has what the next token reads: all of
+it with full attention; with a window the window and the sinks.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.arrays.masked_updates import (
+    Update,
+    first_of_equal,
+    first_true,
+    get_at,
+    num_true,
+    quotient,
+    read_first,
+    remainder,
+    set_at,
+    update_all,
+)
+from kvcache_jax.blocks import block_pool
+from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.reach import first_column
+from kvcache_jax.core.state import BlockPool, Companions, Control, PrefixIndex
+
+
+def usable_prefix(
+    control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """How much of a prefix that the indexed group has every group can serve.
+
+    Args:
+      control: The state.
+      found: i32[K], blocks of the prefix in the indexed group, nowhere from the first miss on.
+      items: i32[I, 2], first position and end of what must be reused whole or not at all; or None.
+      config: The cache's.
+
+    Returns:
+      Per group i32[max_blocks_per_seq], the blocks to start from by column, or nowhere; and i32[], tokens.
+    """
+    index, group_id = control.prefix_index, config.indexed_group
+    assert index is not None
+    indexed, pools = config.groups[group_id], control.block_pools
+    found = found[: pools[group_id].max_blocks_per_seq]
+    lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
+    num_found = num_true(found < pools[group_id].num_blocks)
+    step = math.lcm(*(group.block_size for group in config.groups))
+    is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
+    if items is not None:
+        is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
+        is_usable &= ~is_inside.any(axis=0)
+    columns: list[jax.Array] = []
+    for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
+        if g == group_id:
+            columns.append(_padded(found, pool))
+            continue
+        columns.append(_padded(_columns(index, indexed, group, g, found), pool))
+        num_missing = jnp.cumsum(
+            jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
+        )
+        first, end = _needed(group, jnp.minimum(lengths, config.max_seq_len // step * step))
+        is_usable &= num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
+        is_usable &= num_missing[end] == num_missing[jnp.minimum(first, end)]
+    num_tokens = jnp.max(jnp.where(is_usable, lengths, 0))
+    for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
+        order = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        first, end = _needed(group, num_tokens)
+        is_kept = (order < end) & ((order < group.num_sink_blocks) | (order >= first))
+        columns[g] = jnp.where(is_kept, columns[g], pool.num_blocks)
+    return columns, num_tokens
+
+
+def _columns(
+    index: PrefixIndex, indexed: LayerGroup, other: LayerGroup, other_id: int, found: jax.Array
+) -> jax.Array:
+    """i32[n], the other group's blocks for the prefix, by column."""
+    companions = index.companions[other_id]
+    assert companions is not None
+    columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
+    # Where the last token of each stands in the indexed group.
+    keeper_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
+    slots = columns - keeper_columns * indexed.block_size // other.block_size
+    return get_at(companions.block_ids, (found[keeper_columns], slots), companions.keeper.shape[0])
+
+
+def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
+    """`block_ids`, cut or filled up to the width of the block table."""
+    block_ids = block_ids[: pool.max_blocks_per_seq]
+    num_missing = pool.max_blocks_per_seq - block_ids.shape[0]
+    return jnp.pad(block_ids, (0, num_missing), constant_values=pool.num_blocks)
+
+
+def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The columns `[first, end)` that a row of `length` tokens, in whole blocks, must hold beside sinks."""
+    return first_column(group, length), quotient(length, group.block_size)
+
+
+def link(
+    control: Control,
+    mask: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
+    canonical: jax.Array,
+    config: CacheConfig,
+) -> Control:
+    """Hangs the other groups' blocks of rows onto published blocks that lack them.
+
+    Args:
+      control: The state.
+      mask: bool[E], which entries count; their `canonical` differ.
+      rows: i32[E], seq_id.
+      columns: i32[E], column of the indexed group.
+      canonical: i32[E], the published block there.
+      config: The cache's.
+    """
+    index, indexed = control.prefix_index, config.groups[config.indexed_group]
+    assert index is not None
+    pools, all_companions = list(control.block_pools), list(index.companions)
+    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
+        companions = all_companions[g]
+        if companions is None:
+            continue
+        slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
+        column = (columns * indexed.block_size // group.block_size)[:, None] + slots
+        is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
+        ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
+        present = get_at(companions.block_ids, canonical, 0)
+        is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
+        is_linked &= ~block_pool.is_published(pool, ids)
+        # Of entries that want the same block for their companion, as forks may, the first gets it.
+        is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)
+        keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
+        linked = jnp.where(is_linked, ids, pool.num_blocks)
+        all_companions[g] = Companions(
+            block_ids=set_at(companions.block_ids, (keepers, slots), ids),
+            keeper=set_at(keeper, linked, keepers),
+        )
+        pools[g] = block_pool.mark_published(pool, linked)
+    index = dataclasses.replace(index, companions=tuple(all_companions))
+    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def drop_companions(control: Control, keepers: jax.Array) -> Control:
+    """Takes the companions off blocks i32[n] that are not published any more; nowhere is skipped."""
+    index = control.prefix_index
+    assert index is not None
+    pools, all_companions = list(control.block_pools), list(index.companions)
+    for g, companions in enumerate(index.companions):
+        if companions is None:
+            continue
+        nowhere = companions.keeper.shape[0]
+        ids, block_ids = read_first(get_at(companions.block_ids, keepers, nowhere), companions.block_ids)
+        ids = ids.reshape(-1)
+        pools[g] = block_pool.withdraw(pools[g], ids)
+        all_companions[g] = Companions(
+            block_ids=set_at(block_ids, keepers, nowhere),
+            keeper=set_at(companions.keeper, ids, companions.block_ids.shape[0]),
+        )
+    index = dataclasses.replace(index, companions=tuple(all_companions))
+    return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixIndex:
+    """Takes companions `block_ids` i32[n] of a group, which differ, off their keepers; nowhere is skipped."""
+    companions = index.companions[group_id]
+    assert companions is not None
+    nowhere = companions.keeper.shape[0]
+    keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
+    slots = first_true(get_at(companions.block_ids, keepers, nowhere) == block_ids[:, None])
+    ids, keeper = update_all(
+        Update(companions.block_ids, (keepers, slots), nowhere),
+        Update(companions.keeper, block_ids, companions.block_ids.shape[0]),
+    )
+    companions = Companions(block_ids=ids, keeper=keeper)
+    everything = (*index.companions[:group_id], companions, *index.companions[group_id + 1 :])
+    return dataclasses.replace(index, companions=everything)

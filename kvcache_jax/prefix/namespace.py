@@ -1,0 +1,34 @@
+"""Who may share cached blocks."""
+
+import hashlib
+
+import numpy as np
+
+
+def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
+    """Who may share cached blocks: rows of equal namespaces only. A 128-bit digest, compared exactly.
+
+    Args:
+      tenant: Who asks. Sharing across tenants would tell one what another has asked, by the time it takes.
+      adapter: What changes keys and values on top of the weights, such as a LoRA.
+      weights: The weights, by a name or a digest.
+
+    Returns:
+      u32[4], for `allocate` and `lookup`. All empty is the default namespace, 0.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> (kv.namespace(tenant="a") == kv.namespace(adapter="a")).all().item()
+      False
+    """
+    fields = {"tenant": tenant, "adapter": adapter, "weights": weights}
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}, expected a str")
+    if not any(fields.values()):
+        return np.zeros(4, np.uint32)
+    digest = hashlib.blake2b(digest_size=16, person=b"kvcache_jax")
+    for name, value in fields.items():
+        data = value.encode()
+        digest.update(f"{name}:{len(data)}:".encode() + data)
+    return np.frombuffer(digest.digest(), np.uint32).copy()

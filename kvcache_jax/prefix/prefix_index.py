@@ -1,0 +1,175 @@
+"""The index of published blocks: find, insert, remove. Pure functions on a `PrefixIndex`.
+
+A lookup compares all entries of one bucket at once; there is no probing and no tombstone. Hashes only say
+where to look: a block counts as found when its tokens, its parent and its namespace are those asked for.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import (
+    Update,
+    first_true,
+    get_at,
+    quotient,
+    remainder,
+    set_at,
+    update_all,
+)
+from kvcache_jax.core.state import PrefixIndex
+from kvcache_jax.prefix import block_metadata
+from kvcache_jax.prefix.content_hash import block_hashes, root_hash
+
+# Blocks per trip: fewer wait for one place after the other, more make a longer kernel to compile.
+_INSERTED_PER_TRIP = 4
+
+
+class Content(NamedTuple):
+    """What a block stands for.
+
+    Attributes:
+      tokens: i32[..., block_size].
+      hashes: u32[..., 2], of the tokens up to the block's end.
+      parent: i32[...], the published block before it, or nowhere.
+      namespace: u32[..., 4].
+    """
+
+    tokens: jax.Array
+    hashes: jax.Array
+    parent: jax.Array
+    namespace: jax.Array
+
+
+def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
+    """i32[...], the bucket for `hashes u32[..., 2]`."""
+    folded = hashes[..., 0] ^ (hashes[..., 1] * jnp.uint32(0x9E3779B1))
+    return remainder(folded, index.buckets.shape[0]).astype(jnp.int32)
+
+
+def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> jax.Array:
+    """i32[...], the published block with this hash, or nowhere; `matches` says whether it is the one.
+
+    Args:
+      index: The index.
+      in_bucket: i32[..., ways], what the hash's bucket holds.
+      hashes: u32[..., 2].
+    """
+    stored = get_at(index.block_hash, in_bucket, 0)
+    is_same = (in_bucket < index.parent.shape[0]) & (stored == hashes[..., None, :]).all(axis=-1)
+    # No two published blocks have the same hash, see `insert`.
+    return jnp.min(jnp.where(is_same, in_bucket, index.parent.shape[0]), axis=-1)
+
+
+def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.Array:
+    """bool[...], whether the published blocks stand for exactly this."""
+    nowhere = index.parent.shape[0]
+    is_same = block_ids < nowhere
+    is_same &= (get_at(index.block_tokens, block_ids) == content.tokens).all(axis=-1)
+    is_same &= get_at(index.parent, block_ids) == content.parent
+    return is_same & (get_at(index.namespace, block_ids) == content.namespace).all(axis=-1)
+
+
+def find_prefix(
+    index: PrefixIndex, hash_key: jax.Array, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
+) -> jax.Array:
+    """The longest published prefix of a prompt, in whole blocks, at least one token short of the prompt.
+
+    Args:
+      index: The index.
+      hash_key: u32[2].
+      tokens: i32[P].
+      num_tokens: i32[], how many of them are the prompt.
+      namespace: u32[4].
+
+    Returns:
+      i32[P // block_size] block ids, nowhere from the first miss on.
+    """
+    nowhere, block_size = index.block_tokens.shape
+    num_blocks = tokens.shape[0] // block_size
+    blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
+    order = jnp.arange(num_blocks, dtype=jnp.int32)
+    added = block_hashes(hash_key, blocks, order * block_size)
+    hashes = root_hash(hash_key, namespace) + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
+    found = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
+    parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
+    is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
+    is_hit &= order < quotient(jnp.maximum(num_tokens - 1, 0), block_size)
+    return jnp.where(jnp.cumsum(~is_hit) == 0, found, nowhere)
+
+
+def free_way(index: PrefixIndex, in_bucket: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """i32[n], the `rank[i]`-th empty place of a bucket that holds `in_bucket[i]`; bool[n], there is one."""
+    is_empty = in_bucket == index.parent.shape[0]
+    is_it = is_empty & (jnp.cumsum(is_empty, axis=-1, dtype=jnp.int32) == rank[:, None] + 1)
+    return first_true(is_it), is_it.any(axis=-1)
+
+
+def insert(
+    index: PrefixIndex,
+    mask: jax.Array,
+    block_ids: jax.Array,
+    ways: jax.Array,
+    content: Content,
+    *others: Update,
+    end: jax.Array,
+) -> tuple[PrefixIndex, list[jax.Array]]:
+    """Enters the masked blocks, whose hashes are new and differ, at the free `ways` of their buckets.
+
+    Args:
+      index: The index.
+      mask: bool[n].
+      block_ids: i32[n].
+      ways: i32[n], places in the buckets.
+      content: Of the blocks.
+      *others: Updates of n entries to be done by the same loop.
+      end: i32[], from there on entries are skipped in all of these.
+
+    Returns:
+      The index, and the updated arrays of `others`.
+    """
+    nowhere = index.parent.shape[0]
+    target = jnp.where(mask, block_ids, nowhere)
+    buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])
+    updated, block_hash, parent, namespace, *others_updated = update_all(
+        Update(index.buckets, (buckets, ways), block_ids),
+        Update(index.block_hash, target, content.hashes),
+        Update(index.parent, target, content.parent),
+        Update(index.namespace, target, content.namespace),
+        *others,
+        per_trip=_INSERTED_PER_TRIP,
+        end=end,
+    )
+    index = dataclasses.replace(
+        index,
+        buckets=updated,
+        block_hash=block_hash,
+        parent=parent,
+        namespace=namespace,
+        history=block_metadata.add_children(index.history, jnp.where(mask, content.parent, nowhere), 1),
+    )
+    return index, others_updated
+
+
+def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priority: jax.Array) -> PrefixIndex:
+    """Counts a use, by a row of `priority` i32[], of published blocks i32[n], which differ."""
+    if index.history is None:
+        return index
+    history = block_metadata.note_used(index.history, block_ids, clock)
+    return dataclasses.replace(index, history=block_metadata.note_priority(history, block_ids, priority))
+
+
+def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:
+    """Takes published blocks i32[n], which differ, out of their buckets; nowhere is skipped."""
+    nowhere = index.parent.shape[0]
+    buckets = bucket_of(index, get_at(index.block_hash, block_ids))
+    ways = first_true(index.buckets[buckets] == block_ids[:, None])
+    buckets = jnp.where(block_ids < nowhere, buckets, index.buckets.shape[0])
+    parents = get_at(index.parent, block_ids, nowhere)
+    return dataclasses.replace(
+        index,
+        buckets=set_at(index.buckets, (buckets, ways), nowhere),
+        history=block_metadata.add_children(index.history, parents, -1),
+    )

@@ -1,0 +1,179 @@
+"""Checks for code that uses a cache, and for the cache itself.
+
+* The token test: a fake model stores each token's id as its key and value, and every slot that
+  attention would read is compared with the tokens expected there. It finds stale, aliased, leaked
+  and misordered blocks without any arithmetic.
+* `Oracle` and `check_against_oracle`: a dict-of-lists model that predicts statuses, counts and sharing.
+* `poison`: NaN in every slot that nobody may read, so that a stray read shows.
+* `check_forward`: takes a model's step and checks that caching changes nothing.
+* `interpreted`: within it, kernels for accelerators run on the CPU, where their races are looked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvcache_jax.attention.write import write
+from kvcache_jax.core.backends import interpreted
+from kvcache_jax.core.cache_checks import require_values, takes_one
+from kvcache_jax.core.state import Cache, Counter, Step
+from kvcache_jax.testing.check_forward import check_forward
+from kvcache_jax.testing.oracle import Oracle, OracleRow
+from kvcache_jax.testing.poison import poison
+
+__all__ = [
+    "Oracle",
+    "OracleRow",
+    "check_against_oracle",
+    "check_forward",
+    "check_tokens",
+    "interpreted",
+    "poison",
+    "token_codes",
+    "write_tokens",
+]
+
+
+def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value: bool) -> Any:
+    """Numbers that tell a token, its layer and its head, exact in every storage dtype.
+
+    Args:
+      tokens: int[...], ids below 2**14; numpy or jax.
+      layer: Model layer.
+      num_heads: Heads to make codes for.
+      head_dim: Width; the code repeats every five places.
+      is_value: Values differ from keys.
+
+    Returns:
+      f32[..., num_heads, head_dim]: token % 128, token // 128, layer, head, is_value, ...
+    """
+    place, heads = np.arange(head_dim) % 5, np.arange(num_heads)[:, None]
+    fixed = (place == 2) * layer + (place == 3) * heads + (place == 4) * int(is_value)
+    low, high = (part[..., None, None].astype(np.float32) for part in (tokens & 127, tokens >> 7))
+    is_low, is_high = (np.asarray(place == i, np.float32) for i in range(2))
+    return low * is_low + high * is_high + fixed.astype(np.float32)
+
+
+@takes_one
+def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
+    """Writes each new token's code as its key and value in every layer.
+
+    Args:
+      cache: Not changed, unless donated.
+      tokens: int, shaped like `step.positions`.
+      step: From `extend`.
+    """
+    for layer, kind in enumerate(cache.config.layers):
+        k, v = (
+            token_codes(tokens, layer, kind.num_kv_heads, kind.head_dim, is_value)
+            for is_value in (False, True)
+        )
+        cache = write(cache, layer, k, v, step)
+    return cache
+
+
+def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[str]:
+    """The token test on every slot that a row holds, all layers and heads.
+
+    Args:
+      cache: Filled by `write_tokens`.
+      expected: The tokens of each active row.
+
+    Returns:
+      One sentence per row and layer that reads something else; empty if all is well.
+    """
+    require_values("check_tokens", cache, pools=True)
+    found = []
+    rows = np.repeat(np.array([*expected], int), [len(tokens) for tokens in expected.values()])
+    positions = np.concatenate([np.arange(0), *(np.arange(len(tokens)) for tokens in expected.values())])
+    tokens = np.concatenate([np.arange(0), *map(np.asarray, expected.values())]).astype(int)
+    table = [np.asarray(pool.block_table) for pool in cache.control.block_pools]
+    pools = [(np.asarray(pool.k), np.asarray(pool.v)) for pool in cache.pools]
+    for layer, kind in enumerate(cache.config.layers):
+        group_id, index = cache.config.locate(layer)
+        block_size, num_blocks = (
+            cache.config.groups[group_id].block_size,
+            cache.control.block_pools[group_id].num_blocks,
+        )
+        blocks = table[group_id][rows, positions // block_size]
+        held = blocks < num_blocks
+        where = index * num_blocks + blocks[held], slice(None), positions[held] % block_size
+        for is_value, pool in enumerate(pools[group_id]):
+            want = token_codes(tokens[held], layer, kind.num_kv_heads, kind.head_dim, bool(is_value))
+            is_wrong = (pool[where].astype(np.float32) != want).any(axis=(1, 2))
+            for row in sorted({*rows[held][is_wrong].tolist()}):
+                at = positions[held][is_wrong & (rows[held] == row)].tolist()
+                found.append(
+                    f"row {row} reads wrong {'values' if is_value else 'keys'} in layer {layer} at {at}"
+                )
+    return found
+
+
+def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
+    """Compares rows, lengths, free blocks, copies and the sharing of blocks.
+
+    Returns:
+      One sentence per difference; empty if the cache is the oracle's up to the names of blocks.
+    """
+    require_values("check_against_oracle", cache)
+    found = []
+    active = np.flatnonzero(np.asarray(cache.is_active)).tolist()
+    if active != sorted(oracle.rows):
+        return [f"rows {active} are active, expected {sorted(oracle.rows)}"]
+    lengths = np.asarray(cache.context_len)
+    found += [
+        f"row {row} holds {lengths[row]} tokens, expected {len(oracle.rows[row].tokens)}"
+        for row in active
+        if lengths[row] != len(oracle.rows[row].tokens)
+    ]
+    counters = np.asarray(cache.control.counters)
+    for counter, expected in (
+        (Counter.COPIES, oracle.num_copies),
+        (Counter.EVICTIONS, oracle.num_evictions),
+        (Counter.ADOPTIONS, oracle.num_adoptions),
+    ):
+        if (count := int(counters[counter])) != expected % 2**32:
+            found.append(f"{count} {counter.name.lower()}, expected {expected}")
+    for g, pool in enumerate(cache.control.block_pools):
+        if int(pool.num_free) != oracle.num_free(g):
+            found.append(f"group {g} has {int(pool.num_free)} free blocks, expected {oracle.num_free(g)}")
+        table, names, taken = np.asarray(pool.block_table), {}, {}
+        for row in active:
+            expected = oracle.rows[row].tables[g]
+            columns = np.flatnonzero(table[row] < pool.num_blocks).tolist()
+            if columns != sorted(expected):
+                found.append(f"group {g}: row {row} holds columns {columns}, expected {sorted(expected)}")
+                continue
+            for column in columns:
+                block, name = int(table[row, column]), expected[column]
+                if names.setdefault(name, block) != block or taken.setdefault(block, name) != name:
+                    found.append(f"group {g}: row {row} column {column} is not shared as expected")
+    return found + _check_published(cache, oracle)
+
+
+def _check_published(cache: Cache, oracle: Oracle) -> list[str]:
+    """Which contents are published, and what the eviction policy is told of them."""
+    index, cached = cache.control.prefix_index, cache.control.block_pools[cache.config.indexed_group].cached
+    if index is None or cached is None or len(cache.config.groups) > 1:
+        return []
+    parent, tokens, namespace = map(np.asarray, (index.parent, index.block_tokens, index.namespace))
+    found, prefixes = [], {}
+    for block in np.flatnonzero(np.asarray(cached.is_published)).tolist():
+        chain = [block]
+        while parent[chain[-1]] < len(parent) and len(chain) <= len(parent):
+            chain.append(int(parent[chain[-1]]))
+        prefixes[tuple(namespace[block].tolist()), tuple(tokens[chain[::-1]].reshape(-1).tolist())] = block
+    for prefix in sorted(prefixes.keys() ^ oracle.published.keys()):
+        is_there = "is" if prefix in prefixes else "is not"
+        found.append(f"{prefix[1]} in namespace {prefix[0]} {is_there} published")
+    history = {} if index.history is None else vars(index.history)
+    fields = {name: np.asarray(values) for name, values in history.items() if values is not None}
+    fields.pop("num_children", None)
+    for prefix in prefixes.keys() & oracle.published.keys():
+        expected = oracle.history[oracle.published[prefix]]
+        for field, values in fields.items():
+            if (value := int(values[prefixes[prefix]])) != getattr(expected, field):
+                found.append(f"{prefix[1]} has {field} {value}, expected {getattr(expected, field)}")
+    return found

@@ -1,0 +1,91 @@
+"""A gradient through layers that attend to a cache, to be compiled for what memory it needs.
+
+    python -m tests.attention.gradient_program    # the pools of temporary memory on this machine
+
+Rows fill the pool, and the layers are under `lax.scan`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kvcache_jax as kv
+
+HEADS, GROUP, DIM = 2, 2, 8
+
+
+def config_of(num_layers: int, num_blocks: int, max_seqs: int) -> kv.CacheConfig:
+    """Rows of at most 64 tokens, 4 blocks."""
+    layers = [kv.FullAttention(HEADS, DIM)] * num_layers
+    return kv.CacheConfig(layers, num_blocks=num_blocks, max_seqs=max_seqs, max_seq_len=64)
+
+
+def gradient(is_scanned: bool, returns_cache: bool) -> Callable[..., Any]:
+    """Of a loss with respect to keys and values `[layers, rows, 5, HEADS, DIM]` that all layers read.
+
+    Args:
+      is_scanned: The layers are under `lax.scan`.
+      returns_cache: The loss returns the new cache beside its value.
+
+    Returns:
+      A function of these, the queries `[rows, 3, HEADS * GROUP, DIM]` and the cache.
+    """
+
+    def loss(prefix, x, cache):
+        num_rows, num_layers = cache.max_seqs, cache.config.num_layers
+        cache, _ = kv.append(cache, prefix, prefix, [5] * num_rows)
+        cache, step = kv.extend(cache, [3] * num_rows, max_new=3)
+
+        def layer_fn(carry, layer):
+            cache, x = carry
+            kv_new = x[:, :, :HEADS]
+            cache, out = kv.attention(cache, layer, x, kv_new, kv_new, step)
+            return (cache, jnp.tanh(out)), None
+
+        carry = cache, x
+        if is_scanned:
+            carry, _ = jax.lax.scan(layer_fn, carry, jnp.arange(num_layers))
+        else:
+            for layer in range(num_layers):
+                carry, _ = layer_fn(carry, layer)
+        cache, x = carry
+        return (x**2).sum(), cache if returns_cache else None
+
+    return jax.grad(loss, has_aux=True)
+
+
+def arguments(config: kv.CacheConfig) -> tuple:
+    """The shapes of what the gradient takes."""
+    prefix = config.num_layers, config.max_seqs, 5, HEADS, DIM
+    queries = config.max_seqs, 3, HEADS * GROUP, DIM
+    cache = jax.eval_shape(functools.partial(kv.init, config))
+    return *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (prefix, queries)), cache
+
+
+def pools_needed(
+    num_layers: int,
+    num_blocks: int = 256,
+    max_seqs: int = 64,
+    *,
+    is_scanned: bool = True,
+    returns_cache: bool = False,
+    scheduler: str = "DEFAULT",
+) -> float:
+    """Temporary memory of the compiled gradient, in pools; `scheduler` is XLA's for CPUs."""
+    config = config_of(num_layers, num_blocks, max_seqs)
+    lowered = jax.jit(gradient(is_scanned, returns_cache)).lower(*arguments(config))
+    options = {"xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{scheduler}"}
+    memory = lowered.compile(compiler_options=options).memory_analysis()
+    return memory.temp_size_in_bytes / kv.memory_bytes(config)
+
+
+if __name__ == "__main__":
+    for what, options in (
+        ("the loss throws the cache away", {}),
+        ("scheduled for memory", {"scheduler": "MEMORY_OPTIMIZED"}),
+        ("the loss returns the cache", {"returns_cache": True}),
+    ):
+        print(f"{what:30}", *(f"{pools_needed(n, **options):5.2f} pools at {n} layers" for n in (4, 16)))

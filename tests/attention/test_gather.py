@@ -1,0 +1,46 @@
+"""A row's keys and values as contiguous arrays."""
+
+import jax
+import numpy as np
+
+import kvcache_jax as kv
+from tests.support.helpers import append, poison
+
+HEADS, DIM = 2, 5
+
+
+def test_gather_is_zero_where_no_token_is():
+    window = kv.SlidingWindow(HEADS, DIM, window=3, num_sink_tokens=2, block_size=2)
+    config = kv.CacheConfig(
+        [kv.FullAttention(HEADS, DIM), window],
+        num_blocks=12,
+        block_size=4,
+        max_seqs=3,
+        max_seq_len=18,
+        max_query_len=7,
+    )
+    cache, _ = kv.allocate(poison(kv.init(config)), [1], [17])
+    for count in (7, 4):
+        ones = [np.ones((3, 7, HEADS, DIM), np.float32)] * 2
+        cache, _ = append(cache, ones, ones, np.array([0, count, 0], np.int32))
+    cache = poison(cache)
+    for layer, held in ((0, [*range(11)]), (1, [0, 1, *range(4, 11)])):
+        expected = np.zeros(18)
+        expected[held] = 1
+        k, v, length = jax.device_get(kv.gather(cache, 1, layer))
+        assert length == 11
+        for half in (k, v):
+            assert half.shape == (18, HEADS, DIM)
+            np.testing.assert_array_equal(half, np.broadcast_to(expected[:, None, None], half.shape))
+        for row in (0, 2, 3, -1, -2, 2**31 - 1, np.int64(2**32 + 1), 2**40 + 1):
+            k, v, length = kv.gather(cache, row, layer)
+            assert int(length) == 0 and not np.asarray(k).any() and not np.asarray(v).any(), row
+
+
+def test_a_traced_layer_that_does_not_exist_holds_nothing():
+    config = kv.CacheConfig([kv.FullAttention(HEADS, DIM)] * 2, num_blocks=4, block_size=4, max_seqs=1)
+    cache, _ = kv.allocate(kv.init(config), [0], [3])
+    ones = np.ones((2, 1, 3, HEADS, DIM), np.float32)
+    cache, _ = kv.append(cache, ones, ones, [3])
+    gather = jax.jit(lambda layer: kv.gather(cache, 0, layer))
+    assert [int(gather(layer)[2]) for layer in (0, 1, 2, -1, 2**31 - 1)] == [3, 3, 0, 0, 0]

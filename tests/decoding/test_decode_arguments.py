@@ -1,0 +1,284 @@
+"""What generate, score and beam_search make of their arguments, and what they refuse before anything runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.support.tiny_model import config, forward, make_params
+
+PARAMS = make_params()
+
+
+def generate(prompts=((1, 2), (3,)), sizes=None, **options):
+    return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **{"max_new_tokens": 9, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": [[1], []]}, "prompt 1 has 0 tokens, expected at least 1"),
+        ({"prompts": [[1] * 48]}, "prompt 0 has 48 tokens, expected fewer than max_seq_len = 48"),
+        (
+            {"prompts": [[1] * 30], "sizes": {"num_blocks": 7}},
+            "needs 8 blocks, expected at most num_blocks = 7",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"num_samples": 5}, "num_samples is 5, expected at most max_seqs = 4"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
+        ({"num_drafts": -1}, "num_drafts is -1"),
+        ({"seed": -1}, "seed is -1, expected at least 0"),
+        ({"seed": "1"}, "seed is '1', expected an integer"),
+        ({"prompts": [[1], [2]], "seed": [1]}, "seed has 1 values, expected one or 2, one per prompt"),
+        ({"prompts": [[1], [2]], "seed": (1, -1)}, r"seed\[1\] is -1, expected at least 0"),
+        ({"prompts": [[1], [2]], "seed": [[1], [1, 2]]}, r"seed\[0\] is \[1\], expected an integer"),
+        ({"look_every": -1}, "look_every is -1, expected at least 1"),
+        ({"look_every": 0}, "look_every is 0, expected at least 1"),
+        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776, expected"),
+        ({"stop_tokens": [3.7]}, "stop_tokens has dtype float64, expected integers"),
+        ({"stop_strings": ["x"]}, "without detokenize"),
+        ({"stop_strings": ["x", ""], "detokenize": str}, "stop_strings has '', expected texts of at least"),
+        (
+            {"stop_strings": "xy", "detokenize": str},
+            r"stop_strings is 'xy', expected a list of texts: \['xy'\]",
+        ),
+        ({"temperature": -1.0}, "temperature"),
+        # One per row: which prompt gets which row is the loop's own affair.
+        (
+            {"temperature": [0.0, 1.0, 2.0, 3.0]},
+            r"temperature has shape \(4,\), expected one number, for all",
+        ),
+        ({"top_k": np.zeros(4, int)}, r"top_k has shape \(4,\), expected one number"),
+        ({"top_k": 10**30}, "top_k has 1000000000000000000000000000000, expected numbers: integers"),
+        ({"stop_strings": None}, "stop_strings is None, expected a list of texts"),
+        ({"prompts": None}, "prompts is None, expected a list of prompts, each a list of token ids"),
+        (
+            {"prompts": [[10**30]]},
+            "prompt 0 has 1000000000000000000000000000000, expected integers of at most",
+        ),
+        ({"stop_tokens": np.array([1, 2**31 + 5], np.uint32)}, "has the token id 2147483653, expected 0 to"),
+    ],
+)
+def test_bad_input_is_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        generate(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "prompts is empty"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
+        ({"num_beams": 0}, "num_beams is 0, expected at least 1"),
+        ({"look_every": -1}, "look_every is -1, expected at least 1"),
+        ({"chunk_len": 0}, "chunk_len is 0, expected at least 1"),
+        ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
+        ({"length_penalty": -np.inf}, "length_penalty is -inf, expected a finite number"),
+        (
+            {"length_penalty": 400},
+            "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
+        ),
+        ({"max_new_tokens": 10**30}, r"1000000000000000000000000000000 new tokens, expected at most"),
+        ({"on_look": 3}, "on_look is 3, expected a function, or None"),
+        ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
+        ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
+    ],
+)
+def test_a_beam_search_refuses_bad_input(options, message):
+    options = {"prompts": [[1, 2]], "max_new_tokens": 3, **options}
+    with pytest.raises((ValueError, TypeError), match=message):
+        kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
+
+
+def test_texts_to_stop_at_may_be_iterated_over_once():
+    plain = generate().generations[0].tokens
+    texts = (str(token) for token in plain[2:3])
+    stopped = generate(stop_strings=texts, detokenize=lambda tokens: " ".join(map(str, tokens)))
+    assert stopped.generations[0].finish_reason == "stop"
+    assert stopped.generations[0].tokens == plain[: 1 + plain.index(plain[2])]
+
+
+@pytest.mark.parametrize(("kind", "detokenize"), [("list", lambda tokens: ["x"]), ("bytes", bytes)])
+def test_a_detokenize_that_returns_no_text_is_refused(kind, detokenize):
+    with pytest.raises(TypeError, match=f"detokenize returned a {kind}, expected a str"):
+        generate(stop_strings=["x"], detokenize=detokenize)
+
+
+@pytest.mark.parametrize("look_every", [1, 2, 3])
+def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
+    """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""
+    streamed = [], []
+    result = generate(
+        stop_strings=["xxxx"],
+        detokenize=lambda tokens: "" if len(tokens) in (5, 6) else "x" * len(tokens),
+        look_every=look_every,
+        on_tokens=lambda prompt_id, sample_id, tokens: streamed[prompt_id].extend(tokens),
+    )
+    for generation, tokens in zip(result.generations, streamed, strict=True):
+        assert (len(generation.tokens), generation.finish_reason) == (4, "stop")
+        assert tokens == generation.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": forward}, r"draft is a function, expected kv.Draft\(forward, params, config\)"),
+        ({"draft": kv.Draft(None, PARAMS, config())}, "forward is None, expected a model: "),
+        ({"draft": kv.Draft(forward, PARAMS, None)}, "kv.Draft got a NoneType, expected a CacheConfig"),
+        ({"stop_strings": ["a"], "detokenize": 5}, "detokenize is 5, expected a function"),
+        ({"on_tokens": 5}, "on_tokens is 5, expected a function, or None"),
+        ({"on_look": "x"}, "on_look is 'x', expected a function, or None"),
+    ],
+)
+def test_what_is_refused_leaves_the_callers_cache_alone(options, message):
+    cache = kv.init(config())
+    with pytest.raises((ValueError, TypeError), match=message):
+        generate(cache=cache, num_drafts=1, **options)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
+def test_another_call_traces_neither_model_again():
+    traces = []
+
+    def model(name):
+        def traced(*args):
+            traces.append(name)
+            return forward(*args)
+
+        return traced
+
+    target, draft = model("target"), kv.Draft(model("draft"), PARAMS, config())
+    for is_first in (True, False):
+        kv.generate(target, PARAMS, [[1, 2]], config(), max_new_tokens=3, draft=draft, num_drafts=1)
+        assert set(traces) == ({"target", "draft"} if is_first else set())
+        traces.clear()
+
+
+def test_what_is_no_cache_or_config_is_refused_by_name():
+    calls = {
+        "generate": lambda config, **cache: kv.generate(
+            forward, PARAMS, [[1]], config, max_new_tokens=2, **cache
+        ),
+        "score": lambda config, **cache: kv.score(forward, PARAMS, [1], [[2]], config, **cache),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} got a NoneType, expected a CacheConfig"):
+            call(None)
+        with pytest.raises(TypeError, match=f"{name} got a CacheConfig, expected a Cache: "):
+            call(config(), cache=config())
+        used = kv.init(config())
+        call(config(), cache=used)
+        assert not used.is_active.is_deleted()  # only its pools were donated
+        with pytest.raises(ValueError, match=f"{name} got a cache that was donated, .*, expected the cache"):
+            call(config(), cache=used)
+        with pytest.raises(ValueError, match="CacheManager got a cache that was donated"):
+            kv.CacheManager(used)
+        assert kv.check_invariants(used) == [] and "donated" not in repr(used)  # who need no keys and values
+    with pytest.raises(TypeError, match="beam_search got a NoneType, expected a CacheConfig"):
+        kv.beam_search(forward, PARAMS, [[1]], None, max_new_tokens=2)
+    with pytest.raises(TypeError, match="continuations is 3, expected a list of continuations"):
+        kv.score(forward, PARAMS, [1], 3, config())
+
+
+def host_loops(forward):
+    """Calls of all three, on parameters."""
+    return {
+        "generate": lambda params: kv.generate(forward, params, [[1]], config(), max_new_tokens=2),
+        "beam_search": lambda params: kv.beam_search(forward, params, [[1]], config(), max_new_tokens=2),
+        "score": lambda params: kv.score(forward, params, [1], [[2]], config()),
+    }
+
+
+def test_a_loop_of_the_host_is_not_traced():
+    for name, call in host_loops(forward).items():
+        message = (
+            f"^{name} is called within jit, grad or another transformation, expected outside of all: .*;"
+        )
+        for transformed in (jax.jit(call), jax.jit(lambda _, call=call: call(PARAMS)), jax.grad(call)):
+            with pytest.raises(TypeError, match=message):
+                transformed(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda logits, cache: (cache, logits), r"\(Cache, .*\[4, 1, 16\]\), expected \(logits, cache\)"),
+        (lambda logits, cache: cache, r"\(Cache\), expected"),
+        (lambda logits, cache: logits, r"\(float32\[4, 1, 16\]\), expected"),
+        (lambda logits, cache: None, r"\(NoneType\), expected"),
+        (
+            lambda logits, cache: (logits[:, 0], cache),
+            r"logits .*\[4, 16\] for tokens int32\[4, 1\], expected",
+        ),
+        (lambda logits, cache: (logits.astype(int), cache), r"logits .*, expected floats \[n, T, vocab\]"),
+    ],
+    ids=["swapped", "cache", "logits", "nothing", "last logits", "integers"],
+)
+def test_what_a_model_returns_is_checked(wrong, message):
+    def model(*args):
+        return wrong(*forward(*args))
+
+    for call in host_loops(model).values():
+        with pytest.raises(TypeError, match=f"^forward returned {message}"):
+            call(PARAMS)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused():
+    def wider(*args):
+        logits, cache = forward(*args)
+        return jnp.pad(logits, ((0, 0), (0, 0), (0, 1))), cache
+
+    draft, cache = kv.Draft(wider, PARAMS, config()), kv.init(config())
+    with pytest.raises(
+        ValueError, match="draft model's logits are for 17 tokens and the model's for 16, expected"
+    ):
+        generate(cache=cache, draft=draft, num_drafts=1)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
+def test_a_model_without_a_hash_is_refused():
+    @dataclasses.dataclass
+    class Model:
+        def __call__(self, *args):
+            return forward(*args)
+
+    message = (
+        "^forward is a Model and cannot be hashed .*, expected a function or an object that can be: pass"
+    )
+    draft = kv.Draft(Model(), PARAMS, config())
+    calls = [
+        *host_loops(Model()).values(),
+        lambda params: kv.generate(
+            forward, params, [[1]], config(), max_new_tokens=2, draft=draft, num_drafts=1
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([2**40 + 3], "has the token id 1099511627779, expected -2147483648 to 2147483647"),
+        ([1, -1], "has the token id -1, expected 0 to 2147483647"),
+        ([1.5, 2.7], "has dtype float64, expected integers"),
+        ([True], "has dtype bool, expected integers"),
+        ("abc", "is 'abc', expected integer token ids: encode the text first"),
+        ([[1, 2]], r"is a list of shape \(1, 2\), expected a list of token ids"),
+        ((token for token in [1]), r"is a generator of shape \(\), expected a list of token ids"),
+    ],
+)
+def test_token_ids_are_checked_alike(tokens, message):
+    for name, call in {
+        "prompt 1": lambda: generate([[1], tokens]),
+        "prompt 0": lambda: kv.beam_search(forward, PARAMS, [tokens], config(), max_new_tokens=2),
+        "context": lambda: kv.score(forward, PARAMS, tokens, [[1]], config()),
+        "continuation 0": lambda: kv.score(forward, PARAMS, [1], [tokens], config()),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{name} {message}"):
+            call()

@@ -1,0 +1,423 @@
+"""generate, score and beam_search against the same model without a cache."""
+
+import dataclasses
+import functools
+import itertools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.decoding import loop, prefill
+from kvcache_jax.decoding.forward import vocab_size
+from tests.support import tiny_model
+from tests.support.dense_reference import dense_attention
+from tests.support.helpers import first_program
+from tests.support.tiny_model import VOCAB, dense_logits, forward, make_params
+
+PARAMS = make_params()
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6], [15, 0, 15, 0, 15]]
+LENGTH = 48
+# One config, so that most tests share their programs: short texts fit four rows, long ones run out of blocks.
+NUM_BLOCKS = 24
+config = functools.partial(tiny_model.config, num_blocks=NUM_BLOCKS)
+PROGRAMS = prefill.prefill_in_chunks, loop.begin, loop.decode
+
+
+@functools.cache
+def dense_fn():
+    return jax.jit(dense_logits)
+
+
+@functools.partial(jax.jit, static_argnames="windows")
+def window_logits(params, tokens, windows):
+    """As `dense_logits`; each layer sees a window of its own, None sees all."""
+
+    def attention(cache, layer, q, k, v, step):
+        return cache, dense_attention(q[0], k[0], v[0], window=windows[layer])[0][None]
+
+    step = types.SimpleNamespace(positions=jnp.arange(len(tokens), dtype=jnp.int32)[None])
+    return forward(params, tokens[None], None, step, attention)[0][0]
+
+
+def next_logits(tokens, params=PARAMS, windows=None):
+    """Logits after `tokens`; padding behind them changes nothing in a causal model."""
+    padded = np.zeros(LENGTH, np.int32)
+    padded[: len(tokens)] = tokens
+    logits = window_logits(params, padded, windows) if windows else dense_fn()(params, padded)
+    return np.asarray(logits)[len(tokens) - 1]
+
+
+def logprobs_of(tokens, windows=None):
+    logits = next_logits(tokens, windows=windows)
+    return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+
+def greedy(prompt, num_new, windows=None):
+    tokens, scores = list(prompt), []
+    for _ in range(num_new):
+        logprobs = logprobs_of(tokens, windows)
+        tokens.append(int(logprobs.argmax()))
+        scores.append(float(logprobs.max()))
+    return tokens[len(prompt) :], scores
+
+
+def generate(prompts=PROMPTS, sizes=None, **options):
+    return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **{"max_new_tokens": 9, **options})
+
+
+def check_idle(result):
+    assert kv.check_invariants(result.cache) == []
+    assert not np.asarray(result.cache.is_active).any()
+    assert all(int(pool.num_free) == pool.num_blocks for pool in result.cache.control.block_pools)
+
+
+@pytest.mark.parametrize("chunk_len", [3, 128])
+def test_greedy_equals_the_model_without_a_cache(chunk_len):
+    """Five prompts on four rows: one waits."""
+    result = generate(chunk_len=chunk_len)
+    for i, prompt in enumerate(PROMPTS):
+        tokens, scores = greedy(prompt, 9)
+        got = result.generations[i]
+        assert (got.prompt_id, got.sample_id, got.finish_reason) == (i, 0, "length")
+        assert got.tokens == tokens
+        np.testing.assert_allclose(got.logprobs, scores, atol=1e-4)
+    check_idle(result)
+
+
+def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
+    options = dict(num_samples=3, temperature=1.3, top_k=9, seed=5)
+    alone = generate([PROMPTS[2]], **options)
+    beside = generate([PROMPTS[2], PROMPTS[0]], **options)
+    samples = [g.tokens for g in alone.generations]
+    assert len({tuple(tokens) for tokens in samples}) == 3
+    assert [g.tokens for g in beside.generations[:3]] == samples
+    assert [g.tokens for g in generate([PROMPTS[2]], **{**options, "seed": 6}).generations] != samples
+    figures = kv.stats(alone.cache)
+    assert (int(figures.num_allocations), int(figures.num_forks)) == (1, 2)
+    # 11 tokens in blocks of 4: the tail is copied for all but the last writer.
+    assert int(figures.num_copies) == 2
+    for generation in alone.generations:
+        prefix = list(PROMPTS[2])
+        for token, logprob in zip(generation.tokens, generation.logprobs, strict=True):
+            logprobs = logprobs_of(prefix)
+            assert (logprobs > logprobs[token]).sum() < 9
+            np.testing.assert_allclose(logprob, logprobs[token], atol=1e-4)
+            prefix.append(token)
+    check_idle(beside)
+
+
+def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
+    def samples(prompts, seed):
+        result = generate(prompts, num_samples=2, temperature=1.3, seed=seed)
+        return [generation.tokens for generation in result.generations]
+
+    expected = samples([PROMPTS[2]], 9)
+    beside = samples([PROMPTS[0], PROMPTS[2], PROMPTS[2]], np.array([7, 9, 8]))
+    assert beside[2:4] == expected and beside[4:] != expected
+    assert samples([PROMPTS[0], PROMPTS[2]], 9)[2:] != expected
+
+
+def test_the_timeline_tells_what_rows_held_and_when_they_ended():
+    """Three prompts of two samples on four rows: the third waits until the first has ended."""
+    looks = []
+    options = dict(num_samples=2, temperature=1.0, look_every=4, max_new_tokens=9)
+    result = generate([PROMPTS[2], PROMPTS[1], PROMPTS[4]], **options, on_look=looks.append)
+    assert [dataclasses.replace(look, block_tables=[]) for look in looks] == result.timeline
+    assert result.num_prompt_tokens == 11 + 1 + 5
+    first, last = looks[0], looks[-1]
+    # After the first prefill: 3 + 1 blocks, each held by two rows.
+    assert (first.num_steps, first.num_blocks_used, first.num_refs, first.num_active_seqs) == (0, 4, 8, 4)
+    assert first.running == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)} and first.ended == []
+    np.testing.assert_array_equal(first.block_tables[0][0, :3], first.block_tables[0][1, :3])
+    assert (first.block_tables[0] < NUM_BLOCKS).sum() == 8
+    assert set(last.running.values()) == {(2, 0), (2, 1)}
+    ended = [generation for look in looks for generation in look.ended]
+    assert len(ended) == 6 and sorted(ended, key=lambda g: (g.prompt_id, g.sample_id)) == result.generations
+    for look in looks:
+        assert {(g.prompt_id, g.sample_id) for g in look.ended} <= set(look.running.values())
+    assert [look.num_steps for look in looks] == [0, 4, 8, 8, 12, 16]
+    seconds = [look.seconds for look in looks]
+    assert seconds == sorted(seconds)
+    assert 0 < result.prefill_seconds + result.decode_seconds and min(seconds) > 0
+    assert result.prefill_seconds > 0 and result.decode_seconds > 0
+
+
+def test_stop_tokens_end_a_row_and_free_it_for_the_next():
+    plain = {i: greedy(prompt, 9)[0] for i, prompt in enumerate(PROMPTS)}
+    # A token that some of the rows draw and some do not.
+    stops = [next(t for t in range(VOCAB) if 0 < sum(t in tokens for tokens in plain.values()) < len(plain))]
+    result = generate(stop_tokens=stops)
+    for i, generation in enumerate(result.generations):
+        hits = [k for k, token in enumerate(plain[i]) if token in stops]
+        expected = plain[i][: hits[0] + 1] if hits else plain[i]
+        assert generation.tokens == expected
+        assert generation.finish_reason == ("stop" if hits else "length")
+    assert {g.finish_reason for g in result.generations} == {"stop", "length"}
+    check_idle(result)
+
+
+def detokenize(tokens):
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def test_stop_strings_cut_at_the_token_that_completes_them():
+    plain, _ = greedy(PROMPTS[0], 9)
+    stop = f"{plain[4]}><{plain[5]}"
+    streamed = []
+    result = generate(
+        stop_strings=[stop],
+        detokenize=detokenize,
+        look_every=4,
+        on_tokens=lambda prompt_id, sample_id, tokens: streamed.append((prompt_id, sample_id, tokens)),
+    )
+    assert stop in detokenize(plain[:6]) and stop not in detokenize(plain[:5])
+    assert result.generations[0].tokens == plain[:6]
+    assert result.generations[0].finish_reason == "stop"
+    for generation in result.generations:
+        pieces = [tokens for prompt_id, _, tokens in streamed if prompt_id == generation.prompt_id]
+        assert sum(pieces, []) == generation.tokens
+    assert len(streamed) > len(PROMPTS)
+    check_idle(result)
+
+
+def test_a_row_without_blocks_ends_with_its_tokens_intact():
+    """Three rows of 7, 1 and 4 tokens grow by 36, to 11 + 9 + 10 of 24 blocks: who asks first gets them."""
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+    result = generate(prompts, max_new_tokens=36)
+    reasons = [g.finish_reason for g in result.generations]
+    assert "out_of_blocks" in reasons
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        expected, _ = greedy(prompt, 36)
+        assert 0 < len(generation.tokens) <= 36
+        assert generation.tokens == expected[: len(generation.tokens)]
+        if generation.finish_reason == "out_of_blocks":
+            # It got as far as its blocks: the last token drawn is not stored any more.
+            assert (len(prompt) + len(generation.tokens) - 1) % 4 == 0
+    check_idle(result)
+
+
+def test_max_seq_len_ends_a_row():
+    result = generate([PROMPTS[2]], max_new_tokens=60)
+    assert result.generations[0].finish_reason == "length"
+    assert result.generations[0].tokens == greedy(PROMPTS[2], LENGTH - len(PROMPTS[2]))[0]
+
+
+@pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kind", ["ngram", "weak draft", "itself"])
+def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
+    draft = None
+    if kind != "ngram":
+        params = PARAMS if kind == "itself" else make_params(seed=1)
+        draft = kv.Draft(forward, params, config())
+    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3], PROMPTS[1]]
+    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=num_new)
+    if num_new == 26:
+        assert {g.finish_reason for g in result.generations} == {"length", "out_of_blocks"}
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        expected, scores = greedy(prompt, num_new)
+        assert generation.tokens == expected[: len(generation.tokens)]
+        np.testing.assert_allclose(generation.logprobs, scores[: len(generation.tokens)], atol=1e-4)
+        assert len(generation.tokens) == num_new or generation.finish_reason == "out_of_blocks"
+    assert 0 <= result.num_accepted <= result.num_drafted
+    if kind == "itself":
+        assert result.num_accepted == result.num_drafted
+    if num_new == 12:
+        assert result.num_drafted > 0
+        assert all(g.finish_reason == "length" for g in result.generations)
+    if kind == "itself" and num_new == 12:
+        assert result.num_steps == 3  # 11 tokens after the first, four a step
+    check_idle(result)
+
+
+@pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
+def test_drafts_from_the_text_change_no_drawn_token(num_new):
+    """Nor does a short pool, that leaves no room for drafts."""
+    options = dict(temperature=0.5, seed=3, max_new_tokens=num_new)
+    plain, drafted = generate(**options), generate(num_drafts=3, **options)
+    for generation, expected in zip(drafted.generations, plain.generations, strict=True):
+        shorter = min(len(generation.tokens), len(expected.tokens))
+        assert generation.tokens[:shorter] == expected.tokens[:shorter]
+        assert shorter == num_new or num_new == 26
+    assert drafted.num_drafted > drafted.num_accepted > 0
+
+
+def test_one_row_without_room_does_not_keep_others_from_drafting():
+    """One block is left: the first of three rows drafts into it, and the last row into its own last block."""
+    prompts = [[(7 * i + i // 5 + row) % VOCAB for i in range(n)] for row, n in enumerate((23, 23, 23, 18))]
+    draft = kv.Draft(forward, PARAMS, config())
+    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=3, chunk_len=12)
+    assert result.num_drafted == result.num_accepted == 2
+    assert [g.finish_reason for g in result.generations] == ["length"] * 4
+
+
+def test_speculative_sampling_accepts_everything_from_the_model_itself():
+    draft = kv.Draft(forward, PARAMS, config())
+    result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)
+    assert result.num_accepted >= 0.98 * result.num_drafted > 0
+    assert all(len(g.tokens) == 12 for g in result.generations)
+    weak = kv.Draft(forward, make_params(seed=1), config())
+    result = generate(num_drafts=3, draft=weak, temperature=0.9, max_new_tokens=12)
+    assert 0 < result.num_accepted < 0.9 * result.num_drafted
+
+
+def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
+    draft = kv.Draft(forward, PARAMS, config())
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    result = generate(prompts, num_samples=2, num_drafts=3, draft=draft, max_new_tokens=12)
+    assert [g.tokens for g in result.generations] == [
+        greedy(prompt, 12)[0] for prompt in prompts for _ in "ab"
+    ]
+    assert result.num_drafted == result.num_accepted == 4 * 8  # 11 tokens after the first: 3, 3 and 2 drafts
+
+
+def test_speculative_decoding_rolls_windows_back():
+    window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
+    layers = [window, kv.FullAttention(2, 4)]
+    cfg = kv.CacheConfig(layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, max_query_len=16)
+    plain = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12)
+    drafted = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12, num_drafts=3)
+    expected = [greedy(prompt, 12, windows=(6, None))[0] for prompt in PROMPTS[:4]]
+    assert [g.tokens for g in plain.generations] == [g.tokens for g in drafted.generations] == expected
+    assert expected != [greedy(prompt, 12)[0] for prompt in PROMPTS[:4]]
+    assert drafted.num_steps < plain.num_steps
+    short = kv.CacheConfig([kv.SlidingWindow(2, 4, window=6)] * 2, num_blocks=64, max_seqs=4, max_seq_len=48)
+    with pytest.raises(ValueError, match="max_rollback = 0, expected at least num_drafts = 3"):
+        kv.generate(forward, PARAMS, PROMPTS, short, max_new_tokens=2, num_drafts=3)
+
+
+def test_other_prompts_compile_nothing():
+    generate([[1, 2, 3], [4], [5], [6], [7]], max_new_tokens=3)
+    sizes = [fn._cache_size() for fn in PROGRAMS]
+    generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 12, [2, 3], [5]], max_new_tokens=5, seed=3)
+    assert [fn._cache_size() for fn in PROGRAMS] == sizes
+
+
+@pytest.mark.parametrize("kind", ["plain", "ngram", "draft", "score", "beams"])
+def test_no_program_copies_a_pool(kind, monkeypatch):
+    """Neither the model's nor a draft's, whose pools are as large."""
+    names = ["prefill.prefill_in_chunks", "decode_loop.begin", "decode_loop.decode"]
+    if kind in ("score", "beams"):
+        names = ["score._score_rows" if kind == "score" else "beam._search"]
+    texts = [first_program(monkeypatch, name) for name in names]
+    if kind == "score":
+        kv.score(forward, PARAMS, PROMPTS[2], [[1, 2, 3], [7, 7]], config())
+    elif kind == "beams":
+        kv.beam_search(forward, PARAMS, PROMPTS[:2], config(), max_new_tokens=10, num_beams=2)
+    else:
+        draft = kv.Draft(forward, PARAMS, config()) if kind == "draft" else None
+        generate(num_drafts=0 if kind == "plain" else 3, draft=draft)
+    shape = ",".join(map(str, kv.init(config()).pools[0].k.shape))
+    for [text] in texts:
+        assert f"[{shape}]" in text and not re.findall(rf"\[{shape}\]\S* copy\(", text)
+
+
+def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
+    """At once: another row could run out of the blocks that it holds, and a prompt waits for its row."""
+    stop = greedy(PROMPTS[3], 1)[0][0]
+    pairs = ([token, other] for token in range(VOCAB) for other in range(VOCAB))
+    going_on = (pair for pair in pairs if stop not in greedy(pair, 9)[0])
+    others = list(itertools.islice(going_on, 3))
+    full = [1] * (LENGTH - 1)  # as long as a row may be with one token more
+    looks = []
+    prompts = [*others[:2], PROMPTS[3], full, others[2]]
+    result = generate(prompts, stop_tokens=[stop], on_look=looks.append, chunk_len=12)
+    _, first, second = looks[:3]  # behind the prefill, then as rows end, then with the fifth prompt
+    assert (first.num_steps, [(g.prompt_id, g.finish_reason) for g in first.ended]) == (
+        0,
+        [(2, "stop"), (3, "length")],
+    )
+    assert {prompt_id for prompt_id, _ in second.running.values()} == {0, 1, 4}
+    assert [len(g.tokens) for g in result.generations] == [9, 9, 1, 1, 9]
+    check_idle(result)
+
+
+def check_scores(continuations, got, context, windows=None):
+    for tokens, scores in zip(continuations, got, strict=True):
+        prefix, expected = list(context), []
+        for token in tokens:
+            expected.append(logprobs_of(prefix, windows)[token])
+            prefix.append(token)
+        assert scores.shape == (len(tokens),)
+        np.testing.assert_allclose(scores, expected, atol=1e-4)
+
+
+def test_score_equals_the_model_without_a_cache():
+    context = PROMPTS[2]
+    sizes = config(num_blocks=12)
+
+    def score(context, continuations):
+        return kv.score(forward, PARAMS, context, continuations, sizes, chunk_len=3).logprobs
+
+    short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
+    # No three of these fit at a time, and the first two not even as a fork, which copies the block that the
+    # context ends in: all twelve blocks are for the one continuation.
+    long = [[1, 2, 3] * 12, [7] * 37, [2, 2, 5, 1] * 8, [15] * 30]
+    for continuations in (short, long):
+        check_scores(continuations, score(context, continuations), context)
+    (alone,) = score([5], [[6, 7]])
+    check_scores([[6, 7]], [alone], [5])
+    beyond, first = score([5], [[6, VOCAB], [VOCAB]])
+    assert beyond[0] == alone[0] and np.isnan(beyond[1]) and np.isnan(first).tolist() == [True]
+    with pytest.raises(ValueError, match="context has 0 tokens, expected at least 1"):
+        kv.score(forward, PARAMS, [], [[1]], config())
+    with pytest.raises(ValueError, match="chunk_len is 0, expected at least 1"):
+        kv.score(forward, PARAMS, [5], [[1]], config(), chunk_len=0)
+
+
+def test_a_continuation_that_fits_alone_is_scored():
+    """Also where no fork of it fits beside the context, of which its window holds the end."""
+    window = kv.SlidingWindow(2, 4, window=6, block_size=2, num_blocks=6)
+    limits = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=48, max_query_len=3)
+    sizes = kv.CacheConfig([window, kv.FullAttention(2, 4)], **limits, enable_prefix_caching=True)
+    assert sizes.groups[0].max_held_blocks == 6
+
+    def score(continuations, cache=None):
+        return kv.score(forward, PARAMS, PROMPTS[2], continuations, sizes, cache=cache)
+
+    # The context holds four blocks of the window: forks fit that need two more together, no long one does.
+    # The longest one needs all of the eight other blocks.
+    continuations, cache = [[3] * 22, [1, 2] * 2, [5, 7, 9] * 5, [8, 6], [4, 2]], None
+    found = []
+    for order in (1, -1):
+        result = score(continuations[::order], cache)
+        found.append(result.logprobs[::order])
+        check_scores(continuations, found[-1], PROMPTS[2], windows=(6, None))
+        cache = result.cache
+        assert kv.check_invariants(cache) == [] and not np.asarray(cache.is_active).any()
+        assert int(kv.stats(cache).num_blocks_used) == 0
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    with pytest.raises(kv.StatusError, match="OUT_OF_BLOCKS"):
+        score([[3] * 23])
+
+
+def test_the_vocabulary_is_read_off_the_model():
+    assert vocab_size(forward, PARAMS, kv.init(config())) == VOCAB
+
+
+def test_prefill_says_why_a_row_failed():
+    """13 of 24 blocks are taken at first; one row wants two more than are left, and one is full."""
+    held, admission = kv.allocate(kv.init(config()), [3, 0, 1], [2, 0, LENGTH])
+    kv.raise_for_status(admission.status)
+    lengths, rows = np.array([2, 47, LENGTH + 1, 0], np.int32), np.array([3, 0, 1, 4], np.int32)
+    prompts = np.ones((4, LENGTH), np.int32)
+    held, logits, status = prefill.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=12)
+    assert status.tolist() == [kv.Status.OK, kv.Status.OUT_OF_BLOCKS, kv.Status.TOO_LONG, kv.Status.OK]
+    assert held.context_len.tolist()[3] == 2 and np.asarray(logits).any(axis=1).tolist() == [1, 0, 0, 0]
+
+
+def test_prompts_that_wait_compile_nothing():
+    """There is one row, so that the first prompt of all needs what the later ones do."""
+    for fn in PROGRAMS:
+        fn.clear_cache()  # so that it is not other tests that have compiled what later prompts need
+    options = dict(sizes=dict(max_seqs=1), max_new_tokens=2)
+    generate([[1, 2, 3]], **options)
+    sizes = [fn._cache_size() for fn in PROGRAMS]
+    assert sizes == [1] * len(PROGRAMS)
+    generate([[9], [8, 7, 6], [2]], **options)
+    assert [fn._cache_size() for fn in PROGRAMS] == sizes

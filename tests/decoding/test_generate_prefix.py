@@ -1,0 +1,227 @@
+"""generate, score and beam_search with prefix caching: less is computed, and nothing else changes."""
+
+import functools
+import importlib
+
+import jax
+import numpy as np
+import pytest
+from test_beams import slow_beam_search
+from test_decode import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
+
+import kvcache_jax as kv
+from kvcache_jax.decoding import prefill
+from tests.support import tiny_model
+from tests.support.tiny_model import forward
+
+SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+# At most 12 tokens, a quarter of the longest chunk: one program serves all, and those who have little left.
+FAMILY = [[*SHARED, 8], [*SHARED, 9], [*SHARED, 8], [2, 2], SHARED[:6]]
+
+
+def cached_config(**sizes):
+    return tiny_model.config(enable_prefix_caching=True, **sizes)
+
+
+def exact_logprobs_of(tokens):
+    """`logprobs_of`, of a model in float64: two in float32 may round further apart than each is from it."""
+    padded = np.zeros(LENGTH, np.int32)
+    padded[: len(tokens)] = tokens
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), PARAMS)
+        logits = np.asarray(exact_fn()(params, padded))[len(tokens) - 1]
+    assert logits.dtype == np.float64
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
+@functools.cache
+def exact_fn():
+    return jax.jit(tiny_model.dense_logits)
+
+
+def generate(prompts, **options):
+    return kv.generate(forward, PARAMS, prompts, cached_config(), **{"max_new_tokens": 7, **options})
+
+
+def check_greedy(result, prompts, num_new=7):
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        tokens, scores = greedy(prompt, num_new)
+        assert generation.tokens == tokens
+        np.testing.assert_allclose(generation.logprobs, scores, atol=1e-4)
+    assert kv.check_invariants(result.cache) == []
+    assert not np.asarray(result.cache.is_active).any()
+    assert int(kv.stats(result.cache).num_blocks_used) == 0
+
+
+def test_prompts_of_one_call_share_what_they_have_in_common():
+    """Two full blocks of 4 are common to three prompts, one to the fourth; each is computed once."""
+    result = generate(FAMILY)
+    check_greedy(result, FAMILY)
+    assert result.num_cached_tokens == 8 + 8 + 4
+    assert result.num_prompt_tokens == sum(map(len, FAMILY)) - 20
+    assert generate(PROMPTS).num_cached_tokens == 0
+
+
+def test_a_later_call_finds_prompts_and_answers_of_an_earlier_one():
+    first = generate(FAMILY[:1])
+    turn = FAMILY[0] + first.generations[0].tokens + [1, 2, 3]
+    again = generate([turn], cache=first.cache)
+    check_greedy(again, [turn])
+    # 12 tokens and 6 of the 7 new ones were computed by the first call: 4 full blocks.
+    assert again.num_cached_tokens == 16
+    other = generate([turn], cache=again.cache, num_drafts=3)
+    check_greedy(other, [turn])
+    assert other.num_cached_tokens == 20
+
+
+def test_prompts_share_within_a_namespace():
+    tenants = np.stack([kv.namespace(tenant=name) for name in "abaab"])
+    result = generate(FAMILY, namespace=tenants)
+    check_greedy(result, FAMILY)
+    assert result.num_cached_tokens == 8 + 4
+    longer = [FAMILY[0], [*FAMILY[1], 7]]
+    later = generate(longer, namespace=tenants[1], cache=result.cache)
+    check_greedy(later, longer)
+    assert later.num_cached_tokens == 8 + 12
+    stranger = generate(FAMILY[:2], namespace=kv.namespace(tenant="c"), cache=later.cache)
+    check_greedy(stranger, FAMILY[:2])
+    assert stranger.num_cached_tokens == 8  # of the other's, computed in this call
+    with pytest.raises(ValueError, match=r"namespace is uint32\(3, 4\), expected uint32 \(4,\) or \(2, 4\)"):
+        generate(FAMILY[:2], namespace=tenants[:3], cache=stranger.cache)
+
+
+def test_other_weights_find_nothing_in_another_namespace():
+    others = jax.tree.map(lambda x: -x, PARAMS)
+    weights = kv.namespace(weights="negative")
+
+    def decode(**options):
+        return kv.generate(forward, others, FAMILY[:1], cached_config(), max_new_tokens=7, **options)
+
+    known = generate(FAMILY[:1]).cache
+    found, expected = decode(cache=known, namespace=weights), decode()
+    assert found.num_cached_tokens == 0
+    assert [each.tokens for each in found.generations] == [each.tokens for each in expected.generations]
+
+    def score(**options):
+        return kv.score(forward, others, SHARED, [[1, 2]], cached_config(), **options)
+
+    scores, expected = score(cache=found.cache, namespace=weights), score()
+    assert (scores.num_cached_tokens, expected.num_cached_tokens) == (8, 0)
+    np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=1e-5)
+
+
+def note_chunks(monkeypatch, module, name):
+    """The widths of the chunks in which the function's calls feed the model."""
+    program, widths = getattr(module, name), []
+
+    def noting(*args, chunk_len):
+        widths.append(chunk_len)
+        return program(*args, chunk_len=chunk_len)
+
+    monkeypatch.setattr(module, name, noting)
+    return widths
+
+
+def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
+    widths = note_chunks(monkeypatch, prefill, "prefill_in_chunks")
+    prompt = [7, 2] * 18
+    first = generate([prompt], max_new_tokens=1)
+    second = generate([[*prompt, 5, 3]], max_new_tokens=1, cache=first.cache)
+    assert second.num_cached_tokens == 36
+    check_greedy(second, [[*prompt, 5, 3]], num_new=1)
+    generate([prompt, [5]], max_new_tokens=1)
+    assert widths == [LENGTH, LENGTH // 4, LENGTH]
+
+    widths = note_chunks(monkeypatch, importlib.import_module("kvcache_jax.score"), "_score_rows")
+    together = kv.score(forward, PARAMS, SHARED, [[1] * 6, [1] * 14], config()).logprobs
+    (alone,) = kv.score(forward, PARAMS, SHARED, [[1] * 6], config()).logprobs
+    np.testing.assert_allclose(alone, together[0], atol=1e-5)
+    assert widths == [LENGTH, LENGTH // 4]
+
+
+def test_a_chunk_is_a_quarter_where_that_is_enough():
+    def fitting(chunk_len, *num_tokens):
+        return prefill.fitting_chunk(chunk_len, np.array(num_tokens, np.int32))
+
+    assert (fitting(128, 32, -5), fitting(128, 1, 33), fitting(7, 1), fitting(8, 2)) == (32, 128, 1, 2)
+    assert (fitting(3, 1), fitting(1, 1), fitting(128, 0, -9)) == (3, 1, 128)
+
+
+def test_samples_and_a_pool_that_must_evict():
+    options = dict(num_samples=2, temperature=1.1, seed=3)
+    free = kv.generate(forward, PARAMS, FAMILY, config(), max_new_tokens=7, **options)
+    roomy = generate(FAMILY, **options)
+    # A pool that others have filled: 10 of its 64 blocks each.
+    filled = generate([[token] * 40 for token in range(7)], max_new_tokens=1, chunk_len=12)
+    assert int(kv.stats(filled.cache).num_evictions) == 6
+    tight = generate(FAMILY, cache=filled.cache, **options)
+    for result in (roomy, tight):
+        assert [g.tokens for g in result.generations] == [g.tokens for g in free.generations]
+        assert result.num_cached_tokens >= 12
+        assert kv.check_invariants(result.cache) == []
+    assert int(kv.stats(roomy.cache).num_evictions) == 0
+    assert int(kv.stats(tight.cache).num_evictions) > 6
+
+
+def test_drafts_are_never_published():
+    drafts = kv.Draft(forward, PARAMS, config())
+    result = generate(FAMILY, num_drafts=3, draft=drafts)
+    check_greedy(result, FAMILY)
+    for generation, prompt in zip(result.generations, FAMILY, strict=True):
+        text = np.zeros((1, LENGTH), np.int32)
+        num_tokens = len(prompt) + 7
+        text[0, :num_tokens] = [*prompt, *generation.tokens]
+        num_known = num_tokens - 1
+        assert int(kv.lookup(result.cache, text, [num_tokens + 1])[0]) == num_known // 4 * 4
+
+
+def test_score_and_beams():
+    continuations = [[1, 2], [7, 7, 7, 7], []]
+    first = kv.score(forward, PARAMS, SHARED, continuations, cached_config())
+    longer = [*SHARED, 4]
+    again = kv.score(forward, PARAMS, longer, continuations, cached_config(), cache=first.cache)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 8)
+    for context, scores in ((SHARED, first.logprobs), (longer, again.logprobs)):
+        for tokens, got in zip(continuations, scores, strict=True):
+            want = [exact_logprobs_of([*context, *tokens[:i]])[token] for i, token in enumerate(tokens)]
+            np.testing.assert_allclose(got, want, atol=1e-5)
+    assert kv.check_invariants(again.cache) == []
+
+    found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), max_new_tokens=4)
+    expected = slow_beam_search(FAMILY[0], 4, 4, [], 1.0)
+    assert [beam.tokens for beam in found.beams[0]] == [tokens for tokens, _ in expected]
+
+
+def test_score_feeds_every_token_once():
+    """Whatever of the context's last block is filled, and with groups whose blocks end elsewhere."""
+    fed = []
+
+    def counting(params, tokens, cache, step):
+        jax.debug.callback(lambda num: fed.append(int(num)), step.query_len.sum())
+        return forward(params, tokens, cache, step)
+
+    layers = [kv.FullAttention(2, 4, block_size=3), kv.FullAttention(2, 4)]
+    sizes = kv.CacheConfig(
+        layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, enable_prefix_caching=True
+    )
+    continuations = [[1], [2, 3], [4], [5, 6, 7], [8, 9], [1]]
+    for num_tokens, num_known in ((11, 0), (12, 12), (13, 12)):
+        fed.clear()
+        context = [7, 2, 5] * 4 + [6]
+        first = kv.score(counting, PARAMS, context[:num_tokens], continuations, sizes, chunk_len=8)
+        jax.effects_barrier()
+        assert sum(fed) == num_tokens + 1 + 2 + 1
+        assert int(kv.stats(first.cache).num_forks) == 3  # a single token needs no row
+        check_scores(continuations, first.logprobs, context[:num_tokens])
+        question = np.array([[*context[:num_tokens], 9, 9]], np.int32)
+        assert kv.lookup(first.cache, question, [num_tokens + 2]).tolist() == [num_known]
+
+
+def test_a_cache_that_cannot_be_gone_on_with():
+    result = generate(FAMILY[:1])
+    other = cached_config(num_blocks=63)
+    with pytest.raises(ValueError, match="config"):
+        kv.generate(forward, PARAMS, FAMILY[:1], other, max_new_tokens=7, cache=result.cache)
+    cache, _ = kv.allocate(result.cache, [1], [3], tokens=np.ones((1, LENGTH), np.int32))
+    with pytest.raises(ValueError, match="1 active row"):
+        generate(FAMILY[:1], cache=cache)

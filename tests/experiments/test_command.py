@@ -1,0 +1,179 @@
+"""Bad input is one sentence on standard error and exit code 2, whatever the command."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments.bookkeeping import __main__ as bookkeeping
+from experiments.common import command
+
+TOO_LONG = "x" * 300  # for the name of a file
+
+
+def parse(*arguments):
+    parser = command.Parser("experiments.nothing", "What it does.\n\nAnd how.")
+    parser.add_argument("--count", type=command.integer(1))
+    parser.add_argument("--rows", type=command.integer(0, 9))
+    parser.add_argument("--share", type=command.number(0, 1))
+    parser.add_argument("--mass", type=command.number(0, 1, is_above=True))
+    parser.add_argument("--heat", type=command.number(0))
+    parser.add_argument("--picture", type=command.picture)
+    parser.add_argument("--top", type=command.integer(0, 2**31 - 1))
+    parser.add_argument("--seconds", type=command.number(0, is_above=True))
+    command.add_data_folder(parser, "nothing")
+    return parser.parse_args(arguments)
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as error:
+        parse(*arguments)
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and not captured.out
+    prefix = "python -m experiments.nothing: "
+    assert captured.err.startswith(prefix)
+    return captured.err.removeprefix(prefix)
+
+
+def test_good_values_are_parsed(tmp_path):
+    options = parse("--count", "3", "--rows", "0", "--share", "1", "--heat", "1e3")
+    assert (options.count, options.rows, options.share, options.heat) == (3, 0, 1.0, 1000.0)
+    path = tmp_path / "a.png"
+    assert parse("--picture", str(path)).picture == path and not path.exists()
+    path.write_text("an older one")
+    assert parse("--picture", str(path)).picture == path and path.read_text() == "an older one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--colour"], "unrecognized arguments: --colour"),
+        (["--cou", "3"], "unrecognized arguments: --cou 3"),
+        (["--count"], "argument --count: expected one argument"),
+        (["--count", "0"], "argument --count: got '0', expected an integer of at least 1"),
+        (["--count", "2.5"], "argument --count: got '2.5', expected an integer of at least 1"),
+        (["--rows", "10"], "argument --rows: got '10', expected an integer from 0 to 9"),
+        (["--share", "2"], "argument --share: got '2', expected a number from 0 to 1"),
+        (["--share", "nan"], "argument --share: got 'nan', expected a number from 0 to 1"),
+        (["--mass", "0"], "argument --mass: got '0', expected a number above 0 and at most 1"),
+        (["--top=-1"], "--top: got '-1', expected an integer from 0 to 2147483647\n"),
+        (["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0\n"),
+        (["--data", TOO_LONG], f"argument --data: there is no folder {TOO_LONG}"),
+        (["--picture", f"{TOO_LONG}.png"], "which cannot be written: File name too long"),
+        (["--picture", f"{TOO_LONG}/steps.png"], f"there is no folder {TOO_LONG}: make it first"),
+        (["--heat", "inf"], "argument --heat: got 'inf', expected a number of at least 0"),
+        (["--heat=-1"], "argument --heat: got '-1', expected a number of at least 0"),
+        (["--heat", "a\nb"], "argument --heat: got 'a\\nb', expected a number of at least 0"),
+        (["--bad\noption"], "unrecognized arguments: --bad option"),
+        (["--picture", "steps.xyz"], "expected a name that ends in .png, .pdf or .svg"),
+        (["--picture", "steps.pgf"], "expected a name that ends in .png, .pdf or .svg"),
+        (["--picture", "nowhere/steps.png"], "there is no folder nowhere: make it first"),
+    ],
+)
+def test_bad_values_are_one_sentence(capsys, arguments, message):
+    assert message in refusal(capsys, *arguments)
+
+
+def test_a_picture_is_a_file(capsys, tmp_path):
+    (tmp_path / "a.png").mkdir()
+    assert "a.png', which cannot be written: Is a directory" in refusal(
+        capsys, "--picture", f"{tmp_path}/a.png"
+    )
+
+
+def test_a_folder_with_data_may_be_named_by_the_environment(capsys, monkeypatch, tmp_path):
+    for value, expected in ((None, None), ("", None), (str(tmp_path), tmp_path)):
+        monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+        if value is not None:
+            monkeypatch.setenv("KVCACHE_DATA_DIR", value)
+        assert parse().data == expected
+    assert parse("--data", str(tmp_path.parent)).data == tmp_path.parent
+    monkeypatch.setenv("KVCACHE_DATA_DIR", TOO_LONG)
+    assert f"there is no folder {TOO_LONG}" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0"),
+        (["--peers-python", "nowhere"], "got --peers-python without --peers, expected both: add --peers"),
+        (["--peers", "--peers-python", "nowhere"], "got --peers-python nowhere, expected a Python"),
+    ],
+)
+def test_bookkeeping_refuses_bad_input(capsys, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        bookkeeping.main(arguments)
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"python -m experiments.bookkeeping: {message}") and said.count("\n") == 1
+
+
+def test_the_extra_for_pictures_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    message = refusal(capsys, "--picture", f"{tmp_path}/steps.png")
+    assert "a picture needs matplotlib: pip install 'kvcache_jax[pictures]'" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "no_color", "expected"),
+    [
+        ({}, False, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1"}, True, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
+        ({"NO_COLOR": ""}, False, False),
+    ],
+)
+def test_when_output_is_coloured(monkeypatch, environment, no_color, expected):
+    for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert command.wants_color(no_color) == expected
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert command.wants_color(no_color) == (not no_color and not environment.get("NO_COLOR"))
+    monkeypatch.setenv("TERM", "dumb")
+    assert command.wants_color(no_color) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return 1", 1),
+        ("return None", 0),
+        ("raise KeyboardInterrupt", 130),
+        ("[print('x' * 1000) for _ in range(1000)]", 141),
+    ],
+)
+def test_ends_quietly(body, code):
+    """A pipe that nobody reads is closed at once."""
+    program = f"from experiments import command\ndef main():\n    {body}\ncommand.run(main)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=30)) == (b"", code)
+    process.stderr.close()
+
+
+def test_output_that_is_closed_or_full_is_no_traceback():
+    program = "from experiments import command; command.run(lambda: print(command.wants_color(False)))"
+    start = f"exec {sys.executable} -c '{program}'"
+    closed = subprocess.run(["sh", "-c", f"{start} >&-"], capture_output=True, text=True, timeout=60)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    full = subprocess.run(["sh", "-c", f"{start} >/dev/full"], capture_output=True, text=True, timeout=60)
+    assert full.returncode == 1
+    assert full.stderr == "output cannot be written: No space left on device\n"
+
+
+def test_another_file_that_is_full_loses_no_output():
+    write = "open('/dev/full', 'wb', 0).write(b'x')"
+    program = f"from experiments import command; command.run(lambda: (print(1), {write}))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    full = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=buffered
+    )
+    assert (full.returncode, full.stdout) == (1, "1\n")
+    assert full.stderr == "output cannot be written: No space left on device\n"

@@ -1,0 +1,429 @@
+"""`python -m experiments.decode`: what it prints is what was decoded, and what is wrong is one sentence."""
+
+import functools
+import json
+import re
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("rich")
+
+from flax import nnx
+from test_tokenizer import byte_level_bpe
+
+import kvcache_jax as kv
+from experiments.decode import __main__ as decode
+from experiments.decode import options as decode_options
+from experiments.decode import view
+from kvcache_jax import testing
+from models import checkpoint
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
+from models.tokenizer import ByteTokenizer, FileTokenizer
+
+SIZES = dict(
+    vocab_size=256,
+    hidden_size=16,
+    mlp_size=16,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_seq_len=96,
+    tie_embeddings=True,
+)
+PROMPTS = ["def naïve(x):\n    return", "for i in 日本:"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Checkpoints of random models, by name."""
+    folder = tmp_path_factory.mktemp("models")
+    options = {"plain": {}, "window": {"windows": (20,)}, "wide": {"vocab_size": 300}}
+    options["kernel"] = {"head_dim": 64}
+    for seed, (name, changed) in enumerate(options.items()):
+        decoder = Decoder(DecoderConfig(**{**SIZES, **changed}), rngs=nnx.Rngs(seed))
+        # Random logits are nearly flat: larger ones, so that a difference changes tokens.
+        decoder.norm.scale[...] *= 20
+        checkpoint.save(folder / name, decoder, ByteTokenizer((0,)))
+    return folder
+
+
+def run(capsys, *arguments):
+    assert decode.main([str(argument) for argument in arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def run_json(capsys, *arguments):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    output = run(capsys, *arguments, "--json")
+    assert output.endswith("\n") and output.count("\n") == 1
+    return json.loads(output, parse_constant=refuse)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def all_logprobs(decoder, tokens, dtype=None):
+    """f32[T, vocab] after each token of a row alone in an empty cache, in one call."""
+    width = len(tokens)
+    sizes = dict(max_seqs=1, max_seq_len=width, dtype=dtype or decoder.config.dtype)
+    cache, _ = kv.allocate(kv.init(cache_config(decoder.config, **sizes)), [0], [width])
+    cache, step = kv.extend(cache, [width], max_new=width)
+    logits, _ = forward(decoder, tokens[None], cache, step)
+    return jax.nn.log_softmax(logits[0])
+
+
+def check_sample(folder, prompt, sample, is_greedy=False, atol=1e-3, dtype=None):
+    """A continuation has the log-probabilities of the model, which finds each token of a greedy one best."""
+    known = list(prompt.encode())
+    tokens = np.zeros(SIZES["max_seq_len"], np.int32)
+    tokens[: len(known) + len(sample["tokens"])] = known + sample["tokens"]
+    logprobs = np.asarray(all_logprobs(checkpoint.load(folder, dtype=jnp.float32), tokens, dtype=dtype))
+    logprobs = logprobs[len(known) - 1 :][: len(sample["tokens"])]
+    chosen = logprobs[np.arange(len(logprobs)), sample["tokens"]]
+    np.testing.assert_allclose(sample["logprobs"], chosen, atol=atol)
+    if is_greedy:
+        np.testing.assert_array_equal(sample["tokens"], logprobs.argmax(axis=1))
+    return logprobs
+
+
+SAMPLING = (*PROMPTS, "--samples", 2, "--max-new", 12, "--seed", 3, "--block-size", 4, "--rows", 2)
+
+
+def test_json_holds_what_was_decoded(capsys, folder):
+    arguments = (*SAMPLING, "--checkpoint", folder / "plain")
+    result = run_json(capsys, *arguments)
+    assert result["prompts"] == run_json(capsys, *arguments)["prompts"]
+    for prompt, expected in zip(result["prompts"], PROMPTS, strict=True):
+        tokens = list(expected.encode())
+        assert (prompt["prompt"], prompt["num_prompt_tokens"]) == (expected, len(tokens))
+        first, second = prompt["samples"]
+        assert first["tokens"] != second["tokens"]
+        for sample in prompt["samples"]:
+            assert sample["finish_reason"] == "length" and len(sample["tokens"]) == 12
+            assert sample["text"] == bytes(sample["tokens"]).decode(errors="replace")
+            check_sample(folder / "plain", expected, sample)
+    figures = result["figures"]
+    assert figures["num_prompt_tokens"] == sum(len(prompt.encode()) for prompt in PROMPTS)
+    assert (figures["num_new_tokens"], figures["num_decoded_tokens"]) == (48, 44)
+    assert (figures["num_forks"], figures["num_steps"]) == (2, 22)  # one prompt after the other: two rows
+    # 25 tokens in blocks of 4: six stay shared, and each sample has its own from the seventh to the ninth: of
+    # 37 tokens the last is never stored. The other prompt's 16 tokens fill blocks: nothing to copy there.
+    assert figures["peak_blocks_used"] == figures["num_blocks_total"] == 6 + 2 * 3
+    assert (figures["peak_blocks_saved"], figures["num_copies"]) == (7, 1)
+    assert figures["peak_cache_bytes"] == figures["cache_bytes"] == 12 * 4 * 2 * 8 * 4
+    assert figures["prefill_tokens_per_second"] > 0 and figures["decode_tokens_per_second"] > 0
+    assert result["settings"]["rows"] == 2 and result["settings"]["dtype"] == "float32"
+
+
+def test_draws_are_filtered_and_stopped(capsys, folder):
+    """Each token is among those that the filters leave, and a stop text changes none before it."""
+    options = (
+        *SAMPLING,
+        "--checkpoint",
+        folder / "plain",
+        "--temperature",
+        1.5,
+        "--top-k",
+        6,
+        "--top-p",
+        0.8,
+    )
+    options += ("--min-p", 0.05)
+    result, left = run_json(capsys, *options), []
+    for prompt in result["prompts"]:
+        for sample in prompt["samples"]:
+            logprobs = check_sample(folder / "plain", prompt["prompt"], sample)
+            scaled = np.exp(logprobs / 1.5)
+            order = np.argsort(-scaled, axis=1)[:, :6]
+            best = np.take_along_axis(scaled, order, axis=1)
+            best /= best.sum(axis=1, keepdims=True)
+            kept = (np.cumsum(best, axis=1) - best < 0.8) & (best >= 0.05 * best[:, :1])
+            left += kept.sum(axis=1).tolist()
+            for token, ids, is_kept in zip(sample["tokens"], order, kept, strict=True):
+                assert token in ids[is_kept]
+    assert min(left) < max(left) < 6  # each step leaves fewer than `--top-k`, and they differ
+    stop = result["prompts"][0]["samples"][0]["text"][4:6]
+    stopped = run_json(capsys, *options, "--stop", stop)
+    for prompt, whole in zip(stopped["prompts"], result["prompts"], strict=True):
+        for sample, longer in zip(prompt["samples"], whole["samples"], strict=True):
+            assert longer["tokens"][: len(sample["tokens"])] == sample["tokens"]
+            assert (sample["finish_reason"] == "stop") == (stop in longer["text"])
+            assert stop not in sample["text"][: -len(stop)]
+    assert stopped["prompts"][0]["samples"][0]["finish_reason"] == "stop"
+
+
+def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp_path):
+    shutil.copytree(folder / "wide", tmp_path, dirs_exist_ok=True)
+    byte_level_bpe().save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = FileTokenizer(tmp_path / "tokenizer.json"), "and so on and so on and so"
+    options = "--dtype", "bfloat16", "--greedy", "--speculative", 3, "--max-new", 60
+    options += ("--checkpoint", tmp_path)
+    result = run_json(capsys, text, *options)
+    (prompt,), settings = result["prompts"], result["settings"]
+    assert (settings["dtype"], settings["cache_dtype"]) == ("bfloat16", "bfloat16")
+    assert result["figures"]["num_drafted"] > 0
+    known = tokenizer.encode(text)
+    assert prompt["num_prompt_tokens"] == len(known) < len(text)
+    (sample,) = prompt["samples"]
+    assert sample["text"] == tokenizer.decode(sample["tokens"])
+    tokens = np.zeros(SIZES["max_seq_len"], np.int32)
+    tokens[: len(known) + 60] = known + sample["tokens"]
+    logprobs = np.asarray(all_logprobs(checkpoint.load(tmp_path, dtype=jnp.float32), tokens))
+    logprobs = logprobs[len(known) - 1 :]
+    np.testing.assert_allclose(sample["logprobs"], logprobs[np.arange(60), sample["tokens"]], atol=0.1)
+
+
+def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
+    arguments = (*SAMPLING, "--checkpoint", folder / "plain")
+    samples = [sample for prompt in run_json(capsys, *arguments)["prompts"] for sample in prompt["samples"]]
+    path = tmp_path / "out.png"
+    output = run(capsys, *arguments, "--picture", path)
+    assert "\x1b" not in output
+    bodies = re.findall(
+        r"^prompt \d, sample \d, length after 12 tokens\n((?:  \|.*\n)+)", output, re.MULTILINE
+    )
+    shown = ["\n".join(line[4:] for line in body.rstrip("\n").split("\n")) for body in bodies]
+    assert shown == [view.visible(sample["text"]).rstrip("\n") for sample in samples]
+    assert "  | def naïve(x):\n  |     return\n" in output
+    figures = dict(re.findall(r"^(\w[\w ]+\w)  +(\d.*)$", output, re.MULTILINE))
+    assert figures["blocks used"] == "12 of 12 at the peak"
+    assert figures["saved by sharing"] == "7 blocks at the peak, by 2 forks"
+    assert figures["decode"].endswith("22 steps")
+    maps = re.findall(r"^ +(\d+) +(\d+) ([#.01]{12})$", output, re.MULTILINE)
+    assert [int(step) for step, _, _ in maps] == [0, 8, 11, 11, 19, 22]
+    assert maps[0][2] == "#" * 7 + "." * 5
+    assert maps[2][2].count("#") == 6 and maps[2][2].count("0") == maps[2][2].count("1") == 3
+    for _, num_used, blocks in maps:
+        assert int(num_used) == 12 - blocks.count(".")
+    assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in output
+
+
+def test_a_draft_model_gives_the_same_tokens_through_a_window(capsys, folder):
+    """And a lone continuation is streamed."""
+    prompt = "the window is shorter than this prompt"
+    arguments = (prompt, "--greedy", "--max-new", 30, "--block-size", 4, "--checkpoint", folder / "window")
+    arguments += ("--speculative", 3, "--draft", folder / "plain")
+    output, result = run(capsys, *arguments), run_json(capsys, *arguments)
+    (sample,) = result["prompts"][0]["samples"]
+    assert len(sample["tokens"]) == 30
+    check_sample(folder / "window", prompt, sample, is_greedy=True)
+    assert f"  | {prompt}\n\n{view.visible(sample['text'])}\n[length after 30 tokens]\n" in output
+    figures = result["figures"]
+    assert 0 <= figures["num_accepted"] <= figures["num_drafted"] and figures["num_drafted"] > 0
+    assert re.search(r"SlidingWindow\(20\) x 1 layer: \d+ blocks of 4 tokens", output)
+
+
+def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
+    """Both prompts at once need 9 + 8 of 12 blocks; they are short, so that one program computes either."""
+    prompts = ["def f(x):", "for i"]
+    arguments = (*prompts, "--greedy", "--max-new", 28, "--block-size", 4, "--rows", 2, "--num-blocks", 12)
+    result = run_json(capsys, *arguments, "--checkpoint", folder / "plain")
+    reasons = set()
+    for prompt, text in zip(result["prompts"], prompts, strict=True):
+        (sample,) = prompt["samples"]
+        reasons.add(sample["finish_reason"])
+        check_sample(folder / "plain", text, sample, is_greedy=True)
+        if sample["finish_reason"] == "out_of_blocks":
+            assert (prompt["num_prompt_tokens"] + len(sample["tokens"]) - 1) % 4 == 0
+        else:
+            assert len(sample["tokens"]) == 28
+    assert "out_of_blocks" in reasons
+    assert result["figures"]["peak_blocks_used"] == result["figures"]["num_blocks_total"] == 12
+
+
+BEAMS = "--beams", 2, "--max-new", 6, "--block-size", 4
+
+
+@pytest.mark.parametrize("options", [BEAMS, BEAMS[2:]])
+def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
+    """For prompts that share their first blocks: the second one has less left than a quarter of a chunk.
+
+    They are as long as the longest of `PROMPTS`, so that other tests of beams need the same programs.
+    """
+    seen, counts = [], []
+
+    def counted(params, tokens, cache, step):  # while it is traced
+        seen.append(tokens.shape)
+        return forward(params, tokens, cache, step)
+
+    warm_up = decode.warm_up
+    monkeypatch.setattr(decode, "forward", counted)
+    monkeypatch.setattr(decode, "warm_up", lambda job: (warm_up(job), counts.append(len(seen)))[0])
+    prompts = "def f(number): # adds one", "def f(number): # adds two"
+    run_json(capsys, *prompts, *options, "--checkpoint", folder / "plain", "--greedy")
+    assert counts == [len(seen)] and counts[0] > 0
+
+
+def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
+    arguments = (*PROMPTS, *BEAMS, "--checkpoint", folder / "plain")
+    result = run_json(capsys, *arguments)
+    for prompt in result["prompts"]:
+        scores = [sample["score"] for sample in prompt["samples"]]
+        assert len(scores) == 2 and scores == sorted(scores, reverse=True)
+        for sample in prompt["samples"]:
+            np.testing.assert_allclose(np.mean(sample["logprobs"]), sample["score"], atol=1e-4)
+    assert result["figures"]["peak_blocks_saved"] >= 6 + 4
+    output = run(capsys, *arguments)
+    best = result["prompts"][1]["samples"][0]
+    assert f"prompt 1, hypothesis 0, score {best['score']:.3f}, length after 6 tokens\n" in output
+    assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
+
+
+def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder, monkeypatch):
+    """One long prompt and five of a token in 16 blocks: 10 + 5, and one that a beam grows into."""
+
+    def stutter(params, tokens, cache, step):
+        return jax.nn.one_hot(tokens, SIZES["vocab_size"]), cache
+
+    monkeypatch.setattr(decode, "forward", stutter)
+    sizes = "--beams", 1, "--max-new", 2, "--block-size", 4, "--num-blocks", 16
+    result = run_json(capsys, "a" * 40, *"bcdef", *sizes, "--checkpoint", folder / "plain")
+    assert [len(prompt["samples"]) for prompt in result["prompts"]] == [1] * 6
+
+
+def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
+    decoder = checkpoint.load(folder / "plain")
+    decoder.norm.scale[...] *= np.nan
+    checkpoint.save(tmp_path, decoder)
+    arguments = (*PROMPTS, *BEAMS, "--json")
+    with pytest.raises(SystemExit) as error:
+        run(capsys, *arguments, "--checkpoint", tmp_path)
+    assert error.value.code == 1
+    captured = capsys.readouterr()
+    expected = "python -m experiments.decode: prompt 0 has no hypothesis: all its logits are NaN or -inf\n"
+    assert (captured.out, captured.err) == ("", expected)
+
+
+def test_an_object_is_printed_before_a_picture_fails(capsys, folder, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(decode.decode_timeline, "draw_timeline", fail)
+    arguments = (*SAMPLING, "--checkpoint", folder / "plain", "--picture", tmp_path / "out.png", "--json")
+    with pytest.raises(OSError, match="the disk is full"):
+        run(capsys, *arguments)
+    assert len(json.loads(capsys.readouterr().out)["prompts"]) == 2
+
+
+# --- what is wrong is one sentence ---
+
+
+def test_a_prompt_is_empty_though_its_tokenizer_puts_a_token_in_front():
+    tokenizer = types.SimpleNamespace(encode=lambda text: [1, *text.encode()])
+    config = types.SimpleNamespace(max_seq_len=9)
+    assert decode_options.encode(["a"], tokenizer, config) == [[1, 97]]
+    with pytest.raises(decode_options.InputError, match="prompt 1 is empty"):
+        decode_options.encode(["a", ""], tokenizer, config)
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as error:
+        decode.main([str(argument) for argument in arguments])
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err.removeprefix("python -m experiments.decode: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "prompt 0 is empty, expected some text"),
+        (["a", ""], "prompt 1 is empty"),
+        (["a\udc80"], "prompt 0 is no Unicode text"),
+        (
+            ["a", "x" * 96],
+            "prompt 1 has 96 tokens, expected fewer than 96, the longest sequence of the model",
+        ),
+        (["x" * 40, "--num-blocks", 2], "prompt 0 needs 3 blocks of 16 tokens, got --num-blocks 2: raise it"),
+        (["x" * 20, "y" * 20, "--beams", 2, "--num-blocks", 3], "the prompts together need 4 blocks"),
+        (["a", "--rows", 2], "got --rows 2 with --samples 3, expected at least 3 rows"),
+        (
+            ["a", "b", "--beams", 2, "--rows", 3],
+            "got --rows 3 with --beams 2 for 2 prompts, expected at least 4",
+        ),
+        (["a", "--num-blocks", 10**9], "expected below 2**31"),
+        (["a", "--block-size", 10**12], "block_size is 1000000000000, expected below 2**31"),
+        (["a", "--samples", 10**6], "of memory are free: lower --num-blocks, --rows or --max-new"),
+        (["a", "--implementation", "fast"], "invalid choice: 'fast'"),
+        (["a", "--dtype", "float64"], "invalid choice: 'float64'"),
+        (["a", "--greedy", "--temperature", 1], "got --greedy with --temperature, expected only one of them"),
+        (
+            ["a", "--beams", 2, "--samples", 2, "--seed", 0],
+            "got --beams with --samples, --seed, expected only",
+        ),
+        (["a", "--beams", 2, "--stop", "x"], "got --beams with --stop, expected only one of them"),
+        (["a", "--draft", "folder"], "got --draft without --speculative, expected both"),
+        (["a", "--stop", ""], "got an empty --stop"),
+        (["a", "--samples", 0], "got '0', expected an integer of at least 1"),
+        (["a", "--max-new", "many"], "got 'many', expected an integer of at least 1"),
+        (["a", "--top-p", 2], "got '2', expected a number above 0 and at most 1"),
+        (["a", "--temperature", "nan"], "got 'nan', expected a number from 0 to 1000"),
+        (["a", "--speculative", 128], "got '128', expected an integer from 1 to 127"),
+        (["a", "--picture", "nowhere/out.png"], "there is no folder nowhere"),
+        (["a", "--top-k", -1], "got '-1', expected an integer from 0 to 2147483647"),
+        (["a", "--picture", "x" * 300 + ".png"], "which cannot be written: File name too long"),
+        (["--prompts", ""], ". is no file, expected one with a prompt per line"),
+        (["a", "--prompts", ""], "got prompts as arguments and --prompts, expected only one of them"),
+        (["a", "--prompts", "file"], "got prompts as arguments and --prompts, expected only one of them"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_bad_options_are_refused(capsys, folder, arguments, message):
+    assert message in refusal(capsys, *arguments, "--checkpoint", folder / "plain")
+
+
+@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
+def test_an_implementation_that_is_not_there_is_refused(capsys, folder, name):
+    message = refusal(capsys, "a", "--implementation", name, "--checkpoint", folder / "plain")
+    assert name in message
+
+
+def test_a_kernel_decodes_what_xla_does(capsys, folder):
+    """The kernel for GPUs, interpreted, from a cache in bfloat16 as it takes it."""
+    # Interpreting imports this, which has an option that makes jax compile everything anew.
+    import jax.experimental.pallas.fuser  # noqa: F401
+
+    arguments = ("cd", "--greedy", "--max-new", 6, "--block-size", 8, "--checkpoint", folder / "kernel")
+    with testing.interpreted():
+        result = run_json(capsys, *arguments, "--implementation", "mosaic_gpu")
+    assert result["settings"]["implementation"] == "mosaic_gpu"
+    assert result["settings"]["cache_dtype"] == "bfloat16"
+    (sample,) = result["prompts"][0]["samples"]
+    assert len(sample["tokens"]) == 6
+    check_sample(folder / "kernel", "cd", sample, is_greedy=True, atol=0.05, dtype=jnp.bfloat16)
+
+
+def test_bad_checkpoints_are_refused(capsys, folder, tmp_path):
+    assert f"there is no checkpoint {tmp_path / 'x'}" in refusal(capsys, "a", "--checkpoint", tmp_path / "x")
+    assert "there is no checkpoint xxx" in refusal(capsys, "a", "--checkpoint", "x" * 300)
+    assert "has no config.json" in refusal(capsys, "a", "--checkpoint", tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        data = (folder / "plain" / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2] if "model" in name else data)
+    assert "is not a whole safetensors file" in refusal(capsys, "a", "--checkpoint", tmp_path)
+    message = refusal(
+        capsys, "a", "--speculative", 2, "--draft", folder / "wide", "--checkpoint", folder / "plain"
+    )
+    assert f"--draft {folder / 'wide'} has 300 tokens, expected the model's 256" in message
+
+
+def test_a_model_that_is_not_trained_yet_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(decode_options, "MODEL", tmp_path / "stdlib_bytes")
+    assert "train it with python -m experiments.train" in refusal(capsys, "a")
+
+
+def test_a_cache_beyond_the_memory_is_refused(capsys, monkeypatch, folder):
+    monkeypatch.setattr(decode, "_free_bytes", lambda: 3000)
+    message = refusal(capsys, "a", "--num-blocks", 100, "--checkpoint", folder / "plain")
+    # 100 blocks of 16 tokens with a key and a value of 8 floats alone are 100 KiB.
+    assert re.match(r"decoding needs \d{3}\.\d KiB, but 2.9 KiB of memory are free: lower", message)

@@ -1,0 +1,39 @@
+"""Checkpoints of fixtures, copied to where they may be broken: what the tests of loading share."""
+
+import json
+import pathlib
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import checkpoint
+from models.checkpoint import CheckpointError
+
+FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows")
+
+
+def read_json(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
+
+
+def edit_json(folder, name="config.json", remove=(), **changes):
+    values = read_json(folder, name) | changes
+    (folder / name).write_text(json.dumps({key: values[key] for key in values if key not in remove}))
+
+
+def read_tensors(folder):
+    paths = sorted(path for path in folder.glob("model*.safetensors"))
+    return {name: value for path in paths for name, value in load_file(path).items()}
+
+
+def edit_tensors(folder, changes, file="model.safetensors", remove=()):
+    tensors = load_file(folder / file) | changes
+    save_file({name: tensors[name] for name in tensors if name not in remove}, folder / file)
+
+
+def refuses(folder, message, load=checkpoint.load):
+    with pytest.raises(CheckpointError, match=message) as error:
+        load(folder)
+    assert isinstance(error.value, ValueError)
+    assert str(folder) in str(error.value)  # the checkpoint is named

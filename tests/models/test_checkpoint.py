@@ -1,0 +1,288 @@
+"""Checkpoints: what transformers wrote loads, what is saved comes back, and what does not fit is named."""
+
+import dataclasses
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from models import checkpoint
+from models.checkpoint import CheckpointError
+from models.decoder import Decoder, DecoderConfig
+from tests.models.checkpoint_files import (
+    FAMILIES,
+    FIXTURES,
+    edit_json,
+    edit_tensors,
+    read_json,
+    read_tensors,
+    refuses,
+)
+from tests.support.helpers import assert_same, leaf_bytes
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+SHARD = "model-00002-of-00003.safetensors"
+EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+
+
+# --- what loads ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_arrives_bit_for_bit(family):
+    tensors = read_tensors(FIXTURES / family)
+    decoder = checkpoint.load(FIXTURES / family)
+    stored_dtype = tensors[EMBEDDING].dtype
+    assert decoder.config.dtype == decoder.config.param_dtype == stored_dtype
+    first, second = decoder.layers[0].attention, decoder.layers[1].attention
+    np.testing.assert_array_equal(decoder.embedding[...], tensors[EMBEDDING])
+    np.testing.assert_array_equal(
+        first.k.kernel[...], tensors[QUERY.replace("1.self_attn.q", "0.self_attn.k")].T
+    )
+    np.testing.assert_array_equal(second.q.kernel[...], tensors[QUERY].T)
+    num_values = sum(leaf.size for leaf in jax.tree.leaves(decoder))
+    assert num_values == sum(tensor.size for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tied_matrix_may_be_stored_twice(copy_checkpoint, dtype):
+    folder = copy_checkpoint("qwen2")
+    embedding = load_file(folder / "model.safetensors")[EMBEDDING].astype(dtype)
+    embedding[3, 4] = math.nan
+    edit_tensors(folder, {EMBEDDING: embedding})
+    before = checkpoint.load(folder)
+    edit_tensors(folder, {UNEMBEDDING: embedding})
+    assert_same(before, checkpoint.load(folder))
+
+
+def test_a_tied_matrix_may_be_stored_as_the_other_one(copy_checkpoint):
+    folder = copy_checkpoint("qwen2")
+    before, embedding = checkpoint.load(folder), read_tensors(folder)[EMBEDDING]
+    edit_tensors(folder, {UNEMBEDDING: embedding}, remove=(EMBEDDING,))
+    assert_same(before, checkpoint.load(folder))
+
+
+def test_stored_frequencies_are_not_read(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    before = checkpoint.load(folder)
+    edit_tensors(folder, {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(2)})
+    assert_same(before, checkpoint.load(folder))
+    edit_tensors(folder, {"model.rotary_emb.inv_freq.weight": np.ones(4)})
+    refuses(folder, "unknown tensor model.rotary_emb.inv_freq.weight$")
+
+
+# --- what is saved ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_is_the_file_it_came_from(family, tmp_path):
+    decoder = checkpoint.load(FIXTURES / family)
+    checkpoint.save(tmp_path / "deep" / family, decoder)
+    assert leaf_bytes(read_tensors(tmp_path / "deep" / family)) == leaf_bytes(read_tensors(FIXTURES / family))
+    again = checkpoint.load(tmp_path / "deep" / family)
+    assert again.config == decoder.config
+    assert_same(decoder, again)
+    # Every entry that we write is the one that transformers wrote, where it wrote one.
+    theirs, ours = read_json(FIXTURES / family), read_json(tmp_path / "deep" / family)
+    rope = theirs.pop("rope_parameters")
+    theirs["rope_theta"] = rope.pop("rope_theta")
+    assert (ours.pop("rope_scaling") or {"rope_type": "default"}) == rope
+    assert {name: ours[name] for name in ours if name in theirs} == {
+        name: theirs[name] for name in theirs if name in ours
+    }
+    assert ours.keys() - theirs.keys() <= {"head_dim"}
+
+
+OWN = DecoderConfig(
+    vocab_size=13, hidden_size=12, mlp_size=10, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=6
+)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {}),
+        ("llama", dict(tie_embeddings=True, param_dtype=jnp.bfloat16, rope_theta=123.0, norm_eps=0.5)),
+        ("mistral", dict(windows=(5, 5))),
+        ("qwen2", dict(use_qkv_bias=True, windows=(5, 5))),
+        ("qwen2", dict(use_qkv_bias=True, dtype=jnp.bfloat16)),
+        ("qwen3", dict(use_qk_norm=True, windows=(5, None), max_seq_len=7)),
+    ],
+)
+def test_an_own_model_comes_back(tmp_path, model_type, options):
+    config = dataclasses.replace(OWN, **options)
+    decoder = Decoder(config, rngs=nnx.Rngs(3))
+    checkpoint.save(tmp_path, decoder)
+    assert read_json(tmp_path)["model_type"] == model_type
+    again = checkpoint.load(tmp_path, dtype=config.dtype, param_dtype=config.param_dtype)
+    assert again.config == config
+    assert jax.tree.structure(again) == jax.tree.structure(decoder)
+    assert_same(decoder, again)
+
+
+def test_saving_replaces_the_model_that_was_there(copy_checkpoint):
+    folder = copy_checkpoint("qwen3")
+    (folder / "tokenizer.json").write_text("of another model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    decoder = Decoder(OWN, rngs=nnx.Rngs(0))
+    checkpoint.save(folder, decoder)
+    assert_same(decoder, checkpoint.load(folder))
+    left = {path.name for path in folder.iterdir()} - {"expected.safetensors"}
+    assert {name for name in left if "-of-" not in name} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("num_files", [0, 1])
+def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoint, monkeypatch, num_files):
+    """It comes when so many files have taken their place."""
+    folder, replace, done = copy_checkpoint("llama"), pathlib.Path.replace, []
+    (folder / "tokenizer.json.part").write_text("of an earlier interruption")
+
+    def interrupt(path, target):
+        if len(done) == num_files:
+            raise KeyboardInterrupt
+        done.append(replace(path, target))
+
+    monkeypatch.setattr(pathlib.Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        checkpoint.load(folder)
+    monkeypatch.undo()
+    checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
+    assert checkpoint.load(folder).config == OWN and not (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_qkv_bias=True, use_qk_norm=True),
+        dict(windows=(5, None)),
+        dict(use_qk_norm=True, windows=(5, 6)),
+    ],
+)
+def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):
+    decoder = Decoder(dataclasses.replace(OWN, **options), rngs=nnx.Rngs(0))
+    with pytest.raises(CheckpointError, match=r"the model has use_qkv_bias=.*llama, mistral, qwen2, qwen3"):
+        checkpoint.save(tmp_path / "new", decoder)
+    assert not (tmp_path / "new").exists()
+
+
+# --- what is refused ---
+
+
+def test_a_broken_json_file_is_named(copy_checkpoint, tmp_path):
+    refuses(tmp_path / "nowhere", "nowhere has no config.json")
+    folder = copy_checkpoint("qwen3")
+    (folder / "model.safetensors.index.json").write_text("[]")
+    refuses(folder, "index.json holds a list, expected a JSON object")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refuses(folder, "index.json has no weight_map")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text[:-9])
+    refuses(folder, "config.json is not a whole JSON file")
+    for data in (b"\xff\xfe", b"[" * 100_000):
+        (folder / "config.json").write_bytes(data)
+        refuses(folder, "config.json is not a whole JSON file")
+
+
+def test_a_missing_tensor_is_named(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    edit_tensors(folder, {}, remove=(QUERY,))
+    refuses(folder, f"llama has no tensor {QUERY}$")
+    edit_tensors(
+        folder, {}, remove=(UNEMBEDDING, "model.norm.weight", "model.layers.0.input_layernorm.weight")
+    )
+    refuses(folder, f"no tensor {UNEMBEDDING}, model.layers.0.input_layernorm.weight, {QUERY} and 1 more$")
+    folder = copy_checkpoint("qwen2")
+    edit_tensors(folder, {}, remove=("model.layers.0.self_attn.k_proj.bias",))
+    refuses(folder, "no tensor model.layers.0.self_attn.k_proj.bias$")
+    folder = copy_checkpoint("qwen3")
+    edit_json(folder, num_hidden_layers=3, layer_types=None)
+    refuses(folder, "no tensor model.layers.2.input_layernorm.weight, .* and 8 more$")
+
+
+def test_an_unknown_tensor_is_named(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    edit_tensors(folder, {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)})
+    refuses(folder, "unknown tensor model.layers.0.self_attn.q_proj.bias$")
+    folder = copy_checkpoint("mistral")
+    edit_json(folder, num_hidden_layers=2)
+    refuses(folder, "unknown tensor model.layers.2.input_layernorm.weight, .* and 6 more$")
+
+
+def test_a_tied_matrix_stored_twice_must_be_the_same(copy_checkpoint):
+    folder = copy_checkpoint("qwen2")
+    other = load_file(folder / "model.safetensors")[EMBEDDING] + 1
+    edit_tensors(folder, {UNEMBEDDING: other})
+    refuses(folder, f"{UNEMBEDDING} differs from {EMBEDDING}, expected them equal: tie_word_embeddings")
+    edit_tensors(folder, {UNEMBEDDING: other[1:]})
+    refuses(folder, rf"{UNEMBEDDING} has shape \(96, 32\), expected \(97, 32\)")
+    edit_tensors(folder, {EMBEDDING: other[1:], UNEMBEDDING: other[1:]})
+    refuses(folder, rf"{EMBEDDING} has shape \(96, 32\), expected \(97, 32\)")
+    edit_tensors(folder, {EMBEDDING: other.astype(jnp.float8_e4m3fn), UNEMBEDDING: other})
+    refuses(folder, f"{EMBEDDING} has dtype F8_E4M3, expected one of F32, BF16, F16")
+
+
+def test_a_misshapen_tensor_is_named(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    tensor = load_file(folder / "model.safetensors")[QUERY]
+    for broken in (np.ascontiguousarray(tensor.T), tensor[:-1], tensor[None]):
+        edit_tensors(folder, {QUERY: broken})
+        refuses(folder, re.escape(f"{QUERY} has shape {broken.shape}, expected (64, 32)"))
+    folder = copy_checkpoint("qwen3")
+    edit_json(folder, vocab_size=98)
+    refuses(folder, rf"{EMBEDDING} has shape \(97, 32\), expected \(98, 32\)")
+
+
+def test_a_tensor_of_integers_is_named(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    edit_tensors(folder, {QUERY: np.zeros((64, 32), np.int8)})
+    refuses(folder, f"{QUERY} has dtype I8, expected one of F32, BF16, F16")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 100, 20_000, -1])
+def test_a_truncated_file_is_named(copy_checkpoint, num_bytes):
+    folder = copy_checkpoint("llama")
+    data = (folder / "model.safetensors").read_bytes()[:num_bytes]
+    (folder / "model.safetensors").write_bytes(data)
+    refuses(folder, rf"model.safetensors \({len(data)} bytes\) is not a whole safetensors file: .+")
+    folder = copy_checkpoint("qwen3")
+    data = (folder / SHARD).read_bytes()[:num_bytes]
+    (folder / SHARD).write_bytes(data)
+    refuses(folder, rf"{SHARD} \({len(data)} bytes\) is not a whole safetensors file: .+")
+
+
+def test_a_missing_file_is_named(copy_checkpoint):
+    folder = copy_checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    refuses(folder, "llama has no model.safetensors and no model.safetensors.index.json")
+    folder = copy_checkpoint("qwen3")
+    (folder / SHARD).unlink()
+    refuses(folder, f"qwen3 has no {SHARD}, which model.safetensors.index.json names")
+    long = "x" * 300 + ".safetensors"
+    edit_json(folder, "model.safetensors.index.json", weight_map={EMBEDDING: long})
+    refuses(folder, f"qwen3 has no {long}, which model.safetensors.index.json names")
+
+
+def test_shards_and_index_must_agree(copy_checkpoint):
+    folder = copy_checkpoint("qwen3")
+    [lost, *_] = load_file(folder / SHARD)
+    edit_tensors(folder, {}, SHARD, remove=(lost,))
+    refuses(
+        folder, f"{SHARD} and model.safetensors.index.json differ: only one of them has {re.escape(lost)}$"
+    )
+    edit_tensors(folder, {"extra": np.zeros(3, np.float32), lost: np.zeros(3, np.float32)}, SHARD)
+    refuses(folder, f"{SHARD} and .* differ: only one of them has extra$")
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "sub/model.safetensors", "", "model.bin", 3])
+def test_an_index_names_files_of_its_own_folder(copy_checkpoint, shard):
+    folder = copy_checkpoint("qwen3")
+    edit_json(folder, "model.safetensors.index.json", weight_map={EMBEDDING: shard})
+    refuses(folder, f"index.json names '{shard}', expected a safetensors file beside it")

@@ -1,0 +1,289 @@
+"""The decoder against transformers, from committed fixtures (tests/fixtures/make_parity_fixtures.py)."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import kvcache_jax as kv
+from models import checkpoint
+from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
+
+FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows")
+ATOL = 1e-4
+NUM_ROWS, ROW = 3, 1
+WIDTH = 59  # holds all tokens of a fixture: one program of a model takes prompts, chunks and single tokens
+TINY = DecoderConfig(
+    vocab_size=13, hidden_size=12, mlp_size=10, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=6
+)
+
+
+@functools.cache
+def load(family: str, dtype=jnp.float32) -> Decoder:
+    return checkpoint.load(FIXTURES / family, dtype=dtype)
+
+
+@functools.cache
+def expected(family: str) -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / family / "expected.safetensors")
+
+
+def all_tokens(family: str) -> np.ndarray:
+    return np.concatenate([expected(family)["prompt"], expected(family)["greedy"]])
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def step_fn(decoder, cache, tokens, num_new):
+    cache, step = kv.extend(kv.testing.poison(cache), num_new, max_new=tokens.shape[1], tokens=tokens)
+    logits, cache = forward(decoder, tokens, cache, step)
+    return cache, logits, step.status
+
+
+class Driver:
+    """Feeds pieces of sequences to rows of one cache; every slot without a token holds NaN."""
+
+    def __init__(
+        self, decoder: Decoder, lengths: dict[int, int], block_size: int = 16, max_seq_len: int = 64
+    ):
+        sizes = dict(max_seqs=NUM_ROWS, max_seq_len=max_seq_len, block_size=block_size)
+        self.decoder = decoder
+        cache = kv.init(cache_config(decoder.config, **sizes))
+        # One program whatever the rows: the others are skipped.
+        seq_ids = np.array([row if row in lengths else NUM_ROWS for row in range(NUM_ROWS)], np.int32)
+        num_tokens = np.array([lengths.get(row, 0) for row in range(NUM_ROWS)], np.int32)
+        self.cache, admission = kv.allocate(cache, seq_ids, num_tokens)
+        kv.raise_for_status(admission.status, "allocate")
+
+    def feed(self, pieces: dict[int, np.ndarray], width: int = WIDTH) -> dict[int, np.ndarray]:
+        tokens, num_new = np.zeros((NUM_ROWS, width), np.int32), np.zeros(NUM_ROWS, np.int32)
+        for row, piece in pieces.items():
+            tokens[row, : len(piece)], num_new[row] = piece, len(piece)
+        self.cache, logits, status = step_fn(self.decoder, self.cache, tokens, num_new)
+        kv.raise_for_status(status, "extend")
+        return {row: np.asarray(logits)[row, : len(piece)] for row, piece in pieces.items()}
+
+
+def assert_close(got: np.ndarray, want: np.ndarray) -> None:
+    assert got.dtype == np.float32 and got.shape == want.shape
+    difference = np.abs(got - want).max()
+    assert difference <= ATOL, f"logits differ by {difference}"  # NaN fails too
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_one_call_are_those_of_transformers(family):
+    tokens = all_tokens(family)
+    driver = Driver(load(family), {2: 40, ROW: len(tokens)})
+    logits = driver.feed({ROW: tokens, 2: tokens[::-1][:40]})
+    assert_close(logits[ROW], expected(family)["logits"])
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block_size):
+    """The prompt in chunks, beside a row of another length; then the model's own choices, one by one."""
+    prompt, greedy, want = (expected(family)[name] for name in ("prompt", "greedy", "logits"))
+    driver = Driver(load(family), {0: 5, ROW: len(prompt)}, block_size)
+    other = prompt[::-1]
+    driver.feed({0: other[:5]})
+    logits = [
+        driver.feed({ROW: prompt[start : start + 9], 0: other[5 + start : 8 + start]})[ROW]
+        for start in range(0, len(prompt), 9)
+    ]
+    assert_close(np.concatenate(logits), want[: len(prompt)])
+    # The program of the chunks decodes too; one of width 1 with full layers alone and with both kinds.
+    width = 1 if block_size == 16 and family in ("llama", "qwen2_windows") else WIDTH
+    last, chosen = logits[-1][-1], []
+    for i in range(len(greedy)):
+        chosen.append(int(last.argmax()))
+        [last] = driver.feed({ROW: np.array(chosen[-1:])}, width)[ROW]
+        assert_close(last, want[len(prompt) + i])
+    assert chosen == greedy.tolist()
+
+
+def test_packed_tokens_give_the_same_logits():
+    """With full layers and windows."""
+    decoder, tokens = load("qwen2_windows"), all_tokens("qwen2_windows")
+    want = expected("qwen2_windows")["logits"]
+    cache = kv.init(cache_config(decoder.config, max_seqs=NUM_ROWS, max_seq_len=64, block_size=4))
+    cache, _ = kv.allocate(cache, [0, 1, 2], [0, 0, 0])
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def packed_step_fn(decoder, cache, tokens, num_new):
+        cache, step = kv.extend(cache, num_new, num_tokens=tokens.shape[0], seq_ids=jnp.array([2, 0, 1]))
+        logits, cache = forward(decoder, tokens, cache, step)
+        return cache, logits
+
+    starts = np.zeros(NUM_ROWS, int)
+    for num_new in ([7, 0, 13], [1, 14, 6], [11, 8, 1]):
+        ends = starts + num_new
+        pieces = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+        packed = np.concatenate([*pieces, np.zeros(23 - sum(num_new), np.int32)])
+        cache, logits = packed_step_fn(decoder, cache, packed, np.array(num_new, np.int32))
+        wanted = np.concatenate([want[start:end] for start, end in zip(starts, ends, strict=True)])
+        assert_close(np.asarray(logits)[: sum(num_new)], wanted)
+        starts = ends
+
+
+def test_forward_computes_the_same_however_tokens_reach_the_cache():
+    decoder = load("qwen2_windows")
+    config = cache_config(decoder.config, max_seqs=3, max_seq_len=32, block_size=4)
+    step = functools.partial(forward, decoder)
+    kv.testing.check_forward(step, config, vocab_size=decoder.config.vocab_size)
+
+
+# --- dtypes ---
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16_runs_and_stays_near(family):
+    decoder, tokens = load(family, jnp.bfloat16), all_tokens(family)
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoder)} == {jnp.dtype(jnp.bfloat16)}
+    driver = Driver(decoder, {ROW: len(tokens)})
+    assert {pool.k.dtype for pool in driver.cache.pools} == {jnp.dtype(jnp.bfloat16)}
+    logits, want = driver.feed({ROW: tokens})[ROW], expected(family)["logits"]
+    assert logits.dtype == np.float32
+    # One rounding is 2**-9 = 0.2% of a value; measured: 1.3 to 1.6% of the logits' spread.
+    assert 1e-4 < np.sqrt(np.mean((logits - want) ** 2)) / want.std() < 0.03
+
+
+def test_parameters_may_be_wider_or_narrower_than_the_computation():
+    tokens = all_tokens("llama")
+    stored = checkpoint.load(FIXTURES / "llama", dtype=jnp.float32, param_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(stored)} == {jnp.dtype(jnp.bfloat16)}
+    logits = Driver(stored, {ROW: len(tokens)}).feed({ROW: tokens})[ROW]
+    assert_close(logits, expected("llama")["logits"])  # the file's bfloat16 are the reference's weights
+    master = checkpoint.load(FIXTURES / "llama", dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    driver, narrow = Driver(master, {ROW: 27}), Driver(load("llama", jnp.bfloat16), {ROW: 27})
+    assert driver.cache.pools[0].k.dtype == jnp.bfloat16
+    for a, b in zip(*(d.feed({ROW: tokens[:9]}).values() for d in (driver, narrow)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --- a pytree, a config ---
+
+
+def test_two_models_of_one_config_share_a_program_and_a_structure(tmp_path):
+    config = dataclasses.replace(TINY, num_layers=1)
+    models = [Decoder(config, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+    checkpoint.save(tmp_path, models[0])
+    models.append(checkpoint.load(tmp_path))
+    assert len({jax.tree.structure(model) for model in models}) == 1
+    assert not jnp.array_equal(models[0].embedding[...], models[1].embedding[...])
+    jitted = jax.jit(lambda model: model.embedding[...].sum())
+    for model in models:
+        jitted(model)
+    assert jitted._cache_size() == 1  # pyright: ignore
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_a_new_model_predicts_about_evenly(param_dtype):
+    config = dataclasses.replace(
+        TINY, num_layers=1, tie_embeddings=True, use_qkv_bias=True, param_dtype=param_dtype
+    )
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoder)} == {jnp.dtype(param_dtype)}
+    logits = Driver(decoder, {ROW: 12}).feed({ROW: np.arange(12)}, 12)[ROW]
+    loss = -jax.nn.log_softmax(logits).mean()
+    assert abs(loss - math.log(config.vocab_size)) < 0.1
+
+
+def test_gradients_reach_every_parameter():
+    """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""
+    config = dataclasses.replace(TINY, use_qkv_bias=True, use_qk_norm=True, windows=(None, 3))
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    # As they are made, scores are so small that the rotations, queries and keys hardly matter.
+    decoder = jax.tree.map(
+        lambda leaf: (
+            np.asarray(leaf)
+            + np.float32(0.3) * np.sin(np.arange(1, leaf.size + 1, dtype=np.float32)).reshape(leaf.shape)
+        ),
+        decoder,
+    )
+    cache = kv.init(cache_config(config, max_seqs=2, max_seq_len=16, block_size=4))
+    cache, _ = kv.allocate(cache, [0, 1], [7, 4])
+    tokens = np.array([[1, 5, 2, 8, 3, 11, 0], [4, 4, 9, 12, 0, 0, 0]], np.int32)
+    num_new = np.array([7, 4], np.int32)
+
+    def loss(decoder):
+        new_cache, step = kv.extend(cache, num_new, max_new=7)
+        logits, _ = forward(decoder, tokens, new_cache, step)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
+        is_target = jnp.arange(1, 7) < num_new[:, None]
+        return -jnp.where(is_target, chosen, 0).mean()
+
+    loss_and_gradient = jax.jit(jax.value_and_grad(loss))
+    gradient = jax.device_get(loss_and_gradient(decoder)[1])
+    assert jax.tree.structure(gradient) == jax.tree.structure(decoder)
+    squared = {
+        jax.tree_util.keystr(path): float(np.vdot(leaf, leaf))
+        for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]
+    }
+    assert len(squared) == 3 + 2 * 14
+    # A bias added to all keys moves all scores of a query alike, but for its rotation and norm here.
+    assert min(squared.values()) > 1e-8, min(squared, key=lambda name: squared[name])
+    rate = 1e-3 / sum(squared.values())
+
+    def moved(rate):
+        return jax.tree.map(lambda leaf, slope: leaf + np.float32(rate) * slope, decoder, gradient)
+
+    slope = (float(loss_and_gradient(moved(rate))[0]) - float(loss_and_gradient(moved(-rate))[0])) / 2e-3
+    assert abs(slope - 1) < 0.01
+
+
+def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone():
+    decoder, tokens = load("llama"), all_tokens("llama")[:9]
+    clean = Driver(decoder, {0: 9, ROW: 9, 2: 9}).feed({0: tokens, ROW: tokens, 2: tokens})
+    for bad in (97, -1):
+        broken = np.where(np.arange(9) == 5, bad, tokens)
+        logits = Driver(decoder, {0: 9, ROW: 9, 2: 9}).feed({0: tokens, ROW: broken, 2: tokens})
+        assert np.isnan(logits[ROW][5]).all()
+        for row in (0, 2):
+            np.testing.assert_array_equal(logits[row], clean[row])
+
+
+def test_cache_config_groups_layers_by_window():
+    config = dataclasses.replace(TINY, num_layers=4, windows=(None, 8, 8, None), max_seq_len=99)
+    sizes = cache_config(config, max_seqs=2, block_size=4, max_rollback=3)
+    full, window = kv.FullAttention(2, 6), kv.SlidingWindow(2, 6, window=8, max_rollback=3)
+    assert sizes.layers == (full, window, window, full)
+    assert (sizes.max_seq_len, sizes.max_seqs, sizes.block_size, sizes.dtype) == (99, 2, 4, jnp.float32)
+    narrow = dataclasses.replace(TINY, dtype=jnp.bfloat16, max_seq_len=100_000)
+    assert (cache_config(narrow).dtype, cache_config(narrow).max_seq_len) == (jnp.bfloat16, 8192)
+    assert cache_config(narrow, dtype=jnp.float32, max_seq_len=50).max_seq_len == 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(dtype=jnp.float16), "dtype is float16, expected float32 or bfloat16"),
+        (dict(dtype="junk"), "dtype is junk, expected float32 or bfloat16"),
+        (dict(dtype={"names": []}), "dtype is {'names': .*, expected float32 or bfloat16"),
+        (dict(param_dtype=jnp.int32), "param_dtype is int32, expected float32 or bfloat16"),
+        (dict(num_layers=0), "num_layers is 0, expected a positive, finite number"),
+        (dict(num_q_heads=3), "num_q_heads is 3, expected a multiple of num_kv_heads = 2"),
+        (dict(head_dim=7), "head_dim is 7, expected an even number"),
+        (dict(windows=(4,)), "windows has 1 entries, expected 2 or none"),
+        (dict(rope_theta=0.0), "rope_theta is 0.0, expected a positive, finite number"),
+    ],
+)
+def test_an_impossible_config_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
+def test_an_impossible_scaling_is_refused():
+    with pytest.raises(ValueError, match="high_freq_factor is 1.0, expected above low_freq_factor = 1.0"):
+        Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=64)
+    with pytest.raises(ValueError, match="factor is 0.0, expected a positive, finite number"):
+        Llama3Scaling(factor=0.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)

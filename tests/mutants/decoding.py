@@ -1,0 +1,142 @@
+"""Mutations of decoding; see `mutations.py`."""
+
+from tests.mutants.mutations import in_module
+
+GREEDY = "decoding/test_generate.py::test_greedy_equals_the_model_without_a_cache[3]"
+STOPS = "decoding/test_generate.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
+SPECULATIVE = "decoding/test_generate.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
+FILTERS = "decoding/test_sampling.py::test_filters_match_oracle"
+DRAWS = "decoding/test_sampling.py::test_a_draw_depends_on_its_row_alone"
+ACCEPTED = "decoding/test_sampling.py::test_speculation_emits_what_the_target_would"
+BEAMS = "decoding/test_beam_search.py::test_beam_search_equals_a_search_on_lists"
+SCORES = "decoding/test_generate.py::test_score_equals_the_model_without_a_cache"
+TOKEN_IDS = "decoding/test_decode_arguments.py::test_token_ids_are_checked_alike"
+
+MUTATIONS = [
+    *in_module("decoding/arguments", ("token ids below 0", "(tokens < 0).any()", "False", TOKEN_IDS)),
+    *in_module(
+        "decoding/generate",
+        (
+            "the first state is typed weakly",
+            "int(Phase.IDLE)",
+            "Phase.IDLE",
+            "decoding/test_generate.py::test_prompts_that_wait_compile_nothing",
+        ),
+        (
+            "prompts are shared with everybody",
+            "tokens=tokens, namespace=words",
+            "tokens=tokens",
+            "decoding/test_generate_prefix.py::test_prompts_share_within_a_namespace",
+        ),
+    ),
+    *in_module(
+        "decoding/score",
+        (
+            "the context is shared with everybody",
+            "tokens=tokens, namespace=words",
+            "tokens=tokens",
+            "decoding/test_generate_prefix.py::test_other_weights_find_nothing_in_another_namespace",
+        ),
+    ),
+    *in_module(
+        "decoding/host",
+        (
+            "stop strings looked for at the end alone",
+            "range(num_checked + 1,",
+            "range(len(tokens),",
+            "decoding/test_decode_arguments.py::test_texts_to_stop_at_count_though_later_tokens_hide_them",
+        ),
+    ),
+    *in_module(
+        "decoding/loop",
+        (
+            "first token from another prompt",
+            "logits[source], status[source]",
+            "logits[0 * source], status[source]",
+            GREEDY,
+        ),
+        (
+            "drafts are verified as if drawn without filters",
+            "(token, logprobs, is_drafting)",
+            "(token, jax.nn.log_softmax(logits), is_drafting)",
+            "decoding/test_sampling.py::test_generate_draws_what_the_filtered_target_would",
+        ),
+        ("stop token does not end the row", "jnp.where(stops, Phase", "jnp.where(False, Phase", STOPS),
+        (
+            "a first token that ends a row is overlooked",
+            "none_ended = (is_running | is_idle).all()",
+            "none_ended = ~is_idle.all()",
+            "decoding/test_generate.py::test_a_row_that_ends_with_its_first_token_makes_room_before_any_step",
+        ),
+        (
+            "rejected drafts stay in the cache",
+            "rows, before + 1 + num_accepted)",
+            "rows, before + 1 + count)",
+            SPECULATIVE,
+        ),
+        (
+            "drafts cost another row its token",
+            "running & _have_room(state.cache, running, count)",
+            "running",
+            "decoding/test_generate.py::test_one_row_without_room_does_not_keep_others_from_drafting",
+        ),
+    ),
+    *in_module(
+        "decoding/prefill",
+        (
+            "a quarter of a chunk is never enough",
+            "<= quarter",
+            "< 0",
+            "decoding/test_generate_prefix.py::test_what_is_short_is_not_fed_in_long_chunks",
+        ),
+        ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
+    ),
+    *in_module(
+        "decoding/sampling",
+        ("top-p without the last token", "1 + num_true(is_before[:-1])", "num_true(is_before[:-1])", FILTERS),
+        ("same draw at every position", "fold_in)(keys, position)", "fold_in)(keys, 0 * position)", DRAWS),
+    ),
+    *in_module(
+        "decoding/speculation",
+        ("drafts accepted as if certain", "drafts] - draft[place, drafts]", "drafts]", ACCEPTED),
+        (
+            "rejected draft drawn again",
+            "jnp.exp(logprobs) - jnp.exp(get_at(draft, rejected, -jnp.inf)), 0)",
+            "jnp.exp(logprobs), 0)",
+            ACCEPTED,
+        ),
+        (
+            "looked-up drafts accepted that there are not",
+            "(drawn[:-1] == drafts) & (place < num_drafts)",
+            "drawn[:-1] == drafts",
+            "decoding/test_sampling.py::test_greedy_target_accepts_its_own_tokens_only",
+        ),
+    ),
+    *in_module(
+        "decoding/beam_search",
+        ("beams keep their own rows", "rows[:, :1] + parents", "rows + 0 * parents", BEAMS),
+        ("length penalty left out", "best / scale[:, None]", "best", BEAMS),
+        (
+            "a search without blocks looks complete",
+            '"out_of_blocks" if is_failed else "stop"',
+            '"stop"',
+            "decoding/test_beam_search.py::test_a_beam_search_says_that_it_ran_out_of_blocks[5-out_of_blocks]",
+        ),
+    ),
+    *in_module(
+        "decoding/score",
+        (
+            "the context's last token is fed with each continuation",
+            "shared_len, context_row = np.array([len(shared)], np.int32)",
+            "shared_len, context_row = np.array([max(1, len(shared) - 1)], np.int32)",
+            "decoding/test_generate_prefix.py::test_score_feeds_every_token_once",
+        ),
+        (
+            "a row for a continuation of one token",
+            "if len(tokens) > 1], []",
+            "if len(tokens)], []",
+            "decoding/test_generate_prefix.py::test_score_feeds_every_token_once",
+        ),
+        ("score of the token before", "behind = step.positions + 1", "behind = step.positions", SCORES),
+    ),
+]

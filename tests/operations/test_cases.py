@@ -1,0 +1,487 @@
+"""The behavioural cases of serving engines' own test suites, by letter (those without prefix caching).
+
+Each restates one case with its numbers. Contents are compared, not only counts: see `helpers.TokenDriver`.
+"""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+from tests.support.helpers import (
+    TokenDriver,
+    append,
+    assert_invariants,
+    assert_same,
+    leaf_bytes,
+    num_copies,
+    num_free,
+    num_used,
+    statuses,
+    table,
+    tiny_config,
+    token_vectors,
+)
+
+# Shared by most cases, so that each operation is compiled once. A row's last block is cut short: 6 * 16 + 4.
+ROOMY = tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=100)
+LARGE = kv.CacheConfig([kv.FullAttention(1, 2)], num_blocks=1024, block_size=16, max_seqs=10, max_seq_len=256)
+
+
+def test_case_a_sizes_from_a_memory_budget():
+    hundred_bytes = kv.FullAttention(num_kv_heads=1, head_dim=25)  # 2 * 25 * 2 bytes a token
+    for budget, num_blocks in ((16_000, 10), (17_599, 10), (17_600, 11)):
+        config = kv.CacheConfig([hundred_bytes], memory_budget=budget, block_size=16, dtype=jnp.float16)
+        assert config.groups[0].num_blocks == num_blocks
+        assert config.groups[0].block_bytes == 1_600
+        assert kv.memory_bytes(config) == num_blocks * 1_600
+    # A block spans all layers of its group: the same budget holds fewer blocks of a deeper model.
+    deep = kv.CacheConfig([hundred_bytes] * 3, memory_budget=16_000, block_size=16, dtype=jnp.float16)
+    assert deep.groups[0].num_blocks == 3 and kv.memory_bytes(deep) == 3 * 4_800
+
+    wide = kv.FullAttention(num_kv_heads=32, head_dim=128)
+    for dtype, block_bytes in ((jnp.float16, 262_144), (jnp.bfloat16, 262_144), (jnp.float32, 524_288)):
+        config = kv.CacheConfig(layers=[wide], num_blocks=7, block_size=16, dtype=dtype)
+        assert config.groups[0].block_bytes == block_bytes
+        assert kv.memory_bytes(config) == 7 * block_bytes
+    cache = kv.init(ROOMY)
+    arrays = [half for pool in cache.pools for half in (pool.k, pool.v)]
+    assert kv.memory_bytes(ROOMY) == sum(array.nbytes for array in arrays) == 40 * ROOMY.groups[0].block_bytes
+
+
+def test_case_b_blocks_used_by_lengths():
+    driver = TokenDriver(LARGE, width=129)
+    driver.start(4, 48)
+    assert num_used(driver.cache) == 3 and len(table(driver.cache, 4)) == 3
+    driver.start(7, 8)
+    assert num_used(driver.cache) == 3 + 1
+    assert driver.append({7: 4})[7] == Status.OK
+    assert num_used(driver.cache) == 3 + 1
+    assert driver.append({7: 8})[7] == Status.OK
+    assert num_used(driver.cache) == 3 + 2
+    driver.check()
+    assert driver.free(7, 4) == [Status.OK] * 2
+    assert num_free(driver.cache) == 1024
+    driver.check()
+    for length, num_rows in itertools.product((1, 16, 129), (1, 2, 10)):
+        rows = {seq_id: length for seq_id in range(num_rows)}
+        assert set(driver.allocate(rows).values()) == {Status.OK}
+        assert num_used(driver.cache) == num_rows * math.ceil(length / 16)  # reserved by the admission
+        assert set(driver.append(rows).values()) == {Status.OK}
+        assert num_used(driver.cache) == num_rows * math.ceil(length / 16)  # and not one more when filled
+        assert int(kv.stats(driver.cache).num_refs) == num_rows * math.ceil(length / 16)
+        driver.check()
+        driver.free(*rows)
+        assert num_free(driver.cache) == 1024
+
+
+def test_case_c_failed_operations_change_nothing():
+    driver = TokenDriver(tiny_config(num_blocks=10, block_size=16, max_seqs=3, max_seq_len=208))
+    empty = leaf_bytes(driver.cache)
+    assert driver.allocate({1: 200}) == {1: Status.OUT_OF_BLOCKS}  # 13 blocks
+    assert_same(empty, leaf_bytes(driver.cache))
+    driver.start(1, 37)
+    driver.check()
+    before = leaf_bytes(driver.cache)
+    for call, expected in (
+        (lambda c: kv.allocate(c, [0], [200]), Status.OUT_OF_BLOCKS),
+        (lambda c: kv.allocate(c, [0], [8 * 16]), Status.OUT_OF_BLOCKS),  # 8 blocks, 7 are free
+        (lambda c: kv.allocate(c, [1], [5]), Status.SEQ_IN_USE),
+        (lambda c: kv.free(c, [0]), Status.SEQ_NOT_ACTIVE),
+        (lambda c: kv.allocate(c, [-1], [5]), Status.BAD_SEQ_ID),
+        (lambda c: kv.allocate(c, [4], [5]), Status.BAD_SEQ_ID),
+        (lambda c: kv.free(c, [-1]), Status.BAD_SEQ_ID),
+        (lambda c: kv.free(c, [4]), Status.BAD_SEQ_ID),
+        (lambda c: kv.free(c, [3]), Status.SKIPPED),
+    ):
+        cache, result = call(driver.cache)
+        assert statuses(getattr(result, "status", result)) == [expected]
+        assert_same(before, leaf_bytes(cache))
+    assert driver.allocate({0: 7 * 16}) == {0: Status.OK}
+    assert num_free(driver.cache) == 0
+    driver.check()
+
+
+def test_case_d_full_pool_at_a_block_boundary():
+    driver = TokenDriver(tiny_config(num_blocks=5, block_size=16, max_seqs=6, max_seq_len=40))
+    for seq_id, length in ((4, 16), (0, 16), (2, 15), (5, 16), (1, 16)):
+        driver.start(seq_id, length)
+    assert num_free(driver.cache) == 0
+    driver.check()
+    copies = num_copies(driver.cache)
+    with driver.unchanged(0, 1, 4, 5):
+        found = driver.append({seq_id: 1 for seq_id in (0, 1, 2, 4, 5)})
+    assert found == {2: Status.OK, **dict.fromkeys((0, 1, 4, 5), Status.OUT_OF_BLOCKS)}
+    assert num_copies(driver.cache) == copies and len(table(driver.cache, 2)) == 1
+    driver.check()
+
+    driver.free(4)
+    driver.check()
+    found = driver.append({seq_id: 1 for seq_id in (0, 1, 5)})
+    assert found == {0: Status.OK, 1: Status.OUT_OF_BLOCKS, 5: Status.OUT_OF_BLOCKS}  # the first in row order
+    assert num_free(driver.cache) == 0
+    driver.check()
+
+
+def test_case_e_nothing_to_do_and_block_boundaries():
+    driver = TokenDriver(ROOMY)
+    zeros = np.zeros(12, np.int32)
+    empty = leaf_bytes(driver.cache)
+    for num_new, expected in ((zeros, Status.OK), (zeros + 3, Status.SEQ_NOT_ACTIVE)):
+        cache, step = kv.extend(driver.cache, num_new, max_new=16)
+        assert statuses(step.status) == [expected] * 12
+        assert np.asarray(step.query_len).tolist() == [0] * 12
+        assert (np.asarray(step.slots[0]) == 40 * 16).all()
+        assert_same(empty, leaf_bytes(cache))
+    driver.start(3, 31)
+    driver.start(8, 17)
+    driver.start(5, 32)
+    driver.check()
+    before = leaf_bytes(driver.cache)
+    cache, step = driver.append_call({})
+    assert statuses(step.status) == [Status.OK] * 12
+    assert_same(before, leaf_bytes(cache))
+
+    # First 32 -> 33 takes a block, 31 -> 32 and 17 -> 18 none; then 32 -> 33 again, of row 3; then nobody.
+    for crossing in ({5}, {3}, set()):
+        tables = {seq_id: table(driver.cache, seq_id) for seq_id in (3, 5, 8)}
+        taken = set(itertools.chain(*tables.values()))
+        free = num_free(driver.cache)
+        assert set(driver.append({3: 1, 5: 1, 8: 1}).values()) == {Status.OK}
+        assert num_free(driver.cache) == free - len(crossing)
+        for seq_id, old in tables.items():
+            new = table(driver.cache, seq_id)
+            assert new[: len(old)] == old
+            assert len(new) == len(old) + (seq_id in crossing)
+            assert not set(new[len(old) :]) & taken
+        driver.check()
+    # All rows cross in one call: as many blocks, all different.
+    assert set(driver.append({3: 14, 5: 13, 8: 12}).values()) == {Status.OK}  # to 47, 47, 32
+    assert set(driver.append({3: 2, 5: 2, 8: 2}).values()) == {Status.OK}
+    tables = [table(driver.cache, seq_id) for seq_id in (3, 5, 8)]
+    assert [len(blocks) for blocks in tables] == [4, 4, 3]
+    assert len(set(itertools.chain(*tables))) == 11 == num_used(driver.cache)
+    driver.check()
+
+
+def test_case_f_release_leaves_others_alone():
+    driver = TokenDriver(ROOMY)
+    for seq_id, length in ((2, 33), (7, 16), (0, 50), (11, 1)):
+        driver.start(seq_id, length)
+    driver.check()
+    with driver.unchanged(2, 0, 11):
+        assert driver.free(7) == [Status.OK]
+    driver.check()
+    driver.free(0, 2, 11)
+    assert num_free(driver.cache) == 40
+    for cycle in range(7):
+        rows = [(cycle * 5 + i) % 12 for i in range(4)]
+        for i, seq_id in enumerate(rows):
+            driver.start(seq_id, 7 + 13 * i + cycle)
+        assert set(driver.append({seq_id: 9 for seq_id in rows}).values()) == {Status.OK}
+        driver.check()
+        assert driver.free(*rows) == [Status.OK] * 4
+        assert num_free(driver.cache) == 40
+    stats = kv.stats(driver.cache)
+    assert int(stats.num_blocks_free) == 40 and int(stats.num_refs) == int(stats.num_active_seqs) == 0
+    driver.check()
+
+
+def test_case_g_padding_and_idle_rows_write_nowhere():
+    driver = TokenDriver(ROOMY)
+    for seq_id in range(6):
+        driver.start(seq_id, 96)
+    driver.start(6, 61)  # 4 blocks: all 40 are taken
+    assert num_free(driver.cache) == 0
+    holder = next(seq_id for seq_id in range(7) if 0 in table(driver.cache, seq_id))
+    active = 9
+    driver.free(*[seq_id for seq_id in range(7) if seq_id != holder])
+    driver.start(active, 0)
+    driver.check()
+    before = [(np.array(pool.k), np.array(pool.v)) for pool in driver.cache.pools]
+
+    idle, padding = Status.SEQ_NOT_ACTIVE, Status.SKIPPED
+    seq_ids = np.array([10, 12, active, 12, holder, 1], np.int32)
+    num_new = np.array([1, 1, 1, 1, 0, 1], np.int32)
+    expected = [idle, padding, Status.OK, padding, Status.OK, idle]
+    driver.texts[active] = driver.new_tokens(100)
+    with driver.unchanged(holder):
+        for position, token in enumerate(driver.texts[active]):
+            keys = np.full((2, 6, 1, 2, 3), np.nan, np.float32)
+            values = keys.copy()
+            for layer in range(2):
+                keys[layer, 2], values[layer, 2] = token_vectors(ROOMY, layer, [token], position)
+            driver.cache, step = append(driver.cache, keys, values, num_new, seq_ids=seq_ids)
+            assert statuses(step.status) == expected
+    is_written = np.zeros((40, 16), bool)
+    is_written[table(driver.cache, active)] = True
+    for pool, halves in zip(driver.cache.pools, before, strict=True):
+        for array, old in zip((pool.k, pool.v), halves, strict=True):
+            new, old = (np.asarray(x).reshape(2, 40, 2, 16, 3) for x in (array, old))
+            is_changed = (new.view(np.int32) != old.view(np.int32)).any(axis=(0, 2, 4))
+            assert not is_changed[0].any() and not (is_changed & ~is_written).any()
+    driver.check()
+
+
+@pytest.mark.parametrize("max_seq_len", [100, 96])
+def test_case_h_row_at_max_seq_len(max_seq_len):
+    driver = TokenDriver(tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=max_seq_len))
+    driver.start(1, max_seq_len - 1)
+    driver.start(0, 5)
+    driver.check()
+    before = leaf_bytes(driver.cache)
+    assert driver.append({1: 2}) == {1: Status.TOO_LONG}
+    assert_same(before, leaf_bytes(driver.cache))
+    assert driver.append({1: 1, 0: 2}) == {1: Status.OK, 0: Status.OK}
+    driver.check()
+    before = leaf_bytes(driver.cache)
+    for count in (1, 2, 16):
+        assert driver.append({1: count}) == {1: Status.TOO_LONG}
+        assert_same(before, leaf_bytes(driver.cache))
+    assert driver.append({1: 1, 0: 3}) == {1: Status.TOO_LONG, 0: Status.OK}
+    driver.check()
+    assert driver.truncate([1], [max_seq_len - 1]) == [Status.OK]
+    assert driver.append({1: 1}) == {1: Status.OK}
+    driver.check()
+    driver.free(1)
+    assert driver.allocate({1: max_seq_len + 1}) == {1: Status.TOO_LONG}
+    driver.check()
+
+
+def test_case_i_fork_takes_no_block():
+    driver = TokenDriver(ROOMY)
+    driver.start(4, 48)
+    assert num_used(driver.cache) == 3
+    assert driver.fork([4], [9]) == [Status.OK]
+    assert num_used(driver.cache) == 3
+    assert table(driver.cache, 4) == table(driver.cache, 9)
+    assert int(kv.stats(driver.cache).num_refs) == 6 and int(kv.stats(driver.cache).num_blocks_shared) == 3
+    driver.check()
+    free = num_free(driver.cache)
+    driver.free(4)
+    assert num_free(driver.cache) == free
+    driver.check()
+    driver.free(9)
+    assert num_free(driver.cache) == 40
+    driver.check()
+
+
+def test_case_i_reserved_blocks_stay_with_the_source():
+    driver = TokenDriver(ROOMY)
+    assert driver.allocate({4: 90}) == {4: Status.OK}  # 6 blocks reserved, 2 of them filled
+    assert driver.append({4: 20}) == {4: Status.OK}
+    assert driver.fork([4], [9]) == [Status.OK]
+    assert num_used(driver.cache) == 6
+    assert len(table(driver.cache, 4)) == 6 and table(driver.cache, 9) == table(driver.cache, 4)[:2]
+    assert driver.append({9: 14, 4: 13}) == {9: Status.OK, 4: Status.OK}
+    driver.check()
+    driver.free(4)
+    assert num_used(driver.cache) == 3
+    driver.check()
+
+
+@pytest.mark.parametrize("is_fork_first", [True, False])
+def test_case_j_copy_on_write_counts(is_fork_first):
+    driver = TokenDriver(ROOMY, width=28)
+    for n, k in itertools.product((5, 15, 16, 17, 32, 33), (1, 11, 16, 28)):
+        driver.start(2, n)
+        driver.fork([2], [6])
+        driver.check()
+        first, second = (6, 2) if is_fork_first else (2, 6)
+        copies, used = num_copies(driver.cache), num_used(driver.cache)
+        taken = math.ceil((n + k) / 16) - n // 16
+        assert np.asarray(kv.num_blocks_needed(driver.cache, [k], [first])).tolist() == [taken]
+        with driver.unchanged(second):
+            assert driver.append({first: k}) == {first: Status.OK}
+        assert num_used(driver.cache) - used == taken
+        assert num_copies(driver.cache) - copies == (1 if n % 16 else 0)
+        assert table(driver.cache, first)[: n // 16] == table(driver.cache, second)[: n // 16]
+        driver.check()
+
+        # The last remaining owner of the tail writes in place.
+        copies, used, tail = num_copies(driver.cache), num_used(driver.cache), table(driver.cache, second)
+        with driver.unchanged(first):
+            assert driver.append({second: k}) == {second: Status.OK}
+        assert num_used(driver.cache) - used == math.ceil((n + k) / 16) - math.ceil(n / 16)
+        assert num_copies(driver.cache) == copies
+        assert table(driver.cache, second)[: len(tail)] == tail
+        driver.check()
+        driver.free(2, 6)
+        assert num_free(driver.cache) == 40
+
+
+def test_case_k_three_branches_of_one_row():
+    driver = TokenDriver(ROOMY)
+    driver.start(1, 20)
+    driver.fork([1, 1], [5, 3])
+    copies = num_copies(driver.cache)
+    assert set(driver.append({1: 1, 3: 1, 5: 1}).values()) == {Status.OK}
+    tables = [table(driver.cache, seq_id) for seq_id in (1, 3, 5)]
+    assert len({blocks[0] for blocks in tables}) == 1 and len({blocks[1] for blocks in tables}) == 3
+    assert num_used(driver.cache) == 4
+    assert num_copies(driver.cache) == copies + 2  # three writers, three owners: the last writes in place
+    assert int(kv.stats(driver.cache).num_blocks_shared) == 1
+    assert len({tuple(driver.texts[seq_id]) for seq_id in (1, 3, 5)}) == 3
+    driver.check()
+    # One branch after another, and longer ones.
+    for seq_id, count in ((5, 3), (1, 12), (3, 13)):
+        assert driver.append({seq_id: count}) == {seq_id: Status.OK}
+        driver.check()
+
+
+def test_case_l_fork_into_an_active_row_and_chains():
+    driver = TokenDriver(ROOMY)
+    driver.start(0, 21)
+    driver.start(4, 40)
+    driver.check()
+    before = leaf_bytes(driver.cache)
+    for source, target in ((0, 4), (4, 0), (0, 0)):
+        assert driver.fork([source], [target]) == [Status.SEQ_IN_USE]
+        assert_same(before, leaf_bytes(driver.cache))
+    driver.free(0, 4)
+    assert num_free(driver.cache) == 40
+    for order in (range(11), range(10, -1, -1), (5, 0, 10, 3, 7, 1, 9, 2, 8, 4, 6)):
+        driver.start(0, 21)
+        assert driver.fork(list(range(10)), list(range(1, 11))) == [Status.OK] * 10  # a chain in one call
+        assert num_used(driver.cache) == 2
+        assert driver.append({3: 1, 8: 12, 10: 4}) == dict.fromkeys((3, 8, 10), Status.OK)
+        driver.check()
+        for seq_id in order:
+            assert driver.free(seq_id) == [Status.OK]
+            assert_invariants(driver.cache)
+            if seq_id in (1, 7):
+                driver.check()
+        assert num_free(driver.cache) == 40
+
+
+def test_case_m_reorder_with_duplicates():
+    driver = TokenDriver(ROOMY)
+    for seq_id, length in ((0, 19), (1, 35), (2, 37), (3, 50)):
+        driver.start(seq_id, length)
+    driver.check()
+    tables = {seq_id: table(driver.cache, seq_id) for seq_id in range(4)}
+    assert num_used(driver.cache) == 2 + 3 + 3 + 4
+    assert driver.reorder([0, 1, 2, 3], [2, 2, 0, 2]) == [Status.OK] * 4
+    assert [table(driver.cache, seq_id) for seq_id in range(4)] == [tables[parent] for parent in (2, 2, 0, 2)]
+    assert num_used(driver.cache) == 2 + 3  # what only rows 1 and 3 owned came back
+    driver.check()
+    assert set(driver.append({0: 2, 1: 2, 2: 2, 3: 2}).values()) == {Status.OK}
+    assert num_used(driver.cache) == 2 + 2 + 3  # three branches of 37 tokens: two full blocks, three tails
+    driver.check()
+    # A swap keeps everything, and the identity changes no row.
+    used = num_used(driver.cache)
+    assert driver.reorder([3, 2], [2, 3]) == [Status.OK] * 2
+    assert num_used(driver.cache) == used
+    driver.check()
+    rows = [table(driver.cache, seq_id) for seq_id in range(4)]
+    assert driver.reorder([0, 1, 2, 3], [0, 1, 2, 3]) == [Status.OK] * 4
+    assert [table(driver.cache, seq_id) for seq_id in range(4)] == rows and num_used(driver.cache) == used
+    driver.check()
+    driver.free(0, 1, 2, 3)
+    assert num_free(driver.cache) == 40
+
+
+def test_case_n_truncate():
+    driver = TokenDriver(tiny_config(num_blocks=9, block_size=4, max_seqs=3, max_seq_len=24))
+    driver.start(1, 12)
+    assert num_used(driver.cache) == 3
+    assert driver.truncate([1], [8]) == [Status.OK]
+    assert num_used(driver.cache) == 2
+    driver.check()
+    # Into a shared block: the other owner keeps it, and the next write here copies.
+    assert driver.fork([1], [2]) == [Status.OK]
+    assert driver.truncate([1], [6]) == [Status.OK]
+    assert num_used(driver.cache) == 2 and len(driver.texts[2]) == 8
+    driver.check()
+    copies = num_copies(driver.cache)
+    with driver.unchanged(2):
+        assert driver.append({1: 1}) == {1: Status.OK}
+    assert num_copies(driver.cache) == copies + 1 and num_used(driver.cache) == 3
+    driver.check()
+    # At a block boundary nothing needs copying; a row of zero tokens stays active; reserved blocks go too.
+    assert driver.truncate([2], [4]) == [Status.OK]
+    assert driver.append({2: 1}) == {2: Status.OK}
+    assert num_copies(driver.cache) == copies + 1
+    driver.check()
+    assert driver.truncate([1, 2], [0, 5]) == [Status.OK] * 2
+    assert num_used(driver.cache) == 2 and table(driver.cache, 1) == []
+    driver.check()
+    assert driver.allocate({0: 20}) == {0: Status.OK}
+    assert driver.append({0: 6}) == {0: Status.OK}
+    assert num_used(driver.cache) == 2 + 5
+    assert driver.truncate([0], [6]) == [Status.OK]
+    assert num_used(driver.cache) == 2 + 2
+    driver.check()
+
+
+def test_case_bb_repeats_empty_prompts_and_duplicates():
+    driver = TokenDriver(ROOMY)
+    text = driver.start(3, 16)
+    driver.start(0, list(text))  # an exact repeat: hit 0 (`TokenDriver.allocate` checks num_cached)
+    assert num_used(driver.cache) == 2
+    driver.check()
+    used = num_used(driver.cache)
+    assert driver.allocate({5: 0}) == {5: Status.OK}
+    assert num_used(driver.cache) == used and bool(driver.cache.is_active[5]) and table(driver.cache, 5) == []
+    driver.check()
+    assert driver.append({5: 3}) == {5: Status.OK}
+    driver.check()
+    # Duplicate ids in one call: the first wins.
+    driver.cache, admission = kv.allocate(driver.cache, [7, 7, 8], [20, 40, 1])
+    assert statuses(admission.status) == [Status.OK, Status.SEQ_IN_USE, Status.OK]
+    driver.texts |= {7: [], 8: []}
+    assert len(table(driver.cache, 7)) == 2 and num_used(driver.cache) == used + 1 + 2 + 1
+    assert driver.append({7: 20, 8: 1}) == {7: Status.OK, 8: Status.OK}
+    driver.check()
+    cache, step = kv.extend(driver.cache, [2, 3, 1], max_new=16, seq_ids=[7, 7, 8])
+    assert statuses(step.status) == [Status.OK, Status.DUPLICATE_SEQ_ID, Status.OK]
+    assert np.asarray(cache.context_len)[[7, 8]].tolist() == [22, 2]
+    # Giving up a row whose blocks are all shared frees nothing.
+    driver.fork([7], [9])
+    free = num_free(driver.cache)
+    assert driver.free(7) == [Status.OK]
+    assert num_free(driver.cache) == free
+    driver.check()
+
+
+def test_case_dd_truncate_into_an_own_block_writes_in_place():
+    driver = TokenDriver(ROOMY)
+    driver.start(6, 45)
+    driver.check()
+    blocks, copies = table(driver.cache, 6), num_copies(driver.cache)
+    assert driver.truncate([6], [41]) == [Status.OK]
+    assert driver.append({6: 2}) == {6: Status.OK}
+    assert table(driver.cache, 6) == blocks and num_copies(driver.cache) == copies
+    driver.check()
+    # Also when the block was shared for a while.
+    driver.fork([6], [2])
+    driver.free(6)
+    assert driver.truncate([2], [34]) == [Status.OK]
+    assert driver.append({2: 5}) == {2: Status.OK}
+    assert table(driver.cache, 2) == blocks and num_copies(driver.cache) == copies
+    driver.check()
+
+
+@pytest.mark.parametrize("num_owners", [3, 4])
+def test_case_ee_three_writers_and_one_spare_block(num_owners):
+    driver = TokenDriver(tiny_config(num_blocks=3, block_size=16, max_seqs=5, max_seq_len=40))
+    driver.start(1, 20)
+    branches = [4, 2, 0][: num_owners - 1]
+    assert driver.fork([1] * len(branches), branches) == [Status.OK] * len(branches)
+    assert num_free(driver.cache) == 1
+    driver.check()
+    with driver.unchanged(2, 4):
+        found = driver.append({1: 1, 2: 1, 4: 1})
+    # With three owners, row 2 still owns the tail after it failed, so row 4 may not write in place either.
+    assert found == {1: Status.OK, 2: Status.OUT_OF_BLOCKS, 4: Status.OUT_OF_BLOCKS}
+    assert num_free(driver.cache) == 0
+    driver.check()
+    driver.free(*(seq_id for seq_id in branches if seq_id != 4))
+    copies = num_copies(driver.cache)
+    assert driver.append({4: 1}) == {4: Status.OK}  # now the one owner
+    assert num_copies(driver.cache) == copies
+    driver.check()

@@ -1,0 +1,454 @@
+"""Every operation x every failure: the status, the untouched rest, and the other rows of the same call.
+
+A failed row must leave exactly the state that a skipped one leaves, bit by bit.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+from tests.support.helpers import (
+    TokenDriver,
+    assert_invariants,
+    assert_same,
+    leaf_bytes,
+    num_copies,
+    num_free,
+    poison,
+    statuses,
+    tiny_config,
+)
+
+# ---------------------------------------------------------------------------------------
+# one row fails
+
+NUM_ROWS = 8
+CROWDED = tiny_config(num_blocks=13, block_size=4, max_seqs=NUM_ROWS, max_seq_len=24)
+
+
+@pytest.fixture(scope="module")
+def crowded():
+    """Rows 0 and 2 share 7 tokens, row 3 is as long as can be, row 4 holds 5; 3 of 13 blocks are free."""
+    driver = TokenDriver(CROWDED)
+    for seq_id, length in ((4, 5), (0, 7), (3, 24)):
+        driver.start(seq_id, length)
+    driver.fork([0], [2])
+    driver.check()
+    assert num_free(driver.cache) == 3
+    return driver
+
+
+def finite(shape):
+    return np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 0.5
+
+
+def append_call(cache, seq_ids, num_new):
+    keys = finite((2, len(seq_ids), 16, 2, 3))
+    cache, step = kv.append(cache, keys, -keys, num_new, seq_ids=seq_ids)
+    return cache, step.status
+
+
+def extend_call(cache, seq_ids, num_new):
+    cache, step = kv.extend(cache, num_new, max_new=16, seq_ids=seq_ids)
+    return cache, step.status
+
+
+def packed_call(cache, seq_ids, num_new):
+    cache, step = kv.extend(cache, num_new, num_tokens=40, seq_ids=seq_ids)
+    return cache, step.status
+
+
+def allocate_call(cache, seq_ids, num_tokens):
+    cache, admission = kv.allocate(cache, seq_ids, num_tokens)
+    return cache, admission.status
+
+
+CALLS = {
+    "allocate": allocate_call,
+    "extend": extend_call,
+    "extend_packed": packed_call,
+    "append": append_call,
+    "fork": lambda cache, targets, sources: kv.fork(cache, sources, targets),
+    "reorder": kv.reorder,
+    "truncate": kv.truncate,
+    "free": lambda cache, seq_ids, _: kv.free(cache, seq_ids),
+    "touch": lambda cache, seq_ids, _: kv.touch(cache, seq_ids),
+    "set_priority": kv.set_priority,
+}
+
+# Two (row, argument) pairs per operation that succeed on the crowded state, also with each other.
+PARTNERS = {
+    "allocate": ((1, 2), (5, 3)),
+    "extend": ((2, 1), (0, 1)),
+    "fork": ((1, 0), (5, 4)),
+    "reorder": ((0, 4), (2, 2)),
+    "truncate": ((0, 6), (2, 3)),
+    "free": ((0, 0), (2, 0)),
+    "touch": ((0, 0), (2, 0)),
+    "set_priority": ((0, 7), (2, -3)),
+}
+PARTNERS["extend_packed"] = PARTNERS["append"] = PARTNERS["extend"]
+
+BAD_IDS = [-1, NUM_ROWS + 1, 2**31 - 1, -(2**31)]
+VALID_ARGUMENT = {
+    "allocate": 3,
+    "extend": 2,
+    "fork": 0,
+    "reorder": 0,
+    "truncate": 3,
+    "free": 0,
+    "touch": 0,
+    "set_priority": 1,
+}
+
+FAILURES: list[Any] = [
+    # Three blocks are free; with the partners' shares taken there are two.
+    ("allocate", 6, 13, Status.OUT_OF_BLOCKS),
+    ("allocate", 6, 24, Status.OUT_OF_BLOCKS),
+    ("allocate", 6, 25, Status.TOO_LONG),
+    ("allocate", 6, 2**31 - 1, Status.TOO_LONG),
+    ("allocate", 4, 1, Status.SEQ_IN_USE),
+    ("allocate", 3, 0, Status.SEQ_IN_USE),
+    ("allocate", 6, -1, Status.BAD_LENGTH),
+    ("allocate", 6, -(2**31), Status.BAD_LENGTH),
+    ("extend", 4, 16, Status.OUT_OF_BLOCKS),  # 5 + 16 tokens: four more blocks
+    ("extend", 3, 1, Status.TOO_LONG),
+    ("extend", 3, 16, Status.TOO_LONG),
+    ("extend", 6, 1, Status.SEQ_NOT_ACTIVE),
+    ("extend", 4, -1, Status.BAD_LENGTH),
+    ("extend", 3, -(2**31), Status.BAD_LENGTH),
+    ("fork", 6, 7, Status.SEQ_NOT_ACTIVE),
+    ("fork", 6, 6, Status.SEQ_NOT_ACTIVE),
+    ("fork", 4, 0, Status.SEQ_IN_USE),
+    ("fork", 4, 4, Status.SEQ_IN_USE),
+    *(("fork", 6, bad, Status.BAD_SEQ_ID) for bad in BAD_IDS),  # as a source; as a target below
+    ("reorder", 3, 6, Status.SEQ_NOT_ACTIVE),
+    *(("reorder", 3, bad, Status.BAD_SEQ_ID) for bad in BAD_IDS),  # as a parent
+    ("truncate", 6, 0, Status.SEQ_NOT_ACTIVE),
+    ("truncate", 4, 6, Status.TOO_LONG),
+    ("truncate", 3, 2**31 - 1, Status.TOO_LONG),
+    ("truncate", 4, -1, Status.BAD_LENGTH),
+    ("truncate", 4, -(2**31), Status.BAD_LENGTH),
+    ("free", 6, 0, Status.SEQ_NOT_ACTIVE),
+    ("touch", 6, 0, Status.SEQ_NOT_ACTIVE),
+    ("set_priority", 6, 5, Status.SEQ_NOT_ACTIVE),
+]
+FAILURES += [("extend_packed", *case) for op, *case in FAILURES if op == "extend"]
+FAILURES += [("append", *case) for op, *case in FAILURES if op == "extend"]
+FAILURES += [(op, bad, VALID_ARGUMENT.get(op, 2), Status.BAD_SEQ_ID) for op in CALLS for bad in BAD_IDS]
+FAILURES += [(op, NUM_ROWS, VALID_ARGUMENT.get(op, 2), Status.SKIPPED) for op in CALLS]
+FAILURES += [("extend", 4, 17, Status.TOO_LONG), ("append", 4, 17, Status.TOO_LONG)]  # more than max_new
+FAILURES += [("extend", 4, 2**31 - 1, Status.TOO_LONG)]
+ALONE = [("extend_packed", 4, 2**31 - 1, Status.TOO_LONG)]  # packed, it leaves no place for the rows after it
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_a_failed_row_changes_nothing(crowded, operation):
+    before = leaf_bytes(crowded.cache)
+    for name, seq_id, argument, expected in FAILURES + ALONE:
+        if name == operation:
+            cache, status = CALLS[operation](crowded.cache, [seq_id], [argument])
+            assert statuses(status) == [expected], (seq_id, argument)
+            assert_same(before, leaf_bytes(cache))
+
+
+def with_partners(operation, at, seq_id, argument):
+    """Rows and arguments of a call of three: the two partners, and the given row at place `at`."""
+    seq_ids, arguments = (list(part) for part in zip(*PARTNERS[operation], strict=True))
+    seq_ids.insert(at, seq_id)
+    arguments.insert(at, argument)
+    return seq_ids, arguments
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_the_other_rows_of_the_call_proceed(crowded, operation):
+    """First, second or last: the failing row leaves what the same call leaves with that row skipped."""
+    for at in range(3):
+        cache, status = CALLS[operation](
+            crowded.cache, *with_partners(operation, at, NUM_ROWS, VALID_ARGUMENT.get(operation, 2))
+        )
+        want = [Status.OK] * 3
+        want[at] = Status.SKIPPED
+        assert statuses(status) == want
+        assert_invariants(cache)
+        skipped = leaf_bytes(cache)
+        for name, seq_id, argument, expected in FAILURES:
+            if name == operation:
+                cache, status = CALLS[operation](
+                    crowded.cache, *with_partners(operation, at, seq_id, argument)
+                )
+                want[at] = expected
+                assert statuses(status) == want, (seq_id, argument, at)
+                assert_same(skipped, leaf_bytes(cache))
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_successive_rows_of_one_call(crowded, operation):
+    """n rows mean n successive calls; `extend` and `reorder`, which look at one moment, refuse the second."""
+    (seq_id, argument), (other, other_argument) = PARTNERS[operation]
+    cache, status = CALLS[operation](
+        crowded.cache, [seq_id, seq_id, other], [argument, argument, other_argument]
+    )
+    second = {
+        "allocate": Status.SEQ_IN_USE,
+        "fork": Status.SEQ_IN_USE,
+        "free": Status.SEQ_NOT_ACTIVE,
+        "extend": Status.DUPLICATE_SEQ_ID,
+        "extend_packed": Status.DUPLICATE_SEQ_ID,
+        "append": Status.DUPLICATE_SEQ_ID,
+        "reorder": Status.DUPLICATE_SEQ_ID,
+        "truncate": Status.OK,
+        "touch": Status.OK,
+        "set_priority": Status.OK,
+    }[operation]
+    assert statuses(status) == [Status.OK, second, Status.OK]
+    assert_invariants(cache)
+    if second != Status.OK and operation != "append":
+        want, _ = CALLS[operation](
+            crowded.cache, [seq_id, NUM_ROWS, other], [argument, argument, other_argument]
+        )
+        assert_same(leaf_bytes(want), leaf_bytes(cache))
+
+
+def test_rows_are_served_in_the_order_of_the_call(crowded):
+    """Not in the order of their ids; and each sees what the rows before it left."""
+    cache, admission = kv.allocate(crowded.cache, [7, 1, 5], [8, 8, 3])  # 2 + 2 + 1 blocks, 3 are free
+    assert statuses(admission.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OK]
+    cache, status = kv.fork(crowded.cache, [6, 1, 0, 5, 4], [1, 5, 7, 6, 7])
+    assert statuses(status) == [
+        Status.SEQ_NOT_ACTIVE,
+        Status.SEQ_NOT_ACTIVE,  # row 1 was not started by the call before
+        Status.OK,
+        Status.SEQ_NOT_ACTIVE,
+        Status.SEQ_IN_USE,
+    ]
+    cache, status = kv.truncate(crowded.cache, [0, 4, 0, 0], [6, 4, 7, 2])
+    assert statuses(status) == [Status.OK, Status.OK, Status.TOO_LONG, Status.OK]
+    assert np.asarray(cache.context_len)[[0, 2, 4]].tolist() == [2, 7, 4]
+    cache, status = kv.reorder(crowded.cache, [0, 3, 2], [6, 0, 4])  # row 0 fails, row 3 takes what it holds
+    assert statuses(status) == [Status.SEQ_NOT_ACTIVE, Status.OK, Status.OK]
+    assert np.asarray(cache.context_len)[[0, 2, 3, 4]].tolist() == [7, 5, 7, 5]
+    assert_invariants(cache)
+
+    # Three owners of a tail and one block: whoever stands first in the call gets the copy.
+    cache, _ = kv.fork(crowded.cache, [0], [6])
+    cache, admission = kv.allocate(cache, [1], [8])
+    assert statuses(admission.status) == [Status.OK] and num_free(cache) == 1
+    for order in ([6, 0, 2], [2, 6, 0], [0, 2, 6]):
+        new, step = kv.extend(cache, [1, 1, 1], max_new=16, seq_ids=order)
+        assert statuses(step.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OUT_OF_BLOCKS]
+        assert np.asarray(new.context_len)[order].tolist() == [8, 7, 7]
+        assert_invariants(new)
+
+
+@pytest.mark.parametrize("wide", [2**32, 2**32 + 4, 2**40 + 1, -(2**32), -(2**33) + 4])
+def test_integers_beyond_32_bits_never_wrap_into_a_valid_one(crowded, wide):
+    """2**32 + 4 cut to 32 bits would be row 4, or 4 tokens."""
+    before = leaf_bytes(crowded.cache)
+    too_much = Status.TOO_LONG if wide > 0 else Status.BAD_LENGTH
+    for operation, seq_id, argument, expected in (
+        *((operation, wide, VALID_ARGUMENT.get(operation, 2), Status.BAD_SEQ_ID) for operation in CALLS),
+        ("fork", 6, wide, Status.BAD_SEQ_ID),
+        ("reorder", 3, wide, Status.BAD_SEQ_ID),
+        ("allocate", 6, wide, too_much),
+        ("extend", 4, wide, too_much),
+        ("truncate", 4, wide, too_much),
+    ):
+        cache, status = CALLS[operation](crowded.cache, [seq_id], [argument])
+        assert statuses(status) == [expected], operation
+        assert_same(before, leaf_bytes(cache))
+    cache, status = kv.free(crowded.cache, np.array([2**32 - 1], np.uint32))
+    assert statuses(status) == [Status.BAD_SEQ_ID]
+
+
+def test_all_rows_at_once_fail_alone(crowded):
+    """`extend(seq_ids=None)`: one row of the table fails, the others ask for nothing."""
+    before = leaf_bytes(crowded.cache)
+    for seq_id, count, expected in (
+        (4, 16, Status.OUT_OF_BLOCKS),
+        (0, 10, Status.OUT_OF_BLOCKS),
+        (3, 1, Status.TOO_LONG),
+        (6, 1, Status.SEQ_NOT_ACTIVE),
+        (4, -1, Status.BAD_LENGTH),
+        (4, 17, Status.TOO_LONG),
+    ):
+        num_new = np.zeros(NUM_ROWS, np.int32)
+        num_new[seq_id] = count
+        cache, step = kv.extend(crowded.cache, num_new, max_new=16)
+        want = [Status.OK] * NUM_ROWS
+        want[seq_id] = expected
+        assert statuses(step.status) == want
+        assert (np.asarray(step.query_len) == 0).all()
+        assert (np.asarray(step.slots[0]) == 13 * 4).all()
+        assert_same(before, leaf_bytes(cache))
+
+
+def test_a_copy_needs_a_block_too(crowded):
+    """Row 0 and its fork share 7 tokens in 2 blocks, 3 are free: 9 more tokens need 2 blocks and a copy."""
+    copies = num_copies(crowded.cache)
+    assert np.asarray(kv.num_blocks_needed(crowded.cache, [9, 10, 1], [0, 0, 0])).tolist() == [3, 4, 1]
+    cache, step = kv.extend(crowded.cache, [10], max_new=16, seq_ids=[0])
+    assert statuses(step.status) == [Status.OUT_OF_BLOCKS]
+    assert_same(leaf_bytes(crowded.cache), leaf_bytes(cache))
+    cache, step = kv.extend(crowded.cache, [9], max_new=16, seq_ids=[0])
+    assert statuses(step.status) == [Status.OK] and num_copies(cache) == copies + 1 and num_free(cache) == 0
+    # With its fork gone the same row needs no copy, and 10 tokens fit.
+    cache, _ = kv.free(crowded.cache, [2])
+    cache, step = kv.extend(cache, [10], max_new=16, seq_ids=[0])
+    assert statuses(step.status) == [Status.OK] and num_copies(cache) == copies
+
+
+def test_packed_rows_past_the_end_fail(crowded):
+    """The packed arrays have 6 places; a row whose tokens do not all fit is refused, nothing is cut."""
+    cache, step = kv.extend(crowded.cache, [3, 4], num_tokens=6, seq_ids=[4, 0])
+    found = statuses(step.status)
+    assert found[0] == Status.OK and found[1] not in (Status.OK, Status.SKIPPED)
+    assert np.asarray(step.query_len).tolist() == [3, 0]
+    assert np.asarray(cache.context_len)[[4, 0]].tolist() == [8, 7]
+    want, _ = kv.extend(crowded.cache, [3, 4], num_tokens=6, seq_ids=[4, NUM_ROWS])
+    assert_same(leaf_bytes(want), leaf_bytes(cache))
+
+
+# ---------------------------------------------------------------------------------------
+# two groups: all or nothing
+
+
+def two_groups(num_full_blocks, num_window_blocks):
+    return kv.CacheConfig(
+        layers=[
+            kv.FullAttention(num_kv_heads=2, head_dim=3, block_size=4, num_blocks=num_full_blocks),
+            kv.SlidingWindow(
+                num_kv_heads=1,
+                head_dim=5,
+                window=7,
+                max_rollback=2,
+                block_size=2,
+                num_blocks=num_window_blocks,
+            ),
+        ],
+        max_seqs=4,
+        max_seq_len=40,
+        max_query_len=6,
+    )
+
+
+def append_two(cache, seq_ids, num_new):
+    keys = [finite((len(seq_ids), 6, 2, 3)), finite((len(seq_ids), 6, 1, 5))]
+    cache, step = kv.append(cache, keys, [-key for key in keys], num_new, seq_ids=seq_ids)
+    return cache, statuses(step.status)
+
+
+@pytest.mark.parametrize("num_full_blocks, num_window_blocks", [(5, 40), (20, 9)])
+def test_failure_in_one_group_leaves_both(num_full_blocks, num_window_blocks):
+    cache = kv.init(two_groups(num_full_blocks, num_window_blocks))
+    empty = leaf_bytes(cache)
+    cache, admission = kv.allocate(
+        cache, [2], [40]
+    )  # 10 full blocks, or as many window blocks as a row ever holds
+    if num_full_blocks == 5:
+        assert statuses(admission.status) == [Status.OUT_OF_BLOCKS]
+        assert_same(empty, leaf_bytes(cache))
+    else:
+        assert statuses(admission.status) == [Status.OK]
+        cache, _ = kv.free(cache, [2])
+    cache, admission = kv.allocate(cache, [2], [5])
+    assert statuses(admission.status) == [Status.OK]
+    cache, found = append_two(cache, [2], [5])
+    assert found == [Status.OK]
+    # Full: 2 of 5 blocks, 4 tokens each. Window: 3 of 9 blocks, 2 tokens each.
+    cache, admission = kv.allocate(cache, [0], [6])
+    assert statuses(admission.status) == [Status.OK]
+    cache, found = append_two(cache, [0], [6])
+    assert found == [Status.OK]
+    short, plenty = (0, 1) if num_full_blocks == 5 else (1, 0)
+    left = num_free(cache, short)
+    assert left == (1 if short == 0 else 3)
+    cache = poison(cache)
+    before = leaf_bytes(cache)
+    too_many = 6 if short == 0 else 40
+    for call, expected in (
+        (lambda c: kv.allocate(c, [1], [too_many]), [Status.OUT_OF_BLOCKS]),
+        (lambda c: kv.allocate(c, [0], [1]), [Status.SEQ_IN_USE]),
+        (lambda c: kv.allocate(c, [1], [41]), [Status.TOO_LONG]),
+        (lambda c: kv.free(c, [1]), [Status.SEQ_NOT_ACTIVE]),
+        (lambda c: kv.fork(c, [1], [3]), [Status.SEQ_NOT_ACTIVE]),
+        (lambda c: kv.truncate(c, [0], [7]), [Status.TOO_LONG]),
+        (lambda c: kv.truncate(c, [0], [-1]), [Status.BAD_LENGTH]),
+    ):
+        new, result = call(cache)
+        assert statuses(getattr(result, "status", result)) == expected
+        assert_same(before, leaf_bytes(new))
+
+    # Rows 0 and 2 grow until one group is exhausted; the failing call leaves both groups as they were.
+    failures = 0
+    lengths = {0: 6, 2: 5}
+    for _ in range(11):
+        for seq_id in (0, 2):
+            before, free = leaf_bytes(cache), (num_free(cache, 0), num_free(cache, 1))
+            new, found = append_two(cache, [seq_id], [3])
+            if found == [Status.OUT_OF_BLOCKS]:
+                failures += 1
+                assert_same(before, leaf_bytes(new))
+                assert free[plenty] > 0
+            else:
+                assert found == [Status.OK]
+                lengths[seq_id] += 3
+                cache = poison(new)
+            assert_invariants(cache)
+        if failures:
+            break
+    assert failures
+    assert np.asarray(cache.context_len).tolist() == [lengths[0], 0, lengths[2], 0]
+    # With the one row gone the other proceeds, and in the end everything is free.
+    cache, _ = kv.free(cache, [0])
+    cache, found = append_two(cache, [2], [2])
+    assert found == [Status.OK]
+    cache, _ = kv.free(cache, [2])
+    assert (num_free(cache, 0), num_free(cache, 1)) == (num_full_blocks, num_window_blocks)
+    assert_invariants(cache)
+
+
+def test_failed_copy_in_one_group_leaves_both():
+    """Both groups share a tail; only one has a block left for the copy."""
+    for num_full_blocks, num_window_blocks in ((2, 40), (20, 3)):
+        cache = kv.init(two_groups(num_full_blocks, num_window_blocks))
+        cache, _ = kv.allocate(cache, [1], [5])
+        cache, found = append_two(cache, [1], [5])
+        assert found == [Status.OK]
+        cache, status = kv.fork(cache, [1, 1], [3, 0])
+        assert statuses(status) == [Status.OK] * 2
+        cache = poison(cache)
+        before = leaf_bytes(cache)
+        for seq_id in (3, 1, 0):
+            new, found = append_two(cache, [seq_id], [1])
+            assert found == [Status.OUT_OF_BLOCKS]
+            assert_same(before, leaf_bytes(new))
+        cache, _ = kv.free(cache, [3, 0])
+        cache, found = append_two(cache, [1], [1])
+        assert found == [Status.OK]
+        assert_invariants(cache)
+
+
+def test_window_lost_leaves_both_groups():
+    cache = kv.init(two_groups(20, 40))
+    cache, _ = kv.allocate(cache, [3, 1], [17, 5])
+    for num_new in ([6, 5], [6, 0], [5, 0]):
+        cache, found = append_two(cache, [3, 1], num_new)
+        assert found == [Status.OK] * 2
+    cache = poison(cache)
+    before = leaf_bytes(cache)
+    for new_len in (14, 9, 7, 1, 0):
+        new, status = kv.truncate(cache, [3], [new_len])
+        assert statuses(status) == [Status.WINDOW_LOST], new_len
+        assert_same(before, leaf_bytes(new))
+    new, status = kv.truncate(cache, [3, 1], [14, 0])  # a row shorter than its window may lose everything
+    assert statuses(status) == [Status.WINDOW_LOST, Status.OK]
+    want, _ = kv.truncate(cache, [4, 1], [14, 0])
+    assert_same(leaf_bytes(want), leaf_bytes(new))
+    cache, status = kv.truncate(cache, [3], [15])
+    assert statuses(status) == [Status.OK]
+    assert_invariants(cache)

@@ -1,0 +1,418 @@
+"""The operations under jit, scan, while_loop, vmap and export; what they cost and what they keep."""
+
+import dataclasses
+import logging
+import pickle
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.support.helpers import compiled_programs
+
+pytestmark = pytest.mark.contract
+
+KIND = kv.FullAttention(2, 8)
+CONFIG = kv.CacheConfig([KIND] * 2, num_blocks=24, block_size=4, max_seqs=4, max_seq_len=40)
+WINDOW = kv.SlidingWindow(1, 8, window=5, num_sink_tokens=2, block_size=2, max_rollback=1)
+GROUPED = kv.CacheConfig([KIND, WINDOW], num_blocks=30, block_size=4, max_seqs=4, max_seq_len=40)
+TOKENS = np.arange(120, dtype=np.int32).reshape(4, 30)
+
+
+def append_tokens(cache, tokens, num_new):
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1])
+    return testing.write_tokens(cache, tokens, step), step
+
+
+CALLS = ("allocate", "fork", "append", "reorder", "truncate", "touch", "set_priority", "free")
+
+
+def one_round(cache, now):
+    """Every operation once, on the rows that `now` names. Returns the cache and all results."""
+    results = {}
+    for name in CALLS:
+        if name == "append":
+            cache, results[name] = append_tokens(cache, now["tokens"], now["num_new"])
+        else:
+            cache, results[name] = getattr(kv, name)(cache, *now[name])
+    results["row 0"] = kv.gather(cache, 0, 1), kv.num_blocks_needed(cache, now["num_new"])
+    results["stats"] = kv.stats(cache)
+    return cache, results
+
+
+def rounds_of(rounds):
+    """An array for each name in `one_round`, with an entry per round; row 4, to be skipped, pads lists."""
+    shapes = dict.fromkeys(("fork", "reorder", "truncate", "set_priority"), (2, 2))
+    shapes |= dict(allocate=(2, 4), touch=(1, 2), free=(1, 2))
+    data = {name: np.full((len(rounds), *shape), 4, np.int32) for name, shape in shapes.items()}
+    data["num_new"] = np.array([each.get("append", [0] * 4) for each in rounds], np.int32)
+    data["tokens"] = np.stack([TOKENS + 1000 * i for i in range(len(rounds))])
+    for i, each in enumerate(rounds):
+        for name in each.keys() - {"append"}:
+            data[name][i, :, : len(each[name][0])] = each[name]
+    return data
+
+
+# Each on states that matter to it, then single tokens.
+ROUNDS = [
+    dict(allocate=[[2, 0, 1], [9, 6, 1]], append=[6, 1, 7, 2]),
+    dict(
+        fork=[[2, 0], [3, 4]],
+        append=[1, 0, 1, 1],
+        reorder=[[0, 3], [3, 2]],
+        truncate=[[0, 2], [7, 8]],
+    ),
+    dict(append=[2, 2, 0, 1], touch=[[1, 4]], set_priority=[[1, 2], [5, 6]], free=[[1, 1]]),
+    dict(allocate=[[1], [0]], append=[1, 0, 1, 1]),
+    *(dict(append=[1, i % 2, 1, 1]) for i in range(12)),
+]
+
+
+@jax.jit
+def play(cache, rounds):
+    return jax.lax.scan(one_round, cache, rounds)
+
+
+def assert_equal_bits(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_scan_equals_eager():
+    rounds, cache, results = rounds_of(ROUNDS), kv.init(GROUPED), []
+    for i in range(len(ROUNDS)):
+        cache, result = one_round(cache, {name: x[i] for name, x in rounds.items()})
+        assert kv.check_invariants(cache) == []
+        results.append(result)
+    assert int(kv.stats(cache).num_copies) > 0
+    stacked = jax.tree.map(lambda *x: np.stack(x), *results)
+    assert_equal_bits(play(kv.init(GROUPED), rounds), (cache, stacked))
+
+
+def test_vmap_over_independent_caches():
+    """Each element does something else; rare branches (copies, failures) run for some and not for others."""
+    firsts = [[3, 0, 0, 0], [9, 4, 1, 8], [0, 0, 30, 2]]
+    seconds = [[1, 0, 0, 1], [2, 2, 0, 0], [0, 0, 9, 2]]
+    rounds = [
+        [
+            dict(allocate=[[0, 1, 2, 3], first], append=first, free=[[3]]),
+            dict(fork=[[0], [3]], append=second, truncate=[[0, 2], [1, 29]]),
+            *ROUNDS[2:],
+        ]
+        for first, second in zip(firsts, seconds, strict=True)
+    ]
+    elements = [rounds_of(each) for each in (ROUNDS, *rounds)]
+    caches, stacked = jax.tree.map(lambda *x: np.stack(x), *((kv.init(GROUPED), x) for x in elements))
+    batched = jax.device_get(jax.jit(jax.vmap(play))(caches, stacked))
+    num_copies = []
+    for i, each in enumerate(elements):
+        alone = play(kv.init(GROUPED), each)
+        assert kv.check_invariants(alone[0]) == []
+        assert_equal_bits(jax.tree.map(lambda x, i=i: x[i], batched), alone)
+        num_copies.append(int(alone[1]["stats"].num_copies[1]))
+    assert num_copies == [2, 2, 2, 0]
+    is_failure = batched[1]["truncate"][:, 1, :2] > 0
+    assert is_failure.any(axis=0).all() and not is_failure.all(axis=0).any()
+
+
+def test_while_loop_equals_single_calls():
+    """Appending `tokens[i]`, i = 0, 1, and so on, until row 0 has 12 tokens."""
+    tokens = np.stack([TOKENS + 1000 * i for i in range(12)])
+    num_new = np.array([[1, i % 2, 1, 1] for i in range(12)], np.int32)
+
+    @jax.jit
+    def append_in_loop(cache, tokens, num_new):
+        def body(state):
+            i, cache = state
+            return i + 1, append_tokens(cache, tokens[i], num_new[i])[0]
+
+        return jax.lax.while_loop(lambda state: state[1].context_len[0] < 12, body, (jnp.int32(0), cache))[1]
+
+    start, _ = kv.allocate(kv.init(GROUPED), [0, 1, 3, 4], [3, 0, 9, 0])
+    expected = start
+    for now in zip(tokens, num_new, strict=True):
+        expected, _ = append_tokens(expected, *now)
+    assert expected.context_len.tolist() == [12, 6, 0, 12]
+    assert_equal_bits(append_in_loop(start, tokens, num_new), expected)
+
+
+def test_a_stored_config_is_equal_to_one_of_this_process():
+    """Hashes of strings differ between processes, so none is stored."""
+    config = dataclasses.replace(GROUPED)
+    object.__setattr__(config, "_hash", hash(config) + 1)  # as another process may have it
+    again = pickle.loads(pickle.dumps(config))
+    assert again == GROUPED and {again: 1} == {GROUPED: 1}
+
+
+def test_prompts_of_any_width_are_one_program_without_prefix_caching():
+    cache, _ = kv.allocate(kv.init(GROUPED), [0], [2], tokens=[[1, 2]])
+    num_programs = kv.cache._each_row._cache_size()
+    for width in (1, 3, 5):
+        cache, _ = kv.free(cache, [0])
+        items = [[[0, 1]] * width]
+        cache, admission = kv.allocate(cache, [0], [width], tokens=[[7] * width], items=items)
+        assert admission.status.tolist() == [kv.Status.OK]
+    assert kv.cache._each_row._cache_size() <= num_programs + 1  # of free
+    cache, admission = kv.allocate(kv.init(GROUPED), [0, 1], [0, 0], tokens=np.zeros((2, 0), np.int32))
+    assert admission.status.tolist() == [kv.Status.OK] * 2
+
+
+def test_nothing_recompiles_whatever_the_lengths():
+    step_fn = kv.donate(lambda cache, tokens, n: append_tokens(cache, tokens, n)[0])
+    cache = kv.init(GROUPED)
+    tokens = jnp.zeros((4, 2), jnp.int32)
+    programs = None
+    for i in range(14):
+        cache, _ = kv.allocate(cache, [i % 4, (i + 1) % 4], [i, 2 * i])
+        cache = step_fn(cache, tokens, jnp.array([2, i % 3, 1, 0]))
+        cache, _ = kv.fork(cache, [i % 4, 0], [(i + 2) % 4, 3])
+        cache, _ = kv.truncate(cache, [i % 4, 1], [i // 2, 0])
+        cache, _ = kv.reorder(cache, [0, 1], [i % 2, 0])
+        cache, _ = kv.free(cache, [(3 * i) % 4, (i + 3) % 4])
+        jitted = [step_fn, kv.cache._each_row, kv.cache._reorder]
+        sizes = [fn._cache_size() for fn in jitted]
+        programs = programs or sizes
+        assert sizes == programs
+
+
+def test_control_operations_hand_the_pools_on_by_reference():
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1, 2, 4], [7, 3, 1, 0])
+    cache, _ = append_tokens(cache, TOKENS, np.array([3, 3, 1, 0], np.int32))
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)]
+    for name, *args in (
+        ("free", [1, 2]),
+        ("fork", [0, 0], [1, 2]),
+        ("reorder", [0, 1], [1, 0]),
+        ("truncate", [0, 1], [1, 1]),
+        ("touch", [0, 1]),
+        ("set_priority", [0, 1], [3, 4]),
+        ("free", [0, 1]),
+        ("allocate", [0, 1], [2, 2]),
+    ):
+        cache, result = getattr(kv, name)(cache, *args)
+        assert not np.asarray(jax.tree.leaves(result)[0]).any(), name
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == pointers, name
+    cache = kv.reset(cache)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == pointers
+    assert_equal_bits(cache.control, kv.init(GROUPED).control)
+
+
+def test_donation_reuses_the_pools_and_reset_keeps_them():
+    cache, _ = kv.allocate(kv.init(CONFIG), [1], [2])
+    old, address = cache, cache.pools[0].k.unsafe_buffer_pointer()
+    cache, _ = kv.donate(lambda cache: kv.extend(cache, [0, 2, 0, 0], max_new=2))(cache)
+    assert old.pools[0].k.is_deleted() and cache.pools[0].k.unsafe_buffer_pointer() == address
+    fresh = kv.reset(cache)
+    assert fresh.pools[0].k is cache.pools[0].k
+    assert_equal_bits(fresh.control, kv.init(CONFIG).control)
+
+
+NUM_BLOCKS = 2**18  # an array of so many entries would be seen beside all that has other sizes
+
+
+def compiled_bytes(kinds, step_fn):
+    """Bytes that a compiled step needs beside its donated cache, and bytes of its pools."""
+    scaled = [dataclasses.replace(kind, num_blocks=NUM_BLOCKS) for kind in kinds]
+    config = kv.CacheConfig(scaled, block_size=4, max_seqs=4, max_seq_len=40)
+    cache = jax.eval_shape(lambda: kv.init(config))
+    memory = kv.donate(step_fn).lower(cache).compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return beside, kv.memory_bytes(config)
+
+
+def decode(cache):
+    cache, step = kv.extend(cache, jnp.ones(4, jnp.int32), max_new=1)
+    total = jnp.zeros(())
+    for layer in range(2):
+        x = jnp.full((4, 1, 1 if isinstance(cache.config.layers[layer], kv.SlidingWindow) else 2, 8), 2.0)
+        cache, out = kv.attention(cache, layer, x, x, x, step)
+        total += out.sum()
+    return cache, total, step.status
+
+
+def decode_scan(cache):
+    """The layers in a scan: the pool is carried, never sliced."""
+    cache, step = kv.extend(cache, jnp.ones(4, jnp.int32), max_new=1)
+
+    def layer_fn(carry, layer):
+        cache, x = carry
+        cache, x = kv.attention(cache, layer, x, x, x, step)
+        return (cache, x), None
+
+    (cache, x), _ = jax.lax.scan(layer_fn, (cache, jnp.ones((4, 1, 2, 8))), jnp.arange(2))
+    return cache, x, step.status
+
+
+def decode_loop(cache):
+    return jax.lax.fori_loop(0, 5, lambda i, c: decode(c)[0], cache)
+
+
+def extend_one_row(cache):
+    row = jnp.argmax(cache.control.is_active).astype(jnp.int32)[None]
+    cache, step = kv.extend(cache, row + 1, max_new=1, seq_ids=row)
+    return cache, step.status
+
+
+@pytest.mark.parametrize(
+    ("kinds", "step_fn"),
+    [
+        ([KIND] * 2, decode),
+        ([KIND, WINDOW], extend_one_row),
+        ([KIND, WINDOW], decode),
+        ([KIND] * 2, decode_scan),
+        ([KIND, WINDOW], decode_loop),
+    ],
+    ids=["full", "one row", "grouped", "scan", "loop"],
+)
+def test_the_compiled_step_copies_no_pool_and_no_array_of_blocks(kinds, step_fn):
+    num_bytes, pool_bytes = compiled_bytes(kinds, step_fn)
+    assert num_bytes < 0.01 * pool_bytes
+    # Not even one i32 per block.
+    assert num_bytes < 4 * NUM_BLOCKS, num_bytes / NUM_BLOCKS
+
+
+@pytest.mark.parametrize("name", ["free", "fork", "reorder", "allocate", "truncate"])
+def test_control_operations_copy_no_array_of_blocks(name):
+    args = {
+        "free": ([0, 1],),
+        "fork": ([0, 1], [2, 3]),
+        "reorder": ([0, 1], [1, 0]),
+        "allocate": ([0, 1], [9, 30]),
+        "truncate": ([0, 1], [3, 1]),
+    }[name]
+
+    num_bytes, _ = compiled_bytes([KIND], lambda cache: getattr(kv, name)(cache, *args))
+    assert num_bytes < 4 * NUM_BLOCKS
+
+
+def test_a_step_and_a_cache_survive_export():
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [5, 9])
+    tokens, num_new = jnp.asarray(TOKENS), jnp.array([2, 1, 0, 0])
+    exported = jax.export.export(jax.jit(append_tokens))(cache, tokens, num_new)
+    restored = jax.export.deserialize(exported.serialize())
+    got, expected = restored.call(cache, tokens, num_new), append_tokens(cache, tokens, num_new)
+    assert isinstance(got[0], kv.Cache) and isinstance(got[1], kv.Step)
+    assert got[0].config == GROUPED and hash(got[0].config) == hash(GROUPED)
+    assert_equal_bits(got, expected)
+
+
+def test_clock_and_counters_wrap():
+    cache = kv.init(CONFIG)
+    almost = jnp.full_like(cache.control.counters, 2**32 - 1)
+    control = dataclasses.replace(cache.control, clock=jnp.uint32(2**32 - 1), counters=almost)
+    cache = dataclasses.replace(cache, control=control)
+    cache, _ = kv.allocate(cache, [0], [3])
+    assert int(cache.control.clock) == 0 and int(cache.control.last_used[0]) == 0
+    cache, _ = append_tokens(cache, TOKENS, np.array([3, 0, 0, 0], np.int32))
+    cache, _ = kv.fork(cache, [0], [1])
+    assert cache.control.last_used.tolist() == [1, 2, 0, 0]
+    cache, _ = append_tokens(cache, TOKENS, np.array([1, 0, 0, 0], np.int32))
+    cache, _ = kv.free(cache, [0])
+    counts = cache.control.counters.tolist()
+    assert counts == [0] * 4 + [2**32 - 1] * (len(counts) - 4)
+    assert kv.check_invariants(cache) == []
+
+
+def test_x64_changes_no_dtype():
+    rounds = rounds_of(ROUNDS)
+    plain = play(kv.init(GROUPED), rounds)
+    with jax.enable_x64(True):
+        wide = play(kv.init(GROUPED), rounds)
+    assert_equal_bits(wide, plain)
+
+
+def test_operations_are_labelled_for_profilers():
+    def every(cache):
+        cache, _ = kv.allocate(cache, [0], [3])
+        cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+        x = jnp.ones((4, 1, 2, 8))
+        cache, _ = kv.attention(cache, 0, x, x, x, step)
+        return kv.free(cache, [0])
+
+    text = jax.jit(every).lower(kv.init(CONFIG)).as_text(debug_info=True)
+    for name in ("allocate", "extend", "write", "attention", "free"):
+        assert f"kvcache.{name}" in text
+
+
+def test_a_vmapped_query_on_one_cache_is_refused():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [1])
+    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+    q = jnp.ones((5, 4, 1, 2, 8))
+    with pytest.raises(ValueError, match="vmap maps q over 5 elements and got one cache"):
+        jax.vmap(lambda q: kv.attend(cache, 0, q, step))(q)
+    with pytest.raises(ValueError, match="expected one per element"):
+        jax.vmap(jax.jit(lambda q: kv.attention(cache, 0, q, q, q, step)[1]))(q)
+    with pytest.raises(ValueError, match="vmap maps k over 5 elements and got one cache"):
+        jax.vmap(lambda k: kv.write(cache, 0, k, k, step).pools[0].k.sum())(q)
+
+
+def test_a_traced_layer_that_does_not_exist_writes_nowhere_and_reads_nan():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [1])
+    x = jnp.ones((4, 1, 2, 8))
+
+    @jax.jit
+    def attend_at(cache, layer):
+        cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+        return kv.attention(cache, layer, x, x, x, step)
+
+    for layer in (-1, 2, 2**31 - 1):
+        after, out = attend_at(cache, layer)
+        assert np.isnan(out[0]).all() and not np.asarray(out[1:]).any()
+        assert_equal_bits(after.pools, cache.pools)
+    assert not np.isnan(attend_at(cache, 1)[1]).any()
+
+
+def test_init_compiles_nothing_and_gives_the_same_inside_jit():
+    """But for the pools' zeros. `hyperbolic` keeps all that a policy may look at."""
+    layers = [KIND, dataclasses.replace(WINDOW, num_blocks=21)]
+    config = kv.CacheConfig(
+        layers, num_blocks=19, block_size=4, max_seqs=3, max_seq_len=36, enable_prefix_caching=True,
+        eviction_policy="hyperbolic",
+    )  # fmt: skip
+    kv.init(CONFIG, storage=False)
+    with compiled_programs() as programs:
+        kv.init(config, storage=False)
+    assert not programs
+    cache, traced = kv.init(config), jax.jit(lambda: kv.init(config))()
+    assert_equal_bits(cache, traced)
+    assert [*map(jax.typeof, jax.tree.leaves(cache))] == [*map(jax.typeof, jax.tree.leaves(traced))]
+    taken, _ = kv.donate(lambda cache: kv.touch(cache, [0]))(cache)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    assert not any(leaf.committed for leaf in jax.tree.leaves(taken))
+
+
+def test_init_logs_its_sizes_and_is_silent_by_default(caplog, capfd):
+    with caplog.at_level(logging.INFO, logger="kvcache_jax"):
+        kv.init(CONFIG)
+    assert "24 blocks of 4 tokens" in caplog.text
+    logging.getLogger("kvcache_jax").setLevel(logging.NOTSET)
+    kv.init(CONFIG)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("has_index", [False, True], ids=["plain", "prefix caching"])
+def test_a_compiled_step_does_not_copy_the_block_table(has_index):
+    def temporary_and_table_bytes(max_seq_len):
+        config = kv.CacheConfig(
+            [kv.FullAttention(1, 4)],
+            num_blocks=2048,
+            block_size=4,
+            max_seqs=8,
+            max_seq_len=max_seq_len,
+            enable_prefix_caching=has_index,
+        )
+        cache = jax.eval_shape(lambda: kv.init(config, storage=False))
+        tokens = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+        num_new = jax.ShapeDtypeStruct((8,), jnp.int32)
+        step = jax.jit(lambda c, n, t: kv.extend(c, n, max_new=1, tokens=t), donate_argnums=0)
+        memory = step.lower(cache, num_new, tokens).compile().memory_analysis()
+        return memory.temp_size_in_bytes, cache.control.block_pools[0].block_table.size * 4
+
+    temporaries, tables = zip(*map(temporary_and_table_bytes, (1024, 8192)), strict=True)
+    assert temporaries[1] - temporaries[0] < 0.1 * (tables[1] - tables[0])

@@ -1,0 +1,136 @@
+"""Long random scripts with prefix caching, against the oracle after every operation."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax.operations import commit
+from kvcache_jax.prefix import eviction
+from tests.support.prefix_script import (
+    NAMESPACES,
+    PROMPT_WIDTH,
+    WIDTH,
+    PrefixDriver,
+    lookup,
+    prefix_config,
+    random_prefix_operation,
+)
+from tests.support.random_script import ROWS, Driver, padded
+
+STEPS = 7_000
+
+
+def test_a_short_random_script():
+    """What `make mutants` runs."""
+    rng, driver = np.random.default_rng(3), PrefixDriver(prefix_config(num_blocks=17))
+    for _ in range(900):
+        driver.apply(*random_prefix_operation(rng, driver))
+    assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10
+
+
+class FreshDriver(PrefixDriver):
+    """Its tokens are nobody else's."""
+
+    new_tokens = Driver.new_tokens
+
+    def start(self, lengths):
+        """Rows of some lengths, {row: length}, two at a time, and all their full blocks published."""
+        for pair in itertools.batched([*lengths.items(), *[(ROWS, 0)] * (len(lengths) % 2)], 2):
+            rows, num_tokens = zip(*pair, strict=True)
+            prompts = [self.new_tokens(PROMPT_WIDTH) for _ in rows]
+            self.apply("admit", rows, num_tokens, prompts, [0, 0], [0, 0])
+        left = [lengths.get(row, 0) for row in range(ROWS)]
+        while any(left):
+            new = [min(n, WIDTH) for n in left]
+            self.apply("extend", new, WIDTH)
+            left = [n - m for n, m in zip(left, new, strict=True)]
+        self.apply("commit", [*lengths, *[ROWS] * (4 - len(lengths))], [2**31 - 1] * 4)
+        return [self.oracle.rows[row].tokens for row in lengths]
+
+
+def test_reuse_can_be_declined():
+    driver = FreshDriver(prefix_config(num_blocks=17))
+    prompts = np.tile(driver.start({0: 9})[0], (3, 1))
+    cache, admission = kv.allocate(
+        driver.cache, [1, 2, 3], [9] * 3, tokens=prompts, reuse=[False, True, False]
+    )
+    assert admission.num_cached.tolist() == [0, 8, 0]
+    assert int(kv.stats(cache).num_request_queries) == 2
+
+
+def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
+    driver = FreshDriver(prefix_config(num_blocks=17))
+    first, second, _ = map(list, driver.start({0: 4, 1: 4, 3: 2}))
+    driver.apply("fork", [0, ROWS], [2, ROWS])
+    driver.apply("reorder", [0, 1, 2], [3, 3, 3])  # block 0, that of row 1, block 0 again
+    words = np.array(NAMESPACES[:1], np.uint32)
+    for i, expected in enumerate(([4, 0], [0, 0])):
+        driver.apply("evict", 1)
+        assert int(kv.stats(driver.cache).num_evictions) == i + 1
+        probes = [padded([[*text, 9]], PROMPT_WIDTH) for text in (first, second)]
+        found = [lookup(driver.cache, tokens, np.array([5]), words).tolist() for tokens in probes]
+        assert found == [[n] for n in expected]
+
+
+def test_lookup_finds_nothing_where_the_length_is_refused():
+    """Fewer tokens than the prompt's length, or more of them than a row holds."""
+    driver = FreshDriver(prefix_config(num_blocks=17))
+    prompt = np.array([[*driver.start({0: 9})[0], *range(1000, 1031)]])
+    cache = driver.cache
+    for width, length, expected in [
+        (9, 9, 8),
+        (9, 10, 0),
+        (9, -1, 0),
+        (9, -(2**31), 0),
+        (40, 31, 8),
+        (40, 32, 0),
+        (40, 40, 0),
+    ]:
+        tokens = prompt[:, :width]
+        assert kv.lookup(cache, tokens, [length]).tolist() == [expected], (width, length)
+        assert kv.allocate(cache, [1], [length], tokens=tokens)[1].num_cached.tolist() == [expected]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_random_script(seed):
+    rng, driver = np.random.default_rng(seed), PrefixDriver(prefix_config(num_blocks=17))
+    for _ in range(STEPS):
+        driver.apply(*random_prefix_operation(rng, driver))
+    assert driver.num_hits > 150, driver.num_hits
+    assert driver.oracle.num_evictions > 100, driver.oracle.num_evictions
+    assert driver.oracle.num_adoptions > 100, driver.oracle.num_adoptions
+    assert driver.oracle.num_copies > 100
+    num_refused = sum(n for (_, status), n in driver.statuses.items() if status == "OUT_OF_BLOCKS")
+    assert num_refused > 5, driver.statuses
+
+
+def test_a_random_script_in_small_batches(monkeypatch):
+    """Blocks are published, and evicted, in several batches; chains end in one before the last."""
+    monkeypatch.setattr(commit, "_BATCH", 3)
+    monkeypatch.setattr(eviction, "_ENTRIES_PER_TRIP", 3)
+    jax.clear_caches()
+    try:
+        driver, rng = PrefixDriver(prefix_config(num_blocks=17)), np.random.default_rng(5)
+        for _ in range(700):
+            driver.apply(*random_prefix_operation(rng, driver))
+        assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10
+    finally:
+        jax.clear_caches()
+
+
+def test_a_random_script_without_kernels(monkeypatch):
+    """What accelerators run, and versions of jax that were not tested: scatters, not one kernel."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
+    jax.clear_caches()
+    try:
+        driver, rng = PrefixDriver(prefix_config()), np.random.default_rng(0)
+        for _ in range(300):
+            driver.apply(*random_prefix_operation(rng, driver))
+        cache, ids = kv.init(prefix_config(), storage=False), jnp.zeros(1, jnp.int32)
+        assert "xla_cpu_small_call" not in jax.jit(kv.free).lower(cache, ids).as_text()
+    finally:
+        jax.clear_caches()
