@@ -69,8 +69,8 @@ def score(
       ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, a
         cache of another config, a call within `jit`, or a `forward` without a hash.
       StatusError: the cache has too few blocks for the context and one continuation.
-      FloatingPointError: logits that a token is scored by hold NaN or +inf, or are all -inf. A `cache` that was
-        passed in is lost.
+      FloatingPointError: logits that a token is scored by hold NaN or +inf, or are all -inf. A `cache` that
+        was passed in is lost.
     """
     check_model("score", forward, config, params, cache)
     words = namespace_words(namespace, 1)

@@ -393,6 +393,6 @@ MUTATIONS = [
     ),
     *in_module(
         "decode_host",
-        ("answers are not published", "cache, _ = commit(cache, ids)", "pass", LATER),
+        ("answers are not published", "cache, _ = commit(cache, published)", "pass", LATER),
     ),
 ]
