@@ -5,7 +5,7 @@ Command: python -m experiments.decode [PROMPT ...] [--samples N | --beams N] [--
 Answer:  text while it is decoded, figures, and who held which block when: samples share their prompt.
 
 Prompts are arguments, the lines of a file or standard input, or two of our own. What is wrong with the input
-is one sentence on standard error and exit code 2.
+is one sentence on standard error and exit code 2; logits that are NaN are one too, and exit code 1.
 """
 
 import argparse
@@ -259,7 +259,7 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
     else:
         num_prompt_tokens, num_cached_tokens, drafts = sum(map(len, job.tokens)), 0, {}
     # The first token of each is drawn in the prefill.
-    num_decoded = sum(lengths) - len(lengths)
+    num_decoded = sum(max(length - 1, 0) for length in lengths)
     pools, groups = result.cache.control.block_pools, job.config.groups
     device = jax.local_devices()[0].memory_stats() or {}
     values = {
@@ -367,6 +367,12 @@ def main(arguments: list[str] | None = None) -> int:
         timeline.draw_timeline(outcome.looks, job.config, options.picture)
         if not options.json:
             print(f"\nwrote {options.picture}")
+    reasons = [c.finish_reason for samples in outcome.continuations for c in samples]
+    if "nan_logits" in reasons:
+        parser.fail(
+            f"{reasons.count('nan_logits')} of {len(reasons)} continuations ended at logits that are NaN or "
+            f"infinite: look for a weight that is not finite in {options.checkpoint}"
+        )
     return 0
 
 

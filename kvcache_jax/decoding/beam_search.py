@@ -39,7 +39,7 @@ class Beam:
     Attributes:
       tokens: New tokens; the stop token, if one ended it, is the last.
       logprobs: Log-probability of each. A search needs numbers to rank by: a NaN among the logits counts as
-        -inf here, and +inf as the largest number (`generate` and `score` give NaN).
+        -inf here, and +inf as the largest number (`generate` ends such a row, `score` raises).
       logprob: Their sum.
       score: `logprob / len(tokens) ** length_penalty`, by which hypotheses are ranked.
       finish_reason: "stop", "length" or "out_of_blocks"; "running" before the search has ended.

@@ -100,7 +100,8 @@ def generate(
     """Continues prompts with a model that keeps its keys and values in a cache.
 
     Requests wait until rows and blocks are free, so there may be more of them than rows. A prompt is
-    prefilled once; its samples fork from it. A row that runs out of blocks ends with what it has.
+    prefilled once; its samples fork from it. A row that runs out of blocks ends with what it has, and so does
+    one whose logits hold NaN or +inf: it publishes none of its blocks from there on.
     With prefix caching, what prompts have in common is computed once, also across calls that hand `cache` on.
 
     Args:

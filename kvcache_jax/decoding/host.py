@@ -24,6 +24,7 @@ _FINISH_REASONS = {
     Phase.STOPPED: "stop",
     Phase.LENGTH: "length",
     Phase.OUT_OF_BLOCKS: "out_of_blocks",
+    Phase.NAN_LOGITS: "nan_logits",
 }
 
 
@@ -36,7 +37,8 @@ class Generation:
       sample_id: Index among the prompt's samples.
       tokens: New tokens; the stop token, if one ended it, is the last.
       logprobs: Log-probability of each under the model's own distribution.
-      finish_reason: "stop", "length" (`max_new_tokens`, or the row is at `max_seq_len`) or "out_of_blocks".
+      finish_reason: "stop", "length" (`max_new_tokens`, or the row is at `max_seq_len`), "out_of_blocks", or
+        "nan_logits": of the logits behind `tokens` one is NaN or +inf, or all are -inf, so nothing was drawn.
     """
 
     prompt_id: int
@@ -205,7 +207,8 @@ class Host:
         self.done += ended.values()
         for row in ended:
             del self.running[row]
-        return self._free(state, list(ended))
+        has_numbers = [row for row in ended if phase[row] != Phase.NAN_LOGITS]
+        return self._free(state, list(ended), has_numbers)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
         """Number of tokens that complete the first stop string, if any does; `num_checked` do not."""
@@ -221,14 +224,14 @@ class Host:
                 return end
         return None
 
-    def _free(self, state: DecodeState, rows: list[int]) -> DecodeState:
+    def _free(self, state: DecodeState, rows: list[int], to_publish: list[int]) -> DecodeState:
         if not rows:
             return state
-        ids = np.full(self.config.max_seqs, self.config.max_seqs, np.int32)
-        ids[: len(rows)] = rows
+        ids, published = np.full((2, self.config.max_seqs), self.config.max_seqs, np.int32)
+        ids[: len(rows)], published[: len(to_publish)] = rows, to_publish
         cache = state.cache
         if cache.config.enable_prefix_caching:
-            cache, _ = commit(cache, ids)
+            cache, _ = commit(cache, published)
         cache, _ = free(cache, ids)
         draft_cache = state.draft_cache
         if draft_cache is not None:

@@ -17,7 +17,7 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.decoding.sampling import SamplingParams, filtered_logprobs, row_keys, sample
+from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
@@ -35,7 +35,9 @@ class Phase(enum.IntEnum):
     """Ended at its `max_len`."""
     OUT_OF_BLOCKS = 3
     """Ended for want of a block."""
-    IDLE = 4
+    NAN_LOGITS = 4
+    """Ended at logits that no token can be drawn from."""
+    IDLE = 5
     """It holds no request."""
 
 
@@ -102,14 +104,15 @@ def begin(
     """Draws the first token of each row in `rows` bool[max_seqs] from its prompt's last logits.
 
     Its prompt is the `source` i32[max_seqs]-th of those whose `logits` f32[n, vocab] and `status` i32[n] a
-    prefill gave; if that failed, the row ends instead.
+    prefill gave; if that failed, or nothing can be drawn from them, the row ends instead.
     """
     logits, status = logits[source], status[source]
     token, logprob = sample(logits, state.sampling, state.length)
     phase = jnp.where(rows, Phase.RUNNING, state.phase).astype(jnp.int32)
     state = _end_failed(dataclasses.replace(state, phase=phase), jnp.where(rows, status, Status.OK))
-    emitted = jnp.where(rows & (status == Status.OK), 1, 0)
-    return _emit(state, token[:, None], logprob[:, None], emitted)
+    starts, is_drawn = rows & (status == Status.OK), are_numbers(logits)
+    state = _emit(state, token[:, None], logprob[:, None], jnp.where(starts & is_drawn, 1, 0))
+    return _end_undrawn(state, starts & ~is_drawn)
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "draft_source"), donate_argnames="state")
@@ -155,9 +158,12 @@ def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeStat
     num_new = (state.phase == Phase.RUNNING).astype(jnp.int32)
     cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
     logits, cache = forward(params, tokens, cache, step)
-    token, logprob = sample(logits[:, 0].astype(jnp.float32), state.sampling, state.length)
+    logits = logits[:, 0].astype(jnp.float32)
+    token, logprob = sample(logits, state.sampling, state.length)
+    is_drawn = are_numbers(logits)
     state = _end_failed(dataclasses.replace(state, cache=cache, num_steps=state.num_steps + 1), step.status)
-    return _emit(state, token[:, None], logprob[:, None], step.query_len)
+    state = _emit(state, token[:, None], logprob[:, None], jnp.where(is_drawn, step.query_len, 0))
+    return _end_undrawn(state, (step.query_len > 0) & ~is_drawn)
 
 
 def _decode_drafted(
@@ -191,6 +197,10 @@ def _decode_drafted(
     emitted = emitted.at[jnp.arange(num_rows, dtype=jnp.int32), num_accepted].set(next_token)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
 
+    # Up to the first place that nothing can be drawn at, as without drafts.
+    is_drawn = are_numbers(logits)
+    num_drawn = jnp.sum(jnp.cumprod(is_drawn, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
     # The cache holds the last token and the accepted drafts; the newly drawn token is fed next time.
     grew = step.query_len > 0
     ids = jnp.arange(num_rows, dtype=jnp.int32)
@@ -208,7 +218,9 @@ def _decode_drafted(
         num_drafted=state.num_drafted + jnp.sum(jnp.where(grew, count, 0), dtype=jnp.int32),
         num_accepted=state.num_accepted + jnp.sum(jnp.where(grew, num_accepted, 0), dtype=jnp.int32),
     )
-    return _emit(_end_failed(state, step.status), emitted, logprobs, jnp.where(grew, 1 + num_accepted, 0))
+    num_emitted = jnp.where(grew, jnp.minimum(1 + num_accepted, num_drawn), 0)
+    state = _emit(_end_failed(state, step.status), emitted, logprobs, num_emitted)
+    return _end_undrawn(state, grew & (num_drawn < 1 + num_accepted))
 
 
 def _have_room(cache: Cache, running: jax.Array, num_drafts: jax.Array) -> jax.Array:
@@ -265,6 +277,12 @@ def _end_failed(state: DecodeState, status: jax.Array) -> DecodeState:
     failed = (state.phase == Phase.RUNNING) & (status != Status.OK)
     why = jnp.where(status == Status.TOO_LONG, Phase.LENGTH, Phase.OUT_OF_BLOCKS)
     return dataclasses.replace(state, phase=jnp.where(failed, why, state.phase).astype(jnp.int32))
+
+
+def _end_undrawn(state: DecodeState, rows: jax.Array) -> DecodeState:
+    """Ends those of `rows` that a token before has not ended."""
+    ends = rows & (state.phase == Phase.RUNNING)
+    return dataclasses.replace(state, phase=jnp.where(ends, Phase.NAN_LOGITS, state.phase).astype(jnp.int32))
 
 
 def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens: jax.Array) -> DecodeState:

@@ -14,6 +14,7 @@ from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, vocab_size
+from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.extend import extend
 
@@ -30,7 +31,7 @@ def prefill(
 ) -> tuple[Cache, jax.Array, jax.Array]:
     """Feeds rows from their `context_len` to their `prompt_len`, at most `chunk_len` tokens at a time.
 
-    With prefix caching it commits them.
+    With prefix caching it commits them, but for those whose logits hold NaN or +inf.
 
     Args:
       forward: The model.
@@ -83,7 +84,7 @@ def prefill_in_chunks(
         forward, params, cache, prompts, prompt_len, seq_ids, keep_last, no_logits, chunk_len=chunk_len
     )
     if cache.config.enable_prefix_caching:
-        cache, _ = commit(cache, seq_ids)
+        cache, _ = commit(cache, jnp.where(are_numbers(last_logits), seq_ids, cache.max_seqs))
     return cache, last_logits, status
 
 

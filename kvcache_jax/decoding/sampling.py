@@ -202,6 +202,12 @@ def sample(logits: jax.Array, params: SamplingParams, position: jax.Array) -> tu
     return token, chosen - jax.nn.logsumexp(logits, axis=1)
 
 
+def are_numbers(logits: jax.Array) -> jax.Array:
+    """bool[...], whether logits [..., vocab] can be drawn from: no NaN, no +inf, and not all of them -inf."""
+    # Not by their maximum: XLA's of many numbers passes over NaN on a CPU.
+    return (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
+
+
 def vocabulary(values: jax.Array) -> jax.Array:
     """i32[vocab], the ids along the last axis of `values`."""
     return jnp.arange(values.shape[-1], dtype=jnp.int32)

@@ -18,6 +18,7 @@ from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, u
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed_rows, fitting_chunk, prefill
+from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
@@ -56,7 +57,7 @@ def score(
       params: Passed on to `forward`.
       context: Token ids, at least one.
       continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
-        do not reach as NaN.
+        do not reach as NaN, the only one there is.
       config: Of the cache, of at least 2 rows. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
@@ -70,6 +71,8 @@ def score(
       ValueError, TypeError: nothing to condition on, ids that are none, a continuation too long for a row, a
         cache of another config, a call within `jit`, or a `forward` without a hash.
       StatusError: the cache has too few blocks for the context and one continuation.
+      FloatingPointError: logits that a token is scored by hold NaN or +inf, or are all -inf. A `cache` that
+        was passed in is lost.
     """
     check_model("score", forward, config, params, cache)
     words = namespace_words(namespace, 1)
@@ -99,6 +102,8 @@ def score(
             forward, params, cache, tokens, shared_len, context_row, chunk_len=chunk_len
         )
         raise_for_status(status, "prefilling the context")
+        if not are_numbers(logits)[0]:
+            raise FloatingPointError(_NO_SCORE.format("the context"))
         return cache, admission, np.asarray(jax.nn.log_softmax(logits[0]))
 
     def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
@@ -112,9 +117,12 @@ def score(
         forks = np.where(ids > 0, ids, config.max_seqs)
         cache, _ = fork(cache, np.where(forks < config.max_seqs, 0, config.max_seqs), forks)
         fitting = fitting_chunk(chunk_len, length - 1 - len(shared))
-        cache, found, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
-        found, status = np.asarray(found), np.asarray(status)[rows].tolist()
+        cache, noted, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
+        (found, is_scored), status = map(np.asarray, noted), np.asarray(status)[rows].tolist()
         for row, i in zip(rows, wave, strict=True):
+            if not is_scored[row].all():
+                nth = int(is_scored[row].argmin()) - len(shared) - 1
+                raise FloatingPointError(_NO_SCORE.format(f"token {nth} of continuation {i}"))
             results[i][1:] = found[row, len(shared) + 1 : length[row]]
         return free(cache, ids)[0], status
 
@@ -144,26 +152,35 @@ def score(
     return ScoreResult(results, held, int(admission.num_cached[0]))
 
 
+_NO_SCORE = (
+    "the logits behind {} hold NaN or +inf, or all are -inf, expected numbers to score by: look for a weight "
+    "that is not finite"
+)
+
+
 @functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
 def _score_rows(
     forward: Forward, params: Any, cache: Cache, history: jax.Array, length: jax.Array, *, chunk_len: int
-) -> tuple[Cache, jax.Array, jax.Array]:
+) -> tuple[Cache, tuple[jax.Array, jax.Array], jax.Array]:
     """Feeds rows up to `length - 1`.
 
     Returns:
-      The cache; f32[max_seqs, max_seq_len], the log-probability of each token behind one that was fed; status
-      i32[max_seqs].
+      The cache; f32[max_seqs, max_seq_len], the log-probability of each token behind one that was fed, and
+      bool[max_seqs, max_seq_len], whether its logits are numbers; status i32[max_seqs].
     """
     rows = jnp.arange(history.shape[0], dtype=jnp.int32)
     nowhere = history.shape[1]
 
-    def note(logprobs: jax.Array, logits: jax.Array, step: Step) -> jax.Array:
+    def note(notes: tuple[jax.Array, ...], logits: jax.Array, step: Step) -> tuple[jax.Array, ...]:
+        logprobs, is_scored = notes
         all_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
         behind = step.positions + 1
         targets = jnp.take_along_axis(history, jnp.minimum(behind, nowhere - 1), axis=1)
         found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
         is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
-        return logprobs.at[rows[:, None], jnp.where(is_fed, behind, nowhere)].set(found, mode="drop")
+        at = rows[:, None], jnp.where(is_fed, behind, nowhere)
+        is_scored = is_scored.at[at].set(are_numbers(logits), mode="drop")
+        return logprobs.at[at].set(found, mode="drop"), is_scored
 
-    nothing = jnp.zeros(history.shape, jnp.float32)
+    nothing = jnp.zeros(history.shape, jnp.float32), jnp.ones(history.shape, bool)
     return feed_rows(forward, params, cache, history, length - 1, rows, note, nothing, chunk_len=chunk_len)

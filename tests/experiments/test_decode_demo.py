@@ -303,6 +303,27 @@ def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
     assert (captured.out, captured.err) == ("", expected)
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_gives_no_numbers_ends_with_what_there_is(capsys, folder, tmp_path, as_json):
+    decoder = checkpoint.load(folder / "plain")
+    decoder.norm.scale[...] *= np.nan
+    checkpoint.save(tmp_path, decoder)
+    with pytest.raises(SystemExit) as error:
+        run(capsys, *PROMPTS, "--checkpoint", tmp_path, "--samples", 2, *["--json"] * as_json)
+    assert error.value.code == 1
+    captured = capsys.readouterr()
+    said = (
+        "4 of 4 continuations ended at logits that are NaN or infinite: look for a weight that is not finite"
+    )
+    assert captured.err == f"python -m experiments.decode: {said} in {tmp_path}\n"
+    if not as_json:
+        assert captured.out.count("nan logits after 0 tokens") == 4
+        return
+    for prompt in json.loads(captured.out)["prompts"]:
+        for sample in prompt["samples"]:
+            assert (sample["tokens"], sample["logprobs"], sample["finish_reason"]) == ([], [], "nan_logits")
+
+
 def test_an_object_is_printed_before_a_picture_fails(capsys, folder, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is full")

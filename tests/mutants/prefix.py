@@ -396,6 +396,6 @@ MUTATIONS = [
     ),
     *in_module(
         "decoding/host",
-        ("answers are not published", "cache, _ = commit(cache, ids)", "pass", LATER),
+        ("answers are not published", "cache, _ = commit(cache, published)", "pass", LATER),
     ),
 ]

@@ -1,0 +1,120 @@
+"""A row whose logits are no numbers ends and says so; all others go on as without it."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kvcache_jax.sampling import are_numbers
+from tests.tiny_model import VOCAB, forward, make_params
+
+import kvcache_jax as kv
+from tests import tiny_model
+
+PARAMS = make_params()
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6]]
+BAD = 13
+"""No prompt has it."""
+config = functools.partial(tiny_model.config, num_blocks=40)
+
+
+def model(params, tokens, cache, step):
+    """Its logits behind token `BAD` may be no numbers."""
+    logits, cache = forward(params, tokens, cache, step)
+    return jnp.where((tokens == BAD)[..., None], logits + params["spoil"], logits), cache
+
+
+def spoiled(value, params=PARAMS):
+    """With `value` in one place, or in all (-inf)."""
+    at = np.ones(VOCAB, bool) if value == -np.inf else np.arange(VOCAB) == 5
+    return {**params, "spoil": jnp.where(at, jnp.float32(value), 0)}
+
+
+GOOD, NAN, INF, MUTE = spoiled(0), spoiled(np.nan), spoiled(np.inf), spoiled(-np.inf)
+
+
+def generations(params=GOOD, prompts=PROMPTS, sizes=None, **options):
+    options = {"max_new_tokens": 9, "seed": 4, **options}
+    result = kv.generate(model, params, prompts, config(**(sizes or {})), **options)
+    assert kv.check_invariants(result.cache) == [] and not np.asarray(result.cache.is_active).any()
+    for generation in result.generations:
+        assert np.isfinite(generation.logprobs).all()
+        assert len(generation.logprobs) == len(generation.tokens)
+    return result.generations
+
+
+def expected_of(plain):
+    """What becomes of a continuation if nothing can be drawn behind `BAD`."""
+    is_cut = BAD in plain.tokens[:-1]
+    tokens = plain.tokens[: plain.tokens.index(BAD) + 1] if is_cut else plain.tokens
+    return tokens, plain.logprobs[: len(tokens)], "nan_logits" if is_cut else plain.finish_reason
+
+
+@pytest.mark.parametrize("params", [NAN, INF, MUTE])
+def test_a_row_ends_where_its_logits_are_no_numbers_and_others_go_on(params):
+    options = dict(num_samples=2, temperature=2.0)
+    expected = [expected_of(plain) for plain in generations(**options)]
+    assert {reason for *_, reason in expected} == {"nan_logits", "length"}
+    assert [(g.tokens, g.logprobs, g.finish_reason) for g in generations(params, **options)] == expected
+
+
+@pytest.mark.parametrize("draft", [None, GOOD])
+def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(draft):
+    options = dict(temperature=2.0, num_drafts=3, max_new_tokens=20)
+    if draft:
+        options["draft"] = kv.Draft(model, draft, config())
+    plain, found = generations(**options), generations(NAN, **options)
+    assert "nan_logits" in {g.finish_reason for g in found}
+    if draft:  # whose own logits decide on nothing but drafts
+        options["draft"] = kv.Draft(model, NAN, config())
+        assert {g.finish_reason for g in generations(**options)} == {"length"}
+    for before, after in zip(plain, found, strict=True):
+        tokens, _, reason = expected_of(before)
+        assert (after.tokens, after.finish_reason) == (tokens, reason)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_prompt_whose_logits_are_no_numbers_has_no_first_token(enable_prefix_caching):
+    sizes = dict(enable_prefix_caching=enable_prefix_caching)
+    bad, streamed = [1, 2, 3, 4, 5, 6, 7, BAD], []
+    options = dict(num_samples=2, temperature=0.7, sizes=sizes, seed=[1, 2, 3])
+    options["on_tokens"] = lambda prompt_id, *new: streamed.append(prompt_id)
+    found = generations(NAN, [PROMPTS[0], bad, PROMPTS[2]], **options)
+    alone = generations(NAN, [PROMPTS[0], PROMPTS[2]], **{**options, "seed": [1, 3], "on_tokens": None})
+    assert [(g.tokens, g.finish_reason) for g in found[2:4]] == [([], "nan_logits")] * 2
+    assert [(g.tokens, g.logprobs) for g in found[:2] + found[4:]] == [(g.tokens, g.logprobs) for g in alone]
+    assert set(streamed) == {0, 2}
+
+
+def test_what_gave_no_numbers_is_not_published():
+    sizes = config(enable_prefix_caching=True)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, BAD], list(range(8))]
+    result = kv.generate(model, NAN, prompts, sizes, max_new_tokens=2)
+    found = kv.lookup(result.cache, np.array([[*prompt, 0] for prompt in prompts]), [9, 9])
+    assert found.tolist() == [0, 8]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_weight_ends_every_row(value):
+    found = generations(spoiled(0, {**PARAMS, "head": PARAMS["head"].at[3, 8].set(value)}))
+    # Times an activation below 0, the infinite weight is a mask.
+    reasons = {g.finish_reason for g in found}
+    assert reasons == {"nan_logits"} if np.isnan(value) else "nan_logits" in reasons
+
+
+def test_a_score_of_no_numbers_is_refused():
+    score = functools.partial(kv.score, model, NAN, [1, 2])
+    assert np.isfinite(score([[3, 4, BAD]], config()).logprobs[0]).all()
+    with pytest.raises(FloatingPointError, match="logits behind token 1 of continuation 1 hold NaN or"):
+        score([[3, 4, 5], [6, BAD, 7], [8]], config())
+    with pytest.raises(FloatingPointError, match="logits behind the context hold NaN"):
+        kv.score(model, INF, [1, 2, BAD], [[3]], config())
+
+
+def test_logits_are_numbers_wherever_what_spoils_them_stands():
+    for width in (1, 7, 300):
+        for value, expected in ((np.nan, False), (np.inf, False), (-np.inf, True), (0.5, True)):
+            logits = np.zeros((width, width), np.float32)
+            np.fill_diagonal(logits, value)
+            expected = expected and (width > 1 or np.isfinite(value))
+            assert are_numbers(jnp.asarray(logits)).tolist() == [expected] * width
