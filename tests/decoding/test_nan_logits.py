@@ -5,11 +5,11 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvcache_jax.sampling import are_numbers
-from tests.tiny_model import VOCAB, forward, make_params
 
 import kvcache_jax as kv
-from tests import tiny_model
+from kvcache_jax.decoding.sampling import are_numbers
+from tests.support import tiny_model
+from tests.support.tiny_model import VOCAB, forward, make_params
 
 PARAMS = make_params()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6]]
