@@ -4,10 +4,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
 
 
-def on_interrupt(handler: Callable[..., Any]) -> None:
+def on_interrupt(handler: Callable[..., object]) -> None:
     """Has Ctrl-C call `handler`, unless whoever started this process has it ignored."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)

@@ -215,7 +215,12 @@ SLOW = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
 def interrupted(arguments, **options):
     """(exit code, standard error) of Python after Ctrl-C, which comes behind its first line of output."""
     start = [sys.executable, *arguments]
-    process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here is so there
+    try:
+        process = subprocess.Popen(start, **pipes, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
