@@ -62,6 +62,11 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = None
+            most_digits = sys.get_int_max_str_digits()
+            if text.strip("+-").isdecimal() and len(text) > most_digits > 0:
+                raise argparse.ArgumentTypeError(
+                    f"got {text[:20]}... of {len(text)} digits, expected at most {most_digits}"
+                ) from None
         if value is None or value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer {_range(least, most)}")
         return value
@@ -84,6 +89,13 @@ def number(least: float, most: float = math.inf, *, is_above: bool = False) -> C
         return value
 
     return parse
+
+
+def name(text: str) -> Path:
+    """An argparse `type`: a file or a folder, which may be missing; nothing would be the folder one is in."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a name")
+    return Path(text)
 
 
 def folder(text: str) -> Path:
