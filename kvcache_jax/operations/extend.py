@@ -23,6 +23,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.layer_kinds.base import num_columns
 from kvcache_jax.core.state import (
     AttentionPlan,
     BlockCopies,
@@ -237,10 +238,9 @@ def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Cont
 def _attention_plan(
     group: LayerGroup, context_len: jax.Array, new_len: jax.Array, query_len: jax.Array
 ) -> AttentionPlan:
-    first, end = group.first_column(context_len), num_blocks_for(new_len, group.block_size)
-    # The sinks' columns, fewer where the row ends among them, and those from the first in reach.
-    num_columns = jnp.minimum(group.num_sink_blocks, end) + jnp.maximum(end - first, 0)
-    return AttentionPlan(first_column=first, num_columns=jnp.where(query_len > 0, num_columns, 0))
+    first = group.first_column(context_len)
+    read = num_columns(group.num_sink_blocks, first, num_blocks_for(new_len, group.block_size))
+    return AttentionPlan(first_column=first, num_columns=jnp.where(query_len > 0, read, 0))
 
 
 def _record_tokens(
