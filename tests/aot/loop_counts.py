@@ -63,14 +63,23 @@ class LoopCounts:
         counts = LoopCounts(*(num_trips * count for count in dataclasses.astuple(self)))
         return dataclasses.replace(counts, known_loops=1 + self.known_loops)
 
-    def unknown_trips(self) -> "LoopCounts":
-        """Returns the counts of a loop with this body, of which nobody knows the trips."""
+    def unknown_trips(self, is_opened: bool = False) -> "LoopCounts":
+        """Returns the counts of a loop with this body, of which nobody knows the trips.
+
+        Its launches count as those of the program if it `is_opened`.
+        """
+        if is_opened:
+            return dataclasses.replace(self, loops=1 + self.loops)
         launches = self.launches + self.trip_launches
         return dataclasses.replace(self, loops=1 + self.loops, launches=0, trip_launches=launches)
 
 
-def compiled_counts(hlo: str) -> LoopCounts:
+def compiled_counts(hlo: str, is_loop: bool = False) -> LoopCounts:
     """Counts in the text of a compiled program.
+
+    Args:
+      hlo: What `jax.stages.Compiled.as_text()` returns.
+      is_loop: Whether what counts is one trip of the program's outer loops of unknown trips.
 
     Raises:
       ValueError: The text names no entry.
@@ -86,17 +95,19 @@ def compiled_counts(hlo: str) -> LoopCounts:
     if entry is None:
         raise ValueError(f"expected the text of a compiled program with an ENTRY, got {hlo[:80]!r}")
 
-    def count(name: str) -> LoopCounts:
-        return sum((count_line(line) for line in computations[name]), LoopCounts())
+    def count(name: str, is_opened: bool = False) -> LoopCounts:
+        return sum((count_line(line, is_opened) for line in computations[name]), LoopCounts())
 
-    def count_line(line: str) -> LoopCounts:
+    def count_line(line: str, is_opened: bool) -> LoopCounts:
         opcode = _OPCODE.match(line)
         if opcode is None or opcode[1] in _NO_LAUNCH or opcode[1].endswith(("-done", "-update")):
             return LoopCounts()
         if opcode[1] == "while":
             (body,) = re.findall(r"body=%?([\w.-]+)", line)
             trips = _TRIPS.search(line)
-            return count(body).trips(int(trips[1])) if trips else count(body).unknown_trips()
+            if trips:
+                return count(body).trips(int(trips[1]))
+            return count(body).unknown_trips(is_opened)
         if opcode[1] == "conditional":
             named = [name.strip(" %") for group in _BRANCHES.findall(line) for name in group.split(",")]
             branches = [count(name) for name in named or _CALLED.findall(line)]
@@ -105,7 +116,7 @@ def compiled_counts(hlo: str) -> LoopCounts:
             return sum((count(name) for name in _CALLED.findall(line)), LoopCounts())
         return LoopCounts(launches=1)
 
-    return count(entry)
+    return count(entry, is_loop)
 
 
 def _without_type(text: str) -> str:

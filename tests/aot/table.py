@@ -9,9 +9,11 @@ class Table:
     Args:
       headings: Of all columns; the last one is left open to the right.
       words: The first columns' cells, which are aligned to the left; all others are numbers.
+      is_markdown: Whether lines are printed as markdown.
     """
 
-    def __init__(self, headings: Sequence[str], words: Sequence[Sequence[str]]):
+    def __init__(self, headings: Sequence[str], words: Sequence[Sequence[str]], is_markdown: bool):
+        self.is_markdown = is_markdown
         self.headings = headings
         self.num_words = len(words)
         self.widths = [
@@ -19,17 +21,17 @@ class Table:
         ]
         self.widths += [max(len(heading), 9) for heading in headings[self.num_words : -1]]
 
-    def head(self, is_markdown: bool) -> str:
+    def head(self) -> str:
         """Returns the line of headings, in markdown with the rule below it."""
-        if not is_markdown:
-            return self.line(self.headings, is_markdown)
+        if not self.is_markdown:
+            return self.line(self.headings)
         rules = ["---"] * self.num_words + ["--:"] * (len(self.headings) - self.num_words - 1) + ["---"]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rules))
 
-    def line(self, cells: Sequence[object], is_markdown: bool) -> str:
+    def line(self, cells: Sequence[object]) -> str:
         """Returns the line of one row; None is an empty cell."""
         texts = [_text(cell) for cell in cells]
-        if is_markdown:
+        if self.is_markdown:
             return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
         aligned = [
             f"{text:<{width}}" if i < self.num_words else f"{text:>{width}}"
