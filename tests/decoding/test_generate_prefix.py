@@ -6,8 +6,8 @@ import importlib
 import jax
 import numpy as np
 import pytest
-from test_beams import slow_beam_search
-from test_decode import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
+from test_beam_search import slow_beam_search
+from test_generate import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import prefill

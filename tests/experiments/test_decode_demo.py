@@ -15,7 +15,6 @@ pytest.importorskip("flax")
 pytest.importorskip("rich")
 
 from flax import nnx
-from test_tokenizer import byte_level_bpe
 
 import kvcache_jax as kv
 from experiments.decode import __main__ as decode
@@ -25,6 +24,7 @@ from kvcache_jax import testing
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
+from tests.support.trained_tokenizer import byte_level_bpe
 
 SIZES = dict(
     vocab_size=256,
