@@ -121,11 +121,12 @@ def pools_needed(
 
 
 if __name__ == "__main__":
-    for what, options in (
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("the loss throws the cache away", {}),
         ("scheduled for memory", {"scheduler": "MEMORY_OPTIMIZED"}),
         ("the loss returns the cache", {"returns_cache": True}),
         ("a decoder's, thrown away", {"is_decoder": True}),
         ("a decoder's, returned", {"is_decoder": True, "returns_cache": True}),
-    ):
+    ]
+    for what, options in cases:
         print(f"{what:30}", *(f"{pools_needed(n, **options):5.2f} pools at {n} layers" for n in (4, 16)))
