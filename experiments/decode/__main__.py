@@ -64,7 +64,7 @@ class Outcome:
 
     continuations: Sequence[Sequence[kv.Generation | kv.Beam]]
     result: kv.GenerateResult | kv.BeamResult
-    looks: list[kv.Look]
+    looks: list[kv.Snapshot]
     warm_up_seconds: float
 
 
@@ -179,7 +179,7 @@ def _prompts(job: Job, length: int) -> list[list[int]]:
     return [tokens[:1] * (length if i == 0 else 1) for i, tokens in enumerate(job.tokens)]
 
 
-def _stop_at_the_second_look(look: kv.Look, beams: Sequence[Sequence[kv.Beam]]) -> None:
+def _stop_at_the_second_look(look: kv.Snapshot, beams: Sequence[Sequence[kv.Beam]]) -> None:
     if look.num_steps:
         raise _WarmedUpError
 
@@ -228,10 +228,10 @@ def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every:
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
-    looks: list[kv.Look] = []
+    looks: list[kv.Snapshot] = []
 
     def noting(on_look: Callable[..., None]) -> Callable[..., None]:
-        def note(look: kv.Look, *beams: Any) -> None:
+        def note(look: kv.Snapshot, *beams: Any) -> None:
             looks.append(look)
             on_look(look, *beams)
 

@@ -13,7 +13,6 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import loop, prefill
-from kvcache_jax.decoding.forward import vocab_size
 from tests.support import tiny_model
 from tests.support.dense_reference import dense_attention
 from tests.support.helpers import first_program
@@ -25,7 +24,7 @@ LENGTH = 48
 # One config, so that most tests share their programs: short texts fit four rows, long ones run out of blocks.
 NUM_BLOCKS = 24
 config = functools.partial(tiny_model.config, num_blocks=NUM_BLOCKS)
-PROGRAMS = prefill.prefill_in_chunks, loop.begin, loop.decode
+PROGRAMS = prefill._feed_pieces, loop.begin, loop.decode
 
 
 @functools.cache
