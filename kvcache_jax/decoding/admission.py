@@ -20,9 +20,9 @@ def admit(
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
-    A prompt waits until there are blocks for all that its samples and the running rows may still store. One that
-    the whole cache has too few blocks for waits until it is alone. A prompt that can share more with one of
-    those just admitted waits until that one is computed.
+    A prompt waits until there are blocks for all that its samples and the running rows may still store. One
+    that the whole cache has too few blocks for waits until it is alone. A prompt that can share more with one
+    of those just admitted waits until that one is computed.
 
     Returns:
       The state; {first row: rows of all samples}; how many tokens of the prompts were cached.

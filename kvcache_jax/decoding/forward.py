@@ -11,8 +11,9 @@ from kvcache_jax.core.state import Cache, Step
 Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 """`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`.
 
-The `n` rows of a step are rows of the cache, each once, while tokens are decoded. While prompts are computed they
-are pieces: a row of the cache may stand in several, one behind the other. `step.seq_ids` and `step.positions` tell.
+While tokens are decoded, the `n` rows of a step are rows of the cache, each once. While prompts are computed,
+they are pieces: a row of the cache may have several, one behind the other, as `step.seq_ids` tells. A layer that
+carries a state along a row's tokens, beside `kv.attention`, must join them.
 """
 
 

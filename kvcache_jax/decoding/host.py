@@ -116,7 +116,7 @@ def snapshot_of(
 
 
 def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
-    """The rows as i32[n], with `max_seqs` behind them: as few lengths as there are powers of two, from 8 on."""
+    """The rows as i32[n], filled up with `max_seqs` to a power of two of at least 8, and at most all rows."""
     num_rows = max(len(rows), _SHORTEST_LIST)
     padded = np.full(min(1 << (num_rows - 1).bit_length(), max_seqs), max_seqs, np.int32)
     padded[: len(rows)] = rows

@@ -88,7 +88,7 @@ def prefill(
     chunk_len: int,
     is_scoring: bool = False,
 ) -> tuple[Cache, Fed]:
-    """Feeds prompts as `feed` does; with prefix caching commits them, but for those without numbers as logits.
+    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
 
     Args:
       forward: As in `feed`, like the following.
@@ -101,7 +101,7 @@ def prefill(
     """
     cache, fed = feed(forward, params, cache, history, length, chunk_len=chunk_len, is_scoring=is_scoring)
     if cache.config.enable_prefix_caching and length.any():
-        rows = row_list(np.flatnonzero(length), cache.max_seqs)
+        rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
         cache, _ = commit(cache, _with_numbers(fed.logits, rows))
     return cache, fed
 
@@ -214,8 +214,9 @@ def _feed_pieces(
 
     step = _padded(step, 2 * (order - pieces.nth), pieces)
     step = with_work(step, cache.config, cache.pools, cache.control.block_pools)
-    logits, cache = result = forward(params, jnp.asarray(pieces.tokens), cache, step)
+    result = forward(params, jnp.asarray(pieces.tokens), cache, step)
     width_of(result, num_pieces, piece_len)
+    logits, cache = result
     last = jnp.maximum(step.query_len - 1, 0)[:, None, None]
     ends = jnp.take_along_axis(logits, last, axis=1)[:, 0].astype(jnp.float32)
     ends = jnp.where(step.query_len[:, None] > 0, ends, 0)
@@ -227,7 +228,7 @@ def _feed_pieces(
 
 
 def _padded(step: Step, entry: jax.Array, pieces: Pieces) -> Step:
-    """A packed step as a padded one, with a row for each piece, of which `entry` i32[P] is the row's entry."""
+    """A packed step as a padded one of pieces; `entry` i32[P] is that of each piece's row."""
     shape = pieces.tokens.shape
     query_len = jnp.where(step.query_len[entry] > 0, pieces.num_tokens, 0)
     return dataclasses.replace(
