@@ -280,7 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--data", type=command.folder, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that"
     )
-    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
+    parser.add_argument(
+        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model"
+    )
     options = parser.parse_args(arguments)
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)

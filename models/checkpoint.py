@@ -25,11 +25,11 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from models.config_json import CheckpointError, JsonObject, read_config, write_config
+from models.config_json import CheckpointError, JsonObject, read_config, read_dtype, write_config
 from models.decoder import Decoder, DecoderConfig
 from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
-__all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save"]
+__all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save", "stored_dtype"]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
@@ -143,6 +143,15 @@ def load_config(
     return read_config(pathlib.Path(folder) / _CONFIG, dtype, param_dtype)
 
 
+def stored_dtype(folder: str | os.PathLike[str]) -> str:
+    """Reads the name of the dtype in config.json, also of one that `load` must be given another for.
+
+    Raises:
+      CheckpointError: config.json is broken.
+    """
+    return read_dtype(pathlib.Path(folder) / _CONFIG)
+
+
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Reads the checkpoint's tokeniser; bytes if it has none.
 
@@ -151,7 +160,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         model has fewer tokens than there are bytes or comes with a tokeniser of another format.
     """
     folder = pathlib.Path(folder)
-    vocab_size, stop_tokens = load_config(folder).vocab_size, _stop_tokens(folder)
+    # Any dtype will do, where the file names one that no model computes in.
+    vocab_size, stop_tokens = load_config(folder, dtype="float32").vocab_size, _stop_tokens(folder)
     path = folder / _TOKENIZER
     if os.path.lexists(path):  # a link to nowhere too is a tokenizer that is broken
         try:

@@ -36,8 +36,6 @@ from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 from models.tokenizer import Tokenizer
 
-_LOWER = ": lower --num-blocks, --rows or --max-new"
-
 
 @dataclasses.dataclass
 class Job:
@@ -75,21 +73,33 @@ def prepare(options: argparse.Namespace) -> Job:
     """
     decode_options.check(options)
     prompts = decode_options.read_prompts(options)
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
     if not os.path.exists(options.checkpoint):  # `Path.exists` raises where the name is too long
         train = ": train it with python -m experiments.train" * (options.checkpoint == decode_options.MODEL)
         raise InputError(f"there is no checkpoint {options.checkpoint}{train}")
-    decoder = checkpoint.load(options.checkpoint, dtype=dtype)
+    decoder = _load(options, options.checkpoint)
     tokenizer = checkpoint.load_tokenizer(options.checkpoint)
     tokens = decode_options.encode(prompts, tokenizer, decoder.config)
     config = decode_options.plan(options, decoder.config, tokens)
-    draft = _load_draft(options, dtype, decoder, config) if options.draft else None
-    _check_memory(config, decoder, draft)
+    draft = _load_draft(options, decoder, config) if options.draft else None
+    _check_memory(options, config, decoder, draft)
     return Job(options, decoder, tokenizer, draft, prompts, tokens, config)
 
 
-def _load_draft(options, dtype: Any, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
-    model = checkpoint.load(options.draft, dtype=dtype)
+def _load(options: argparse.Namespace, folder: Path) -> Decoder:
+    """Without --dtype a CPU computes in float32, and others in what is stored, if models compute in it."""
+    stored, dtype = checkpoint.stored_dtype(folder), options.dtype
+    if dtype is None and stored not in decode_options.COMPUTED:
+        print(
+            f"{folder} is stored in {stored}, which models do not compute in: taking float32 "
+            "(--dtype bfloat16 takes half the memory)",
+            file=sys.stderr,
+        )
+        dtype = "float32"
+    return checkpoint.load(folder, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else None))
+
+
+def _load_draft(options: argparse.Namespace, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
+    model = _load(options, options.draft)
     if model.config.vocab_size != decoder.config.vocab_size:
         raise InputError(
             f"--draft {options.draft} has {model.config.vocab_size} tokens, "
@@ -100,7 +110,9 @@ def _load_draft(options, dtype: Any, decoder: Decoder, config: kv.CacheConfig) -
     return kv.Draft(forward, model, cache_config(model.config, max_rollback=options.speculative, **sizes))
 
 
-def _check_memory(config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None) -> None:
+def _check_memory(
+    options: argparse.Namespace, config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None
+) -> None:
     """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
     caches = [config, *([draft.config] if draft else [])]
     need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
@@ -110,7 +122,8 @@ def _check_memory(config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | No
     free = _free_bytes()
     if free is not None and need > free:
         raise InputError(
-            f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free{_LOWER}"
+            f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free: "
+            f"lower {decode_options.sizes_of(options)}"
         )
 
 
@@ -152,7 +165,8 @@ def warm_up(job: Job) -> float:
     except jax.errors.JaxRuntimeError as error:
         if "out of memory" not in str(error).lower():
             raise
-        raise InputError(f"decoding does not fit into memory{_LOWER}") from error
+        lower = decode_options.sizes_of(job.options)
+        raise InputError(f"decoding does not fit into memory: lower {lower}") from error
     return time.perf_counter() - start
 
 

@@ -24,7 +24,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
     command.add_data_folder(parser, "the Azure trace")
-    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
+    parser.add_argument(
+        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model"
+    )
     options = parser.parse_args(arguments)
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)

@@ -177,14 +177,17 @@ def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):
 
 
 def test_a_broken_json_file_is_named(copy_checkpoint, tmp_path):
-    refuses(tmp_path / "nowhere", "nowhere has no config.json")
+    refuses(tmp_path / "nowhere", "nowhere is not there, expected the folder that holds config.json")
+    refuses(tmp_path / ("x" * 300), "config.json cannot be read: File name too long")
     folder = copy_checkpoint("qwen3")
     (folder / "model.safetensors.index.json").write_text("[]")
     refuses(folder, "index.json holds a list, expected a JSON object")
     (folder / "model.safetensors.index.json").write_text("{}")
     refuses(folder, "index.json has no weight_map")
     text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text[:-9])
+    file = folder / "config.json"
+    refuses(file, "config.json is no folder, expected the folder that holds config.json")
+    file.write_text(text[:-9])
     refuses(folder, "config.json is not a whole JSON file")
     for data in (b"\xff\xfe", b"[" * 100_000):
         (folder / "config.json").write_bytes(data)
