@@ -12,8 +12,8 @@ Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 """`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`.
 
 While tokens are decoded, the `n` rows of a step are rows of the cache, each once. While prompts are computed,
-they are pieces: a row of the cache may have several, one behind the other, as `step.seq_ids` tells. A layer that
-carries a state along a row's tokens, beside `kv.attention`, must join them.
+they are pieces: a row of the cache may have several, one behind the other, as `step.seq_ids` tells. A layer
+that carries a state along a row's tokens, beside `kv.attention`, must join them.
 """
 
 
