@@ -76,7 +76,7 @@ class WindowScript:
         self.check(f"{name} {rows}")
 
     def predict(self, rows, check):
-        """Statuses of a call that names `rows`; `check(entry, row)` is that of an entry which is the first."""
+        """Statuses of a call that names `rows`; `check(entry, row)` is that of a row's first entry."""
         return [Status.DUPLICATE_SEQ_ID if row in rows[:i] else check(i, row) for i, row in enumerate(rows)]
 
     def compare(self, status, expected):
