@@ -47,7 +47,7 @@ from kvcache_jax.core.state import (
 )
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
-from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
 from kvcache_jax.inspect.block_map import block_map, draw_block_map
 from kvcache_jax.inspect.check_invariants import check_invariants
@@ -127,7 +127,6 @@ __all__ = [
     "KVPool",
     "LayerGroup",
     "LayerKind",
-    "Look",
     "ManagerBusy",
     "ManagerClosed",
     "OutOfBlocks",
@@ -137,6 +136,7 @@ __all__ = [
     "Request",
     "ScoreResult",
     "SlidingWindow",
+    "Snapshot",
     "StaleBatch",
     "Stats",
     "Status",
@@ -191,3 +191,12 @@ __all__ = [
     "utilization",
     "write",
 ]
+
+_RENAMED = {"Look": "Snapshot"}
+"""Old names, and what to write in their place."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _RENAMED:
+        raise AttributeError(f"kvcache_jax.{name} is now kvcache_jax.{_RENAMED[name]}", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

@@ -19,7 +19,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.operations import rows
+from kvcache_jax.operations.free import free_rows
 
 _ROW_POLICIES = ("lru", "lfu", "longest", "priority")
 
@@ -109,7 +109,7 @@ def _evict_rows(
 
     def free_one(state):
         control, dropped, num_dropped, row = state
-        control, _ = rows.free_row(control, row, config=config)
+        control, _ = free_rows(control, row[None], config=config)
         return control, dropped.at[num_dropped].set(row), num_dropped + 1, next_row(control)
 
     # Made of the rows' lengths: inside shard_map a constant would differ from what the loop makes of it.

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decode import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
+from test_generate import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
 
 import kvcache_jax as kv
 from tests.support.tiny_model import VOCAB, forward

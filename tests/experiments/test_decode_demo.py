@@ -15,7 +15,6 @@ pytest.importorskip("flax")
 pytest.importorskip("rich")
 
 from flax import nnx
-from test_tokenizer import byte_level_bpe
 
 import kvcache_jax as kv
 from experiments.decode import __main__ as decode
@@ -25,6 +24,7 @@ from kvcache_jax import testing
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
+from tests.support.trained_tokenizer import byte_level_bpe
 
 SIZES = dict(
     vocab_size=256,
@@ -372,9 +372,19 @@ def refusal(capsys, *arguments):
             ["a", "b", "--beams", 2, "--rows", 3],
             "got --rows 3 with --beams 2 for 2 prompts, expected at least 4",
         ),
-        (["a", "--num-blocks", 10**9], "expected below 2**31"),
-        (["a", "--block-size", 10**12], "block_size is 1000000000000, expected below 2**31"),
-        (["a", "--samples", 10**6], "of memory are free: lower --num-blocks, --rows or --max-new"),
+        (
+            ["a", "--num-blocks", 10**9],
+            "got --num-blocks 1000000000 with --block-size 16, which has 16000000000",
+        ),
+        (["a", "--block-size", 10**12], "got --samples 3 with --block-size 1000000000000, which has"),
+        (["a", "--samples", 10**9], "got --samples 1000000000 with --block-size 16, which has"),
+        (["a", "--samples", 10**30], f"got --samples {10**30} with --block-size 16, which has"),
+        (["a", "--beams", 10**30], f"got --beams {10**30} with --block-size 16, which has"),
+        (["a", "--rows", 10**30], f"got --rows {10**30} with --block-size 16, which has"),
+        (["a", "--rows", 2**31, "--num-blocks", 9], "got --rows 2147483648, which takes 2147483648 rows"),
+        (["a", "--samples", 10**6], "are free: lower --samples, --rows, --num-blocks or --max-new"),
+        (["a", "--beams", 10**6], "are free: lower --beams, --rows, --num-blocks or --max-new"),
+        (["a", "--samples", "9" * 5000], "got 99999999999999999999... of 5000 digits, expected at most 4300"),
         (["a", "--implementation", "fast"], "invalid choice: 'fast'"),
         (["a", "--dtype", "float64"], "invalid choice: 'float64'"),
         (["a", "--greedy", "--temperature", 1], "got --greedy with --temperature, expected only one of them"),
@@ -393,8 +403,9 @@ def refusal(capsys, *arguments):
         (["a", "--picture", "nowhere/out.png"], "there is no folder nowhere"),
         (["a", "--top-k", -1], "got '-1', expected an integer from 0 to 2147483647"),
         (["a", "--picture", "x" * 300 + ".png"], "which cannot be written: File name too long"),
-        (["--prompts", ""], ". is no file, expected one with a prompt per line"),
-        (["a", "--prompts", ""], "got prompts as arguments and --prompts, expected only one of them"),
+        (["--prompts", ""], "argument --prompts: got '', expected a name"),
+        (["a", "--checkpoint", ""], "argument --checkpoint: got '', expected a name"),
+        (["a", "--speculative", 2, "--draft", ""], "argument --draft: got '', expected a name"),
         (["a", "--prompts", "file"], "got prompts as arguments and --prompts, expected only one of them"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
@@ -428,6 +439,10 @@ def test_bad_checkpoints_are_refused(capsys, folder, tmp_path):
     assert f"there is no checkpoint {tmp_path / 'x'}" in refusal(capsys, "a", "--checkpoint", tmp_path / "x")
     assert "there is no checkpoint xxx" in refusal(capsys, "a", "--checkpoint", "x" * 300)
     assert "has no config.json" in refusal(capsys, "a", "--checkpoint", tmp_path)
+    file, expected = folder / "plain" / "config.json", "expected the folder that holds config.json"
+    assert f"{file} is no folder, {expected}" in refusal(capsys, "a", "--checkpoint", file)
+    draft = "--speculative", 2, "--checkpoint", folder / "plain", "--draft"
+    assert f"{tmp_path / 'x'} is not there, {expected}" in refusal(capsys, "a", *draft, tmp_path / "x")
     for name in ("config.json", "model.safetensors"):
         data = (folder / "plain" / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2] if "model" in name else data)

@@ -365,6 +365,25 @@ def test_the_figure_has_one_cell_per_block(branched, axes):
     assert axes.get_title(loc="left") == block_map(branched).splitlines()[0]
 
 
+@pytest.mark.parametrize("num_blocks", [1, 12, 45, 400])
+def test_the_labels_of_a_column_and_a_line_add_up_to_the_block(num_blocks, axes):
+    draw_block_map(kv.init(small_config(num_blocks=num_blocks), storage=False), ax=axes)
+    columns, lines = (
+        {place: int(label.get_text()) for place, label in zip(axis.get_majorticklocs(), labels, strict=True)}
+        for axis, labels in ((axes.xaxis, axes.get_xticklabels()), (axes.yaxis, axes.get_yticklabels()))
+    )
+    assert len(set(columns.values())) == len(columns) and len(set(lines.values())) == len(lines)
+    num_found = 0
+    for name, cell in cells_of(axes).items():
+        x, y = (corner + 0.44 for corner in cell.get_xy())
+        if any(abs(x - place) < 0.1 for place in columns) and any(abs(y - place) < 0.1 for place in lines):
+            column = next(label for place, label in columns.items() if abs(x - place) < 0.1)
+            line = next(label for place, label in lines.items() if abs(y - place) < 0.1)
+            assert name == f"block {column + line}"
+            num_found += 1
+    assert num_found >= min(num_blocks, 12)
+
+
 def test_the_figure_of_a_large_pool_is_cut(large, axes):
     draw_block_map(large, ax=axes)
     assert len(cells_of(axes)) == 2048
