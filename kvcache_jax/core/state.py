@@ -198,7 +198,7 @@ class Control:
       namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
       last_used: u32[max_seqs], clock of the last allocate, extend, fork or reorder into the row, or touch.
       num_uses: u32[max_seqs], how many of these there were; 0 for idle rows.
-      clock: u32[], advances by one with each use of a row; a call of extend or reorder is one use.
+      clock: u32[], advances by one with each call of these that uses a row.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;

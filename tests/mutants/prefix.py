@@ -4,7 +4,7 @@ from tests.mutants.mutations import in_module
 
 SCRIPT = "prefix/test_prefix_scripts.py::test_a_short_random_script"
 GROUPS = "prefix/test_prefix_windows.py::test_a_short_random_script_of_three_groups"
-ROLLED = "prefix/test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still_there"
+ROLLED = "prefix/test_prefix_windows.py::test_case_aa_a_rolled_window_serves_only_what_is_still_there"
 FORKS = (
     "prefix/test_prefix_windows.py::"
     "test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share"

@@ -29,6 +29,7 @@ def test_priority_namespace_and_recency_follow_the_rows():
     assert fields(cache) == ([0, -2, 0, 7, 0], [0, 5, 0, 1, 0]) and order(cache) == [1, 3]
     cache, _ = kv.fork(cache, [3, 1], [0, 4])
     assert fields(cache) == ([7, -2, 0, 7, -2], [1, 5, 0, 1, 5]) and order(cache) == [1, 3, 0, 4]
+    assert cache.control.last_used.tolist() == [2, 1, 0, 1, 2] and cache.control.clock == 2  # one tick a call
     cache, _ = kv.touch(cache, [1, 3])
     assert order(cache) == [0, 4, 1, 3]
     with pytest.raises(ValueError, match="priority is 2147483648, expected -2147483648 to 2147483647"):
