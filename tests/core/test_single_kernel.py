@@ -236,6 +236,7 @@ print(jax.jit(lambda cache, n: kv.extend(cache, n, num_tokens=12)[1].status)(cac
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program, printed",
     [(UNREAD, "[1, 2, 3] 0\n"), (CONSTANT, "[3] 12\n"), (DROPPED, "12\n[0 5]\n")],

@@ -12,8 +12,14 @@ NUM_BLOCKS = 18  # too few for all rows to be long
 
 
 # Together 12,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 2_500), (grouped_config, 3_500)])
+# The quick one is a quarter of the others.
+@pytest.mark.quick_cases("grouped_config-875-0")
+@pytest.mark.parametrize(
+    ("make_config", "num_steps", "seed"),
+    [(grouped_config, 875, 0)]
+    + [(full_config, 2_500, seed) for seed in (0, 1)]
+    + [(grouped_config, 3_500, seed) for seed in (0, 1)],
+)
 def test_a_long_random_script(make_config, num_steps, seed):
     """Each operation is followed by every check there is."""
     rng, driver = np.random.default_rng(seed), Driver(make_config(num_blocks=NUM_BLOCKS))
@@ -23,10 +29,10 @@ def test_a_long_random_script(make_config, num_steps, seed):
     for name in ("allocate", "extend", "extend_some", "extend_packed"):
         assert driver.statuses[name, "OUT_OF_BLOCKS"] > 0, (name, driver.statuses)
     for name in ("fork", "reorder", "truncate", "free"):
-        assert driver.statuses[name, "OK"] > 50, (name, driver.statuses)
+        assert driver.statuses[name, "OK"] > num_steps // 50, (name, driver.statuses)
     assert driver.oracle.num_copies > num_steps // 25
     if make_config is grouped_config:
-        assert driver.statuses["truncate", "WINDOW_LOST"] > 10
+        assert driver.statuses["truncate", "WINDOW_LOST"] > num_steps // 350
 
 
 rows = st.sampled_from([*range(ROWS)] * 4 + [-1, ROWS, ROWS + 7])
@@ -56,6 +62,7 @@ def test_any_script_of_a_full_group(script):
     run_script(full_config(num_blocks=9), script)
 
 
+@pytest.mark.slow
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_three_groups(script):
     run_script(grouped_config(num_blocks=9), script)

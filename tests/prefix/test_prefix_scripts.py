@@ -95,6 +95,7 @@ def test_lookup_finds_nothing_where_the_length_is_refused():
         assert kv.allocate(cache, [1], [length], tokens=tokens)[1].num_cached.tolist() == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_random_script(seed):
     rng, driver = np.random.default_rng(seed), PrefixDriver(prefix_config(num_blocks=17))
@@ -108,6 +109,7 @@ def test_a_long_random_script(seed):
     assert num_refused > 5, driver.statuses
 
 
+@pytest.mark.slow
 def test_a_random_script_in_small_batches(monkeypatch):
     """Blocks are published, and evicted, in several batches; chains end in one before the last."""
     monkeypatch.setattr(commit, "_BATCH", 3)
@@ -122,6 +124,7 @@ def test_a_random_script_in_small_batches(monkeypatch):
         jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_a_random_script_without_kernels(monkeypatch):
     """What accelerators run, and versions of jax that were not tested: scatters, not one kernel."""
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
