@@ -41,6 +41,15 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
+def pytest_collection_modifyitems(items):
+    """Marks as slow those cases of a test that its `quick_cases` does not name."""
+    for item in items:
+        for mark in item.iter_markers("quick_cases"):
+            if item.callspec.id not in mark.args:
+                item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def drop_programs():
     """Unloads all programs before they reach the kernel's limit of memory maps per process, 65,530.

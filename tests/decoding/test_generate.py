@@ -75,6 +75,7 @@ def check_idle(result):
     assert all(int(pool.num_free) == pool.num_blocks for pool in result.cache.control.block_pools)
 
 
+@pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("chunk_len", [3, 128])
 def test_greedy_equals_the_model_without_a_cache(chunk_len):
     """Five prompts on four rows: one waits."""
@@ -110,6 +111,7 @@ def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
     check_idle(beside)
 
 
+@pytest.mark.slow
 def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
     def samples(prompts, seed):
         result = generate(prompts, num_samples=2, temperature=1.3, seed=seed)
@@ -204,6 +206,7 @@ def test_max_seq_len_ends_a_row():
     assert result.generations[0].tokens == greedy(PROMPTS[2], LENGTH - len(PROMPTS[2]))[0]
 
 
+@pytest.mark.quick_cases("ngram-tight", "weak draft-tight")
 @pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kind", ["ngram", "weak draft", "itself"])
 def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
@@ -277,6 +280,7 @@ def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
     assert result.num_drafted == result.num_accepted == 4 * 8  # 11 tokens after the first: 3, 3 and 2 drafts
 
 
+@pytest.mark.slow
 def test_speculative_decoding_rolls_windows_back():
     window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
     layers = [window, kv.FullAttention(2, 4)]
@@ -299,6 +303,7 @@ def test_other_prompts_compile_nothing():
     assert [fn._cache_size() for fn in PROGRAMS] == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "ngram", "draft", "score", "beams"])
 def test_no_program_copies_a_pool(kind, monkeypatch):
     """Neither the model's nor a draft's, whose pools are as large."""
@@ -371,6 +376,7 @@ def test_score_equals_the_model_without_a_cache():
         kv.score(forward, PARAMS, [5], [[1]], config(), chunk_len=0)
 
 
+@pytest.mark.slow
 def test_a_continuation_that_fits_alone_is_scored():
     """Also where no fork of it fits beside the context, of which its window holds the end."""
     window = kv.SlidingWindow(2, 4, window=6, block_size=2, num_blocks=6)

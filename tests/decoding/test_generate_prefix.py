@@ -136,6 +136,7 @@ def test_drafts_are_never_published():
         assert int(kv.lookup(result.cache, text, [num_tokens + 1])[0]) == num_known // 4 * 4
 
 
+@pytest.mark.slow
 def test_score_and_beams():
     continuations = [[1, 2], [7, 7, 7, 7], []]
     first = kv.score(forward, PARAMS, SHARED, continuations, cached_config())
@@ -153,6 +154,7 @@ def test_score_and_beams():
     assert [beam.tokens for beam in found.beams[0]] == [tokens for tokens, _ in expected]
 
 
+@pytest.mark.slow
 def test_score_feeds_every_token_once():
     """Whatever of the context's last block is filled, and with groups whose blocks end elsewhere."""
     fed = []

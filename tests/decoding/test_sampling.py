@@ -149,6 +149,7 @@ def test_logits_that_are_no_numbers_show_in_the_logprob():
         assert np.isnan(logprob).tolist() == [True, True, True, True, False]
 
 
+@pytest.mark.quick_cases("options0")
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1}]
 )
@@ -236,6 +237,7 @@ def first_two_tokens(seed, draft_keys):
     return np.asarray(num_drafts), np.asarray(accepted), np.asarray(emitted[:, 0]) * VOCAB + second
 
 
+@pytest.mark.quick_cases("<lambda>0", "None")
 @pytest.mark.parametrize("draft_keys", [lambda keys: keys, FOLDED, SPLIT, None])
 def test_speculation_emits_what_the_target_would(draft_keys):
     for seed in (3,) if draft_keys in (FOLDED, SPLIT) else SEEDS:
@@ -255,6 +257,7 @@ def last_token_model(logits, tokens, cache, step):
     return jnp.asarray(logits)[tokens], cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_generate_draws_what_the_filtered_target_would(seed):
     """With drafts of another model, drawn through the same filters: each token, given the one before it."""
@@ -385,6 +388,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5 if a.dtype == jnp.float32 else 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_transforms_change_nothing():
     several = [example(seed) for seed in range(3)]
     plain = [everything(*arguments) for arguments in several]

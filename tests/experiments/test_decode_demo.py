@@ -161,6 +161,7 @@ def test_draws_are_filtered_and_stopped(capsys, folder):
     assert stopped["prompts"][0]["samples"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp_path):
     shutil.copytree(folder / "wide", tmp_path, dirs_exist_ok=True)
     byte_level_bpe().save(str(tmp_path / "tokenizer.json"))
@@ -207,6 +208,7 @@ def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in output
 
 
+@pytest.mark.slow
 def test_a_draft_model_gives_the_same_tokens_through_a_window(capsys, folder):
     """And a lone continuation is streamed."""
     prompt = "the window is shorter than this prompt"
@@ -243,6 +245,7 @@ def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
 BEAMS = "--beams", 2, "--max-new", 6, "--block-size", 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [BEAMS, BEAMS[2:]])
 def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
     """For prompts that share their first blocks: the second one has less left than a quarter of a chunk.
@@ -420,6 +423,7 @@ def test_an_implementation_that_is_not_there_is_refused(capsys, folder, name):
     assert name in message
 
 
+@pytest.mark.slow
 def test_a_kernel_decodes_what_xla_does(capsys, folder):
     """The kernel for GPUs, interpreted, from a cache in bfloat16 as it takes it."""
     # Interpreting imports this, which has an option that makes jax compile everything anew.

@@ -20,6 +20,8 @@ from experiments.kernel_speed import process
 from experiments.kernel_speed.timing import FAILED, MEASURED
 from tests.experiments.kernel_speed_fakes import ENTRIES, SIDES, Jobs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 FAKES = ("-m", "tests.experiments.kernel_speed_fakes")
 

@@ -23,6 +23,7 @@ from tests.manager.manager_user import (
 from tests.support.helpers import assert_same, compiled_programs, says
 
 
+@pytest.mark.quick_cases("prefix caching")
 @BOTH
 def test_the_life_of_requests(config):
     with kv.CacheManager(config) as manager:
@@ -259,6 +260,7 @@ def test_one_line_is_logged_per_admission(caplog):
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
+@pytest.mark.slow
 def test_few_programs_serve_two_hundred_prompt_lengths():
     config = kv.CacheConfig(
         [kv.FullAttention(1, 5)], block_size=16, num_blocks=1024, max_seqs=3, max_seq_len=8192,

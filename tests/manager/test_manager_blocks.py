@@ -99,6 +99,7 @@ def change(rng, manager):
         manager.evict(int(rng.integers(9)))
 
 
+@pytest.mark.slow
 def test_as_many_blocks_as_are_needed_are_enough_and_one_less_is_not():
     rng = np.random.default_rng(0)
     manager = kv.CacheManager(kv.init(CONFIG, storage=False), widths=[8])

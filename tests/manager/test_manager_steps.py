@@ -208,6 +208,7 @@ def test_the_pools_are_updated_in_place():
     )
 
 
+@pytest.mark.slow
 def test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager():
     manager = kv.CacheManager(CONFIG, widths=jnp.array([24, 3]).tolist() + [np.int32(3)])
     manager.allocate_request("a", [1] * 9)
@@ -412,6 +413,7 @@ def test_a_batch_of_tokens_that_a_step_took_back_is_refused():
     check(manager, {"a": [1, 2, 9]})
 
 
+@pytest.mark.slow
 def test_a_batch_whose_blocks_left_a_window_is_refused():
     window = kv.SlidingWindow(1, 5, window=4, block_size=2)
     config = kv.CacheConfig([window], num_blocks=12, max_seqs=2, max_seq_len=40, max_query_len=8)

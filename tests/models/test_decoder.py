@@ -96,6 +96,7 @@ def test_logits_of_one_call_are_those_of_transformers(family):
     assert_close(logits[ROW], expected(family)["logits"])
 
 
+@pytest.mark.quick_cases("llama-16", "qwen2_windows-16")
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block_size):
@@ -143,6 +144,7 @@ def test_packed_tokens_give_the_same_logits():
         starts = ends
 
 
+@pytest.mark.slow
 def test_forward_computes_the_same_however_tokens_reach_the_cache():
     decoder = load("qwen2_windows")
     config = cache_config(decoder.config, max_seqs=3, max_seq_len=32, block_size=4)
@@ -187,6 +189,7 @@ def test_a_cache_whose_layers_do_not_repeat_like_the_model_is_refused():
 # --- dtypes ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bfloat16_runs_and_stays_near(family):
     decoder, tokens = load(family, jnp.bfloat16), all_tokens(family)
@@ -199,6 +202,7 @@ def test_bfloat16_runs_and_stays_near(family):
     assert 1e-4 < np.sqrt(np.mean((logits - want) ** 2)) / want.std() < 0.03
 
 
+@pytest.mark.slow
 def test_parameters_may_be_wider_or_narrower_than_the_computation():
     tokens = all_tokens("llama")
     stored = checkpoint.load(FIXTURES / "llama", dtype=jnp.float32, param_dtype=jnp.bfloat16)
@@ -228,6 +232,7 @@ def test_two_models_of_one_config_share_a_program_and_a_structure(tmp_path):
     assert jitted._cache_size() == 1  # pyright: ignore
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_a_new_model_predicts_about_evenly(param_dtype):
     config = dataclasses.replace(
@@ -240,6 +245,7 @@ def test_a_new_model_predicts_about_evenly(param_dtype):
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter():
     """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""
     config = dataclasses.replace(TINY, use_qkv_bias=True, use_qk_norm=True, windows=(None, 3))

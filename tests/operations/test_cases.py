@@ -390,6 +390,7 @@ def test_case_m_reorder_with_duplicates():
     assert num_free(driver.cache) == 40
 
 
+@pytest.mark.slow
 def test_case_n_truncate():
     driver = TokenDriver(tiny_config(num_blocks=9, block_size=4, max_seqs=3, max_seq_len=24))
     driver.start(1, 12)

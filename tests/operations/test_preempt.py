@@ -120,6 +120,7 @@ def test_dropping_one_of_two_makes_the_other_worth_dropping():
     assert dropped.tolist() == [1, 0, 2, ROWS, ROWS] and float(kv.utilization(cache)) == 0
 
 
+@pytest.mark.slow
 def test_only_groups_above_the_target_count():
     """The window group is fuller; the row that holds most of it goes, though another is longer."""
     window = kv.SlidingWindow(1, 5, window=4, num_blocks=8)
@@ -143,6 +144,7 @@ def selected_of(cache):
     return kv.select_rows_to_preempt(cache, "longest", 2).tolist()
 
 
+@pytest.mark.slow
 def test_published_blocks_stay_cached():
     cache = make_cache_with_prefixes()
     cache, dropped = kv.preempt_to_utilization(cache, 0.0)

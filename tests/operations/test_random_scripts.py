@@ -100,6 +100,7 @@ def test_any_script_of_a_full_group(script):
     run_script(full_config(num_blocks=9), script)
 
 
+@pytest.mark.slow
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_three_groups(script):
     run_script(grouped_config(num_blocks=9), script)

@@ -175,6 +175,7 @@ def test_nothing_to_scrub():
     assert_same(before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "namespace"])
 def test_scrubbing_without_prefix_caching_and_with_windows(form):
     window = kv.SlidingWindow(1, 5, window=5, num_sink_tokens=2, block_size=2)
@@ -196,6 +197,7 @@ def test_scrubbing_without_prefix_caching_and_with_windows(form):
         assert len(own) and not np.asarray(pool.k)[own].any() and not np.asarray(pool.v)[own].any()
 
 
+@pytest.mark.slow
 def test_scrub_moves_no_other_data():
     layers, limits = [kv.FullAttention(2, 64)] * 2, dict(max_seqs=4, max_seq_len=128)
     config = kv.CacheConfig(layers, num_blocks=512, block_size=16, **limits, enable_prefix_caching=True)
@@ -251,6 +253,7 @@ def attend(cache, tokens, num_new, is_packed):
     return cache, jnp.stack(outputs), step.status
 
 
+@pytest.mark.quick_cases("full, prefix cache-padded")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("path", PATHS)
 def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(path, is_packed):

@@ -95,6 +95,7 @@ def test_scan_equals_eager():
     assert_equal_bits(play(kv.init(GROUPED), rounds), (cache, stacked))
 
 
+@pytest.mark.slow
 def test_vmap_over_independent_caches():
     """Each element does something else; rare branches (copies, failures) run for some and not for others."""
     firsts = [[3, 0, 0, 0], [9, 4, 1, 8], [0, 0, 30, 2]]
@@ -319,6 +320,7 @@ def test_clock_and_counters_wrap():
     assert kv.check_invariants(cache) == []
 
 
+@pytest.mark.slow
 def test_x64_changes_no_dtype():
     rounds = rounds_of(ROUNDS)
     plain = play(kv.init(GROUPED), rounds)

@@ -124,6 +124,7 @@ def run_script(seed, num_steps):
         assert driver.events[event] >= per_thousand * num_steps // 1000, (event, driver.events)
 
 
+@pytest.mark.slow
 def test_a_random_script_in_small_batches(monkeypatch):
     """Blocks are published, and evicted, in several batches; chains end in one before the last."""
     monkeypatch.setattr(commit, "_BATCH", 3)
@@ -138,6 +139,7 @@ def test_a_random_script_in_small_batches(monkeypatch):
         jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_a_random_script_without_kernels(monkeypatch):
     """What accelerators run, and versions of jax that were not tested: scatters, not one kernel."""
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))

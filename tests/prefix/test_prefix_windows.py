@@ -65,6 +65,7 @@ def test_what_is_committed_before_it_leaves_the_window_stays_cached():
     assert hit == 7
 
 
+@pytest.mark.quick_cases("block_sizes0")
 @pytest.mark.parametrize("block_sizes", [(4, 2), (4, 6)])
 def test_hits_are_whole_blocks_of_every_group(block_sizes):
     full, window = block_sizes
@@ -124,6 +125,7 @@ def test_evicting_a_companion_or_its_keeper_breaks_no_link():
     assert int(kv.stats(cache).num_blocks_free) == 32
 
 
+@pytest.mark.slow
 def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share():
     """They part within a block of the indexed group, behind a whole one of the other group."""
     layers = [kv.FullAttention(1, 5), kv.SlidingWindow(1, 5, window=6, block_size=2)]
