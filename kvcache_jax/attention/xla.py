@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.head_axis import for_each_head
-from kvcache_jax.arrays.loops import run_if
-from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.masked_updates import get_at, run_if
 from kvcache_jax.attention.inputs import Queries, Reads
 from kvcache_jax.attention.options import Options
 from kvcache_jax.blocks.storage import block_rows

@@ -82,7 +82,7 @@ class RequestRows:
         self._rows.clear()
 
 
-class Figures:
+class Metrics:
     """Hits of the last requests that looked for a cached prefix, and events in integers that do not wrap."""
 
     def __init__(self):

@@ -127,7 +127,7 @@ def utilization(cache: Cache) -> jax.Array:
 
 
 @takes_one
-def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
+def needs_preemption(cache: Cache, threshold: float = 0.9) -> jax.Array:
     """bool[], whether `utilization` reached `threshold`."""
     return utilization(cache) >= arguments.fraction("threshold", threshold)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvcache_jax.core.arguments import pool_of
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import Cache, KVPool
-from kvcache_jax.operations.rows import num_tokens_held
+from kvcache_jax.operations.scrub import num_tokens_held
 
 
 @takes_one

@@ -189,12 +189,12 @@ def test_what_is_no_flag_share_or_namespace_is_named(small):
         with pytest.raises(ValueError, match=r"namespace is .*, expected uint32 \(4,\) or \(1, 4\)"):
             kv.allocate(kv.init(SMALL), [0], [4], **prompt, namespace=namespace)
     for number in ("0", [2.0], None, True, [[0.5]]):
-        for call in (kv.evict_to_utilization, kv.needs_eviction):
+        for call in (kv.preempt_to_utilization, kv.needs_preemption):
             with pytest.raises(TypeError, match=r"(target|threshold) is .*, expected one number from 0 to 1"):
                 call(cache, number)
     for number in (float("nan"), -0.1, np.float32(2), jnp.float32(2)):
         with pytest.raises(ValueError, match="target is .*, expected 0 <= target <= 1"):
-            kv.evict_to_utilization(cache, number)
+            kv.preempt_to_utilization(cache, number)
     with pytest.raises(TypeError, match="item is a str, expected the item's bytes"):
         kv.item_tokens("text", 2)
 

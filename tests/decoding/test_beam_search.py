@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_generate import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
 
 import kvcache_jax as kv
-from tests.decoding.test_generate import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
 from tests.support.tiny_model import VOCAB, forward
 
 

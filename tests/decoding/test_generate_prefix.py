@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from test_beam_search import slow_beam_search
+from test_generate import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
 
 import kvcache_jax as kv
-from tests.decoding.test_beam_search import slow_beam_search
-from tests.decoding.test_generate import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
 from tests.support import tiny_model
 from tests.support.tiny_model import forward
 

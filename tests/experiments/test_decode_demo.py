@@ -24,7 +24,7 @@ from kvcache_jax import testing
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
-from tests.models.test_tokenizer import byte_level_bpe
+from tests.support.trained_tokenizer import byte_level_bpe
 
 SIZES = dict(
     vocab_size=256,

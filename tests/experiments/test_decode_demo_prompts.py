@@ -14,10 +14,10 @@ pytest.importorskip("flax")
 pytest.importorskip("rich")
 
 from safetensors.numpy import load_file, save_file
+from test_decode_demo import folder, refusal  # noqa: F401, a fixture
 
 from experiments.decode import __main__ as decode
 from experiments.decode import options
-from tests.experiments.test_decode_demo import folder, refusal  # noqa: F401, a fixture
 
 
 def read_prompts(*arguments):

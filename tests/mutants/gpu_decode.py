@@ -270,7 +270,7 @@ MUTATIONS = [
         "operations/init",
         (
             "kernels imported within a trace",
-            "implementations.load(config.implementation)",
+            "backends.load(config.implementation)",
             "pass",
             "attention/test_attention_kernels.py::test_init_imports_the_kernels_and_the_library_does_not",
         ),

@@ -80,7 +80,7 @@ MUTATIONS = [
         ),
         (
             "blocks of the replaced request are not available",
-            "control = operations.free(cache, freed[None])[0].control",
+            "control = free_rows(cache, freed[None])[0].control",
             "control = cache.control",
             REPLACED,
         ),
@@ -143,7 +143,7 @@ MUTATIONS = [
         ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
     ),
     *in_module(
-        "operations/api",
+        "operations/set_priority",
         (
             "priorities saturate",
             "arguments.priorities(priority, seq_ids",

@@ -23,13 +23,16 @@ LATER = "decoding/test_generate_prefix.py::test_a_later_call_finds_prompts_and_a
 
 MUTATIONS = [
     *in_module(
-        "operations/prefix_cache",
+        "operations/lookup",
         (
             "a prompt that is refused is found",
             "(num_tokens <= min(",
             "(num_tokens <= max(",
             "prefix/test_prefix_scripts.py::test_lookup_finds_nothing_where_the_length_is_refused",
         ),
+    ),
+    *in_module(
+        "prefix/item_tokens",
         (
             "items of all sizes are one",
             'num_tokens.to_bytes(8, "little")',
