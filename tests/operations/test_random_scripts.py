@@ -67,10 +67,10 @@ def run_long_script(make_config, seed, num_steps):
         assert driver.events[event] >= per_thousand * num_steps // 1000, (event, driver.events)
     for name, statuses in STATUSES.items():
         for status in (*statuses, *(ON_IDS if name != "extend" else ())):
-            assert driver.statuses[name, status] >= num_steps // 400, (name, status, driver.statuses)
+            assert driver.statuses[name, status] >= num_steps // 800, (name, status, driver.statuses)
     assert driver.oracle.num_copies > num_steps // 25
     if make_config is grouped_config:
-        assert driver.statuses["truncate", "WINDOW_LOST"] >= num_steps // 400
+        assert driver.statuses["truncate", "WINDOW_LOST"] >= num_steps // 800
 
 
 rows = st.sampled_from([*range(ROWS)] * 4 + [-1, ROWS, ROWS + 7])
