@@ -19,7 +19,7 @@ from kvcache_jax.head_axis import check_split
 from kvcache_jax.manual_axes import as_varied
 from kvcache_jax.queries import Reads, queries_of
 from kvcache_jax.state import Cache, KVPool, Step
-from kvcache_jax.static_numbers import finite_number
+from kvcache_jax.static_numbers import finite_number, static_flag
 
 AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -123,6 +123,7 @@ def _attend(
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
     block_pool = cache.control.block_pools[group_id]

@@ -53,7 +53,7 @@ def usable_prefix(
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
-        is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
+        is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
         is_usable &= ~is_inside.any(axis=0)
     columns: list[jax.Array] = []
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
@@ -127,7 +127,7 @@ def link(
         if companions is None:
             continue
         slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
-        column = (columns * indexed.block_size // group.block_size)[:, None] + slots
+        column = (columns * indexed.block_size // group.block_size)[:, None] + slots[None]
         is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
         present = get_at(companions.block_ids, canonical, 0)

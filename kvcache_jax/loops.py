@@ -68,7 +68,7 @@ def _bits(mask: jax.Array) -> jax.Array:
     """u32[ceil(n / 32)], an entry of bool[n] per bit, the first in the lowest."""
     missing = jnp.zeros_like(mask, shape=-mask.shape[0] % 32)
     bits = jnp.concatenate([mask, missing]).reshape(-1, 32).astype(jnp.uint32)
-    return jnp.sum(bits << np.arange(32, dtype=np.uint32), axis=1, dtype=jnp.uint32)
+    return jnp.sum(bits << np.arange(32, dtype=np.uint32)[None], axis=1, dtype=jnp.uint32)
 
 
 def for_each(

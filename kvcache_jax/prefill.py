@@ -125,7 +125,7 @@ def feed_rows[T](
         cache, notes, status = state
         num_new = jnp.minimum(num_left(cache, status), chunk_len)
         first = get_at(cache.context_len, seq_ids, 0)
-        at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
+        at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(history, jnp.minimum(at, history.shape[1] - 1), axis=1)
         cache, step = extend(cache, num_new, max_new=chunk_len, seq_ids=seq_ids, tokens=tokens)
         logits, cache = forward(params, tokens, cache, step)

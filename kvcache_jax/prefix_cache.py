@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from kvcache_jax import arguments, block_pool, eviction, publish
 from kvcache_jax.admission import Prompt, find_hits
 from kvcache_jax.arguments import IntRows
-from kvcache_jax.cache_form import takes_one
+from kvcache_jax.cache_form import refuse_donated, takes_one
 from kvcache_jax.config import CacheConfig
 from kvcache_jax.empty_state import empty_index, in_place_of
 from kvcache_jax.indexing import num_true
@@ -142,6 +142,7 @@ def lookup(
     tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
     if cache.control.prefix_index is None:
+        refuse_donated("lookup", cache)
         return jnp.zeros_like(num_tokens)
     spans = arguments.item_spans(items, num_tokens.shape[0])
     return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
@@ -161,6 +162,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
     """
     num_blocks = arguments.int_scalar("num_blocks", num_blocks)
     if cache.control.prefix_index is None:
+        refuse_donated("evict", cache)
         return cache, jnp.zeros_like(num_blocks)
     control, num_evicted = _evict(cache.control, num_blocks, config=cache.config)
     return dataclasses.replace(cache, control=control), num_evicted
@@ -181,6 +183,7 @@ def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
       The cache and i32[], how many blocks of all layer groups were published; 0 without prefix caching.
     """
     if cache.control.prefix_index is None:
+        refuse_donated("reset_prefix_cache", cache)
         return cache, jnp.int32(0)
     control, num_dropped = _reset_index(cache.control, config=cache.config)
     return dataclasses.replace(cache, control=control), num_dropped

@@ -280,13 +280,14 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
         return Content(tokens, hashes, parent, namespace)
 
     def settle(_: Any) -> _Verdict:
-        is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
+        first, second = hashes.T
+        is_equal = (first[:, None] == first[None]) & (second[:, None] == second[None]) & is_new[None]
         leader = jnp.where(is_new, first_true(is_equal), order)
         follows = is_new & (leader != order)
         is_first = is_new & ~follows
         canonical = jnp.where(is_new, batch.block_ids[leader], found)
         content = content_of(canonical)
-        goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_first
+        goes_before = (order[:, None] > order[None]) & (buckets[:, None] == buckets[None]) & is_first[None]
         way, has_way = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
 
         is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (content.parent == content.parent[leader])
@@ -309,7 +310,7 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
     # While decoding, as a rule, all are new, and each has a bucket for itself, with room.
     way, has_way = prefix_index.free_way(index, in_bucket, batch.row & 0)
     own_bucket = jnp.where(is_new, buckets, -1 - order)
-    meets_any = num_true(own_bucket[:, None] == own_bucket) > order.shape[0]
+    meets_any = num_true(own_bucket[:, None] == own_bucket[None]) > order.shape[0]
     is_unusual = (batch.is_entry & ~(is_new & has_way)).any() | meets_any
     as_a_rule = _Verdict(is_new, is_new, batch.block_ids, content_of(batch.block_ids), way)
     return skip_unless(is_unusual, settle, as_a_rule)
@@ -318,7 +319,7 @@ def _judge(control: Control, index: PrefixIndex, batch: _Batch) -> _Verdict:
 def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
     """bool[E], whether an earlier masked entry has the same value."""
     order = jnp.arange(values.shape[0], dtype=jnp.int32)
-    return ((values[:, None] == values) & (order[:, None] > order) & mask).any(axis=1)
+    return ((values[:, None] == values[None]) & (order[:, None] > order[None]) & mask[None]).any(axis=1)
 
 
 def _adopt(
@@ -343,7 +344,7 @@ def _adopt(
         (num_owners, is_revived), ref_count = read_first((num_owners, is_revived), pool.ref_count)
         ref_count = set_at(add_at(ref_count, new, num_owners), old, 0)
         entries = pool.block_table.at[:, batch.column].get(mode="fill", fill_value=nowhere)
-        is_held = mask & (entries == old)
+        is_held = mask[None] & (entries == old[None])
         holders = jnp.where(is_held, jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None], entries.shape[0])
         holders, table = read_first(holders, pool.block_table)
         table = set_at(table, (holders, batch.column), jnp.broadcast_to(new, entries.shape))

@@ -237,6 +237,7 @@ def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq
     """i32[..., max_blocks_per_seq], the rows' blocks that hold tokens; nowhere for reserved ones."""
     num_held = num_blocks_for(get_at(context_len, seq_ids), group.block_size)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+    columns = lax.broadcast_to_rank(columns, num_held.ndim + 1)
     return jnp.where(columns < num_held[..., None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 
 
@@ -252,7 +253,7 @@ def partial_tails(control: Control, config: CacheConfig, seq_ids: jax.Array) -> 
 def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:
     """i32[num_blocks], tokens that each block of a group holds for a row, or published."""
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
-    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
+    filled = jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)
     # A last block may be shared by a longer fork, for which it is not the last.
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
     if pool.cached is None:

@@ -175,7 +175,7 @@ def _score_rows(
         behind = step.positions + 1
         targets = jnp.take_along_axis(history, jnp.minimum(behind, nowhere - 1), axis=1)
         found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
-        is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
+        is_fed = jnp.arange(chunk_len, dtype=jnp.int32)[None] < step.query_len[:, None]
         at = rows[:, None], jnp.where(is_fed, behind, nowhere)
         is_scored = is_scored.at[at].set(are_numbers(logits), mode="drop")
         return logprobs.at[at].set(found, mode="drop"), is_scored

@@ -178,6 +178,19 @@ def test_donated_caches_say_so(step):
     assert "rows 0/3 active" in repr(kept)
 
 
+def test_donated_caches_say_so_without_a_prefix_cache_too():
+    cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=8))
+    assert kv.lookup(cache, [[1, 2]], [2]).tolist() == [0]
+    kv.donate(lambda cache: cache)(cache)
+    for name, ask in (
+        ("lookup", lambda: kv.lookup(cache, [[1, 2]], [2])),
+        ("evict", lambda: kv.evict(cache, 1)),
+        ("reset_prefix_cache", lambda: kv.reset_prefix_cache(cache)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):
+            ask()
+
+
 def test_a_cache_of_anything_can_be_shown(cache):
     for leaves in (jax.tree.map(lambda x: x.shape, cache), jax.tree.map(lambda x: x.sharding, cache)):
         assert "block_table" in repr(leaves)

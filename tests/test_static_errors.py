@@ -106,6 +106,9 @@ def test_attention_refuses_bad_options(small):
     for sink_logits in (zeros(3), zeros(1, 4), 0.0):
         with pytest.raises(ValueError, match=rf"shape {re.escape(str(np.shape(sink_logits)))}.* \(4,\)"):
             kv.attention(cache, 0, *good, sink_logits=sink_logits)
+    for value in (jnp.ones(2, bool), np.ones(2), jnp.bool_(True), 1):
+        with pytest.raises(TypeError, match="return_lse is .*expected True or False"):
+            kv.attention(cache, 0, *good, return_lse=value)
     for name in ("scale", "soft_cap"):
         for value in ("a", "2", True, [1.0], zeros(1), 1j):
             with pytest.raises(TypeError, match=f"{name} is .*expected a Python number"):
@@ -421,7 +424,7 @@ def test_config_refuses_what_does_not_fit():
         small_config(memory_budget=100 * block_bytes)
     with pytest.raises(STATIC_ERRORS, match=r"(?s)2147483648|2\*\*31|2\^31|2147483647|int32"):
         small_config(layers=[LAYER] * 2, num_blocks=2**30)
-    for dtype, name in ((jnp.int8, "int8"), (None, "float64"), ("nope", "'nope'"), ([3], "[3]")):
+    for dtype, name in ((jnp.int8, "int8"), (None, "None"), ("nope", "'nope'"), ([3], "[3]")):
         with pytest.raises(
             ValueError, match=re.escape(f"dtype is {name}, expected one of float32, bfloat16")
         ):
