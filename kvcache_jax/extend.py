@@ -104,6 +104,7 @@ def extend_control(
         slots=tuple(slots),
         plans=tuple(plans),
         cu_query_lens=tokens.starts if tokens.is_packed else None,
+        config=config,
     )
     return control, step, copies
 

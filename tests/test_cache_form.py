@@ -136,7 +136,7 @@ def test_a_trace_leaves_no_tracer_behind(step, name):
     # A size that no other test has: what was traced before is not traced, nor looked at, again.
     cache = kv.init(dataclasses.replace(CONFIG, num_blocks=9))
     with jax.checking_leaks():
-        jax.eval_shape(ON_DEVICE[name], cache, step)
+        jax.eval_shape(ON_DEVICE[name], cache, dataclasses.replace(step, config=cache.config))
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
