@@ -98,9 +98,10 @@ def _integers(name: str, values: Any) -> Array:
                 raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
     if not jnp.issubdtype(values.dtype, np.integer):
         fix = ""
-        if values.dtype == bool:
-            where = "jnp.where(mask, jnp.arange(max_seqs), max_seqs)"
-            fix = f": of a mask, {where if name.endswith('ids') else 'mask.astype(jnp.int32)'}"
+        if values.dtype == bool and name.endswith("_ids"):
+            fix = ": of a mask, jnp.where(mask, jnp.arange(max_seqs), max_seqs)"
+        elif values.dtype == bool and name.startswith("num_"):
+            fix = ": of a mask, mask.astype(jnp.int32)"
         raise TypeError(f"{name} has dtype {values.dtype}, expected integers{fix}")
     return values
 

@@ -29,7 +29,7 @@ CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
 jax.config.update("jax_compilation_cache_dir", str(CACHE_DIR / "jax" / jax.__version__))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-# Callers may have switched these on. Checks of every value (`jax_debug_nans`) are not among them: NaN is poison here.
+# Callers may have switched these on. `jax_debug_nans` is not among them: the tests fill with NaN on purpose.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
