@@ -317,7 +317,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = matmul(x, self.kernel[...], self.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else y + _on_last_axis(self.bias[...].astype(x.dtype), y)
 
 
 class RMSNorm(nnx.Module):
@@ -330,7 +330,12 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return wide.astype(x.dtype) * _on_last_axis(self.scale[...].astype(x.dtype), x)
+
+
+def _on_last_axis(values: jax.Array, like: jax.Array) -> jax.Array:
+    """[n] with as many axes as `like`."""
+    return jax.lax.broadcast_to_rank(values, like.ndim)
 
 
 Rotation = tuple[jax.Array, jax.Array]

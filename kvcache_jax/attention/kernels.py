@@ -106,7 +106,7 @@ def _decode_rows(queries: Queries, window: int | None, num_sink_blocks: int, blo
     def of_cuts(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_cuts, total_repeat_length=is_query.shape[0])
 
-    first_position = (queries.positions[:, :1] + order * is_query.shape[1]).reshape(-1)
+    first_position = (queries.positions[:, :1] + order[None] * is_query.shape[1]).reshape(-1)
     first_column = of_cuts(queries.first_column)
     if window is not None:
         first_column = jnp.maximum(first_column, (first_position - window + 1) // block_size)

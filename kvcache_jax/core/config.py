@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_flag
+from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
 from kvcache_jax.core.layer_kinds.base import (
     MAX_INDEX,
@@ -142,7 +143,13 @@ class CacheConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept: strings hash differently in another process."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**values, "format_version": FORMAT_VERSION}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = dict(state)
+        require_format(values.pop("format_version", None))
+        self.__dict__.update(values)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -277,16 +284,23 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def config_to_json(config: CacheConfig) -> bytes:
-    """The config as bytes, for `jax.export`."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    """The config as bytes, for `jax.export`; with the version of the format in which it is written."""
+    values = {"format_version": FORMAT_VERSION} | {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config)
+    }
     values["dtype"] = config.dtype.name
     values["layers"] = [{"kind": type(kind).__name__, **dataclasses.asdict(kind)} for kind in config.layers]
     return json.dumps(values).encode()
 
 
 def config_from_json(data: bytes | bytearray) -> CacheConfig:
-    """Inverse of `config_to_json`."""
+    """Inverse of `config_to_json`.
+
+    Raises:
+      ValueError: The data is of another format version, or of none.
+    """
     values = json.loads(bytes(data))
+    require_format(values.pop("format_version", None))
     kinds = {"FullAttention": FullAttention, "SlidingWindow": SlidingWindow}
     values["layers"] = [kinds[layer.pop("kind")](**layer) for layer in values["layers"]]
     return CacheConfig(**values)
@@ -326,7 +340,7 @@ def _check_indices(group: LayerGroup) -> None:
 
 def _storage_dtype(value: Any) -> np.dtype:
     try:
-        name = np.dtype(value).name
+        name = np.dtype(value).name if value is not None else "None"  # NumPy takes it for float64
     except TypeError:
         name = repr(value)
     if name not in DTYPES:

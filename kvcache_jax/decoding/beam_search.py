@@ -353,9 +353,9 @@ def _expand(
     num_candidates = min(num_beams * (1 + stop_tokens.shape[0]), num_beams * vocab)
     best, index = lax.top_k(totals.reshape(num_prompts, -1), num_candidates)
     parent, token = index // vocab, index % vocab
-    is_stop = (token[..., None] == stop_tokens).any(axis=-1)
+    is_stop = (token[..., None] == stop_tokens[None, None]).any(axis=-1)
     at = jnp.broadcast_to(state.num_new[:, None, None], (num_prompts, num_candidates, 1))
-    is_new = jnp.arange(max_new_tokens, dtype=jnp.int32) == at
+    is_new = jnp.arange(max_new_tokens, dtype=jnp.int32)[None, None] == at
 
     def grow(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(is_new, new[..., None], jnp.take_along_axis(old, parent[..., None], axis=1))
@@ -365,7 +365,7 @@ def _expand(
     num_new = state.num_new + 1
     scale = num_new.astype(jnp.float32) ** length_penalty
 
-    rank = jnp.arange(num_candidates, dtype=jnp.int32)
+    rank = jnp.arange(num_candidates, dtype=jnp.int32)[None]
     finishes = is_stop & (rank < num_beams) & (best > _NEVER / 2)
     ranks = jnp.where(finishes, best / scale[:, None], _NEVER)
     done_score, kept = lax.top_k(jnp.concatenate([state.done_score, ranks], axis=1), num_beams)

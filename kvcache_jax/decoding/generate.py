@@ -107,7 +107,7 @@ def generate(
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
-        function, so that compiled programs are found again.
+        function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one.
       config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.

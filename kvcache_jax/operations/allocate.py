@@ -157,7 +157,7 @@ def allocate_rows(
         control = eviction.make_room(control, needs, config)
     pools = []
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, num_new, strict=True):
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = quotient(num_cached, group.block_size)[:, None]
         pool, new = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks[:, None]))
         held = jnp.minimum(ids, new)  # each column has a hit, a new block, or nowhere twice

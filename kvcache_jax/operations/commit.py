@@ -289,13 +289,14 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
     published = jnp.where(batch.is_entry, prefix_index.candidates(index, in_bucket, hashes), nowhere)
     is_new = batch.is_entry & (published == nowhere)
 
-    is_equal = (hashes[:, None, 0] == hashes[:, 0]) & (hashes[:, None, 1] == hashes[:, 1]) & is_new
+    first, second = hashes.T
+    is_equal = (first[:, None] == first[None]) & (second[:, None] == second[None]) & is_new[None]
     leader = jnp.where(is_new, first_true(is_equal), order)
     is_first = is_new & (leader == order)
     canonical = jnp.where(is_new, batch.block_ids[leader], published)
     parent = jnp.where(order == batch.start, batch.before, jnp.roll(canonical, 1))
     content = Content(tokens, hashes, parent, namespace)
-    goes_before = (order[:, None] > order) & (buckets[:, None] == buckets) & is_first
+    goes_before = (order[:, None] > order[None]) & (buckets[:, None] == buckets[None]) & is_first[None]
     way, has_way = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
 
     # Equal hashes only say where to look: the contents are compared.
@@ -318,7 +319,7 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
 def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
     """bool[E], whether an earlier masked entry has the same value."""
     order = jnp.arange(values.shape[0], dtype=jnp.int32)
-    return ((values[:, None] == values) & (order[:, None] > order) & mask).any(axis=1)
+    return ((values[:, None] == values[None]) & (order[:, None] > order[None]) & mask[None]).any(axis=1)
 
 
 def _adopt(
@@ -340,7 +341,7 @@ def _adopt(
     (num_owners, is_revived), ref_count = read_first((num_owners, is_revived), pool.ref_count)
     ref_count = set_at(add_at(ref_count, new, num_owners), old, 0)
     entries = pool.block_table.at[:, batch.column].get(mode="fill", fill_value=nowhere)
-    is_held = mask & (entries == old)
+    is_held = mask[None] & (entries == old[None])
     holders = jnp.where(is_held, jnp.arange(entries.shape[0], dtype=jnp.int32)[:, None], entries.shape[0])
     holders, table = read_first(holders, pool.block_table)
     table = set_at(table, (holders, batch.column), jnp.broadcast_to(new, entries.shape))

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.core import arguments
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.prefix import eviction
@@ -29,6 +29,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
     """
     num_blocks = arguments.int_scalar("num_blocks", num_blocks)
     if cache.control.prefix_index is None:
+        refuse_donated("evict", cache)
         return cache, jnp.zeros_like(num_blocks)
     control, num_evicted = _evict(cache.control, num_blocks, config=cache.config)
     return dataclasses.replace(cache, control=control), num_evicted

@@ -232,6 +232,7 @@ def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Cont
         slots=tuple(slots),
         plans=tuple(plans),
         cu_query_lens=tokens.starts if tokens.is_packed else None,
+        config=config,
     )
 
 

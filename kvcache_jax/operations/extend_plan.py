@@ -147,7 +147,7 @@ def _propose_group(
         group.span.max_leaving_blocks(config.query_len_limit, block_size), pool.max_blocks_per_seq
     )
     first_kept = group.first_column(plan.context_len, group.max_rollback)
-    columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)
+    columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
     leaving = get_at(pool.block_table, (rows[:, None], columns), nowhere)
     leaving = jnp.where(columns >= group.num_sink_blocks, leaving, nowhere)
     num_back = jnp.zeros_like(plan.num_new)

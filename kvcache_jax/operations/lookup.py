@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.operations.allocate import Prompts, find_hits
@@ -41,6 +41,7 @@ def lookup(
     tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
     if cache.control.prefix_index is None:
+        refuse_donated("lookup", cache)
         return jnp.zeros_like(num_tokens)
     spans = arguments.item_spans(items, num_tokens.shape[0])
     return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)

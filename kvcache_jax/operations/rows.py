@@ -129,7 +129,7 @@ def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq
     """Reads the rows' blocks that hold tokens, i32[n, max_blocks_per_seq]; nowhere for reserved ones."""
     num_held = num_blocks_for(get_at(context_len, seq_ids), group.block_size)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-    return jnp.where(columns < num_held[..., None], get_at(pool.block_table, seq_ids), pool.num_blocks)
+    return jnp.where(columns[None] < num_held[:, None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 
 
 def partial_tails(control: Control, config: CacheConfig, seq_ids: jax.Array) -> jax.Array:

@@ -125,7 +125,7 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
     control, index, masks = cache.control, cache.control.prefix_index, []
     is_other = control.is_active & ~is_row
     for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         is_filled = is_other[:, None] & (columns * group.block_size < control.context_len[:, None])
         kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
         is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
@@ -133,7 +133,7 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
             namespace, companions = index.namespace, index.companions[g]
             if companions is not None:
                 namespace = get_at(namespace, companions.keeper)
-            is_kept |= pool.cached.is_published & (namespace != words).any(axis=-1)
+            is_kept |= pool.cached.is_published & (namespace != words[None]).any(axis=-1)
         masks.append(~is_kept)
     return masks
 
@@ -190,7 +190,7 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
         return control
     block_size = config.groups[g].block_size
     num_tokens = num_tokens_held(control, control.block_pools[g], block_size)
-    is_token = jnp.arange(block_size, dtype=jnp.int32) < num_tokens[:, None]
+    is_token = jnp.arange(block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
     index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
     return dataclasses.replace(control, prefix_index=index)
 
@@ -221,7 +221,7 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: i
 def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:
     """Counts the tokens that each block of a group holds for a row, or published; i32[num_blocks]."""
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
-    filled = jnp.clip(control.context_len[:, None] - starts, 0, block_size)
+    filled = jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)
     # A last block may be shared by a longer fork, for which it is not the last.
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
     if pool.cached is None:

@@ -78,7 +78,7 @@ def _shortened(pool: BlockPool, group: LayerGroup, rows: jax.Array, new_len: jax
     """Releases the blocks of `rows` without a token below `new_len`; `max_seqs` is skipped."""
     entries = get_at(pool.block_table, rows, pool.num_blocks)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-    is_dropped = columns >= num_blocks_for(new_len, group.block_size)[:, None]
+    is_dropped = columns[None] >= num_blocks_for(new_len, group.block_size)[:, None]
     pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[:, ::-1])
     kept = jnp.where(is_dropped, pool.num_blocks, entries)
     return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, kept))

@@ -50,7 +50,7 @@ def usable_prefix(
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
-        is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
+        is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
         is_usable &= ~is_inside.any(axis=0)
     columns: list[jax.Array] = []
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
@@ -124,7 +124,7 @@ def link(
         if companions is None:
             continue
         slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
-        column = (columns * indexed.block_size // group.block_size)[:, None] + slots
+        column = (columns * indexed.block_size // group.block_size)[:, None] + slots[None]
         is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
         present = get_at(companions.block_ids, canonical, 0)
@@ -148,8 +148,8 @@ def link(
 def _is_linked_before(is_linked: jax.Array, canonical: jax.Array) -> jax.Array:
     """Tells for bool[E, slots] whether an earlier entry of the same canonical block links the slot."""
     order = jnp.arange(canonical.shape[0], dtype=jnp.int32)
-    is_earlier = (canonical[:, None] == canonical) & (order[:, None] > order)
-    return (is_earlier[:, :, None] & is_linked).any(axis=1)
+    is_earlier = (canonical[:, None] == canonical[None]) & (order[:, None] > order[None])
+    return (is_earlier[:, :, None] & is_linked[None]).any(axis=1)
 
 
 def drop_companions(control: Control, keepers: jax.Array) -> Control:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvcache_jax.arrays.masked_updates import (
     first_true,
@@ -65,7 +66,8 @@ def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.A
     is_same = block_ids < nowhere
     is_same &= (get_at(index.block_tokens, block_ids) == content.tokens).all(axis=-1)
     is_same &= get_at(index.parent, block_ids) == content.parent
-    return is_same & (get_at(index.namespace, block_ids) == content.namespace).all(axis=-1)
+    namespace = lax.broadcast_to_rank(content.namespace, block_ids.ndim + 1)
+    return is_same & (get_at(index.namespace, block_ids) == namespace).all(axis=-1)
 
 
 def find_prefix(
@@ -88,7 +90,7 @@ def find_prefix(
     blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
     order = jnp.arange(num_blocks, dtype=jnp.int32)
     added = block_hashes(hash_key, blocks, order * block_size)
-    hashes = root_hash(hash_key, namespace) + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
+    hashes = root_hash(hash_key, namespace)[None] + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
     found = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
     parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
     is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))

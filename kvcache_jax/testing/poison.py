@@ -26,7 +26,7 @@ def poison(cache: Cache) -> Cache:
     for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
         pool = pool_of(cache, g)
         num_tokens = num_tokens_held(cache.control, block_pool, group.block_size)
-        is_kept = jnp.arange(group.block_size, dtype=jnp.int32) < num_tokens[:, None]
+        is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
         mask = is_kept[None, :, None, :, None]
 
         def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:

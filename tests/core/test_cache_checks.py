@@ -136,7 +136,7 @@ def test_a_trace_leaves_no_tracer_behind(step, name):
     # A size that no other test has: what was traced before is not traced, nor looked at, again.
     cache = kv.init(dataclasses.replace(CONFIG, num_blocks=9))
     with jax.checking_leaks():
-        jax.eval_shape(ON_DEVICE[name], cache, step)
+        jax.eval_shape(ON_DEVICE[name], cache, dataclasses.replace(step, config=cache.config))
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
@@ -176,6 +176,19 @@ def test_donated_caches_say_so(step):
         with pytest.raises(ValueError, match=r"^\w+ got a cache that was donated, .*call returned"):
             operation(cache, step)
     assert "rows 0/3 active" in repr(kept)
+
+
+def test_donated_caches_say_so_without_a_prefix_cache_too():
+    cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=8))
+    assert kv.lookup(cache, [[1, 2]], [2]).tolist() == [0]
+    kv.donate(lambda cache: cache)(cache)
+    for name, ask in (
+        ("lookup", lambda: kv.lookup(cache, [[1, 2]], [2])),
+        ("evict", lambda: kv.evict(cache, 1)),
+        ("reset_prefix_cache", lambda: kv.reset_prefix_cache(cache)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):
+            ask()
 
 
 def test_a_cache_of_anything_can_be_shown(cache):

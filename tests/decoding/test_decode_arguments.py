@@ -1,6 +1,10 @@
 """What generate, score and beam_search make of their arguments, and what they refuse before anything runs."""
 
 import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -260,6 +264,61 @@ def test_a_model_without_a_hash_is_refused():
     for call in calls:
         with pytest.raises(TypeError, match=message):
             call(PARAMS)
+
+
+@dataclasses.dataclass
+class Module:
+    """As Equinox's: a pytree, with no hash where it holds arrays."""
+
+    weights: dict
+    activation: Callable = jnp.tanh
+
+    def __call__(self, tokens, cache, step):
+        return forward(self.weights, tokens, cache, step)
+
+
+jax.tree_util.register_dataclass(Module, ["weights", "activation"], [])
+
+
+def call_module(module, tokens, cache, step):
+    return module(tokens, cache, step)
+
+
+def test_a_module_is_told_to_part_with_its_arrays():
+    module = Module(PARAMS)
+    part = re.escape("params, static = eqx.partition(module, eqx.is_array), and a function")
+    for call in host_loops(module).values():
+        with pytest.raises(TypeError, match=f"^forward is a Module that holds arrays, expected a .*{part}"):
+            call(PARAMS)
+    for call in host_loops(module.__call__).values():
+        expected = re.escape(
+            "(tokens, cache, step), expected (params, tokens, cache, step) -> (logits, cache)"
+        )
+        with pytest.raises(TypeError, match=f"^forward takes {expected}: wrap a module's method"):
+            call(PARAMS)
+    for call in host_loops(call_module).values():
+        with pytest.raises(TypeError, match=f"^params.activation is <.*, expected arrays alone: {part}"):
+            call(module)
+
+
+def test_a_function_made_for_each_call_is_warned_of_once():
+    def score_with(make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                kv.score(make(), PARAMS, [1], [], config())
+        return [(w.filename, str(w.message)) for w in caught]
+
+    assert score_with(lambda: forward) == []
+    ((filename, message),) = score_with(lambda: lambda *args: forward(*args))
+    assert filename == __file__
+    assert message.startswith("forward is function number 3 made of test_a_function_made_for_each_call")
+    assert message.endswith("and pass what it closes over as params")
+    assert len(score_with(lambda: functools.partial(call_forward, None))) == 1
+
+
+def call_forward(_, *args):
+    return forward(*args)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_absurd_arguments_change_nothing():
         (ValueError, "expected a list of token ids", lambda: manager.allocate_request("b", [[1, 2]])),
         (ValueError, "uint32", lambda: manager.allocate_request("b", [1], namespace=[1, 2, 3, 4])),
         (TypeError, "unhashable", lambda: manager.allocate_request(["b"], [1])),
+        (ValueError, "does not equal itself", lambda: manager.allocate_request(float("nan"), [1])),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens("a")),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens({"a": [1]}, [1])),
         (ValueError, "at least one", lambda: manager.append_tokens({})),

@@ -267,7 +267,7 @@ def test_gradients_reach_every_parameter():
         new_cache, step = kv.extend(cache, num_new, max_new=7)
         logits, _ = forward(decoder, tokens, new_cache, step)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
-        is_target = jnp.arange(1, 7) < num_new[:, None]
+        is_target = jnp.arange(1, 7)[None] < num_new[:, None]
         return -jnp.where(is_target, chosen, 0).mean()
 
     loss_and_gradient = jax.jit(jax.value_and_grad(loss))

@@ -134,8 +134,8 @@ MUTATIONS = [
         ),
         (
             "new blocks that meet in a bucket are not compared",
-            "== own_bucket) > order.shape[0]",
-            "== own_bucket) > order.shape[0] + 2",
+            "== own_bucket[None]) > order.shape[0]",
+            "== own_bucket[None]) > order.shape[0] + 2",
             TOGETHER,
         ),
         ("blocks without room published", "~(is_new & has_way)", "~is_new", FULL_BUCKET),
@@ -180,8 +180,8 @@ MUTATIONS = [
         ),
         (
             "adopted in the row alone that commits",
-            "is_held = mask & (entries == old)",
-            "is_held = mask & (entries == old) & (jnp.arange(entries.shape[0])[:, None] == batch.row)",
+            "is_held = mask[None] & (entries",
+            "is_held = mask[None] & (jnp.arange(entries.shape[0])[:, None] == batch.row) & (entries",
             SCRIPT,
         ),
         (
