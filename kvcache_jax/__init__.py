@@ -21,6 +21,7 @@ from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
+from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 from kvcache_jax.core.config import (
     CacheConfig,
     FullAttention,
@@ -104,6 +105,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Admission",
     "AttentionPlan",
+    "Backend",
     "Batch",
     "Beam",
     "BeamResult",
@@ -142,6 +144,7 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "TargetDevice",
     "TooLong",
     "UnknownRequest",
     "WindowLost",
@@ -177,6 +180,7 @@ __all__ = [
     "num_available_blocks",
     "num_blocks_needed",
     "raise_for_status",
+    "register_backend",
     "reorder",
     "reset",
     "reset_prefix_cache",

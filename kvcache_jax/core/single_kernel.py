@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from kvcache_jax.arrays.loops import is_one_kernel
-from kvcache_jax.arrays.manual_axes import as_varied
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.state import Control
 
 OLDEST_TESTED, BEFORE = (0, 11, 2), (0, 13)

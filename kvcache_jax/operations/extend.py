@@ -25,15 +25,14 @@ from kvcache_jax.arrays.masked_updates import (
     update_all,
 )
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.attention import kernels as attention_kernels
 from kvcache_jax.blocks import block_pool, storage
-from kvcache_jax.core import arguments, reach
+from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.single_kernel import one_control_kernel
 from kvcache_jax.core.state import (
-    AttentionPlan,
     BlockCopies,
     BlockPool,
     Cache,
@@ -45,7 +44,7 @@ from kvcache_jax.core.state import (
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.extend_plan import Decision, Wish, decide, demands_of, num_taken, takes_at_once
 from kvcache_jax.operations.new_tokens import NewTokens, packed_tokens, padded_tokens
-from kvcache_jax.operations.rows import check_distinct, first_failure, mark_used, num_blocks_for
+from kvcache_jax.operations.rows import check_distinct, first_failure, mark_used
 from kvcache_jax.prefix import eviction
 
 
@@ -137,14 +136,11 @@ def _extend(
         return control, step, copies
 
     control, step, copies = one_control_kernel(reserve, cache.control, seq_ids, num_new, tokens)
-    pools = cache.pools
-    if pools:
-        step = attention_kernels.with_work(step, config, pools, control.block_pools)
-        pools = tuple(
-            storage.copy_blocks(pool, copied, block_pool.num_blocks, config)
-            for pool, copied, block_pool in zip(pools, copies, control.block_pools, strict=True)
-        )
-    return dataclasses.replace(cache, control=control, pools=pools), step
+    cache = dataclasses.replace(cache, control=control)
+    if cache.pools:
+        step = plan_attention(cache, step)
+        cache = storage.copy_all(cache, copies)
+    return cache, step
 
 
 def wish_of(
@@ -198,13 +194,12 @@ def extend_control(
     rows = jnp.where(grows, seq_ids, control.max_seqs)
     token_rows = tokens.spread(rows, control.max_seqs)
     is_token = tokens.offset < tokens.spread(query_len, 0)
-    slots, plans = [], []
+    slots = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         column = quotient(positions, group.block_size)
         block_ids = get_at(pool.block_table, (token_rows, column), pool.num_blocks)
         slot = block_ids * group.block_size + remainder(positions, group.block_size)
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
-        plans.append(_plan(group, context_len, new_len, query_len))
 
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
     # The clock advanced with the first row that grew.
@@ -217,7 +212,7 @@ def extend_control(
         context_len=new_len,
         positions=positions.reshape(tokens.shape),
         slots=tuple(slots),
-        plans=tuple(plans),
+        plans=(),
         cu_query_lens=tokens.starts if tokens.is_packed else None,
     )
     return control, step, copies
@@ -434,11 +429,3 @@ def _add_copies(
         return BlockCopies(src, dst, copies.num_copies + num_more)
 
     return run_if(mask.any(), add, copies)
-
-
-def _plan(
-    group: LayerGroup, context_len: jax.Array, new_len: jax.Array, query_len: jax.Array
-) -> AttentionPlan:
-    first = reach.first_column(group, context_len)
-    num_columns = reach.num_columns(group.num_sink_blocks, first, num_blocks_for(new_len, group.block_size))
-    return AttentionPlan(first_column=first, num_columns=jnp.where(query_len > 0, num_columns, 0))
