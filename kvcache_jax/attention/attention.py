@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from kvcache_jax.arrays.head_axis import check_split
 from kvcache_jax.arrays.manual_axes import as_varied
-from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.arrays.number_checks import finite_number, static_flag
 from kvcache_jax.attention import vjp
 from kvcache_jax.attention.inputs import Reads, queries_of
 from kvcache_jax.attention.options import Options
@@ -125,6 +125,7 @@ def _attend(
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
     block_pool = cache.control.block_pools[group_id]

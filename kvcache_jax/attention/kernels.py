@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.head_axis import num_local_heads, over_heads
 from kvcache_jax.attention.inputs import Queries, Reads, queries_of
 from kvcache_jax.attention.options import Options
-from kvcache_jax.core import reach
 from kvcache_jax.core.backends import MOSAIC_GPU, choose, is_interpreted, kernels
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_kinds.base import num_columns as num_columns_of
 from kvcache_jax.core.state import KVPool, Step
 
 
@@ -106,11 +106,11 @@ def _decode_rows(queries: Queries, window: int | None, num_sink_blocks: int, blo
     def of_cuts(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_cuts, total_repeat_length=is_query.shape[0])
 
-    first_position = (queries.positions[:, :1] + order * is_query.shape[1]).reshape(-1)
+    first_position = (queries.positions[:, :1] + order[None] * is_query.shape[1]).reshape(-1)
     first_column = of_cuts(queries.first_column)
     if window is not None:
         first_column = jnp.maximum(first_column, (first_position - window + 1) // block_size)
     end_column = (first_position + num_queries - 1) // block_size + 1
-    num_columns = reach.num_columns(num_sink_blocks, first_column, end_column)
+    num_columns = num_columns_of(num_sink_blocks, first_column, end_column)
     num_columns = jnp.where(num_queries > 0, jnp.minimum(num_columns, of_cuts(queries.num_columns)), 0)
     return DecodeRows(of_cuts(queries.table_row), first_column, num_columns, first_position, num_queries)

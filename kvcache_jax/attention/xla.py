@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.head_axis import for_each_head
-from kvcache_jax.arrays.loops import run_if
-from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.masked_updates import get_at, run_if
 from kvcache_jax.attention.inputs import Queries, Reads
 from kvcache_jax.attention.options import Options
 from kvcache_jax.blocks.storage import block_rows
@@ -43,7 +42,7 @@ def _tile(
 ):
     """Tile `i` of every row: pool rows i32[r, b], and which keys each query sees, bool[r, m, n]."""
     block_size = pool.shape[2]
-    nth = i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+    nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]
     behind_sinks = queries.first_column[:, None] + nth - options.num_sink_blocks
     column = jnp.where(nth < options.num_sink_blocks, nth, behind_sinks)
     is_read = nth < queries.num_columns[:, None]
@@ -55,7 +54,7 @@ def _tile(
         return jnp.repeat(values, block_size, axis=1)[:, None]
 
     offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)
-    key_pos = per_key(column * block_size) + offset
+    key_pos = per_key(column * block_size) + offset[None, None]
     query_pos = queries.positions[:, :, None]
     is_seen = key_pos <= query_pos
     if options.window is not None:
@@ -142,7 +141,7 @@ def forward(
     queries = _repeated(queries, q.shape[3])
     peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
     if sink_logits is not None:
-        peak = peak * 0 + sink_logits
+        peak = peak * 0 + sink_logits[None, None]
     # A layer that does not exist reads NaN.
     is_layer = (layer >= 0) & (layer < k_pool.shape[0] // options.num_blocks)
     q, peak = _by_head(jnp.where(is_layer, q.astype(jnp.float32), jnp.nan)), _by_head(peak)
@@ -163,7 +162,7 @@ def forward(
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     num_tiles = _num_tiles(tile_blocks, queries)
     peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, jnp.zeros_like(q)))
-    is_empty = (peak <= _MASKED) | ~queries.is_query
+    is_empty = (peak <= _MASKED) | ~queries.is_query[None]
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))

@@ -299,7 +299,7 @@ def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, pol
             kv.lookup(cache, texts, lengths),
             kv.gather(cache, ids[0], 0),
             kv.evict(cache, lengths[0]),
-            kv.evict_to_utilization(cache, share),
+            kv.preempt_to_utilization(cache, share),
             kv.num_blocks_needed(cache, lengths, seq_ids=ids),
             kv.scrub(cache, ids),
             kv.scrub(cache, namespace=jnp.broadcast_to(ids[:1], 4).astype(jnp.uint32)),
@@ -390,7 +390,7 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         cache, _ = kv.truncate(cache, [0], [1])
         cache, _ = kv.touch(cache, [0])
         scrubbed, num_scrubbed = kv.scrub(cache, rows[:1])
-        emptied, dropped = kv.evict_to_utilization(cache, 0.0)
+        emptied, dropped = kv.preempt_to_utilization(cache, 0.0)
         found = kv.lookup(cache, texts, jnp.stack([num_tokens, num_tokens]))
         others = scrubbed.control, emptied.control, num_scrubbed, dropped, found, kv.stats(cache)
         cache, _ = kv.free(cache, [0, 1])

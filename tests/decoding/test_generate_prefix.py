@@ -1,7 +1,6 @@
 """generate, score and beam_search with prefix caching: less is computed, and nothing else changes."""
 
 import functools
-import importlib
 
 import jax
 import numpy as np
@@ -10,7 +9,6 @@ from test_beam_search import slow_beam_search
 from test_generate import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
 
 import kvcache_jax as kv
-from kvcache_jax.decoding import prefill
 from tests.support import tiny_model
 from tests.support.tiny_model import forward
 
@@ -108,44 +106,6 @@ def test_other_weights_find_nothing_in_another_namespace():
     scores, expected = score(cache=found.cache, namespace=weights), score()
     assert (scores.num_cached_tokens, expected.num_cached_tokens) == (8, 0)
     np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=1e-5)
-
-
-def note_chunks(monkeypatch, module, name):
-    """The widths of the chunks in which the function's calls feed the model."""
-    program, widths = getattr(module, name), []
-
-    def noting(*args, chunk_len):
-        widths.append(chunk_len)
-        return program(*args, chunk_len=chunk_len)
-
-    monkeypatch.setattr(module, name, noting)
-    return widths
-
-
-@pytest.mark.slow
-def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
-    widths = note_chunks(monkeypatch, prefill, "prefill_in_chunks")
-    prompt = [7, 2] * 18
-    first = generate([prompt], max_new_tokens=1)
-    second = generate([[*prompt, 5, 3]], max_new_tokens=1, cache=first.cache)
-    assert second.num_cached_tokens == 36
-    check_greedy(second, [[*prompt, 5, 3]], num_new=1)
-    generate([prompt, [5]], max_new_tokens=1)
-    assert widths == [LENGTH, LENGTH // 4, LENGTH]
-
-    widths = note_chunks(monkeypatch, importlib.import_module("kvcache_jax.score"), "_score_rows")
-    together = kv.score(forward, PARAMS, SHARED, [[1] * 6, [1] * 14], config()).logprobs
-    (alone,) = kv.score(forward, PARAMS, SHARED, [[1] * 6], config()).logprobs
-    np.testing.assert_allclose(alone, together[0], atol=1e-5)
-    assert widths == [LENGTH, LENGTH // 4]
-
-
-def test_a_chunk_is_a_quarter_where_that_is_enough():
-    def fitting(chunk_len, *num_tokens):
-        return prefill.fitting_chunk(chunk_len, np.array(num_tokens, np.int32))
-
-    assert (fitting(128, 32, -5), fitting(128, 1, 33), fitting(7, 1), fitting(8, 2)) == (32, 128, 1, 2)
-    assert (fitting(3, 1), fitting(1, 1), fitting(128, 0, -9)) == (3, 1, 128)
 
 
 def test_samples_and_a_pool_that_must_evict():

@@ -407,6 +407,15 @@ def test_no_program_is_compiled_twice():
     assert [fn._cache_size() for fn in PUBLIC] == programs
 
 
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_highest_temperature_draws_as_the_others_do(top_k):
+    hottest = sampling_params(4000, temperature=8e37, top_k=top_k, seed=1)
+    logits = jnp.float32([[2e38, -np.inf, 3e38, 1e38]]).repeat(4000, axis=0)
+    token, _ = sample(logits, hottest, jnp.zeros(4000, jnp.int32))
+    expected = np.array([np.exp(-10 / 8), 0, 1, np.exp(-20 / 8) * (top_k == 0)])
+    np.testing.assert_allclose(np.bincount(token, minlength=4) / 4000, expected / expected.sum(), atol=0.03)
+
+
 def test_wrong_arguments_are_named():
     params, one = sampling_params(2), jnp.ones(1, jnp.int32)
     keys, logits = keys_from(params, jnp.arange(2), 4), jnp.zeros((2, 5))
@@ -414,7 +423,8 @@ def test_wrong_arguments_are_named():
     accept = functools.partial(accept_drafts, keys=keys)
     for call, *words in [
         (lambda: sampling_params(2.5), "num_rows", "2.5", "Python int"),
-        (lambda: sampling_params(2, temperature=-0.5), "temperature", "-0.5", "finite, at least 0"),
+        (lambda: sampling_params(2, temperature=-0.5), "temperature", "-0.5", "0 to 8e37"),
+        (lambda: sampling_params(2, temperature=9e37), "temperature", "9e+37", "0 to 8e37"),
         (lambda: sampling_params(2, top_k=[3, -1]), "top_k", "-1", "integers in"),
         (lambda: sampling_params(2, top_k=2.0), "top_k", "float64", "integers in"),
         (lambda: sampling_params(2, top_p=[1.0, 1.5]), "top_p", "1.5", "above 0, at most 1"),

@@ -288,7 +288,7 @@ def manager(kind):
         texts["a"] = texts["a"][:1]
         owner.free_request("b")
         feed({"a": [7, 8], "c": [9, 10]})
-        with pytest.raises(kv.UnknownRequest, match="'b'"):
+        with pytest.raises(kv.manager.UnknownRequest, match="'b'"):
             owner.append_tokens("b", [1])
         assert owner.query(kv.check_invariants) == []
 

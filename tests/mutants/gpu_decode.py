@@ -216,7 +216,7 @@ MUTATIONS = [
         "attention/kernels",
         (
             "all cuts of a prompt begin alike",
-            "order * is_query.shape[1]",
+            "order[None] * is_query.shape[1]",
             "order * 0",
             f"{CACHE}[padded-mosaic_tpu]",
         ),

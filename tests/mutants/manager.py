@@ -252,8 +252,8 @@ MUTATIONS = [
         "operations/rows",
         (
             "longer forks are cut",
-            "jnp.clip(control.context_len[:, None] - starts, 0, block_size)",
-            "(control.context_len[:, None] - starts) % block_size",
+            "jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)",
+            "(control.context_len[:, None] - starts[None]) % block_size",
             FORKS,
         ),
         (

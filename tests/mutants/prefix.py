@@ -4,7 +4,7 @@ from tests.mutants.mutations import in_module
 
 SCRIPT = "prefix/test_prefix_scripts.py::test_a_short_random_script"
 GROUPS = "prefix/test_prefix_windows.py::test_a_short_random_script_of_three_groups"
-ROLLED = "prefix/test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still_there"
+ROLLED = "prefix/test_prefix_windows.py::test_case_aa_a_rolled_window_serves_only_what_is_still_there"
 FORKS = (
     "prefix/test_prefix_windows.py::"
     "test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share"
@@ -134,8 +134,8 @@ MUTATIONS = [
         ),
         (
             "new blocks that meet in a bucket are not compared",
-            "== own_bucket) > order.shape[0]",
-            "== own_bucket) > order.shape[0] + 2",
+            "== own_bucket[None]) > order.shape[0]",
+            "== own_bucket[None]) > order.shape[0] + 2",
             TOGETHER,
         ),
         ("blocks without room published", "~(is_new & has_way)", "~is_new", FULL_BUCKET),
@@ -180,8 +180,8 @@ MUTATIONS = [
         ),
         (
             "adopted in the row alone that commits",
-            "is_held = mask & (entries == old)",
-            "is_held = mask & (entries == old) & (jnp.arange(entries.shape[0])[:, None] == batch.row)",
+            "is_held = mask[None] & (entries",
+            "is_held = mask[None] & (jnp.arange(entries.shape[0])[:, None] == batch.row) & (entries",
             SCRIPT,
         ),
         (

@@ -245,8 +245,9 @@ def attend(cache, tokens, num_new, is_packed):
     )
     outputs = []
     for layer in range(cache.config.num_layers):
-        scales = jnp.arange(1, 9, dtype=jnp.float32) * (layer + 1)
-        x = jnp.sin(tokens[..., None, None].astype(jnp.float32) * scales) * jnp.array([1.0, -0.5])[:, None]
+        scales = jnp.arange(1, 9, dtype=jnp.float32).reshape(*[1] * (tokens.ndim + 1), 8) * (layer + 1)
+        signs = jnp.array([1.0, -0.5]).reshape(*[1] * tokens.ndim, 2, 1)
+        x = jnp.sin(tokens[..., None, None].astype(jnp.float32) * scales) * signs
         q = jnp.concatenate([x, x * 2], axis=-2)
         cache, out = kv.attention(cache, layer, q, x, x, step)
         outputs.append(out)

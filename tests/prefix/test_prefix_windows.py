@@ -46,7 +46,7 @@ def run(cache, row, tokens, *, one_by_one=True, commits="at the end"):
 TEN = list(range(10, 20))
 
 
-def test_a_rolled_window_serves_only_what_is_still_there():
+def test_case_aa_a_rolled_window_serves_only_what_is_still_there():
     cache, _ = run(kv.init(rolled_config()), 0, TEN)
     assert num_cached(cache, [*TEN[:7], 1, 2, 3]) == 0  # tokens 4 to 6 left the window
     assert num_cached(cache, [*TEN, 1]) == 10
@@ -194,4 +194,6 @@ def run_script(seed, num_steps):
         script.step()
     assert script.num_hits > num_steps // 15, script.num_hits
     assert script.num_refused > 0, script.num_refused
+    for name in ("DUPLICATE_SEQ_ID", "OUT_OF_BLOCKS", "SEQ_NOT_ACTIVE", "SEQ_IN_USE"):
+        assert script.statuses[kv.Status[name]] > num_steps // 50, script.statuses
     assert int(kv.stats(script.cache).num_evictions) > num_steps // 50
