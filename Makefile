@@ -3,11 +3,14 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 EXTRAS := tests,training
-# Each with files of its own, for the tests of a file share compiled functions.
+# Each with files of its own, for the tests of a file share compiled functions. A test that hangs, such as a kernel
+# that waits for what never comes, ends its worker after two minutes, and the report names it.
 WORKERS := 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0 \
+	-o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true
 # What runs on the oldest supported jax: the tests marked `contract`. Only their files are read, for others import
 # what is not installed there.
-CONTRACT_TESTS = $(shell grep -l 'pytest\.mark\.contract' tests/test_*.py)
+CONTRACT_TESTS = $(shell grep -rl 'pytest\.mark\.contract' tests --include='test_*.py')
 
 # Of the cases that are compiled for H200, those which the oldest jax compiles too; all if empty.
 CASES_0112 := 32_rows head_64_group_16 block_24 8_queries_head_256 window 20_lanes 40_lanes bf16_16x128 append_64 \
@@ -24,11 +27,11 @@ PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet 
 # here would compile jax again, for two seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-newest \
-	aot-loops aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
+.PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-slow test-all test-0112 \
+	aot aot-newest aot-loops aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
 
 help:
-	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | aot | aot-tpu | .venv | clean | distclean"
+	@echo "make demo | block-map | test | test-all | lint | bench | mutants | test-0112 | aot | aot-tpu | .venv | clean | distclean"
 
 demo: .venv
 	$(PY) -m experiments.decode
@@ -37,11 +40,18 @@ demo: .venv
 block-map: .venv
 	$(PY) -m experiments.block_map_demo
 
+# Every guarantee once, see tests/promises.md.
 test: .venv
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile
+	$(PY) $(PYTEST) -m "not slow"
+
+# What `make test` leaves out: more cases, more seeds, studies.
+test-slow: .venv
+	$(PY) $(PYTEST) -m slow
+
+test-all: test test-slow
 
 test-0112: .venv-0112
-	$(PY_0112) -m pytest -n $(WORKERS) --dist loadfile -m "contract and not newest" $(CONTRACT_TESTS)
+	$(PY_0112) $(PYTEST) -m "contract and not newest" $(CONTRACT_TESTS)
 
 # The kernels, a model's decode loop and steps of a cache compiled for H200, without a GPU: by the newest jax in all
 # shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark. And every public
