@@ -19,7 +19,7 @@ NUM_ROWS, NUM_LISTED, PROMPT_LEN = 32, 8, 256
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
 LRU, OTHER_POLICY = "lru", "hyperbolic"
 SMALL = 500_000
-"""Temporary bytes of an operation on control alone; a pool has 33 MB."""
+"""Temporary bytes of an operation on control alone; a pool has 268 MB."""
 TILE = 40_000_000
 """Temporary bytes of attention: a tile of 2,048 tokens of each row as stored, its logits and its weights."""
 
@@ -30,7 +30,7 @@ def config_of(num_groups: int, policy: str | None) -> kv.CacheConfig:
     index = {} if policy is None else dict(enable_prefix_caching=True, eviction_policy=policy)
     return kv.CacheConfig(
         kinds[:num_groups],
-        num_blocks=4096,
+        num_blocks=32_768,
         max_seqs=NUM_ROWS,
         max_seq_len=4096,
         max_query_len=PROMPT_LEN,

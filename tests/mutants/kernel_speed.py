@@ -19,7 +19,7 @@ OWN_CEILINGS = (
 def in_benchmark(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
     """Mutations of one module: (name, old, new, test)."""
     file = f"experiments/{module}.py"
-    return [Mutation(f"{module.replace("/", " ")}: {name}", file, *rest) for name, *rest in mutations]
+    return [Mutation(f"{module.replace('/', ' ')}: {name}", file, *rest) for name, *rest in mutations]
 
 
 MUTATIONS = [
