@@ -204,7 +204,7 @@ def _time_row(name: str, figures: dict[str, float]) -> tuple[str, ...]:
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.prefix_prompts", __doc__)
     command.add_data_folder(parser, "text/gsm8k_test.jsonl")
-    parser.add_argument("--checkpoint", type=Path, default=MODEL, metavar="DIR")
+    parser.add_argument("--checkpoint", type=command.name, default=MODEL, metavar="DIR")
     parser.add_argument("--shared", type=command.integer(1), default=1024, metavar="N")
     parser.add_argument("--own", type=command.integer(1), default=32, metavar="N")
     parser.add_argument(

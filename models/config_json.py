@@ -77,9 +77,16 @@ class JsonObject:
         if values is None:
             try:
                 values = json.loads(path.read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                raise CheckpointError(f"{path.parent} has no {path.name}") from None
-            except (OSError, ValueError, RecursionError) as error:
+            except (FileNotFoundError, NotADirectoryError):
+                if path.parent.is_dir():
+                    raise CheckpointError(f"{path.parent} has no {path.name}") from None
+                what = "is no folder" if path.parent.exists() else "is not there"
+                raise CheckpointError(
+                    f"{path.parent} {what}, expected the folder that holds {path.name}"
+                ) from None
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            except (ValueError, RecursionError) as error:
                 raise CheckpointError(f"{path} is not a whole JSON file: {error}") from error
             if not isinstance(values, dict):
                 raise CheckpointError(f"{path} holds a {type(values).__name__}, expected a JSON object")
@@ -226,9 +233,18 @@ def _check_only(values: JsonObject) -> None:
             raise values.error(name, f"{only!r}: nothing else is implemented")
 
 
-def _dtype(values: JsonObject) -> str:
+def read_dtype(path: pathlib.Path) -> str:
+    """What `checkpoint.stored_dtype` does."""
+    return _named_dtype(JsonObject(path))[1]
+
+
+def _named_dtype(values: JsonObject) -> tuple[str, str]:
     name = "torch_dtype" if "torch_dtype" in values.values else "dtype"
-    dtype = values.get(name, str, "float32")
+    return name, values.get(name, str, "float32")
+
+
+def _dtype(values: JsonObject) -> str:
+    name, dtype = _named_dtype(values)
     if dtype not in ("float32", "bfloat16"):
         raise values.error(name, "float32 or bfloat16; or choose one, load(folder, dtype=...)")
     return dtype

@@ -12,12 +12,18 @@ import errno
 import io
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from experiments import end_at_once, on_interrupt
+from experiments.common import compiled_programs
 
 _DATA = "KVCACHE_DATA_DIR"
+_LOST = "output cannot be written"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # or not there any more
 
 
 class InputError(ValueError):
@@ -33,6 +39,12 @@ class Parser(argparse.ArgumentParser):
             description=(doc or "").split("\n", 1)[0],
             allow_abbrev=False,  # an option that is added later must not change what a short name means
         )
+        text = "do not keep compiled programs in the user's cache folder"
+        self.add_argument("--no-cache", action=compiled_programs.NoCache, help=text)
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the options; what cannot be printed is an error, which argparse does not make of it."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         self._end(2, message)
@@ -53,6 +65,11 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = None
+            most_digits = sys.get_int_max_str_digits()
+            if text.strip("+-").isdecimal() and len(text) > most_digits > 0:
+                raise argparse.ArgumentTypeError(
+                    f"got {text[:20]}... of {len(text)} digits, expected at most {most_digits}"
+                ) from None
         if value is None or value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer {_range(least, most)}")
         return value
@@ -75,6 +92,13 @@ def number(least: float, most: float = math.inf, *, is_above: bool = False) -> C
         return value
 
     return parse
+
+
+def name(text: str) -> Path:
+    """An argparse `type`: a file or a folder, which may be missing; nothing would be the folder one is in."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a name")
+    return Path(text)
 
 
 def folder(text: str) -> Path:
@@ -122,13 +146,28 @@ def wants_color(no_color: bool) -> bool:
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Ends the process with `main`'s exit code; quietly on Ctrl-C and when nobody reads the output."""
-    if sys.stdout is None:  # closed by who started this
-        sys.stdout = open(os.devnull, "w")
+    """Ends the process with `main`'s exit code.
+
+    Ctrl-C ends it quietly with 130, a pipe that nobody reads with 141. Output that cannot be written is a
+    sentence on standard error and exit code 1. Compiled programs are kept for the next start; standard error
+    says so when there are new ones.
+    """
+    if sys.stderr is None:  # closed by who started this: `print` would take standard output instead
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print(f"{_LOST}: standard output is closed; >/dev/null is for what nobody reads", file=sys.stderr)
+        sys.exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
-        code = main()
+        on_interrupt(signal.default_int_handler)
+        folder = compiled_programs.keep()
+        num_kept = compiled_programs.num_kept(folder)
+        code = _code(main)
+        num_new = compiled_programs.num_kept(folder) - num_kept
+        if num_new > 0 and not code:
+            print(f"kept {num_new} compiled programs in {folder}; --no-cache keeps none", file=sys.stderr)
+        on_interrupt(end_at_once)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
@@ -136,15 +175,30 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         _forget_output()
         code = 141
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        lost = _flush_error()
+        if lost is None and error.errno not in _FULL:  # what is full may be another file
             raise
-        try:
-            sys.stdout.flush()  # what is full may be another file
-        except OSError:
-            _forget_output()
-        print(f"output cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"{_LOST}: {(lost or error).strerror}", file=sys.stderr)
         code = 1
+    on_interrupt(end_at_once)
     sys.exit(code)
+
+
+def _code(main: Callable[[], int | None]) -> int | str | None:
+    try:
+        return main()
+    except SystemExit as end:  # of `--help` too, whose text is to be flushed
+        return end.code
+
+
+def _flush_error() -> OSError | None:
+    """Why standard output cannot be written, if it cannot."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _forget_output()
+        return error
+    return None
 
 
 def _forget_output() -> None:

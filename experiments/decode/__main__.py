@@ -11,7 +11,6 @@ is one sentence on standard error and exit code 2; logits that are NaN are one t
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -36,8 +35,6 @@ from kvcache_jax.core.describe import control_bytes
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
 from models.tokenizer import Tokenizer
-
-_LOWER = ": lower --num-blocks, --rows or --max-new"
 
 
 @dataclasses.dataclass
@@ -64,7 +61,7 @@ class Outcome:
 
     continuations: Sequence[Sequence[kv.Generation | kv.Beam]]
     result: kv.GenerateResult | kv.BeamResult
-    looks: list[kv.Look]
+    looks: list[kv.Snapshot]
     warm_up_seconds: float
 
 
@@ -76,21 +73,33 @@ def prepare(options: argparse.Namespace) -> Job:
     """
     decode_options.check(options)
     prompts = decode_options.read_prompts(options)
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else None)
     if not os.path.exists(options.checkpoint):  # `Path.exists` raises where the name is too long
         train = ": train it with python -m experiments.train" * (options.checkpoint == decode_options.MODEL)
         raise InputError(f"there is no checkpoint {options.checkpoint}{train}")
-    decoder = checkpoint.load(options.checkpoint, dtype=dtype)
+    decoder = _load(options, options.checkpoint)
     tokenizer = checkpoint.load_tokenizer(options.checkpoint)
     tokens = decode_options.encode(prompts, tokenizer, decoder.config)
     config = decode_options.plan(options, decoder.config, tokens)
-    draft = _load_draft(options, dtype, decoder, config) if options.draft else None
-    _check_memory(config, decoder, draft)
+    draft = _load_draft(options, decoder, config) if options.draft else None
+    _check_memory(options, config, decoder, draft)
     return Job(options, decoder, tokenizer, draft, prompts, tokens, config)
 
 
-def _load_draft(options, dtype: Any, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
-    model = checkpoint.load(options.draft, dtype=dtype)
+def _load(options: argparse.Namespace, folder: Path) -> Decoder:
+    """Without --dtype a CPU computes in float32, and others in what is stored, if models compute in it."""
+    stored, dtype = checkpoint.stored_dtype(folder), options.dtype
+    if dtype is None and stored not in decode_options.COMPUTED:
+        print(
+            f"{folder} is stored in {stored}, which models do not compute in: taking float32 "
+            "(--dtype bfloat16 takes half the memory)",
+            file=sys.stderr,
+        )
+        dtype = "float32"
+    return checkpoint.load(folder, dtype=dtype or ("float32" if jax.default_backend() == "cpu" else None))
+
+
+def _load_draft(options: argparse.Namespace, decoder: Decoder, config: kv.CacheConfig) -> kv.Draft:
+    model = _load(options, options.draft)
     if model.config.vocab_size != decoder.config.vocab_size:
         raise InputError(
             f"--draft {options.draft} has {model.config.vocab_size} tokens, "
@@ -101,18 +110,20 @@ def _load_draft(options, dtype: Any, decoder: Decoder, config: kv.CacheConfig) -
     return kv.Draft(forward, model, cache_config(model.config, max_rollback=options.speculative, **sizes))
 
 
-def _check_memory(config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None) -> None:
+def _check_memory(
+    options: argparse.Namespace, config: kv.CacheConfig, decoder: Decoder, draft: kv.Draft | None
+) -> None:
     """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
     caches = [config, *([draft.config] if draft else [])]
     need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
     # The logits of a chunk, the largest of what else grows with the rows; tokens and their log-probabilities.
-    need += config.max_seqs * (
-        4 * config.query_len_limit * decoder.config.vocab_size + 8 * config.max_seq_len
-    )
+    need += 4 * (config.query_len_limit + config.max_seqs) * decoder.config.vocab_size
+    need += 8 * config.max_seqs * config.max_seq_len
     free = _free_bytes()
     if free is not None and need > free:
         raise InputError(
-            f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free{_LOWER}"
+            f"decoding needs {format_bytes(need)}, but {format_bytes(free)} of memory are free: "
+            f"lower {decode_options.sizes_of(options)}"
         )
 
 
@@ -139,20 +150,12 @@ class _WarmedUpError(Exception):
 def warm_up(job: Job) -> float:
     """Compiles the programs by two tokens of prompts that share nothing; returns the seconds."""
     start = time.perf_counter()
-    lengths = _prompt_lengths(job)
     try:
         if job.options.beams:
             with contextlib.suppress(_WarmedUpError):
-                search(job, _prompts(job, lengths[0]), _stop_at_the_second_look, look_every=1)
+                search(job, _prompts(job), _stop_at_the_second_look, look_every=1)
         else:
-            # As many prompts as start together; fewer, where others wait until rows or blocks are free, or
-            # a prompt that they share tokens with is computed. `generate` has a program per power of two.
-            most = min(job.config.max_seqs // job.options.samples, len(job.tokens))
-            is_tight = len(job.tokens) > most or job.options.num_blocks is not None
-            fewer = is_tight or job.config.enable_prefix_caching
-            sizes = [2**i for i in range(most.bit_length())] if fewer else []
-            for num_prompts, length in itertools.product({most, *sizes}, lengths):
-                generate(job, _prompts(job, length)[:num_prompts], max_new_tokens=2)
+            generate(job, _prompts(job), max_new_tokens=2)
             if job.config.enable_prefix_caching:
                 # Asked of prompts that share blocks.
                 tokens = np.zeros((1, job.config.max_seq_len), np.int32)
@@ -162,24 +165,17 @@ def warm_up(job: Job) -> float:
     except jax.errors.JaxRuntimeError as error:
         if "out of memory" not in str(error).lower():
             raise
-        raise InputError(f"decoding does not fit into memory{_LOWER}") from error
+        lower = decode_options.sizes_of(job.options)
+        raise InputError(f"decoding does not fit into memory: lower {lower}") from error
     return time.perf_counter() - start
 
 
-def _prompt_lengths(job: Job) -> list[int]:
-    """One for each program that the prompts need: those that few tokens are left of have one of their own."""
-    few = min(decode_options.CHUNK_LEN, job.config.query_len_limit) // 4
-    lengths = [len(tokens) for tokens in job.tokens]
-    needs_few = min(lengths) <= few or job.config.enable_prefix_caching
-    return [few + 1] * (max(lengths) > few) + [1] * needs_few
+def _prompts(job: Job) -> list[list[int]]:
+    """As many prompts as the job has, of one token each."""
+    return [tokens[:1] for tokens in job.tokens]
 
 
-def _prompts(job: Job, length: int) -> list[list[int]]:
-    """As many prompts as the job has, of one token each; the first is as long as is asked for."""
-    return [tokens[:1] * (length if i == 0 else 1) for i, tokens in enumerate(job.tokens)]
-
-
-def _stop_at_the_second_look(look: kv.Look, beams: Sequence[Sequence[kv.Beam]]) -> None:
+def _stop_at_the_second_look(look: kv.Snapshot, beams: Sequence[Sequence[kv.Beam]]) -> None:
     if look.num_steps:
         raise _WarmedUpError
 
@@ -228,10 +224,10 @@ def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every:
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
-    looks: list[kv.Look] = []
+    looks: list[kv.Snapshot] = []
 
     def noting(on_look: Callable[..., None]) -> Callable[..., None]:
-        def note(look: kv.Look, *beams: Any) -> None:
+        def note(look: kv.Snapshot, *beams: Any) -> None:
             looks.append(look)
             on_look(look, *beams)
 

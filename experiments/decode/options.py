@@ -16,13 +16,17 @@ import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
-from kvcache_jax.core.config import DTYPES, IMPLEMENTATIONS, ceil_div
+from kvcache_jax.core.backends import backend_names
+from kvcache_jax.core.config import DTYPES, ceil_div
 from models.decoder import DecoderConfig, cache_config
 from models.tokenizer import Tokenizer
 
 CHUNK_LEN = 128
 MAX_ROWS = 16
 """Rows unless more are asked for; prompts that find none wait."""
+
+COMPUTED = "float32", "bfloat16"
+"""Dtypes that models compute in."""
 
 PIPE_SECONDS = 2.0
 """How long a pipe that nobody asked to read may stay silent."""
@@ -55,9 +59,20 @@ def make_parser(doc: str | None) -> command.Parser:
         help="text to continue, behind -- also what begins with a dash; a single - reads standard input, as "
         "does a pipe",
     )
-    add("--prompts", dest="file", metavar="FILE", help='a prompt per line; .jsonl: {"prompt": ...} per line')
-    add("--checkpoint", type=Path, metavar="DIR", help="default: the model trained by experiments.train")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the computation; default on a CPU: float32")
+    add(
+        "--prompts",
+        dest="file",
+        type=command.name,
+        metavar="FILE",
+        help='a prompt per line; .jsonl: {"prompt": ...} per line',
+    )
+    add(
+        "--checkpoint",
+        type=command.name,
+        metavar="DIR",
+        help="default: the model trained by experiments.train",
+    )
+    add("--dtype", choices=COMPUTED, help="of the computation; default on a CPU: float32")
     add("--max-new", type=command.integer(1), default=96, metavar="N", help="tokens; default %(default)s")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a continuation; may be repeated")
     add("--samples", type=command.integer(1), metavar="N", help="per prompt; default 3, with --greedy 1")
@@ -68,7 +83,7 @@ def make_parser(doc: str | None) -> command.Parser:
         metavar="K",
         help="drafts per step, by n-grams",
     )
-    add("--draft", type=Path, metavar="DIR", help="a checkpoint that drafts for --speculative")
+    add("--draft", type=command.name, metavar="DIR", help="a checkpoint that drafts for --speculative")
     add("--greedy", action="store_true", help="the most probable token each time")
     add("--temperature", type=command.number(0, 1000), metavar="T", help="default 0.7")
     add("--top-k", type=command.integer(0, 2**31 - 1), metavar="K", help="keeps so many tokens; 0 keeps all")
@@ -80,7 +95,7 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--rows", type=command.integer(1), metavar="N", help=f"at the same time; default up to {MAX_ROWS}")
     add(
         "--implementation",
-        choices=IMPLEMENTATIONS,
+        choices=backend_names(),
         help="of attention; default: xla, until the kernels are measured",
     )
     add("--cache-dtype", choices=DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")
@@ -149,12 +164,12 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     """From the arguments, a file or standard input, else our own."""
     if options.file is not None and options.prompts:
         raise InputError("got prompts as arguments and --prompts, expected only one of them")
-    if options.file == "-" or options.prompts == ["-"]:
+    if str(options.file) == "-" or options.prompts == ["-"]:
         if sys.stdin is None:
             raise InputError("got -, but standard input is closed: pipe the prompts in")
         return _lines(sys.stdin.buffer.read(), "standard input")
     if options.file is not None:
-        return _read_file(Path(options.file))
+        return _read_file(options.file)
     return options.prompts or _piped() or list(OWN_PROMPTS)
 
 
@@ -248,6 +263,11 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, config: DecoderConfig) 
 # --- sizes ---
 
 
+def sizes_of(options: argparse.Namespace) -> str:
+    """What makes a cache smaller."""
+    return f"{'--beams' if options.beams else '--samples'}, --rows, --num-blocks or --max-new"
+
+
 def plan(
     options: argparse.Namespace, config: DecoderConfig, prompts: Sequence[Sequence[int]]
 ) -> kv.CacheConfig:
@@ -263,6 +283,7 @@ def plan(
     # Drafts look beyond the last token that is kept.
     ends = [len(prompt) + options.max_new + (options.speculative or 0) for prompt in prompts]
     max_seq_len = min(config.max_seq_len, max(ends))
+    _check_sizes(options, f"--rows {rows}" if options.rows else what, rows, max_seq_len)
     sizes = dict(
         block_size=block_size,
         max_seqs=rows,
@@ -276,9 +297,9 @@ def plan(
         enable_prefix_caching=not config.windows or None in config.windows,
     )
     try:
-        unshared = cache_config(config, **sizes)
         num_blocks = options.num_blocks
         if num_blocks is None:
+            unshared = cache_config(config, **sizes)
             # The last token of a continuation is drawn and not stored.
             shared = max(
                 full + per_prompt * ceil_div(min(end, max_seq_len) - 1 - full * block_size, block_size)
@@ -299,3 +320,18 @@ def plan(
             f"{which} {need} blocks of {block_size} tokens, got --num-blocks {num_blocks}: raise it"
         )
     return cache
+
+
+def _check_sizes(options: argparse.Namespace, rows_by: str, num_rows: int, max_seq_len: int) -> None:
+    """Refuses what 32-bit indices do not reach, by the options' names; `rows_by` asks for the rows."""
+    num_blocks, blocks_by = options.num_blocks, f"--num-blocks {options.num_blocks}"
+    if num_blocks is None:
+        num_blocks, blocks_by = num_rows * ceil_div(max_seq_len, options.block_size), rows_by
+    num_places = num_blocks * options.block_size
+    if num_places >= 2**31:
+        raise InputError(
+            f"got {blocks_by} with --block-size {options.block_size}, which has {num_places} places for "
+            "tokens, expected below 2**31: lower one of the two"
+        )
+    if num_rows >= 2**31:
+        raise InputError(f"got {rows_by}, which takes {num_rows} rows, expected below 2**31: lower it")

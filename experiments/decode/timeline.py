@@ -45,7 +45,7 @@ def _style(owner: int) -> str:
     return f"38;5;{16 if is_bright(owner) else 231};48;5;{row_color(owner)}"
 
 
-def timeline_text(timeline: Sequence[kv.Look], config: kv.CacheConfig, color: bool) -> str:
+def timeline_text(timeline: Sequence[kv.Snapshot], config: kv.CacheConfig, color: bool) -> str:
     """One line per look, each layer group by itself; what is too long is cut, and the text says so."""
     chosen = sorted({round(i) for i in np.linspace(0, len(timeline) - 1, MAX_LOOKS)})
     width = (
@@ -79,7 +79,7 @@ def _title(group: LayerGroup) -> str:
     )
 
 
-def draw_timeline(timeline: Sequence[kv.Look], config: kv.CacheConfig, path: Path) -> None:
+def draw_timeline(timeline: Sequence[kv.Snapshot], config: kv.CacheConfig, path: Path) -> None:
     """Writes a picture: blocks used and referenced above, each layer group's blocks by owner below."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -108,8 +108,13 @@ def draw_timeline(timeline: Sequence[kv.Look], config: kv.CacheConfig, path: Pat
         ax.pcolormesh(np.arange(num_looks + 1) - 0.5, np.arange(group.num_blocks + 1), colors[held], **edges)
         ax.set(ylabel="block", ylim=(group.num_blocks, 0))
         ax.set_title(_title(group), fontsize=9, loc="left")
-    ticks = at[:: -(-num_looks // 16)]
-    maps[-1].set_xticks(ticks, [f"{timeline[i].num_steps:,}" for i in ticks])
+    for ax in (chart, *maps):
+        ax.yaxis.get_major_locator().set_params(integer=True)
+    # Prompts are computed without a decode step: of looks at the same one the first is labelled.
+    steps = [look.num_steps for look in timeline]
+    ticks = [i for i in at.tolist() if not i or steps[i] != steps[i - 1]]
+    ticks = ticks[:: -(-len(ticks) // 16)]
+    maps[-1].set_xticks(ticks, [f"{steps[i]:,}" for i in ticks])
     maps[-1].set_xlabel("decode steps at each look of the host")
     keys = [Patch(facecolor=row_rgb(row), label=f"row {row}") for row in sorted(rows)[:MAX_ROWS]]
     if len(rows) > MAX_ROWS:

@@ -24,7 +24,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +81,7 @@ class Timing:
     """The figures of one side on one case; each `round` adds a sample to all of them."""
 
     def __init__(self, side: Side, case: Case, decoder: Decoder, contexts: Contexts, figures: Sequence[str]):
-        self.side, self.case, self.decoder = side, case, decoder
+        self.side, self.case, self.decoder = side, case, side.prepare(decoder)
         self.tokens = contexts.tokens[np.arange(len(case.lens)), case.start_lens]
         self.state = side.start(decoder.config, case, contexts)
         self.seconds: dict[str, list[float]] = {figure: [] for figure in figures}
@@ -144,7 +143,7 @@ def measure_uncached(
 ) -> dict:
     """One more token from the whole context again; as many calls as fit into `seconds`, at least one."""
     lens = jnp.asarray(case.start_lens + 1)
-    inputs = decoder, contexts.tokens[:, : int(lens.max())], lens
+    inputs = dense_decoder.unstacked(decoder), contexts.tokens[:, : int(lens.max())], lens
     start = time.perf_counter()
     recompute = jax.jit(dense_decoder.recomputed_logits).lower(*inputs).compile()
     compile_s, calls = time.perf_counter() - start, []
@@ -202,7 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
     command.add_data_folder(parser, "the Azure trace")
-    parser.add_argument("--checkpoint", type=Path, default=corpus.MODEL, metavar="DIR", help="another model")
+    parser.add_argument(
+        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model"
+    )
     options = parser.parse_args(arguments)
     try:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.common import log_axes
 from experiments.common.timing import show_table
 from experiments.decode.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
 from experiments.decode_speed.sides import (
@@ -154,6 +155,8 @@ def draw(report: dict, path: Path) -> None:
         f"rows full, {full_len:,} tokens each",
         "rows",
     )
+    for axes in (by_fill, by_batch):
+        log_axes.label(axes.yaxis)
 
     paged = [record for record in report["memory"]["padding"] if record["block_size"]]
     if paged:
@@ -171,6 +174,8 @@ def draw(report: dict, path: Path) -> None:
         padding.set(xscale="log", xlabel="tokens per block", ylabel="% of the slots")
         padding.set_yscale("symlog", linthresh=0.1)
         padding.set_ylim(0, 100)
+        percent = [0, 0.1, 1, 10, 100]
+        padding.set_yticks(percent, [f"{share:g}" for share in percent])
         padding.set_xticks(sizes, [str(size) for size in sizes])
         padding.minorticks_off()
         padding.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from experiments.common import log_axes
 from experiments.common.timing import show_table
 
 
@@ -62,6 +63,7 @@ def draw(report: dict, path: Path) -> None:
                 sizes, [100 * record[field] for record in records], marker="o", markersize=3, label=policy
             )
         ax.set(xscale="log", xlabel="blocks in the cache", title=f"hit rate {what}", ylim=(0, None))
+        log_axes.label(ax.xaxis)
         ax.grid(color="0.9")
         ax.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("%")

@@ -83,13 +83,19 @@ def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
     try:
         request = json.loads(line)
     except (ValueError, RecursionError):  # the first also of an integer of too many digits
-        raise InputError(f"{where} is {line[:40]!r}, expected a JSON object: {SOURCE}") from None
-    request = request if isinstance(request, dict) else {}
+        request = None
+    if not isinstance(request, dict):
+        raise InputError(f"{where} is {line[:40]!r}, expected a JSON object: {SOURCE}")
     ids, length = request.get("hash_ids"), request.get("input_length")
-    if not (isinstance(ids, list) and ids and all(map(_is_integer, ids)) and _is_integer(length)):
+    if not isinstance(ids, list) or not ids or not _is_integer(length, 1):
         raise InputError(
-            f"{where} has hash_ids {str(ids)[:40]} and input_length {length!r}, "
-            "expected a list of integers and an integer"
+            f"{where} has hash_ids {_shown(ids)} and input_length {_shown(length)}, "
+            "expected a list of integers that is not empty, and an integer from 1 to 2**63 - 1"
+        )
+    wrong = next((i for i, name in enumerate(ids) if not _is_integer(name, 0)), None)
+    if wrong is not None:
+        raise InputError(
+            f"{where} has {_shown(ids[wrong])} as hash_ids[{wrong}], expected an integer from 0 to 2**63 - 1"
         )
     num_blocks = -(-length // tokens_per_id)
     if num_blocks != len(ids):
@@ -100,5 +106,9 @@ def _parse(where: str, line: str, tokens_per_id: int) -> tuple[list[int], int]:
     return ids, length
 
 
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+def _is_integer(value: Any, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:40]

@@ -4,8 +4,9 @@ What comes from the host stays in numpy, for it goes to the device with the call
 making arrays of it here would be a program each, and checks that look at values would wait for a device.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.head_axis import check_split
 from kvcache_jax.arrays.number_checks import as_integer
+from kvcache_jax.arrays.sharding import check_split
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, Step
 
@@ -24,6 +25,21 @@ IntRows = ArrayLike | Sequence[int]
 
 Layer = int | jax.Array | tuple[int, int | jax.Array]
 """A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
+
+
+class Place(NamedTuple):
+    """A layer's keys and values in a cache.
+
+    Attributes:
+      group_id: Layer group.
+      layer: i32[], index in the group.
+      pool: Of the group.
+    """
+
+    group_id: int
+    layer: jax.Array | np.int32
+    pool: KVPool
+
 
 Array = jax.Array | np.ndarray
 """In numpy if it came from the host."""
@@ -96,7 +112,12 @@ def _integers(name: str, values: Any) -> Array:
             if isinstance(value, int) and abs(value) >> 63:
                 raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
     if not jnp.issubdtype(values.dtype, np.integer):
-        raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
+        fix = ""
+        if values.dtype == bool and name.endswith("_ids"):
+            fix = ": of a mask, jnp.where(mask, jnp.arange(max_seqs), max_seqs)"
+        elif values.dtype == bool and name.startswith("num_"):
+            fix = ": of a mask, mask.astype(jnp.int32)"
+        raise TypeError(f"{name} has dtype {values.dtype}, expected integers{fix}")
     return values
 
 
@@ -279,6 +300,14 @@ def pool_of(cache: Cache, group_id: int) -> KVPool:
     return jax.tree.map(jnp.asarray, cache.pools[group_id])
 
 
+def located(cache: Cache, layer: Any, step: Any) -> Place:
+    """Finds a layer in a cache, for a step of that cache."""
+    group_id, index = locate_layer(cache.config, layer)
+    pool = pool_of(cache, group_id)
+    require_step(step, cache)
+    return Place(group_id, index, pool)
+
+
 def group_ids(config: CacheConfig, group: int | None) -> list[int]:
     """The layer group, or all of them for None."""
     num_groups = len(config.groups)
@@ -315,7 +344,7 @@ def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
 
 
 def require_step(step: Any, cache: Cache) -> None:
-    """Refuses what is not a `Step`, or one of a cache with other layer groups."""
+    """Refuses what is not a `Step`, or one of a cache of another config."""
     if not isinstance(step, Step):
         raise TypeError(
             f"step is a {type(step).__name__}, expected the Step that extend returns beside the cache"
@@ -324,6 +353,17 @@ def require_step(step: Any, cache: Cache) -> None:
         raise ValueError(
             f"step has {len(step.slots)} layer groups, expected {len(cache.config.groups)}, those of the "
             "cache: pass the step that extend returned with it"
+        )
+    if step.config != cache.config:
+        names = [field.name for field in dataclasses.fields(CacheConfig)]
+        differing = [name for name in names if getattr(step.config, name) != getattr(cache.config, name)]
+        got, expected = (
+            ", ".join(f"{name} = {getattr(config, name)!r}" for name in differing)
+            for config in (step.config, cache.config)
+        )
+        raise ValueError(
+            f"step is of a cache with {got}, expected {expected}: pass the step that extend returned with "
+            "this cache"
         )
 
 
@@ -337,7 +377,6 @@ def require_floats(name: str, values: Any) -> None:
 
 def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
     """Checks the keys and values of one layer against the step and the pool."""
-    require_step(step, cache)
     expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
     for name, values in (("k", k), ("v", v)):
         require_floats(name, values)

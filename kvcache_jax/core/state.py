@@ -198,7 +198,7 @@ class Control:
       namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
       last_used: u32[max_seqs], clock of the last allocate, extend, fork or reorder into the row, or touch.
       num_uses: u32[max_seqs], how many of these there were; 0 for idle rows.
-      clock: u32[], advances by one with each use of a row; a call of extend or reorder is one use.
+      clock: u32[], advances by one with each call of these that uses a row.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
@@ -283,20 +283,29 @@ class Admission:
 
 @pytree_dataclass()
 class AttentionPlan:
-    """Which columns of a group's block table each row of a step reads; shared by all its layers.
+    """The columns of a group's block table that a step's queries read; shared by all its layers.
+
+    The rows are those of the step, or the tokens of a packed step, each a row of one query.
 
     Attributes:
-      first_column: i32[n], first column in reach of the row's new tokens, behind the sink columns.
-      num_columns: i32[n], columns to read: the sink columns, then those from `first_column` on.
-      work: How a kernel shares the reading among its programs; () for implementations without such a plan.
+      table_row: i32[r], row of the block table.
+      first_column: i32[r], first column in reach of the row's queries, behind the sink columns.
+      num_columns: i32[r], columns to read: the sink columns, then those from `first_column` on; 0 reads
+        nothing.
+      first_position: i32[r], position of the first query; the others follow it.
+      num_queries: i32[r], queries that count; 0 for failed rows and padding.
+      work: From the backend's `plan`; () for a backend without one.
     """
 
+    table_row: jax.Array
     first_column: jax.Array
     num_columns: jax.Array
+    first_position: jax.Array
+    num_queries: jax.Array
     work: tuple[jax.Array, ...] = ()
 
 
-@pytree_dataclass()
+@pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Step:
     """The slots that one `extend` reserved: where the new tokens go and what they attend to.
 
@@ -306,6 +315,9 @@ class Step:
     It serves until one of its rows is forked, committed, truncated, reordered, freed or, where there are
     windows, extended: the slots may be another row's then.
 
+    It serves the cache that `extend` returned beside it. A step of a cache of another config is refused. One
+    of another cache of the same config cannot be told from it, and would overwrite other rows.
+
     Attributes:
       status: i32[n], see `Status`.
       seq_ids: i32[n], rows of the block table; `max_seqs` where there is none.
@@ -314,9 +326,10 @@ class Step:
       positions: i32[tokens], position in the sequence; unspecified where there is no token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
         `num_blocks * block_size`.
-      plans: per group AttentionPlan.
+      plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
         than `num_tokens`), else None.
+      config: CacheConfig (static), of the cache.
     """
 
     status: jax.Array
@@ -327,6 +340,7 @@ class Step:
     slots: tuple[jax.Array, ...]
     plans: tuple[AttentionPlan, ...]
     cu_query_lens: jax.Array | None
+    config: CacheConfig
 
 
 class BlockCopies(NamedTuple):

@@ -1,8 +1,10 @@
 """Bad input is one sentence on standard error and exit code 2, whatever the command."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,12 @@ from experiments.bookkeeping import __main__ as bookkeeping
 from experiments.common import command
 
 TOO_LONG = "x" * 300  # for the name of a file
+ROOT = Path(command.__file__).parent.parent
+COMMANDS = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in Path(command.__file__).parent.rglob("*.py")
+    if "command.run(main)" in path.read_text()
+)
 
 
 def parse(*arguments):
@@ -149,7 +157,7 @@ def test_when_output_is_coloured(monkeypatch, environment, no_color, expected):
 )
 def test_ends_quietly(body, code):
     """A pipe that nobody reads is closed at once."""
-    program = f"from experiments import command\ndef main():\n    {body}\ncommand.run(main)"
+    program = f"from experiments.common import command\ndef main():\n    {body}\ncommand.run(main)"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -158,22 +166,132 @@ def test_ends_quietly(body, code):
     process.stderr.close()
 
 
-def test_output_that_is_closed_or_full_is_no_traceback():
-    program = "from experiments import command; command.run(lambda: print(command.wants_color(False)))"
-    start = f"exec {sys.executable} -c '{program}'"
-    closed = subprocess.run(["sh", "-c", f"{start} >&-"], capture_output=True, text=True, timeout=60)
-    assert (closed.returncode, closed.stderr) == (0, "")
-    full = subprocess.run(["sh", "-c", f"{start} >/dev/full"], capture_output=True, text=True, timeout=60)
-    assert full.returncode == 1
-    assert full.stderr == "output cannot be written: No space left on device\n"
+def run_in_shell(arguments, redirection):
+    start = f"exec {sys.executable} {arguments} {redirection}"
+    return subprocess.run(["sh", "-c", start], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">/dev/full", 1, "output cannot be written: No space left on device\n"),
+        ("1</dev/null", 1, "output cannot be written: Bad file descriptor\n"),
+        (
+            ">&-",
+            1,
+            "output cannot be written: standard output is closed; >/dev/null is for what nobody reads\n",
+        ),
+        (">&- 2>&-", 1, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+@pytest.mark.parametrize("body", ["print(1)", 'command.Parser("a", "b").parse_args(["-h"])'])
+def test_output_that_is_lost_is_one_sentence(body, redirection, code, said):
+    """Also that of `--help`, which ends `main` by itself."""
+    program = f"from experiments.common import command; command.run(lambda: {body})"
+    ended = run_in_shell(f"-c '{program}'", redirection)
+    assert (ended.returncode, ended.stderr) == (code, said)
+
+
+def test_what_is_said_does_not_get_into_the_output_where_it_is_closed():
+    program = (
+        "import sys; from experiments.common import command; command.run(lambda: print(1, file=sys.stderr))"
+    )
+    assert run_in_shell(f"-c '{program}'", "2>&-").stdout == ""
 
 
 def test_another_file_that_is_full_loses_no_output():
     write = "open('/dev/full', 'wb', 0).write(b'x')"
-    program = f"from experiments import command; command.run(lambda: (print(1), {write}))"
+    program = f"from experiments.common import command; command.run(lambda: (print(1), {write}))"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     full = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=buffered
     )
     assert (full.returncode, full.stdout) == (1, "1\n")
     assert full.stderr == "output cannot be written: No space left on device\n"
+
+
+# Stands in for a module that takes long to load.
+SLOW = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
+
+
+def interrupted(arguments, **options):
+    """(exit code, standard error) of Python after Ctrl-C, which comes behind its first line of output."""
+    start = [sys.executable, *arguments]
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here is so there
+    try:
+        process = subprocess.Popen(start, **pipes, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        *((name, "argparse") for name in COMMANDS),
+        *((name, "jax") for name in COMMANDS if name.endswith(".decode")),
+    ],
+)
+def test_a_command_is_interrupted_while_its_modules_load(name, module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(SLOW)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert interrupted(["-m", name], env=environment, cwd=ROOT) == (130, "")
+
+
+def test_a_command_is_interrupted_while_it_ends():
+    lines = (
+        "import atexit, time",
+        "from experiments.common import command",
+        "atexit.register(lambda: (print('loading', flush=True), time.sleep(60)))",
+        "command.run(lambda: 0)",
+    )
+    assert interrupted(["-c", "; ".join(lines)]) == (130, "")
+
+
+def test_who_imports_the_experiments_keeps_what_it_does_on_interrupts():
+    program = "import signal, experiments; print(signal.getsignal(signal.SIGINT).__name__)"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert shown.stdout == "default_int_handler\n"
+    ignoring = "trap '' INT; exec " + f'{sys.executable} -c "{program.replace(".__name__", "")}"'
+    shown = subprocess.run(["sh", "-c", ignoring], capture_output=True, text=True, timeout=60)
+    assert shown.stdout.endswith("1\n") or "SIG_IGN" in shown.stdout
+
+
+DOUBLES = (
+    "import jax\nfrom experiments.common import command\ndef main():\n"
+    "    parser = command.Parser('experiments.nothing', 'Doubles.')\n    parser.parse_args()\n"
+    "    print(jax.jit(lambda x: 2 * x)(21))\ncommand.run(main)\n"
+)
+
+
+@pytest.mark.parametrize("kind", ["kept", "no cache", "another folder", "switched off", "no folder"])
+def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path, kind):
+    """The second start finds them and says nothing."""
+    environment = {name: text for name, text in os.environ.items() if "COMPILATION_CACHE" not in name}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT.parent)}
+    environment |= {
+        "another folder": {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "other")},
+        "switched off": {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        "no folder": {"XDG_CACHE_HOME": "/dev/null"},
+    }.get(kind, {})
+    options = ["--no-cache"] if kind == "no cache" else []
+
+    def start():
+        line = [sys.executable, "-c", DOUBLES, *options]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+
+    first, folder = start(), tmp_path / "kvcache_jax"
+    assert first.stdout == "42\n"
+    kept = list(folder.glob("*-cache"))
+    if kind != "kept":
+        assert not kept and not first.stderr
+        return
+    said = f"kept {len(kept)} compiled programs in {folder}; --no-cache keeps none\n"
+    assert kept and first.stderr == said
+    second = start()
+    assert (second.stdout, second.stderr) == ("42\n", "") and list(folder.glob("*-cache")) == kept

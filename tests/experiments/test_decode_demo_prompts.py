@@ -1,16 +1,20 @@
-"""Where `python -m experiments.decode` takes its prompts from."""
+"""Where `python -m experiments.decode` takes its prompts and its model from."""
 
 import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
-from test_decode_demo import refusal
+from safetensors.numpy import load_file, save_file
+from test_decode_demo import folder, refusal  # noqa: F401, a fixture
 
 from experiments.decode import __main__ as decode
 from experiments.decode import options
@@ -100,3 +104,23 @@ def test_in_a_process_of_its_own():
     assert (
         process.stderr == "python -m experiments.decode: cannot read nowhere.txt: No such file or directory\n"
     )
+
+
+@pytest.fixture
+def half(folder, tmp_path):  # noqa: F811, the fixture that is imported
+    """A checkpoint in float16."""
+    shutil.copytree(folder / "plain", tmp_path / "half")
+    path, weights = tmp_path / "half" / "config.json", tmp_path / "half" / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16"}))
+    save_file({name: value.astype(np.float16) for name, value in load_file(weights).items()}, weights)
+    return tmp_path / "half"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_a_model_that_is_stored_in_float16_is_decoded(capsys, half, dtype):
+    arguments = ["ab", "--greedy", "--max-new", "3", "--json", "--checkpoint", str(half)]
+    assert decode.main([*arguments, *(["--dtype", dtype] if dtype else [])]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["settings"]["dtype"] == (dtype or "float32")
+    said = f"{half} is stored in float16, which models do not compute in: taking float32 "
+    assert captured.err == ("" if dtype else f"{said}(--dtype bfloat16 takes half the memory)\n")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.common import command
+from experiments.common import command, log_axes
 from experiments.decode import memory as decode_memory
 from experiments.decode_speed import __main__ as decode_speed
 from experiments.decode_speed import dense_decoder, sides
@@ -47,6 +47,7 @@ def records(decoder, contexts):
     return decode_speed.measure(CASE, decoder, contexts, seconds=0.0, parts=decode_speed.PARTS)
 
 
+@pytest.mark.slow
 def test_every_side_is_timed_on_the_same_steps(records):
     assert [record["side"] for record in records] == [
         PAGED,
@@ -216,6 +217,35 @@ def test_the_figure_is_drawn(tmp_path):
     report = make_report()
     report["memory"] = {"padding": [], "skipped": "no trace", "sharing": report["memory"]["sharing"]}
     decode_speed_report.draw(json.loads(json.dumps(report)), tmp_path / "skipped.svg")
+
+
+@pytest.mark.parametrize("slowest", [1.0, 1.3, 8.0, 5000.0])
+def test_logarithmic_axes_have_several_plain_numbers(monkeypatch, tmp_path, slowest):
+    """However far the fastest and the slowest are apart."""
+    figures = pytest.importorskip("matplotlib.figure")
+    saved, report = [], make_report()
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    for nth, record in enumerate(report["records"]):
+        record["median_us"] = 2500.0 * slowest ** (nth / (len(report["records"]) - 1))
+    decode_speed_report.draw(report, tmp_path / "speed.png")
+    (figure,) = saved
+    axes = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) if "log" in axis.get_scale()]
+    assert len(axes) == 6
+    for axis in axes:
+        ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+        labels = {place: label.get_text() for place, label in ticks}
+        low, high = sorted(axis.get_view_interval())
+        assert sum(low <= place <= high for place in labels) >= 3
+        assert all(float(text.replace(",", "")) == pytest.approx(place) for place, text in labels.items())
+        assert len(set(labels.values())) == len(labels)
+
+
+@pytest.mark.parametrize("low", [1e-5, 0.3, 1.0, 9.5, 999.0])
+@pytest.mark.parametrize("ratio", [1.001, 1.03, 1.5, 2.0, 7.0, 60.0, 1e4, 1e30])
+def test_ticks_are_found_on_axes_of_any_length(low, ratio):
+    ticks = log_axes.log_ticks(low, low * ratio)
+    assert 2 <= len(ticks) <= log_axes.MOST and low <= ticks[0] and ticks[-1] <= low * ratio
+    assert ticks == sorted(set(ticks))
 
 
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path, decoder):

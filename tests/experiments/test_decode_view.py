@@ -19,7 +19,7 @@ from models.tokenizer import ByteTokenizer
 def look(table, step=8, running=None, ended=()):
     table = np.asarray(table, np.int32)
     held = table[table < 12]
-    return kv.Look(
+    return kv.Snapshot(
         num_steps=step,
         seconds=0.5,
         num_blocks_used=len(set(held.tolist())),
@@ -65,6 +65,25 @@ def test_the_picture_has_the_owners_colours(tmp_path):
     # Two blocks are shared, two are row 1's, and one each is row 0's and row 2's.
     assert 0.02 < shares[0] < shares[1] and shares[2] < shares["shared"]
     assert 1.6 < shares[1] / shares[0] < 2.1
+
+
+def test_each_step_is_labelled_once(monkeypatch, tmp_path):
+    """Of looks at one step the first is; blocks are whole."""
+    figures = pytest.importorskip("matplotlib.figure")
+    saved = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    for steps, expected in (
+        ((0, 0, 8, 16, 16, 16, 1024), {0: "0", 2: "8", 3: "16", 6: "1,024"}),
+        ((0, *range(40)), {**{1 + i: f"{i}" for i in range(3, 40, 3)}, 0: "0"}),
+    ):
+        timeline.draw_timeline([look(TABLE, step) for step in steps], CONFIG, tmp_path / "out.png")
+        chart, blocks = saved.pop().axes
+        labels = {
+            round(place): label.get_text()
+            for place, label in zip(blocks.get_xticks(), blocks.get_xticklabels(), strict=True)
+        }
+        assert labels == expected
+        assert all(float(place).is_integer() for ax in (chart, blocks) for place in ax.get_yticks())
 
 
 class Terminal(io.StringIO):

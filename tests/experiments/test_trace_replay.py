@@ -43,6 +43,7 @@ def test_hits_equal_those_of_a_dict(tmp_path, capsys):
     assert report["records"][0]["num_evictions"] > 0 == report["records"][-1]["num_evictions"]
 
 
+@pytest.mark.slow
 def test_a_half_without_requests_has_no_rate(tmp_path, capsys):
     path = write(tmp_path, make_requests()[:1])
     (record,) = json.loads(run(capsys, "--trace", path, "--blocks", 25, "--json"))["records"]
@@ -82,10 +83,30 @@ GOOD = {"hash_ids": [1, 2], "input_length": 1000}
         ('{"hash_ids": ' + "[" * 100_000, [], 'line 1 is \'{"hash_ids": [[[[['),
         ('{"input_length": ' + "1" * 5000 + "}", [], 'line 1 is \'{"input_length": 111'),
         (json.dumps(GOOD), ["--tokens-per-id", str(10**20)], "expected an integer from 1 to 2147483647"),
-        (json.dumps(GOOD) + "\n3", [], "line 2 has hash_ids None and input_length None"),
-        (json.dumps(GOOD | {"hash_ids": []}), [], "expected a list of integers and an integer"),
-        (json.dumps(GOOD | {"hash_ids": [1, "x"]}), [], "expected a list of integers and an integer"),
-        (json.dumps(GOOD | {"hash_ids": [1, 2**63]}), [], "expected a list of integers and an integer"),
+        *(
+            (
+                f"{json.dumps(GOOD)}\n{line}",
+                [],
+                f"line 2 is {line!r}, expected a JSON object: take conversation",
+            )
+            for line in ("3", "[1]", "null", '"a"')
+        ),
+        (
+            "{}",
+            [],
+            "line 1 has hash_ids null and input_length null, expected a list of integers that is not empty",
+        ),
+        (json.dumps(GOOD | {"hash_ids": []}), [], "line 1 has hash_ids [] and input_length 1000, expected"),
+        (
+            json.dumps(GOOD | {"hash_ids": [1, "x"]}),
+            [],
+            'line 1 has "x" as hash_ids[1], expected an integer from 0',
+        ),
+        (json.dumps(GOOD | {"hash_ids": [1, 2**63]}), [], "line 1 has 9223372036854775808 as hash_ids[1]"),
+        (json.dumps(GOOD | {"hash_ids": [-1, 2]}), [], "line 1 has -1 as hash_ids[0], expected an integer"),
+        (json.dumps(GOOD | {"hash_ids": [0, True]}), [], "line 1 has true as hash_ids[1], expected an"),
+        (json.dumps(GOOD | {"input_length": -5}), [], "input_length -5, expected a list of integers that"),
+        (json.dumps(GOOD | {"input_length": 1e3}), [], "input_length 1000.0, expected a list of integers"),
         (json.dumps(GOOD | {"input_length": 1025}), [], "2 hash_ids for 1025 tokens, expected 3"),
         (json.dumps(GOOD), ["--tokens-per-id", "400"], "2 hash_ids for 1000 tokens, expected 3"),
         (json.dumps(GOOD), ["--blocks", "1"], "got --blocks 1, expected at least 2"),

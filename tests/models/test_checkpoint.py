@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from models import checkpoint
 from models.checkpoint import CheckpointError
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder, DecoderConfig, single_layers
 from tests.models.checkpoint_files import (
     FAMILIES,
     FIXTURES,
@@ -40,7 +40,7 @@ def test_every_tensor_arrives_bit_for_bit(family):
     decoder = checkpoint.load(FIXTURES / family)
     stored_dtype = tensors[EMBEDDING].dtype
     assert decoder.config.dtype == decoder.config.param_dtype == stored_dtype
-    first, second = decoder.layers[0].attention, decoder.layers[1].attention
+    first, second = (layer.attention for layer in single_layers(decoder)[:2])
     np.testing.assert_array_equal(decoder.embedding[...], tensors[EMBEDDING])
     np.testing.assert_array_equal(
         first.k.kernel[...], tensors[QUERY.replace("1.self_attn.q", "0.self_attn.k")].T
@@ -177,14 +177,17 @@ def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):
 
 
 def test_a_broken_json_file_is_named(copy_checkpoint, tmp_path):
-    refuses(tmp_path / "nowhere", "nowhere has no config.json")
+    refuses(tmp_path / "nowhere", "nowhere is not there, expected the folder that holds config.json")
+    refuses(tmp_path / ("x" * 300), "config.json cannot be read: File name too long")
     folder = copy_checkpoint("qwen3")
     (folder / "model.safetensors.index.json").write_text("[]")
     refuses(folder, "index.json holds a list, expected a JSON object")
     (folder / "model.safetensors.index.json").write_text("{}")
     refuses(folder, "index.json has no weight_map")
     text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text[:-9])
+    file = folder / "config.json"
+    refuses(file, "config.json is no folder, expected the folder that holds config.json")
+    file.write_text(text[:-9])
     refuses(folder, "config.json is not a whole JSON file")
     for data in (b"\xff\xfe", b"[" * 100_000):
         (folder / "config.json").write_bytes(data)
