@@ -28,8 +28,14 @@ from tests.aot.tpu import SURROUNDINGS
 
 TARGET = "v6e:2x2"
 HEADINGS = ("program", "cache", "code", "temporary", "pool copies", "seconds", "verdict")
-MOVES_VALUES = ("attention", "write", "gather")
-"""Operations that do the same with and without an index; the others are compiled with one."""
+ATTENDING = ("attention", "write, attend")
+MOVES_VALUES = {
+    "attention": "2 groups",
+    "write": "2 groups",
+    "gather": "2 groups",
+    "write, attend": "3 layers",
+}
+"""Operations that do the same with and without an index, and on what; the others are compiled with one."""
 
 
 class TpuCost(NamedTuple):
@@ -56,8 +62,8 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
     """Returns the programs, each with its limits."""
     chosen = []
     for program in operation_programs():
-        if program.detail == ("2 groups" if program.subject in MOVES_VALUES else "2 groups, index, lru"):
-            chosen.append((program, ATTENTION if program.subject == "attention" else OPERATION))
+        if program.detail == MOVES_VALUES.get(program.subject, "2 groups, index, lru"):
+            chosen.append((program, ATTENTION if program.subject in ATTENDING else OPERATION))
     for program in step_programs("mosaic_tpu"):
         chosen.append((program, OPERATION if program.subject == "rows end" else STEP))
     return chosen
