@@ -280,5 +280,7 @@ def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, o
     grad_sinks = None
     if sink_logits is not None:
         lse, delta = (_by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
-        grad_sinks = -jnp.sum(jnp.exp(sink_logits - lse) * delta, axis=(0, 1)).astype(sink_logits.dtype)
+        grad_sinks = -jnp.sum(jnp.exp(sink_logits[None, None] - lse) * delta, axis=(0, 1)).astype(
+            sink_logits.dtype
+        )
     return tuple(sums), _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks

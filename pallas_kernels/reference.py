@@ -63,7 +63,7 @@ def paged_decode(
     is_seen = is_seen[:, :, None, None]
     logits = jnp.where(is_seen, logits, -jnp.inf)
     if sink_logits is not None:
-        is_query = jnp.arange(num_queries) < rows.num_queries[:, None]
+        is_query = jnp.arange(num_queries)[None] < rows.num_queries[:, None]
         sink = jnp.where(is_query[:, :, None, None], sink_logits.astype(jnp.float32), -jnp.inf)
         logits = jnp.concatenate([logits, sink[..., None]], axis=-1)
     lse = jax.nn.logsumexp(logits, axis=-1)
