@@ -84,7 +84,7 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
       out f32[..., d] and lse f32[...], as if all the keys had been attended to at once.
     """
     lse = jax.nn.logsumexp(lses, axis=0)
-    weights = jnp.where(jnp.isneginf(lses), 0, jnp.exp(lses - lse))
+    weights = jnp.where(jnp.isneginf(lses), 0, jnp.exp(lses - lse[None]))
     parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0)
     return (weights[..., None] * parts).sum(axis=0), lse
 
