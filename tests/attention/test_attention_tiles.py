@@ -54,7 +54,7 @@ def test_gradients_over_several_tiles():
     def dense(q, k, v, sinks):
         k, v = (jnp.repeat(x, GROUP, axis=1) for x in (k, v))
         logits = 1.5 * jnp.tanh(jnp.einsum("thd,shd->hts", q, k) * (0.4 / 1.5))
-        is_seen = jnp.arange(num_tokens) <= num_tokens - 3 + jnp.arange(3)[:, None]
+        is_seen = jnp.arange(num_tokens)[None] <= num_tokens - 3 + jnp.arange(3)[:, None]
         logits = jnp.where(is_seen, logits, -jnp.inf)
         sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:2], 1))
         lse = jax.nn.logsumexp(jnp.concatenate([logits, sinks], axis=-1), axis=-1)
