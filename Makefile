@@ -25,7 +25,7 @@ PIP_INSTALL := --require-virtualenv --disable-pip-version-check install --quiet 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help .venv .venv-0112 .venv-aot .venv-aot-0112 .venv-tpu demo block-map test test-0112 aot aot-newest \
-	aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
+	aot-loops aot-0112 aot-benchmark aot-tpu lint mutants bench clean distclean
 
 help:
 	@echo "make demo | block-map | test | lint | bench | mutants | test-0112 | aot | aot-tpu | .venv | clean | distclean"
@@ -44,11 +44,15 @@ test-0112: .venv-0112
 	$(PY_0112) -m pytest -n $(WORKERS) --dist loadfile -m "contract and not newest" $(CONTRACT_TESTS)
 
 # The kernels, a model's decode loop and steps of a cache compiled for H200, without a GPU: by the newest jax in all
-# shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark.
-aot: aot-newest aot-0112 aot-benchmark
+# shapes, by the oldest in a shape or two of each kernel, and with them the loops of the benchmark. And every public
+# operation and step of decoding, in which loops, launches and pool copies are counted.
+aot: aot-newest aot-loops aot-0112 aot-benchmark
 
 aot-newest: .venv-aot
 	$(PY_AOT) -m tests.aot.gpu
+
+aot-loops: .venv-aot
+	$(PY_AOT) -m tests.aot.loops
 
 aot-0112: .venv-aot-0112
 	$(PY_AOT_0112) -m tests.aot.gpu $(CASES_0112)
@@ -115,6 +119,7 @@ distclean: clean
 
 .venv-tpu/.made: .venv-0112/.made
 	@$(call make_venv_on,.venv-tpu,.venv-0112)
+	$(PY_0112) -m pip --python $(PY_TPU) $(PIP_INSTALL) flax
 	$(PY_0112) -m pip --python $(PY_TPU) $(PIP_INSTALL) --no-deps libtpu==0.0.48.1
 	@touch $@
 

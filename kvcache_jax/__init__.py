@@ -16,11 +16,12 @@ Its rooms, each of which imports only those above it; a public operation's file 
 
 import logging as _logging
 
-from kvcache_jax import testing
+from kvcache_jax import manager, testing
 from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
+from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 from kvcache_jax.core.config import (
     CacheConfig,
@@ -34,39 +35,19 @@ from kvcache_jax.core.describe import describe
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
 from kvcache_jax.core.state import (
     Admission,
-    AttentionPlan,
-    BlockHistory,
     BlockPool,
     Cache,
-    CachedBlocks,
-    Companions,
     Control,
     Counter,
-    KVPool,
-    PrefixIndex,
     Step,
 )
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
-from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Look, generate
+from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
 from kvcache_jax.inspect.block_map import block_map, draw_block_map
 from kvcache_jax.inspect.check_invariants import check_invariants
 from kvcache_jax.inspect.explain import explain
-from kvcache_jax.manager.errors import (
-    CacheError,
-    CacheLost,
-    DuplicateRequest,
-    ManagerBusy,
-    ManagerClosed,
-    OutOfBlocks,
-    OutOfRows,
-    OutOfSync,
-    StaleBatch,
-    TooLong,
-    UnknownRequest,
-    WindowLost,
-)
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
@@ -78,7 +59,12 @@ from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
 from kvcache_jax.operations.init import init, reset
 from kvcache_jax.operations.lookup import lookup
-from kvcache_jax.operations.preempt import evict_to_utilization, select_victim_rows
+from kvcache_jax.operations.preempt import (
+    RowMetadata,
+    preempt_to_utilization,
+    row_policy,
+    select_rows_to_preempt,
+)
 from kvcache_jax.operations.reorder import reorder
 from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache
 from kvcache_jax.operations.scrub import scrub
@@ -87,7 +73,7 @@ from kvcache_jax.operations.stats import (
     Stats,
     active_seq_ids,
     idle_seq_ids,
-    needs_eviction,
+    needs_preemption,
     num_available_blocks,
     num_blocks_needed,
     stats,
@@ -104,50 +90,33 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
-    "AttentionPlan",
     "Backend",
     "Batch",
     "Beam",
     "BeamResult",
-    "BlockHistory",
     "BlockMetadata",
     "BlockPool",
     "Cache",
     "CacheConfig",
-    "CacheError",
-    "CacheLost",
     "CacheManager",
-    "CachedBlocks",
-    "Companions",
     "Control",
     "Counter",
     "Draft",
-    "DuplicateRequest",
     "FullAttention",
     "GenerateResult",
     "Generation",
-    "KVPool",
     "LayerGroup",
     "LayerKind",
-    "Look",
-    "ManagerBusy",
-    "ManagerClosed",
-    "OutOfBlocks",
-    "OutOfRows",
-    "OutOfSync",
-    "PrefixIndex",
     "Request",
+    "RowMetadata",
     "ScoreResult",
     "SlidingWindow",
-    "StaleBatch",
+    "Snapshot",
     "Stats",
     "Status",
     "StatusError",
     "Step",
     "TargetDevice",
-    "TooLong",
-    "UnknownRequest",
-    "WindowLost",
     "active_seq_ids",
     "allocate",
     "append",
@@ -161,7 +130,6 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
-    "evict_to_utilization",
     "eviction_policies",
     "eviction_policy",
     "explain",
@@ -174,20 +142,24 @@ __all__ = [
     "init",
     "item_tokens",
     "lookup",
+    "manager",
     "memory_bytes",
     "namespace",
-    "needs_eviction",
+    "needs_preemption",
     "num_available_blocks",
     "num_blocks_needed",
+    "preempt_to_utilization",
     "raise_for_status",
     "register_backend",
     "reorder",
     "reset",
     "reset_prefix_cache",
+    "row_policy",
     "score",
     "scrub",
-    "select_victim_rows",
+    "select_rows_to_preempt",
     "set_priority",
+    "state",
     "stats",
     "testing",
     "touch",
@@ -195,3 +167,45 @@ __all__ = [
     "utilization",
     "write",
 ]
+
+_RENAMED = {
+    "Look": "Snapshot",
+    "evict_to_utilization": "preempt_to_utilization",
+    "needs_eviction": "needs_preemption",
+    "select_victim_rows": "select_rows_to_preempt",
+    **{
+        name: f"state.{name}"
+        for name in (
+            "AttentionPlan",
+            "BlockHistory",
+            "CachedBlocks",
+            "Companions",
+            "KVPool",
+            "PrefixIndex",
+        )
+    },
+    **{
+        name: f"manager.{name}"
+        for name in (
+            "CacheError",
+            "CacheLost",
+            "DuplicateRequest",
+            "ManagerBusy",
+            "ManagerClosed",
+            "OutOfBlocks",
+            "OutOfRows",
+            "OutOfSync",
+            "StaleBatch",
+            "TooLong",
+            "UnknownRequest",
+            "WindowLost",
+        )
+    },
+}
+"""Old names, and what to write in their place."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _RENAMED:
+        raise AttributeError(f"kvcache_jax.{name} is now kvcache_jax.{_RENAMED[name]}", name=name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)

@@ -15,8 +15,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,20 +74,24 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
     abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    wanted = [(*_file_name(path), leaf.shape) for path, leaf in leaves]
+    wanted = [(_source(config, path), leaf.shape) for path, leaf in leaves]
     with contextlib.ExitStack() as stack:
         stored = _open(folder, stack)
         if config.tie_embeddings and _EMBEDDING_TENSOR not in stored and _UNEMBEDDING_TENSOR in stored:
             stored[_EMBEDDING_TENSOR] = stored.pop(_UNEMBEDDING_TENSOR)  # some programs write only the other
-        _check_names(folder, stored, [name for name, _, _ in wanted], config)
-        for name, is_transposed, shape in wanted:
-            stored[name].check(shape[::-1] if is_transposed else shape)
+        _check_names(folder, stored, [name for source, _ in wanted for name in source.names], config)
+        for source, shape in wanted:
+            for name in source.names:
+                stored[name].check(source.file_shape(shape))
         if config.tie_embeddings and _UNEMBEDDING_TENSOR in stored:
             _check_same(folder, stored[_EMBEDDING_TENSOR], stored[_UNEMBEDDING_TENSOR])
         values = []
-        for name, is_transposed, _ in wanted:
-            value = stored[name].read()
-            values.append(jnp.asarray(value.T if is_transposed else value, config.param_dtype))
+        for source, shape in wanted:
+            value = np.empty(shape, config.param_dtype)
+            for index, name in source.items():
+                tensor = stored[name].read()
+                value[index] = tensor.T if source.is_transposed else tensor
+            values.append(jnp.asarray(value))
     return jax.tree.unflatten(structure, values)
 
 
@@ -110,9 +114,10 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
         values["eos_token_id"] = list(tokenizer.stop_tokens)
     tensors = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(decoder)[0]:
-        name, is_transposed = _file_name(path)
-        # safetensors writes memory as it lies: a transposed view would come back untransposed.
-        tensors[name] = np.ascontiguousarray(np.asarray(leaf).T if is_transposed else np.asarray(leaf))
+        source, value = _source(decoder.config, path), np.asarray(leaf)
+        for index, name in source.items():
+            # safetensors writes memory as it lies: a transposed view would come back untransposed.
+            tensors[name] = np.ascontiguousarray(value[index].T if source.is_transposed else value[index])
     folder.mkdir(parents=True, exist_ok=True)
     has_file = isinstance(tokenizer, FileTokenizer)
     names = (_WEIGHTS, _TOKENIZER, _CONFIG) if has_file else (_WEIGHTS, _CONFIG)
@@ -202,15 +207,39 @@ def _stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
 # --- tensors and their files ---
 
 
-def _file_name(path: tuple[Any, ...]) -> tuple[str, bool]:
-    """Name in the files of a leaf of `Decoder`, and whether it is stored transposed, `[out, in]`."""
+class _Source(NamedTuple):
+    """Where the files have a leaf of `Decoder`.
+
+    Attributes:
+      names: Its tensors: one, or those of all layers that are stacked in the leaf.
+      is_stacked: The latter, also where it is a single layer.
+      is_transposed: Stored `[out, in]`.
+    """
+
+    names: tuple[str, ...]
+    is_stacked: bool
+    is_transposed: bool
+
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of one tensor, where the leaf has this shape."""
+        shape = shape[1:] if self.is_stacked else shape
+        return shape[::-1] if self.is_transposed else shape
+
+    def items(self) -> Iterator[tuple[Any, str]]:
+        """What to index the leaf by, and the name of the tensor that stands there."""
+        return zip(range(len(self.names)) if self.is_stacked else [...], self.names, strict=True)
+
+
+def _source(config: DecoderConfig, path: tuple[Any, ...]) -> _Source:
     *modules, last = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value").split(".")
     if not modules:
-        return f"{_OUTER[last]}.weight", False
+        return _Source((f"{_OUTER[last]}.weight",), False, False)
     kind = "bias" if last == "bias" else "weight"
     if modules[0] == "layers":
-        return f"model.layers.{modules[1]}.{_INNER['.'.join(modules[2:])]}.{kind}", last == "kernel"
-    return f"{_OUTER['.'.join(modules)]}.{kind}", last == "kernel"
+        run, inner = config.runs[int(modules[1])], _INNER[".".join(modules[2:])]
+        names = tuple(f"model.layers.{layer_id}.{inner}.{kind}" for layer_id in run.layer_ids)
+        return _Source(names, True, last == "kernel")
+    return _Source((f"{_OUTER['.'.join(modules)]}.{kind}",), False, last == "kernel")
 
 
 @dataclasses.dataclass(frozen=True)

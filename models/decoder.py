@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 import kvcache_jax as kv
+from models.layer_runs import Run, layer_runs
 from models.matmul import matmul
 
 
@@ -123,6 +124,11 @@ class DecoderConfig:
         if len(self.windows) not in (0, self.num_layers):
             raise ValueError(f"windows has {len(self.windows)} entries, expected {self.num_layers} or none")
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The layers whose windows repeat."""
+        return layer_runs(self.windows or (None,) * self.num_layers)
+
 
 def cache_config(config: DecoderConfig, *, max_rollback: int = 0, **sizes: Any) -> kv.CacheConfig:
     """What the model keeps per token: layers with equal windows form one group.
@@ -160,16 +166,22 @@ def forward(
     return decoder(tokens, cache, step)
 
 
+Place = tuple[int, jax.Array]
+"""Of a layer in the cache: its group, and i32[], the index in it."""
+
+
 class Decoder(nnx.Module):
     """Embedding, layers, norm, logits.
 
-    Parameters have `param_dtype`; matrices are `[in, out]`, embeddings `[vocab_size, hidden_size]`.
+    Parameters have `param_dtype`; matrices are `[in, out]`, embeddings `[vocab_size, hidden_size]`. Those of
+    the layers are stacked: `layers[i]` is one `Layer` that holds all of `config.runs[i]`, each
+    parameter `[layers of the run, ...]`. A program holds one period of a run, whatever the model's depth.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = _normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([_stacked(config, rngs, len(run.layer_ids)) for run in config.runs])
         self.norm = RMSNorm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.unembedding = _normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
@@ -180,13 +192,59 @@ class Decoder(nnx.Module):
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)  # [..., hidden]
         x = x.astype(self.config.dtype)
         rotation = rotations(self.config, step.positions)
-        for layer_id, layer in enumerate(self.layers):
-            x, cache = layer(x, cache, layer_id, step, rotation)
+        for run, layers in zip(self.config.runs, self.layers, strict=True):
+            x, cache = _compute(run, layers, x, cache, step, rotation)
         x = self.norm(x)
         unembedding = self.embedding if self.config.tie_embeddings else self.unembedding
         unembedding = unembedding[...].astype(x.dtype)
         logits = jnp.einsum("...h,vh->...v", x, unembedding, preferred_element_type=jnp.float32)
         return logits, cache
+
+
+def single_layers(decoder: Decoder) -> list["Layer"]:
+    """Takes the model's layers out of their stacks, each by itself."""
+    runs = zip(decoder.config.runs, decoder.layers, strict=True)
+    return [
+        jax.tree.map(lambda x, i=i: x[i], layers) for run, layers in runs for i in range(len(run.layer_ids))
+    ]
+
+
+def _stacked(config: DecoderConfig, rngs: nnx.Rngs, num_layers: int) -> "Layer":
+    """As many new layers in one: every parameter `[num_layers, ...]`."""
+    return jax.vmap(lambda key: Layer(config, nnx.Rngs(params=key)))(
+        jax.random.split(rngs.params(), num_layers)
+    )
+
+
+def _compute(
+    run: Run, layers: "Layer", x: jax.Array, cache: kv.Cache, step: kv.Step, rotation: "Rotation"
+) -> tuple[jax.Array, kv.Cache]:
+    """Puts `x` through the layers of a run, a period at a time.
+
+    On CPUs XLA copies a matrix out of its stack before it multiplies; on other platforms it need not.
+    """
+    places = [cache.config.locate(layer_id) for layer_id in run.layer_ids]  # (group, index in it)
+    group_ids = [group_id for group_id, _ in places[: run.period]]
+    if [group_id for group_id, _ in places] != group_ids * run.num_repeats:
+        raise ValueError(
+            f"the cache's layers from {run.start} on are {cache.config.layers[run.start :]}, expected kinds "
+            f"that repeat every {run.period} like the model's windows; use cache_config(decoder.config)"
+        )
+
+    def in_periods(stacked: Any) -> Any:  # [layers of the run, ...] -> [num_repeats, period, ...]
+        return stacked.reshape(run.num_repeats, run.period, *stacked.shape[1:])
+
+    def compute_period(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+        (x, cache), (layers, indices) = carry, inputs
+        for i, group_id in enumerate(group_ids):
+            layer = jax.tree.map(lambda stacked, i=i: stacked[i], layers)
+            x, cache = layer(x, cache, (group_id, indices[i]), step, rotation)
+        return (x, cache), None
+
+    # The pools are carried whole: slices of them, as inputs of the scan, would be copied.
+    indices = in_periods(np.array([index for _, index in places], np.int32))
+    (x, cache), _ = jax.lax.scan(compute_period, (x, cache), (jax.tree.map(in_periods, layers), indices))
+    return x, cache
 
 
 class Layer(nnx.Module):
@@ -199,9 +257,9 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, rngs)
 
     def __call__(
-        self, x: jax.Array, cache: kv.Cache, layer_id: int, step: kv.Step, rotation: "Rotation"
+        self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: "Rotation"
     ) -> tuple[jax.Array, kv.Cache]:
-        out, cache = self.attention(self.attention_norm(x), cache, layer_id, step, rotation)
+        out, cache = self.attention(self.attention_norm(x), cache, place, step, rotation)
         x = x + out
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -220,7 +278,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config, config.head_dim) if config.use_qk_norm else None
 
     def __call__(
-        self, x: jax.Array, cache: kv.Cache, layer_id: int, step: kv.Step, rotation: "Rotation"
+        self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: "Rotation"
     ) -> tuple[jax.Array, kv.Cache]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         q = self.q(x).reshape(heads)  # [..., num_q_heads, head_dim]
@@ -228,7 +286,7 @@ class Attention(nnx.Module):
         v = self.v(x).reshape(heads)  # [..., num_kv_heads, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        cache, out = kv.attention(cache, layer_id, rotate(q, rotation), rotate(k, rotation), v, step)
+        cache, out = kv.attention(cache, place, rotate(q, rotation), rotate(k, rotation), v, step)
         assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
         return self.out(out.reshape(*x.shape[:-1], -1)), cache
 
@@ -259,7 +317,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = matmul(x, self.kernel[...], self.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else y + _on_last_axis(self.bias[...].astype(x.dtype), y)
 
 
 class RMSNorm(nnx.Module):
@@ -272,7 +330,12 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return wide.astype(x.dtype) * _on_last_axis(self.scale[...].astype(x.dtype), x)
+
+
+def _on_last_axis(values: jax.Array, like: jax.Array) -> jax.Array:
+    """[n] with as many axes as `like`."""
+    return jax.lax.broadcast_to_rank(values, like.ndim)
 
 
 Rotation = tuple[jax.Array, jax.Array]

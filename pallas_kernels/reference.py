@@ -38,7 +38,7 @@ def paged_decode(
     """
     num_rows, num_queries = q.shape[:2]
     block_size = k_pool.shape[2]
-    nth = jnp.arange(block_table.shape[1])
+    nth = jnp.arange(block_table.shape[1])[None]
     sinks = options.num_sink_blocks(block_size)
     column = jnp.where(nth < sinks, nth, rows.first_column[:, None] + nth - sinks)  # [r, c]
     is_read = nth < rows.num_columns[:, None]
@@ -50,12 +50,12 @@ def paged_decode(
         blocks = jnp.where(is_read[:, :, None, None, None], pool[block], 0).astype(jnp.float32)
         return blocks.swapaxes(1, 2).reshape(num_rows, pool.shape[1], -1, pool.shape[3])
 
-    key_pos = (column[:, :, None] * block_size + jnp.arange(block_size)).reshape(num_rows, 1, -1)
-    query_pos = (rows.first_position[:, None] + jnp.arange(num_queries))[:, :, None]
+    key_pos = (column[:, :, None] * block_size + jnp.arange(block_size)[None, None]).reshape(num_rows, 1, -1)
+    query_pos = (rows.first_position[:, None] + jnp.arange(num_queries)[None])[:, :, None]
     is_seen = (key_pos <= query_pos) & jnp.repeat(is_read, block_size, axis=1)[:, None]
     if options.window is not None:
         is_seen &= (key_pos > query_pos - options.window) | (key_pos < options.num_sink_tokens)
-    is_seen &= (jnp.arange(num_queries) < rows.num_queries[:, None])[:, :, None]  # [r, t, n]
+    is_seen &= (jnp.arange(num_queries)[None] < rows.num_queries[:, None])[:, :, None]  # [r, t, n]
 
     logits = jnp.einsum("rthgd,rhnd->rthgn", q.astype(jnp.float32), keys_of(k_pool)) * options.scale
     if options.soft_cap is not None:

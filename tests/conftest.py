@@ -1,4 +1,4 @@
-"""The tests' jax: eight host devices, strict dtype promotion, a compilation cache that outlives the run."""
+"""The tests' jax: eight host devices, its strict modes, a compilation cache that outlives the run."""
 
 import gc
 import os
@@ -29,7 +29,10 @@ CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
 jax.config.update("jax_compilation_cache_dir", str(CACHE_DIR / "jax" / jax.__version__))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Callers may have switched these on. `jax_debug_nans` is not among them: the tests fill with NaN on purpose.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_legacy_prng_key", "error")
 
 # Tracing makes millions of objects and few cycles: looking for those seldom saves a twentieth of the time.
 gc.set_threshold(100_000, 50, 100)
@@ -39,6 +42,15 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE_DIR / "hypothesis")
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
+def pytest_collection_modifyitems(items):
+    """Marks as slow those cases of a test that its `quick_cases` does not name."""
+    for item in items:
+        for mark in item.iter_markers("quick_cases"):
+            if item.callspec.id not in mark.args:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -297,6 +297,9 @@ def test_import_needs_jax_and_numpy_alone_and_starts_nothing():
     assert (result.stdout, result.stderr) == ("", "")
 
 
+@pytest.mark.quick_cases(
+    "import chex-chex is blocked", "import packaging-imported foreign packages: ['packaging']"
+)
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

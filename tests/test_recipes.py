@@ -7,5 +7,5 @@ RECIPES = README.parent / "docs" / "recipes.md"
 
 def test_recipes_run():
     text = RECIPES.read_text()
-    assert len(python_blocks(text)) == 5
+    assert len(python_blocks(text)) == 9
     run_blocks(text, str(RECIPES))

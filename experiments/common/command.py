@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from experiments import end_at_once, on_interrupt
+from experiments.common import compiled_programs
 
 _DATA = "KVCACHE_DATA_DIR"
 _LOST = "output cannot be written"
@@ -38,6 +39,8 @@ class Parser(argparse.ArgumentParser):
             description=(doc or "").split("\n", 1)[0],
             allow_abbrev=False,  # an option that is added later must not change what a short name means
         )
+        text = "do not keep compiled programs in the user's cache folder"
+        self.add_argument("--no-cache", action=compiled_programs.NoCache, help=text)
 
     def print_help(self, file: Any = None) -> None:
         """Prints the options; what cannot be printed is an error, which argparse does not make of it."""
@@ -146,7 +149,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Ends the process with `main`'s exit code.
 
     Ctrl-C ends it quietly with 130, a pipe that nobody reads with 141. Output that cannot be written is a
-    sentence on standard error and exit code 1.
+    sentence on standard error and exit code 1. Compiled programs are kept for the next start; standard error
+    says so when there are new ones.
     """
     if sys.stderr is None:  # closed by who started this: `print` would take standard output instead
         sys.stderr = open(os.devnull, "w")
@@ -157,7 +161,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
     try:
         on_interrupt(signal.default_int_handler)
+        folder = compiled_programs.keep()
+        num_kept = compiled_programs.num_kept(folder)
         code = _code(main)
+        num_new = compiled_programs.num_kept(folder) - num_kept
+        if num_new > 0 and not code:
+            print(f"kept {num_new} compiled programs in {folder}; --no-cache keeps none", file=sys.stderr)
         on_interrupt(end_at_once)
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -11,7 +11,6 @@ is one sentence on standard error and exit code 2; logits that are NaN are one t
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -62,7 +61,7 @@ class Outcome:
 
     continuations: Sequence[Sequence[kv.Generation | kv.Beam]]
     result: kv.GenerateResult | kv.BeamResult
-    looks: list[kv.Look]
+    looks: list[kv.Snapshot]
     warm_up_seconds: float
 
 
@@ -118,9 +117,8 @@ def _check_memory(
     caches = [config, *([draft.config] if draft else [])]
     need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
     # The logits of a chunk, the largest of what else grows with the rows; tokens and their log-probabilities.
-    need += config.max_seqs * (
-        4 * config.query_len_limit * decoder.config.vocab_size + 8 * config.max_seq_len
-    )
+    need += 4 * (config.query_len_limit + config.max_seqs) * decoder.config.vocab_size
+    need += 8 * config.max_seqs * config.max_seq_len
     free = _free_bytes()
     if free is not None and need > free:
         raise InputError(
@@ -152,20 +150,12 @@ class _WarmedUpError(Exception):
 def warm_up(job: Job) -> float:
     """Compiles the programs by two tokens of prompts that share nothing; returns the seconds."""
     start = time.perf_counter()
-    lengths = _prompt_lengths(job)
     try:
         if job.options.beams:
             with contextlib.suppress(_WarmedUpError):
-                search(job, _prompts(job, lengths[0]), _stop_at_the_second_look, look_every=1)
+                search(job, _prompts(job), _stop_at_the_second_look, look_every=1)
         else:
-            # As many prompts as start together; fewer, where others wait until rows or blocks are free, or
-            # a prompt that they share tokens with is computed. `generate` has a program per power of two.
-            most = min(job.config.max_seqs // job.options.samples, len(job.tokens))
-            is_tight = len(job.tokens) > most or job.options.num_blocks is not None
-            fewer = is_tight or job.config.enable_prefix_caching
-            sizes = [2**i for i in range(most.bit_length())] if fewer else []
-            for num_prompts, length in itertools.product({most, *sizes}, lengths):
-                generate(job, _prompts(job, length)[:num_prompts], max_new_tokens=2)
+            generate(job, _prompts(job), max_new_tokens=2)
             if job.config.enable_prefix_caching:
                 # Asked of prompts that share blocks.
                 tokens = np.zeros((1, job.config.max_seq_len), np.int32)
@@ -180,20 +170,12 @@ def warm_up(job: Job) -> float:
     return time.perf_counter() - start
 
 
-def _prompt_lengths(job: Job) -> list[int]:
-    """One for each program that the prompts need: those that few tokens are left of have one of their own."""
-    few = min(decode_options.CHUNK_LEN, job.config.query_len_limit) // 4
-    lengths = [len(tokens) for tokens in job.tokens]
-    needs_few = min(lengths) <= few or job.config.enable_prefix_caching
-    return [few + 1] * (max(lengths) > few) + [1] * needs_few
+def _prompts(job: Job) -> list[list[int]]:
+    """As many prompts as the job has, of one token each."""
+    return [tokens[:1] for tokens in job.tokens]
 
 
-def _prompts(job: Job, length: int) -> list[list[int]]:
-    """As many prompts as the job has, of one token each; the first is as long as is asked for."""
-    return [tokens[:1] * (length if i == 0 else 1) for i, tokens in enumerate(job.tokens)]
-
-
-def _stop_at_the_second_look(look: kv.Look, beams: Sequence[Sequence[kv.Beam]]) -> None:
+def _stop_at_the_second_look(look: kv.Snapshot, beams: Sequence[Sequence[kv.Beam]]) -> None:
     if look.num_steps:
         raise _WarmedUpError
 
@@ -242,10 +224,10 @@ def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every:
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
-    looks: list[kv.Look] = []
+    looks: list[kv.Snapshot] = []
 
     def noting(on_look: Callable[..., None]) -> Callable[..., None]:
-        def note(look: kv.Look, *beams: Any) -> None:
+        def note(look: kv.Snapshot, *beams: Any) -> None:
             looks.append(look)
             on_look(look, *beams)
 

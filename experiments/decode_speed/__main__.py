@@ -81,7 +81,7 @@ class Timing:
     """The figures of one side on one case; each `round` adds a sample to all of them."""
 
     def __init__(self, side: Side, case: Case, decoder: Decoder, contexts: Contexts, figures: Sequence[str]):
-        self.side, self.case, self.decoder = side, case, decoder
+        self.side, self.case, self.decoder = side, case, side.prepare(decoder)
         self.tokens = contexts.tokens[np.arange(len(case.lens)), case.start_lens]
         self.state = side.start(decoder.config, case, contexts)
         self.seconds: dict[str, list[float]] = {figure: [] for figure in figures}
@@ -143,7 +143,7 @@ def measure_uncached(
 ) -> dict:
     """One more token from the whole context again; as many calls as fit into `seconds`, at least one."""
     lens = jnp.asarray(case.start_lens + 1)
-    inputs = decoder, contexts.tokens[:, : int(lens.max())], lens
+    inputs = dense_decoder.unstacked(decoder), contexts.tokens[:, : int(lens.max())], lens
     start = time.perf_counter()
     recompute = jax.jit(dense_decoder.recomputed_logits).lower(*inputs).compile()
     compile_s, calls = time.perf_counter() - start, []

@@ -13,13 +13,24 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from models.decoder import Attention, Decoder, Rotation, rotate, rotations
+from models.decoder import Attention, Decoder, Layer, Rotation, rotate, rotations, single_layers
 
 Layout = Literal["[B, S, H, D]", "[B, H, S, D]"]
 LAYOUTS: tuple[Layout, ...] = ("[B, S, H, D]", "[B, H, S, D]")
 
 # (layer, q [b, t, num_q_heads, d], k [b, t, num_kv_heads, d], v) -> out like q
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Unstacked(NamedTuple):
+    """A decoder and its layers, each by itself: to be taken apart before a step, which would copy slices."""
+
+    decoder: Decoder
+    layers: list[Layer]
+
+
+def unstacked(decoder: Decoder) -> Unstacked:
+    return Unstacked(decoder, single_layers(decoder))
 
 
 class DenseCache(NamedTuple):
@@ -45,7 +56,7 @@ def dense_cache(k: jax.Array, v: jax.Array, context_len: ArrayLike, layout: Layo
 
 
 def dense_step(
-    decoder: Decoder, tokens: jax.Array, cache: DenseCache, layout: Layout
+    decoder: Decoder | Unstacked, tokens: jax.Array, cache: DenseCache, layout: Layout
 ) -> tuple[jax.Array, DenseCache]:
     """One more token i32[b] in every row: logits f32[b, vocab_size] and the cache."""
     position, rows = cache.context_len, jnp.arange(len(tokens))
@@ -69,7 +80,7 @@ def dense_step(
     return logits[:, 0], DenseCache(tuple(keys), tuple(values), position + 1)
 
 
-def recomputed_logits(decoder: Decoder, tokens: jax.Array, context_len: jax.Array) -> jax.Array:
+def recomputed_logits(decoder: Decoder | Unstacked, tokens: jax.Array, context_len: jax.Array) -> jax.Array:
     """Logits f32[b, vocab_size] behind the last token of each row, i32[b, max_seq_len], from nothing."""
 
     def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -114,12 +125,17 @@ def no_attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
 
 
 def run(
-    decoder: Decoder, tokens: jax.Array, positions: jax.Array, attend: Attend, only: jax.Array | None = None
+    decoder: Decoder | Unstacked,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    only: jax.Array | None = None,
 ) -> jax.Array:
     """Logits f32[b, t, vocab_size] of tokens i32[b, t]; `only` one place i32[] of every row, if given."""
+    decoder, layers = decoder if isinstance(decoder, Unstacked) else unstacked(decoder)
     x = decoder.embedding[...][tokens].astype(decoder.config.dtype)
     rotation = rotations(decoder.config, positions)
-    for layer_id, layer in enumerate(decoder.layers):
+    for layer_id, layer in enumerate(layers):
         x = x + _attention(
             layer.attention, layer.attention_norm(x), rotation, functools.partial(attend, layer_id)
         )

@@ -74,12 +74,14 @@ class Side:
       start: (config, case, contexts) -> state that holds the first `start_lens` tokens.
       step: (decoder, tokens i32[b], state) -> (logits f32[b, vocab_size], state).
       rewind: (state, start_lens) -> state.
+      prepare: decoder -> what `step` is given in its place.
     """
 
     name: str
     start: Callable[[DecoderConfig, Case, Contexts], Any]
-    step: Callable[[Decoder, jax.Array, Any], tuple[jax.Array, Any]]
+    step: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
     rewind: Callable[[Any, np.ndarray], Any]
+    prepare: Callable[[Decoder], Any] = lambda decoder: decoder
 
 
 def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts) -> kv.Cache:
@@ -127,10 +129,12 @@ def _dense(layout: dense_decoder.Layout) -> Side:
         return cache._replace(context_len=jnp.asarray(start_lens))
 
     step = functools.partial(dense_decoder.dense_step, layout=layout)
-    return Side(f"dense {layout}", start, step, rewind)
+    return Side(f"dense {layout}", start, step, rewind, dense_decoder.unstacked)
 
 
-def _step_alone(decoder: Decoder, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _step_alone(
+    decoder: dense_decoder.Unstacked, tokens: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x = tokens[:, None], position[:, None]
     return dense_decoder.run(decoder, *x, dense_decoder.no_attention)[:, 0], position + 1
 
@@ -145,6 +149,7 @@ PARTS = (
         lambda _, case, __: jnp.asarray(case.start_lens),
         _step_alone,
         lambda _, lens: jnp.asarray(lens),
+        dense_decoder.unstacked,
     ),
     Side(EXTEND, _start_paged, _step_extend, _rewind_paged),
 )

@@ -154,7 +154,9 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup_steps, decay_steps, 0.02 * peak)
 
     def dimensions(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        return optax.contrib.MuonDimensionNumbers() if "kernel" in jax.tree_util.keystr(path) else None
+        if "kernel" not in jax.tree_util.keystr(path):
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)  # [layers, in, out]
 
     return optax.chain(
         optax.clip_by_global_norm(recipe.max_gradient_norm),

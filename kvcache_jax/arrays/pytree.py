@@ -1,6 +1,7 @@
 """Frozen dataclasses as pytrees: how every state of this library is declared."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
@@ -8,6 +9,9 @@ import jax
 import jax.export
 
 T = TypeVar("T", bound=type)
+
+FORMAT_VERSION = 1
+"""Of what is saved or exported: higher with every change of a state's fields, or of what they mean."""
 
 
 class Static(NamedTuple):
@@ -36,9 +40,30 @@ def pytree_dataclass(static: Static | None = None) -> Callable[[T], T]:
         jax.export.register_pytree_node_serialization(
             cls,
             serialized_name=f"kvcache_jax.{cls.__name__}",
-            serialize_auxdata=lambda aux: static.to_bytes(aux[0]) if static else b"",
-            deserialize_auxdata=lambda data: (static.from_bytes(data),) if static else (),  # type: ignore
+            serialize_auxdata=lambda aux: static.to_bytes(aux[0]) if static else _version_to_json(),
+            deserialize_auxdata=lambda data: (
+                (static.from_bytes(data),) if static else _version_from_json(data)  # type: ignore
+            ),
         )
         return cls
 
     return decorate
+
+
+def require_format(version: Any) -> None:
+    """Refuses what was saved or exported in another format."""
+    if version != FORMAT_VERSION:
+        got = "no format_version" if version is None else f"format_version {version!r}"
+        raise ValueError(
+            f"what was saved or exported has {got}, expected {FORMAT_VERSION}: export it again with this "
+            "kvcache_jax, or load it with the one that wrote it"
+        )
+
+
+def _version_to_json() -> bytes:
+    return json.dumps({"format_version": FORMAT_VERSION}).encode()
+
+
+def _version_from_json(data: bytes | bytearray) -> tuple[()]:
+    require_format(json.loads(bytes(data)).get("format_version") if data else None)
+    return ()

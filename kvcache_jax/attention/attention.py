@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from kvcache_jax.arrays.number_checks import finite_number
+from kvcache_jax.arrays.number_checks import finite_number, static_flag
 from kvcache_jax.arrays.sharding import as_varied, check_split
 from kvcache_jax.attention import vjp
 from kvcache_jax.attention.write import store
@@ -144,6 +144,7 @@ def _attend(
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
     group, plan = config.groups[group_id], step.plans[group_id]

@@ -4,6 +4,7 @@ What comes from the host stays in numpy, for it goes to the device with the call
 making arrays of it here would be a program each, and checks that look at values would wait for a device.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -111,7 +112,12 @@ def _integers(name: str, values: Any) -> Array:
             if isinstance(value, int) and abs(value) >> 63:
                 raise TypeError(f"{name} has {value}, expected integers of at most 64 bits")
     if not jnp.issubdtype(values.dtype, np.integer):
-        raise TypeError(f"{name} has dtype {values.dtype}, expected integers")
+        fix = ""
+        if values.dtype == bool and name.endswith("_ids"):
+            fix = ": of a mask, jnp.where(mask, jnp.arange(max_seqs), max_seqs)"
+        elif values.dtype == bool and name.startswith("num_"):
+            fix = ": of a mask, mask.astype(jnp.int32)"
+        raise TypeError(f"{name} has dtype {values.dtype}, expected integers{fix}")
     return values
 
 
@@ -338,7 +344,7 @@ def refuse_shared_cache(name: str, values: jax.Array, cache: Cache) -> None:
 
 
 def require_step(step: Any, cache: Cache) -> None:
-    """Refuses what is not a `Step`, or one of a cache with other layer groups."""
+    """Refuses what is not a `Step`, or one of a cache of another config."""
     if not isinstance(step, Step):
         raise TypeError(
             f"step is a {type(step).__name__}, expected the Step that extend returns beside the cache"
@@ -347,6 +353,17 @@ def require_step(step: Any, cache: Cache) -> None:
         raise ValueError(
             f"step has {len(step.slots)} layer groups, expected {len(cache.config.groups)}, those of the "
             "cache: pass the step that extend returned with it"
+        )
+    if step.config != cache.config:
+        names = [field.name for field in dataclasses.fields(CacheConfig)]
+        differing = [name for name in names if getattr(step.config, name) != getattr(cache.config, name)]
+        got, expected = (
+            ", ".join(f"{name} = {getattr(config, name)!r}" for name in differing)
+            for config in (step.config, cache.config)
+        )
+        raise ValueError(
+            f"step is of a cache with {got}, expected {expected}: pass the step that extend returned with "
+            "this cache"
         )
 
 

@@ -39,10 +39,7 @@ def plan_rows(
 ) -> AttentionPlan:
     """Plans which columns are read by rows of `num_queries` tokens each, from `first_position` on."""
     end = quotient(first_position + num_queries - 1, group.block_size) + 1
-    first = jnp.zeros_like(first_position)
-    if group.window is not None:
-        first = quotient(jnp.maximum(first_position - group.window + 1, 0), group.block_size)
-        first = jnp.maximum(first, group.num_sink_blocks)
+    first = group.first_column(first_position)
     # The sinks' columns, fewer where the row ends among them, and those from the first in reach.
     num_columns = jnp.minimum(group.num_sink_blocks, end) + jnp.maximum(end - first, 0)
     return AttentionPlan(

@@ -209,6 +209,11 @@ def target_device() -> TargetDevice:
     return described
 
 
+def by_platform(*, cpu: int, accelerator: int) -> int:
+    """Returns a batch size for the target: CPUs want what fits their caches, accelerators few launches."""
+    return cpu if target_device().platform == "cpu" else accelerator
+
+
 def _described(device: Any) -> TargetDevice:
     platform = "cuda" if device.platform == "gpu" else device.platform
     return TargetDevice(platform, device.device_kind, getattr(device, "compute_capability", None))

@@ -79,6 +79,12 @@ def require_values(caller: str, cache: Any, *, pools: bool = False) -> None:
     require_one(caller, cache, "look at one")
 
 
+def refuse_donated(caller: str, cache: Cache) -> None:
+    """Refuses a cache that a step was given, where no array is read that would tell."""
+    if not is_traced(cache) and is_donated(cache):
+        raise _donated(caller)
+
+
 def _donated(caller: str) -> ValueError:
     return ValueError(
         f"{caller} got a cache that was donated, arrays of it are deleted, expected the cache that the "

@@ -6,74 +6,26 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import static_count, static_flag
+from kvcache_jax.arrays.number_checks import static_flag
+from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
+from kvcache_jax.core.layer_kinds.base import (
+    MAX_INDEX,
+    LayerKind,
+    Span,
+    ceil_div,
+    check_positive,
+    check_positive_or_none,
+)
+from kvcache_jax.core.layer_kinds.full_attention import FullAttention
+from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 
-_MAX_INDEX = 2**31
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def ceil_div(numerator: int, denominator: int) -> int:
-    """Smallest integer not below the quotient."""
-    return -(-numerator // denominator)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-    """What one model layer keeps per token; equal kinds share a block table and a pool.
-
-    Attributes:
-      num_kv_heads: Key and value heads (query heads are a multiple of it).
-      head_dim: Width of a key and of a value.
-      num_blocks: Blocks of this kind's pool, in place of the config's.
-      block_size: Tokens of a block of this kind, in place of the config's.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    num_blocks: int | None = dataclasses.field(default=None, kw_only=True)
-    block_size: int | None = dataclasses.field(default=None, kw_only=True)
-
-    def __post_init__(self):
-        _check_positive(self, "num_kv_heads", "head_dim")
-        _check_positive_or_none(self, "num_blocks", "block_size")
-
-
-@dataclasses.dataclass(frozen=True)
-class FullAttention(LayerKind):
-    """Every token attends to all tokens before it and to itself."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SlidingWindow(LayerKind):
-    """Token `i` attends to token `j` if `i - window < j <= i` or `j < num_sink_tokens`.
-
-    Attributes:
-      window: Tokens in reach, the token itself included.
-      num_sink_tokens: First tokens of a row that are kept and stay in reach (StreamingLLM).
-      max_rollback: Tokens that `truncate` may drop again from a row longer than its window;
-        as many more tokens are kept of those that the row computed. A row that began with a cached prefix
-        has of it what its next token reads.
-    """
-
-    window: int = dataclasses.field(kw_only=True)
-    num_sink_tokens: int = dataclasses.field(default=0, kw_only=True)
-    max_rollback: int = dataclasses.field(default=0, kw_only=True)
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_positive(self, "window")
-        _check_not_negative(self, "num_sink_tokens", "max_rollback")
-        reach = self.window + self.max_rollback
-        if reach >= _MAX_INDEX:
-            raise ValueError(
-                f"window + max_rollback is {reach}, expected below 2**31, as far as 32-bit positions reach; "
-                f"lower window = {self.window} or max_rollback = {self.max_rollback}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,34 +48,38 @@ class LayerGroup:
         return len(self.layer_ids)
 
     @property
+    def span(self) -> Span:
+        """The positions that stay."""
+        return self.kind.span
+
+    @property
     def window(self) -> int | None:
         """Last tokens that a query sees, itself included; None for all."""
-        return self.kind.window if isinstance(self.kind, SlidingWindow) else None
+        return self.span.window
 
     @property
     def max_rollback(self) -> int:
         """Tokens by which a row beyond its window can be shortened; 0 without a window, where it is any."""
-        return self.kind.max_rollback if isinstance(self.kind, SlidingWindow) else 0
+        return self.span.max_rollback
 
     @property
     def num_sink_tokens(self) -> int:
         """First tokens that queries see beside the window; 0 without a window."""
-        return self.kind.num_sink_tokens if isinstance(self.kind, SlidingWindow) else 0
+        return self.span.num_sink_tokens
 
     @property
     def num_sink_blocks(self) -> int:
         """First table columns that never leave the row."""
-        return sink_blocks(self.kind, self.block_size)
+        return self.span.num_sink_blocks(self.block_size)
+
+    def first_column(self, length: jax.Array, rollback: int = 0) -> jax.Array:
+        """Finds the first column behind the sinks that is in reach after `length` tokens; see `Span`."""
+        return self.span.first_column(length, self.block_size, rollback)
 
     @property
     def pool_bytes(self) -> int:
         """Keys and values of all blocks."""
         return self.num_blocks * self.block_bytes
-
-
-def sink_blocks(kind: LayerKind, block_size: int) -> int:
-    """Columns that hold the tokens a window keeps for ever; 0 without a window."""
-    return ceil_div(kind.num_sink_tokens, block_size) if isinstance(kind, SlidingWindow) else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +148,13 @@ class CacheConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is kept: strings hash differently in another process."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**values, "format_version": FORMAT_VERSION}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = dict(state)
+        require_format(values.pop("format_version", None))
+        self.__dict__.update(values)
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -212,10 +174,10 @@ class CacheConfig:
         for i, kind in enumerate(self.layers):
             if not isinstance(kind, FullAttention | SlidingWindow):
                 raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
-        _check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
+        check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         caches_prefixes = static_flag("enable_prefix_caching", self.enable_prefix_caching)
         object.__setattr__(self, "enable_prefix_caching", caches_prefixes)
-        _check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget", "tile_tokens")
+        check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         object.__setattr__(self, "dtype", _storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(
@@ -285,11 +247,7 @@ class CacheConfig:
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size
         max_blocks_per_seq = ceil_div(self.max_seq_len, block_size)
-        max_held_blocks = max_blocks_per_seq
-        if isinstance(kind, SlidingWindow):
-            reach = kind.window + self.query_len_limit + kind.max_rollback
-            held = ceil_div(reach, block_size) + 1 + sink_blocks(kind, block_size)
-            max_held_blocks = min(held, max_blocks_per_seq)
+        max_held_blocks = kind.span.max_held_blocks(self.max_seq_len, self.query_len_limit, block_size)
         token_bytes = 2 * kind.num_kv_heads * kind.head_dim * self.dtype.itemsize
         return LayerGroup(
             kind=kind,
@@ -327,16 +285,23 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def config_to_json(config: CacheConfig) -> bytes:
-    """The config as bytes, for `jax.export`."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    """The config as bytes, for `jax.export`; with the version of the format in which it is written."""
+    values = {"format_version": FORMAT_VERSION} | {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config)
+    }
     values["dtype"] = config.dtype.name
     values["layers"] = [{"kind": type(kind).__name__, **dataclasses.asdict(kind)} for kind in config.layers]
     return json.dumps(values).encode()
 
 
 def config_from_json(data: bytes | bytearray) -> CacheConfig:
-    """Inverse of `config_to_json`."""
+    """Inverse of `config_to_json`.
+
+    Raises:
+      ValueError: The data is of another format version, or of none.
+    """
     values = json.loads(bytes(data))
+    require_format(values.pop("format_version", None))
     kinds = {"FullAttention": FullAttention, "SlidingWindow": SlidingWindow}
     values["layers"] = [kinds[layer.pop("kind")](**layer) for layer in values["layers"]]
     return CacheConfig(**values)
@@ -367,37 +332,16 @@ def _check_indices(group: LayerGroup) -> None:
         ("num_layers * num_blocks", group.num_layers),
         ("num_blocks * block_size", group.block_size),
     ):
-        if count * group.num_blocks >= _MAX_INDEX:
+        if count * group.num_blocks >= MAX_INDEX:
             raise ValueError(
                 f"{what} is {count * group.num_blocks}, expected below 2**31 so that 32-bit indices reach "
                 f"every block and slot; lower num_blocks = {group.num_blocks}"
             )
 
 
-def _check_count(owner: Any, name: str, least: int) -> None:
-    value = static_count(name, getattr(owner, name), least)
-    if value >= _MAX_INDEX and name != "memory_budget":
-        raise ValueError(f"{name} is {value}, expected below 2**31")
-    object.__setattr__(owner, name, value)
-
-
-def _check_positive(owner: Any, *names: str) -> None:
-    for name in names:
-        _check_count(owner, name, least=1)
-
-
-def _check_positive_or_none(owner: Any, *names: str) -> None:
-    _check_positive(owner, *(name for name in names if getattr(owner, name) is not None))
-
-
-def _check_not_negative(owner: Any, *names: str) -> None:
-    for name in names:
-        _check_count(owner, name, least=0)
-
-
 def _storage_dtype(value: Any) -> np.dtype:
     try:
-        name = np.dtype(value).name
+        name = np.dtype(value).name if value is not None else "None"  # NumPy takes it for float64
     except TypeError:
         name = repr(value)
     if name not in DTYPES:

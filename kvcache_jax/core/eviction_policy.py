@@ -20,9 +20,8 @@ class BlockMetadata(NamedTuple):
 
     A use is a publication, a hit by `allocate`, or an adoption by `commit`, where a row gives its own block
     back for the published one; that a fork commits a block which it shares anyway is none. Times are ticks of
-    the cache's clock, which advances with each row that allocate, fork or touch uses and with each call of
-    extend or reorder that uses any, the one that evicts included. Entries of blocks that are not cached mean
-    nothing.
+    the cache's clock, which advances with each call of allocate, extend, fork, reorder or touch that uses a
+    row, the one that evicts included. Entries of blocks that are not cached mean nothing.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.

@@ -198,7 +198,7 @@ class Control:
       namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
       last_used: u32[max_seqs], clock of the last allocate, extend, fork or reorder into the row, or touch.
       num_uses: u32[max_seqs], how many of these there were; 0 for idle rows.
-      clock: u32[], advances by one with each use of a row; a call of extend or reorder is one use.
+      clock: u32[], advances by one with each call of these that uses a row.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
@@ -305,7 +305,7 @@ class AttentionPlan:
     work: tuple[jax.Array, ...] = ()
 
 
-@pytree_dataclass()
+@pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Step:
     """The slots that one `extend` reserved: where the new tokens go and what they attend to.
 
@@ -314,6 +314,9 @@ class Step:
 
     It serves until one of its rows is forked, committed, truncated, reordered, freed or, where there are
     windows, extended: the slots may be another row's then.
+
+    It serves the cache that `extend` returned beside it. A step of a cache of another config is refused. One
+    of another cache of the same config cannot be told from it, and would overwrite other rows.
 
     Attributes:
       status: i32[n], see `Status`.
@@ -326,6 +329,7 @@ class Step:
       plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
         than `num_tokens`), else None.
+      config: CacheConfig (static), of the cache.
     """
 
     status: jax.Array
@@ -336,6 +340,7 @@ class Step:
     slots: tuple[jax.Array, ...]
     plans: tuple[AttentionPlan, ...]
     cu_query_lens: jax.Array | None
+    config: CacheConfig
 
 
 class BlockCopies(NamedTuple):

@@ -23,8 +23,8 @@ class Status(enum.IntEnum):
     BAD_SEQ_ID = 6
     """Outside `[0, max_seqs]`."""
     DUPLICATE_SEQ_ID = 7
-    """The row occurs earlier in the same call of extend, reorder or commit: the first wins, or fails. Entries
-    count that name rows (in reorder two) and, in extend, new tokens for it."""
+    """An earlier entry of the call, which may have failed, names the row as the one to change. Entries name
+    none if one of their ids is `max_seqs` or out of range, or if they ask `extend` for 0 tokens."""
     BAD_LENGTH = 8
     """A negative number of tokens, or (allocate, prefix caching) more than `tokens` has."""
     WINDOW_LOST = 9

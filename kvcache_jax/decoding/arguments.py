@@ -1,5 +1,9 @@
 """What `generate`, `score` and `beam_search` are asked for, checked alike."""
 
+import functools
+import inspect
+import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +18,13 @@ from kvcache_jax.core.config import CacheConfig, require_config
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STEPS_WHILE_WATCHED = 8
+_PARTITION = (
+    "params, static = eqx.partition(module, eqx.is_array), and a function that calls "
+    "eqx.combine(params, static)(tokens, cache, step); see docs/recipes.md"
+)
+# Two may well be wanted, of a model and of its draft.
+_TOO_MANY_OF_ONE_CODE = 3
+_functions_of_code: dict[types.CodeType, set[int]] = {}
 
 
 def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
@@ -23,7 +34,7 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
       caller: The function that was called.
       forward: The model, which `jit` must know again.
       config: Of its cache.
-      values: Pytrees that are handed to compiled programs.
+      values: Pytrees that are handed to compiled programs; the first are the parameters.
     """
     require_config(caller, config)
     if not callable(forward):
@@ -38,10 +49,55 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
     try:
         hash(forward)
     except TypeError as error:
+        if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(forward)):
+            raise TypeError(
+                f"forward is a {type(forward).__name__} that holds arrays, expected a function, and its "
+                f"arrays as params: {_PARTITION}"
+            ) from None
         raise TypeError(
             f"forward is a {type(forward).__name__} and cannot be hashed ({error}), expected a function or "
             "an object that can be: pass its method, or make it a @dataclass(frozen=True) or (eq=False)"
         ) from None
+    _check_signature(forward)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(values[0]):
+        if callable(leaf) or isinstance(leaf, str):
+            place = jax.tree_util.keystr(path)
+            raise TypeError(f"params{place} is {leaf!r}, expected arrays alone: {_PARTITION}")
+    _warn_of_fresh(forward)
+
+
+def _check_signature(forward: Callable) -> None:
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    try:
+        signature.bind(*[None] * 4)
+    except TypeError:
+        raise TypeError(
+            f"forward takes {signature}, expected (params, tokens, cache, step) -> (logits, cache): wrap a "
+            "module's method in such a function"
+        ) from None
+
+
+def _warn_of_fresh(forward: Any) -> None:
+    """Warns, once, of code that is made a function again for each call: each is compiled anew."""
+    inner = inspect.unwrap(forward)
+    while isinstance(inner, functools.partial):
+        inner = inspect.unwrap(inner.func)
+    code = getattr(inner, "__code__", None)
+    if code is None or inspect.ismethod(inner):
+        return
+    known = _functions_of_code.setdefault(code, set())
+    is_new = hash(forward) not in known
+    known.add(hash(forward))
+    if is_new and len(known) == _TOO_MANY_OF_ONE_CODE:
+        warnings.warn(
+            f"forward is function number {len(known)} made of {inner.__qualname__} in {code.co_filename}, "
+            f"line {code.co_firstlineno}, and programs are compiled anew for each: define the function once, "
+            "outside of the code that calls this, and pass what it closes over as params",
+            stacklevel=4,
+        )
 
 
 def require_functions(**fns: Any) -> None:

@@ -18,7 +18,7 @@ from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding import arguments
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.decoding.host import Look, Stopwatch, look_at
+from kvcache_jax.decoding.host import Snapshot, Stopwatch, snapshot_of
 from kvcache_jax.decoding.prefill import prefill
 from kvcache_jax.decoding.sampling import without_nan
 from kvcache_jax.operations.allocate import allocate
@@ -75,7 +75,7 @@ class BeamResult:
     num_steps: int
     prefill_seconds: float
     decode_seconds: float
-    timeline: list[Look]
+    timeline: list[Snapshot]
 
 
 class _Search(NamedTuple):
@@ -116,7 +116,7 @@ def beam_search(
     stop_tokens: Sequence[int] = (),
     chunk_len: int = 128,
     look_every: int | None = None,
-    on_look: Callable[[Look, list[list[Beam]]], None] | None = None,
+    on_look: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
 ) -> BeamResult:
     """The `num_beams` best continuations of each prompt, found by beam search.
 
@@ -132,7 +132,7 @@ def beam_search(
       length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum. The power of
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
-      chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
+      chunk_len: As in `generate`.
       look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
       on_look: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
 
@@ -177,10 +177,10 @@ def beam_search(
                 f"prompt {beams.index([])} has no hypothesis: all its logits are NaN or -inf"
             )
         seconds = time.perf_counter() - start
-        look = look_at(state.cache, int(state.num_steps), seconds, running)
-        timeline.append(dataclasses.replace(look, block_tables=[]))
+        snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, running)
+        timeline.append(dataclasses.replace(snapshot, block_tables=[]))
         if on_look:
-            on_look(look, beams)
+            on_look(snapshot, beams)
         return beams
 
     stops, penalty = arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)
@@ -228,19 +228,19 @@ def _prefill(
     chunk_len: int,
 ) -> tuple[Cache, jax.Array]:
     """Fills an empty cache: every beam holds its prompt. Also the prompts' last logits f32[p, vocab]."""
-    config, firsts = cache.config, np.arange(len(prompts), dtype=np.int32) * num_beams
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), config.max_seq_len), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    cache, admission = allocate(cache, firsts, lengths, tokens=tokens)
+    max_seqs, max_seq_len = cache.max_seqs, cache.config.max_seq_len
+    firsts = np.arange(len(prompts), dtype=np.int32) * num_beams
+    lengths, tokens = np.zeros(max_seqs, np.int32), np.zeros((max_seqs, max_seq_len), np.int32)
+    for row, prompt in zip(firsts, prompts, strict=True):
+        tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    cache, admission = allocate(cache, firsts, lengths[firsts], tokens=tokens[firsts])
     raise_for_status(admission.status, "allocating the prompts")
-    cache, logits, status = prefill(forward, params, cache, tokens, lengths, firsts, chunk_len=chunk_len)
-    raise_for_status(status, "prefilling the prompts")
+    cache, fed = prefill(forward, params, cache, tokens, lengths, chunk_len=chunk_len)
+    raise_for_status(fed.status, "prefilling the prompts")
     if num_beams > 1:
         others = np.setdiff1d(np.arange(len(prompts) * num_beams), firsts)
         cache, _ = fork(cache, others // num_beams * num_beams, others)
-    return cache, logits
+    return cache, fed.logits[firsts]
 
 
 def _hypotheses(found: _Search, prompt_id: int, length_penalty: float) -> list[Beam]:
@@ -353,9 +353,9 @@ def _expand(
     num_candidates = min(num_beams * (1 + stop_tokens.shape[0]), num_beams * vocab)
     best, index = lax.top_k(totals.reshape(num_prompts, -1), num_candidates)
     parent, token = index // vocab, index % vocab
-    is_stop = (token[..., None] == stop_tokens).any(axis=-1)
+    is_stop = (token[..., None] == stop_tokens[None, None]).any(axis=-1)
     at = jnp.broadcast_to(state.num_new[:, None, None], (num_prompts, num_candidates, 1))
-    is_new = jnp.arange(max_new_tokens, dtype=jnp.int32) == at
+    is_new = jnp.arange(max_new_tokens, dtype=jnp.int32)[None, None] == at
 
     def grow(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(is_new, new[..., None], jnp.take_along_axis(old, parent[..., None], axis=1))
@@ -365,7 +365,7 @@ def _expand(
     num_new = state.num_new + 1
     scale = num_new.astype(jnp.float32) ** length_penalty
 
-    rank = jnp.arange(num_candidates, dtype=jnp.int32)
+    rank = jnp.arange(num_candidates, dtype=jnp.int32)[None]
     finishes = is_stop & (rank < num_beams) & (best > _NEVER / 2)
     ranks = jnp.where(finishes, best / scale[:, None], _NEVER)
     done_score, kept = lax.top_k(jnp.concatenate([state.done_score, ranks], axis=1), num_beams)

@@ -1,6 +1,5 @@
 """A model as decoding sees it: one step function, for prefill, chunks and decode alike."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,26 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.operations.extend import extend
 
 Forward = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
-"""`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`."""
+"""`(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`.
 
-
-def vocab_size(forward: Forward, params: Any, cache: Cache) -> int:
-    """Width of the model's logits.
-
-    Raises:
-      TypeError: `forward` returns something else than logits and the cache.
-    """
-    return width_of(_one_token.eval_shape(forward, params, cache), cache.max_seqs, 1)
-
-
-@functools.partial(jax.jit, static_argnames="forward")
-def _one_token(forward: Forward, params: Any, cache: Cache) -> Any:
-    zeros = jnp.zeros(cache.max_seqs, jnp.int32)
-    cache, step = extend(cache, zeros, max_new=1, tokens=zeros[:, None])
-    return forward(params, zeros[:, None], cache, step)
+While tokens are decoded, the `n` rows of a step are rows of the cache, each once. While prompts are computed,
+they are pieces: a row of the cache may have several, one behind the other, as `step.seq_ids` tells. A layer
+that carries a state along a row's tokens, beside `kv.attention`, must join them.
+"""
 
 
 def width_of(result: Any, num_rows: int, num_tokens: int) -> int:

@@ -17,15 +17,15 @@ from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding import arguments, loop
-from kvcache_jax.decoding.forward import Forward, vocab_size
-from kvcache_jax.decoding.host import Generation, Host, Look, Requests, Stopwatch, idle_cache
+from kvcache_jax.decoding.admission import admit
+from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
-from kvcache_jax.decoding.prefill import prefill
+from kvcache_jax.decoding.prefill import prefill, vocab_size
 from kvcache_jax.decoding.sampling import sampling_params
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.init import init
-from kvcache_jax.operations.lookup import lookup
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class GenerateResult:
     num_accepted: int
     prefill_seconds: float
     decode_seconds: float
-    timeline: list[Look]
+    timeline: list[Snapshot]
 
 
 @dataclasses.dataclass
@@ -95,18 +95,19 @@ def generate(
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
-    on_look: Callable[[Look], None] | None = None,
+    on_look: Callable[[Snapshot], None] | None = None,
 ) -> GenerateResult:
     """Continues prompts with a model that keeps its keys and values in a cache.
 
-    Requests wait until rows and blocks are free, so there may be more of them than rows. A prompt is
-    prefilled once; its samples fork from it. A row that runs out of blocks ends with what it has, and so does
-    one whose logits hold NaN or +inf: it publishes none of its blocks from there on.
+    Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
+    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. A row that
+    the whole cache has too few blocks for ends with what it has, and so does one whose logits hold NaN or
+    +inf: it publishes none of its blocks from there on.
     With prefix caching, what prompts have in common is computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
-        function, so that compiled programs are found again.
+        function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one.
       config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
@@ -128,7 +129,8 @@ def generate(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4] or u32[prompts, 4], who may share the prompts' blocks. A cache that served other
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
-      chunk_len: Most prompt tokens of a row in one call of the model; a quarter of it where that is enough.
+      chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
+        left. More of them keep an accelerator busier.
       look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
@@ -164,12 +166,12 @@ def generate(
     state = _empty_state(cache, draft.config if draft else None, stops, options)
     if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
         _check_vocabularies(
-            vocab_size(forward, params, cache),
-            vocab_size(draft.forward, draft.params, state.draft_cache),
+            vocab_size(forward, params, cache, chunk_len),
+            vocab_size(draft.forward, draft.params, state.draft_cache, _draft_chunk(chunk_len, draft)),
         )
     while requests.waiting or host.running:
         while True:
-            state, admitted, num_cached = _admit(state, requests, host, max_new_tokens)
+            state, admitted, num_cached = admit(state, requests, host, max_new_tokens)
             if not admitted:
                 break
             state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len)
@@ -269,82 +271,6 @@ def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options)
     )
 
 
-def _admit(
-    state: DecodeState, requests: Requests, host: Host, max_new_tokens: int
-) -> tuple[DecodeState, dict[int, list[int]], int]:
-    """Starts rows for prompts that wait, first come first served.
-
-    A prompt that can share more with one of those just admitted waits until that one is computed.
-
-    Returns:
-      The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
-    """
-    admitted: dict[int, list[int]] = {}
-    num_cached = 0
-    cache = state.cache
-    idle = [row for row in range(host.config.max_seqs) if row not in host.running]
-    if not requests.waiting or len(idle) < requests.num_samples:
-        return state, {}, 0
-    history, seeds = np.array(state.history), np.array(state.sampling.seed)
-    prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
-    while requests.waiting and len(idle) >= requests.num_samples:
-        prompt_id = requests.waiting[0]
-        prompt = requests.prompts[prompt_id]
-        words = requests.namespaces[prompt_id]
-        just_admitted = [host.running[row][0] for row in admitted]
-        others = [requests.prompts[i] for i in just_admitted if np.array_equal(requests.namespaces[i], words)]
-        tokens = np.zeros((1, host.config.max_seq_len), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
-            break
-        cache, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens, namespace=words)
-        if int(admission.status[0]) != Status.OK:
-            break
-        num_cached += int(admission.num_cached[0])
-        requests.waiting.popleft()
-        rows, idle = idle[: requests.num_samples], idle[requests.num_samples :]
-        admitted[rows[0]] = rows
-        for sample_id, row in enumerate(rows):
-            host.running[row], host.num_streamed[row] = (prompt_id, sample_id), 0
-            history[row, : len(prompt)] = prompt
-            prompt_len[row] = len(prompt)
-            max_len[row] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
-            entropy = [*requests.seeds[prompt_id], sample_id]
-            seeds[row] = np.random.SeedSequence(entropy).generate_state(1)[0]
-    if not admitted:
-        return dataclasses.replace(state, cache=cache), {}, 0
-    started = [row for rows in admitted.values() for row in rows]
-    length = np.array(state.length)
-    length[started] = prompt_len[started]
-    return (
-        dataclasses.replace(
-            state,
-            cache=cache,
-            history=jnp.asarray(history),
-            prompt_len=jnp.asarray(prompt_len),
-            length=jnp.asarray(length),
-            max_len=jnp.asarray(max_len),
-            sampling=dataclasses.replace(state.sampling, seed=jnp.asarray(seeds)),
-        ),
-        admitted,
-        num_cached,
-    )
-
-
-def _shares_more(
-    cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
-) -> bool:
-    """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
-    block_size = cache.config.groups[cache.config.indexed_group].block_size
-    common = 0
-    for other in others:
-        length = min(num_tokens - 1, len(other))
-        differs = np.flatnonzero(tokens[0, :length] != other[:length])
-        common = max(common, int(differs[0]) if len(differs) else length)
-    num_common = common // block_size * block_size
-    return num_common > 0 and num_common > int(lookup(cache, tokens, [num_tokens], namespace)[0])
-
-
 def _prefill(
     forward: Forward,
     params: Any,
@@ -355,35 +281,34 @@ def _prefill(
     chunk_len: int,
 ) -> DecodeState:
     """Computes the admitted prompts, forks their samples and draws the first tokens."""
-    max_seqs = host.config.max_seqs
-    # Few rows at a time cost less; powers of two, so that few programs are compiled.
-    num_rows = min(1 << (len(admitted) - 1).bit_length(), max_seqs)
-    firsts = np.full(num_rows, max_seqs, np.int32)
-    firsts[: len(admitted)] = list(admitted)
-    rows = np.minimum(firsts, max_seqs - 1)
-    prompts = np.asarray(state.history)[rows]
-    lengths = np.where(firsts < max_seqs, np.asarray(state.prompt_len)[rows], 0)
-    cache, logits, status = prefill(
-        forward, params, state.cache, prompts, lengths, firsts, chunk_len=chunk_len
-    )
+    max_seqs, max_seq_len = host.config.max_seqs, host.config.max_seq_len
+    prompts, lengths = np.zeros((max_seqs, max_seq_len), np.int32), np.zeros(max_seqs, np.int32)
+    for row in admitted:
+        prompt = host.requests.prompts[host.running[row][0]]
+        prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    cache, fed = prefill(forward, params, state.cache, prompts, lengths, chunk_len=chunk_len)
     draft_cache = state.draft_cache
     if draft is not None and draft_cache is not None:
-        # A prompt that the draft's cache has no room for is decoded without drafts.
-        prompt_ids = [host.running[row][0] if row in admitted else 0 for row in firsts.tolist()]
-        words = host.requests.namespaces[prompt_ids]
-        draft_cache, admission = allocate(draft_cache, firsts, lengths, tokens=prompts, namespace=words)
-        draft_firsts = jnp.where(admission.status == Status.OK, firsts, max_seqs)
-        draft_chunk = min(chunk_len, draft.config.query_len_limit)
-        draft_cache, _, _ = prefill(
-            draft.forward, draft.params, draft_cache, prompts, lengths, draft_firsts, chunk_len=draft_chunk
+        draft_lengths = np.zeros_like(lengths)
+        for row in admitted:
+            words = host.requests.namespaces[host.running[row][0]]
+            row_prompt = prompts[row : row + 1]
+            draft_cache, admission = allocate(
+                draft_cache, [row], [lengths[row]], tokens=row_prompt, namespace=words
+            )
+            # A prompt that the draft's cache has no room for is decoded without drafts.
+            draft_lengths[row] = lengths[row] if int(admission.status[0]) == Status.OK else 0
+        chunk_len = _draft_chunk(chunk_len, draft)
+        draft_cache, _ = prefill(
+            draft.forward, draft.params, draft_cache, prompts, draft_lengths, chunk_len=chunk_len
         )
     source = np.zeros(max_seqs, np.int32)
     src_ids, dst_ids = np.full(max_seqs, max_seqs), np.full(max_seqs, max_seqs)
     forks = [(first, row) for first, rows in admitted.items() for row in rows[1:]]
     for i, (first, row) in enumerate(forks):
         src_ids[i], dst_ids[i] = first, row
-    for i, rows in enumerate(admitted.values()):
-        source[rows] = i
+    for first, rows in admitted.items():
+        source[rows] = first
     if forks:
         cache, _ = fork(cache, src_ids, dst_ids)
         if draft_cache is not None:
@@ -391,4 +316,8 @@ def _prefill(
     started = np.zeros(max_seqs, bool)
     started[[row for rows in admitted.values() for row in rows]] = True
     state = dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
-    return loop.begin(state, logits, status, source, started)
+    return loop.begin(state, fed.logits, fed.status, source, started)
+
+
+def _draft_chunk(chunk_len: int, draft: Draft) -> int:
+    return min(chunk_len, draft.config.query_len_limit)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -26,6 +27,9 @@ _FINISH_REASONS = {
     Phase.OUT_OF_BLOCKS: "out_of_blocks",
     Phase.NAN_LOGITS: "nan_logits",
 }
+
+# Lists of fewer rows have a program together: to compile one for each takes longer than it ever saves.
+_SHORTEST_LIST = 8
 
 
 @dataclasses.dataclass
@@ -49,7 +53,7 @@ class Generation:
 
 
 @dataclasses.dataclass
-class Look:
+class Snapshot:
     """The cache as the host saw it between two segments, before rows that ended were freed.
 
     Attributes:
@@ -88,18 +92,18 @@ class Stopwatch:
         return result
 
 
-def look_at(
+def snapshot_of(
     cache: Cache,
     num_steps: int,
     seconds: float,
     running: dict[int, tuple[int, int]],
     ended: Sequence[Generation] = (),
-) -> Look:
+) -> Snapshot:
     """What the cache holds now."""
     pools = cache.control.block_pools
     tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
     num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
-    return Look(
+    return Snapshot(
         num_steps=num_steps,
         seconds=seconds,
         num_blocks_used=sum(int(num_used(pool)) for pool in pools),
@@ -109,6 +113,14 @@ def look_at(
         ended=list(ended),
         block_tables=tables,
     )
+
+
+def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
+    """The rows as i32[n], filled up with `max_seqs` to a power of two of at least 8, and at most all rows."""
+    num_rows = max(len(rows), _SHORTEST_LIST)
+    padded = np.full(min(1 << (num_rows - 1).bit_length(), max_seqs), max_seqs, np.int32)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
@@ -164,7 +176,7 @@ class Host:
         stop_strings: list[str],
         detokenize: Callable[[list[int]], str] | None,
         on_tokens: Callable[[int, int, list[int]], None] | None,
-        on_look: Callable[[Look], None] | None,
+        on_look: Callable[[Snapshot], None] | None,
     ):
         self.requests, self.config = requests, config
         self.stop_strings, self.detokenize = stop_strings, detokenize
@@ -172,16 +184,16 @@ class Host:
         self.running: dict[int, tuple[int, int]] = {}
         self.num_streamed: dict[int, int] = {}
         self.done: list[Generation] = []
-        self.timeline: list[Look] = []
+        self.timeline: list[Snapshot] = []
         self.start = time.perf_counter()
 
     def note(self, state: DecodeState, ended: Sequence[Generation] = ()) -> None:
-        """Adds a look at the cache to the timeline."""
+        """Adds the cache, as it is now, to the timeline."""
         seconds = time.perf_counter() - self.start
-        look = look_at(state.cache, int(state.num_steps), seconds, self.running, ended)
-        self.timeline.append(dataclasses.replace(look, block_tables=[]))
+        snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, self.running, ended)
+        self.timeline.append(dataclasses.replace(snapshot, block_tables=[]))
         if self.on_look:
-            self.on_look(look)
+            self.on_look(snapshot)
 
     def look(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""
@@ -227,14 +239,14 @@ class Host:
     def _free(self, state: DecodeState, rows: list[int], to_publish: list[int]) -> DecodeState:
         if not rows:
             return state
-        ids, published = np.full((2, self.config.max_seqs), self.config.max_seqs, np.int32)
-        ids[: len(rows)], published[: len(to_publish)] = rows, to_publish
-        cache = state.cache
+        max_seqs = self.config.max_seqs
+        cache, ids = state.cache, row_list(rows, max_seqs)
         if cache.config.enable_prefix_caching:
-            cache, _ = commit(cache, published)
+            cache, _ = commit(cache, row_list(to_publish, max_seqs))
         cache, _ = free(cache, ids)
         draft_cache = state.draft_cache
         if draft_cache is not None:
             draft_cache, _ = free(draft_cache, ids)
-        phase = state.phase.at[ids].set(Phase.IDLE, mode="drop")
-        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=phase)
+        phase = np.array(state.phase)
+        phase[rows] = Phase.IDLE
+        return dataclasses.replace(state, cache=cache, draft_cache=draft_cache, phase=jnp.asarray(phase))

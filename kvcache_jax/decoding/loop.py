@@ -190,7 +190,7 @@ def _decode_drafted(
     num_rows, width, _ = logits.shape
     wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), state.sampling)
     target = filtered_logprobs(logits.reshape(num_rows * width, -1), wide).reshape(logits.shape)
-    positions = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)
+    positions = state.length[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     keys = row_keys(wide, positions.reshape(-1)).reshape(num_rows, width)
     num_accepted, next_token = accept_drafts(target, drafts.tokens, count, drafts.logprobs, keys)
     emitted = jnp.concatenate([drafts.tokens, jnp.zeros_like(next_token)[:, None]], axis=1)
@@ -287,9 +287,11 @@ def _end_undrawn(state: DecodeState, rows: jax.Array) -> DecodeState:
 
 def _emit(state: DecodeState, tokens: jax.Array, logprobs: jax.Array, num_tokens: jax.Array) -> DecodeState:
     """Appends `num_tokens i32[n]` of `tokens [n, T]` to the rows, up to a stop token or `max_len`."""
-    order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    order = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     num_tokens = jnp.minimum(num_tokens, state.max_len - state.length)
-    is_stop = (tokens[..., None] == state.stop_tokens).any(axis=-1) & (order < num_tokens[:, None])
+    is_stop = (tokens[..., None] == state.stop_tokens[None, None]).any(axis=-1) & (
+        order < num_tokens[:, None]
+    )
     stops = is_stop.any(axis=1)
     num_tokens = jnp.where(stops, first_true(is_stop) + 1, num_tokens)
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]

@@ -1,138 +1,262 @@
-"""Prompts, and other tokens that are known: fed to anybody's model in chunks."""
+"""Prompts, and other tokens that are known: fed to anybody's model by one program, whatever their number.
 
+A call of the model takes `P` pieces of `T` tokens. Rows lie end to end in it: each has as many pieces as its
+tokens fill, one behind the other, and only its last piece has room left. `extend` reserves their slots as one
+packed step. The model is handed the pieces as a padded step `[P, T]`, so that any `forward` serves.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.core.state import Cache, Step
+from kvcache_jax.attention.kernels import with_work
+from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.state import AttentionPlan, Cache, Step
 from kvcache_jax.core.status import Status
-from kvcache_jax.decoding.forward import Forward, vocab_size
+from kvcache_jax.decoding.forward import Forward, width_of
+from kvcache_jax.decoding.host import row_list
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.extend import extend
+
+_PIECES = 4
+"""Per call, at least: a row leaves less than a quarter of a call empty."""
+
+
+class Pieces(NamedTuple):
+    """The tokens of one call of the model, in numpy: `P` pieces of `T`.
+
+    Attributes:
+      tokens: i32[P, T]; 0 where there is none.
+      targets: i32[P, T], the token behind each.
+      rows: i32[P], row of each piece; `max_seqs` for a piece of nobody.
+      first: i32[P], position of its first token.
+      nth: i32[P], its number among the row's pieces in this call.
+      num_tokens: i32[P].
+      last_of: i32[P], the row whose last token ends the piece; `max_seqs` for none.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    rows: np.ndarray
+    first: np.ndarray
+    nth: np.ndarray
+    num_tokens: np.ndarray
+    last_of: np.ndarray
+
+
+class Scores(NamedTuple):
+    """What the model says of the tokens that follow those of a call.
+
+    Attributes:
+      logprobs: f32[P, T], log-probability of each target.
+      is_scored: bool[P, T], whether its logits are numbers.
+    """
+
+    logprobs: jax.Array
+    is_scored: jax.Array
+
+
+class Fed(NamedTuple):
+    """Results of `feed`, by row.
+
+    Attributes:
+      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that took no part. Without any
+        row that took part `vocab` is 0.
+      status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
+      scores: Each call's pieces and their scores, if they were asked for.
+    """
+
+    logits: jax.Array
+    status: jax.Array
+    scores: list[tuple[Pieces, Scores]]
 
 
 def prefill(
     forward: Forward,
     params: Any,
     cache: Cache,
-    prompts: ArrayLike,
-    prompt_len: ArrayLike,
-    seq_ids: ArrayLike,
+    history: np.ndarray,
+    length: np.ndarray,
     *,
     chunk_len: int,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Feeds rows from their `context_len` to their `prompt_len`, at most `chunk_len` tokens at a time.
+    is_scoring: bool = False,
+) -> tuple[Cache, Fed]:
+    """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
 
-    With prefix caching it commits them, but for those whose logits hold NaN or +inf.
+    Args:
+      forward: As in `feed`, like the following.
+      params: Likewise.
+      cache: Likewise.
+      history: Likewise.
+      length: Likewise.
+      chunk_len: Likewise.
+      is_scoring: Likewise.
+    """
+    cache, fed = feed(forward, params, cache, history, length, chunk_len=chunk_len, is_scoring=is_scoring)
+    if cache.config.enable_prefix_caching and length.any():
+        rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
+        cache, _ = commit(cache, _with_numbers(fed.logits, rows))
+    return cache, fed
+
+
+def feed(
+    forward: Forward,
+    params: Any,
+    cache: Cache,
+    history: np.ndarray,
+    length: np.ndarray,
+    *,
+    chunk_len: int,
+    is_scoring: bool = False,
+) -> tuple[Cache, Fed]:
+    """Feeds rows from their `context_len` to their `length`, by calls of at most `chunk_len` tokens together.
 
     Args:
       forward: The model.
       params: Its parameters.
       cache: Donated.
-      prompts: i32[n, P].
-      prompt_len: i32[n]; rows that are already there do not take part.
-      seq_ids: i32[n]; `max_seqs` for none.
-      chunk_len: Most tokens of a row in one call.
+      history: i32[max_seqs, P], tokens of each row from its beginning.
+      length: i32[max_seqs]; rows that are already there take no part.
+      chunk_len: Tokens of all rows in one call.
+      is_scoring: Whether the tokens are scored too: each by the logits before it.
+    """
+    max_seqs = cache.max_seqs
+    status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
+    for pieces in _calls(np.asarray(cache.context_len), history, length, chunk_len):
+        cache, status, ends, scored = _feed_pieces(
+            forward, params, cache, status, pieces, is_scoring=is_scoring
+        )
+        if not logits.size:
+            logits = np.zeros((max_seqs, ends.shape[1]), np.float32)
+        logits = _with_ends(logits, ends, pieces.last_of)
+        if scored is not None:
+            scores.append((pieces, scored))
+    return cache, Fed(jnp.asarray(logits), jnp.asarray(status), scores)
+
+
+def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> int:
+    """Width of the model's logits; what is traced for it, `feed` uses.
+
+    Raises:
+      TypeError: `forward` returns something else than logits and the cache.
+    """
+    pieces = _nobody(chunk_len, cache.max_seqs)
+    status = np.zeros(cache.max_seqs, np.int32)
+    return _feed_pieces.eval_shape(forward, params, cache, status, pieces, is_scoring=False)[2].shape[1]
+
+
+def _calls(
+    context_len: np.ndarray, history: np.ndarray, length: np.ndarray, chunk_len: int
+) -> Iterator[Pieces]:
+    """The calls that feed every row from `context_len` to `length`, in numpy; lower rows first."""
+    pieces = _nobody(chunk_len, len(length))
+    num_pieces, piece_len = pieces.tokens.shape
+    cuts = [
+        (row, first)
+        for row in np.flatnonzero(context_len < length).tolist()
+        for first in range(context_len[row], length[row], piece_len)
+    ]
+    for start in range(0, len(cuts), num_pieces):
+        pieces = _nobody(chunk_len, len(length))
+        for i, (row, first) in enumerate(cuts[start : start + num_pieces]):
+            tokens, targets = (
+                history[row, first : length[row]][:piece_len],
+                history[row, first + 1 :][:piece_len],
+            )
+            pieces.tokens[i, : len(tokens)], pieces.targets[i, : len(targets)] = tokens, targets
+            pieces.rows[i], pieces.first[i], pieces.num_tokens[i] = row, first, len(tokens)
+            follows = i > 0 and pieces.rows[i - 1] == row
+            pieces.nth[i] = pieces.nth[i - 1] + 1 if follows else 0
+            if first + len(tokens) == length[row]:
+                pieces.last_of[i] = row
+        yield pieces
+
+
+def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
+    """Pieces of nobody for a call of at most `chunk_len` tokens."""
+    piece_len = ceil_div(chunk_len, _PIECES)
+    num_pieces = chunk_len // piece_len
+    tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
+    nobody = np.full(num_pieces, max_seqs, np.int32)
+    return Pieces(tokens, tokens.copy(), nobody, zeros.copy(), zeros.copy(), zeros.copy(), nobody.copy())
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "is_scoring"), donate_argnames="cache")
+def _feed_pieces(
+    forward: Forward, params: Any, cache: Cache, status: jax.Array, pieces: Pieces, *, is_scoring: bool
+) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
+    """One call of the model, of which rows whose `status` i32[max_seqs] is not OK take no part.
 
     Returns:
-      The cache; logits f32[n, vocab] of each row's last prompt token, 0 for rows that take no part; and
-      status i32[n]: of the `extend` that failed, OK for all other rows.
+      The cache; the new status; the logits f32[P, vocab] behind each piece's last token; the scores.
     """
-    held = np.append(np.asarray(cache.context_len), np.iinfo(np.int32).max)[np.asarray(seq_ids)]
-    chunk_len = fitting_chunk(chunk_len, np.asarray(prompt_len) - held)
-    return prefill_in_chunks(forward, params, cache, prompts, prompt_len, seq_ids, chunk_len=chunk_len)
-
-
-def fitting_chunk(chunk_len: int, num_tokens: np.ndarray) -> int:
-    """`chunk_len`, or a quarter of it if no row has more tokens: what a chunk leaves empty is computed too.
-
-    What is left of a prompt behind a cached prefix is short, and so are most continuations to be scored.
-    """
-    quarter = chunk_len // 4
-    return quarter if 0 < num_tokens.max() <= quarter else chunk_len
-
-
-@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
-def prefill_in_chunks(
-    forward: Forward,
-    params: Any,
-    cache: Cache,
-    prompts: jax.Array,
-    prompt_len: jax.Array,
-    seq_ids: jax.Array,
-    *,
-    chunk_len: int,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """`prefill` with chunks of just `chunk_len` tokens."""
-
-    def keep_last(last_logits: jax.Array, logits: jax.Array, step: Step) -> jax.Array:
-        is_last = (step.query_len > 0) & (step.context_len == prompt_len)
-        last = jnp.maximum(step.query_len - 1, 0)
-        ends = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
-        return jnp.where(is_last[:, None], ends, last_logits)
-
-    no_logits = jnp.zeros((seq_ids.shape[0], vocab_size(forward, params, cache)), jnp.float32)
-    cache, last_logits, status = feed_rows(
-        forward, params, cache, prompts, prompt_len, seq_ids, keep_last, no_logits, chunk_len=chunk_len
+    num_pieces, piece_len = pieces.tokens.shape
+    nobody = cache.max_seqs
+    # A packed step's entries: at each piece the row that begins there, with the tokens of all its pieces, and
+    # what the piece leaves empty, which is nobody's.
+    begins = (pieces.nth == 0) & (get_at(status, pieces.rows, Status.SKIPPED) == Status.OK)
+    order = jnp.arange(num_pieces, dtype=jnp.int32)
+    num_new = jnp.zeros(num_pieces, jnp.int32).at[order - pieces.nth].add(pieces.num_tokens)
+    rows = jnp.where(begins, pieces.rows, nobody)
+    entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
+    lens = jnp.stack([num_new, piece_len - pieces.num_tokens], axis=1).reshape(-1)
+    cache, step = extend(
+        cache, lens, num_tokens=pieces.tokens.size, seq_ids=entries, tokens=pieces.tokens.reshape(-1)
     )
-    if cache.config.enable_prefix_caching:
-        cache, _ = commit(cache, jnp.where(are_numbers(last_logits), seq_ids, cache.max_seqs))
-    return cache, last_logits, status
+    status = jnp.asarray(status).at[rows].set(step.status[::2], mode="drop")
+
+    step = _padded(step, 2 * (order - pieces.nth), pieces)
+    step = with_work(step, cache.config, cache.pools, cache.control.block_pools)
+    result = forward(params, jnp.asarray(pieces.tokens), cache, step)
+    width_of(result, num_pieces, piece_len)
+    logits, cache = result
+    last = jnp.maximum(step.query_len - 1, 0)[:, None, None]
+    ends = jnp.take_along_axis(logits, last, axis=1)[:, 0].astype(jnp.float32)
+    ends = jnp.where(step.query_len[:, None] > 0, ends, 0)
+    if not is_scoring:
+        return cache, status, ends, None
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    logprobs = jnp.take_along_axis(logprobs, jnp.asarray(pieces.targets)[..., None], axis=2)[..., 0]
+    return cache, status, ends, Scores(logprobs, are_numbers(logits))
 
 
-def feed_rows[T](
-    forward: Forward,
-    params: Any,
-    cache: Cache,
-    history: jax.Array,
-    length: jax.Array,
-    seq_ids: jax.Array,
-    note: Callable[[T, jax.Array, Step], T],
-    notes: T,
-    *,
-    chunk_len: int,
-) -> tuple[Cache, T, jax.Array]:
-    """Feeds rows from their `context_len` to `length`, `chunk_len` tokens at a time; within jit.
+def _padded(step: Step, entry: jax.Array, pieces: Pieces) -> Step:
+    """A packed step as a padded one of pieces; `entry` i32[P] is that of each piece's row."""
+    shape = pieces.tokens.shape
+    query_len = jnp.where(step.query_len[entry] > 0, pieces.num_tokens, 0)
+    return dataclasses.replace(
+        step,
+        status=step.status[entry],
+        seq_ids=step.seq_ids[entry],
+        query_len=query_len,
+        context_len=jnp.where(query_len > 0, pieces.first + query_len, step.context_len[entry]),
+        positions=step.positions.reshape(shape),
+        slots=tuple(slots.reshape(shape) for slots in step.slots),
+        plans=tuple(
+            AttentionPlan(
+                first_column=plan.first_column[entry],
+                num_columns=jnp.where(query_len > 0, plan.num_columns[entry], 0),
+            )
+            for plan in step.plans
+        ),
+        cu_query_lens=None,
+    )
 
-    Args:
-      forward: The model.
-      params: Its parameters.
-      cache: The rows'.
-      history: i32[n, P], tokens of each row from its beginning.
-      length: i32[n]; rows that are already there take no part.
-      seq_ids: i32[n]; `max_seqs` for none.
-      note: `(notes, logits [n, chunk_len, vocab], step) -> notes`, what to keep of each chunk.
-      notes: To begin with, a pytree of arrays.
-      chunk_len: Tokens of a row in one call.
 
-    Returns:
-      The cache; the notes; and status i32[n]: of the `extend` that failed, OK for all other rows.
-    """
+@jax.jit
+def _with_ends(logits: jax.Array, ends: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.asarray(logits).at[rows].set(ends, mode="drop")
 
-    def num_left(cache: Cache, status: jax.Array) -> jax.Array:
-        held = get_at(cache.context_len, seq_ids, np.iinfo(np.int32).max)
-        return jnp.where(status == Status.OK, jnp.maximum(length - held, 0), 0)
 
-    def feed(state):
-        cache, notes, status = state
-        num_new = jnp.minimum(num_left(cache, status), chunk_len)
-        first = get_at(cache.context_len, seq_ids, 0)
-        at = first[:, None] + jnp.arange(chunk_len, dtype=jnp.int32)
-        tokens = jnp.take_along_axis(history, jnp.minimum(at, history.shape[1] - 1), axis=1)
-        cache, step = extend(cache, num_new, max_new=chunk_len, seq_ids=seq_ids, tokens=tokens)
-        logits, cache = forward(params, tokens, cache, step)
-        return cache, note(notes, logits, step), jnp.where(num_new > 0, step.status, status)
-
-    def is_left(state):
-        cache, _, status = state
-        return (num_left(cache, status) > 0).any()
-
-    return lax.while_loop(is_left, feed, (cache, notes, jnp.full(seq_ids.shape, Status.OK, jnp.int32)))
+@jax.jit
+def _with_numbers(logits: jax.Array, rows: jax.Array) -> jax.Array:
+    """Those of `rows` i32[n] that a token can be drawn for; `max_seqs` in place of the others."""
+    max_seqs = logits.shape[0]
+    return jnp.where(are_numbers(get_at(logits, rows, 0.0)), rows, max_seqs).astype(jnp.int32)

@@ -75,7 +75,11 @@ def sampling_params(
         seeds = first + jnp.arange(num_rows, dtype=jnp.uint32)
     return SamplingParams(
         temperature=column(
-            "temperature", temperature, np.float32, "finite, at least 0", lambda x: (x >= 0) & (x < 3e38)
+            "temperature",
+            temperature,
+            np.float32,
+            "0 to 8e37",  # XLA may multiply by the reciprocal, which above is too small for a float32
+            lambda x: (x >= 0) & (x <= 8e37),
         ),
         top_k=column("top_k", top_k, np.int32, "integers in [0, 2**31)", lambda x: (x >= 0) & (x < 2**31)),
         top_p=column("top_p", top_p, np.float32, "above 0, at most 1", lambda x: (x > 0) & (x <= 1)),
@@ -125,7 +129,7 @@ def filtered_logprobs(logits: jax.Array, params: SamplingParams) -> jax.Array:
         lambda: is_kept,
     )
     filtered = jax.nn.log_softmax(jnp.where(is_kept, -distance, -jnp.inf))
-    is_first = vocabulary(logits) == _first_argmax(logits)[:, None]
+    is_first = vocabulary(logits)[None] == _first_argmax(logits)[:, None]
     # A row of -inf alone is greedy too: it has no distribution.
     is_greedy |= jnp.isneginf(logits).all(axis=1, keepdims=True)
     return jnp.where(is_greedy, jnp.where(is_first, 0, -jnp.inf), filtered)

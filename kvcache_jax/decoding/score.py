@@ -1,23 +1,21 @@
 """Log-probabilities of continuations that share a context: the context is computed once and forked."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Admission, Cache, Step
+from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_chunk_len
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
-from kvcache_jax.decoding.prefill import feed_rows, fitting_chunk, prefill
+from kvcache_jax.decoding.prefill import feed, prefill
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
@@ -62,7 +60,7 @@ def score(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.
-      chunk_len: Most tokens of a row in one call of the model; a quarter of it where that is enough.
+      chunk_len: Tokens of all rows in one call of the model, as in `generate`.
 
     Returns:
       A `ScoreResult`.
@@ -89,22 +87,23 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
-    shared_len, context_row = np.array([len(shared)], np.int32), np.zeros(1, np.int32)
+    context_len = np.zeros(config.max_seqs, np.int32)
+    context_len[0] = len(shared)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
 
     def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
         """The context in row 0; and f32[vocab], the log-probability of each token behind it."""
-        tokens = history[:1]
-        cache, admission = allocate(cache, context_row, shared_len, tokens=tokens, namespace=words)
+        cache, admission = allocate(cache, [0], context_len[:1], tokens=history[:1], namespace=words)
         raise_for_status(admission.status, "allocating the context")
-        cache, logits, status = prefill(
-            forward, params, cache, tokens, shared_len, context_row, chunk_len=chunk_len
+        cache, fed = prefill(
+            forward, params, cache, history, context_len, chunk_len=chunk_len, is_scoring=True
         )
-        raise_for_status(status, "prefilling the context")
-        if not are_numbers(logits)[0]:
+        raise_for_status(fed.status, "prefilling the context")
+        logits = fed.logits[0]
+        if not are_numbers(logits):
             raise FloatingPointError(_NO_SCORE.format("the context"))
-        return cache, admission, np.asarray(jax.nn.log_softmax(logits[0]))
+        return cache, admission, np.asarray(jax.nn.log_softmax(logits))
 
     def score_some(cache: Cache, wave: Sequence[int], first_row: int) -> tuple[Cache, list[int]]:
         """Scores continuations in rows from `first_row` on, forks of row 0 or it; returns each status too."""
@@ -116,10 +115,18 @@ def score(
         ids = np.where(length > 0, np.arange(config.max_seqs), config.max_seqs)
         forks = np.where(ids > 0, ids, config.max_seqs)
         cache, _ = fork(cache, np.where(forks < config.max_seqs, 0, config.max_seqs), forks)
-        fitting = fitting_chunk(chunk_len, length - 1 - len(shared))
-        cache, noted, status = _score_rows(forward, params, cache, history, length, chunk_len=fitting)
-        (found, is_scored), status = map(np.asarray, noted), np.asarray(status)[rows].tolist()
-        for row, i in zip(rows, wave, strict=True):
+        cache, fed = feed(forward, params, cache, history, length - 1, chunk_len=chunk_len, is_scoring=True)
+        found, is_scored = np.zeros(history.shape, np.float32), np.ones(history.shape, bool)
+        for pieces, scores in fed.scores:
+            logprobs, has_numbers = np.asarray(scores.logprobs), np.asarray(scores.is_scored)
+            for i, num_tokens in enumerate(pieces.num_tokens):
+                behind = pieces.rows[i], slice(pieces.first[i] + 1, pieces.first[i] + 1 + num_tokens)
+                if num_tokens:
+                    found[behind], is_scored[behind] = logprobs[i, :num_tokens], has_numbers[i, :num_tokens]
+        status = np.asarray(fed.status)[rows].tolist()
+        for row, i, end in zip(rows, wave, status, strict=True):
+            if end != Status.OK:
+                continue
             if not is_scored[row].all():
                 nth = int(is_scored[row].argmin()) - len(shared) - 1
                 raise FloatingPointError(_NO_SCORE.format(f"token {nth} of continuation {i}"))
@@ -156,31 +163,3 @@ _NO_SCORE = (
     "the logits behind {} hold NaN or +inf, or all are -inf, expected numbers to score by: look for a weight "
     "that is not finite"
 )
-
-
-@functools.partial(jax.jit, static_argnames=("forward", "chunk_len"), donate_argnames="cache")
-def _score_rows(
-    forward: Forward, params: Any, cache: Cache, history: jax.Array, length: jax.Array, *, chunk_len: int
-) -> tuple[Cache, tuple[jax.Array, jax.Array], jax.Array]:
-    """Feeds rows up to `length - 1`.
-
-    Returns:
-      The cache; f32[max_seqs, max_seq_len], the log-probability of each token behind one that was fed, and
-      bool[max_seqs, max_seq_len], whether its logits are numbers; status i32[max_seqs].
-    """
-    rows = jnp.arange(history.shape[0], dtype=jnp.int32)
-    nowhere = history.shape[1]
-
-    def note(notes: tuple[jax.Array, ...], logits: jax.Array, step: Step) -> tuple[jax.Array, ...]:
-        logprobs, is_scored = notes
-        all_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        behind = step.positions + 1
-        targets = jnp.take_along_axis(history, jnp.minimum(behind, nowhere - 1), axis=1)
-        found = jnp.take_along_axis(all_logprobs, targets[..., None], axis=2)[..., 0]
-        is_fed = jnp.arange(chunk_len, dtype=jnp.int32) < step.query_len[:, None]
-        at = rows[:, None], jnp.where(is_fed, behind, nowhere)
-        is_scored = is_scored.at[at].set(are_numbers(logits), mode="drop")
-        return logprobs.at[at].set(found, mode="drop"), is_scored
-
-    nothing = jnp.zeros(history.shape, jnp.float32), jnp.ones(history.shape, bool)
-    return feed_rows(forward, params, cache, history, length - 1, rows, note, nothing, chunk_len=chunk_len)

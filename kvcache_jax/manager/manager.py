@@ -22,7 +22,7 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.manager import errors, programs
 from kvcache_jax.manager.batches import Batches
 from kvcache_jax.manager.locked_cache import CacheHolder
-from kvcache_jax.manager.queries import Questions
+from kvcache_jax.manager.queries import Queries
 from kvcache_jax.manager.requests import (
     TO_THE_END,
     Batch,
@@ -32,13 +32,13 @@ from kvcache_jax.manager.requests import (
     padded,
     prompt_of,
 )
-from kvcache_jax.manager.rows import Figures, RequestRows, hashable
-from kvcache_jax.operations.preempt import evict_to_utilization, select_victim_rows
+from kvcache_jax.manager.rows import Metrics, RequestRows, hashable
+from kvcache_jax.operations.preempt import preempt_to_utilization, select_rows_to_preempt
 
 _log = logging.getLogger("kvcache_jax")
 
 
-class CacheManager(Questions):
+class CacheManager(Queries):
     """Requests in, blocks and hits out, on a cache that it owns.
 
     A call that raises `CacheError` has changed nothing. After a step function that started or ended rows, any
@@ -83,7 +83,7 @@ class CacheManager(Questions):
         self._widths = checked_widths(widths, self._config.query_len_limit)
         self._rows = RequestRows(self._config.max_seqs)
         self._batches = Batches()
-        self._figures = Figures()
+        self._figures = Metrics()
 
     # --- requests ---
 
@@ -327,18 +327,18 @@ class CacheManager(Questions):
             return int(count)
 
     def select_victim_requests(self, policy: str, n: int) -> list[Hashable]:
-        """The requests to preempt first, at most `n`; see `kvcache_jax.select_victim_rows`. Ends none.
+        """The requests to preempt first, at most `n`; see `kvcache_jax.select_rows_to_preempt`. Ends none.
 
         Raises:
           OutOfSync: A step function started a row that would be one of them.
         """
         with self._holder.turn("select_victim_requests") as cache:
             num_rows = max(1, min(static_count("n", n, least=0), cache.max_seqs))
-            victims = select_victim_rows(programs.without_pools(cache), policy, num_rows)
+            victims = select_rows_to_preempt(programs.without_pools(cache), policy, num_rows)
             return self._rows.requests_at(self._holder.fetch(victims)[:n])
 
-    def evict_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
-        """Ends requests until `usage` is at most `target`; see `kvcache_jax.evict_to_utilization`.
+    def preempt_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
+        """Ends requests until `usage` is at most `target`; see `kvcache_jax.preempt_to_utilization`.
 
         Returns:
           The requests that were ended, in that order. Their published blocks stay cached.
@@ -346,8 +346,8 @@ class CacheManager(Questions):
         Raises:
           OutOfSync: A step function started a row that would be among them; changed nothing.
         """
-        with self._holder.turn("evict_to_utilization"):
-            program = functools.partial(evict_to_utilization, target=target, policy=policy)
+        with self._holder.turn("preempt_to_utilization"):
+            program = functools.partial(preempt_to_utilization, target=target, policy=policy)
             cache, rows = self._holder.on_control(program)
             dropped = self._rows.requests_at(rows)
             self._holder.cache = cache

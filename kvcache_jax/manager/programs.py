@@ -12,11 +12,12 @@ from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.state import Admission, Cache, Control, Step
 from kvcache_jax.core.status import Status
-from kvcache_jax.operations.allocate import Prompt, allocate, reservation
+from kvcache_jax.operations.allocate import Prompts, allocate
+from kvcache_jax.operations.allocate import required_blocks as blocks_for_prompts
 from kvcache_jax.operations.commit import commit as commit_rows
 from kvcache_jax.operations.evict import evict as evict_blocks
-from kvcache_jax.operations.extend import extend, wish_of
-from kvcache_jax.operations.extend_plan import num_blocks_for_all
+from kvcache_jax.operations.extend import extend
+from kvcache_jax.operations.extend_plan import propose, required_blocks
 from kvcache_jax.operations.fork import fork as fork_rows
 from kvcache_jax.operations.free import free as free_rows
 from kvcache_jax.operations.new_tokens import padded_tokens
@@ -27,27 +28,25 @@ from kvcache_jax.operations.truncate import truncate as truncate_rows
 
 @jax.jit
 def admit(
-    cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
+    cache: Cache, seq_id: jax.Array, prompts: Prompts, is_replaced: jax.Array
 ) -> tuple[Cache, tuple[Admission, jax.Array]]:
     """`allocate` for one row, which is freed first if it is replaced; also i32[], its blocks."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     cache, _ = free_rows(cache, freed[None])
-    cache, admission = allocate(
-        cache, seq_id[None], **jax.tree.map(lambda array: array[None], prompt._asdict())
-    )
+    cache, admission = allocate(cache, seq_id[None], **prompts._asdict())
     held = [num_true(pool.block_table[seq_id] < pool.num_blocks) for pool in cache.control.block_pools]
     return cache, (admission, sum(held, start=jnp.int32(0)))
 
 
 @jax.jit
 def shortage(
-    cache: Cache, seq_id: jax.Array, prompt: Prompt, is_replaced: jax.Array
+    cache: Cache, seq_id: jax.Array, prompts: Prompts, is_replaced: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Blocks that must be available for `admit` and those that are, cached ones too; i32[groups] both."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     control = free_rows(cache, freed[None])[0].control
-    required = reservation(control, prompt, cache.config).num_required
-    return jnp.stack(required), _num_available(control)
+    required = blocks_for_prompts(control, prompts, cache.config)
+    return jnp.concatenate(required), _num_available(control)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -69,9 +68,8 @@ def append_needs(
     """As `shortage`, for `append`; and the rows' lengths i32[n]."""
     control, config, width = cache.control, cache.config, cache.config.query_len_limit
     tokens = padded_tokens(num_new.shape[0], width)
-    wish = wish_of(control, seq_ids, num_new, tokens, width, config)
-    required = num_blocks_for_all(control, wish, config)
-    return required, _num_available(control), wish.context_len
+    control, plan = propose(control, seq_ids, num_new, tokens, width, config)
+    return required_blocks(plan), _num_available(control), plan.context_len
 
 
 @jax.jit

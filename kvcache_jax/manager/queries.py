@@ -13,16 +13,16 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.manager import errors, programs
 from kvcache_jax.manager.locked_cache import CacheHolder
 from kvcache_jax.manager.requests import Request
-from kvcache_jax.manager.rows import Figures, RequestRows
+from kvcache_jax.manager.rows import Metrics, RequestRows
 
 
-class Questions:
+class Queries:
     """The methods of `CacheManager` that change nothing."""
 
     _config: CacheConfig
     _holder: CacheHolder
     _rows: RequestRows
-    _figures: Figures
+    _figures: Metrics
 
     def request_ids(self) -> list[Hashable]:
         """All requests, in the order in which they started."""

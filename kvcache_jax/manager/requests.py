@@ -10,7 +10,7 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import as_integer, static_count, static_flag
 from kvcache_jax.core import arguments
 from kvcache_jax.core.state import Step
-from kvcache_jax.operations.allocate import Prompt
+from kvcache_jax.operations.allocate import Prompts
 
 TO_THE_END = np.iinfo(np.int32).max
 
@@ -54,7 +54,7 @@ class Request:
 
 def prompt_of(
     token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool, items: Any
-) -> Prompt:
+) -> Prompts:
     """The arguments of an admission, padded to one shape but for items: these to a power of two."""
     priority = as_integer("priority", priority)
     if not -(2**31) <= priority < 2**31:
@@ -70,7 +70,8 @@ def prompt_of(
         num_more = (1 << (spans.shape[1] - 1).bit_length()) - spans.shape[1]
         spans = np.pad(np.asarray(spans)[0], [(0, num_more), (0, 0)])  # an empty one is none
     length = np.int32(len(token_ids))
-    return Prompt(*jax.device_put((length, words, np.int32(priority), tokens, is_reused, spans)))
+    prompt = length, words, np.int32(priority), tokens, is_reused, spans
+    return Prompts(*jax.device_put(tuple(None if field is None else field[None] for field in prompt)))
 
 
 def padded(

@@ -19,6 +19,11 @@ def hashable[T](request_id: T) -> T:
         raise TypeError(
             f"request_id is {request_id!r} ({error}), expected an id that can be hashed, such as a string"
         ) from None
+    if request_id != request_id:
+        raise ValueError(
+            f"request_id is {request_id!r}, which does not equal itself and could not be found again, "
+            "expected an id that does, such as a string"
+        )
     return request_id
 
 
@@ -82,7 +87,7 @@ class RequestRows:
         self._rows.clear()
 
 
-class Figures:
+class Metrics:
     """Hits of the last requests that looked for a cached prefix, and events in integers that do not wrap."""
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Admission: a row starts on the cached prefix of its prompt and reserves blocks for the rest."""
+"""The operation `allocate`: rows start on the cached prefixes of their prompts."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,18 +6,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient, set_at
+from kvcache_jax.arrays.masked_updates import (
+    add_at,
+    first_of_equal,
+    get_at,
+    num_true,
+    quotient,
+    set_at,
+)
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Admission, Cache, Control, Counter, count_events
+from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Counter, count_events
 from kvcache_jax.core.status import Status
-from kvcache_jax.operations.row_calls import on_rows
-from kvcache_jax.operations.rows import check_seq_ids, first_failure, mark_used, num_blocks_for
+from kvcache_jax.operations.rows import check_ids, first_failure, mark_used, num_blocks_for, on_rows
 from kvcache_jax.prefix import eviction, group_links, prefix_index
 
 
@@ -37,7 +44,9 @@ def allocate(
     """Starts rows and reserves the blocks of their whole prompts.
 
     `extend` uses the reserved blocks first. A window group reserves no more than a row may hold.
-    `context_len` is then `num_cached`; nothing is written yet.
+    `context_len` is then `num_cached`; nothing is written yet. Prompts are looked up before the call, so that
+    equal ones of one call do not find each other. All hits of successful rows are held before anything is
+    evicted.
 
     Args:
       cache: Not changed.
@@ -82,19 +91,19 @@ def allocate(
         "reuse": arguments.flags("reuse", reuse, num_rows),
         "items": items,
     }
-    return on_rows(allocate_row, cache, seq_ids, Prompt(**prompts))
+    return on_rows(allocate_rows, cache, seq_ids, Prompts(**prompts))
 
 
-class Prompt(NamedTuple):
-    """What a row is to start with.
+class Prompts(NamedTuple):
+    """The prompts that rows start with.
 
     Attributes:
-      num_tokens: i32[].
-      namespace: u32[4].
-      priority: i32[].
-      tokens: i32[P]; None without prefix caching.
-      reuse: bool[], whether to look for a cached prefix.
-      items: i32[I, 2], first position and end of each multimodal item, equal ones for no item; or None.
+      num_tokens: i32[n].
+      namespace: u32[n, 4].
+      priority: i32[n].
+      tokens: i32[n, P]; None without prefix caching.
+      reuse: bool[n], whether to look for a cached prefix.
+      items: i32[n, I, 2], first position and end of each multimodal item, equal ones for no item; or None.
     """
 
     num_tokens: jax.Array
@@ -105,129 +114,182 @@ class Prompt(NamedTuple):
     items: jax.Array | None
 
 
-class Reservation(NamedTuple):
-    """What the admission of a prompt asks of the layer groups.
-
-    Attributes:
-      hits: Per group i32[max_blocks_per_seq], cached blocks to start from by column, or nowhere.
-      num_cached: i32[], their tokens.
-      num_new: Per group i32[], blocks to take.
-      num_required: Per group i32[], blocks that must be available: also the hits that nobody holds.
-    """
-
-    hits: list[jax.Array]
-    num_cached: jax.Array
-    num_new: list[jax.Array]
-    num_required: list[jax.Array]
-
-
-def reservation(control: Control, prompt: Prompt, config: CacheConfig) -> Reservation:
-    """What `allocate_row` takes for a prompt."""
-    hits, num_cached = find_hits(control, prompt, config)
-    num_new, num_required = [], []
-    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
-        is_hit = ids < pool.num_blocks
-        num_blocks = jnp.minimum(
-            num_blocks_for(prompt.num_tokens, group.block_size) - quotient(num_cached, group.block_size),
-            group.max_held_blocks - num_true(is_hit),
-        )
-        num_new.append(num_blocks)
-        num_required.append(num_blocks + num_true(is_hit & (block_pool.ref_counts(pool, ids) == 0)))
-    return Reservation(hits, num_cached, num_new, num_required)
-
-
-def allocate_row(
-    control: Control, seq_id: jax.Array, prompt: Prompt, *, config: CacheConfig
+def allocate_rows(
+    control: Control, seq_ids: jax.Array, prompts: Prompts, *, config: CacheConfig
 ) -> tuple[Control, Admission]:
-    """Starts a row on the cached prefix of its prompt and reserves the rest.
-
-    A window group reserves no more than a row may hold. The result is of one row.
-    """
-    num_tokens = prompt.num_tokens
-    hits, num_cached, need, required = reservation(control, prompt, config)
-    lacks = [
-        num_blocks > block_pool.num_available(pool)
-        for num_blocks, pool in zip(required, control.block_pools, strict=True)
-    ]
-    is_unknown = num_tokens > (config.max_seq_len if prompt.tokens is None else prompt.tokens.shape[0])
+    """Starts rows `seq_ids` i32[n] on the cached prefixes of their prompts and reserves the rest."""
+    num_tokens = prompts.num_tokens
+    hits, num_cached = find_hits(control, prompts, config)
+    num_new = _num_new(control, prompts, hits, num_cached, config)
+    most = config.max_seq_len if prompts.tokens is None else prompts.tokens.shape[1]
     status = first_failure(
-        *check_seq_ids(control, seq_id),
-        (get_at(control.is_active, seq_id), Status.SEQ_IN_USE),
+        *check_ids(control, seq_ids),
+        (get_at(control.is_active, seq_ids), Status.SEQ_IN_USE),
         (num_tokens < 0, Status.BAD_LENGTH),
         (num_tokens > config.max_seq_len, Status.TOO_LONG),
-        (is_unknown, Status.BAD_LENGTH),
-        (any_of(lacks), Status.OUT_OF_BLOCKS),
+        (num_tokens > most, Status.BAD_LENGTH),
     )
-    ok = status == Status.OK
-    row = jnp.where(ok, seq_id, control.max_seqs)
+    control, ok = _with_blocks(control, status == Status.OK, hits, num_new)
+    status = jnp.where((status == Status.OK) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    rows = jnp.where(ok, seq_ids, control.max_seqs)
     num_cached = jnp.where(ok, num_cached, 0)
-    need = [jnp.where(ok, n, 0) for n in need]
+    num_new = [jnp.where(ok, num_blocks, 0) for num_blocks in num_new]
+    hits = [
+        jnp.where(ok[:, None], ids, pool.num_blocks)
+        for ids, pool in zip(hits, control.block_pools, strict=True)
+    ]
     control = mark_used(
         control,
-        row,
-        ok,
+        rows,
         is_active=True,
         context_len=num_cached,
-        priority=prompt.priority,
-        namespace=prompt.namespace,
+        priority=prompts.priority,
+        namespace=prompts.namespace,
         num_published=quotient(num_cached, config.groups[config.indexed_group].block_size),
     )
-    # Hits are held before anything is evicted.
-    hits = [jnp.where(ok, ids, pool.num_blocks) for ids, pool in zip(hits, control.block_pools, strict=True)]
     if control.prefix_index is not None:
-        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
         index = prefix_index.note_hits(
-            control.prefix_index, hits[config.indexed_group], control.clock, prompt.priority
+            control.prefix_index, hits[config.indexed_group], control.clock, prompts.priority
         )
+        pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
         control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
-        control = eviction.make_room(control, need, config)
+        needs = [jnp.sum(num_blocks, dtype=jnp.int32) for num_blocks in num_new]
+        control = eviction.make_room(control, needs, config)
     pools = []
-    for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, need, strict=True):
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-        first = quotient(num_cached, group.block_size)
-        pool = dataclasses.replace(pool, block_table=set_at(pool.block_table, row, ids))
-        is_new = (columns >= first) & (columns < first + num_blocks)
-        pools.append(block_pool.take(pool, is_new, row, columns)[0])
+    for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, num_new, strict=True):
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
+        first = quotient(num_cached, group.block_size)[:, None]
+        pool, new = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks[:, None]))
+        held = jnp.minimum(ids, new)  # each column has a hit, a new block, or nowhere twice
+        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, held)))
     num_items_cached = jnp.zeros_like(num_cached)
-    if prompt.items is not None:
-        first, end = prompt.items[:, 0], prompt.items[:, 1]
-        num_items_cached = num_true((end > first) & (end <= num_cached))
+    if prompts.items is not None:
+        first, end = prompts.items[..., 0], prompts.items[..., 1]
+        is_cached = (end > first) & (end <= num_cached[:, None])
+        num_items_cached = jnp.sum(is_cached, axis=1, dtype=jnp.int32)
     return dataclasses.replace(
         control,
-        counters=_count_admission(control, ok, prompt, num_cached, config),
+        counters=_count_admissions(control, ok, prompts, num_cached, config),
         block_pools=tuple(pools),
     ), Admission(status=status, num_cached=num_cached, num_items_cached=num_items_cached)
 
 
-def find_hits(control: Control, prompt: Prompt, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
-    """Per group i32[max_blocks_per_seq] cached blocks by column, or nowhere; and i32[], their tokens."""
+def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
+    """Finds the cached blocks to start from.
+
+    Returns:
+      Per group i32[n, max_blocks_per_seq] blocks by column, or nowhere; and i32[n], their tokens.
+    """
     if control.prefix_index is None:
+        rows = prompts.num_tokens[:, None]
         nowhere = [
-            jnp.full(pool.max_blocks_per_seq, pool.num_blocks, jnp.int32) for pool in control.block_pools
+            jnp.full_like(rows, pool.num_blocks, shape=(rows.shape[0], pool.max_blocks_per_seq))
+            for pool in control.block_pools
         ]
-        return nowhere, jnp.int32(0)
-    assert prompt.tokens is not None
-    found = prefix_index.find_prefix(
-        control.prefix_index, control.hash_key, prompt.tokens, prompt.num_tokens, prompt.namespace
-    )
-    found = jnp.where(prompt.reuse, found, control.block_pools[config.indexed_group].num_blocks)
-    return group_links.usable_prefix(control, found, prompt.items, config)
+        return nowhere, jnp.zeros_like(prompts.num_tokens)
+
+    def find(tokens, num_tokens, namespace, reuse, items):
+        assert control.prefix_index is not None
+        found = prefix_index.find_prefix(
+            control.prefix_index, control.hash_key, tokens, num_tokens, namespace
+        )
+        found = jnp.where(reuse, found, control.block_pools[config.indexed_group].num_blocks)
+        return group_links.usable_prefix(control, found, items, config)
+
+    return jax.vmap(find)(prompts.tokens, prompts.num_tokens, prompts.namespace, prompts.reuse, prompts.items)
 
 
-def _count_admission(
-    control: Control, ok: jax.Array, prompt: Prompt, num_cached: jax.Array, config: CacheConfig
+def required_blocks(control: Control, prompts: Prompts, config: CacheConfig) -> list[jax.Array]:
+    """Counts the blocks that must be available for each prompt alone, per group i32[n]; unowned hits too."""
+    hits, num_cached = find_hits(control, prompts, config)
+    num_new = _num_new(control, prompts, hits, num_cached, config)
+    return [
+        num_blocks + jnp.sum(block_pool.has_no_owner(pool.ref_count, ids), axis=1, dtype=jnp.int32)
+        for num_blocks, ids, pool in zip(num_new, hits, control.block_pools, strict=True)
+    ]
+
+
+def _num_new(
+    control: Control, prompts: Prompts, hits: list[jax.Array], num_cached: jax.Array, config: CacheConfig
+) -> list[jax.Array]:
+    """Counts the blocks to take, per group i32[n]; a window group reserves no more than a row may hold."""
+    num_new = []
+    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
+        num_hits = jnp.sum(ids < pool.num_blocks, axis=1, dtype=jnp.int32)
+        num_blocks = num_blocks_for(prompts.num_tokens, group.block_size)
+        num_blocks -= quotient(num_cached, group.block_size)
+        num_new.append(jnp.minimum(num_blocks, group.max_held_blocks - num_hits))
+    return num_new
+
+
+def _with_blocks(
+    control: Control, wants: jax.Array, hits: list[jax.Array], num_new: list[jax.Array]
+) -> tuple[Control, jax.Array]:
+    """Keeps the rows of bool[n] for which there are blocks, in entry order.
+
+    A row needs its new blocks and those of its hits that nobody holds and no earlier row revives. Where there
+    are blocks for all, nobody is looked at alone.
+
+    Returns:
+      The control state unchanged, but to be used from here on: owners are counted in its arrays, in place.
+      bool[n].
+    """
+    num_rows = wants.shape[0]
+    pools = control.block_pools
+    available = jnp.stack([block_pool.num_available(pool) for pool in pools])
+    needed, counts = [], []
+    for pool, ids, num_blocks in zip(pools, hits, num_new, strict=True):
+        need = jnp.sum(jnp.where(wants, num_blocks, 0), dtype=jnp.int32)
+        ref_count = pool.ref_count
+        if pool.cached is not None:
+            is_unowned = wants[:, None] & block_pool.has_no_owner(ref_count, ids)
+            is_revived, ref_count = first_of_equal(ref_count, is_unowned, ids)
+            ref_count = set_at(ref_count, jnp.where(is_unowned, ids, pool.num_blocks), 0)
+            need += num_true(is_revived)
+        needed.append(need)
+        counts.append(ref_count)
+    is_short = (jnp.stack(needed) > available).any()
+
+    def admit_row(state):
+        row, free, ok, ref_counts = state
+        left = []
+        for g, (ids, num_blocks) in enumerate(zip(hits, num_new, strict=True)):
+            num_revived = num_true(block_pool.has_no_owner(ref_counts[g], ids[row]))
+            left.append(free[g] - num_blocks[row] - num_revived)
+        row_ok = wants[row] & (jnp.stack(left) >= 0).all()
+        ref_counts = tuple(
+            add_at(counts, jnp.where(row_ok, ids[row], counts.shape[0]), 1)
+            for counts, ids in zip(ref_counts, hits, strict=True)
+        )
+        return row + 1, jnp.where(row_ok, jnp.stack(left), free), ok.at[row].set(row_ok), ref_counts
+
+    state = jnp.where(is_short, 0, num_rows), available, wants, tuple(counts)
+    _, _, ok, counts = lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)
+    restored: list[BlockPool] = []
+    for pool, ref_count, ids in zip(pools, counts, hits, strict=True):
+        held = jnp.where((ok & is_short)[:, None], ids, pool.num_blocks)
+        restored.append(dataclasses.replace(pool, ref_count=add_at(ref_count, held, -1)))
+    return dataclasses.replace(control, block_pools=tuple(restored)), ok
+
+
+def _count_admissions(
+    control: Control, ok: jax.Array, prompts: Prompts, num_cached: jax.Array, config: CacheConfig
 ) -> jax.Array:
-    """The counters after an admission."""
+    """Returns the counters after an admission."""
     block_size = config.groups[config.indexed_group].block_size
-    asked = ok & prompt.reuse if control.prefix_index is not None else jnp.bool_(False)
-    num_asked = jnp.where(asked, prompt.num_tokens, 0)
+    asked = ok & prompts.reuse if control.prefix_index is not None else jnp.zeros_like(ok)
+    num_asked = jnp.where(asked, prompts.num_tokens, 0)
+
+    def total(counts: jax.Array) -> jax.Array:
+        return jnp.sum(counts, dtype=jnp.int32)
+
     events = {
-        Counter.ALLOCATIONS: ok,
-        Counter.REQUEST_QUERIES: asked,
-        Counter.REQUEST_HITS: num_cached > 0,
-        Counter.BLOCK_QUERIES: quotient(num_asked, block_size),
-        Counter.BLOCK_HITS: quotient(num_cached, block_size),
-        Counter.TOKEN_QUERIES: num_asked,
-        Counter.TOKEN_HITS: num_cached,
+        Counter.ALLOCATIONS: num_true(ok),
+        Counter.REQUEST_QUERIES: num_true(asked),
+        Counter.REQUEST_HITS: num_true(num_cached > 0),
+        Counter.BLOCK_QUERIES: total(quotient(num_asked, block_size)),
+        Counter.BLOCK_HITS: total(quotient(num_cached, block_size)),
+        Counter.TOKEN_QUERIES: total(num_asked),
+        Counter.TOKEN_HITS: total(num_cached),
     }
     return count_events(control, events)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.single_kernel import one_control_kernel
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.prefix import eviction
 
@@ -29,6 +29,7 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
     """
     num_blocks = arguments.int_scalar("num_blocks", num_blocks)
     if cache.control.prefix_index is None:
+        refuse_donated("evict", cache)
         return cache, jnp.zeros_like(num_blocks)
     control, num_evicted = _evict(cache.control, num_blocks, config=cache.config)
     return dataclasses.replace(cache, control=control), num_evicted
@@ -36,12 +37,9 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _evict(control: Control, num_blocks: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
+    control, num_blocks = as_varied((control, num_blocks))
     group_id = config.indexed_group
-
-    def evict_most(control: Control, num_blocks: jax.Array) -> tuple[Control, jax.Array]:
-        cached = control.block_pools[group_id].cached
-        assert cached is not None
-        num_evicted = jnp.clip(num_blocks, 0, cached.num_cached)
-        return eviction.evict(control, group_id, num_evicted, config), num_evicted
-
-    return one_control_kernel(evict_most, control, num_blocks)
+    cached = control.block_pools[group_id].cached
+    assert cached is not None
+    num_evicted = jnp.clip(num_blocks, 0, cached.num_cached)
+    return eviction.evict(control, group_id, num_evicted, config), num_evicted

@@ -1,10 +1,8 @@
-"""What new tokens ask of the block pools, and which rows get it.
+"""The plan of an `extend`: blocks that rows need, blocks that they give back, and the rows that grow.
 
-The definition is sequential: the rows grow one after the other, each giving back the blocks that left
-its window, then taking what it needs or failing. (Those that grow then give back before any takes: fewer
-cached blocks are evicted, or others.) Almost always every row fits and no tail is shared;
-then all rows proceed at once. Otherwise `_walk` decides row by row; it knows how many blocks can be had, not
-which are evicted or freed for them, and says where that matters (`Decision`).
+`propose` plans for all rows that may grow, as if there were blocks for all. `decide` keeps those for which
+there are, in entry order: a row needs its new blocks and copies, and may count on the blocks that left its
+own window or that of an earlier row that grows.
 """
 
 import dataclasses
@@ -14,283 +12,206 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.loops import run_if
 from kvcache_jax.arrays.masked_updates import (
     add_at,
-    any_of,
+    count_down,
     get_at,
     num_true,
     quotient,
-    read_first,
     remainder,
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.reach import first_column
 from kvcache_jax.core.state import BlockPool, Control
+from kvcache_jax.core.status import Status
 from kvcache_jax.operations.new_tokens import NewTokens
+from kvcache_jax.operations.rows import check_ids, first_failure
 
 
-class Wish(NamedTuple):
-    """What a call of `extend` asks for, before anything is granted.
+class GroupPlan(NamedTuple):
+    """The part of an `ExtendPlan` that concerns one layer group.
+
+    Attributes:
+      opens_block: bool[tokens], the token is the first of a block that its row lacks.
+      num_blocks: i32[n], such blocks per row.
+      tail: i32[n], the partly filled block that the row's first new token goes into, or nowhere.
+      is_tail_published: bool[n], that block is published, so that nobody may write into it.
+      copies_tail: bool[n], the row copies that block first.
+      leaving: i32[n, most per call], the row's blocks that left its window, the last first, or nowhere.
+      leaving_columns: i32[n, most per call], their columns of the block table.
+      num_back: i32[n], blocks among them that get free when the rows before and this one let go.
+    """
+
+    opens_block: jax.Array
+    num_blocks: jax.Array
+    tail: jax.Array
+    is_tail_published: jax.Array
+    copies_tail: jax.Array
+    leaving: jax.Array
+    leaving_columns: jax.Array
+    num_back: jax.Array
+
+    @property
+    def need(self) -> jax.Array:
+        """Blocks that each row takes, copies included, i32[n]."""
+        return self.num_blocks + self.copies_tail.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendPlan:
+    """The rows of a call of `extend` and what becomes of them.
 
     Attributes:
       seq_ids: i32[n], `max_seqs` for ids that name no row.
       num_new: i32[n], as the caller gave it.
-      tokens: How the caller laid them out.
+      tokens: NewTokens, their layout.
       context_len: i32[n], tokens before the call.
-      num_published: i32[n], blocks of the row that are published.
       positions: i32[tokens], each token's place in its row.
-      status: i32[n], OK unless something but blocks stands against it.
-      wants: bool[n], the row is to grow.
+      status: i32[n], OK or the reason why the row does not grow.
+      grows: bool[n].
+      groups: Per layer group a GroupPlan.
     """
 
     seq_ids: jax.Array
     num_new: jax.Array
     tokens: NewTokens
     context_len: jax.Array
-    num_published: jax.Array
     positions: jax.Array
     status: jax.Array
-    wants: jax.Array
-
-
-class Demand(NamedTuple):
-    """What the rows of one call ask of one layer group.
-
-    Attributes:
-      num_blocks: i32[n], blocks per row, copies not counted.
-      tail: i32[n], the partly filled block that the row's first new token goes into, or nowhere.
-      is_tail_published: bool[n], that block is published: it is never written again, not even by one owner.
-      first_kept: i32[n], first table column behind the sinks that stays in reach.
-    """
-
-    num_blocks: jax.Array
-    tail: jax.Array
-    is_tail_published: jax.Array
-    first_kept: jax.Array
-
-
-def demands_of(
-    control: Control, wish: Wish, wants: jax.Array, config: CacheConfig
-) -> tuple[list[Demand], list[jax.Array]]:
-    """What those rows of the wish for which `wants` bool[n] holds need of each group.
-
-    Returns:
-      The demands; and per group bool[tokens], the token is the first of a block that its row lacks.
-    """
-    tokens, rows = wish.tokens, jnp.where(wants, wish.seq_ids, control.max_seqs)
-    token_rows = tokens.spread(rows, control.max_seqs)
-    is_token = tokens.offset < tokens.spread(wish.num_new, 0)
-    demands, opens_block = [], []
-    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
-        # Outside the table nothing is needed, so the fill value is any block.
-        entries = get_at(pool.block_table, (token_rows, quotient(wish.positions, group.block_size)), 0)
-        is_first = is_token & (remainder(wish.positions, group.block_size) == 0)
-        opens_block.append(is_first & (entries == pool.num_blocks))
-        has_tail = wants & (remainder(wish.context_len, group.block_size) > 0)
-        tail = jnp.where(has_tail, tokens.first(entries), pool.num_blocks)
-        if control.prefix_index is not None and g == config.indexed_group:
-            # What the blocks themselves say too, which are all over a big array.
-            is_published = has_tail & (wish.num_published * group.block_size > wish.context_len)
-        else:
-            is_published = block_pool.is_published(pool, tail)
-        first_kept = first_column(group, wish.context_len, group.max_rollback)
-        demands.append(Demand(tokens.count(opens_block[-1]), tail, is_published, first_kept))
-    return demands, opens_block
-
-
-class _Overview(NamedTuple):
-    """What holds of the demands of all rows.
-
-    Attributes:
-      is_free: bool[], there are free blocks for all, copies not counted.
-      fits: bool[], there are with those that can be evicted.
-      is_shared: bool[], of a block that is to be written into.
-      is_published: bool[], likewise.
-    """
-
-    is_free: jax.Array
-    fits: jax.Array
-    is_shared: jax.Array
-    is_published: jax.Array
-
-
-def _overview(control: Control, demands: list[Demand]) -> _Overview:
-    is_free, fits = jnp.bool_(True), jnp.bool_(True)
-    is_shared, is_published = jnp.bool_(False), jnp.bool_(False)
-    for pool, demand in zip(control.block_pools, demands, strict=True):
-        num_blocks = jnp.sum(demand.num_blocks, dtype=jnp.int32)
-        is_free &= num_blocks <= pool.num_free
-        fits &= num_blocks <= block_pool.num_available(pool)
-        is_shared |= (block_pool.ref_counts(pool, demand.tail) > 1).any()
-        is_published |= demand.is_tail_published.any()
-    return _Overview(is_free, fits, is_shared, is_published)
-
-
-def takes_at_once(control: Control, demands: list[Demand]) -> tuple[jax.Array, jax.Array]:
-    """bool[], there are blocks for all `demands` and no row has one to copy; and bool[], these are free."""
-    is_free, fits, is_shared, is_published = _overview(control, demands)
-    return fits & ~is_shared & ~is_published, is_free
-
-
-class Decision(NamedTuple):
-    """Which of the rows that want to grow do.
-
-    Attributes:
-      demands: What the rows that want to grow need, per group.
-      opens_block: Per group bool[tokens], which of their tokens open a block (`demands_of`).
-      grows: bool[n], the row grows.
-      copies_tail: bool[groups, n], it must copy its tail first.
-      must_take_turns: bool[], rows that take at once might get something else than one after the other:
-        a last block that is to be written into is published, and may be evicted for a row before it; or one
-        that is copied leaves a later row's window, and would be free before it was copied.
-    """
-
-    demands: list[Demand]
-    opens_block: list[jax.Array]
     grows: jax.Array
-    copies_tail: jax.Array
-    must_take_turns: jax.Array
+    groups: tuple[GroupPlan, ...]
 
 
-def decide(control: Control, wish: Wish, wants: jax.Array, config: CacheConfig) -> tuple[Control, Decision]:
-    """Decides for the rows of the wish for which `wants` bool[n] holds, as if no block were evicted for any.
-
-    Returns:
-      The control state unchanged, but to be used from here on: the walk counts on its arrays in place.
-      The decision.
-    """
-    demands, opens_block = demands_of(control, wish, wants, config)
-    _, fits, is_shared, is_published = _overview(control, demands)
-    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
-
-    def walk(state):
-        ref_counts, *_ = state
-        found = _walk(ref_counts, available, control, demands, wish.seq_ids, wants, config)
-        return found.ref_counts, found.grows, found.copies_tail, found.loses_tail
-
-    ref_counts = tuple(pool.ref_count for pool in control.block_pools)
-    nothing_to_copy = jnp.zeros_like(wants, shape=(len(demands), *wants.shape))
-    must_walk = ~fits | is_shared | is_published
-    state = ref_counts, wants, nothing_to_copy, jnp.zeros_like(must_walk)
-    ref_counts, grows, copies, loses_tail = run_if(must_walk, walk, state)
-    pools = tuple(
-        dataclasses.replace(pool, ref_count=ref_count)
-        for pool, ref_count in zip(control.block_pools, ref_counts, strict=True)
-    )
-    needs = num_taken(demands, grows, copies)
-    lacks = any_of([n > pool.num_free for n, pool in zip(needs, pools, strict=True)])
-    control = dataclasses.replace(control, block_pools=pools)
-    return control, Decision(demands, opens_block, grows, copies, loses_tail | (is_published & lacks))
-
-
-def num_taken(demands: list[Demand], grows: jax.Array, copies_tail: jax.Array) -> list[jax.Array]:
-    """i32[] per group, blocks that the rows take, copies included."""
-    return [
-        jnp.sum(jnp.where(grows, demand.num_blocks, 0) + copies_tail[g].astype(jnp.int32), dtype=jnp.int32)
-        for g, demand in enumerate(demands)
-    ]
-
-
-def num_blocks_for_all(control: Control, wish: Wish, config: CacheConfig) -> jax.Array:
-    """i32[groups], how many blocks must be available for all rows that want to grow to do so."""
-    demands, _ = demands_of(control, wish, wish.wants, config)
-    plenty = jnp.full(len(demands), 2**30, jnp.int32)
-    ref_counts = tuple(pool.ref_count for pool in control.block_pools)
-    walk = _walk(ref_counts, plenty, control, demands, wish.seq_ids, wish.wants, config)
-    return jnp.maximum(jnp.max(plenty - walk.spare, axis=0), 0)
-
-
-class _Walk(NamedTuple):
-    """What a walk over the rows finds.
-
-    Attributes:
-      ref_counts: Per group i32[num_blocks], as they were.
-      grows: As in `Decision`.
-      copies_tail: Likewise.
-      loses_tail: bool[], a block that is copied is free when all rows had their turn.
-      spare: i32[n, groups], blocks that are left when the row has taken its own, negative if it cannot.
-    """
-
-    ref_counts: tuple[jax.Array, ...]
-    grows: jax.Array
-    copies_tail: jax.Array
-    loses_tail: jax.Array
-    spare: jax.Array
-
-
-def _walk(
-    ref_counts: tuple[jax.Array, ...],
-    available: jax.Array,
+def propose(
     control: Control,
-    demands: list[Demand],
-    seq_ids: jax.Array,
-    wants: jax.Array,
+    seq_ids: jax.Array | None,
+    num_new: jax.Array,
+    tokens: NewTokens,
+    max_new: int,
     config: CacheConfig,
-) -> _Walk:
-    """`decide` one row after the other, counting owners down on the way and up again at the end.
+) -> tuple[Control, ExtendPlan]:
+    """Plans for all rows that may grow; `seq_ids` None stands for all rows.
 
-    Only owners and free blocks are followed: a block taken here is neither shared nor given back in
-    the same call, so its id does not matter.
-
-    Args:
-      ref_counts: i32[num_blocks] per group.
-      available: i32[groups], blocks that can be handed out.
-      control: The state, but for these.
-      demands: Per group.
-      seq_ids: i32[n].
-      wants: bool[n].
-      config: The cache's.
+    Returns:
+      The control state unchanged, but to be used from here on: owners are counted in its arrays, in place.
+      The plan.
     """
-
-    def walk_row(state, row):
-        ref_counts, free = state
-        seq_id, wants_row, row_demands = row
-        grows, copies, let_go, spare, left, counts = wants_row, [], [], [], [], []
-        for g, demand in enumerate(row_demands):
-            pool = control.block_pools[g]
-            leaving = _leaving(pool, config.groups[g], seq_id, demand.first_kept)
-            owners = get_at(ref_counts[g], jnp.append(leaving, demand.tail), 0)
-            owners, ref_count = read_first(owners, ref_counts[g])
-            copies_tail = (owners[-1] > 1) | demand.is_tail_published
-            num_back = num_true(owners[:-1] == 1)
-            need = demand.num_blocks + copies_tail.astype(jnp.int32)
-            spare.append(free[g] + num_back - need)
-            grows &= spare[g] >= 0
-            copies.append(copies_tail)
-            let_go.append(jnp.append(leaving, jnp.where(copies_tail, demand.tail, pool.num_blocks)))
-            # The original, published and without owner now, can be evicted for the rows that follow.
-            left.append(spare[g] + (copies_tail & (owners[-1] == 1)).astype(jnp.int32))
-            counts.append(ref_count)
-        let_go = [
-            jnp.where(grows, ids, pool.num_blocks)
-            for ids, pool in zip(let_go, control.block_pools, strict=True)
-        ]
-        free = jnp.where(grows, jnp.stack(left), free)
-        found = grows, jnp.stack(copies) & grows, jnp.stack(spare), let_go
-        return (add_owners(counts, let_go, -1), free), found
-
-    def add_owners(ref_counts, let_go, change: int):
-        return tuple(add_at(counts, ids, change) for counts, ids in zip(ref_counts, let_go, strict=True))
-
-    (ref_counts, _), walked = lax.scan(walk_row, (ref_counts, available), (seq_ids, wants, demands))
-    grows, copies, spare, let_go = walked
-    loses_tail = any_of(
-        [
-            (copied & block_pool.has_no_owner(counts, demand.tail) & ~demand.is_tail_published).any()
-            for counts, demand, copied in zip(ref_counts, demands, copies.T, strict=True)
-        ]
+    id_checks = ()
+    if seq_ids is None:  # none is out of range or repeated
+        seq_ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
+        context_len, is_active = control.context_len, control.is_active
+    else:
+        id_checks = check_ids(control, seq_ids, mask=num_new > 0)
+        seq_ids = jnp.where(seq_ids < 0, control.max_seqs, jnp.minimum(seq_ids, control.max_seqs))
+        context_len = get_at(control.context_len, seq_ids, 0)
+        is_active = get_at(control.is_active, seq_ids, False)
+    ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
+    is_too_long = (num_new > max_new) | ends_outside | (num_new > config.max_seq_len - context_len)
+    status = first_failure(
+        *id_checks,
+        (num_new < 0, Status.BAD_LENGTH),
+        ((num_new > 0) & ~is_active, Status.SEQ_NOT_ACTIVE),
+        ((num_new > 0) & is_too_long, Status.TOO_LONG),
     )
-    loses_tail, ref_counts = read_first(loses_tail, ref_counts)
-    return _Walk(add_owners(ref_counts, let_go, 1), grows, copies.T, loses_tail, spare)
+    grows = (status == Status.OK) & (num_new > 0)
+    positions = tokens.spread(context_len, 0) + tokens.offset
+    plan = ExtendPlan(seq_ids, num_new, tokens, context_len, positions, status, grows, ())
+    pools, groups = [], []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        pool, proposal = _propose_group(pool, group, plan, config)
+        pools.append(pool)
+        groups.append(proposal)
+    control = dataclasses.replace(control, block_pools=tuple(pools))
+    return control, dataclasses.replace(plan, groups=tuple(groups))
 
 
-def _leaving(pool: BlockPool, group: LayerGroup, seq_id: jax.Array, first_kept: jax.Array) -> jax.Array:
-    """i32[any], the row's blocks that left its window, and nowheres."""
-    if group.window is None:
-        return jnp.full(0, pool.num_blocks, jnp.int32)
-    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-    is_leaving = (columns >= group.num_sink_blocks) & (columns < first_kept)
-    entries = get_at(pool.block_table, seq_id, pool.num_blocks)
-    return jnp.where(is_leaving, entries, pool.num_blocks)
+def _propose_group(
+    pool: BlockPool, group: LayerGroup, plan: ExtendPlan, config: CacheConfig
+) -> tuple[BlockPool, GroupPlan]:
+    tokens, nowhere, block_size = plan.tokens, pool.num_blocks, group.block_size
+    rows = jnp.where(plan.grows, plan.seq_ids, pool.block_table.shape[0])
+    token_rows = tokens.spread(rows, pool.block_table.shape[0])
+    is_token = tokens.offset < tokens.spread(plan.num_new, 0)
+    # Outside the table nothing is needed, so the fill value is any block.
+    entries = get_at(pool.block_table, (token_rows, quotient(plan.positions, block_size)), 0)
+    opens_block = is_token & (remainder(plan.positions, block_size) == 0) & (entries == nowhere)
+    has_tail = plan.grows & (remainder(plan.context_len, block_size) > 0)
+    tail = jnp.where(has_tail, tokens.first(entries), nowhere)
+    is_published = block_pool.is_published(pool, tail)
+    # Writers copy while their block has another owner, so of as many writers as owners the last one does not.
+    ref_count, is_last_owner = count_down(pool.ref_count, tail)
+    ref_count = add_at(ref_count, tail, 1)
+    copies_tail = has_tail & (is_published | ~is_last_owner)
+
+    num_leaving = min(
+        group.span.max_leaving_blocks(config.query_len_limit, block_size), pool.max_blocks_per_seq
+    )
+    first_kept = group.first_column(plan.context_len, group.max_rollback)
+    columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
+    leaving = get_at(pool.block_table, (rows[:, None], columns), nowhere)
+    leaving = jnp.where(columns >= group.num_sink_blocks, leaving, nowhere)
+    num_back = jnp.zeros_like(plan.num_new)
+    if num_leaving:
+        ref_count, is_free = count_down(ref_count, leaving)
+        ref_count = add_at(ref_count, leaving, 1)
+        num_back = jnp.sum(is_free, axis=1, dtype=jnp.int32)
+    proposal = GroupPlan(
+        opens_block, tokens.count(opens_block), tail, is_published, copies_tail, leaving, columns, num_back
+    )
+    return dataclasses.replace(pool, ref_count=ref_count), proposal
+
+
+def required_blocks(plan: ExtendPlan) -> jax.Array:
+    """Counts the blocks that must be available for all rows of a proposal to grow, i32[groups]."""
+    required = [jnp.max(jnp.cumsum(group.need - group.num_back), initial=0) for group in plan.groups]
+    return jnp.stack(required)
+
+
+def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Control, ExtendPlan]:
+    """Keeps the rows of a proposal for which there are blocks, in entry order.
+
+    Where there are blocks for all, nothing changes. Else the rows are looked at one after the other: a failed
+    row takes nothing, gives nothing back, and stays an owner of its last block.
+    """
+    num_rows = plan.num_new.shape[0]
+    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+    is_short = (required_blocks(plan) > available).any()
+    tails = [(group.tail, block_pool.ref_counts(pool, group.tail)) for group, pool in _pairs(control, plan)]
+
+    def decide_row(state):
+        row, free, grows, copies_tail, ref_counts = state
+        left, copies = [], []
+        for g, (group, (tail, num_owners)) in enumerate(zip(plan.groups, tails, strict=True)):
+            num_copied = num_true(copies_tail[g] & (tail == tail[row]))
+            is_shared = num_owners[row] - num_copied > 1
+            copies.append((tail[row] < ref_counts[g].shape[0]) & (group.is_tail_published[row] | is_shared))
+            num_back = num_true(get_at(ref_counts[g], group.leaving[row], 0) == 1)
+            left.append(free[g] + num_back - group.num_blocks[row] - copies[-1].astype(jnp.int32))
+        row_grows = plan.grows[row] & (jnp.stack(left) >= 0).all()
+        free = jnp.where(row_grows, jnp.stack(left), free)
+        copies_tail = copies_tail.at[:, row].set(jnp.stack(copies) & row_grows)
+        ref_counts = tuple(
+            add_at(counts, jnp.where(row_grows, group.leaving[row], counts.shape[0]), -1)
+            for counts, group in zip(ref_counts, plan.groups, strict=True)
+        )
+        return row + 1, free, grows.at[row].set(row_grows), copies_tail, ref_counts
+
+    # Of all rows but those that were decided, nobody copies yet.
+    copies_tail = jnp.stack([group.copies_tail & ~is_short for group in plan.groups])
+    ref_counts = tuple(pool.ref_count for pool in control.block_pools)
+    state = jnp.where(is_short, 0, num_rows), available, plan.grows, copies_tail, ref_counts
+    state = lax.while_loop(lambda state: state[0] < num_rows, decide_row, state)
+    _, _, grows, copies_tail, ref_counts = state
+
+    pools, groups = [], []
+    for g, (group, pool) in enumerate(_pairs(control, plan)):
+        let_go = jnp.where((grows & is_short)[:, None], group.leaving, pool.num_blocks)
+        pools.append(dataclasses.replace(pool, ref_count=add_at(ref_counts[g], let_go, 1)))
+        groups.append(group._replace(copies_tail=copies_tail[g]))
+    status = jnp.where(plan.grows & ~grows, jnp.int32(Status.OUT_OF_BLOCKS), plan.status)
+    control = dataclasses.replace(control, block_pools=tuple(pools))
+    return control, dataclasses.replace(plan, status=status, grows=grows, groups=tuple(groups))
+
+
+def _pairs(control: Control, plan: ExtendPlan) -> list[tuple[GroupPlan, BlockPool]]:
+    return list(zip(plan.groups, control.block_pools, strict=True))

@@ -8,10 +8,10 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.operations.allocate import Prompt, find_hits
+from kvcache_jax.operations.allocate import Prompts, find_hits
 
 
 @takes_one
@@ -41,6 +41,7 @@ def lookup(
     tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
     if cache.control.prefix_index is None:
+        refuse_donated("lookup", cache)
         return jnp.zeros_like(num_tokens)
     spans = arguments.item_spans(items, num_tokens.shape[0])
     return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
@@ -55,7 +56,7 @@ def _lookup(
     items: jax.Array | None,
     config: CacheConfig,
 ) -> jax.Array:
-    prompts = Prompt(
+    prompts = Prompts(
         num_tokens=num_tokens,
         namespace=namespaces,
         priority=jnp.zeros_like(num_tokens),
@@ -63,6 +64,6 @@ def _lookup(
         reuse=jnp.ones_like(num_tokens, bool),
         items=items,
     )
-    num_cached = jax.vmap(lambda prompt: find_hits(control, prompt, config)[1])(prompts)
+    _, num_cached = find_hits(control, prompts, config)
     is_length = (num_tokens >= 0) & (num_tokens <= min(tokens.shape[1], config.max_seq_len))
     return jnp.where(is_length, num_cached, 0)

@@ -5,6 +5,8 @@ Only the blocks that a row alone holds come free with it, so only these count.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +21,98 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.operations import rows
+from kvcache_jax.operations.free import free_rows
 
-_ROW_POLICIES = ("lru", "lfu", "longest", "priority")
+_MAX = jnp.iinfo(jnp.int32).max
+
+
+class RowMetadata(NamedTuple):
+    """The rows as a row policy sees them, one entry per row; entries of idle rows mean nothing.
+
+    Attributes:
+      idle: i32[max_seqs], ticks of the cache's clock since the row was used.
+      num_uses: i32[max_seqs], calls that used the row.
+      num_freed: i32[max_seqs], blocks that come free with the row: those that it alone holds.
+      priority: i32[max_seqs].
+      context_len: i32[max_seqs], tokens held.
+    """
+
+    idle: jax.Array
+    num_uses: jax.Array
+    num_freed: jax.Array
+    priority: jax.Array
+    context_len: jax.Array
+
+
+RowKey = Callable[[RowMetadata], jax.Array]
+_row_policies: dict[str, RowKey] = {}
+
+
+def row_policy(name: str) -> Callable[[RowKey], RowKey]:
+    """Registers a function from `RowMetadata` to i32[max_seqs] keys as a policy of preemption.
+
+    The row with the lowest key is preempted first, of equal ones the one that was used longest ago. The
+    function is traced once per program.
+
+    Args:
+      name: For `select_rows_to_preempt` and `preempt_to_utilization`.
+
+    Returns:
+      The decorator; it passes the function through unchanged.
+
+    Raises:
+      ValueError, TypeError: the name is taken or no str.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> @kv.row_policy("shortest")
+      ... def shortest(rows: kv.RowMetadata):
+      ...     return rows.context_len
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}, expected a str: write @row_policy('name')")
+    if name in _row_policies:
+        raise ValueError(
+            f"there is a row policy {name!r} already, expected a new name: compiled programs go by it"
+        )
+
+    def register(key: RowKey) -> RowKey:
+        if not callable(key):
+            raise TypeError(f"the row policy {name!r} is {key!r}, expected a function of RowMetadata")
+        _row_policies[name] = key
+        return key
+
+    return register
+
+
+@row_policy("lru")
+def _least_recently_used(rows: RowMetadata) -> jax.Array:
+    return jnp.zeros_like(rows.idle)
+
+
+@row_policy("lfu")
+def _least_frequently_used(rows: RowMetadata) -> jax.Array:
+    return rows.num_uses
+
+
+@row_policy("longest")
+def _most_blocks(rows: RowMetadata) -> jax.Array:
+    return -rows.num_freed
+
+
+@row_policy("priority")
+def _lowest_priority(rows: RowMetadata) -> jax.Array:
+    return rows.priority
 
 
 @takes_one
-def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
+def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
     """The rows to preempt first; changes nothing.
 
     Args:
       cache: Not changed.
       policy: "lru" (used longest ago), "lfu" (used by the fewest calls), "longest" (frees the most blocks)
-        or "priority" (lowest). Of equal rows that used longest ago.
+        "priority" (lowest), or a name registered with `row_policy`. Of equal rows the one used longest ago.
       n: How many at most.
 
     Returns:
@@ -45,7 +126,7 @@ def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
       >>> import kvcache_jax as kv
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=4, max_seq_len=64))
       >>> cache, _ = kv.allocate(cache, [0, 1, 2], [20, 60, 1])
-      >>> kv.select_victim_rows(cache, "longest", 2).tolist()
+      >>> kv.select_rows_to_preempt(cache, "longest", 2).tolist()
       [1, 0]
     """
     _check_policy(policy)
@@ -54,7 +135,7 @@ def select_victim_rows(cache: Cache, policy: str, n: int) -> jax.Array:
 
 
 @takes_one
-def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -> tuple[Cache, jax.Array]:
+def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -> tuple[Cache, jax.Array]:
     """Frees whole rows, one after the other, until `utilization` is at most `target`.
 
     Their published blocks stay cached. It stops early when no row is left that frees a block, in a layer
@@ -63,7 +144,7 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
     Args:
       cache: Not changed.
       target: f32[], share of referenced blocks, 0 to 1.
-      policy: As in `select_victim_rows`; asked again after each row, for what rows share changes.
+      policy: As in `select_rows_to_preempt`; asked again after each row, for what rows share changes.
 
     Returns:
       The cache and i32[max_seqs], the rows that were freed, in that order, then `max_seqs`.
@@ -75,7 +156,7 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
       >>> import kvcache_jax as kv
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=4, max_seq_len=64))
       >>> cache, _ = kv.allocate(cache, [0, 1, 2], [20, 60, 1])
-      >>> cache, dropped = kv.evict_to_utilization(cache, 0.5, "longest")
+      >>> cache, dropped = kv.preempt_to_utilization(cache, 0.5, "longest")
       >>> dropped.tolist(), float(kv.utilization(cache))
       ([1, 4, 4, 4], 0.375)
     """
@@ -86,8 +167,11 @@ def evict_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -
 
 
 def _check_policy(policy: str) -> None:
-    if policy not in _ROW_POLICIES:
-        raise ValueError(f"policy is {policy!r}, expected one of {', '.join(map(repr, _ROW_POLICIES))}")
+    if policy not in _row_policies:
+        raise ValueError(
+            f"policy is {policy!r}, expected one of {', '.join(map(repr, _row_policies))}; register others "
+            "first, with the decorator kvcache_jax.row_policy"
+        )
 
 
 @functools.partial(jax.jit, static_argnames="policy")
@@ -109,7 +193,7 @@ def _evict_rows(
 
     def free_one(state):
         control, dropped, num_dropped, row = state
-        control, _ = rows.free_row(control, row, config=config)
+        control, _ = free_rows(control, row[None], config=config)
         return control, dropped.at[num_dropped].set(row), num_dropped + 1, next_row(control)
 
     # Made of the rows' lengths: inside shard_map a constant would differ from what the loop makes of it.
@@ -129,16 +213,18 @@ def _num_freed(control: Control, counts: list[jax.Array]) -> jax.Array:
 
 
 def _in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:
-    """i32[max_seqs], the rows that free something, the least valuable first, then `max_seqs`."""
-    # The clock wraps around; the time since it was used does not.
-    idle = control.clock - control.last_used
-    keys = {
-        "lru": jnp.zeros_like(num_freed),
-        "lfu": control.num_uses,
-        "longest": -num_freed,
-        "priority": control.priority,
-    }
+    """Sorts the rows that free something, i32[max_seqs], the least valuable first, then `max_seqs`."""
+    # The clock wraps around; the time since a row was used does not.
+    idle = jnp.minimum(control.clock - control.last_used, jnp.uint32(_MAX)).astype(jnp.int32)
+    num_uses = jnp.minimum(control.num_uses, jnp.uint32(_MAX)).astype(jnp.int32)
+    rows = RowMetadata(idle, num_uses, num_freed, control.priority, control.context_len)
+    keys = jnp.asarray(_row_policies[policy](rows))
+    if keys.shape != num_freed.shape or not jnp.issubdtype(keys.dtype, jnp.signedinteger):
+        raise TypeError(
+            f"row policy {policy!r} returned {keys.dtype}{list(keys.shape)}, expected "
+            f"int32{list(num_freed.shape)}: a key per row"
+        )
     ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
     is_spared = num_freed == 0
-    *_, order = lax.sort((is_spared, keys[policy], ~idle, ids), num_keys=3, is_stable=True)
+    *_, order = lax.sort((is_spared, keys.astype(jnp.int32), ~idle, ids), num_keys=3, is_stable=True)
     return jnp.where(ids < num_true(~is_spared), order, control.max_seqs)

@@ -1,17 +1,19 @@
-"""The operation `reorder`."""
+"""The operation `reorder`: rows continue from other rows, as beam search does."""
 
 import dataclasses
-import functools
 
 import jax
+import jax.numpy as jnp
 
+from kvcache_jax.arrays.masked_updates import get_at, set_at
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.single_kernel import one_control_kernel
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.operations import rows
+from kvcache_jax.core.status import Status
+from kvcache_jax.operations.rows import check_ids, first_failure, inherit, on_rows, token_blocks
 
 
 @takes_one
@@ -31,10 +33,29 @@ def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache,
     """
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     parent_ids = arguments.int_column("parent_ids", parent_ids, seq_ids.shape[0])
-    control, status = _reorder(cache.control, seq_ids, parent_ids, config=cache.config)
-    return dataclasses.replace(cache, control=control), status
+    return on_rows(reorder_rows, cache, seq_ids, parent_ids)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _reorder(control: Control, *columns: jax.Array, config: CacheConfig) -> tuple[Control, jax.Array]:
-    return one_control_kernel(functools.partial(rows.reorder_rows, config=config), control, *columns)
+def reorder_rows(
+    control: Control, seq_ids: jax.Array, parent_ids: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Lets row `seq_ids[i]` continue from `parent_ids[i]`; i32[n] both.
+
+    New owners come before old ones go, so a block that only changes hands is never free in between.
+    """
+    status = first_failure(
+        *check_ids(control, seq_ids, parent_ids),
+        (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
+        (~get_at(control.is_active, parent_ids), Status.SEQ_NOT_ACTIVE),
+    )
+    moves = (status == Status.OK) & (seq_ids != parent_ids)
+    rows = jnp.where(moves, seq_ids, control.max_seqs)
+    pools = []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        new_ids = token_blocks(pool, group, control.context_len, parent_ids)
+        old_ids = get_at(pool.block_table, rows, pool.num_blocks)
+        pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))
+        pool = block_pool.release(pool, old_ids[:, ::-1])
+        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, new_ids)))
+    control = inherit(control, rows, parent_ids)
+    return dataclasses.replace(control, block_pools=tuple(pools)), status

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.empty_state import empty_index, in_place_of
 from kvcache_jax.core.state import Cache, Control
@@ -29,6 +29,7 @@ def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
       The cache and i32[], how many blocks of all layer groups were published; 0 without prefix caching.
     """
     if cache.control.prefix_index is None:
+        refuse_donated("reset_prefix_cache", cache)
         return cache, jnp.int32(0)
     control, num_dropped = _reset_index(cache.control, config=cache.config)
     return dataclasses.replace(cache, control=control), num_dropped

@@ -1,7 +1,6 @@
 """Leaving nothing behind: keys, values and tokens are overwritten, not only forgotten."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,14 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, rank_true
+from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, quotient, rank_true
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
-from kvcache_jax.operations import rows
+from kvcache_jax.operations.free import free_rows
 from kvcache_jax.prefix import eviction
 
 
@@ -126,7 +125,7 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
     control, index, masks = cache.control, cache.control.prefix_index, []
     is_other = control.is_active & ~is_row
     for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         is_filled = is_other[:, None] & (columns * group.block_size < control.context_len[:, None])
         kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
         is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
@@ -134,16 +133,15 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
             namespace, companions = index.namespace, index.companions[g]
             if companions is not None:
                 namespace = get_at(namespace, companions.keeper)
-            is_kept |= pool.cached.is_published & (namespace != words).any(axis=-1)
+            is_kept |= pool.cached.is_published & (namespace != words[None]).any(axis=-1)
         masks.append(~is_kept)
     return masks
 
 
 def _end_rows(control: Control, is_row: jax.Array, config: CacheConfig) -> Control:
-    """`free` for all masked rows."""
+    """Ends all masked rows."""
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
-    free_row = functools.partial(rows.free_row, config=config)
-    return rows.each_row(free_row, control, jnp.where(is_row, order, control.max_seqs))[0]
+    return free_rows(control, jnp.where(is_row, order, control.max_seqs), config=config)[0]
 
 
 def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) -> Control:
@@ -191,8 +189,8 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     if index is None:
         return control
     block_size = config.groups[g].block_size
-    num_tokens = rows.num_tokens_held(control, control.block_pools[g], block_size)
-    is_token = jnp.arange(block_size, dtype=jnp.int32) < num_tokens[:, None]
+    num_tokens = num_tokens_held(control, control.block_pools[g], block_size)
+    is_token = jnp.arange(block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
     index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
     return dataclasses.replace(control, prefix_index=index)
 
@@ -202,7 +200,7 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: i
     columns = quotient(control.context_len, block_size)
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
-    num_tokens = rows.num_tokens_held(control, blocks, block_size)
+    num_tokens = num_tokens_held(control, blocks, block_size)
     num_layers = pool.k.shape[0] // blocks.num_blocks
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 
@@ -218,3 +216,14 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: i
         return lax.fori_loop(0, control.max_seqs, clear_row, values)
 
     return KVPool(k=clear(pool.k), v=clear(pool.v))
+
+
+def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:
+    """Counts the tokens that each block of a group holds for a row, or published; i32[num_blocks]."""
+    starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
+    filled = jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)
+    # A last block may be shared by a longer fork, for which it is not the last.
+    num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
+    if pool.cached is None:
+        return num_tokens
+    return jnp.where(pool.cached.is_published, block_size, num_tokens)

@@ -127,7 +127,7 @@ def utilization(cache: Cache) -> jax.Array:
 
 
 @takes_one
-def needs_eviction(cache: Cache, threshold: float = 0.9) -> jax.Array:
+def needs_preemption(cache: Cache, threshold: float = 0.9) -> jax.Array:
     """bool[], whether `utilization` reached `threshold`."""
     return utilization(cache) >= arguments.fraction("threshold", threshold)
 
@@ -183,7 +183,7 @@ def _num_blocks_needed(
     needed = jnp.zeros_like(num_new)
     for layer_group, pool in _selected(cache, group_ids):
         block_size = layer_group.block_size
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = num_blocks_for(context_len, block_size)[:, None]
         end = num_blocks_for(context_len + num_new, block_size)[:, None]
         entries = get_at(pool.block_table, seq_ids)

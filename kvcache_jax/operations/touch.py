@@ -1,17 +1,26 @@
-"""The operation `touch`."""
+"""The operation `touch`: rows are marked as just used."""
 
 import jax
 
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.state import Cache
-from kvcache_jax.operations import rows
-from kvcache_jax.operations.row_calls import on_rows
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.operations.rows import active_rows, mark_used, on_rows
 
 
 @takes_one
 @jax.named_scope("kvcache.touch")
 def touch(cache: Cache, seq_ids: IntRows) -> tuple[Cache, jax.Array]:
-    """Marks rows as just used. Returns the cache and status i32[n]: SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID."""
-    return on_rows(rows.touch_row, cache, arguments.int_column("seq_ids", seq_ids))
+    """Marks rows i32[n] as just used.
+
+    Returns:
+      The cache and status i32[n]: SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
+    """
+    return on_rows(_touch_rows, cache, arguments.int_column("seq_ids", seq_ids))
+
+
+def _touch_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> tuple[Control, jax.Array]:
+    status, rows = active_rows(control, seq_ids)
+    return mark_used(control, rows), status

@@ -1,13 +1,19 @@
-"""The operation `truncate`."""
+"""The operation `truncate`: rows are rolled back."""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 
+from kvcache_jax.arrays.masked_updates import any_of, get_at, quotient, set_at
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.state import Cache
-from kvcache_jax.operations import rows
-from kvcache_jax.operations.row_calls import on_rows
+from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.state import BlockPool, Cache, Control
+from kvcache_jax.core.status import Status
+from kvcache_jax.operations.rows import check_ids, first_failure, num_blocks_for, on_rows, partial_tails
 
 
 @takes_one
@@ -20,13 +26,69 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
 
     Args:
       cache: Not changed.
-      seq_ids: i32[n], active rows.
+      seq_ids: i32[n], active rows, each at most once.
       new_len: i32[n], tokens to keep.
 
     Returns:
       The cache and status i32[n]: TOO_LONG (`new_len` exceeds the row), BAD_LENGTH, WINDOW_LOST,
-      SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
+      SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
     """
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     new_len = arguments.int_column("new_len", new_len, seq_ids.shape[0])
-    return on_rows(rows.truncate_row, cache, seq_ids, new_len)
+    return on_rows(truncate_rows, cache, seq_ids, new_len)
+
+
+def truncate_rows(
+    control: Control, seq_ids: jax.Array, new_len: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Drops the tokens of rows `seq_ids` from `new_len` on, i32[n] both."""
+    context_len = get_at(control.context_len, seq_ids, 0)
+    pools = list(zip(control.block_pools, config.groups, strict=True))
+    is_lost = any_of([_is_lost(pool, group, seq_ids, context_len, new_len) for pool, group in pools])
+    status = first_failure(
+        *check_ids(control, seq_ids),
+        (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
+        (new_len < 0, Status.BAD_LENGTH),
+        (new_len > context_len, Status.TOO_LONG),
+        (is_lost, Status.WINDOW_LOST),
+    )
+    rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
+    control = dataclasses.replace(
+        control,
+        context_len=set_at(control.context_len, rows, new_len),
+        block_pools=tuple(_shortened(pool, group, rows, new_len) for pool, group in pools),
+    )
+    return _count_published(control, rows, config), status
+
+
+def _is_lost(
+    pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, context_len: jax.Array, new_len: jax.Array
+) -> jax.Array:
+    """Tells which rows cannot be rolled back to `new_len`: the next token would read what left the window."""
+    if group.window is None:
+        return jnp.zeros_like(new_len, bool)
+    is_beyond = (context_len > group.window) & (context_len - new_len > group.max_rollback)
+    # Behind the sinks the next token reads from here on, and what is held is contiguous up to the tail.
+    column = group.first_column(new_len)
+    entries = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
+    return is_beyond | ((column * group.block_size < new_len) & (entries == pool.num_blocks))
+
+
+def _shortened(pool: BlockPool, group: LayerGroup, rows: jax.Array, new_len: jax.Array) -> BlockPool:
+    """Releases the blocks of `rows` without a token below `new_len`; `max_seqs` is skipped."""
+    entries = get_at(pool.block_table, rows, pool.num_blocks)
+    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
+    is_dropped = columns[None] >= num_blocks_for(new_len, group.block_size)[:, None]
+    pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[:, ::-1])
+    kept = jnp.where(is_dropped, pool.num_blocks, entries)
+    return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, kept))
+
+
+def _count_published(control: Control, rows: jax.Array, config: CacheConfig) -> Control:
+    """Counts the published blocks of rows that lost tokens, a last one that they cut into included."""
+    group, pool = config.groups[config.indexed_group], control.block_pools[config.indexed_group]
+    num_full = quotient(get_at(control.context_len, rows), group.block_size)
+    num_published = jnp.minimum(get_at(control.num_published, rows), num_full)
+    has_published_tail = block_pool.is_published(pool, partial_tails(control, config, rows))
+    num_published = jnp.where(has_published_tail, num_full + 1, num_published)
+    return dataclasses.replace(control, num_published=set_at(control.num_published, rows, num_published))

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import Update, add_at, update_all
+from kvcache_jax.arrays.masked_updates import add_at, set_at
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_keys
 from kvcache_jax.core.state import BlockHistory, CachedBlocks
@@ -48,10 +48,8 @@ def add_children(history: BlockHistory | None, parents: jax.Array, change: int) 
 def _put(history: BlockHistory, block_ids: jax.Array, **values: jax.Array) -> BlockHistory:
     """Sets entries of those fields that are kept."""
     kept = {name: field for name in values if (field := getattr(history, name)) is not None}
-    if not kept:
-        return history
-    updated = update_all(*(Update(field, block_ids, values[name]) for name, field in kept.items()))
-    return dataclasses.replace(history, **dict(zip(kept, updated, strict=True)))
+    updated = {name: set_at(field, block_ids, values[name]) for name, field in kept.items()}
+    return dataclasses.replace(history, **updated)
 
 
 def keys_of(

@@ -8,6 +8,7 @@ there is compared with the tokens themselves, so that a collision costs a hit an
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # Two hashes of 32 bits, on the last axis, each with a multiplier of its own.
 _ODD = (0x9E3779B1, 0x85EBCA77)
@@ -15,7 +16,9 @@ _ODD = (0x9E3779B1, 0x85EBCA77)
 
 def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
     """u32[..., 2], hash of the empty prefix in `namespace u32[..., 4]`."""
-    value, odd = hash_key, jnp.array(_ODD, jnp.uint32)
+    value, odd = (
+        lax.broadcast_to_rank(words, namespace.ndim) for words in (hash_key, jnp.array(_ODD, jnp.uint32))
+    )
     for word in range(4):
         value = _mix(value ^ namespace[..., word, None]) * odd
     return value
@@ -29,9 +32,13 @@ def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Arr
       tokens: i32[..., block_size].
       first_position: i32[...], position of the block's first token.
     """
-    positions = first_position[..., None] + jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    order = lax.broadcast_to_rank(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.ndim)
+    positions = first_position[..., None] + order
     tokens, positions = tokens.astype(jnp.uint32), positions.astype(jnp.uint32)
-    key, odd = hash_key[:, None], jnp.array(_ODD, jnp.uint32)[:, None]
+    key, odd = (
+        lax.broadcast_to_rank(words[:, None], tokens.ndim + 1)
+        for words in (hash_key, jnp.array(_ODD, jnp.uint32))
+    )
     mixed = _mix(_mix(tokens[..., None, :] ^ key) ^ _mix(positions[..., None, :] * odd + key))
     return jnp.sum(mixed, axis=-1, dtype=jnp.uint32)
 

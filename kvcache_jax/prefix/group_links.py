@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import (
-    Update,
     first_of_equal,
     first_true,
     get_at,
@@ -22,11 +21,9 @@ from kvcache_jax.arrays.masked_updates import (
     read_first,
     remainder,
     set_at,
-    update_all,
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.reach import first_column
 from kvcache_jax.core.state import BlockPool, Companions, Control, PrefixIndex
 
 
@@ -53,7 +50,7 @@ def usable_prefix(
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
-        is_inside = (items[:, :1] < lengths) & (items[:, 1:] > lengths)  # [I, K + 1]
+        is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
         is_usable &= ~is_inside.any(axis=0)
     columns: list[jax.Array] = []
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
@@ -98,7 +95,7 @@ def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
 
 def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The columns `[first, end)` that a row of `length` tokens, in whole blocks, must hold beside sinks."""
-    return first_column(group, length), quotient(length, group.block_size)
+    return group.first_column(length), quotient(length, group.block_size)
 
 
 def link(
@@ -113,7 +110,7 @@ def link(
 
     Args:
       control: The state.
-      mask: bool[E], which entries count; their `canonical` differ.
+      mask: bool[E], which entries count.
       rows: i32[E], seq_id.
       columns: i32[E], column of the indexed group.
       canonical: i32[E], the published block there.
@@ -127,12 +124,14 @@ def link(
         if companions is None:
             continue
         slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
-        column = (columns * indexed.block_size // group.block_size)[:, None] + slots
+        column = (columns * indexed.block_size // group.block_size)[:, None] + slots[None]
         is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
         present = get_at(companions.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
         is_linked &= ~block_pool.is_published(pool, ids)
+        # Of entries with the same contents the first that still holds the block links its own.
+        is_linked &= ~_is_linked_before(is_linked, canonical)
         # Of entries that want the same block for their companion, as forks may, the first gets it.
         is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)
         keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
@@ -144,6 +143,13 @@ def link(
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, companions=tuple(all_companions))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
+
+
+def _is_linked_before(is_linked: jax.Array, canonical: jax.Array) -> jax.Array:
+    """Tells for bool[E, slots] whether an earlier entry of the same canonical block links the slot."""
+    order = jnp.arange(canonical.shape[0], dtype=jnp.int32)
+    is_earlier = (canonical[:, None] == canonical[None]) & (order[:, None] > order[None])
+    return (is_earlier[:, :, None] & is_linked[None]).any(axis=1)
 
 
 def drop_companions(control: Control, keepers: jax.Array) -> Control:
@@ -173,10 +179,9 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     nowhere = companions.keeper.shape[0]
     keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
     slots = first_true(get_at(companions.block_ids, keepers, nowhere) == block_ids[:, None])
-    ids, keeper = update_all(
-        Update(companions.block_ids, (keepers, slots), nowhere),
-        Update(companions.keeper, block_ids, companions.block_ids.shape[0]),
+    companions = Companions(
+        block_ids=set_at(companions.block_ids, (keepers, slots), nowhere),
+        keeper=set_at(companions.keeper, block_ids, companions.block_ids.shape[0]),
     )
-    companions = Companions(block_ids=ids, keeper=keeper)
     everything = (*index.companions[:group_id], companions, *index.companions[group_id + 1 :])
     return dataclasses.replace(index, companions=everything)

@@ -9,22 +9,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvcache_jax.arrays.masked_updates import (
-    Update,
     first_true,
     get_at,
+    last_of_equal,
     quotient,
     remainder,
     set_at,
-    update_all,
 )
 from kvcache_jax.core.state import PrefixIndex
 from kvcache_jax.prefix import block_metadata
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
-
-# Blocks per trip: fewer wait for one place after the other, more make a longer kernel to compile.
-_INSERTED_PER_TRIP = 4
 
 
 class Content(NamedTuple):
@@ -69,7 +66,8 @@ def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.A
     is_same = block_ids < nowhere
     is_same &= (get_at(index.block_tokens, block_ids) == content.tokens).all(axis=-1)
     is_same &= get_at(index.parent, block_ids) == content.parent
-    return is_same & (get_at(index.namespace, block_ids) == content.namespace).all(axis=-1)
+    namespace = lax.broadcast_to_rank(content.namespace, block_ids.ndim + 1)
+    return is_same & (get_at(index.namespace, block_ids) == namespace).all(axis=-1)
 
 
 def find_prefix(
@@ -92,7 +90,7 @@ def find_prefix(
     blocks = tokens[: num_blocks * block_size].reshape(num_blocks, block_size)
     order = jnp.arange(num_blocks, dtype=jnp.int32)
     added = block_hashes(hash_key, blocks, order * block_size)
-    hashes = root_hash(hash_key, namespace) + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
+    hashes = root_hash(hash_key, namespace)[None] + jnp.cumsum(added, axis=0, dtype=jnp.uint32)
     found = candidates(index, index.buckets[bucket_of(index, hashes)], hashes)
     parents = jnp.concatenate([jnp.full(1, nowhere, jnp.int32), found[:-1]])
     is_hit = matches(index, found, Content(blocks, hashes, parents, namespace))
@@ -108,14 +106,8 @@ def free_way(index: PrefixIndex, in_bucket: jax.Array, rank: jax.Array) -> tuple
 
 
 def insert(
-    index: PrefixIndex,
-    mask: jax.Array,
-    block_ids: jax.Array,
-    ways: jax.Array,
-    content: Content,
-    *others: Update,
-    end: jax.Array,
-) -> tuple[PrefixIndex, list[jax.Array]]:
+    index: PrefixIndex, mask: jax.Array, block_ids: jax.Array, ways: jax.Array, content: Content
+) -> PrefixIndex:
     """Enters the masked blocks, whose hashes are new and differ, at the free `ways` of their buckets.
 
     Args:
@@ -124,41 +116,35 @@ def insert(
       block_ids: i32[n].
       ways: i32[n], places in the buckets.
       content: Of the blocks.
-      *others: Updates of n entries to be done by the same loop.
-      end: i32[], from there on entries are skipped in all of these.
 
     Returns:
-      The index, and the updated arrays of `others`.
+      The index.
     """
     nowhere = index.parent.shape[0]
     target = jnp.where(mask, block_ids, nowhere)
     buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])
-    updated, block_hash, parent, namespace, *others_updated = update_all(
-        Update(index.buckets, (buckets, ways), block_ids),
-        Update(index.block_hash, target, content.hashes),
-        Update(index.parent, target, content.parent),
-        Update(index.namespace, target, content.namespace),
-        *others,
-        per_trip=_INSERTED_PER_TRIP,
-        end=end,
-    )
-    index = dataclasses.replace(
+    return dataclasses.replace(
         index,
-        buckets=updated,
-        block_hash=block_hash,
-        parent=parent,
-        namespace=namespace,
+        buckets=set_at(index.buckets, (buckets, ways), block_ids),
+        block_hash=set_at(index.block_hash, target, content.hashes),
+        parent=set_at(index.parent, target, content.parent),
+        namespace=set_at(index.namespace, target, content.namespace),
         history=block_metadata.add_children(index.history, jnp.where(mask, content.parent, nowhere), 1),
     )
-    return index, others_updated
 
 
 def note_hits(index: PrefixIndex, block_ids: jax.Array, clock: jax.Array, priority: jax.Array) -> PrefixIndex:
-    """Counts a use, by a row of `priority` i32[], of published blocks i32[n], which differ."""
+    """Counts a use of published blocks i32[n, C] by rows of `priority` i32[n]; the last row's stays."""
     if index.history is None:
         return index
     history = block_metadata.note_used(index.history, block_ids, clock)
-    return dataclasses.replace(index, history=block_metadata.note_priority(history, block_ids, priority))
+    if history.priority is not None:
+        nowhere = index.parent.shape[0]
+        is_last, _ = last_of_equal(jnp.zeros_like(index.parent), block_ids < nowhere, block_ids)
+        last_ids = jnp.where(is_last, block_ids, nowhere)
+        priorities = jnp.broadcast_to(priority[:, None], block_ids.shape)
+        history = block_metadata.note_priority(history, last_ids, priorities)
+    return dataclasses.replace(index, history=history)
 
 
 def remove(index: PrefixIndex, block_ids: jax.Array) -> PrefixIndex:

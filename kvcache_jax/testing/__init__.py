@@ -49,7 +49,9 @@ def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value
     Returns:
       f32[..., num_heads, head_dim]: token % 128, token // 128, layer, head, is_value, ...
     """
-    place, heads = np.arange(head_dim) % 5, np.arange(num_heads)[:, None]
+    # Of as many axes as the result, for jax may be told to refuse others.
+    place = np.arange(head_dim).reshape(*[1] * (tokens.ndim + 1), head_dim) % 5
+    heads = np.arange(num_heads)[:, None]
     fixed = (place == 2) * layer + (place == 3) * heads + (place == 4) * int(is_value)
     low, high = (part[..., None, None].astype(np.float32) for part in (tokens & 127, tokens >> 7))
     is_low, is_high = (np.asarray(place == i, np.float32) for i in range(2))

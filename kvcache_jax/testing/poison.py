@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvcache_jax.core.arguments import pool_of
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import Cache, KVPool
-from kvcache_jax.operations.rows import num_tokens_held
+from kvcache_jax.operations.scrub import num_tokens_held
 
 
 @takes_one
@@ -26,7 +26,7 @@ def poison(cache: Cache) -> Cache:
     for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
         pool = pool_of(cache, g)
         num_tokens = num_tokens_held(cache.control, block_pool, group.block_size)
-        is_kept = jnp.arange(group.block_size, dtype=jnp.int32) < num_tokens[:, None]
+        is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
         mask = is_kept[None, :, None, :, None]
 
         def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:

@@ -119,7 +119,7 @@ def plan_decode(rows: DecodeRows, tiling: Tiling, *, num_columns: int, num_paral
         first_item = jnp.arange(num_rows + 1, dtype=jnp.int32)
     else:
         run = jnp.asarray(_run_lengths(_num_tiles(num_columns, tiling)))
-        splits = jnp.maximum(1, -(-num_tiles // run[:, None]))  # [runs, r]
+        splits = jnp.maximum(1, -(-num_tiles[None] // run[:, None]))  # [runs, r]
         fits = splits.sum(axis=1) <= num_parallel
         num_splits = splits.at[jnp.argmax(fits)].get(mode="promise_in_bounds")
         last_item = jnp.cumsum(num_splits, dtype=jnp.int32)

@@ -190,7 +190,7 @@ def _plan(rows: DecodeRows, blocks_per_tile: int) -> Plan:
     num_tiles = -(-rows.num_columns // blocks_per_tile)
     num_rows = num_tiles.shape[0]
     nth = jnp.arange(num_rows, dtype=jnp.int32)
-    later = jnp.where((nth > nth[:, None]) & (num_tiles > 0), nth, num_rows)
+    later = jnp.where((nth[None] > nth[:, None]) & (num_tiles > 0)[None], nth[None], num_rows)
     return Plan(num_tiles, jnp.cumsum(num_tiles, dtype=jnp.int32) - num_tiles, later.min(axis=1))
 
 

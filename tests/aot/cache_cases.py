@@ -44,7 +44,7 @@ def _case(
     )
 
     def function(k_pool, v_pool, control, num_new, q, k, v):
-        cache = kv.Cache(control=control, pools=(kv.KVPool(k=k_pool, v=v_pool),), config=config)
+        cache = kv.Cache(control=control, pools=(kv.state.KVPool(k=k_pool, v=v_pool),), config=config)
         cache, step = kv.extend(cache, num_new, **tokens)
         for layer in range(NUM_LAYERS):
             cache, q = kv.attention(cache, layer, q, k, v, step)

@@ -1,4 +1,4 @@
-"""A gradient through layers that attend to a cache, to be compiled for what memory it needs.
+"""Gradients through layers that attend to a cache, to be compiled for what memory they need.
 
     python -m tests.attention.gradient_program    # the pools of temporary memory on this machine
 
@@ -65,27 +65,68 @@ def arguments(config: kv.CacheConfig) -> tuple:
     return *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (prefix, queries)), cache
 
 
+def decoder_gradient(returns_cache: bool) -> Callable[..., Any]:
+    """Of a loss with respect to a decoder; a function of it, its tokens `[rows, T]` and the cache."""
+    from models.decoder import forward  # needs Flax, which the oldest jax is tested without
+
+    def loss(decoder, tokens, cache):
+        num_rows, num_new = tokens.shape
+        cache, step = kv.extend(cache, [num_new] * num_rows, max_new=num_new)
+        logits, cache = forward(decoder, tokens, cache, step)
+        return (logits**2).sum(), cache if returns_cache else None
+
+    return jax.grad(loss, has_aux=True)
+
+
+def decoder_arguments(config: kv.CacheConfig) -> tuple:
+    """The shapes of what the decoder's gradient takes."""
+    from flax import nnx
+
+    from models.decoder import Decoder, DecoderConfig
+
+    model = DecoderConfig(
+        vocab_size=16,
+        hidden_size=16,
+        mlp_size=16,
+        num_layers=config.num_layers,
+        num_q_heads=HEADS * GROUP,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+    )
+    decoder = jax.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    tokens = jax.ShapeDtypeStruct((config.max_seqs, 1), jnp.int32)  # few activations beside the pools
+    return decoder, tokens, jax.eval_shape(functools.partial(kv.init, config))
+
+
 def pools_needed(
     num_layers: int,
     num_blocks: int = 256,
     max_seqs: int = 64,
     *,
     is_scanned: bool = True,
+    is_decoder: bool = False,
     returns_cache: bool = False,
     scheduler: str = "DEFAULT",
 ) -> float:
     """Temporary memory of the compiled gradient, in pools; `scheduler` is XLA's for CPUs."""
     config = config_of(num_layers, num_blocks, max_seqs)
-    lowered = jax.jit(gradient(is_scanned, returns_cache)).lower(*arguments(config))
+    if is_decoder:
+        function, shapes = decoder_gradient(returns_cache), decoder_arguments(config)
+    else:
+        function, shapes = gradient(is_scanned, returns_cache), arguments(config)
+    lowered = jax.jit(function).lower(*shapes)
     options = {"xla_cpu_scheduler_type": f"CPU_SCHEDULER_TYPE_{scheduler}"}
     memory = lowered.compile(compiler_options=options).memory_analysis()
     return memory.temp_size_in_bytes / kv.memory_bytes(config)
 
 
 if __name__ == "__main__":
-    for what, options in (
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("the loss throws the cache away", {}),
         ("scheduled for memory", {"scheduler": "MEMORY_OPTIMIZED"}),
         ("the loss returns the cache", {"returns_cache": True}),
-    ):
+        ("a decoder's, thrown away", {"is_decoder": True}),
+        ("a decoder's, returned", {"is_decoder": True, "returns_cache": True}),
+    ]
+    for what, options in cases:
         print(f"{what:30}", *(f"{pools_needed(n, **options):5.2f} pools at {n} layers" for n in (4, 16)))

@@ -83,6 +83,12 @@ def prefill(driver, lengths, width):
         driver.step(new_lens)
 
 
+@pytest.mark.quick_cases(
+    "float32-2-8-4-7-None-False-None-None-True-True",
+    "float32-8-8-16-3-None-False-2.5-0.3-True-False",
+    "float16-1-64-4-3-(9, 3)-True-None-0.3-False-True",
+    "bfloat16-2-8-4-3-(5, 0)-False-None-None-True-True",
+)
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
 def test_attention_against_dense_float64(case):
     (
@@ -143,6 +149,7 @@ def test_rows_that_fail_for_want_of_blocks():
     driver.step({4: 2, 1: 3}, expected={1: Status.SEQ_NOT_ACTIVE})
 
 
+@pytest.mark.slow
 def test_branches_that_write_in_one_call():
     """Three owners of a half-full block append different tokens at once, and each sees its own."""
     driver = AttentionDriver(config_of(), num_q_heads=4, width=3, cache=fragment(kv.init(config_of())))
@@ -189,6 +196,7 @@ def test_write_and_attend_are_the_halves_of_attention():
     assert set(np.flatnonzero(is_changed[1])) == set(real.tolist())
 
 
+@pytest.mark.slow
 def test_traced_layers_in_a_scan():
     """A scan over the layers carries the cache and a layer index, and equals the unrolled loop bit by bit."""
     config = config_of(num_layers=3)
@@ -214,6 +222,7 @@ def test_traced_layers_in_a_scan():
     assert_same(unrolled(cache, step, q, k, v), scanned(cache, step, q, k, v))
 
 
+@pytest.mark.quick_cases("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_large_logits_do_not_overflow(packed):
     """Scores of some thousands: one key takes all, and the log-sum-exp is as large."""

@@ -82,6 +82,7 @@ def run_interpreted(function):
     return gpu_interpreter.run_interpreted(scenario)
 
 
+@pytest.mark.quick_cases("packed-mosaic_tpu")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "options",
@@ -119,6 +120,7 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
     assert count_calls["forward"] and count_calls["copy_blocks"]
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_may_be_overwritten_after_it_was_copied(implementation):
@@ -218,6 +220,7 @@ def assert_like_dense_attention(out, chunks, num_first, num_second):
         np.testing.assert_allclose(each, dense_attention(*row)[0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", newest_unless(("mosaic_gpu",), IMPLEMENTATIONS))
 def test_gradients_equal_a_dense_reference(implementation):
     """Through attention, sink logits, copy-on-write and the pools."""
@@ -245,6 +248,7 @@ def test_gradients_equal_a_dense_reference(implementation):
 
 
 # Each with a prompt of more tokens than a kernel's row, and the first with one of fewer too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "width"),
     [(AxisType.Auto, 5), (AxisType.Auto, 9), (AxisType.Explicit, 9)],
@@ -273,6 +277,7 @@ def test_each_device_runs_its_own_heads(axis_type, width, count_calls):
     assert_like_dense_attention(out, chunks, width, 2)
 
 
+@pytest.mark.slow
 def test_caches_side_by_side_run_one_after_the_other():
     """Pallas has no batched form of pools that stay in a TPU's memory."""
     config = config_of("mosaic_tpu", windows=(None,))
@@ -308,6 +313,7 @@ def test_the_gpus_interpreter_is_asked_for_one_device():
             jax.eval_shape(lambda cache: kv.extend(cache, [1, 0, 0, 0], max_new=1), cache)
 
 
+@pytest.mark.slow
 def test_a_call_may_ask_for_other_kernels_than_the_caches():
     sizes = dict(num_blocks=4, block_size=16, max_seqs=1, max_seq_len=32, dtype="bfloat16")
     config = kv.CacheConfig([kv.FullAttention(1, 128)], **sizes, implementation="mosaic_gpu")
@@ -324,6 +330,7 @@ def test_a_call_may_ask_for_other_kernels_than_the_caches():
     np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 def test_generate_runs_unchanged():
     """Samples that fork one prompt, with drafts, have the log-probabilities of attention without a cache."""

@@ -68,6 +68,7 @@ def expected():
     return run(kv.donate(forward), testing.poison(kv.init(CONFIG)))[1]
 
 
+@pytest.mark.quick_cases("explicit")
 @pytest.mark.parametrize(
     ("axis_type", "is_set"),
     [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
@@ -91,6 +92,7 @@ def test_heads_split_over_devices(axis_type, is_set, expected):
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "what", [{"seq_ids": [0]}, {"namespace": np.zeros(4, np.uint32)}], ids=["rows", "namespace"]
@@ -112,6 +114,7 @@ def test_scrub_of_sharded_pools(what):
         np.testing.assert_array_equal(pool.v, other.v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_index", "head_type"),
     [
@@ -271,6 +274,7 @@ def test_gradients_of_what_all_devices_share_inside_shard_map():
     assert all(abs(x).max() > 0 for x in jax.tree.leaves(want))
 
 
+@pytest.mark.quick_cases("1-lru")
 @pytest.mark.parametrize("num_groups, policy", [(1, "lru"), (2, "lru"), (1, "lfu"), (2, "hyperbolic")])
 def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, policy):
     """JAX follows what differs between devices when it traces a loop."""
@@ -295,7 +299,7 @@ def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, pol
             kv.lookup(cache, texts, lengths),
             kv.gather(cache, ids[0], 0),
             kv.evict(cache, lengths[0]),
-            kv.evict_to_utilization(cache, share),
+            kv.preempt_to_utilization(cache, share),
             kv.num_blocks_needed(cache, lengths, seq_ids=ids),
             kv.scrub(cache, ids),
             kv.scrub(cache, namespace=jnp.broadcast_to(ids[:1], 4).astype(jnp.uint32)),
@@ -313,6 +317,7 @@ def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, pol
     assert [x.shape for x in jax.tree.leaves(found)] == [(2, *x.shape) for x in jax.tree.leaves(alone)]
 
 
+@pytest.mark.slow
 def test_one_cache_read_with_each_devices_query_heads_inside_shard_map():
     """One key/value head, which all devices hold, and whose cache comes out as one."""
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -350,6 +355,7 @@ def test_one_cache_read_with_each_devices_query_heads_inside_shard_map():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_groups, policy, is_run", [(1, "lru", True), (2, "lru", False), (2, "lfu", False)]
 )
@@ -385,7 +391,7 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
         cache, _ = kv.truncate(cache, [0], [1])
         cache, _ = kv.touch(cache, [0])
         scrubbed, num_scrubbed = kv.scrub(cache, rows[:1])
-        emptied, dropped = kv.evict_to_utilization(cache, 0.0)
+        emptied, dropped = kv.preempt_to_utilization(cache, 0.0)
         found = kv.lookup(cache, texts, jnp.stack([num_tokens, num_tokens]))
         others = scrubbed.control, emptied.control, num_scrubbed, dropped, found, kv.stats(cache)
         cache, _ = kv.free(cache, [0, 1])

@@ -31,14 +31,14 @@ ON_DEVICE = {
     "attention": lambda cache, step: kv.attention(cache, 0, Q, K, K, step),
     "commit": lambda cache, step: kv.commit(cache, ROWS),
     "evict": lambda cache, step: kv.evict(cache, 1),
-    "evict_to_utilization": lambda cache, step: kv.evict_to_utilization(cache, 0.5),
+    "preempt_to_utilization": lambda cache, step: kv.preempt_to_utilization(cache, 0.5),
     "extend": lambda cache, step: kv.extend(cache, ONES, max_new=2, tokens=TOKENS),
     "fork": lambda cache, step: kv.fork(cache, ROWS, ROWS),
     "free": lambda cache, step: kv.free(cache, ROWS),
     "gather": lambda cache, step: kv.gather(cache, 0, 0),
     "idle_seq_ids": lambda cache, step: kv.idle_seq_ids(cache, 2),
     "lookup": lambda cache, step: kv.lookup(cache, np.zeros((3, 5), np.int32), ONES),
-    "needs_eviction": lambda cache, step: kv.needs_eviction(cache),
+    "needs_preemption": lambda cache, step: kv.needs_preemption(cache),
     "num_available_blocks": lambda cache, step: kv.num_available_blocks(cache),
     "num_blocks_needed": lambda cache, step: kv.num_blocks_needed(cache, ONES),
     "poison": lambda cache, step: testing.poison(cache),
@@ -46,7 +46,7 @@ ON_DEVICE = {
     "reset": lambda cache, step: kv.reset(cache),
     "reset_prefix_cache": lambda cache, step: kv.reset_prefix_cache(cache),
     "scrub": lambda cache, step: kv.scrub(cache, ROWS),
-    "select_victim_rows": lambda cache, step: kv.select_victim_rows(cache, "lru", 2),
+    "select_rows_to_preempt": lambda cache, step: kv.select_rows_to_preempt(cache, "lru", 2),
     "set_priority": lambda cache, step: kv.set_priority(cache, ROWS, ONES),
     "stats": lambda cache, step: kv.stats(cache),
     "touch": lambda cache, step: kv.touch(cache, ROWS),
@@ -136,7 +136,7 @@ def test_a_trace_leaves_no_tracer_behind(step, name):
     # A size that no other test has: what was traced before is not traced, nor looked at, again.
     cache = kv.init(dataclasses.replace(CONFIG, num_blocks=9))
     with jax.checking_leaks():
-        jax.eval_shape(ON_DEVICE[name], cache, step)
+        jax.eval_shape(ON_DEVICE[name], cache, dataclasses.replace(step, config=cache.config))
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
@@ -176,6 +176,19 @@ def test_donated_caches_say_so(step):
         with pytest.raises(ValueError, match=r"^\w+ got a cache that was donated, .*call returned"):
             operation(cache, step)
     assert "rows 0/3 active" in repr(kept)
+
+
+def test_donated_caches_say_so_without_a_prefix_cache_too():
+    cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=8))
+    assert kv.lookup(cache, [[1, 2]], [2]).tolist() == [0]
+    kv.donate(lambda cache: cache)(cache)
+    for name, ask in (
+        ("lookup", lambda: kv.lookup(cache, [[1, 2]], [2])),
+        ("evict", lambda: kv.evict(cache, 1)),
+        ("reset_prefix_cache", lambda: kv.reset_prefix_cache(cache)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):
+            ask()
 
 
 def test_a_cache_of_anything_can_be_shown(cache):

@@ -106,6 +106,9 @@ def test_attention_refuses_bad_options(small):
     for sink_logits in (zeros(3), zeros(1, 4), 0.0):
         with pytest.raises(ValueError, match=rf"shape {re.escape(str(np.shape(sink_logits)))}.* \(4,\)"):
             kv.attention(cache, 0, *good, sink_logits=sink_logits)
+    for value in (jnp.ones(2, bool), np.ones(2), jnp.bool_(True), 1):
+        with pytest.raises(TypeError, match="return_lse is .*expected True or False"):
+            kv.attention(cache, 0, *good, return_lse=value)
     for name in ("scale", "soft_cap"):
         for value in ("a", "2", True, [1.0], zeros(1), 1j):
             with pytest.raises(TypeError, match=f"{name} is .*expected a Python number"):
@@ -143,6 +146,32 @@ def test_what_stands_in_the_wrong_place_is_named(small):
     other_step = kv.extend(started(MIXED), [1, 1, 1], max_new=2)[1]
     with pytest.raises(ValueError, match="step has 2 layer groups, expected 1"):
         kv.attend(cache, 0, q, other_step)
+    for sizes, got, expected in (
+        (dict(num_blocks=7), "num_blocks = 7", "num_blocks = 6"),
+        (
+            dict(max_seqs=4, max_seq_len=24),
+            "max_seqs = 4, max_seq_len = 24",
+            "max_seqs = 3, max_seq_len = 20",
+        ),
+    ):
+        other = kv.init(dataclasses.replace(SMALL, **sizes))
+        other_step = kv.extend(other, [1, 1, 1], max_new=2, seq_ids=[0, 1, 2])[1]
+        for call in (
+            lambda step: kv.attention(cache, 0, q, k, k, step),
+            lambda step: kv.attend(cache, 0, q, step),
+            lambda step: jax.jit(lambda step: kv.write(cache, 0, k, k, step))(step),
+        ):
+            with pytest.raises(ValueError, match=f"step is of a cache with {got}, expected {expected}: pass"):
+                call(other_step)
+    mask = np.array([True, False, True])
+    for column in (mask, jnp.asarray(mask), mask.tolist()):
+        ids = re.escape("jnp.where(mask, jnp.arange(max_seqs), max_seqs)")
+        with pytest.raises(TypeError, match=f"seq_ids has dtype bool, expected integers: of a mask, {ids}"):
+            kv.free(cache, column)
+        with pytest.raises(
+            TypeError, match=r"num_new has dtype bool, .* of a mask, mask.astype\(jnp.int32\)"
+        ):
+            kv.extend(cache, column, max_new=1)
     for arrays in ((None, k, k), (q, k.tolist(), k), (q, k, None)):
         with pytest.raises(TypeError, match="[qkv] is a (NoneType|list), expected an array"):
             kv.attention(cache, 0, *arrays, step)
@@ -189,12 +218,12 @@ def test_what_is_no_flag_share_or_namespace_is_named(small):
         with pytest.raises(ValueError, match=r"namespace is .*, expected uint32 \(4,\) or \(1, 4\)"):
             kv.allocate(kv.init(SMALL), [0], [4], **prompt, namespace=namespace)
     for number in ("0", [2.0], None, True, [[0.5]]):
-        for call in (kv.evict_to_utilization, kv.needs_eviction):
+        for call in (kv.preempt_to_utilization, kv.needs_preemption):
             with pytest.raises(TypeError, match=r"(target|threshold) is .*, expected one number from 0 to 1"):
                 call(cache, number)
     for number in (float("nan"), -0.1, np.float32(2), jnp.float32(2)):
         with pytest.raises(ValueError, match="target is .*, expected 0 <= target <= 1"):
-            kv.evict_to_utilization(cache, number)
+            kv.preempt_to_utilization(cache, number)
     with pytest.raises(TypeError, match="item is a str, expected the item's bytes"):
         kv.item_tokens("text", 2)
 
@@ -421,7 +450,7 @@ def test_config_refuses_what_does_not_fit():
         small_config(memory_budget=100 * block_bytes)
     with pytest.raises(STATIC_ERRORS, match=r"(?s)2147483648|2\*\*31|2\^31|2147483647|int32"):
         small_config(layers=[LAYER] * 2, num_blocks=2**30)
-    for dtype, name in ((jnp.int8, "int8"), (None, "float64"), ("nope", "'nope'"), ([3], "[3]")):
+    for dtype, name in ((jnp.int8, "int8"), (None, "None"), ("nope", "'nope'"), ([3], "[3]")):
         with pytest.raises(
             ValueError, match=re.escape(f"dtype is {name}, expected one of float32, bfloat16")
         ):

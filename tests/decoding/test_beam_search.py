@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decode import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
+from test_generate import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
 
 import kvcache_jax as kv
 from tests.support.tiny_model import VOCAB, forward
@@ -35,6 +35,7 @@ def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
     return sorted(done + beams, key=rank, reverse=True)[:num_beams]
 
 
+@pytest.mark.quick_cases("2-stops0-1.0")
 @pytest.mark.parametrize(
     ("num_beams", "stops", "penalty"), [(2, [], 1.0), (2, [3, 8], 0.0), (1, [], 1.0), (2, [9, 15], 2.0)]
 )
@@ -98,6 +99,7 @@ def test_beams_are_looked_at_while_they_are_searched():
     assert int(figures.num_refs) > int(figures.num_blocks_used)
 
 
+@pytest.mark.slow
 def test_enough_beams_find_the_best_of_all():
     sizes = dict(max_seqs=VOCAB, num_blocks=80)
     (beams,) = kv.beam_search(
@@ -131,6 +133,7 @@ def gambles(params, tokens, cache, step):
     return jnp.log(jnp.where(at < 5, early, jnp.where(at < 10, middle, late))), cache
 
 
+@pytest.mark.quick_cases("5-out_of_blocks")
 @pytest.mark.parametrize(("num_blocks", "why"), [(5, "out_of_blocks"), (32, "stop")])
 def test_a_beam_search_says_that_it_ran_out_of_blocks(num_blocks, why):
     """Also where all hypotheses that it returns are finished ones: with more blocks others would have won."""

@@ -1,6 +1,10 @@
 """What generate, score and beam_search make of their arguments, and what they refuse before anything runs."""
 
 import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.decoding.host import row_list
 from tests.support.tiny_model import config, forward, make_params
 
 PARAMS = make_params()
@@ -206,13 +211,13 @@ def test_a_loop_of_the_host_is_not_traced():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda logits, cache: (cache, logits), r"\(Cache, .*\[4, 1, 16\]\), expected \(logits, cache\)"),
+        (lambda logits, cache: (cache, logits), r"\(Cache, .*\[4, \d+, 16\]\), expected \(logits, cache\)"),
         (lambda logits, cache: cache, r"\(Cache\), expected"),
-        (lambda logits, cache: logits, r"\(float32\[4, 1, 16\]\), expected"),
+        (lambda logits, cache: logits, r"\(float32\[4, \d+, 16\]\), expected"),
         (lambda logits, cache: None, r"\(NoneType\), expected"),
         (
             lambda logits, cache: (logits[:, 0], cache),
-            r"logits .*\[4, 16\] for tokens int32\[4, 1\], expected",
+            r"logits .*\[4, 16\] for tokens int32\[4, \d+\], expected",
         ),
         (lambda logits, cache: (logits.astype(int), cache), r"logits .*, expected floats \[n, T, vocab\]"),
     ],
@@ -261,6 +266,61 @@ def test_a_model_without_a_hash_is_refused():
             call(PARAMS)
 
 
+@dataclasses.dataclass
+class Module:
+    """As Equinox's: a pytree, with no hash where it holds arrays."""
+
+    weights: dict
+    activation: Callable = jnp.tanh
+
+    def __call__(self, tokens, cache, step):
+        return forward(self.weights, tokens, cache, step)
+
+
+jax.tree_util.register_dataclass(Module, ["weights", "activation"], [])
+
+
+def call_module(module, tokens, cache, step):
+    return module(tokens, cache, step)
+
+
+def test_a_module_is_told_to_part_with_its_arrays():
+    module = Module(PARAMS)
+    part = re.escape("params, static = eqx.partition(module, eqx.is_array), and a function")
+    for call in host_loops(module).values():
+        with pytest.raises(TypeError, match=f"^forward is a Module that holds arrays, expected a .*{part}"):
+            call(PARAMS)
+    for call in host_loops(module.__call__).values():
+        expected = re.escape(
+            "(tokens, cache, step), expected (params, tokens, cache, step) -> (logits, cache)"
+        )
+        with pytest.raises(TypeError, match=f"^forward takes {expected}: wrap a module's method"):
+            call(PARAMS)
+    for call in host_loops(call_module).values():
+        with pytest.raises(TypeError, match=f"^params.activation is <.*, expected arrays alone: {part}"):
+            call(module)
+
+
+def test_a_function_made_for_each_call_is_warned_of_once():
+    def score_with(make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                kv.score(make(), PARAMS, [1], [], config())
+        return [(w.filename, str(w.message)) for w in caught]
+
+    assert score_with(lambda: forward) == []
+    ((filename, message),) = score_with(lambda: lambda *args: forward(*args))
+    assert filename == __file__
+    assert message.startswith("forward is function number 3 made of test_a_function_made_for_each_call")
+    assert message.endswith("and pass what it closes over as params")
+    assert len(score_with(lambda: functools.partial(call_forward, None))) == 1
+
+
+def call_forward(_, *args):
+    return forward(*args)
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -282,3 +342,17 @@ def test_token_ids_are_checked_alike(tokens, message):
     }.items():
         with pytest.raises((ValueError, TypeError), match=f"^{name} {message}"):
             call()
+
+
+def test_a_name_that_left_says_where_to():
+    with pytest.raises(AttributeError, match=r"kvcache_jax\.Look is now kvcache_jax\.Snapshot"):
+        kv.Look  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'Looks'"):
+        kv.Looks  # noqa: B018
+    assert kv.Snapshot.__name__ == "Snapshot"
+
+
+def test_lists_of_rows_have_few_lengths():
+    assert row_list([3, 1], 4).tolist() == [3, 1, 4, 4]
+    assert {len(row_list(range(n), 100)) for n in range(101)} == {8, 16, 32, 64, 100}
+    assert row_list(range(9), 16).tolist() == [*range(9), *[16] * 7]

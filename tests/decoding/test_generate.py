@@ -13,7 +13,6 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import loop, prefill
-from kvcache_jax.decoding.forward import vocab_size
 from tests.support import tiny_model
 from tests.support.dense_reference import dense_attention
 from tests.support.helpers import first_program
@@ -25,7 +24,7 @@ LENGTH = 48
 # One config, so that most tests share their programs: short texts fit four rows, long ones run out of blocks.
 NUM_BLOCKS = 24
 config = functools.partial(tiny_model.config, num_blocks=NUM_BLOCKS)
-PROGRAMS = prefill.prefill_in_chunks, loop.begin, loop.decode
+PROGRAMS = prefill._feed_pieces, loop.begin, loop.decode
 
 
 @functools.cache
@@ -76,6 +75,7 @@ def check_idle(result):
     assert all(int(pool.num_free) == pool.num_blocks for pool in result.cache.control.block_pools)
 
 
+@pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("chunk_len", [3, 128])
 def test_greedy_equals_the_model_without_a_cache(chunk_len):
     """Five prompts on four rows: one waits."""
@@ -111,6 +111,7 @@ def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
     check_idle(beside)
 
 
+@pytest.mark.slow
 def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
     def samples(prompts, seed):
         result = generate(prompts, num_samples=2, temperature=1.3, seed=seed)
@@ -186,18 +187,16 @@ def test_stop_strings_cut_at_the_token_that_completes_them():
 
 
 def test_a_row_without_blocks_ends_with_its_tokens_intact():
-    """Three rows of 7, 1 and 4 tokens grow by 36, to 11 + 9 + 10 of 24 blocks: who asks first gets them."""
-    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-    result = generate(prompts, max_new_tokens=36)
-    reasons = [g.finish_reason for g in result.generations]
-    assert "out_of_blocks" in reasons
-    for prompt, generation in zip(prompts, result.generations, strict=True):
-        expected, _ = greedy(prompt, 36)
+    """Three samples of 7 tokens grow by 36, to 1 + 3 * 10 of 24 blocks: who asks first gets them."""
+    result = generate([PROMPTS[0]], max_new_tokens=36, num_samples=3)
+    assert "out_of_blocks" in [g.finish_reason for g in result.generations]
+    expected, _ = greedy(PROMPTS[0], 36)
+    for generation in result.generations:
         assert 0 < len(generation.tokens) <= 36
         assert generation.tokens == expected[: len(generation.tokens)]
         if generation.finish_reason == "out_of_blocks":
             # It got as far as its blocks: the last token drawn is not stored any more.
-            assert (len(prompt) + len(generation.tokens) - 1) % 4 == 0
+            assert (len(PROMPTS[0]) + len(generation.tokens) - 1) % 4 == 0
     check_idle(result)
 
 
@@ -207,6 +206,7 @@ def test_max_seq_len_ends_a_row():
     assert result.generations[0].tokens == greedy(PROMPTS[2], LENGTH - len(PROMPTS[2]))[0]
 
 
+@pytest.mark.quick_cases("ngram-tight", "weak draft-tight")
 @pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kind", ["ngram", "weak draft", "itself"])
 def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
@@ -214,12 +214,14 @@ def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
     if kind != "ngram":
         params = PARAMS if kind == "itself" else make_params(seed=1)
         draft = kv.Draft(forward, params, config())
-    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3], PROMPTS[1]]
-    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=num_new)
+    # Tight: four samples of one prompt, which start though they need 1 + 4 * 7 of 24 blocks.
+    prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3], PROMPTS[1]] if num_new == 12 else [PROMPTS[4]]
+    options = dict(max_new_tokens=num_new, num_samples=4 // len(prompts))
+    result = generate(prompts, num_drafts=3, draft=draft, **options)
     if num_new == 26:
         assert {g.finish_reason for g in result.generations} == {"length", "out_of_blocks"}
-    for prompt, generation in zip(prompts, result.generations, strict=True):
-        expected, scores = greedy(prompt, num_new)
+    for generation in result.generations:
+        expected, scores = greedy(prompts[generation.prompt_id], num_new)
         assert generation.tokens == expected[: len(generation.tokens)]
         np.testing.assert_allclose(generation.logprobs, scores[: len(generation.tokens)], atol=1e-4)
         assert len(generation.tokens) == num_new or generation.finish_reason == "out_of_blocks"
@@ -238,6 +240,8 @@ def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
 def test_drafts_from_the_text_change_no_drawn_token(num_new):
     """Nor does a short pool, that leaves no room for drafts."""
     options = dict(temperature=0.5, seed=3, max_new_tokens=num_new)
+    if num_new == 26:
+        options |= dict(prompts=PROMPTS[:1], num_samples=4)
     plain, drafted = generate(**options), generate(num_drafts=3, **options)
     for generation, expected in zip(drafted.generations, plain.generations, strict=True):
         shorter = min(len(generation.tokens), len(expected.tokens))
@@ -248,11 +252,12 @@ def test_drafts_from_the_text_change_no_drawn_token(num_new):
 
 def test_one_row_without_room_does_not_keep_others_from_drafting():
     """One block is left: the first of three rows drafts into it, and the last row into its own last block."""
-    prompts = [[(7 * i + i // 5 + row) % VOCAB for i in range(n)] for row, n in enumerate((23, 23, 23, 18))]
-    draft = kv.Draft(forward, PARAMS, config())
-    result = generate(prompts, num_drafts=3, draft=draft, max_new_tokens=3, chunk_len=12)
-    assert result.num_drafted == result.num_accepted == 2
-    assert [g.finish_reason for g in result.generations] == ["length"] * 4
+    lengths, running = np.array([23, 23, 23, 18], np.int32), np.ones(4, bool)
+    cache, _ = kv.allocate(kv.init(config()), np.arange(4), lengths)
+    cache, _ = kv.extend(cache, lengths, max_new=23)
+    assert int(kv.num_available_blocks(cache)) == 1
+    have_room = jax.jit(loop._have_room)(cache, running, np.ones(4, np.int32))
+    assert have_room.tolist() == [True, False, False, True]
 
 
 def test_speculative_sampling_accepts_everything_from_the_model_itself():
@@ -275,6 +280,7 @@ def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
     assert result.num_drafted == result.num_accepted == 4 * 8  # 11 tokens after the first: 3, 3 and 2 drafts
 
 
+@pytest.mark.slow
 def test_speculative_decoding_rolls_windows_back():
     window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
     layers = [window, kv.FullAttention(2, 4)]
@@ -297,12 +303,13 @@ def test_other_prompts_compile_nothing():
     assert [fn._cache_size() for fn in PROGRAMS] == sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "ngram", "draft", "score", "beams"])
 def test_no_program_copies_a_pool(kind, monkeypatch):
     """Neither the model's nor a draft's, whose pools are as large."""
-    names = ["prefill.prefill_in_chunks", "decode_loop.begin", "decode_loop.decode"]
+    names = ["decoding.prefill._feed_pieces", "decoding.loop.begin", "decoding.loop.decode"]
     if kind in ("score", "beams"):
-        names = ["score._score_rows" if kind == "score" else "beam._search"]
+        names = names[:1] if kind == "score" else ["decoding.beam_search._search"]
     texts = [first_program(monkeypatch, name) for name in names]
     if kind == "score":
         kv.score(forward, PARAMS, PROMPTS[2], [[1, 2, 3], [7, 7]], config())
@@ -369,6 +376,7 @@ def test_score_equals_the_model_without_a_cache():
         kv.score(forward, PARAMS, [5], [[1]], config(), chunk_len=0)
 
 
+@pytest.mark.slow
 def test_a_continuation_that_fits_alone_is_scored():
     """Also where no fork of it fits beside the context, of which its window holds the end."""
     window = kv.SlidingWindow(2, 4, window=6, block_size=2, num_blocks=6)
@@ -397,18 +405,69 @@ def test_a_continuation_that_fits_alone_is_scored():
 
 
 def test_the_vocabulary_is_read_off_the_model():
-    assert vocab_size(forward, PARAMS, kv.init(config())) == VOCAB
+    assert prefill.vocab_size(forward, PARAMS, kv.init(config()), 12) == VOCAB
 
 
 def test_prefill_says_why_a_row_failed():
     """13 of 24 blocks are taken at first; one row wants two more than are left, and one is full."""
     held, admission = kv.allocate(kv.init(config()), [3, 0, 1], [2, 0, LENGTH])
     kv.raise_for_status(admission.status)
-    lengths, rows = np.array([2, 47, LENGTH + 1, 0], np.int32), np.array([3, 0, 1, 4], np.int32)
-    prompts = np.ones((4, LENGTH), np.int32)
-    held, logits, status = prefill.prefill(forward, PARAMS, held, prompts, lengths, rows, chunk_len=12)
-    assert status.tolist() == [kv.Status.OK, kv.Status.OUT_OF_BLOCKS, kv.Status.TOO_LONG, kv.Status.OK]
-    assert held.context_len.tolist()[3] == 2 and np.asarray(logits).any(axis=1).tolist() == [1, 0, 0, 0]
+    lengths, prompts = np.array([47, LENGTH + 1, 0, 2], np.int32), np.ones((4, LENGTH + 1), np.int32)
+    held, fed = prefill.prefill(forward, PARAMS, held, prompts, lengths, chunk_len=12)
+    assert fed.status.tolist() == [kv.Status.OUT_OF_BLOCKS, kv.Status.TOO_LONG, kv.Status.OK, kv.Status.OK]
+    assert held.context_len.tolist()[3] == 2 and np.asarray(fed.logits).any(axis=1).tolist() == [0, 0, 0, 1]
+
+
+def test_the_model_is_traced_twice_whatever_the_prompts():
+    """By the prefill and by the decode step; a draft model likewise."""
+    traces = []
+
+    def named(name):
+        def model(*args):
+            traces.append(name)
+            return forward(*args)
+
+        return model
+
+    target, lengths = named("target"), [1, 5, 12, 23, 40]
+    draft = kv.Draft(named("draft"), PARAMS, config(block_size=8))
+    prompts = [[(3 * i + n) % VOCAB for i in range(n)] for n in lengths]
+    options = dict(max_new_tokens=4, chunk_len=12)
+    for asked in (prompts, prompts[3:4], prompts[1:3], [*prompts, *prompts[:2]]):
+        result = kv.generate(target, PARAMS, asked, config(), **options)
+        assert [g.tokens for g in result.generations] == [greedy(prompt, 4)[0] for prompt in asked]
+    assert traces == ["target"] * 2
+    traces.clear()
+    for asked in (prompts, prompts[:2]):
+        drafted = kv.generate(target, PARAMS, asked, config(), num_drafts=2, **options)
+        assert [g.tokens for g in drafted.generations] == [greedy(prompt, 4)[0] for prompt in asked]
+    assert traces == ["target"]
+    traces.clear()
+    for asked in (prompts, prompts[:2]):
+        drafted = kv.generate(target, PARAMS, asked, config(), num_drafts=2, draft=draft, **options)
+        assert [g.tokens for g in drafted.generations] == [greedy(prompt, 4)[0] for prompt in asked]
+    assert sorted(traces) == ["draft"] * 2 + ["target"]
+
+
+def test_a_prompt_waits_until_all_that_it_may_store_fits():
+    """Of 7 blocks a row of 15 tokens needs 4, and the last prompt more than there are: it gets all, alone."""
+    prompts = [[3, 1, 4, 1], [6, 2, 8, 5], PROMPTS[2] + PROMPTS[2][:9]]
+    result = generate(prompts, dict(num_blocks=7), max_new_tokens=12)
+    assert [len(g.tokens) for g in result.generations] == [12, 12, 9]
+    assert [g.finish_reason for g in result.generations] == ["length", "length", "out_of_blocks"]
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        assert generation.tokens == greedy(prompt, len(generation.tokens))[0]
+    assert max(len(look.running) for look in result.timeline) == 1
+    # Samples share their prompt's full blocks: 1 + 2 * 3 of 7; with a prompt that ends in a block, 2 * 4.
+    for prompt, options in ((prompts[0], dict()), (prompts[0][:3], dict(max_new_tokens=10))):
+        together = dict(num_samples=2, temperature=0.7) | {"max_new_tokens": 12} | options
+        found = generate([prompt, prompts[1]], dict(num_blocks=7), **together)
+        assert {g.finish_reason for g in found.generations} == {"length"}
+        assert int(kv.stats(found.cache).peak_used) == 7
+    # Of 8 blocks both prompts get theirs at once.
+    both = generate(prompts[:2], dict(num_blocks=8), max_new_tokens=12)
+    assert len(both.timeline[0].running) == 2 and [len(g.tokens) for g in both.generations] == [12, 12]
+    check_idle(both)
 
 
 def test_prompts_that_wait_compile_nothing():

@@ -1,16 +1,14 @@
 """generate, score and beam_search with prefix caching: less is computed, and nothing else changes."""
 
 import functools
-import importlib
 
 import jax
 import numpy as np
 import pytest
-from test_beams import slow_beam_search
-from test_decode import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
+from test_beam_search import slow_beam_search
+from test_generate import LENGTH, PARAMS, PROMPTS, check_scores, config, greedy
 
 import kvcache_jax as kv
-from kvcache_jax.decoding import prefill
 from tests.support import tiny_model
 from tests.support.tiny_model import forward
 
@@ -110,43 +108,6 @@ def test_other_weights_find_nothing_in_another_namespace():
     np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=1e-5)
 
 
-def note_chunks(monkeypatch, module, name):
-    """The widths of the chunks in which the function's calls feed the model."""
-    program, widths = getattr(module, name), []
-
-    def noting(*args, chunk_len):
-        widths.append(chunk_len)
-        return program(*args, chunk_len=chunk_len)
-
-    monkeypatch.setattr(module, name, noting)
-    return widths
-
-
-def test_what_is_short_is_not_fed_in_long_chunks(monkeypatch):
-    widths = note_chunks(monkeypatch, prefill, "prefill_in_chunks")
-    prompt = [7, 2] * 18
-    first = generate([prompt], max_new_tokens=1)
-    second = generate([[*prompt, 5, 3]], max_new_tokens=1, cache=first.cache)
-    assert second.num_cached_tokens == 36
-    check_greedy(second, [[*prompt, 5, 3]], num_new=1)
-    generate([prompt, [5]], max_new_tokens=1)
-    assert widths == [LENGTH, LENGTH // 4, LENGTH]
-
-    widths = note_chunks(monkeypatch, importlib.import_module("kvcache_jax.score"), "_score_rows")
-    together = kv.score(forward, PARAMS, SHARED, [[1] * 6, [1] * 14], config()).logprobs
-    (alone,) = kv.score(forward, PARAMS, SHARED, [[1] * 6], config()).logprobs
-    np.testing.assert_allclose(alone, together[0], atol=1e-5)
-    assert widths == [LENGTH, LENGTH // 4]
-
-
-def test_a_chunk_is_a_quarter_where_that_is_enough():
-    def fitting(chunk_len, *num_tokens):
-        return prefill.fitting_chunk(chunk_len, np.array(num_tokens, np.int32))
-
-    assert (fitting(128, 32, -5), fitting(128, 1, 33), fitting(7, 1), fitting(8, 2)) == (32, 128, 1, 2)
-    assert (fitting(3, 1), fitting(1, 1), fitting(128, 0, -9)) == (3, 1, 128)
-
-
 def test_samples_and_a_pool_that_must_evict():
     options = dict(num_samples=2, temperature=1.1, seed=3)
     free = kv.generate(forward, PARAMS, FAMILY, config(), max_new_tokens=7, **options)
@@ -175,6 +136,7 @@ def test_drafts_are_never_published():
         assert int(kv.lookup(result.cache, text, [num_tokens + 1])[0]) == num_known // 4 * 4
 
 
+@pytest.mark.slow
 def test_score_and_beams():
     continuations = [[1, 2], [7, 7, 7, 7], []]
     first = kv.score(forward, PARAMS, SHARED, continuations, cached_config())
@@ -192,6 +154,7 @@ def test_score_and_beams():
     assert [beam.tokens for beam in found.beams[0]] == [tokens for tokens, _ in expected]
 
 
+@pytest.mark.slow
 def test_score_feeds_every_token_once():
     """Whatever of the context's last block is filled, and with groups whose blocks end elsewhere."""
     fed = []

@@ -21,7 +21,7 @@ config = functools.partial(tiny_model.config, num_blocks=40)
 def model(params, tokens, cache, step):
     """Its logits behind token `BAD` may be no numbers."""
     logits, cache = forward(params, tokens, cache, step)
-    return jnp.where((tokens == BAD)[..., None], logits + params["spoil"], logits), cache
+    return jnp.where((tokens == BAD)[..., None], logits + params["spoil"][None, None], logits), cache
 
 
 def spoiled(value, params=PARAMS):

@@ -149,6 +149,7 @@ def test_logits_that_are_no_numbers_show_in_the_logprob():
         assert np.isnan(logprob).tolist() == [True, True, True, True, False]
 
 
+@pytest.mark.quick_cases("options0")
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1}]
 )
@@ -236,6 +237,7 @@ def first_two_tokens(seed, draft_keys):
     return np.asarray(num_drafts), np.asarray(accepted), np.asarray(emitted[:, 0]) * VOCAB + second
 
 
+@pytest.mark.quick_cases("<lambda>0", "None")
 @pytest.mark.parametrize("draft_keys", [lambda keys: keys, FOLDED, SPLIT, None])
 def test_speculation_emits_what_the_target_would(draft_keys):
     for seed in (3,) if draft_keys in (FOLDED, SPLIT) else SEEDS:
@@ -255,6 +257,7 @@ def last_token_model(logits, tokens, cache, step):
     return jnp.asarray(logits)[tokens], cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_generate_draws_what_the_filtered_target_would(seed):
     """With drafts of another model, drawn through the same filters: each token, given the one before it."""
@@ -385,6 +388,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5 if a.dtype == jnp.float32 else 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_transforms_change_nothing():
     several = [example(seed) for seed in range(3)]
     plain = [everything(*arguments) for arguments in several]
@@ -403,6 +407,15 @@ def test_no_program_is_compiled_twice():
     assert [fn._cache_size() for fn in PUBLIC] == programs
 
 
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_highest_temperature_draws_as_the_others_do(top_k):
+    hottest = sampling_params(4000, temperature=8e37, top_k=top_k, seed=1)
+    logits = jnp.float32([[2e38, -np.inf, 3e38, 1e38]]).repeat(4000, axis=0)
+    token, _ = sample(logits, hottest, jnp.zeros(4000, jnp.int32))
+    expected = np.array([np.exp(-10 / 8), 0, 1, np.exp(-20 / 8) * (top_k == 0)])
+    np.testing.assert_allclose(np.bincount(token, minlength=4) / 4000, expected / expected.sum(), atol=0.03)
+
+
 def test_wrong_arguments_are_named():
     params, one = sampling_params(2), jnp.ones(1, jnp.int32)
     keys, logits = keys_from(params, jnp.arange(2), 4), jnp.zeros((2, 5))
@@ -410,7 +423,8 @@ def test_wrong_arguments_are_named():
     accept = functools.partial(accept_drafts, keys=keys)
     for call, *words in [
         (lambda: sampling_params(2.5), "num_rows", "2.5", "Python int"),
-        (lambda: sampling_params(2, temperature=-0.5), "temperature", "-0.5", "finite, at least 0"),
+        (lambda: sampling_params(2, temperature=-0.5), "temperature", "-0.5", "0 to 8e37"),
+        (lambda: sampling_params(2, temperature=9e37), "temperature", "9e+37", "0 to 8e37"),
         (lambda: sampling_params(2, top_k=[3, -1]), "top_k", "-1", "integers in"),
         (lambda: sampling_params(2, top_k=2.0), "top_k", "float64", "integers in"),
         (lambda: sampling_params(2, top_p=[1.0, 1.5]), "top_p", "1.5", "above 0, at most 1"),

@@ -260,3 +260,38 @@ def test_who_imports_the_experiments_keeps_what_it_does_on_interrupts():
     ignoring = "trap '' INT; exec " + f'{sys.executable} -c "{program.replace(".__name__", "")}"'
     shown = subprocess.run(["sh", "-c", ignoring], capture_output=True, text=True, timeout=60)
     assert shown.stdout.endswith("1\n") or "SIG_IGN" in shown.stdout
+
+
+DOUBLES = (
+    "import jax\nfrom experiments.common import command\ndef main():\n"
+    "    parser = command.Parser('experiments.nothing', 'Doubles.')\n    parser.parse_args()\n"
+    "    print(jax.jit(lambda x: 2 * x)(21))\ncommand.run(main)\n"
+)
+
+
+@pytest.mark.parametrize("kind", ["kept", "no cache", "another folder", "switched off", "no folder"])
+def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path, kind):
+    """The second start finds them and says nothing."""
+    environment = {name: text for name, text in os.environ.items() if "COMPILATION_CACHE" not in name}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT.parent)}
+    environment |= {
+        "another folder": {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "other")},
+        "switched off": {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        "no folder": {"XDG_CACHE_HOME": "/dev/null"},
+    }.get(kind, {})
+    options = ["--no-cache"] if kind == "no cache" else []
+
+    def start():
+        line = [sys.executable, "-c", DOUBLES, *options]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+
+    first, folder = start(), tmp_path / "kvcache_jax"
+    assert first.stdout == "42\n"
+    kept = list(folder.glob("*-cache"))
+    if kind != "kept":
+        assert not kept and not first.stderr
+        return
+    said = f"kept {len(kept)} compiled programs in {folder}; --no-cache keeps none\n"
+    assert kept and first.stderr == said
+    second = start()
+    assert (second.stdout, second.stderr) == ("42\n", "") and list(folder.glob("*-cache")) == kept

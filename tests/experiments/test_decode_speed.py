@@ -47,6 +47,7 @@ def records(decoder, contexts):
     return decode_speed.measure(CASE, decoder, contexts, seconds=0.0, parts=decode_speed.PARTS)
 
 
+@pytest.mark.slow
 def test_every_side_is_timed_on_the_same_steps(records):
     assert [record["side"] for record in records] == [
         PAGED,

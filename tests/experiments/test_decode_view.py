@@ -19,7 +19,7 @@ from models.tokenizer import ByteTokenizer
 def look(table, step=8, running=None, ended=()):
     table = np.asarray(table, np.int32)
     held = table[table < 12]
-    return kv.Look(
+    return kv.Snapshot(
         num_steps=step,
         seconds=0.5,
         num_blocks_used=len(set(held.tolist())),

@@ -15,6 +15,8 @@ from experiments.eviction_search.simulator import simulate
 from experiments.trace_replay.__main__ import replay
 from experiments.trace_replay.traces import full_blocks_only, read_trace
 
+pytestmark = pytest.mark.slow
+
 NAMES = [candidate.name for candidate in search.candidates()]
 
 

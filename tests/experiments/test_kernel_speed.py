@@ -24,6 +24,8 @@ from experiments.kernel_speed.sides import jax_sides, looped
 from experiments.kernel_speed.timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
 from tests.experiments import kernel_speed_tiny
 
+pytestmark = pytest.mark.slow
+
 CELL = kernel_speed_tiny.CELL
 
 

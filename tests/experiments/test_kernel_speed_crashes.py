@@ -20,6 +20,8 @@ from experiments.kernel_speed import process
 from experiments.kernel_speed.timing import FAILED, MEASURED
 from tests.experiments.kernel_speed_fakes import ENTRIES, SIDES, Jobs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 FAKES = ("-m", "tests.experiments.kernel_speed_fakes")
 
@@ -354,7 +356,8 @@ def hanging(tmp_path):
     command = (*FAKES, json.dumps({"sides": {"peer": {"two": "hang@run"}}}))
     program = (
         "import signal\n"
-        "from experiments.common import command; from experiments.kernel_speed import __main__ as kernel_speed, process as kernel_speed_process\n"
+        "from experiments.common import command\n"
+        "from experiments.kernel_speed import __main__ as kernel_speed, process as kernel_speed_process\n"
         # Ignored in what a shell runs in the background, which is inherited.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"kernel_speed_process.COMMAND = {command!r}\n"

@@ -17,6 +17,8 @@ from experiments import learned_prefix
 from experiments.learned_prefix import Prefix
 from models.decoder import Decoder, DecoderConfig
 
+pytestmark = pytest.mark.slow
+
 TINY = DecoderConfig(
     vocab_size=128,
     hidden_size=16,

@@ -42,6 +42,7 @@ def lengths(prompts):
     return ["--shared", str(max(map(len, prompts)) - 5), "--own", "5"]
 
 
+@pytest.mark.slow
 def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, prompts, lengths, capsys):
     arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "3"]
     assert prefix_prompts.main([*arguments, "--data", str(data), "--json"]) == 0

@@ -43,6 +43,7 @@ def test_hits_equal_those_of_a_dict(tmp_path, capsys):
     assert report["records"][0]["num_evictions"] > 0 == report["records"][-1]["num_evictions"]
 
 
+@pytest.mark.slow
 def test_a_half_without_requests_has_no_rate(tmp_path, capsys):
     path = write(tmp_path, make_requests()[:1])
     (record,) = json.loads(run(capsys, "--trace", path, "--blocks", 25, "--json"))["records"]

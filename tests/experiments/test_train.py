@@ -27,6 +27,8 @@ from experiments.train.training import train as run
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 
+pytestmark = pytest.mark.slow
+
 TINY = DecoderConfig(
     vocab_size=256,
     hidden_size=16,

@@ -96,6 +96,7 @@ def test_a_row_without_a_block_and_a_row_of_one_token():
     assert check(cache).splitlines()[-3:-1] == ["  row 0  0 tokens  [ ]", "  row 3  1 token   [ 0 ]"]
 
 
+@pytest.mark.slow
 def test_random_scripts_over_several_groups():
     """A full and a window group of different block sizes; the text is recounted after every step."""
     window = kv.SlidingWindow(1, 8, window=5, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
@@ -134,6 +135,7 @@ def test_random_scripts_over_several_groups():
         assert re.search(mark, seen), f"the script never showed {mark!r}"
 
 
+@pytest.mark.slow
 def test_cached_blocks_are_neither_used_nor_free():
     """Of two rows one ends: its published blocks stay for prompts to come, the rest of it is free."""
     config = dataclasses.replace(small_config(), enable_prefix_caching=True)
@@ -188,6 +190,7 @@ def test_one_group_or_all():
     assert "group 0: FullAttention x 2 layers, 12 blocks" in block_map(cache, group=0)
 
 
+@pytest.mark.slow
 def test_glyphs_of_many_rows_and_many_owners():
     config = small_config(num_blocks=90, max_seqs=70)
     for rows in ([9, 10, 35, 36, 61, 62, 69], [0, 33, 34]):
@@ -384,6 +387,7 @@ def test_the_labels_of_a_column_and_a_line_add_up_to_the_block(num_blocks, axes)
     assert num_found >= min(num_blocks, 12)
 
 
+@pytest.mark.slow
 def test_the_figure_of_a_large_pool_is_cut(large, axes):
     draw_block_map(large, ax=axes)
     assert len(cells_of(axes)) == 2048

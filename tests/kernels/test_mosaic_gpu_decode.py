@@ -48,6 +48,7 @@ def check(problem: DecodeProblem, **keywords) -> None:
 OLDEST = "plain", "head_128_block_24", "head_256_f16", "drafts_8x16", "all"
 
 
+@pytest.mark.quick_cases("all")
 @pytest.mark.parametrize("name", newest_unless(OLDEST, SHAPES))
 def test_decode(name):
     check(SHAPES[name].problem())
@@ -84,6 +85,7 @@ def test_values_that_nobody_sees_may_be_nan():
     check(problem._replace(rows=rows, v_pool=v_pool))
 
 
+@pytest.mark.slow
 def test_a_plan_serves_all_layers_and_heads():
     """It depends on neither, so one made for another group size is as good."""
     problem = SHAPES["long"].problem()

@@ -94,6 +94,7 @@ def check_counts(name, arguments, check):
     assert traced == [name]  # no count is compiled for
 
 
+@pytest.mark.quick_cases("bf16_16x64")
 @pytest.mark.parametrize("name", POOLS)
 def test_gather(name):
     rng = np.random.default_rng(0)
@@ -110,6 +111,7 @@ def test_gather(name):
     check_counts("gather_blocks", arguments, check)
 
 
+@pytest.mark.quick_cases("bf16_16x64")
 @pytest.mark.parametrize("name", POOLS)
 def test_scatter(name):
     rng = np.random.default_rng(1)
@@ -124,6 +126,7 @@ def test_scatter(name):
     check_counts("scatter_blocks", arguments, check_pools)
 
 
+@pytest.mark.quick_cases("bf16_16x64")
 @pytest.mark.parametrize("name", POOLS)
 def test_copy(name):
     rng = np.random.default_rng(2)
@@ -211,6 +214,7 @@ def test_chunks_keep_enough_bytes_in_flight(
     assert cut.max_ctas == 132 * ctas_per_sm
 
 
+@pytest.mark.quick_cases("3-bf16_16x64")
 @pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("cta_tokens", [1, 3])
 def test_append(name, cta_tokens, monkeypatch):

@@ -45,6 +45,7 @@ def check(problem: DecodeProblem) -> None:
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases("all")
 @pytest.mark.parametrize("name", newest_unless(("plain", "drafts_8x16", "all"), SHAPES))
 def test_many_tiles(name, monkeypatch):
     shape = for_tpu(SHAPES[name])
@@ -52,6 +53,7 @@ def test_many_tiles(name, monkeypatch):
     check(shape.problem())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", newest_unless(("all",), ("long", "all")))
 def test_large_tiles(name):
     check(for_tpu(SHAPES[name]).problem(seed=1))

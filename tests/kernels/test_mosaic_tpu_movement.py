@@ -54,27 +54,32 @@ OTHERS = ids(4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 10**6, -(10**6))
 COUNTS = [0, 1, 12]
 
 
+@pytest.mark.quick_cases("12")
 @pytest.mark.parametrize("count", COUNTS)
 def test_gather(count):
     check("gather_blocks", *pools(), PERMUTED, jnp.int32(count))
 
 
+@pytest.mark.quick_cases("12")
 @pytest.mark.parametrize("count", COUNTS)
 def test_scatter(count):
     blocks = random_like((NUM_LAYERS, PERMUTED.size, NUM_KV_HEADS, 16, 128), "float32")
     check("scatter_blocks", *pools(), *blocks, PERMUTED, jnp.int32(count))
 
 
+@pytest.mark.quick_cases("12")
 @pytest.mark.parametrize("count", COUNTS)
 def test_copy(count):
     check("copy_blocks", *pools(), PERMUTED, OTHERS, jnp.int32(count))
 
 
+@pytest.mark.slow
 def test_one_block_copied_to_many():
     """More than all are all."""
     check("copy_blocks", *pools(8, "float32"), jnp.zeros(10, jnp.int32), OTHERS[:10], jnp.int32(12))
 
 
+@pytest.mark.slow
 def test_a_source_may_be_overwritten_by_a_later_copy():
     """Of those 8 and 7 before it, of two and of the one before; earlier copies see the block as it was."""
     src = ids(22, 16, 2, 5, 5, 16, 16, 16, 16, 16, 0, 23)
@@ -82,6 +87,7 @@ def test_a_source_may_be_overwritten_by_a_later_copy():
     check("copy_blocks", *pools(), src, dst, jnp.int32(src.size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tokens_in_any_order_and_nowhere(dtype):
     """Several of one tile, one after the other and apart, in blocks of several tiles."""
@@ -92,6 +98,7 @@ def test_tokens_in_any_order_and_nowhere(dtype):
     check("append_kv", *pools(block_size, dtype), *values, ids(*slots), layer=jnp.int32(1))
 
 
+@pytest.mark.slow
 def test_more_tokens_than_one_chunk(monkeypatch):
     """A tile takes tokens of two chunks."""
     monkeypatch.setattr(mosaic_tpu.append, "MAX_CHUNK", 4)

@@ -23,6 +23,7 @@ from tests.manager.manager_user import (
 from tests.support.helpers import assert_same, compiled_programs, says
 
 
+@pytest.mark.quick_cases("prefix caching")
 @BOTH
 def test_the_life_of_requests(config):
     with kv.CacheManager(config) as manager:
@@ -79,7 +80,7 @@ def test_blocks_of_windows_have_holes():
     assert manager.slot_for("x", 16) == entries[8] * 2
     with pytest.raises(IndexError, match="left the window"):
         manager.slot_for("x", int(np.flatnonzero(entries == 20)[0]) * 2)
-    with pytest.raises(kv.WindowLost, match="raise max_rollback"):
+    with pytest.raises(kv.manager.WindowLost, match="raise max_rollback"):
         manager.truncate_request("x", 3)
 
 
@@ -103,36 +104,46 @@ def test_typed_errors_change_nothing():
         lambda: manager.block_table("z"),
         lambda: manager.slot_for("z", 0),
     ):
-        assert unchanged(manager, kv.UnknownRequest, call, "no request 'z'").request_id == "z"
+        assert unchanged(manager, kv.manager.UnknownRequest, call, "no request 'z'").request_id == "z"
     for call in (lambda: manager.allocate_request("a", [1]), lambda: manager.fork_request("b", "a")):
-        assert unchanged(manager, kv.DuplicateRequest, call, "'a' exists").request_id == "a"
+        assert unchanged(manager, kv.manager.DuplicateRequest, call, "'a' exists").request_id == "a"
 
     # 12 blocks: 5 and 4 are held, 3 are free.
-    error = unchanged(manager, kv.OutOfBlocks, lambda: manager.allocate_request("c", [9] * 13), says(4, 3))
+    error = unchanged(
+        manager, kv.manager.OutOfBlocks, lambda: manager.allocate_request("c", [9] * 13), says(4, 3)
+    )
     assert (error.request_id, error.needed, error.available) == ("c", 4, 3)
     # Blocks that others hold are shared, not taken.
     prompt = [*range(1, 21), *[9] * 16]
-    error = unchanged(manager, kv.OutOfBlocks, lambda: manager.allocate_request("c", prompt), says(4, 3))
+    error = unchanged(
+        manager, kv.manager.OutOfBlocks, lambda: manager.allocate_request("c", prompt), says(4, 3)
+    )
     assert (error.needed, error.available) == (4, 3)
-    error = unchanged(manager, kv.OutOfBlocks, lambda: manager.append_tokens({"a": [1] * 8, "b": [1] * 8}))
+    error = unchanged(
+        manager, kv.manager.OutOfBlocks, lambda: manager.append_tokens({"a": [1] * 8, "b": [1] * 8})
+    )
     assert "request 'b' finds too few blocks of layer group 0: the call needs 4, and 3 are free" in str(error)
     assert (error.needed, error.available) == (4, 3) and error.request_id == "b"
 
-    error = unchanged(manager, kv.TooLong, lambda: manager.allocate_request("c", [1] * 41), says(41, 40))
+    error = unchanged(
+        manager, kv.manager.TooLong, lambda: manager.allocate_request("c", [1] * 41), says(41, 40)
+    )
     assert (error.needed, error.available) == (41, 40)
     error = unchanged(
-        manager, kv.TooLong, lambda: manager.append_tokens({"b": [1], "a": [1] * 21}), says(41, 40)
+        manager, kv.manager.TooLong, lambda: manager.append_tokens({"b": [1], "a": [1] * 21}), says(41, 40)
     )
     assert (error.request_id, error.needed, error.available) == ("a", 41, 40)
-    error = unchanged(manager, kv.TooLong, lambda: manager.append_tokens("a", [1] * 41), "in one call")
-    error = unchanged(manager, kv.TooLong, lambda: manager.truncate_request("b", 17), says(16, 17))
+    error = unchanged(
+        manager, kv.manager.TooLong, lambda: manager.append_tokens("a", [1] * 41), "in one call"
+    )
+    error = unchanged(manager, kv.manager.TooLong, lambda: manager.truncate_request("b", 17), says(16, 17))
     assert (error.needed, error.available) == (17, 16)
     manager.fork_request("a", "c"), manager.fork_request("a", "d")
     for call in (lambda: manager.allocate_request("e", [1]), lambda: manager.fork_request("a", "e")):
-        error = unchanged(manager, kv.OutOfRows, call, says("max_seqs", 4))
+        error = unchanged(manager, kv.manager.OutOfRows, call, says("max_seqs", 4))
         assert (error.needed, error.available) == (1, 0)
     for name in ("OutOfBlocks", "OutOfRows", "TooLong", "UnknownRequest", "DuplicateRequest", "WindowLost"):
-        assert issubclass(getattr(kv, name), kv.CacheError)
+        assert issubclass(getattr(kv, name), kv.manager.CacheError)
 
 
 def test_absurd_arguments_change_nothing():
@@ -145,6 +156,7 @@ def test_absurd_arguments_change_nothing():
         (ValueError, "expected a list of token ids", lambda: manager.allocate_request("b", [[1, 2]])),
         (ValueError, "uint32", lambda: manager.allocate_request("b", [1], namespace=[1, 2, 3, 4])),
         (TypeError, "unhashable", lambda: manager.allocate_request(["b"], [1])),
+        (ValueError, "does not equal itself", lambda: manager.allocate_request(float("nan"), [1])),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens("a")),
         (TypeError, "a request id and its token_ids", lambda: manager.append_tokens({"a": [1]}, [1])),
         (ValueError, "at least one", lambda: manager.append_tokens({})),
@@ -184,7 +196,9 @@ def test_replace_ends_the_old_request_only_if_the_new_one_fits():
     text = list(range(1, 30))
     start(manager, "a", text)
     start(manager, "b", [40] * 16)
-    error = unchanged(manager, kv.OutOfBlocks, lambda: manager.allocate_request("a", [3] * 33, replace=True))
+    error = unchanged(
+        manager, kv.manager.OutOfBlocks, lambda: manager.allocate_request("a", [3] * 33, replace=True)
+    )
     assert (error.needed, error.available) == (9, 8)
     # What the old one published is found by the new one.
     assert start(manager, "a", [*text[:20], 7], replace=True) == 20
@@ -239,7 +253,7 @@ def test_one_line_is_logged_per_admission(caplog):
         caplog.clear()
         start(manager, "a", [1] * 6)
         manager.allocate_request("b", [1] * 6)
-        unchanged(manager, kv.DuplicateRequest, lambda: manager.allocate_request("b", [1] * 6))
+        unchanged(manager, kv.manager.DuplicateRequest, lambda: manager.allocate_request("b", [1] * 6))
     assert [record.getMessage() for record in caplog.records] == [
         "allocate_request: request='a' prompt_tokens=6 cached_tokens=0 new_tokens=6 blocks=2",
         "allocate_request: request='b' prompt_tokens=6 cached_tokens=4 new_tokens=2 blocks=2",
@@ -247,6 +261,7 @@ def test_one_line_is_logged_per_admission(caplog):
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
+@pytest.mark.slow
 def test_few_programs_serve_two_hundred_prompt_lengths():
     config = kv.CacheConfig(
         [kv.FullAttention(1, 5)], block_size=16, num_blocks=1024, max_seqs=3, max_seq_len=8192,
@@ -293,14 +308,14 @@ def test_whole_requests_give_way():
     assert manager.select_victim_requests("priority", 99) == ["a", "b", "c", "d"]
     assert manager.select_victim_requests("priority", 0) == []
     assert state_of(manager) == before
-    assert manager.evict_to_utilization(0.8) == []
-    assert manager.evict_to_utilization(0.45, "longest") == ["b"]
+    assert manager.preempt_to_utilization(0.8) == []
+    assert manager.preempt_to_utilization(0.45, "longest") == ["b"]
     check(manager, {name: texts[name] for name in "acd"})
-    assert manager.evict_to_utilization(0.1) == ["a", "c"]
+    assert manager.preempt_to_utilization(0.1) == ["a", "c"]
     check(manager, {"d": [50]})
     assert manager.allocate_request("b", texts["b"]) == 12
     with pytest.raises(ValueError, match="expected 0 <= target <= 1"):
-        manager.evict_to_utilization(2)
+        manager.preempt_to_utilization(2)
     with pytest.raises(ValueError, match="policy is 'newest'"):
         manager.select_victim_requests("newest", 1)
 
@@ -349,5 +364,5 @@ def test_closing():
              lambda: manager.commit_tokens({}))  # fmt: skip
     for call in (*calls, lambda: manager.run(write_step, 1), lambda: manager.allocate_request("a", [1]),
                  manager.__enter__):  # fmt: skip
-        with pytest.raises(kv.ManagerClosed, match="closed"):
+        with pytest.raises(kv.manager.ManagerClosed, match="closed"):
             call()

@@ -44,7 +44,7 @@ def check_needed(manager, call):
         state.restore(group)
         try:
             call()
-        except kv.OutOfBlocks as raised:
+        except kv.manager.OutOfBlocks as raised:
             error = raised
         else:
             continue  # what is cached is enough
@@ -54,7 +54,7 @@ def check_needed(manager, call):
         state.restore(group, lack)
         call()
         state.restore(group, lack - 1)
-        with pytest.raises(kv.OutOfBlocks) as caught:
+        with pytest.raises(kv.manager.OutOfBlocks) as caught:
             call()
         assert (caught.value.needed, caught.value.available) == (error.needed, error.needed - 1)
     state.restore()
@@ -91,7 +91,7 @@ def change(rng, manager):
     elif kind == "fork" and len(names) < ROWS:
         manager.fork_request(name, f"r{rng.integers(10**9)}")
     elif kind == "truncate":
-        with contextlib.suppress(kv.WindowLost):  # hits behind the window
+        with contextlib.suppress(kv.manager.WindowLost):  # hits behind the window
             manager.truncate_request(name, max(length - int(rng.integers(3)), 0))
     elif kind == "free":
         manager.free_request(name)
@@ -99,6 +99,7 @@ def change(rng, manager):
         manager.evict(int(rng.integers(9)))
 
 
+@pytest.mark.slow
 def test_as_many_blocks_as_are_needed_are_enough_and_one_less_is_not():
     rng = np.random.default_rng(0)
     manager = kv.CacheManager(kv.init(CONFIG, storage=False), widths=[8])
@@ -117,7 +118,7 @@ def test_rows_of_one_call_help_each_other():
     def needed(new):
         state = State(manager)
         state.restore(0)
-        with pytest.raises(kv.OutOfBlocks) as caught:
+        with pytest.raises(kv.manager.OutOfBlocks) as caught:
             manager.append_tokens(new)
         state.restore()
         return caught.value.needed, caught.value.available

@@ -35,8 +35,8 @@ def test_a_step_that_cannot_be_traced_loses_nothing():
         (TypeError, "expected a tuple", lambda cache: cache),
         (TypeError, "expected a tuple", lambda cache: (None, cache)),
         (TypeError, "other shapes or dtypes", lambda cache: (jax.tree.map(lambda x: x[None], cache), None)),
-        (kv.ManagerBusy, "free_request was called by a step function", calls_back),
-        (kv.ManagerBusy, "close was called", lambda cache: (cache, manager.close())),
+        (kv.manager.ManagerBusy, "free_request was called by a step function", calls_back),
+        (kv.manager.ManagerBusy, "close was called", lambda cache: (cache, manager.close())),
     ):
         unchanged(manager, error, lambda step_fn=step_fn: manager.run(step_fn), match)
     assert fill(manager, {"a": [4]}).tolist() == [1]
@@ -59,7 +59,7 @@ def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
         lambda: manager.fork_request("a", "d"),
         lambda: manager.truncate_request("a", 1),
     ):
-        error = unchanged(manager, kv.OutOfSync, call, "row of request 'a'.*free_request ends")
+        error = unchanged(manager, kv.manager.OutOfSync, call, "row of request 'a'.*free_request ends")
         assert error.request_id == "a"
     manager.free_request("a")
     assert manager.request_ids() == ["b", "c"]
@@ -74,18 +74,20 @@ def test_a_row_that_a_step_function_started_is_nobodys():
     manager.run(lambda cache: kv.allocate(cache, jnp.array([2]), jnp.array([5])))
     for call in (
         lambda: manager.select_victim_requests("longest", 2),
-        lambda: manager.evict_to_utilization(0.0),
+        lambda: manager.preempt_to_utilization(0.0),
     ):
-        error = unchanged(manager, kv.OutOfSync, call, "row 2 is active and no request has it, expected")
+        error = unchanged(
+            manager, kv.manager.OutOfSync, call, "row 2 is active and no request has it, expected"
+        )
         assert error.request_id is None
-    assert manager.evict_to_utilization(0.5) == []
+    assert manager.preempt_to_utilization(0.5) == []
     manager.run(lambda cache: kv.free(cache, jnp.array([2])))
     manager.run(lambda cache: kv.allocate(cache, jnp.array([1]), jnp.array([1])))
     message = "row 1 is active and no request has it, expected"
-    unchanged(manager, kv.OutOfSync, lambda: manager.fork_request("a", "b"), message)
-    unchanged(manager, kv.OutOfSync, lambda: manager.allocate_request("b", [1]), message)
+    unchanged(manager, kv.manager.OutOfSync, lambda: manager.fork_request("a", "b"), message)
+    unchanged(manager, kv.manager.OutOfSync, lambda: manager.allocate_request("b", [1]), message)
     manager.run(lambda cache: kv.free(cache, jnp.array([1])))
-    assert manager.evict_to_utilization(0.0) == ["a"]
+    assert manager.preempt_to_utilization(0.0) == ["a"]
 
 
 CALLS = {
@@ -107,7 +109,7 @@ CALLS = {
     "stats": (),
     "evict": (1,),
     "select_victim_requests": ("lru", 1),
-    "evict_to_utilization": (0.5,),
+    "preempt_to_utilization": (0.5,),
     "reset_prefix_cache": (),
     "close": (),
 }
@@ -124,11 +126,16 @@ def test_every_call_takes_its_turn():
         def step_fn(cache, name=name, arguments=arguments):
             return cache, getattr(manager, name)(*arguments)
 
-        unchanged(manager, kv.ManagerBusy, lambda step_fn=step_fn: manager.run(step_fn), f"{name} was called")
+        unchanged(
+            manager,
+            kv.manager.ManagerBusy,
+            lambda step_fn=step_fn: manager.run(step_fn),
+            f"{name} was called",
+        )
     manager.close()
     for name, arguments in CALLS.items():
         if name != "close":
-            with pytest.raises(kv.ManagerClosed, match=f"{name} was called"):
+            with pytest.raises(kv.manager.ManagerClosed, match=f"{name} was called"):
                 getattr(manager, name)(*arguments)
     manager.close()
 
@@ -150,7 +157,7 @@ def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(whe
         control = dataclasses.replace(cache.control, context_len=x)
         return dataclasses.replace(cache, control=control), x
 
-    with pytest.raises(kv.CacheLost, match="2 requests are lost") as caught:
+    with pytest.raises(kv.manager.CacheLost, match="2 requests are lost") as caught:
         manager.run(step_fn)
         manager.num_computed_tokens("a")
     assert caught.value.request_ids == ["a", "b"]
@@ -168,9 +175,9 @@ def test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over(call):
     manager = kv.CacheManager(cache)
     kv.donate(lambda cache: kv.evict(cache, 1))(cache)
     arguments = {**CALLS, "run": (lambda cache: (cache, 1),)}[call]
-    with pytest.raises((kv.CacheError, RuntimeError)) as caught:
+    with pytest.raises((kv.manager.CacheError, RuntimeError)) as caught:
         getattr(manager, call)(*arguments)
-    assert isinstance(caught.value, kv.CacheLost)
+    assert isinstance(caught.value, kv.manager.CacheLost)
     assert "somebody else" in str(caught.value) and caught.value.request_ids == []
     start(manager, "a", [1, 2, 3])
     check(manager, {"a": [1, 2, 3]})
@@ -201,6 +208,7 @@ def test_the_pools_are_updated_in_place():
     )
 
 
+@pytest.mark.slow
 def test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager():
     manager = kv.CacheManager(CONFIG, widths=jnp.array([24, 3]).tolist() + [np.int32(3)])
     manager.allocate_request("a", [1] * 9)
@@ -232,7 +240,7 @@ def test_threads_take_turns(config):
                 try:
                     manager.allocate_request(request_id, text)
                     failures.append("allocated twice")
-                except kv.DuplicateRequest:
+                except kv.manager.DuplicateRequest:
                     pass
                 pieces = [text[num_cached:-2], text[-2:]]
                 for piece in pieces:
@@ -300,7 +308,7 @@ def test_what_cannot_be_run_or_asked_is_named():
         manager.allocate_request([1], [1, 2])
 
     manager.allocate_request("a", [1, 2])
-    with pytest.raises(kv.TooLong, match=f"'a' has 0 tokens, .* got {10**30}") as error:
+    with pytest.raises(kv.manager.TooLong, match=f"'a' has 0 tokens, .* got {10**30}") as error:
         manager.truncate_request("a", 10**30)
     assert error.value.needed == 10**30
     for option in ("reuse", "replace"):
@@ -321,7 +329,7 @@ def test_a_question_runs_no_step():
     manager.allocate_request("a", [1, 2, 3])
 
     def question(cache):
-        with pytest.raises(kv.ManagerBusy, match="run was called by a question"):
+        with pytest.raises(kv.manager.ManagerBusy, match="run was called by a question"):
             manager.run(lambda cache: (cache, 1))
         return np.asarray(cache.is_active).sum(), manager.request_ids()
 
@@ -351,7 +359,7 @@ CHANGES = {
     "free": lambda manager: manager.free_request("a"),
     "replace": end_by_replacing,
     "truncate": lambda manager: manager.truncate_request("a", 4),
-    "evict": lambda manager: manager.evict_to_utilization(0.0),
+    "evict": lambda manager: manager.preempt_to_utilization(0.0),
     "commit": commit_next_to_a_twin,
     "truncate in a step": within_a_step(lambda cache: kv.truncate(cache, np.array([0]), np.array([4]))),
 }
@@ -369,7 +377,7 @@ def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
     start(manager, "c", [7, 8, 9])
     for args in ((batch,), ({"deep": [batch.step]},)):
         run = functools.partial(manager.run, lambda cache, *args: (cache, None), *args)
-        error = unchanged(manager, kv.StaleBatch, run, "the batch is stale: request 'a' has ended")
+        error = unchanged(manager, kv.manager.StaleBatch, run, "the batch is stale: request 'a' has ended")
         assert error.request_id == "a"
     rows = {manager.request("c").seq_id: [7, 8, 9]}
     assert manager.query(testing.check_tokens, rows) == []
@@ -382,13 +390,15 @@ def test_a_batch_of_another_manager_is_refused():
     other.allocate_request("a", [7, 8, 9])
     batch = other.append_tokens("a", [7, 8, 9])
     run = functools.partial(manager.run, write_step, batch)
-    error = unchanged(manager, kv.StaleBatch, run, "made by another manager, expected one of this manager's")
+    error = unchanged(
+        manager, kv.manager.StaleBatch, run, "made by another manager, expected one of this manager's"
+    )
     assert error.request_id is None
     other.run(write_step, batch)
     check(other, {"a": [7, 8, 9]})
     other.close()
     del other
-    unchanged(manager, kv.StaleBatch, run, "made by another manager")
+    unchanged(manager, kv.manager.StaleBatch, run, "made by another manager")
     check(manager, {"a": [1, 2, 3]})
 
 
@@ -399,10 +409,11 @@ def test_a_batch_of_tokens_that_a_step_took_back_is_refused():
     manager.run(write_step, batch)
     within_a_step(lambda cache: kv.truncate(cache, np.array([0]), np.array([2])))(manager)
     fill(manager, {"a": [9]})
-    unchanged(manager, kv.StaleBatch, lambda: manager.run(write_step, batch), "request 'a'")
+    unchanged(manager, kv.manager.StaleBatch, lambda: manager.run(write_step, batch), "request 'a'")
     check(manager, {"a": [1, 2, 9]})
 
 
+@pytest.mark.slow
 def test_a_batch_whose_blocks_left_a_window_is_refused():
     window = kv.SlidingWindow(1, 5, window=4, block_size=2)
     config = kv.CacheConfig([window], num_blocks=12, max_seqs=2, max_seq_len=40, max_query_len=8)
@@ -410,7 +421,7 @@ def test_a_batch_whose_blocks_left_a_window_is_refused():
     manager.allocate_request("a", [])
     early = manager.append_tokens("a", list(range(8)))
     manager.append_tokens("a", list(range(8, 16)))
-    unchanged(manager, kv.StaleBatch, lambda: manager.run(write_step, early), "request 'a'")
+    unchanged(manager, kv.manager.StaleBatch, lambda: manager.run(write_step, early), "request 'a'")
 
 
 def test_batches_may_be_run_late_and_twice():
@@ -430,4 +441,4 @@ def test_batches_may_be_run_late_and_twice():
     manager.fork_request("a", "c")
     manager.run(write_step, second)
     check(manager, {"a": text, "c": text})
-    unchanged(manager, kv.StaleBatch, lambda: manager.run(write_step, other), "request 'b'")
+    unchanged(manager, kv.manager.StaleBatch, lambda: manager.run(write_step, other), "request 'b'")

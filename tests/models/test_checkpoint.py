@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from models import checkpoint
 from models.checkpoint import CheckpointError
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder, DecoderConfig, single_layers
 from tests.models.checkpoint_files import (
     FAMILIES,
     FIXTURES,
@@ -40,7 +40,7 @@ def test_every_tensor_arrives_bit_for_bit(family):
     decoder = checkpoint.load(FIXTURES / family)
     stored_dtype = tensors[EMBEDDING].dtype
     assert decoder.config.dtype == decoder.config.param_dtype == stored_dtype
-    first, second = decoder.layers[0].attention, decoder.layers[1].attention
+    first, second = (layer.attention for layer in single_layers(decoder)[:2])
     np.testing.assert_array_equal(decoder.embedding[...], tensors[EMBEDDING])
     np.testing.assert_array_equal(
         first.k.kernel[...], tensors[QUERY.replace("1.self_attn.q", "0.self_attn.k")].T

@@ -14,7 +14,15 @@ from safetensors.numpy import load_file
 
 import kvcache_jax as kv
 from models import checkpoint
-from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
+from models.decoder import (
+    Decoder,
+    DecoderConfig,
+    Llama3Scaling,
+    cache_config,
+    forward,
+    rotations,
+    single_layers,
+)
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows")
@@ -88,6 +96,7 @@ def test_logits_of_one_call_are_those_of_transformers(family):
     assert_close(logits[ROW], expected(family)["logits"])
 
 
+@pytest.mark.quick_cases("llama-16", "qwen2_windows-16")
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block_size):
@@ -135,6 +144,7 @@ def test_packed_tokens_give_the_same_logits():
         starts = ends
 
 
+@pytest.mark.slow
 def test_forward_computes_the_same_however_tokens_reach_the_cache():
     decoder = load("qwen2_windows")
     config = cache_config(decoder.config, max_seqs=3, max_seq_len=32, block_size=4)
@@ -142,9 +152,44 @@ def test_forward_computes_the_same_however_tokens_reach_the_cache():
     kv.testing.check_forward(step, config, vocab_size=decoder.config.vocab_size)
 
 
+def test_layers_in_periods_are_computed_one_after_the_other():
+    """Two periods of a window and a full layer, and a window that is left over."""
+    config = dataclasses.replace(TINY, num_layers=5, windows=(3, None, 3, None, 3))
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    assert [len(run.layer_ids) for run in config.runs] == [4, 1]
+    cache = kv.init(cache_config(config, max_seqs=2, max_seq_len=16, block_size=4))
+    cache, _ = kv.allocate(cache, [0, 1], [9, 6])
+    tokens = np.arange(18, dtype=np.int32).reshape(2, 9) % 13
+
+    @jax.jit
+    def both(decoder, cache):
+        cache, step = kv.extend(cache, [9, 6], max_new=9)
+        got, scanned = forward(decoder, tokens, cache, step)
+        x, rotation = decoder.embedding[...][tokens], rotations(config, step.positions)
+        for layer_id, layer in enumerate(single_layers(decoder)):
+            x, cache = layer(x, cache, cache.config.locate(layer_id), step, rotation)
+        return (got, scanned.pools), (decoder.norm(x) @ decoder.unembedding[...].T, cache.pools)
+
+    got, want = jax.device_get(both(decoder, cache))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.std() > 0.01
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_cache_whose_layers_do_not_repeat_like_the_model_is_refused():
+    decoder, full = Decoder(TINY, rngs=nnx.Rngs(0)), kv.FullAttention(2, 6)
+    config = kv.CacheConfig(
+        [full, kv.SlidingWindow(2, 6, window=3)], num_blocks=4, max_seqs=1, max_seq_len=16
+    )
+    cache, step = kv.extend(kv.allocate(kv.init(config), [0], [1])[0], [1], max_new=1)
+    with pytest.raises(ValueError, match=r"layers from 0 on are \(.*repeat every 1 .*use cache_config"):
+        forward(decoder, np.zeros((1, 1), np.int32), cache, step)
+
+
 # --- dtypes ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_bfloat16_runs_and_stays_near(family):
     decoder, tokens = load(family, jnp.bfloat16), all_tokens(family)
@@ -157,6 +202,7 @@ def test_bfloat16_runs_and_stays_near(family):
     assert 1e-4 < np.sqrt(np.mean((logits - want) ** 2)) / want.std() < 0.03
 
 
+@pytest.mark.slow
 def test_parameters_may_be_wider_or_narrower_than_the_computation():
     tokens = all_tokens("llama")
     stored = checkpoint.load(FIXTURES / "llama", dtype=jnp.float32, param_dtype=jnp.bfloat16)
@@ -186,6 +232,7 @@ def test_two_models_of_one_config_share_a_program_and_a_structure(tmp_path):
     assert jitted._cache_size() == 1  # pyright: ignore
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_a_new_model_predicts_about_evenly(param_dtype):
     config = dataclasses.replace(
@@ -198,6 +245,7 @@ def test_a_new_model_predicts_about_evenly(param_dtype):
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter():
     """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""
     config = dataclasses.replace(TINY, use_qkv_bias=True, use_qk_norm=True, windows=(None, 3))
@@ -219,7 +267,7 @@ def test_gradients_reach_every_parameter():
         new_cache, step = kv.extend(cache, num_new, max_new=7)
         logits, _ = forward(decoder, tokens, new_cache, step)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
-        is_target = jnp.arange(1, 7) < num_new[:, None]
+        is_target = jnp.arange(1, 7)[None] < num_new[:, None]
         return -jnp.where(is_target, chosen, 0).mean()
 
     loss_and_gradient = jax.jit(jax.value_and_grad(loss))

@@ -16,6 +16,7 @@ from experiments.train.training import Recipe
 from models import checkpoint
 
 
+@pytest.mark.slow
 def test_the_stored_model_is_what_its_record_says():
     folder = corpus.MODEL
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 10e6

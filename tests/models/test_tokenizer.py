@@ -14,30 +14,12 @@ from models import checkpoint
 from models.checkpoint import CheckpointError
 from models.decoder import Decoder, DecoderConfig
 from models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
+from tests.support.trained_tokenizer import TEXT, byte_level_bpe
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
-TEXT = "Ein Übermaß, naïve “quotes”, 日本語, 🙂 and 🙃.\n  Two  spaces\tand\u0000 more. "
 CONFIG = DecoderConfig(
     vocab_size=300, hidden_size=4, mlp_size=4, num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=4
 )
-
-
-def byte_level_bpe():
-    """Like those of Llama 3, Qwen and Mistral's later models; a token may end within a character."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    return tokenizer
 
 
 def byte_fallback_bpe():

@@ -22,19 +22,49 @@ MUTATIONS = [
             "Phase.IDLE",
             "decoding/test_generate.py::test_prompts_that_wait_compile_nothing",
         ),
+    ),
+    *in_module(
+        "decoding/admission",
         (
             "prompts are shared with everybody",
             "tokens=tokens, namespace=words",
             "tokens=tokens",
             "decoding/test_generate_prefix.py::test_prompts_share_within_a_namespace",
         ),
+        (
+            "prompts start without blocks for what follows",
+            "max_len[row]) - 1,",
+            "prompt_len[row]),",
+            "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
+        ),
+        (
+            "the copies of a prompt's last block are not counted",
+            "held -= 1",
+            "held -= 0",
+            "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
+        ),
+    ),
+    *in_module(
+        "decoding/prefill",
+        (
+            "a row's later pieces begin it again",
+            "order - pieces.nth].add",
+            "order].add",
+            GREEDY,
+        ),
+        (
+            "the first row's logits are everybody's",
+            "pieces.last_of[i] = row",
+            "pieces.last_of[i] = 0",
+            GREEDY,
+        ),
     ),
     *in_module(
         "decoding/score",
         (
             "the context is shared with everybody",
-            "tokens=tokens, namespace=words",
-            "tokens=tokens",
+            "tokens=history[:1], namespace=words",
+            "tokens=history[:1]",
             "decoding/test_generate_prefix.py::test_other_weights_find_nothing_in_another_namespace",
         ),
     ),

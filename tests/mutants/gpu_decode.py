@@ -216,7 +216,7 @@ MUTATIONS = [
         "attention/kernels",
         (
             "all cuts of a prompt begin alike",
-            "order * is_query.shape[1]",
+            "order[None] * is_query.shape[1]",
             "order * 0",
             f"{CACHE}[padded-mosaic_tpu]",
         ),
@@ -270,7 +270,7 @@ MUTATIONS = [
         "operations/init",
         (
             "kernels imported within a trace",
-            "implementations.load(config.implementation)",
+            "backends.load(config.implementation)",
             "pass",
             "attention/test_attention_kernels.py::test_init_imports_the_kernels_and_the_library_does_not",
         ),

@@ -80,7 +80,7 @@ MUTATIONS = [
         ),
         (
             "blocks of the replaced request are not available",
-            "control = operations.free(cache, freed[None])[0].control",
+            "control = free_rows(cache, freed[None])[0].control",
             "control = cache.control",
             REPLACED,
         ),
@@ -143,7 +143,7 @@ MUTATIONS = [
         ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
     ),
     *in_module(
-        "operations/api",
+        "operations/set_priority",
         (
             "priorities saturate",
             "arguments.priorities(priority, seq_ids",
@@ -252,8 +252,8 @@ MUTATIONS = [
         "operations/rows",
         (
             "longer forks are cut",
-            "jnp.clip(control.context_len[:, None] - starts, 0, block_size)",
-            "(control.context_len[:, None] - starts) % block_size",
+            "jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)",
+            "(control.context_len[:, None] - starts[None]) % block_size",
             FORKS,
         ),
         (

@@ -323,10 +323,14 @@ SINGLE_KERNEL = in_module(
     ("kernels hold policies", "index.history is not None", "index.history is None", OTHER_POLICIES),
 )
 
-CACHE = in_module(
-    "operations/api",
+ROW_CALLS = in_module(
+    "operations/row_calls",
     ("lists are padded with row 0", "constant_values=fill", "constant_values=0", LISTS),
     ("lists are not padded", "        columns = _padded(", "        _padded(", SAME_PROGRAM),
+)
+
+REORDERED = in_module(
+    "operations/reorder",
     (
         "reorder one row after the other",
         "return one_control_kernel(functools.partial(rows.reorder_rows, config=config), control, *columns)",
@@ -336,13 +340,25 @@ CACHE = in_module(
         "    return rows.each_row(one, control, *columns)",
         REORDER,
     ),
+)
+
+APPENDED = in_module(
+    "attention/append",
     (
         "append writes the first layer's keys",
         "write(cache, layer, k[layer],",
         "write(cache, layer, k[0],",
         BRANCHES,
     ),
+)
+
+GATHERED = in_module(
+    "attention/gather",
     ("gather wraps ids", "control.context_len, seq_id, 0)", "control.context_len, seq_id % 3, 0)", GATHER),
+)
+
+DONATE = in_module(
+    "operations/donate",
     ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED),
 )
 
@@ -402,7 +418,11 @@ MUTATIONS = [
     *INDEXING,
     *LOOPS,
     *SINGLE_KERNEL,
-    *CACHE,
+    *ROW_CALLS,
+    *REORDERED,
+    *APPENDED,
+    *GATHERED,
+    *DONATE,
     *BUILD,
     *ARGUMENTS,
     *CONFIG,

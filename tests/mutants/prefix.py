@@ -4,7 +4,7 @@ from tests.mutants.mutations import in_module
 
 SCRIPT = "prefix/test_prefix_scripts.py::test_a_short_random_script"
 GROUPS = "prefix/test_prefix_windows.py::test_a_short_random_script_of_three_groups"
-ROLLED = "prefix/test_prefix_windows.py::test_a_rolled_window_serves_only_what_is_still_there"
+ROLLED = "prefix/test_prefix_windows.py::test_case_aa_a_rolled_window_serves_only_what_is_still_there"
 FORKS = (
     "prefix/test_prefix_windows.py::"
     "test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share"
@@ -23,13 +23,16 @@ LATER = "decoding/test_generate_prefix.py::test_a_later_call_finds_prompts_and_a
 
 MUTATIONS = [
     *in_module(
-        "operations/prefix_cache",
+        "operations/lookup",
         (
             "a prompt that is refused is found",
             "(num_tokens <= min(",
             "(num_tokens <= max(",
             "prefix/test_prefix_scripts.py::test_lookup_finds_nothing_where_the_length_is_refused",
         ),
+    ),
+    *in_module(
+        "prefix/item_tokens",
         (
             "items of all sizes are one",
             'num_tokens.to_bytes(8, "little")',
@@ -131,8 +134,8 @@ MUTATIONS = [
         ),
         (
             "new blocks that meet in a bucket are not compared",
-            "== own_bucket) > order.shape[0]",
-            "== own_bucket) > order.shape[0] + 2",
+            "== own_bucket[None]) > order.shape[0]",
+            "== own_bucket[None]) > order.shape[0] + 2",
             TOGETHER,
         ),
         ("blocks without room published", "~(is_new & has_way)", "~is_new", FULL_BUCKET),
@@ -177,8 +180,8 @@ MUTATIONS = [
         ),
         (
             "adopted in the row alone that commits",
-            "is_held = mask & (entries == old)",
-            "is_held = mask & (entries == old) & (jnp.arange(entries.shape[0])[:, None] == batch.row)",
+            "is_held = mask[None] & (entries",
+            "is_held = mask[None] & (jnp.arange(entries.shape[0])[:, None] == batch.row) & (entries",
             SCRIPT,
         ),
         (

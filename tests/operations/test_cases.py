@@ -336,6 +336,10 @@ def test_case_k_three_branches_of_one_row():
 def test_case_l_fork_into_an_active_row_and_chains():
     driver = TokenDriver(ROOMY)
     driver.start(0, 21)
+    chain = list(range(10)), list(range(1, 11))
+    assert driver.fork(*chain) == [Status.OK] + [Status.SEQ_NOT_ACTIVE] * 9  # none sees what the call starts
+    driver.check()
+    assert driver.free(1) == [Status.OK]
     driver.start(4, 40)
     driver.check()
     before = leaf_bytes(driver.cache)
@@ -346,7 +350,8 @@ def test_case_l_fork_into_an_active_row_and_chains():
     assert num_free(driver.cache) == 40
     for order in (range(11), range(10, -1, -1), (5, 0, 10, 3, 7, 1, 9, 2, 8, 4, 6)):
         driver.start(0, 21)
-        assert driver.fork(list(range(10)), list(range(1, 11))) == [Status.OK] * 10  # a chain in one call
+        for source, target in zip(*chain, strict=True):
+            assert driver.fork([source], [target]) == [Status.OK]
         assert num_used(driver.cache) == 2
         assert driver.append({3: 1, 8: 12, 10: 4}) == dict.fromkeys((3, 8, 10), Status.OK)
         driver.check()
@@ -385,6 +390,7 @@ def test_case_m_reorder_with_duplicates():
     assert num_free(driver.cache) == 40
 
 
+@pytest.mark.slow
 def test_case_n_truncate():
     driver = TokenDriver(tiny_config(num_blocks=9, block_size=4, max_seqs=3, max_seq_len=24))
     driver.start(1, 12)
@@ -430,9 +436,13 @@ def test_case_bb_repeats_empty_prompts_and_duplicates():
     driver.check()
     assert driver.append({5: 3}) == {5: Status.OK}
     driver.check()
-    # Duplicate ids in one call: the first wins.
+    # Duplicate ids in one call: the first wins, also when it failed.
+    before = leaf_bytes(driver.cache)
+    cache, admission = kv.allocate(driver.cache, [7, 7, 12], [101, 5, 0])
+    assert statuses(admission.status) == [Status.TOO_LONG, Status.DUPLICATE_SEQ_ID, Status.SKIPPED]
+    assert_same(before, leaf_bytes(cache))
     driver.cache, admission = kv.allocate(driver.cache, [7, 7, 8], [20, 40, 1])
-    assert statuses(admission.status) == [Status.OK, Status.SEQ_IN_USE, Status.OK]
+    assert statuses(admission.status) == [Status.OK, Status.DUPLICATE_SEQ_ID, Status.OK]
     driver.texts |= {7: [], 8: []}
     assert len(table(driver.cache, 7)) == 2 and num_used(driver.cache) == used + 1 + 2 + 1
     assert driver.append({7: 20, 8: 1}) == {7: Status.OK, 8: Status.OK}
@@ -440,6 +450,16 @@ def test_case_bb_repeats_empty_prompts_and_duplicates():
     cache, step = kv.extend(driver.cache, [2, 3, 1], max_new=16, seq_ids=[7, 7, 8])
     assert statuses(step.status) == [Status.OK, Status.DUPLICATE_SEQ_ID, Status.OK]
     assert np.asarray(cache.context_len)[[7, 8]].tolist() == [22, 2]
+    for call, name, value in (
+        (lambda c: kv.free(c, [0, 0]), "is_active", False),
+        (lambda c: kv.truncate(c, [0, 0], [9, 4]), "context_len", 9),
+        (lambda c: kv.touch(c, [0, 0]), "clock", int(driver.cache.control.clock) + 1),
+        (lambda c: kv.set_priority(c, [0, 0], [3, 4]), "priority", 3),
+    ):
+        cache, status = call(driver.cache)
+        assert statuses(status) == [Status.OK, Status.DUPLICATE_SEQ_ID], name
+        assert np.ravel(getattr(cache.control, name))[0] == value
+        assert_invariants(cache)
     # Giving up a row whose blocks are all shared frees nothing.
     driver.fork([7], [9])
     free = num_free(driver.cache)

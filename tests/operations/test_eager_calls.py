@@ -66,6 +66,7 @@ def busy_cache(config):
     return cache
 
 
+@pytest.mark.quick_cases("touch-3", "allocate-3", "fork-3", "free-3")
 @pytest.mark.parametrize("num_rows", [1, 3, 5])
 @pytest.mark.parametrize("name", ON_ROWS)
 def test_lists_do_what_arrays_do(cache, name, num_rows):
@@ -88,6 +89,7 @@ def test_lists_of_other_lengths_are_the_same_program(cache):
             assert len(programs) <= most, (name, num_rows, programs)
 
 
+@pytest.mark.slow
 def test_each_call_is_one_program_or_two():
     cache = busy_cache(dataclasses.replace(CONFIG, num_blocks=32))
     q = jnp.ones((9, 1, 2, 4))
@@ -123,6 +125,7 @@ def test_each_call_is_one_program_or_two():
         assert_same(second, first)
 
 
+@pytest.mark.slow
 def test_callers_may_overwrite_their_arrays_after_the_call(cache):
     """Programs may read numpy's arrays in place: those that begin at a multiple of 64 bytes."""
     ids, num_new, k, q = _aligned(9, np.int32), _aligned(9, np.int32), _aligned(36), _aligned(72)

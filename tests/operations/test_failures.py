@@ -3,16 +3,12 @@
 A failed row must leave exactly the state that a skipped one leaves, bit by bit.
 """
 
-import math
-from typing import Any
-
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
 from tests.support.helpers import (
-    TokenDriver,
     assert_invariants,
     assert_same,
     leaf_bytes,
@@ -20,130 +16,25 @@ from tests.support.helpers import (
     num_free,
     poison,
     statuses,
-    tiny_config,
+)
+from tests.support.row_calls import (
+    ALONE,
+    CALLS,
+    FAILURES,
+    NUM_ROWS,
+    PARTNERS,
+    VALID_ARGUMENT,
+    finite,
+    make_crowded,
 )
 
 # ---------------------------------------------------------------------------------------
 # one row fails
 
-NUM_ROWS = 8
-CROWDED = tiny_config(num_blocks=13, block_size=4, max_seqs=NUM_ROWS, max_seq_len=24)
-
 
 @pytest.fixture(scope="module")
 def crowded():
-    """Rows 0 and 2 share 7 tokens, row 3 is as long as can be, row 4 holds 5; 3 of 13 blocks are free."""
-    driver = TokenDriver(CROWDED)
-    for seq_id, length in ((4, 5), (0, 7), (3, 24)):
-        driver.start(seq_id, length)
-    driver.fork([0], [2])
-    driver.check()
-    assert num_free(driver.cache) == 3
-    return driver
-
-
-def finite(shape):
-    return np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + 0.5
-
-
-def append_call(cache, seq_ids, num_new):
-    keys = finite((2, len(seq_ids), 16, 2, 3))
-    cache, step = kv.append(cache, keys, -keys, num_new, seq_ids=seq_ids)
-    return cache, step.status
-
-
-def extend_call(cache, seq_ids, num_new):
-    cache, step = kv.extend(cache, num_new, max_new=16, seq_ids=seq_ids)
-    return cache, step.status
-
-
-def packed_call(cache, seq_ids, num_new):
-    cache, step = kv.extend(cache, num_new, num_tokens=40, seq_ids=seq_ids)
-    return cache, step.status
-
-
-def allocate_call(cache, seq_ids, num_tokens):
-    cache, admission = kv.allocate(cache, seq_ids, num_tokens)
-    return cache, admission.status
-
-
-CALLS = {
-    "allocate": allocate_call,
-    "extend": extend_call,
-    "extend_packed": packed_call,
-    "append": append_call,
-    "fork": lambda cache, targets, sources: kv.fork(cache, sources, targets),
-    "reorder": kv.reorder,
-    "truncate": kv.truncate,
-    "free": lambda cache, seq_ids, _: kv.free(cache, seq_ids),
-    "touch": lambda cache, seq_ids, _: kv.touch(cache, seq_ids),
-    "set_priority": kv.set_priority,
-}
-
-# Two (row, argument) pairs per operation that succeed on the crowded state, also with each other.
-PARTNERS = {
-    "allocate": ((1, 2), (5, 3)),
-    "extend": ((2, 1), (0, 1)),
-    "fork": ((1, 0), (5, 4)),
-    "reorder": ((0, 4), (2, 2)),
-    "truncate": ((0, 6), (2, 3)),
-    "free": ((0, 0), (2, 0)),
-    "touch": ((0, 0), (2, 0)),
-    "set_priority": ((0, 7), (2, -3)),
-}
-PARTNERS["extend_packed"] = PARTNERS["append"] = PARTNERS["extend"]
-
-BAD_IDS = [-1, NUM_ROWS + 1, 2**31 - 1, -(2**31)]
-VALID_ARGUMENT = {
-    "allocate": 3,
-    "extend": 2,
-    "fork": 0,
-    "reorder": 0,
-    "truncate": 3,
-    "free": 0,
-    "touch": 0,
-    "set_priority": 1,
-}
-
-FAILURES: list[Any] = [
-    # Three blocks are free; with the partners' shares taken there are two.
-    ("allocate", 6, 13, Status.OUT_OF_BLOCKS),
-    ("allocate", 6, 24, Status.OUT_OF_BLOCKS),
-    ("allocate", 6, 25, Status.TOO_LONG),
-    ("allocate", 6, 2**31 - 1, Status.TOO_LONG),
-    ("allocate", 4, 1, Status.SEQ_IN_USE),
-    ("allocate", 3, 0, Status.SEQ_IN_USE),
-    ("allocate", 6, -1, Status.BAD_LENGTH),
-    ("allocate", 6, -(2**31), Status.BAD_LENGTH),
-    ("extend", 4, 16, Status.OUT_OF_BLOCKS),  # 5 + 16 tokens: four more blocks
-    ("extend", 3, 1, Status.TOO_LONG),
-    ("extend", 3, 16, Status.TOO_LONG),
-    ("extend", 6, 1, Status.SEQ_NOT_ACTIVE),
-    ("extend", 4, -1, Status.BAD_LENGTH),
-    ("extend", 3, -(2**31), Status.BAD_LENGTH),
-    ("fork", 6, 7, Status.SEQ_NOT_ACTIVE),
-    ("fork", 6, 6, Status.SEQ_NOT_ACTIVE),
-    ("fork", 4, 0, Status.SEQ_IN_USE),
-    ("fork", 4, 4, Status.SEQ_IN_USE),
-    *(("fork", 6, bad, Status.BAD_SEQ_ID) for bad in BAD_IDS),  # as a source; as a target below
-    ("reorder", 3, 6, Status.SEQ_NOT_ACTIVE),
-    *(("reorder", 3, bad, Status.BAD_SEQ_ID) for bad in BAD_IDS),  # as a parent
-    ("truncate", 6, 0, Status.SEQ_NOT_ACTIVE),
-    ("truncate", 4, 6, Status.TOO_LONG),
-    ("truncate", 3, 2**31 - 1, Status.TOO_LONG),
-    ("truncate", 4, -1, Status.BAD_LENGTH),
-    ("truncate", 4, -(2**31), Status.BAD_LENGTH),
-    ("free", 6, 0, Status.SEQ_NOT_ACTIVE),
-    ("touch", 6, 0, Status.SEQ_NOT_ACTIVE),
-    ("set_priority", 6, 5, Status.SEQ_NOT_ACTIVE),
-]
-FAILURES += [("extend_packed", *case) for op, *case in FAILURES if op == "extend"]
-FAILURES += [("append", *case) for op, *case in FAILURES if op == "extend"]
-FAILURES += [(op, bad, VALID_ARGUMENT.get(op, 2), Status.BAD_SEQ_ID) for op in CALLS for bad in BAD_IDS]
-FAILURES += [(op, NUM_ROWS, VALID_ARGUMENT.get(op, 2), Status.SKIPPED) for op in CALLS]
-FAILURES += [("extend", 4, 17, Status.TOO_LONG), ("append", 4, 17, Status.TOO_LONG)]  # more than max_new
-FAILURES += [("extend", 4, 2**31 - 1, Status.TOO_LONG)]
-ALONE = [("extend_packed", 4, 2**31 - 1, Status.TOO_LONG)]  # packed, it leaves no place for the rows after it
+    return make_crowded()
 
 
 @pytest.mark.parametrize("operation", CALLS)
@@ -186,36 +77,8 @@ def test_the_other_rows_of_the_call_proceed(crowded, operation):
                 assert_same(skipped, leaf_bytes(cache))
 
 
-@pytest.mark.parametrize("operation", CALLS)
-def test_successive_rows_of_one_call(crowded, operation):
-    """n rows mean n successive calls; `extend` and `reorder`, which look at one moment, refuse the second."""
-    (seq_id, argument), (other, other_argument) = PARTNERS[operation]
-    cache, status = CALLS[operation](
-        crowded.cache, [seq_id, seq_id, other], [argument, argument, other_argument]
-    )
-    second = {
-        "allocate": Status.SEQ_IN_USE,
-        "fork": Status.SEQ_IN_USE,
-        "free": Status.SEQ_NOT_ACTIVE,
-        "extend": Status.DUPLICATE_SEQ_ID,
-        "extend_packed": Status.DUPLICATE_SEQ_ID,
-        "append": Status.DUPLICATE_SEQ_ID,
-        "reorder": Status.DUPLICATE_SEQ_ID,
-        "truncate": Status.OK,
-        "touch": Status.OK,
-        "set_priority": Status.OK,
-    }[operation]
-    assert statuses(status) == [Status.OK, second, Status.OK]
-    assert_invariants(cache)
-    if second != Status.OK and operation != "append":
-        want, _ = CALLS[operation](
-            crowded.cache, [seq_id, NUM_ROWS, other], [argument, argument, other_argument]
-        )
-        assert_same(leaf_bytes(want), leaf_bytes(cache))
-
-
 def test_rows_are_served_in_the_order_of_the_call(crowded):
-    """Not in the order of their ids; and each sees what the rows before it left."""
+    """Not in the order of their ids; and none sees what the entries before it did."""
     cache, admission = kv.allocate(crowded.cache, [7, 1, 5], [8, 8, 3])  # 2 + 2 + 1 blocks, 3 are free
     assert statuses(admission.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OK]
     cache, status = kv.fork(crowded.cache, [6, 1, 0, 5, 4], [1, 5, 7, 6, 7])
@@ -224,11 +87,11 @@ def test_rows_are_served_in_the_order_of_the_call(crowded):
         Status.SEQ_NOT_ACTIVE,  # row 1 was not started by the call before
         Status.OK,
         Status.SEQ_NOT_ACTIVE,
-        Status.SEQ_IN_USE,
+        Status.DUPLICATE_SEQ_ID,
     ]
-    cache, status = kv.truncate(crowded.cache, [0, 4, 0, 0], [6, 4, 7, 2])
-    assert statuses(status) == [Status.OK, Status.OK, Status.TOO_LONG, Status.OK]
-    assert np.asarray(cache.context_len)[[0, 2, 4]].tolist() == [2, 7, 4]
+    cache, status = kv.truncate(crowded.cache, [0, 4, 0, 2], [6, 4, 2, 7])
+    assert statuses(status) == [Status.OK, Status.OK, Status.DUPLICATE_SEQ_ID, Status.OK]
+    assert np.asarray(cache.context_len)[[0, 2, 4]].tolist() == [6, 7, 4]
     cache, status = kv.reorder(crowded.cache, [0, 3, 2], [6, 0, 4])  # row 0 fails, row 3 takes what it holds
     assert statuses(status) == [Status.SEQ_NOT_ACTIVE, Status.OK, Status.OK]
     assert np.asarray(cache.context_len)[[0, 2, 3, 4]].tolist() == [7, 5, 7, 5]

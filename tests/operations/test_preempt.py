@@ -36,7 +36,7 @@ def grow(cache, seq_ids):
 
 
 def selected(cache, policy, n=ROWS):
-    return kv.select_victim_rows(cache, policy, n).tolist()
+    return kv.select_rows_to_preempt(cache, policy, n).tolist()
 
 
 def test_rows_in_the_order_of_each_policy():
@@ -81,7 +81,7 @@ def test_case_bb_a_row_whose_blocks_are_all_shared_frees_nothing():
     cache, _ = kv.fork(cache, [0], [2])
     assert selected(cache, "longest") == [1, ROWS, ROWS, ROWS, ROWS]
     before = kv.utilization(cache)
-    cache, dropped = kv.evict_to_utilization(cache, 0.0, "longest")
+    cache, dropped = kv.preempt_to_utilization(cache, 0.0, "longest")
     assert dropped.tolist() == [1, ROWS, ROWS, ROWS, ROWS]
     assert cache.is_active.tolist() == [True, False, True, False, False]
     assert float(before) == pytest.approx(0.15) and float(kv.utilization(cache)) == pytest.approx(0.1)
@@ -103,7 +103,7 @@ def test_case_bb_a_row_whose_blocks_are_all_shared_frees_nothing():
 def test_rows_are_freed_until_the_target_is_met(target, policy, dropped):
     cache = make_cache([12, 20, 7], priority=[9, 2, 1])  # 3, 5 and 2 of 20 blocks
     cache = grow(grow(grow(cache, [0]), [1]), [2])
-    after, got = kv.evict_to_utilization(cache, target, policy)
+    after, got = kv.preempt_to_utilization(cache, target, policy)
     assert got.tolist() == dropped + [ROWS] * (ROWS - len(dropped))
     assert float(kv.utilization(after)) <= np.float32(target)
     assert np.flatnonzero(after.is_active).tolist() == [row for row in range(3) if row not in dropped]
@@ -116,10 +116,11 @@ def test_dropping_one_of_two_makes_the_other_worth_dropping():
     cache, _ = kv.extend(cache, [4, 1, 0, 0, 0], max_new=4)
     cache, _ = kv.fork(cache, [0], [2])
     cache = grow(cache, [0, 2])
-    cache, dropped = kv.evict_to_utilization(cache, 0.0, "longest")
+    cache, dropped = kv.preempt_to_utilization(cache, 0.0, "longest")
     assert dropped.tolist() == [1, 0, 2, ROWS, ROWS] and float(kv.utilization(cache)) == 0
 
 
+@pytest.mark.slow
 def test_only_groups_above_the_target_count():
     """The window group is fuller; the row that holds most of it goes, though another is longer."""
     window = kv.SlidingWindow(1, 5, window=4, num_blocks=8)
@@ -135,17 +136,18 @@ def test_only_groups_above_the_target_count():
         2,
     ]
     assert selected_of(cache) == [0, 1]  # 7 blocks and 6, of both groups together
-    cache, dropped = kv.evict_to_utilization(cache, 0.5, "longest")
+    cache, dropped = kv.preempt_to_utilization(cache, 0.5, "longest")
     assert dropped.tolist() == [1, 3, 3]
 
 
 def selected_of(cache):
-    return kv.select_victim_rows(cache, "longest", 2).tolist()
+    return kv.select_rows_to_preempt(cache, "longest", 2).tolist()
 
 
+@pytest.mark.slow
 def test_published_blocks_stay_cached():
     cache = make_cache_with_prefixes()
-    cache, dropped = kv.evict_to_utilization(cache, 0.0)
+    cache, dropped = kv.preempt_to_utilization(cache, 0.0)
     assert dropped[0] == 0 and int(kv.stats(cache).num_blocks_cached) == 2
     assert kv.lookup(cache, jnp.arange(9)[None], [9]).tolist() == [8]
 
@@ -162,7 +164,7 @@ def make_cache_with_prefixes():
 
 def test_it_runs_inside_jit():
     cache = make_cache([12, 20, 7])
-    relieve = jax.jit(lambda cache, target: kv.evict_to_utilization(cache, target, "longest"))
+    relieve = jax.jit(lambda cache, target: kv.preempt_to_utilization(cache, target, "longest"))
     assert relieve(cache, 0.3)[1].tolist() == [1, ROWS, ROWS, ROWS, ROWS]
     assert relieve(cache, 0.0)[1].tolist() == [1, 0, 2, ROWS, ROWS]
     assert relieve._cache_size() == 1
@@ -173,10 +175,10 @@ def test_what_is_refused():
     with pytest.raises(
         ValueError, match="policy is 'newest', expected one of 'lru', 'lfu', 'longest', 'prio"
     ):
-        kv.select_victim_rows(cache, "newest", 1)
+        kv.select_rows_to_preempt(cache, "newest", 1)
     with pytest.raises(ValueError, match="policy is 'fifo', expected one of"):
-        kv.evict_to_utilization(cache, 0.5, "fifo")
+        kv.preempt_to_utilization(cache, 0.5, "fifo")
     with pytest.raises(ValueError, match="target is 1.5, expected 0 <= target <= 1"):
-        kv.evict_to_utilization(cache, 1.5)
+        kv.preempt_to_utilization(cache, 1.5)
     with pytest.raises(ValueError, match="n is 6, expected 1 <= n <= max_seqs = 5"):
-        kv.select_victim_rows(cache, "lru", 6)
+        kv.select_rows_to_preempt(cache, "lru", 6)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.single_kernel import single_kernel
-from kvcache_jax.operations.rows import is_repeated
+from kvcache_jax.operations.rows import check_ids, first_failure
 from tests.support.helpers import assert_invariants, num_free, statuses
 
 FULL = kv.FullAttention(2, 5)
@@ -22,14 +21,15 @@ def test_priority_namespace_and_recency_follow_the_rows():
         return control.priority.tolist(), control.namespace[:, 0].tolist()
 
     def order(cache):
-        """Rows from the least to the most recently used."""
+        """Rows from the least to the most recently used; those of one call in the order of their ids."""
         age = np.asarray(cache.control.clock - cache.control.last_used).astype(int)
         return sorted(np.flatnonzero(np.asarray(cache.is_active)).tolist(), key=lambda row: -age[row])
 
     cache, _ = kv.allocate(kv.init(config), [3, 1], [2, 5], namespace=words, priority=[7, -2])
-    assert fields(cache) == ([0, -2, 0, 7, 0], [0, 5, 0, 1, 0]) and order(cache) == [3, 1]
+    assert fields(cache) == ([0, -2, 0, 7, 0], [0, 5, 0, 1, 0]) and order(cache) == [1, 3]
     cache, _ = kv.fork(cache, [3, 1], [0, 4])
-    assert fields(cache) == ([7, -2, 0, 7, -2], [1, 5, 0, 1, 5]) and order(cache) == [3, 1, 0, 4]
+    assert fields(cache) == ([7, -2, 0, 7, -2], [1, 5, 0, 1, 5]) and order(cache) == [1, 3, 0, 4]
+    assert cache.control.last_used.tolist() == [2, 1, 0, 1, 2] and cache.control.clock == 2  # one tick a call
     cache, _ = kv.touch(cache, [1, 3])
     assert order(cache) == [0, 4, 1, 3]
     with pytest.raises(ValueError, match="priority is 2147483648, expected -2147483648 to 2147483647"):
@@ -57,18 +57,23 @@ def test_reorder_gives_back_what_several_rows_dropped():
 
 
 def test_repeated_ids_in_any_order():
-    """Ascending lists, which a kernel does not search, and others; entries that do not count between them."""
-
-    def find(ids, mask):
-        return is_repeated(ids, mask, max_seqs=6)
-
-    in_kernel = jax.jit(lambda *args: single_kernel(find, *args))
+    """Ascending lists and others; entries that ask for nothing, are skipped or out of range between them."""
+    control = kv.init(kv.CacheConfig([FULL], num_blocks=4, block_size=4, max_seqs=4, max_seq_len=16)).control
+    find = jax.jit(lambda ids, mask: first_failure(*check_ids(control, ids, mask=mask)))
     rng = np.random.default_rng(0)
     for n in range(60):
-        ids, mask = rng.integers(0, 6, 5), rng.random(5) < 0.8
+        ids, mask = rng.integers(-1, 6, 7), rng.random(7) < 0.8
         if n % 2:
             ids = np.sort(ids)
-        expected = [mask[i] and ids[i] in ids[:i][mask[:i]] for i in range(5)]
-        for fn in (find, in_kernel):
-            assert fn(jnp.asarray(ids, jnp.int32), jnp.asarray(mask)).tolist() == expected, (ids, mask)
-    assert find(jnp.zeros(0, jnp.int32), jnp.zeros(0, bool)).tolist() == []
+        expected, named = [], set()
+        for i in range(7):
+            if not 0 <= ids[i] <= 4:
+                expected.append(kv.Status.BAD_SEQ_ID)
+            elif ids[i] == 4:
+                expected.append(kv.Status.SKIPPED)
+            elif mask[i] and ids[i] in named:
+                expected.append(kv.Status.DUPLICATE_SEQ_ID)
+            else:
+                expected.append(kv.Status.OK)
+                named |= {ids[i]} if mask[i] else set()
+        assert statuses(find(jnp.asarray(ids, jnp.int32), jnp.asarray(mask))) == expected, (ids, mask)

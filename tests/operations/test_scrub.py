@@ -175,6 +175,7 @@ def test_nothing_to_scrub():
     assert_same(before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rows", "namespace"])
 def test_scrubbing_without_prefix_caching_and_with_windows(form):
     window = kv.SlidingWindow(1, 5, window=5, num_sink_tokens=2, block_size=2)
@@ -196,6 +197,7 @@ def test_scrubbing_without_prefix_caching_and_with_windows(form):
         assert len(own) and not np.asarray(pool.k)[own].any() and not np.asarray(pool.v)[own].any()
 
 
+@pytest.mark.slow
 def test_scrub_moves_no_other_data():
     layers, limits = [kv.FullAttention(2, 64)] * 2, dict(max_seqs=4, max_seq_len=128)
     config = kv.CacheConfig(layers, num_blocks=512, block_size=16, **limits, enable_prefix_caching=True)
@@ -243,14 +245,16 @@ def attend(cache, tokens, num_new, is_packed):
     )
     outputs = []
     for layer in range(cache.config.num_layers):
-        scales = jnp.arange(1, 9, dtype=jnp.float32) * (layer + 1)
-        x = jnp.sin(tokens[..., None, None].astype(jnp.float32) * scales) * jnp.array([1.0, -0.5])[:, None]
+        scales = jnp.arange(1, 9, dtype=jnp.float32).reshape(*[1] * (tokens.ndim + 1), 8) * (layer + 1)
+        signs = jnp.array([1.0, -0.5]).reshape(*[1] * tokens.ndim, 2, 1)
+        x = jnp.sin(tokens[..., None, None].astype(jnp.float32) * scales) * signs
         q = jnp.concatenate([x, x * 2], axis=-2)
         cache, out = kv.attention(cache, layer, q, x, x, step)
         outputs.append(out)
     return cache, jnp.stack(outputs), step.status
 
 
+@pytest.mark.quick_cases("full, prefix cache-padded")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("path", PATHS)
 def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(path, is_packed):

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
@@ -15,6 +16,7 @@ scrub_rows = kv.donate(kv.scrub)
 scrub_namespace = kv.donate(lambda cache, words: kv.scrub(cache, namespace=words))
 
 
+@pytest.mark.slow
 def test_case_ff_what_another_namespace_owns_is_not_read():
     """All but what one namespace owns is NaN again and again: in rows, cached, freed, evicted, rolled out."""
     script = WindowScript(5, 2, CONFIG)

@@ -1,6 +1,8 @@
 """The operations under jit, scan, while_loop, vmap and export; what they cost and what they keep."""
 
+import copy
 import dataclasses
+import json
 import logging
 import pickle
 
@@ -12,6 +14,8 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from kvcache_jax.arrays import pytree
+from kvcache_jax.core.config import config_from_json, config_to_json
 from tests.support.helpers import compiled_programs
 
 pytestmark = pytest.mark.contract
@@ -95,6 +99,7 @@ def test_scan_equals_eager():
     assert_equal_bits(play(kv.init(GROUPED), rounds), (cache, stacked))
 
 
+@pytest.mark.slow
 def test_vmap_over_independent_caches():
     """Each element does something else; rare branches (copies, failures) run for some and not for others."""
     firsts = [[3, 0, 0, 0], [9, 4, 1, 8], [0, 0, 30, 2]]
@@ -302,6 +307,30 @@ def test_a_step_and_a_cache_survive_export():
     assert_equal_bits(got, expected)
 
 
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_version_is_refused(version):
+    data = json.loads(config_to_json(GROUPED))
+    assert data["format_version"] == 1 and config_from_json(json.dumps(data).encode()) == GROUPED
+    del data["format_version"]
+    values = data if version is None else {**data, "format_version": version}
+    got = "no format_version" if version is None else f"format_version {version!r}"
+    says = f"has {got}, expected 1: export it again with this kvcache_jax, or load it with the one that"
+    with pytest.raises(ValueError, match=says):
+        config_from_json(json.dumps(values).encode())
+    state = {**GROUPED.__getstate__(), "format_version": version}
+    with pytest.raises(ValueError, match=says):
+        copy.copy(GROUPED).__setstate__(state)
+
+
+def test_an_exported_step_of_another_format_version_is_refused(monkeypatch):
+    _, step = kv.extend(kv.init(GROUPED), [0] * 4, max_new=1)
+    data = jax.export.export(jax.jit(lambda step: step.status + 1))(step).serialize()
+    assert pickle.loads(pickle.dumps(GROUPED)) == GROUPED
+    monkeypatch.setattr(pytree, "FORMAT_VERSION", 2)
+    with pytest.raises(ValueError, match="has format_version 1, expected 2"):
+        jax.export.deserialize(data)
+
+
 def test_clock_and_counters_wrap():
     cache = kv.init(CONFIG)
     almost = jnp.full_like(cache.control.counters, 2**32 - 1)
@@ -319,6 +348,7 @@ def test_clock_and_counters_wrap():
     assert kv.check_invariants(cache) == []
 
 
+@pytest.mark.slow
 def test_x64_changes_no_dtype():
     rounds = rounds_of(ROUNDS)
     plain = play(kv.init(GROUPED), rounds)

@@ -113,6 +113,7 @@ def speculative_config(block_size, num_sink_tokens):
     return config_of(kind, block_size=block_size, num_rows=4)
 
 
+@pytest.mark.quick_cases("window 7, 5 sinks")
 @pytest.mark.parametrize("name", LAYERS)
 def test_long_prompt_and_long_decode_in_a_bounded_pool(name):
     """Two rows of up to 80 tokens live in a pool that holds two windows, and never run out of blocks."""
@@ -152,6 +153,7 @@ def test_blocks_that_left_the_window_come_back_at_the_next_extend():
     assert int(kv.stats(driver.cache).peak_used) <= 2 * most_blocks(config.groups[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size, num_sink_tokens", [(4, 0), (3, 5)])
 def test_forks_of_windowed_rows(block_size, num_sink_tokens):
     """Forks diverge in the middle of a block; one rolls on while the other waits with the older blocks."""
@@ -199,6 +201,7 @@ def test_a_block_that_is_copied_is_not_free_for_an_earlier_copy():
     driver.step({0: 3, 1: 3, 2: 3, 3: 3})
 
 
+@pytest.mark.quick_cases("1-2")
 @pytest.mark.parametrize("block_size, num_sink_tokens", [(4, 0), (1, 2), (3, 5)])
 def test_truncate_within_the_rollback_then_decode(block_size, num_sink_tokens):
     """Speculative decoding: after every step up to `max_rollback` tokens go, and others come instead."""
@@ -279,6 +282,7 @@ def test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_
     driver.step({0: 3})
 
 
+@pytest.mark.slow
 def test_five_windows_and_one_full():
     """Groups interleave in the model's order; each has its own block size and pool."""
     window, full = (
@@ -316,6 +320,7 @@ def test_five_windows_and_one_full():
     assert [num_free(driver.cache, group) for group in (0, 1)] == [16, 16]
 
 
+@pytest.mark.slow
 def test_two_windows_of_different_lengths():
     """Two window groups roll at different positions; the narrower one decides what may be taken back."""
     narrow, wide = (

@@ -10,7 +10,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.core.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.prefix import victim_heap
-from kvcache_jax.testing.oracle import EVICTION_KEYS, OracleBlock
+from kvcache_jax.testing.oracle_blocks import EVICTION_KEYS, OracleBlock
 from tests.support.helpers import append_donated
 from tests.support.prefix_script import (
     NAMESPACES,
@@ -62,6 +62,7 @@ def script_config(policy, batch):
 
 
 # Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), ("lfu", 3), (MIXED, 4)])
 def test_a_random_script(policy, batch):
     """The contents that stay are those that the oracle keeps, after every operation."""
@@ -228,6 +229,7 @@ def test_a_parent_counts_as_its_most_valuable_child(batch):
     assert int(kv.evict(cache, 1)[1]) == 0
 
 
+@pytest.mark.slow
 def test_a_parent_whose_children_go_together_goes_once():
     cache = kv.init(config_of("priority", eviction_batch=2), storage=False)
     cache = serve(cache, [((*A, 4, 4), 0), ((*A, 6, 6), 0), (B, 1), (C, 2)])
@@ -271,6 +273,7 @@ def test_lru_keeps_no_history():
     assert kept == {"num_children", "num_hits"}
 
 
+@pytest.mark.slow
 def test_a_policy_evicts_inside_jit_and_scan():
     """Admission, publication and eviction under one jit, a policy of one's own in it."""
 

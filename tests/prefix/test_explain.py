@@ -138,6 +138,7 @@ class Counted(np.ndarray):
         return getattr(ufunc, method)(*map(np.asarray, inputs), **options)
 
 
+@pytest.mark.slow
 def test_blocks_are_not_searched_for_each_block_of_the_prompt(monkeypatch):
     """Neither where other namespaces have the prompt too: their blocks are met once."""
     module = importlib.import_module("kvcache_jax.explain")
@@ -213,6 +214,7 @@ def test_an_item_that_would_be_cut():
             kv.explain(user.cache, prompt, items=wrong)
 
 
+@pytest.mark.slow
 def test_another_namespace_is_named_where_it_would_serve_more():
     """By what `allocate` would find in it: a window may have let go of what the other group still has."""
     window = kv.SlidingWindow(1, 5, window=3, num_blocks=3)

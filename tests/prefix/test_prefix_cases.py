@@ -288,7 +288,7 @@ def test_case_bb_empty_prompts_and_duplicate_ids():
     text = user.new_text(1, 20)
     tokens = user.prompts([text, text])
     user.cache, admission = kv.allocate(user.cache, [2, 2], [20, 3], tokens=tokens)
-    assert statuses(admission.status) == [Status.OK, Status.SEQ_IN_USE]
+    assert statuses(admission.status) == [Status.OK, Status.DUPLICATE_SEQ_ID]
     assert len(table(user.cache, 2)) == 2
     # Committing twice in one call: the first wins, and once is enough.
     user.texts[2], user.targets[2] = [], text

@@ -157,6 +157,7 @@ def one_bucket(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.quick_cases("True-2")
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_full_bucket_refuses_blocks_and_takes_them_later(one_bucket, together, num_blocks):

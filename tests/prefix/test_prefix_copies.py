@@ -50,6 +50,7 @@ def extended(cache, held, added):
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "test: deepest first"])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_three_rows_whatever_is_evicted_first(policy, order):
@@ -81,6 +82,7 @@ def test_case_dd_the_original_stays_cached_whatever_the_policy():
     assert kv.lookup(cache, padded(text)[None], [9]).tolist() == [8]
 
 
+@pytest.mark.quick_cases("4")
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(batch):
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=3, eviction_policy="lfu", **SIZES)
@@ -129,6 +131,7 @@ def test_a_copy_overwrites_what_two_earlier_ones_read():
     np.testing.assert_array_equal(grad(cache.pools)[0].k, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kv.FullAttention(2, 4), kv.SlidingWindow(2, 4, window=6, max_rollback=2)], ids=str
 )

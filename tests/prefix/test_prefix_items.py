@@ -52,6 +52,7 @@ def test_a_hit_never_ends_inside_an_item(tokens, num_cached, num_items):
     assert_invariants(cache)
 
 
+@pytest.mark.slow
 def test_a_manager_takes_items_too():
     manager = kv.CacheManager(kv.init(CONFIG, storage=False))
     manager.allocate_request("first", prompt(), items=ITEMS)

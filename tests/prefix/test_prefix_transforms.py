@@ -108,6 +108,7 @@ def play(cache, rounds):
     return jax.lax.scan(one_round, cache, rounds)
 
 
+@pytest.mark.slow
 def test_scan_equals_eager():
     cache, results = kv.init(CONFIG), []
     for i in range(NUM_ROUNDS):
@@ -121,6 +122,7 @@ def test_scan_equals_eager():
     assert_same(play(kv.init(CONFIG), ROUNDS), (cache, stacked))
 
 
+@pytest.mark.quick_cases("lfu")
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_x64_changes_no_dtype(policy):
     window = kv.SlidingWindow(1, 5, window=5, block_size=2, num_blocks=40)
@@ -246,6 +248,7 @@ def test_compiled_operations_copy_no_array_of_blocks(name, num_rows):
 # --- the queue's positions count modulo 2**32 ---
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.parametrize("start", [2**32 - 4, 2**31 - 3])
 def test_the_queue_wraps(start):

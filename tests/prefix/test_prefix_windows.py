@@ -46,7 +46,7 @@ def run(cache, row, tokens, *, one_by_one=True, commits="at the end"):
 TEN = list(range(10, 20))
 
 
-def test_a_rolled_window_serves_only_what_is_still_there():
+def test_case_aa_a_rolled_window_serves_only_what_is_still_there():
     cache, _ = run(kv.init(rolled_config()), 0, TEN)
     assert num_cached(cache, [*TEN[:7], 1, 2, 3]) == 0  # tokens 4 to 6 left the window
     assert num_cached(cache, [*TEN, 1]) == 10
@@ -65,6 +65,7 @@ def test_what_is_committed_before_it_leaves_the_window_stays_cached():
     assert hit == 7
 
 
+@pytest.mark.quick_cases("block_sizes0")
 @pytest.mark.parametrize("block_sizes", [(4, 2), (4, 6)])
 def test_hits_are_whole_blocks_of_every_group(block_sizes):
     full, window = block_sizes
@@ -124,6 +125,7 @@ def test_evicting_a_companion_or_its_keeper_breaks_no_link():
     assert int(kv.stats(cache).num_blocks_free) == 32
 
 
+@pytest.mark.slow
 def test_forks_that_are_committed_together_do_not_both_keep_the_block_they_share():
     """They part within a block of the indexed group, behind a whole one of the other group."""
     layers = [kv.FullAttention(1, 5), kv.SlidingWindow(1, 5, window=6, block_size=2)]
@@ -175,6 +177,7 @@ def test_rows_of_equal_contents_that_are_committed_together_complete_each_other(
         assert num_cached(committed, [*short, 1]) == 4 and num_cached(committed, [*long, 1]) == 10
 
 
+@pytest.mark.slow
 def test_a_long_random_script_of_three_groups():
     run_script(0, 2_000)
 
@@ -191,4 +194,6 @@ def run_script(seed, num_steps):
         script.step()
     assert script.num_hits > num_steps // 15, script.num_hits
     assert script.num_refused > 0, script.num_refused
+    for name in ("DUPLICATE_SEQ_ID", "OUT_OF_BLOCKS", "SEQ_NOT_ACTIVE", "SEQ_IN_USE"):
+        assert script.statuses[kv.Status[name]] > num_steps // 50, script.statuses
     assert int(kv.stats(script.cache).num_evictions) > num_steps // 50

@@ -348,8 +348,8 @@ def row_snapshot(cache, seq_id):
 
 def first_program(patch, name):
     """Takes the compiled text of the first call of a jitted function, "module.function"."""
-    module = importlib.import_module(f"kvcache_jax.{name.partition('.')[0]}")
-    function = name.partition(".")[2]
+    path, _, function = name.rpartition(".")
+    module = importlib.import_module(f"kvcache_jax.{path}")
     jitted, texts = getattr(module, function), []
 
     def call(*args, **options):
@@ -357,5 +357,6 @@ def first_program(patch, name):
             texts.append(jitted.lower(*args, **options).compile().as_text())
         return jitted(*args, **options)
 
+    call.eval_shape = getattr(jitted, "eval_shape", None)
     patch.setattr(module, function, call)
     return texts

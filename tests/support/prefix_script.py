@@ -9,7 +9,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.support.random_script import ROWS, WIDTH, Driver, padded, random_operation
+from tests.support.random_script import ENTRIES, ROWS, WIDTH, Driver, padded, random_operation, row_ids
 
 PROMPT_WIDTH = 23
 NAMESPACES = [tuple(kv.namespace(tenant=name).tolist()) for name in ("", "a", "b")]
@@ -48,7 +48,7 @@ class PrefixDriver(Driver):
         namespaces = [NAMESPACES[i] for i in namespace_ids]
         tokens, words = padded(prompts, PROMPT_WIDTH), np.array(namespaces, np.uint32)
         lengths = np.array(num_tokens)
-        found = np.asarray(lookup(self.cache, tokens[:1], lengths[:1], words[:1]))
+        found = np.asarray(lookup(self.cache, tokens, lengths, words)).tolist()
         self.cache, admission = allocate(
             self.cache,
             np.array(seq_ids),
@@ -62,8 +62,14 @@ class PrefixDriver(Driver):
         for i, (seq_id, status) in enumerate(zip(seq_ids, expected, strict=True)):
             want = len(self.oracle.rows[seq_id].tokens) if status == kv.Status.OK else 0
             assert got_cached[i] == want, f"row {i} found {got_cached[i]} tokens cached, expected {want}"
-        if expected[0] == kv.Status.OK:
-            assert found[0] == got_cached[0]
+            assert not want or got_cached[i] == found[i], "the lookup before the call found something else"
+        tables = [
+            {*self.oracle.rows[row].tables[0].values()}
+            for row, status in zip(seq_ids, expected, strict=True)
+            if status == kv.Status.OK
+        ]
+        num_held = sum(map(len, tables))
+        self.events["entries that hit the same blocks"] += len(set().union(*tables)) < num_held
         self.num_hits += sum(got_cached) // 4
         return admission.status, expected
 
@@ -99,18 +105,24 @@ def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> t
         return "evict", int(rng.integers(0, 4))
     if name == "reset":
         return ("reset_prefix_cache",)
-    rows = [int(row) for row in rng.integers(0, ROWS + 1, 2)]
+    active = sorted(driver.oracle.rows)
+    if name == "admit" and len(active) > ROWS - 2 and rng.random() < 0.5:
+        return "free", row_ids(rng, active, most=3)  # there is nothing to start
     if name == "admit":
+        rows = row_ids(rng, sorted({*range(ROWS)} - {*active}), most=3)
         prompts = [driver.new_tokens(PROMPT_WIDTH) for _ in rows]
-        num_tokens = [int(n) for n in rng.integers(-1 if rng.random() < 0.05 else 0, PROMPT_WIDTH + 2, 2)]
-        namespace_ids = [int(i) for i in rng.choice(3, 2, p=[0.8, 0.1, 0.1])]
-        return "admit", rows, num_tokens, prompts, namespace_ids, [int(p) for p in rng.integers(-2, 3, 2)]
+        num_tokens = [
+            int(n) for n in rng.integers(-1 if rng.random() < 0.05 else 0, PROMPT_WIDTH + 2, ENTRIES)
+        ]
+        namespace_ids = [int(i) for i in rng.choice(3, ENTRIES, p=[0.8, 0.1, 0.1])]
+        priorities = [int(p) for p in rng.integers(-2, 3, ENTRIES)]
+        return "admit", rows, num_tokens, prompts, namespace_ids, priorities
+    rows = row_ids(rng, active)
     if name == "edit":
         if rng.random() < 0.5:
             return "touch", rows
-        return "set_priority", rows, [int(p) for p in rng.integers(-2, 3, 2)]
+        return "set_priority", rows, [int(p) for p in rng.integers(-2, 3, ENTRIES)]
     if name == "commit":
-        rows += [int(row) for row in rng.integers(-1, ROWS, 2)]
         all_rows = rng.random() < 0.2
         num_rows = ROWS if all_rows else len(rows)
         any_len = rng.choice([-1, 5, 9, 31, 2**31 - 1], num_rows, p=[0.02, 0.08, 0.1, 0.4, 0.4])

@@ -164,5 +164,5 @@ def with_nan(cache, masks):
     for pool, mask in zip(cache.pools, masks, strict=True):
         mask = np.tile(mask, (pool.k.shape[0] // len(mask), 1))[:, None, :, None]
         k, v = (jnp.asarray(np.where(mask, half, np.float32(np.nan))) for half in (pool.k, pool.v))
-        pools.append(kv.KVPool(k=k, v=v))
+        pools.append(kv.state.KVPool(k=k, v=v))
     return dataclasses.replace(cache, pools=tuple(pools))

@@ -1,16 +1,18 @@
 """Random scripts of operations, run on a cache and on the oracle side by side."""
 
+import collections
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from kvcache_jax.core.state import ROW_FIELDS
 from tests.support.helpers import append_donated
 
 ROWS, WIDTH, NUM_PACKED = 6, 5, 9
+ENTRIES = 4  # of each call that takes ids, so that one program serves all
 NUM_TOKENS_RANGE = 2**14
 
 
@@ -48,7 +50,15 @@ def append_packed(cache, tokens, num_new, seq_ids):
 
 @dataclasses.dataclass
 class Driver:
-    """Applies operations to a cache and to the oracle and compares everything after each."""
+    """Applies operations to a cache and to the oracle and compares everything after each.
+
+    Attributes:
+      config: The cache's.
+      cache: The present one.
+      oracle: What it ought to be.
+      statuses: How often each operation returned each status.
+      events: How often the rows of a call met: see `count_events`.
+    """
 
     config: kv.CacheConfig
 
@@ -56,7 +66,8 @@ class Driver:
         self.cache = testing.poison(kv.init(self.config))
         self.oracle = self.new_oracle()
         self.next_token = 0
-        self.statuses: dict[tuple[str, str], int] = {}
+        self.statuses = collections.Counter[tuple[str, str]]()
+        self.events = collections.Counter[str]()
 
     def new_oracle(self) -> testing.Oracle:
         return testing.Oracle(self.config)
@@ -68,13 +79,15 @@ class Driver:
         return [token % NUM_TOKENS_RANGE for token in range(start, start + length)]
 
     def apply(self, name: str, *args) -> None:
-        before = control_bytes(self.cache)
-        expected_before = self.expected_state()
+        args = filled_up(name, args)
+        before, rows_before = control_bytes(self.cache), row_bytes(self.cache)
+        expected_before, copies_before = self.expected_state(), self.oracle.num_copies
         got, expected = getattr(self, name)(*args)
         got = [kv.Status(status) for status in np.asarray(got).tolist()]
         assert got == expected, f"{name}{args}: status {got}, expected {expected}"
-        for status in got:
-            self.statuses[name, status.name] = self.statuses.get((name, status.name), 0) + 1
+        self.statuses.update((name, status.name) for status in got)
+        changed, asked = changed_rows(name, args)
+        self.count_events(name, changed, asked, got, args, copies_before)
         on_host = jax.tree.map(np.asarray, self.cache)  # once, and not in each of the checks
         violations = kv.check_invariants(on_host) + testing.check_against_oracle(on_host, self.oracle)
         violations += testing.check_tokens(on_host, {row: r.tokens for row, r in self.oracle.rows.items()})
@@ -82,6 +95,38 @@ class Driver:
         if expected_before == self.expected_state() and not (name == "reorder" and kv.Status.OK in got):
             same = before == control_bytes(self.cache)
             assert same, f"{name}{args} changed no row and changed the state"
+        if name not in ("commit", "reset_prefix_cache"):  # of which forks of a row learn
+            succeeded = {row for row, status, n in zip(changed, got, asked, strict=True) if n and not status}
+            rows_after = row_bytes(self.cache)
+            others = [
+                row for row in range(ROWS) if row not in succeeded and rows_after[row] != rows_before[row]
+            ]
+            assert not others, f"{name}{args} changed rows {others}, which failed or were not named"
+
+    def count_events(self, name, changed, asked, statuses, args, copies_before):
+        """Counts the calls in which rows compete, repeat or build on one another."""
+        lacking = [i for i, status in enumerate(statuses) if status == kv.Status.OUT_OF_BLOCKS]
+        grown = [i for i, status in enumerate(statuses) if not status and asked[i]]
+        found = {
+            "several lack blocks": len(lacking) > 1,
+            "one gets blocks and another none": lacking and grown,
+            "a later one gets blocks": lacking and grown and grown[-1] > lacking[0],
+            "a copy where blocks are short": lacking and self.oracle.num_copies > copies_before,
+            "several copies": self.oracle.num_copies > copies_before + 1,
+        }
+        first_status = {}
+        for row, status, n in zip(changed, statuses, asked, strict=True):
+            if status == kv.Status.DUPLICATE_SEQ_ID:
+                found["a repeated row"] = True
+                found["a repeated row that failed"] = first_status[row] != kv.Status.OK
+            elif n:
+                first_status.setdefault(row, status)
+        if name == "fork":
+            started = {row for row, status in first_status.items() if not status}
+            found["a chain of forks"] = any(source in started for source in args[0])
+        if name == "reorder":
+            found["a parent that changes"] = len({*args[0]} & {*args[1]} & {*range(ROWS)}) > 0
+        self.events.update(event for event, happened in found.items() if happened)
 
     def expected_state(self):
         """A copy of what an operation that does nothing leaves alone."""
@@ -136,8 +181,35 @@ class Driver:
         return status, self.oracle.free(seq_ids)
 
 
+def filled_up(name: str, args: tuple) -> tuple:
+    """The arguments with as many entries as all calls have; those added are skipped."""
+    if name in ("extend", "evict", "reset_prefix_cache") or args[0] is None:
+        return args
+    fills = [ROWS] * 2 if name in ("fork", "reorder") else [ROWS] + [0] * len(args)
+    fills = [[] if arg and isinstance(arg[0], list) else fill for fill, arg in zip(fills, args, strict=False)]
+    return tuple([*arg] + [fill] * (ENTRIES - len(arg)) for fill, arg in zip(fills, args, strict=True))
+
+
+def changed_rows(name: str, args: tuple) -> tuple[list[int], list[int]]:
+    """The row that each entry names, and a number that is 0 where nothing is asked of it."""
+    if name in ("evict", "reset_prefix_cache"):
+        return [], []
+    if name == "extend":
+        return list(range(ROWS)), args[0]
+    ids = args[1] if name == "fork" else args[0]
+    ids = list(range(ROWS)) if ids is None else ids
+    return ids, args[1] if name in ("extend_some", "extend_packed") else [1] * len(ids)
+
+
 def control_bytes(cache):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache.control)]
+
+
+def row_bytes(cache):
+    """Per row, all that belongs to it in the control state."""
+    arrays = [getattr(cache.control, name) for name in ROW_FIELDS]
+    arrays = [np.asarray(array) for array in (*arrays, *(p.block_table for p in cache.control.block_pools))]
+    return [[array[row].tobytes() for array in arrays] for row in range(ROWS)]
 
 
 def padded(tokens, width):
@@ -150,46 +222,76 @@ def padded(tokens, width):
 
 def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     """(name, arguments) of a plausible or a wrong operation."""
-    name = rng.choice(
-        [
-            "allocate",
-            "extend",
-            "extend",
-            "extend",
-            "extend_some",
-            "extend_packed",
-            "fork",
-            "reorder",
-            "truncate",
-            "free",
-        ]
-    )
-    any_row = functools.partial(_row, rng)
+    names = ["allocate", "extend", "extend_some", "extend_packed", "fork", "reorder", "truncate", "free"]
+    name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
+    active = sorted(driver.oracle.rows)
+    idle = sorted({*range(ROWS)} - {*active})
+    if shares_a_tail(driver.oracle) and rng.random() < 0.4:
+        return "extend", [int(n) for n in rng.integers(0 if rng.random() < 0.5 else 1, WIDTH, ROWS)]
+    if name in ("allocate", "fork") and len(idle) < 2 and rng.random() < 0.5:
+        name = "free"  # there is nothing to start
     if name == "allocate":
-        return (
-            name,
-            [any_row(), any_row()],
-            [int(rng.integers(-1, 34)) if rng.random() < 0.3 else int(rng.integers(13)) for _ in range(2)],
-        )
+        ids = row_ids(rng, idle)
+        lengths = [int(rng.integers(-1, 34)) if rng.random() < 0.3 else int(rng.integers(13)) for _ in ids]
+        return name, ids, lengths
     if name == "extend":
         top = rng.choice([1, 1, WIDTH])
         return name, [int(n) for n in rng.integers(0, top + 1, ROWS)]
     if name == "extend_some":
-        return name, [any_row() for _ in range(3)], [int(n) for n in rng.integers(0, WIDTH + 1, 3)]
+        return name, row_ids(rng, active), [int(n) for n in rng.integers(0, WIDTH + 1, ENTRIES)]
     if name == "extend_packed":
-        num_new = [int(n) for n in rng.integers(0, 4, 3)]
-        return name, [any_row() for _ in range(3)], num_new
+        return (
+            name,
+            row_ids(rng, active),
+            [int(n) for n in rng.integers(0, NUM_PACKED // ENTRIES + 1, ENTRIES)],
+        )
     if name == "truncate":
-        rows = [any_row(), any_row()]
-        return name, rows, [_shorter(rng, driver, row) for row in rows]
+        ids = row_ids(rng, active)
+        return name, ids, [_shorter(rng, driver, row) for row in ids]
     if name == "free":
-        return name, [any_row(), any_row()] if rng.random() < 0.7 else [ROWS, ROWS]
-    count = 3 if name == "reorder" else 2
-    return name, [any_row() for _ in range(count)], [any_row() for _ in range(count)]
+        return name, row_ids(rng, active, most=3)
+    if name == "reorder":
+        return name, row_ids(rng, active), source_ids(rng, active)
+    targets = row_ids(rng, idle)
+    sources = source_ids(rng, active)
+    for i in range(1, ENTRIES):
+        if rng.random() < 0.2:
+            sources[i] = targets[i - 1]  # a chain
+    return name, sources, targets
 
 
-def _row(rng) -> int:
-    return int(rng.integers(ROWS)) if rng.random() < 0.9 else int(rng.choice([-1, ROWS, ROWS + 1, 2**31 - 1]))
+def row_ids(rng: np.random.Generator, likely: list[int], most: int = ENTRIES) -> list[int]:
+    """Ids of a call, up to `most` of which name a row, mostly the `likely` ones; often one repeats."""
+    others = [row for row in range(ROWS) if row not in likely]
+    chosen = [*rng.permutation(likely), *rng.permutation(others)][: int(rng.integers(1, most + 1))]
+    ids = [ROWS] * ENTRIES
+    for place, row in zip(rng.permutation(ENTRIES), chosen, strict=False):
+        is_odd = rng.random() < 0.06
+        ids[place] = int(rng.choice([-1, ROWS + 1, 2**31 - 1, *range(ROWS)]) if is_odd else row)
+    if rng.random() < 0.25:
+        first, second = rng.permutation(ENTRIES)[:2]
+        ids[first] = ids[second]
+    return ids
+
+
+def shares_a_tail(oracle: testing.Oracle) -> bool:
+    """Whether a row would copy its last block if it grew, for it has other owners."""
+    for row in oracle.rows.values():
+        for g, group in enumerate(oracle.config.groups):
+            column, offset = divmod(len(row.tokens), group.block_size)
+            if offset and oracle.owners[g][row.tables[g][column]] > 1:
+                return True
+    return False
+
+
+def source_ids(rng: np.random.Generator, likely: list[int]) -> list[int]:
+    """Ids of which each may repeat; often one serves all."""
+    ids = [int(rng.choice(likely or range(ROWS))) for _ in range(ENTRIES)]
+    if rng.random() < 0.4:
+        ids = [ids[0]] * ENTRIES
+    if rng.random() < 0.2:
+        ids[rng.integers(ENTRIES)] = int(rng.choice([-1, ROWS, ROWS + 1, *range(ROWS)]))
+    return ids
 
 
 def _shorter(rng, driver: Driver, row: int) -> int:

@@ -26,7 +26,8 @@ def config(**sizes):
 
 
 def _embed(params, tokens, positions):
-    angle = positions[..., None].astype(jnp.float32) * jnp.arange(1, WIDTH + 1, dtype=jnp.float32) * 0.3
+    scales = jnp.arange(1, WIDTH + 1, dtype=jnp.float32).reshape(*[1] * positions.ndim, WIDTH)
+    angle = positions[..., None].astype(jnp.float32) * scales * 0.3
     return 0.7 * params["embedding"][tokens] + jnp.sin(angle)
 
 

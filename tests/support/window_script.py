@@ -1,15 +1,17 @@
 """Random scripts with prefix caching over several layer groups, by rows of several namespaces."""
 
+import collections
 import functools
 
 import jax
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax import testing
+from kvcache_jax import Status, testing
 from tests.support.random_script import padded
 
 ROWS, WIDTH, PROMPT_WIDTH = 6, 5, 23
+ENTRIES = 3  # of each call that takes ids
 MAX_LEN = 32  # of the prompts that `num_cached` takes
 NAMESPACES = [kv.namespace(), kv.namespace(tenant="a")]
 OPERATIONS = ("admit", "extend", "extend", "commit", "free", "fork", "truncate", "reorder")
@@ -31,7 +33,7 @@ def append_as(cache, tokens, codes, num_new):
     return testing.write_tokens(cache, codes, step), step.status
 
 
-commit = jax.jit(kv.commit)
+allocate, lookup, commit = jax.jit(kv.allocate), jax.jit(kv.lookup), jax.jit(kv.commit)
 
 
 def num_cached(cache, tokens, namespace=None):
@@ -49,7 +51,8 @@ class WindowScript:
       spaces: {row: index of its namespace}.
       checked: The namespaces whose rows are compared with what they ought to hold.
       num_hits: Tokens found cached.
-      num_refused: Rows that found no blocks.
+      num_refused: Rows that could not grow for lack of blocks.
+      statuses: How often an entry of a call got each status.
     """
 
     def __init__(self, seed, num_namespaces=1, config=None):
@@ -57,6 +60,7 @@ class WindowScript:
         self.cache = testing.poison(kv.init(config or grouped_config()))
         self.rows, self.spaces, self.checked = {}, {}, set(range(num_namespaces))
         self.num_hits = self.num_refused = 0
+        self.statuses = collections.Counter()
 
     def text(self, length):
         return [int(token) for token in self.rng.choice([1, 2], length, p=[0.95, 0.05])]
@@ -65,11 +69,26 @@ class WindowScript:
         return np.asarray(tokens, np.int32) + 10 * space
 
     def step(self):
-        """One operation that makes sense or fails."""
+        """One call for several rows, of which some make sense and others fail."""
         name = self.rng.choice(OPERATIONS)
-        row, other = (int(i) for i in self.rng.integers(0, ROWS, 2))
-        getattr(self, f"_{name}")(row, other)
-        self.check(f"{name} {row} {other}")
+        rows = [int(row) for row in self.rng.integers(0, ROWS, ENTRIES)]
+        getattr(self, f"_{name}")(rows)
+        self.check(f"{name} {rows}")
+
+    def predict(self, rows, check):
+        """Statuses of a call that names `rows`; `check(entry, row)` is that of a row's first entry."""
+        return [Status.DUPLICATE_SEQ_ID if row in rows[:i] else check(i, row) for i, row in enumerate(rows)]
+
+    def compare(self, status, expected):
+        """The entries that succeeded; only blocks may be lacking beside what is expected."""
+        got = [Status(code) for code in np.asarray(status).tolist()]
+        for code, want in zip(got, expected, strict=True):
+            assert code == want or (want, code) == (Status.OK, Status.OUT_OF_BLOCKS), (got, expected)
+        self.statuses.update(got)
+        return [i for i, code in enumerate(got) if code == Status.OK]
+
+    def active(self, _, row):
+        return Status.OK if row in self.rows else Status.SEQ_NOT_ACTIVE
 
     def check(self, what):
         codes = {
@@ -83,49 +102,77 @@ class WindowScript:
     def end(self, row):
         del self.rows[row], self.spaces[row]
 
-    def _admit(self, row, _):
-        space = int(self.rng.integers(self._num_namespaces))
-        namespace, tokens = NAMESPACES[space], self.text(PROMPT_WIDTH)
-        length = int(self.rng.integers(1, PROMPT_WIDTH))
-        found = num_cached(self.cache, tokens[:length], namespace)
-        self.cache, admission = kv.allocate(self.cache, [row], [length], tokens=[tokens], namespace=namespace)
-        if int(admission.status[0]) == kv.Status.OK:
-            assert row not in self.rows and int(admission.num_cached[0]) == found
-            self.rows[row], self.spaces[row] = tokens[:found], space
-            self.num_hits += found
-        else:
-            assert row in self.rows or int(admission.status[0]) == kv.Status.OUT_OF_BLOCKS
+    def _admit(self, rows):
+        spaces = self.rng.integers(self._num_namespaces, size=ENTRIES).tolist()
+        words = np.stack([NAMESPACES[space] for space in spaces])
+        texts, lengths = [self.text(PROMPT_WIDTH) for _ in rows], self.rng.integers(1, PROMPT_WIDTH, ENTRIES)
+        tokens = padded(texts, PROMPT_WIDTH)
+        found = np.asarray(lookup(self.cache, tokens, lengths, words)).tolist()
+        self.cache, admission = allocate(self.cache, np.array(rows), lengths, tokens=tokens, namespace=words)
+        expected = self.predict(rows, lambda _, row: Status.SEQ_IN_USE if row in self.rows else Status.OK)
+        succeeded = self.compare(admission.status, expected)
+        hits = np.asarray(admission.num_cached).tolist()
+        assert hits == [n if i in succeeded else 0 for i, n in enumerate(found)]
+        for i in succeeded:
+            self.rows[rows[i]], self.spaces[rows[i]] = texts[i][: hits[i]], spaces[i]
+        self.num_hits += sum(hits)
 
-    def _extend(self, *_):
+    def _extend(self, _):
         new = [self.text(int(n)) for n in self.rng.integers(0, WIDTH + 1, ROWS)]
         codes = [self.codes(ids, self.spaces.get(row, 0)) for row, ids in enumerate(new)]
         num_new = np.array([len(ids) for ids in new], np.int32)
         self.cache, status = append_as(self.cache, padded(new, WIDTH), padded(codes, WIDTH), num_new)
-        for row, code in enumerate(status.tolist()):
-            if code == kv.Status.OK and new[row]:
+        expected = [self._growth(row, len(ids)) for row, ids in enumerate(new)]
+        for row in self.compare(status, expected):
+            if new[row]:
                 self.rows[row] = self.rows[row] + new[row]
-            self.num_refused += code == kv.Status.OUT_OF_BLOCKS
+        self.num_refused += status.tolist().count(Status.OUT_OF_BLOCKS)
 
-    def _commit(self, row, other):
-        self.cache, _ = commit(self.cache, np.array([row, other]))
+    def _growth(self, row, num_new):
+        if not num_new:
+            return Status.OK
+        if row not in self.rows:
+            return Status.SEQ_NOT_ACTIVE
+        is_too_long = len(self.rows[row]) + num_new > self.cache.config.max_seq_len
+        return Status.TOO_LONG if is_too_long else Status.OK
 
-    def _free(self, row, _):
-        self.cache, status = kv.free(self.cache, [row])
-        if int(status[0]) == kv.Status.OK:
-            self.end(row)
+    def _commit(self, rows):
+        self.cache, status = commit(self.cache, np.array(rows))
+        self.compare(status, self.predict(rows, self.active))
 
-    def _fork(self, row, other):
-        self.cache, status = kv.fork(self.cache, [row], [other])
-        if int(status[0]) == kv.Status.OK:
-            self.rows[other], self.spaces[other] = list(self.rows[row]), self.spaces[row]
+    def _free(self, rows):
+        rows = [rows[0], rows[1], *[ROWS] * (ENTRIES - 2)]
+        self.cache, status = kv.free(self.cache, rows)
+        expected = self.predict(rows[:2], self.active) + [Status.SKIPPED] * (ENTRIES - 2)
+        for i in self.compare(status, expected):
+            self.end(rows[i])
 
-    def _reorder(self, row, other):
-        self.cache, status = kv.reorder(self.cache, [row, other], [other, other])
-        if int(status[0]) == kv.Status.OK:
-            self.rows[row], self.spaces[row] = list(self.rows[other]), self.spaces[other]
+    def _fork(self, rows):
+        sources = [rows[0], *rows[:-1]] if self.rng.random() < 0.5 else [rows[0]] * ENTRIES  # a chain, or not
+        self.cache, status = kv.fork(self.cache, sources, rows)
 
-    def _truncate(self, row, _):
-        length = max(len(self.rows.get(row, [])) - int(self.rng.integers(0, 4)), 0)
-        self.cache, status = kv.truncate(self.cache, [row], [length])
-        if int(status[0]) == kv.Status.OK:
-            del self.rows[row][length:]
+        def check(i, row):
+            if sources[i] not in self.rows:
+                return Status.SEQ_NOT_ACTIVE
+            return Status.SEQ_IN_USE if row in self.rows else Status.OK
+
+        for i in self.compare(status, self.predict(rows, check)):
+            self.rows[rows[i]], self.spaces[rows[i]] = list(self.rows[sources[i]]), self.spaces[sources[i]]
+
+    def _reorder(self, rows):
+        parents = [*rows[1:], rows[0]]
+        self.cache, status = kv.reorder(self.cache, rows, parents)
+        expected = self.predict(rows, lambda i, row: self.active(i, row) or self.active(i, parents[i]))
+        before = dict(self.rows), dict(self.spaces)
+        for i in self.compare(status, expected):
+            self.rows[rows[i]], self.spaces[rows[i]] = list(before[0][parents[i]]), before[1][parents[i]]
+
+    def _truncate(self, rows):
+        lengths = [max(len(self.rows.get(row, [])) - int(self.rng.integers(0, 4)), 0) for row in rows]
+        self.cache, status = kv.truncate(self.cache, rows, lengths)
+        got = status.tolist()
+        for code, want in zip(got, self.predict(rows, self.active), strict=True):
+            assert code == want or (want, code) == (Status.OK, Status.WINDOW_LOST), got
+        for row, length, code in zip(rows, lengths, got, strict=True):
+            if code == Status.OK:
+                del self.rows[row][length:]

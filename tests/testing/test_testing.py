@@ -30,6 +30,7 @@ def model(tokens, cache, step):
     return forward(PARAMS, tokens, cache, step)
 
 
+@pytest.mark.slow
 def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
     least = config(enable_prefix_caching=True, eviction_policy="fifo", max_seq_len=9, num_blocks=12)
     check(model, config=least, num_tokens=9)
@@ -86,6 +87,11 @@ class KeepsAnArray:
         return logits, cache
 
 
+@pytest.mark.quick_cases(
+    "with_call_positions-differs",
+    "with_a_second_version-step of 1 tokens .* a pool is copied",
+    "bad_model5-keeps an array of one call in Python",
+)
 @pytest.mark.parametrize(
     ("bad_model", "message"),
     [
@@ -102,6 +108,7 @@ def test_a_bad_model_is_named(bad_model, message):
         check(bad_model)
 
 
+@pytest.mark.slow
 def test_the_test_sequence_leaves_its_first_block():
     """A mistake in later blocks is found whatever their size."""
 
@@ -115,6 +122,7 @@ def test_the_test_sequence_leaves_its_first_block():
         testing.check_forward(with_wrong_positions, wide, vocab_size=VOCAB)
 
 
+@pytest.mark.slow
 def test_a_large_group_beside_one_of_few_blocks_is_checked():
     window = kv.SlidingWindow(2, 4, window=16, num_blocks=9)
     large = kv.CacheConfig([window, kv.FullAttention(2, 4, num_blocks=98_304)], max_seqs=3, max_query_len=16)

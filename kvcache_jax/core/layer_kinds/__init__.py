@@ -1,0 +1,1 @@
+"""What one model layer keeps per token: a file per kind."""

@@ -1,0 +1,15 @@
+"""Full attention: every position stays."""
+
+import dataclasses
+
+from kvcache_jax.core.layer_kinds.base import LayerKind, Span
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention(LayerKind):
+    """A layer in which every token attends to all tokens before it and to itself."""
+
+    @property
+    def span(self) -> Span:
+        """All positions."""
+        return Span()

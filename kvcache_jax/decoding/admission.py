@@ -1,0 +1,136 @@
+"""Which prompts start next: as many as can go on to their ends."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.state import Cache
+from kvcache_jax.core.status import Status
+from kvcache_jax.decoding.host import Host, Requests
+from kvcache_jax.decoding.loop import DecodeState
+from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.lookup import lookup
+
+
+def admit(
+    state: DecodeState, requests: Requests, host: Host, max_new_tokens: int
+) -> tuple[DecodeState, dict[int, list[int]], int]:
+    """Starts rows for prompts that wait, first come first served.
+
+    A prompt waits until there are blocks for all that its samples and the running rows may still store. One
+    that the whole cache has too few blocks for waits until it is alone. A prompt that can share more with one
+    of those just admitted waits until that one is computed.
+
+    Returns:
+      The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
+    """
+    admitted: dict[int, list[int]] = {}
+    num_cached = 0
+    cache = state.cache
+    idle = [row for row in range(host.config.max_seqs) if row not in host.running]
+    if not requests.waiting or len(idle) < requests.num_samples:
+        return state, {}, 0
+    history, seeds = np.array(state.history), np.array(state.sampling.seed)
+    prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
+    while requests.waiting and len(idle) >= requests.num_samples:
+        prompt_id = requests.waiting[0]
+        prompt = requests.prompts[prompt_id]
+        words = requests.namespaces[prompt_id]
+        just_admitted = [host.running[row][0] for row in admitted]
+        others = [requests.prompts[i] for i in just_admitted if np.array_equal(requests.namespaces[i], words)]
+        tokens = np.zeros((1, host.config.max_seq_len), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
+            break
+        with_prompt, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens, namespace=words)
+        if int(admission.status[0]) != Status.OK:
+            break
+        rows, others_idle = idle[: requests.num_samples], idle[requests.num_samples :]
+        prompt_len[rows] = len(prompt)
+        max_len[rows] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
+        forks = {row: group[0] for group in [*admitted.values(), rows] for row in group[1:]}
+        if host.running and not _fits(with_prompt, [*host.running, *rows], max_len, forks, prompt_len):
+            break
+        cache, idle = with_prompt, others_idle
+        num_cached += int(admission.num_cached[0])
+        requests.waiting.popleft()
+        admitted[rows[0]] = rows
+        for sample_id, row in enumerate(rows):
+            host.running[row], host.num_streamed[row] = (prompt_id, sample_id), 0
+            history[row, : len(prompt)] = prompt
+            entropy = [*requests.seeds[prompt_id], sample_id]
+            seeds[row] = np.random.SeedSequence(entropy).generate_state(1)[0]
+    if not admitted:
+        return dataclasses.replace(state, cache=cache), {}, 0
+    started = [row for rows in admitted.values() for row in rows]
+    length = np.array(state.length)
+    length[started] = prompt_len[started]
+    return (
+        dataclasses.replace(
+            state,
+            cache=cache,
+            history=jnp.asarray(history),
+            prompt_len=jnp.asarray(prompt_len),
+            length=jnp.asarray(length),
+            max_len=jnp.asarray(max_len),
+            sampling=dataclasses.replace(state.sampling, seed=jnp.asarray(seeds)),
+        ),
+        admitted,
+        num_cached,
+    )
+
+
+def _fits(
+    cache: Cache,
+    rows: Sequence[int],
+    max_len: np.ndarray,
+    forks: Mapping[int, int],
+    prompt_len: np.ndarray,
+) -> bool:
+    """Whether `rows` can all go on to `max_len` i32[max_seqs] together.
+
+    Args:
+      cache: Holds them, but for those that are still to be forked.
+      rows: That run or start.
+      max_len: i32[max_seqs], where each ends.
+      forks: {row to be forked: row with its prompt}.
+      prompt_len: i32[max_seqs].
+    """
+    context_len = np.asarray(cache.context_len)
+    forked = [row for row in rows if row not in forks]
+    for group, pool in zip(cache.config.groups, cache.control.block_pools, strict=True):
+        table, num_cached = np.asarray(pool.block_table), 0 if pool.cached is None else pool.cached.num_cached
+        num_held = (table < pool.num_blocks).sum(axis=1)
+        num_to_come = 0
+        for row in rows:
+            # The last token of a row is drawn and not stored.
+            most = min(ceil_div(int(max_len[row]) - 1, group.block_size), group.max_held_blocks)
+            held = num_held[forks.get(row, row)]
+            if row in forks and prompt_len[row] % group.block_size:
+                held -= 1  # the prompt's last block, which is copied
+            num_to_come += max(most - held, 0)
+        # Of the rows that share a block which is not full, all but the last to write copy it.
+        is_partial = context_len[forked] % group.block_size > 0
+        tails = table[forked, np.minimum(context_len[forked] // group.block_size, table.shape[1] - 1)]
+        tails = np.unique(tails[is_partial & (tails < pool.num_blocks)])
+        num_to_come += (np.asarray(pool.ref_count)[tails] - 1).sum()
+        if num_to_come > int(pool.num_free) + int(num_cached):
+            return False
+    return True
+
+
+def _shares_more(
+    cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
+) -> bool:
+    """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
+    block_size = cache.config.groups[cache.config.indexed_group].block_size
+    common = 0
+    for other in others:
+        length = min(num_tokens - 1, len(other))
+        differs = np.flatnonzero(tokens[0, :length] != other[:length])
+        common = max(common, int(differs[0]) if len(differs) else length)
+    num_common = common // block_size * block_size
+    return num_common > 0 and num_common > int(lookup(cache, tokens, [num_tokens], namespace)[0])

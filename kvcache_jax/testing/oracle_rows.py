@@ -1,0 +1,209 @@
+"""The operations of the oracle that take no block: rows share, shrink and end, and prefixes are published."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kvcache_jax.core.config import CacheConfig, SlidingWindow, ceil_div
+from kvcache_jax.core.status import Status
+from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
+
+
+@dataclasses.dataclass
+class OracleRow:
+    """A sequence: its tokens, per layer group the block of each table column, and what is published."""
+
+    tokens: list[int]
+    tables: list[dict[int, int]]
+    namespace: tuple[int, ...] = (0, 0, 0, 0)
+    num_published: int = 0
+    priority: int = 0
+
+
+class OracleRows(OracleBlocks):
+    """Rows by seq_id, on blocks; see `Oracle` for the attributes."""
+
+    def __init__(self, config: CacheConfig, eviction_key: Callable[[OracleBlock, int], int] | None = None):
+        """Starts without rows."""
+        super().__init__(config, eviction_key)
+        self.rows: dict[int, OracleRow] = {}
+        self.num_adoptions = 0
+
+    def fork(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> list[Status]:
+        """Forks rows like `kvcache_jax.fork`."""
+        statuses, new_rows = self._check_ids(dst_ids, src_ids), {}
+        for i, (src_id, dst_id) in enumerate(zip(src_ids, dst_ids, strict=True)):
+            if not statuses[i]:
+                statuses[i] = self._check_active(src_id)
+            if not statuses[i] and dst_id in self.rows:
+                statuses[i] = Status.SEQ_IN_USE
+            if not statuses[i]:
+                new_rows[dst_id] = self._share(self.rows[src_id])
+        self.clock += bool(new_rows)
+        self.rows.update(new_rows)
+        return statuses
+
+    def reorder(self, seq_ids: Sequence[int], parent_ids: Sequence[int]) -> list[Status]:
+        """Lets rows continue from parents like `kvcache_jax.reorder`."""
+        statuses, new_rows = self._check_ids(seq_ids, parent_ids), {}
+        for i, (seq_id, parent_id) in enumerate(zip(seq_ids, parent_ids, strict=True)):
+            statuses[i] = statuses[i] or self._check_active(seq_id) or self._check_active(parent_id)
+            if not statuses[i] and seq_id != parent_id:
+                new_rows[seq_id] = self._share(self.rows[parent_id])
+        for seq_id in new_rows:  # all new owners are there
+            self._drop_columns(self.rows[seq_id], first=0)
+        self.clock += bool(new_rows)
+        self.rows.update(new_rows)
+        return statuses
+
+    def truncate(self, seq_ids: Sequence[int], new_len: Sequence[int]) -> list[Status]:
+        """Shortens rows like `kvcache_jax.truncate`."""
+        statuses = self._check_ids(seq_ids)
+        for i, (seq_id, length) in enumerate(zip(seq_ids, new_len, strict=True)):
+            statuses[i] = statuses[i] or self._check_cut(seq_id, length)
+            if not statuses[i]:
+                row = self.rows[seq_id]
+                del row.tokens[length:]
+                self._drop_columns(row, first=length)
+                block_size = self.config.groups[self.config.indexed_group].block_size
+                row.num_published = min(row.num_published, length // block_size)
+        return statuses
+
+    def _check_cut(self, seq_id: int, new_len: int) -> Status:
+        if seq_id not in self.rows:
+            return Status.SEQ_NOT_ACTIVE
+        row = self.rows[seq_id]
+        if new_len < 0:
+            return Status.BAD_LENGTH
+        if new_len > len(row.tokens):
+            return Status.TOO_LONG
+        for group, table in zip(self.config.groups, row.tables, strict=True):
+            if isinstance(group.kind, SlidingWindow):
+                is_beyond = len(row.tokens) - new_len > group.kind.max_rollback
+                reach = range(max(new_len - group.kind.window + 1, 0), new_len)
+                if len(row.tokens) > group.kind.window and is_beyond:
+                    return Status.WINDOW_LOST
+                if any(position // group.block_size not in table for position in reach):
+                    return Status.WINDOW_LOST
+        return Status.OK
+
+    def free(self, seq_ids: Sequence[int]) -> list[Status]:
+        """Ends rows like `kvcache_jax.free`."""
+        statuses = self._check_rows(seq_ids)
+        for seq_id, status in zip(seq_ids, statuses, strict=True):
+            if not status:
+                self._drop_columns(self.rows.pop(seq_id), first=0)
+        return statuses
+
+    def touch(self, seq_ids: Sequence[int]) -> list[Status]:
+        """Marks rows as used like `kvcache_jax.touch`."""
+        statuses = self._check_rows(seq_ids)
+        self.clock += Status.OK in statuses
+        return statuses
+
+    def set_priority(self, seq_ids: Sequence[int], priority: Sequence[int]) -> list[Status]:
+        """Sets priorities like `kvcache_jax.set_priority`."""
+        statuses = self._check_rows(seq_ids)
+        for seq_id, value, status in zip(seq_ids, priority, statuses, strict=True):
+            if not status:
+                self.rows[seq_id].priority = value
+        return statuses
+
+    def commit(self, seq_ids: Sequence[int] | None, final_len: Sequence[int]) -> list[Status]:
+        """Publishes full blocks like `kvcache_jax.commit`."""
+        if seq_ids is None:  # `max_seqs` names no row
+            max_seqs = self.config.max_seqs
+            seq_ids = [row if row in self.rows else max_seqs for row in range(max_seqs)]
+        statuses = self._check_rows(seq_ids)
+        for i, (seq_id, length) in enumerate(zip(seq_ids, final_len, strict=True)):
+            if not statuses[i] and length < 0:
+                statuses[i] = Status.BAD_LENGTH
+            if not statuses[i]:
+                self._publish_row(self.rows[seq_id], length)
+        return statuses
+
+    def _publish_row(self, row: OracleRow, final_len: int) -> None:
+        group_id = self.config.indexed_group
+        block_size = self.config.groups[group_id].block_size
+        for column in range(row.num_published, min(final_len, len(row.tokens)) // block_size):
+            prefix = row.namespace, tuple(row.tokens[: (column + 1) * block_size])
+            private = row.tables[group_id][column]
+            if prefix not in self.published:
+                self._publish(prefix, private, row.priority, column)
+            block = self.published[prefix]
+            row.num_published = column + 1
+            if block != private:
+                self.num_adoptions += 1
+                self._note_use([block], row.priority)
+                self.cached.pop(block, None)
+                self.owners[group_id][block] += self.owners[group_id].pop(private)
+                for holder in self.rows.values():
+                    if holder.tables[group_id].get(column) == private:
+                        holder.tables[group_id][column] = block
+
+    def evict(self, num_blocks: int) -> int:
+        """Gives up cached blocks like `kvcache_jax.evict`."""
+        num_evicted = min(num_blocks, len(self.cached))
+        self._evict(num_evicted)
+        return num_evicted
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets all prefixes like `kvcache_jax.reset_prefix_cache`."""
+        num_dropped = len(self.published)
+        self._forget_all()
+        for row in self.rows.values():
+            row.num_published = 0
+        return num_dropped
+
+    def _check_ids(
+        self,
+        seq_ids: Sequence[int],
+        others: Sequence[int] | None = None,
+        names: Sequence[bool] | None = None,
+    ) -> list[Status]:
+        """Returns what the ids alone say of each entry: BAD_SEQ_ID, SKIPPED, DUPLICATE_SEQ_ID or OK.
+
+        Args:
+          seq_ids: The rows to change, each once.
+          others: A second id per entry, which may repeat.
+          names: The entry counts as one that names its row; default: all do whose ids are rows.
+        """
+        named: set[int] = set()
+        statuses = []
+        for i, seq_id in enumerate(seq_ids):
+            ids = [seq_id] if others is None else [seq_id, others[i]]
+            if any(not 0 <= number <= self.config.max_seqs for number in ids):
+                statuses.append(Status.BAD_SEQ_ID)
+            elif self.config.max_seqs in ids:
+                statuses.append(Status.SKIPPED)
+            elif names is not None and not names[i]:
+                statuses.append(Status.OK)
+            else:
+                statuses.append(Status.DUPLICATE_SEQ_ID if seq_id in named else Status.OK)
+                named.add(seq_id)
+        return statuses
+
+    def _check_active(self, seq_id: int) -> Status:
+        return Status.OK if seq_id in self.rows else Status.SEQ_NOT_ACTIVE
+
+    def _check_rows(self, seq_ids: Sequence[int]) -> list[Status]:
+        """`_check_ids` for entries that ask for nothing but an active row."""
+        statuses = self._check_ids(seq_ids)
+        return [
+            status or self._check_active(seq_id) for seq_id, status in zip(seq_ids, statuses, strict=True)
+        ]
+
+    def _share(self, row: OracleRow) -> OracleRow:
+        """Makes a second row on the blocks that hold the tokens of `row`."""
+        tables = []
+        for g, group in enumerate(self.config.groups):
+            end = ceil_div(len(row.tokens), group.block_size)
+            tables.append({column: block for column, block in row.tables[g].items() if column < end})
+            self.owners[g].update(tables[g].values())
+        return OracleRow(list(row.tokens), tables, row.namespace, row.num_published, row.priority)
+
+    def _drop_columns(self, row: OracleRow, first: int) -> None:
+        """Lets the blocks go that begin at token `first` or behind it, the last one first."""
+        for g, group in enumerate(self.config.groups):
+            for column in sorted(row.tables[g], reverse=True):
+                if column * group.block_size >= first:
+                    self._let_go(g, row.tables[g].pop(column))

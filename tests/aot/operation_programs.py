@@ -1,0 +1,139 @@
+"""The public operations as programs. Their limits are those of DESIGN.md, section 7.
+
+A group is the layers of one kind; the second one has a window. The host is waited for once where blocks are
+short, and once for each group that copies, hits, publishes or evicts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kvcache_jax as kv
+from tests.aot.budget import i32
+from tests.aot.program import Limits, Program, shapes_of
+
+NUM_ROWS, NUM_LISTED, PROMPT_LEN = 32, 8, 256
+"""Rows of the cache, rows that a call names, and tokens of a prompt."""
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
+LRU, OTHER_POLICY = "lru", "hyperbolic"
+SMALL = 500_000
+"""Temporary bytes of an operation on control alone; a pool has 33 MB."""
+TILE = 40_000_000
+"""Temporary bytes of attention: a tile of 2,048 tokens of each row as stored, its logits and its weights."""
+
+
+def config_of(num_groups: int, policy: str | None) -> kv.CacheConfig:
+    """Returns a cache of one layer a group, with an index if it has a policy."""
+    kinds = (kv.FullAttention(NUM_KV_HEADS, HEAD_DIM), kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, window=64))
+    index = {} if policy is None else dict(enable_prefix_caching=True, eviction_policy=policy)
+    return kv.CacheConfig(
+        kinds[:num_groups],
+        num_blocks=4096,
+        max_seqs=NUM_ROWS,
+        max_seq_len=4096,
+        max_query_len=PROMPT_LEN,
+        dtype=jnp.bfloat16,
+        implementation="xla",
+        **index,
+    )
+
+
+def _extend(cache, num_new, tokens):
+    return kv.extend(cache, num_new, max_new=1, tokens=tokens)
+
+
+def _allocate(cache, seq_ids, num_tokens, tokens):
+    return kv.allocate(cache, seq_ids, num_tokens, tokens=tokens)
+
+
+def _attention(cache, q, k, v, step):
+    for layer in range(cache.config.num_layers):
+        cache, q = kv.attention(cache, layer, q, k, v, step)
+    return cache, q
+
+
+def _write(cache, k, v, step):
+    for layer in range(cache.config.num_layers):
+        cache = kv.write(cache, layer, k, v, step)
+    return cache
+
+
+def _gather(cache, seq_id):
+    return kv.gather(cache, seq_id, 0)
+
+
+def _values(num_heads: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((NUM_ROWS, 1, num_heads, HEAD_DIM), jnp.bfloat16)
+
+
+def _step(config: kv.CacheConfig) -> Any:
+    return jax.eval_shape(lambda *args: _extend(*args, None)[1], shapes_of(config), i32(NUM_ROWS))
+
+
+def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
+    """All operations on one cache, but those that a policy has no part in only once."""
+    config = config_of(num_groups, policy)
+    has_index = policy is not None
+    words = [f"{num_groups} group{'s' * (num_groups > 1)}", *(["index", policy] if has_index else [])]
+    # Other policies than LRU choose their victims by one loop more for each group that evicts.
+    choices = int(policy not in (None, LRU))
+    shortage, copies, hits = 1, num_groups, num_groups * has_index
+    evictions = num_groups * (1 + choices) * has_index
+    listed, prompts = i32(NUM_LISTED), i32(NUM_LISTED, PROMPT_LEN)
+    known = (lambda tokens: tokens) if has_index else (lambda tokens: None)
+
+    def program(subject: str, function: Callable, *columns: Any, limits: Limits, **options: Any) -> Program:
+        def arguments() -> tuple:
+            return shapes_of(config), *columns
+
+        return Program(subject, ", ".join(words), config, function, arguments, limits, **options)
+
+    def waits(most: int) -> dict:
+        return dict(limits=Limits(most, temporary_bytes=SMALL))
+
+    programs = [
+        program(
+            "extend", _extend, i32(NUM_ROWS), known(i32(NUM_ROWS, 1)), **waits(shortage + copies + evictions)
+        ),
+        program("allocate", _allocate, listed, listed, known(prompts), **waits(shortage + hits + evictions)),
+    ]
+    if has_index:
+        publications = num_groups
+        programs += [
+            program("commit", kv.commit, listed, **waits(1 + publications)),
+            program("lookup", kv.lookup, prompts, listed, donated=None, **waits(0)),
+            # Of the group that prefixes are found by, which takes the blocks of the others along.
+            program("evict", kv.evict, i32(), **waits(1 + choices)),
+        ]
+    if policy not in (None, LRU):
+        return programs
+    rows = {
+        "fork": (listed, listed),
+        "free": (listed,),
+        "truncate": (listed, listed),
+        "reorder": (listed, listed),
+        "touch": (listed,),
+        "set_priority": (listed, listed),
+    }
+    # Row after row, each one would launch as much.
+    straight = Limits(0, known_loops=0, launches=20 + 40 * num_groups, temporary_bytes=SMALL)
+    programs += [
+        program(name, getattr(kv, name), *columns, limits=straight) for name, columns in rows.items()
+    ]
+    if not has_index:
+        q, k, step = _values(NUM_Q_HEADS), _values(NUM_KV_HEADS), _step(config)
+        attending = Limits(num_groups, temporary_bytes=TILE)
+        programs += [
+            program("attention", _attention, q, k, k, step, limits=attending),
+            program("write", _write, k, k, step, **waits(0)),
+            program("gather", _gather, i32(), donated=None, **waits(0)),
+        ]
+    return programs
+
+
+def operation_programs() -> list[Program]:
+    """Returns all of them, in the order of the table."""
+    caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
+    return [program for cache in caches for program in _programs_of(*cache)]

@@ -1,0 +1,72 @@
+"""A program whose loops, launches and copies are counted, and how many of each it may have."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+
+import kvcache_jax as kv
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a program may have at most; None stands for any number.
+
+    Attributes:
+      waits: Loops of unknown trips, and conditionals.
+      known_loops: Loops of known trips, say over rows.
+      launches: Kernels outside loops of unknown trips.
+      temporary_bytes: Device memory beside arguments and results.
+    """
+
+    waits: int
+    known_loops: int | None = None
+    launches: int | None = None
+    temporary_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One operation, or one step of decoding.
+
+    Attributes:
+      subject: What it does: an operation's name, or a step's.
+      detail: On what: the cache in words.
+      config: Of the cache.
+      function: Takes what `arguments` returns.
+      arguments: Builds shapes, pytrees of `jax.ShapeDtypeStruct`.
+      limits: See `Limits`.
+      donated: Position of the argument that holds the cache and comes back; None if nothing does.
+      is_loop: Whether the step is the body of the program's one outer loop, which also waits.
+    """
+
+    subject: str
+    detail: str
+    config: kv.CacheConfig
+    function: Callable
+    arguments: Callable[[], tuple]
+    limits: Limits
+    donated: int | None = 0
+    is_loop: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique, as in `extend_2_groups_index_lru`."""
+        return "_".join(f"{self.subject} {self.detail}".replace(",", "").split())
+
+    @property
+    def num_pool_elements(self) -> int:
+        """Elements of the smallest array of keys or values."""
+        return min(math.prod(array.shape) for array in jax.tree.leaves(shapes_of(self.config).pools))
+
+    def jitted(self) -> jax.stages.Wrapped:
+        """Returns the function, to be lowered."""
+        return jax.jit(self.function, donate_argnums=() if self.donated is None else self.donated)
+
+
+@functools.lru_cache
+def shapes_of(config: kv.CacheConfig) -> kv.Cache:
+    """Returns an empty cache of shapes."""
+    return jax.eval_shape(lambda: kv.init(config))

@@ -1,0 +1,79 @@
+"""One program, compiled for H200 or lowered for CUDA, and what it costs."""
+
+import dataclasses
+import os
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from tests.aot import h200
+from tests.aot.hlo import num_copies
+from tests.aot.loop_counts import LoopCounts, compiled_counts, lowered_counts
+from tests.aot.operation_programs import operation_programs
+from tests.aot.program import Limits, Program
+from tests.aot.step_programs import step_programs
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """A lowered or compiled program.
+
+    Attributes:
+      counts: Loops, conditionals and launches.
+      pool_copies: Copies of arrays as large as one of keys; unknown before compilation.
+      temporary_bytes: Device memory beside arguments and results; unknown before compilation.
+    """
+
+    counts: LoopCounts
+    pool_copies: int | None = None
+    temporary_bytes: int | None = None
+
+
+def all_programs() -> list[Program]:
+    """Returns operations, then steps."""
+    return [*operation_programs(), *step_programs()]
+
+
+def start_compiler() -> None:
+    """Prepares a process to compile for H200; before jax starts a backend."""
+    jax.config.update("jax_platforms", "cpu")
+    # Read when the CUDA plugin starts. There is no GPU to tune on.
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0").strip()
+
+
+def lower(program: Program) -> ProgramCost:
+    """Lowers the program for CUDA, on any machine."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=h200.NUM_SMS, platform="cuda")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = program.jitted().trace(*program.arguments()).lower(lowering_platforms=("cuda",))
+    return ProgramCost(lowered_counts(lowered.compiler_ir()))
+
+
+def compile_for_h200(name: str) -> ProgramCost:
+    """Compiles the program of that name for H200."""
+    (program,) = (program for program in all_programs() if program.name == name)
+    arguments = h200.place(program.arguments())
+    with h200.lowering():
+        compiled = program.jitted().lower(*arguments).compile()
+    hlo = compiled.as_text()
+    return ProgramCost(
+        counts=compiled_counts(hlo, program.is_loop),
+        pool_copies=num_copies(hlo, program.num_pool_elements),
+        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    )
+
+
+def failures(cost: ProgramCost, limits: Limits) -> list[str]:
+    """Returns what is wrong with the program, a phrase each."""
+    counts = cost.counts
+    return [
+        f"{value:,} {what}, at most {most:,}"
+        for value, most, what in (
+            (counts.waits, limits.waits, "waits for the host"),
+            (counts.known_loops, limits.known_loops, "loops of known trips"),
+            (counts.launches, limits.launches, "launches"),
+            (cost.temporary_bytes, limits.temporary_bytes, "temporary bytes"),
+            (cost.pool_copies, 0, "pool copies"),
+        )
+        if value is not None and most is not None and value > most
+    ]

@@ -1,0 +1,129 @@
+"""Whole steps of decoding as programs: a small model, and the library's own loops.
+
+The host is waited for by `kv.extend` (see `operation_programs`), once by each layer's attention in XLA, twice
+by sampling (does any row draw, does any cut the distribution) and once by the loop around the step. Launches
+are about 20 a layer, 40 of `kv.extend`, 20 of sampling and 10 of what the loop carries.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kvcache_jax as kv
+from kvcache_jax.decoding import beam_search, generate, loop
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
+from tests.aot.budget import i32
+from tests.aot.program import Limits, Program, shapes_of
+
+NUM_ROWS, NUM_ENDED, NUM_DRAFTS, NUM_BEAMS, MAX_NEW_TOKENS = 32, 4, 4, 4, 64
+NUM_LAYERS = 4
+EXTEND, INDEX, SAMPLE, LOOP = 2, 1, 2, 1
+"""Waits of `kv.extend` on one group, of its index, of sampling, and of the loop around a step."""
+MODEL = DecoderConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    mlp_size=1024,
+    num_layers=NUM_LAYERS,
+    num_q_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+)
+"""Its largest matrix is smaller than an array of keys."""
+
+
+def config_of(**options) -> kv.CacheConfig:
+    """Returns the model's cache; by default without an index, attention by XLA."""
+    sizes = dict(num_blocks=2048, max_seqs=NUM_ROWS, max_seq_len=4096, max_query_len=256)
+    return cache_config(MODEL, **sizes, **{"implementation": "xla", **options})
+
+
+def _decoder():
+    return jax.eval_shape(lambda: Decoder(MODEL, rngs=nnx.Rngs(0)))
+
+
+def _decode(state, decoder, max_steps, *, num_drafts: int):
+    source = loop.DraftSource(num_drafts) if num_drafts else None
+    return loop.decode(forward, decoder, None, state, max_steps, draft_source=source)
+
+
+def _decoding(subject: str, detail: str, limits: Limits, num_drafts: int = 0, **options) -> Program:
+    """A step of `kv.generate`."""
+    config = config_of(**options)
+
+    def arguments() -> tuple:
+        greedy = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+
+        def state(cache):
+            return generate._empty_state(cache, None, jnp.zeros(2, jnp.int32), greedy)
+
+        return jax.eval_shape(state, shapes_of(config)), _decoder(), i32()
+
+    def function(state, decoder, max_steps):
+        return _decode(state, decoder, max_steps, num_drafts=num_drafts)
+
+    return Program(subject, detail, config, function, arguments, limits, is_loop=True)
+
+
+def _searching(limits: Limits) -> Program:
+    """A step of `kv.beam_search`."""
+    config = config_of()
+    num_prompts = NUM_ROWS // NUM_BEAMS
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def begin(cache, logits, stops, penalty):
+        return beam_search._begin(
+            cache, logits, stops, penalty, num_beams=NUM_BEAMS, max_new_tokens=MAX_NEW_TOKENS
+        )
+
+    def function(state, decoder, stops, penalty, max_steps):
+        return beam_search._search(forward, decoder, state, stops, penalty, max_steps)
+
+    def arguments() -> tuple:
+        logits = jax.ShapeDtypeStruct((num_prompts, MODEL.vocab_size), jnp.float32)
+        state = jax.eval_shape(begin, shapes_of(config), logits, i32(2), number)
+        return state, _decoder(), i32(2), number, i32()
+
+    detail = f"{num_prompts} prompts of {NUM_BEAMS} beams"
+    return Program("beam step", detail, config, function, arguments, limits, is_loop=True)
+
+
+def _ending(limits: Limits) -> Program:
+    """The calls of the step in which rows end: what they hold is published, and they are freed."""
+
+    def function(cache, ended):
+        cache, committed = kv.commit(cache, ended)
+        cache, freed = kv.free(cache, ended)
+        return cache, committed, freed
+
+    config = config_of(enable_prefix_caching=True)
+
+    def arguments() -> tuple:
+        return shapes_of(config), i32(NUM_ENDED)
+
+    return Program("rows end", f"commit and free of {NUM_ENDED}", config, function, arguments, limits)
+
+
+def _limits(waits: int, launches: int) -> Limits:
+    return Limits(waits, launches=launches, temporary_bytes=60_000_000)
+
+
+def step_programs() -> list[Program]:
+    """Returns all of them, in the order of the table."""
+    step = LOOP + EXTEND + SAMPLE
+    by_xla = step + NUM_LAYERS
+    # Kernels copy blocks and attend without a loop.
+    by_kernels = step - 1
+    drafts = f"{NUM_DRAFTS} drafts from the text"
+    ending = Limits(2, known_loops=0, launches=100, temporary_bytes=500_000)
+    return [
+        _decoding("plain step", "attention by XLA", _limits(by_xla, 200)),
+        _decoding(
+            "plain step", "attention by kernels", _limits(by_kernels, 200), implementation="mosaic_gpu"
+        ),
+        _decoding("evicting step", "index, lru", _limits(by_xla + INDEX, 220), enable_prefix_caching=True),
+        _decoding("speculative step", drafts, _limits(by_xla, 300), num_drafts=NUM_DRAFTS),
+        _searching(_limits(by_xla - SAMPLE, 220)),
+        _ending(ending),
+    ]

@@ -1,0 +1,225 @@
+"""Rows of a cache of one kind, beside the texts that they ought to hold.
+
+A token's queries, keys and values follow from the token and its position alone, so a text says what attention
+over it must give: the oracle's result for that text, from scratch. One jitted step serves all properties of a
+kind. Before each call, all that nobody may read is NaN.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.kinds.table import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, Refused
+from tests.support.helpers import assert_invariants, statuses
+
+MAX_LEN, WIDTH, BLOCK_SIZE, NUM_BLOCKS, NUM_ROWS = 32, 5, 4, 13, 4
+SPLITS = np.cumsum([NUM_Q_HEADS, NUM_KV_HEADS]).tolist()
+VOCAB = NUM_Q_HEADS * HEAD_DIM
+OK = kv.Status.OK
+
+
+def config_of(kind):
+    """Of all properties of the kind, with prefix caching unless that is refused."""
+    return kv.CacheConfig(
+        kind.layers,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_seqs=NUM_ROWS,
+        max_seq_len=MAX_LEN,
+        max_query_len=WIDTH,
+        enable_prefix_caching=not isinstance(kind.cells.get("commit"), Refused),
+    )
+
+
+def indexed_config(kind):
+    return dataclasses.replace(config_of(kind), enable_prefix_caching=True)
+
+
+@functools.cache
+def make_params(num_layers):
+    rng = np.random.default_rng(3)
+    shape = (num_layers, SPLITS[-1] + NUM_KV_HEADS, HEAD_DIM)
+    return {
+        name: rng.standard_normal((size, *shape), np.float32)
+        for name, size in (("tokens", VOCAB), ("positions", MAX_LEN))
+    }
+
+
+def forward(params, tokens, cache, step):
+    """A model whose logits are the sum of what its layers attend to."""
+    params = jax.tree.map(jnp.asarray, params)
+    vectors = params["tokens"][tokens] + params["positions"][step.positions]
+    logits = 0
+    for layer in range(cache.config.num_layers):
+        q, k, v = jnp.split(vectors[..., layer, :, :], SPLITS, axis=-2)
+        cache, out = kv.attention(cache, layer, q, k, v, step)
+        logits += out.reshape(*tokens.shape, VOCAB)
+    return logits, cache
+
+
+def extend_and_attend(params, cache, tokens, num_new):
+    cache, step = kv.extend(cache, num_new, max_new=WIDTH, tokens=tokens)
+    logits, cache = forward(params, tokens, cache, step)
+    return cache, logits, step.status
+
+
+# Of all kinds and properties.
+run_step = jax.jit(extend_and_attend)
+
+
+@functools.partial(jax.jit, static_argnames="oracles")
+def expected_logits(params, text, oracles):
+    """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything."""
+    params = jax.tree.map(jnp.asarray, params)
+    vectors = params["tokens"][text] + params["positions"]
+    layers = (
+        oracle(*jnp.split(vectors[:, layer], SPLITS, axis=-2)).reshape(MAX_LEN, VOCAB)
+        for layer, oracle in enumerate(oracles)
+    )
+    return sum(layers)
+
+
+def padded(text, length=MAX_LEN):
+    return np.pad(np.asarray(text, np.int32), (0, length - len(text)))
+
+
+def random_text(length, seed=0):
+    return np.random.default_rng([length, seed]).integers(VOCAB, size=length).tolist()
+
+
+def permuted(cache):
+    """The empty cache after rows that came and went: its free blocks are in no order."""
+    for lengths, ends in (([13, 5, 7, 1], [2, 0]), ([9, 3], [3, 0, 1, 2])):
+        rows = [row for row in range(NUM_ROWS) if not bool(cache.is_active[row])]
+        rows, lengths = entries(rows, lengths)
+        cache, admission = kv.allocate(cache, rows, lengths, tokens=np.zeros((NUM_ROWS, MAX_LEN), np.int32))
+        assert OK in statuses(admission.status)
+        cache, _ = kv.free(cache, *entries(ends))
+    assert not cache.is_active.any()
+    return cache
+
+
+def entries(rows, *columns):
+    """Rows and what goes with each, with entries that are skipped up to one a row: one program for all."""
+    num_more = NUM_ROWS - len(rows)
+    padded_columns = [[*column, *[1] * NUM_ROWS][:NUM_ROWS] for column in columns]
+    return [[*rows, *[NUM_ROWS] * num_more], *padded_columns]
+
+
+class Rows:
+    """A cache and the text of each of its rows.
+
+    Attributes:
+      cache: Its free blocks are in no order at first.
+      texts: From row to tokens.
+    """
+
+    def __init__(self, kind, cache=None):
+        self.kind = kind
+        self.cache = permuted(kv.init(config_of(kind))) if cache is None else cache
+        self.params = make_params(len(kind.layers))
+        self.texts = {}
+
+    def allocate(self, texts):
+        """Starts rows without computing anything; returns status and cached tokens of each."""
+        rows, lengths = entries(list(texts), [len(text) for text in texts.values()])
+        tokens = np.zeros((NUM_ROWS, MAX_LEN), np.int32)
+        for i, text in enumerate(texts.values()):
+            tokens[i, : len(text)] = text
+        self.cache, admission = kv.allocate(self.cache, rows, lengths, tokens=tokens)
+        found = statuses(admission.status)[: len(texts)]
+        num_cached = np.asarray(admission.num_cached)[: len(texts)].tolist()
+        for row, status, cached in zip(texts, found, num_cached, strict=True):
+            if status == OK:
+                self.texts[row] = list(texts[row][:cached])
+        assert_invariants(self.cache)
+        return found, num_cached
+
+    def start(self, texts):
+        """Starts rows and computes all that is not cached; returns how much was."""
+        found, num_cached = self.allocate(texts)
+        assert set(found) == {OK}
+        self.feed({row: text[cached:] for (row, text), cached in zip(texts.items(), num_cached, strict=True)})
+        return num_cached
+
+    def feed(self, texts):
+        """Appends texts, in as many steps as the longest takes, and compares what each step attends to."""
+        texts = {row: list(text) for row, text in texts.items()}
+        while any(texts.values()):
+            self.step({row: text[:WIDTH] for row, text in texts.items()})
+            texts = {row: text[WIDTH:] for row, text in texts.items()}
+
+    def step(self, texts):
+        before = testing.poison(self.cache)
+        arguments = self.arguments(texts)
+        self.cache, logits, status = run_step(self.params, before, *arguments)
+        self.check(texts, logits, status)
+
+    def arguments(self, texts):
+        """`tokens` and `num_new` of a step."""
+        tokens, num_new = np.zeros((NUM_ROWS, WIDTH), np.int32), np.zeros(NUM_ROWS, np.int32)
+        for row, text in texts.items():
+            tokens[row, : len(text)], num_new[row] = text, len(text)
+        return tokens, num_new
+
+    def check(self, texts, logits, status):
+        """Takes over the texts of a step that ran; compares its logits with the oracle's."""
+        assert set(statuses(status)) == {OK}
+        assert_invariants(self.cache)
+        logits = np.asarray(logits)
+        for row, text in texts.items():
+            start = len(self.texts[row])
+            self.texts[row] = self.texts[row] + list(text)
+            np.testing.assert_allclose(
+                logits[row, : len(text)],
+                self.expected(self.texts[row])[start:],
+                rtol=2e-5,
+                atol=2e-5,
+                err_msg=f"row {row} of {self.kind.name}, tokens from {start} on",
+            )
+        lengths = np.asarray(self.cache.context_len)
+        assert {row: lengths[row] for row in self.texts} == {r: len(text) for r, text in self.texts.items()}
+
+    def expected(self, text):
+        return np.asarray(expected_logits(self.params, padded(text), self.kind.oracles))[: len(text)]
+
+    def fork(self, source, *targets):
+        self.cache, status = kv.fork(self.cache, *entries([source] * len(targets), targets))
+        return self.took(status, {target: self.texts[source] for target in targets})
+
+    def truncate(self, row, length):
+        self.cache, status = kv.truncate(self.cache, *entries([row], [length]))
+        return self.took(status, {row: self.texts[row][:length]})
+
+    def took(self, status, texts):
+        """Takes over the texts of entries that are OK; returns all statuses."""
+        found = statuses(status)[: len(texts)]
+        for (row, text), code in zip(texts.items(), found, strict=True):
+            if code == OK:
+                self.texts[row] = list(text)
+        assert_invariants(self.cache)
+        return found
+
+    def free(self, *rows):
+        self.cache, status = kv.free(self.cache, *entries(rows))
+        assert set(statuses(status)[: len(rows)]) == {OK}
+        for row in rows:
+            del self.texts[row]
+        assert_invariants(self.cache)
+
+    def num_available(self):
+        return [int(kv.num_available_blocks(self.cache, group=g)) for g in range(len(self.groups))]
+
+    def num_held(self, row):
+        """Blocks of each group that the row holds."""
+        tables = (pool.block_table[row] for pool in self.cache.control.block_pools)
+        return [int((table < NUM_BLOCKS).sum()) for table in tables]
+
+    @property
+    def groups(self):
+        return self.cache.config.groups

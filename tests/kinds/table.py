@@ -1,0 +1,102 @@
+"""The kinds of layer that a cache may have, a line each, and the properties that every kind is held to.
+
+A kind enters by its line in `KINDS`: its name, its layers, the oracle of each layer, and the cells of which
+something else than "works" is true. The oracle is a dense reference of what attention over a whole row gives.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+import kvcache_jax as kv
+from tests.support.dense_reference import dense_attention
+
+PROPERTIES = (
+    "allocate",
+    "fork",
+    "copy-on-write",
+    "truncate",
+    "window",
+    "commit",
+    "hit",
+    "evict",
+    "gradient",
+    "shard",
+    "export",
+    "poison",
+    "manager",
+    "generate",
+)
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A cell that is an exception by name.
+
+    Attributes:
+      error: Its type.
+      sentence: A pattern of what it says.
+    """
+
+    error: type[Exception]
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMeaning:
+    """A cell that asks for nothing.
+
+    Attributes:
+      why: The reason, a sentence.
+    """
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A line of the table.
+
+    Attributes:
+      name: In the names of the tests.
+      layers: One entry per model layer.
+      oracles: Of each layer: `(q [L, NUM_Q_HEADS, d], k [L, NUM_KV_HEADS, d], v) -> out`, like q. Row `i` of
+        the result must not depend on what comes after token `i`.
+      rollback: Tokens that a long row may be shortened by; None for all of them.
+      cells: By property, where something else than "works" is true.
+    """
+
+    name: str
+    layers: tuple[kv.LayerKind, ...]
+    oracles: tuple[Callable[[jax.Array, jax.Array, jax.Array], jax.Array], ...]
+    rollback: int | None = None
+    cells: dict[str, Refused | NoMeaning] = dataclasses.field(default_factory=dict)
+
+
+def dense(q, k, v, **reach):
+    return dense_attention(q, k, v, **reach)[0]
+
+
+def near(window, num_sink_tokens=0):
+    return functools.partial(dense, window=window, num_sink_tokens=num_sink_tokens)
+
+
+def window(**options):
+    return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
+
+
+FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
+STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
+NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
+ALONE = dict.fromkeys(("commit", "hit", "evict"), NO_INDEX)
+
+KINDS = (
+    Kind("full", (FULL,), (dense,), None, STAYS),
+    Kind("window", (window(window=6),), (near(6),), 0, ALONE),
+    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE),
+    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE),
+    Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5),
+)

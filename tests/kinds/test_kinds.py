@@ -1,0 +1,351 @@
+"""Every kind of layer in every property: a cell of the table in `table.py` each."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.aot.hlo import COLLECTIVE
+from tests.kinds.kind_rows import (
+    BLOCK_SIZE,
+    MAX_LEN,
+    NUM_BLOCKS,
+    NUM_ROWS,
+    OK,
+    VOCAB,
+    WIDTH,
+    Rows,
+    config_of,
+    entries,
+    expected_logits,
+    extend_and_attend,
+    forward,
+    indexed_config,
+    padded,
+    permuted,
+    random_text,
+    run_step,
+)
+from tests.kinds.table import KINDS, PROPERTIES, NoMeaning, Refused
+from tests.support.helpers import assert_same, leaf_bytes, num_copies, statuses
+
+
+def allocate(kind):
+    """Whole prompts are reserved: as many rows as fit get them, the others are as they were."""
+    rows = Rows(kind)
+    limits = [min(MAX_LEN // BLOCK_SIZE, group.max_held_blocks) for group in rows.groups]
+    num_fit = min(NUM_BLOCKS // limit for limit in limits)
+    texts = {row: random_text(MAX_LEN, row) for row in (2, 0, 3, 1)}
+    found, num_cached = rows.allocate(texts)
+    assert found == [OK] * num_fit + [kv.Status.OUT_OF_BLOCKS] * (NUM_ROWS - num_fit)
+    assert num_cached == [0] * NUM_ROWS
+    assert rows.num_available() == [NUM_BLOCKS - num_fit * limit for limit in limits]
+    rows.feed({row: texts[row] for row in rows.texts})
+    for row in set(texts) - set(rows.texts):
+        assert not rows.cache.is_active[row] and rows.num_held(row) == [0] * len(limits)
+
+
+def fork(kind):
+    """A fork takes no block and no time of the pools; each row goes its own way, also without its source."""
+    rows = Rows(kind)
+    rows.start({1: random_text(11)})
+    before = rows.cache
+    assert rows.fork(1, 3, 0) == [OK, OK]
+    for pool, forked in zip(jax.tree.leaves(before.pools), jax.tree.leaves(rows.cache.pools), strict=True):
+        assert pool.unsafe_buffer_pointer() == forked.unsafe_buffer_pointer()
+    assert rows.num_available() == [
+        int(kv.num_available_blocks(before, group=g)) for g in range(len(rows.groups))
+    ]
+    rows.feed({1: [1, 2], 3: [3], 0: [4, 5, 6, 7, 8]})
+    rows.free(1)
+    assert rows.fork(3, 0) == [kv.Status.SEQ_IN_USE]
+    rows.feed({3: [9, 10, 11], 0: [12]})
+
+
+def copy_on_write(kind):
+    """The first of two writers copies the block that they share, the last writes in place."""
+    rows = Rows(kind)
+    rows.start({2: random_text(10)})
+    assert rows.fork(2, 0, 1) == [OK, OK]
+    held = [np.asarray(x) for x in kv.gather(rows.cache, 2, 0)]
+    for row, num_expected in ((0, 1), (1, 2), (2, 2)):
+        rows.step({row: [row, 20 + row, 7]})
+        assert num_copies(rows.cache) == num_expected * len(rows.groups)
+        if row != 2:
+            for old, new in zip(held, kv.gather(rows.cache, 2, 0), strict=True):
+                np.testing.assert_array_equal(old, new)
+
+
+def truncate(kind):
+    """Rows go on from where they were cut; what left a window is refused and changes nothing."""
+    rows = Rows(kind)
+    rows.start({0: random_text(21), 3: random_text(5)})
+    rows.fork(0, 2)
+    cut = 20 if kind.rollback is None else kind.rollback
+    for row, length in ((3, 2), (0, 21 - cut)):
+        assert rows.truncate(row, length) == [OK]
+    rows.step({0: [1, 2], 3: [3, 4, 5], 2: [6]})
+    if kind.rollback is not None:
+        before = leaf_bytes(rows.cache)
+        assert rows.truncate(2, 1) == [kv.Status.WINDOW_LOST]
+        assert leaf_bytes(rows.cache) == before
+        rows.feed({2: [7, 8]})
+
+
+def window(kind):
+    """However long a row gets, it holds no more blocks than the bound says, and its sinks stay."""
+    rows = Rows(kind)
+    rows.start({1: random_text(13), 2: [5]})
+    while len(rows.texts[1]) < MAX_LEN:
+        rows.step({1: [len(rows.texts[1]) % VOCAB], 2: [6]})
+        for row in (1, 2):
+            for held, group in zip(rows.num_held(row), rows.groups, strict=True):
+                assert held <= group.max_held_blocks
+    at_the_end = rows.num_held(1)
+    for held, group in zip(at_the_end, rows.groups, strict=True):
+        reach = group.window + group.max_rollback + group.num_sink_tokens if group.window else MAX_LEN
+        assert held <= -(-reach // BLOCK_SIZE) + 2
+    assert min(at_the_end) < MAX_LEN // BLOCK_SIZE
+    assert rows.num_available() == [
+        NUM_BLOCKS - sum(both) for both in zip(at_the_end, rows.num_held(2), strict=True)
+    ]
+
+
+def published(kind):
+    """A row of 13 tokens whose full blocks are published."""
+    rows = Rows(kind, permuted(kv.init(indexed_config(kind))))
+    rows.start({2: random_text(13)})
+    rows.cache, status = kv.commit(rows.cache, *entries([2]))
+    assert statuses(status)[0] == OK
+    return rows
+
+
+def cached_len(rows, text):
+    tokens = np.stack([padded(text)] * NUM_ROWS)
+    return int(kv.lookup(rows.cache, tokens, [len(text)] * NUM_ROWS)[0])
+
+
+def commit(kind):
+    """Full blocks are published once, partial ones not, and whoever writes behind them copies nothing."""
+    rows = published(kind)
+    text = rows.texts[2]
+    assert [cached_len(rows, end) for end in (text, text[:12], text[:9] + [31, 31, 31, 31])] == [12, 8, 8]
+    rows.step({2: [1, 2, 3]})
+    assert num_copies(rows.cache) == 0
+    assert cached_len(rows, [*text, 1, 2, 3, 4]) == 12
+    rows.cache, status = kv.commit(rows.cache, *entries([2, 0]))
+    assert statuses(status)[:2] == [OK, kv.Status.SEQ_NOT_ACTIVE]
+    assert cached_len(rows, [*text, 1, 2, 3, 4]) == 16
+
+
+def hit(kind):
+    """A row finds what another published, while that lives and after, and computes the rest right."""
+    rows = published(kind)
+    text = rows.texts[2]
+    assert rows.start({0: [*text, 7, 9]}) == [12]
+    rows.free(2)
+    assert rows.start({2: text, 3: [30, *text]}) == [12, 0]
+    rows.free(0, 2, 3)
+    assert rows.start({1: text[:12]}) == [8]
+
+
+def evict(kind):
+    """Cached blocks make room for rows that need it, and are not found any more."""
+    rows = published(kind)
+    text = rows.texts[2]
+    rows.free(2)
+    assert cached_len(rows, text) == 12
+    rows.cache, num_evicted = kv.evict(rows.cache, 1)
+    assert int(num_evicted) == 1 and cached_len(rows, text) == 8
+    rows.start({0: random_text(MAX_LEN, 1), 1: random_text(17, 2)})  # takes all 13 blocks
+    assert cached_len(rows, text) == 0 and int(kv.stats(rows.cache).num_evictions) == 3
+
+
+@functools.partial(jax.jit, static_argnames="step")
+def two_steps(params, cache, tokens, num_new, weights, step):
+    """A weighted sum of what two steps in a scan attend to."""
+
+    def body(cache, inputs):
+        cache, logits, status = step(params, cache, *inputs)
+        return cache, (logits, status)
+
+    _, (logits, status) = jax.lax.scan(body, cache, (tokens, num_new))
+    is_token = jnp.arange(WIDTH) < num_new[:, :, None]
+    return jnp.sum(jnp.where(is_token[..., None], logits * weights, 0)), status
+
+
+two_steps_gradient = jax.jit(jax.grad(two_steps, has_aux=True), static_argnames="step")
+
+
+def gradient(kind):
+    """Gradients through cached attention, over two steps of rows of odd lengths, are the oracle's."""
+    rows = Rows(kind)
+    texts = {2: random_text(8), 0: random_text(6)}
+    rows.allocate(texts)
+    steps = [rows.arguments({r: text[at] for r, text in texts.items()}) for at in (slice(5), slice(5, 10))]
+    tokens, num_new = map(np.stack, zip(*steps, strict=True))
+    weights = np.random.default_rng(5).standard_normal((2, NUM_ROWS, WIDTH, VOCAB), np.float32)
+    cache = testing.poison(rows.cache)
+    found, status = two_steps_gradient(rows.params, cache, tokens, num_new, weights, extend_and_attend)
+    assert {int(code) for code in status[:, [0, 2]].reshape(-1)} == {OK}
+
+    of_text = {r: np.concatenate(weights[:, r])[: len(text)] for r, text in texts.items()}
+    padded_weights = {r: np.pad(w, [(0, MAX_LEN - len(w)), (0, 0)]) for r, w in of_text.items()}
+    expected = [
+        oracle_gradient(rows.params, padded(texts[r]), padded_weights[r], kind.oracles) for r in texts
+    ]
+    for name, array in found.items():
+        np.testing.assert_allclose(array, sum(tree[name] for tree in expected), rtol=2e-4, atol=2e-5)
+
+
+@functools.partial(jax.jit, static_argnames="oracles")
+def oracle_gradient(params, text, weights, oracles):
+    return jax.grad(lambda params: (expected_logits(params, text, oracles) * weights).sum())(params)
+
+
+def shard(kind):
+    """With its heads on two devices, a step computes the same and sends no key or value between them."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "heads", None, None))
+    rows = Rows(kind, kv.init(config_of(kind), sharding=sharding))
+    texts = {3: random_text(5), 1: random_text(2)}
+    rows.allocate(texts)
+    cache = testing.poison(rows.cache)
+    arguments = jax.device_put((rows.params, rows.arguments(texts)), NamedSharding(mesh, P()))
+    params = arguments[0]
+    program = run_step.lower(params, cache, *arguments[1]).compile()
+    collectives = [line for line in program.as_text().splitlines() if COLLECTIVE.search(line)]
+    for pool in jax.tree.leaves(cache.pools):
+        for shape in (pool.shape, pool.sharding.shard_shape(pool.shape)):
+            assert not [line for line in collectives if f"{[*shape]}".replace(" ", "") in line]
+    rows.cache, logits, status = program(params, cache, *arguments[1])
+    rows.check(texts, logits, status)
+    for pool in jax.tree.leaves(rows.cache.pools):
+        assert pool.sharding.shard_shape(pool.shape)[1] == pool.shape[1] // 2
+
+
+def export(kind):
+    """A step that was exported and read back does bit for bit what it did before."""
+    rows = Rows(kind)
+    rows.start({2: random_text(9)})
+    arguments = (rows.params, rows.cache, *rows.arguments({2: [1, 2, 3]}))
+    restored = jax.export.deserialize(jax.export.export(run_step)(*arguments).serialize())
+    assert_same(run_step(*arguments), restored.call(*arguments))
+
+
+def poison(kind):
+    """What nobody may read is NaN, in every array of the pools, and no step notices."""
+    rows = Rows(kind)
+    rows.start({0: random_text(19), 1: random_text(6)})
+    rows.fork(0, 3)
+    rows.free(1)
+    rows.truncate(3, 19)
+    clean, spoilt = rows.cache, testing.poison(rows.cache)
+    for array in jax.tree.leaves(spoilt.pools):
+        assert np.isnan(array).any() and not np.isnan(array).all()
+    arguments = rows.arguments({0: [1], 3: [2, 3, 4]})
+    (_, want, _), (after, found, status) = (run_step(rows.params, x, *arguments) for x in (clean, spoilt))
+    assert set(statuses(status)) == {OK}
+    np.testing.assert_array_equal(found, want)
+    for row in (0, 3):
+        assert np.isfinite(np.concatenate([np.asarray(x) for x in kv.gather(after, row, 0)[:2]])).all()
+
+
+def manager_step(cache, batch, params):
+    logits, cache = forward(params, batch.tokens, testing.poison(cache), batch.step)
+    return cache, logits
+
+
+def manager(kind):
+    """Requests by id come out as rows do."""
+    rows = Rows(kind)
+    params = jax.tree.map(jnp.asarray, rows.params)
+    texts = {}
+
+    def feed(new):
+        logits = owner.run(manager_step, owner.append_tokens(new), params)
+        for i, (name, text) in enumerate(new.items()):
+            texts[name] = texts[name] + text
+            want = rows.expected(texts[name])[-len(text) :]
+            np.testing.assert_allclose(logits[i, : len(text)], want, rtol=2e-5, atol=2e-5)
+
+    with kv.CacheManager(rows.cache, widths=[WIDTH]) as owner:
+        for name in ("a", "b"):
+            assert owner.allocate_request(name, random_text(3)) == 0
+            texts[name] = []
+        feed({"b": random_text(4), "a": random_text(3)})
+        owner.fork_request("b", "c")
+        texts["c"] = texts["b"]
+        feed({"c": [1], "b": [2, 3, 4, 5, 6]})
+        owner.truncate_request("a", 1)
+        texts["a"] = texts["a"][:1]
+        owner.free_request("b")
+        feed({"a": [7, 8], "c": [9, 10]})
+        with pytest.raises(kv.manager.UnknownRequest, match="'b'"):
+            owner.append_tokens("b", [1])
+        assert owner.query(kv.check_invariants) == []
+
+
+def generate(kind):
+    """Greedy continuations are those of the oracle, recomputed from scratch for each token."""
+    rows = Rows(kind)
+    prompts = [random_text(3), random_text(9)]
+    options = dict(max_new_tokens=7, chunk_len=WIDTH)
+    result = kv.generate(forward, rows.params, prompts, config_of(kind), **options)
+    for prompt, generation in zip(prompts, result.generations, strict=True):
+        text = list(prompt)
+        for _ in range(7):
+            text.append(int(rows.expected(text)[-1].argmax()))
+        assert generation.tokens == text[len(prompt) :]
+
+
+CHECKS = (
+    allocate,
+    fork,
+    copy_on_write,
+    truncate,
+    window,
+    commit,
+    hit,
+    evict,
+    gradient,
+    shard,
+    export,
+    poison,
+    manager,
+    generate,
+)
+TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
+CELLS = [
+    pytest.param(kind, name, id=f"{kind.name}-{name}")
+    for kind in KINDS
+    for name in PROPERTIES
+    if not isinstance(kind.cells.get(name), NoMeaning)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CELLS)
+def test_a_cell(kind, name):
+    """A cell of which a kind's line says nothing must work."""
+    cell = kind.cells.get(name)
+    if isinstance(cell, Refused):
+        with pytest.raises(cell.error, match=cell.sentence):
+            TABLE[name](kind)
+    else:
+        TABLE[name](kind)
+
+
+def test_cells_are_those_of_the_properties():
+    assert [check.__name__.replace("_", "-") for check in CHECKS] == list(PROPERTIES)
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    for kind in KINDS:
+        assert set(kind.cells) <= set(PROPERTIES) and len(kind.layers) == len(kind.oracles)
+        for cell in kind.cells.values():
+            assert cell.why.endswith(".") if isinstance(cell, NoMeaning) else len(cell.sentence) > 15

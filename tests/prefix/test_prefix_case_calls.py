@@ -1,0 +1,80 @@
+"""The behavioural cases of the prefix cache in which the rows of one call share or compete for blocks."""
+
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+from tests.support.helpers import table
+from tests.support.prefix_user import PrefixUser
+
+
+def config_of(num_blocks):
+    sizes = dict(num_blocks=num_blocks, block_size=16, max_seqs=4, max_seq_len=224)
+    return kv.CacheConfig([kv.FullAttention(1, 5)] * 2, **sizes, enable_prefix_caching=True)
+
+
+FOUR, ROOMY = config_of(4), config_of(40)
+
+
+def cached_text(user, num_blocks, start=1):
+    """A text of full blocks that are published and that no row holds."""
+    text = user.new_text(start, num_blocks * 16)
+    assert user.start(0, text) == 0
+    user.free(0)
+    return text
+
+
+@pytest.mark.parametrize("is_hitter_first", [True, False])
+def test_case_gg_hits_that_nobody_holds_are_needed_like_new_blocks(is_hitter_first):
+    user = PrefixUser(FOUR)
+    other, text = cached_text(user, 1, start=9), cached_text(user, 3)
+    assert user.stats().num_blocks_cached == 4 and user.stats().num_blocks_free == 0
+    entries = [(0, user.new_text(5, 48)), (1, text + user.new_text(2, 16))]
+    if is_hitter_first:
+        entries.reverse()
+    assert user.allocate(dict(entries)) == (
+        [Status.OK, Status.OUT_OF_BLOCKS],
+        [48 if is_hitter_first else 0, 0],
+    )
+    # With the hits held, the fourth block made room; otherwise three of the cached ones did.
+    assert user.stats().num_evictions == (1 if is_hitter_first else 3)
+    assert user.stats().num_blocks_cached == (0 if is_hitter_first else 1)
+    assert user.lookup([*other, 1]) == 0
+    assert user.lookup([*text, 1]) == (48 if is_hitter_first else 16)
+
+
+def test_case_hh_two_equal_prompts_revive_their_hits_once():
+    user = PrefixUser(config_of(5))
+    text = cached_text(user, 3)
+    assert user.stats().num_blocks_cached == 3 and user.stats().num_blocks_free == 2
+    prompt = text + user.new_text(2, 16)
+    assert user.allocate({0: prompt, 1: prompt}) == ([Status.OK] * 2, [48, 48])
+    assert table(user.cache, 0)[:3] == table(user.cache, 1)[:3] and user.num_used() == 5
+    assert user.stats().num_evictions == 0
+    # The new blocks of equal prompts of one call are not shared, before they are published.
+    assert table(user.cache, 0)[3] != table(user.cache, 1)[3]
+    # One block less, and the second one does not get its own.
+    user = PrefixUser(FOUR)
+    text = cached_text(user, 3)
+    assert user.allocate({1: prompt, 0: prompt}) == ([Status.OK, Status.OUT_OF_BLOCKS], [48, 0])
+
+
+def test_case_ii_the_queue_after_two_rows_that_share_blocks():
+    user = PrefixUser(ROOMY)
+    shared = user.new_text(1, 32)
+    texts = [shared + user.new_text(2 + row, 16) for row in range(2)]
+    assert [user.start(row, text) for row, text in enumerate(texts)] == [0, 32]
+    assert user.num_used() == 4 and user.stats().num_blocks_published == 4
+    user.free(0, 1)
+    found = []
+    for _ in range(4):
+        user.cache, num_evicted = kv.evict(user.cache, 1)
+        assert int(num_evicted) == 1
+        user.check()
+        found.append([user.lookup([*text, 1]) for text in texts])
+    assert found == [
+        [32, 48],
+        [32, 32],
+        [16, 16],
+        [0, 0],
+    ]  # tail of 0, tail of 1, shared second, shared first
