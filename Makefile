@@ -70,9 +70,10 @@ aot-0112: .venv-aot-0112
 aot-benchmark: .venv-aot-0112
 	$(PY_AOT_0112) -m tests.aot.benchmark
 
-# The TPU kernels compiled for three generations of TPUs, without one.
+# The TPU kernels compiled for three generations of TPUs, without one; operations and steps of decoding for one.
 aot-tpu: .venv-tpu
 	$(PY_TPU) -m tests.aot.tpu
+	$(PY_TPU) -m tests.aot.tpu_programs
 
 lint: .venv/.made-dev
 	$(PY) -m ruff check .

@@ -22,6 +22,7 @@ from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
+from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 from kvcache_jax.core.config import (
     CacheConfig,
     FullAttention,
@@ -89,6 +90,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
+    "Backend",
     "Batch",
     "Beam",
     "BeamResult",
@@ -114,6 +116,7 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "TargetDevice",
     "active_seq_ids",
     "allocate",
     "append",
@@ -147,6 +150,7 @@ __all__ = [
     "num_blocks_needed",
     "preempt_to_utilization",
     "raise_for_status",
+    "register_backend",
     "reorder",
     "reset",
     "reset_prefix_cache",

@@ -63,7 +63,7 @@ def paged_decode(
     is_seen = is_seen[:, :, None, None]
     logits = jnp.where(is_seen, logits, -jnp.inf)
     if sink_logits is not None:
-        is_query = jnp.arange(num_queries) < rows.num_queries[:, None]
+        is_query = jnp.arange(num_queries)[None] < rows.num_queries[:, None]
         sink = jnp.where(is_query[:, :, None, None], sink_logits.astype(jnp.float32), -jnp.inf)
         logits = jnp.concatenate([logits, sink[..., None]], axis=-1)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -84,7 +84,7 @@ def merge_attention(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Ar
       out f32[..., d] and lse f32[...], as if all the keys had been attended to at once.
     """
     lse = jax.nn.logsumexp(lses, axis=0)
-    weights = jnp.where(jnp.isneginf(lses), 0, jnp.exp(lses - lse))
+    weights = jnp.where(jnp.isneginf(lses), 0, jnp.exp(lses - lse[None]))
     parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0)
     return (weights[..., None] * parts).sum(axis=0), lse
 

@@ -216,7 +216,7 @@ def _fill(
     row = jnp.arange(cache.max_seqs, dtype=jnp.int32)
     tokens = None
     if cache.config.enable_prefix_caching:
-        tokens = tokens_of(row[:, None], jnp.arange(width, dtype=jnp.int32)) + salt
+        tokens = tokens_of(row[:, None], jnp.arange(width, dtype=jnp.int32)[None]) + salt
     seq_ids, num_new = jnp.where(lens < 0, cache.max_seqs, row), jnp.maximum(lens, 0)
     cache, _ = kv.allocate(cache, seq_ids, num_new, tokens=tokens)
     cache, step = kv.extend(cache, num_new, max_new=width, tokens=tokens)

@@ -16,7 +16,8 @@ import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
-from kvcache_jax.core.config import DTYPES, IMPLEMENTATIONS, ceil_div
+from kvcache_jax.core.backends import backend_names
+from kvcache_jax.core.config import DTYPES, ceil_div
 from models.decoder import DecoderConfig, cache_config
 from models.tokenizer import Tokenizer
 
@@ -94,7 +95,7 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--rows", type=command.integer(1), metavar="N", help=f"at the same time; default up to {MAX_ROWS}")
     add(
         "--implementation",
-        choices=IMPLEMENTATIONS,
+        choices=backend_names(),
         help="of attention; default: xla, until the kernels are measured",
     )
     add("--cache-dtype", choices=DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")

@@ -64,7 +64,7 @@ def dense_step(
     is_head_first = layout == "[B, H, S, D]"
     heads = "bhsd" if is_head_first else "bshd"
     max_seq_len = keys[0].shape[2 if is_head_first else 1]
-    is_seen = jnp.arange(max_seq_len) <= position[:, None]  # [b, s]
+    is_seen = jnp.arange(max_seq_len)[None] <= position[:, None]  # [b, s]
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         place = (rows, slice(None), position) if is_head_first else (rows, position)

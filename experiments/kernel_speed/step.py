@@ -24,7 +24,8 @@ from experiments.kernel_speed.cells import StepSizes
 from experiments.kernel_speed.names import OURS, XLA_ATTENTION
 from experiments.kernel_speed.problem import error_of, random_pool
 from experiments.kernel_speed.timing import Contest, Program, Side, compiled
-from kvcache_jax.core.backends import MOSAIC_GPU, XLA, interpreted
+from kvcache_jax.core.backends import MOSAIC_GPU, XLA
+from kvcache_jax.core.mosaic import interpreted
 from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
 
 TOLERANCE = 3e-2

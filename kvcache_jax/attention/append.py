@@ -1,4 +1,4 @@
-"""`extend`, then `write` of all layers."""
+"""New tokens with their keys and values, in one call."""
 
 import functools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def append(
     seq_ids: IntRows | None = None,
     tokens: ArrayLike | None = None,
 ) -> tuple[Cache, Step]:
-    """`extend`, then `write` of all layers.
+    """Extends rows and writes all layers: `extend`, then `write`.
 
     Args:
       cache: Not changed, unless donated.

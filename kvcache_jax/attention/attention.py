@@ -1,5 +1,6 @@
 """Attention on a cache: what a model calls."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,18 +11,15 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from kvcache_jax.arrays.head_axis import check_split
-from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.arrays.number_checks import finite_number, static_flag
+from kvcache_jax.arrays.sharding import as_varied, check_split
 from kvcache_jax.attention import vjp
-from kvcache_jax.attention.inputs import Reads, queries_of
-from kvcache_jax.attention.options import Options
-from kvcache_jax.attention.write import write
+from kvcache_jax.attention.write import store
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments, backends
-from kvcache_jax.core.arguments import Layer
+from kvcache_jax.core.arguments import Layer, Place
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.state import Cache, KVPool, Step
+from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -39,10 +37,31 @@ def attend(
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> AttentionOutput:
-    """Causal attention of the step's queries over what their rows hold; the reading half of `attention`."""
-    _, out = _attend(cache, layer, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
-    return out
+) -> tuple[Cache, AttentionOutput]:
+    """Attends to what the step's rows hold; the reading half of `attention`.
+
+    The keys and values of the cache that it returns are those of the cache it got. Go on with it, so that
+    later writes wait for this read: a donated step that writes to the old one copies a whole pool.
+
+    Args:
+      cache: Not changed, unless donated.
+      layer: As in `attention`, like what follows.
+      q: Likewise.
+      step: Likewise.
+      scale: Likewise.
+      soft_cap: Likewise.
+      sink_logits: Likewise.
+      return_lse: Likewise.
+      implementation: Likewise.
+
+    Returns:
+      The cache and `out`, or `(out, lse)`, as `attention` does.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: the layer, shapes, dtypes or options do not fit.
+    """
+    place = arguments.located(cache, layer, step)
+    return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
 
 
 @takes_one
@@ -81,8 +100,8 @@ def attention(
       sink_logits: `[num_q_heads]`, a logit per head that takes weight and adds nothing.
       return_lse: Also return the log of the sum of exponentials (sink included), f32
         `[n, max_new, num_q_heads]`, so that partial results can be merged.
-      implementation: "xla", "mosaic_gpu", "mosaic_tpu", or None for what the config says. Kernels run
-        forward; the gradient is always XLA's.
+      implementation: Name of a backend, or None for what the config says. Backends run forward; the gradient
+        is always XLA's.
 
     Returns:
       The cache and `out` like `q` (or `(out, lse)`): 0 (and -inf) for padding and failed rows.
@@ -100,13 +119,15 @@ def attention(
       >>> out.shape, out[:, 0, 0, 0].tolist()
       ((2, 3, 4, 8), [1.0, 0.0])
     """
-    cache = write(cache, layer, k, v, step)
-    return _attend(cache, layer, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
+    place = arguments.located(cache, layer, step)
+    cache = store(cache, place, k, v, step)
+    place = place._replace(pool=cache.pools[place.group_id])
+    return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
 
 
 def _attend(
     cache: Cache,
-    layer: Layer,
+    place: Place,
     q: jax.Array,
     step: Step,
     scale: float | None,
@@ -116,10 +137,8 @@ def _attend(
     implementation: str | None,
 ) -> tuple[Cache, AttentionOutput]:
     """Reads one layer; the pool is handed through (see `vjp.attend`)."""
-    group_id, index = arguments.locate_layer(cache.config, layer)
-    group, pool = cache.config.groups[group_id], arguments.pool_of(cache, group_id)
+    (group_id, layer, pool), config = place, cache.config
     num_kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
-    arguments.require_step(step, cache)
     arguments.require_floats("q", q)
     _check_queries(q, step, num_kv_heads, head_dim)
     if sink_logits is not None:
@@ -128,57 +147,54 @@ def _attend(
     return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
-    block_pool = cache.control.block_pools[group_id]
-    name = backends.choose(cache.config, implementation, pool, q.shape[-2] // num_kv_heads)
-    if name == backends.XLA:  # kernels are mapped over the heads
+    group, plan = config.groups[group_id], step.plans[group_id]
+    backend = backends.choose(config, implementation, pool, group, q.shape[-2] // num_kv_heads)
+    if backend.attend(_num_queries(step)) is None:  # others are mapped over the heads
         check_split("q", q, pool.k)
-    options = Options(
+    if plan.work and backend is not backends.choose(config, None, pool, group):
+        plan = dataclasses.replace(plan, work=())  # cut for the cache's own backend
+    call = vjp.Call(
+        config=config,
+        group_id=group_id,
+        backend=backend.name,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        window=group.window,
-        num_sink_tokens=group.num_sink_tokens,
-        num_sink_blocks=group.num_sink_blocks,
-        num_blocks=block_pool.num_blocks,
-        implementation=name,
-        head_axis=cache.config.head_axis,
     )
-    pool, out, lse = _read(
-        pool, block_pool.block_table, index, arguments.owned(q), sink_logits, step, options, group_id
-    )
+    block_table = cache.control.block_pools[group_id].block_table
+    q, num_queries = arguments.owned(q), _num_queries(step)
+    pool, out, lse = _read(call, pool, q, sink_logits, block_table, plan, layer, num_queries)
     cache = storage.with_pool(cache, group_id, pool)
     return cache, (out, lse) if return_lse else out
 
 
+def _num_queries(step: Step) -> int:
+    """Queries of a row of the plan, room for them at least."""
+    return 1 if step.cu_query_lens is not None else step.positions.shape[1]
+
+
 # Called eagerly it is one program; within another it is part of that.
-@functools.partial(jax.jit, static_argnames=("options", "group_id"), inline=True)
+@functools.partial(jax.jit, static_argnames=("call", "num_queries"), inline=True)
 def _read(
+    call: vjp.Call,
     pool: KVPool,
-    block_table: jax.Array,
-    index: jax.Array,
     q: jax.Array,
     sink_logits: jax.Array | None,
-    step: Step,
-    options: Options,
-    group_id: int,
+    block_table: jax.Array,
+    plan: AttentionPlan,
+    layer: jax.Array,
+    num_queries: int,
 ) -> tuple[KVPool, jax.Array, jax.Array]:
-    """Attention to one layer, `index` of a group; the pool, `out` like `q`, lse f32."""
-    _, num_kv_heads, block_size, head_dim = pool.k.shape
-    shape = q.shape
-    num_queries = shape[1] if step.cu_query_lens is None else 1
-    grouped = q.reshape(-1, num_queries, num_kv_heads, shape[-2] // num_kv_heads, head_dim)
+    """Attends to one layer, by its index in the group; returns the pool, `out` like `q`, lse f32."""
+    shape, num_kv_heads = q.shape, pool.k.shape[1]
+    grouped = q.reshape(-1, num_queries, num_kv_heads, shape[-2] // num_kv_heads, shape[-1])
     if sink_logits is not None:
         sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
-    reads = Reads(
-        block_table=block_table,
-        layer=index,
-        queries=queries_of(step, group_id, options.num_blocks * block_size),
-        work=step.plans[group_id].work,
-    )
-    read, grouped, sink_logits = as_varied((pool, grouped, sink_logits), reads)
-    (k, v), out, lse = vjp.attend(options, (read.k, read.v), grouped, sink_logits, reads)
-    if read.k is not pool.k:  # What all devices share stays shared where they ask different things of it.
-        k, v, out, lse = lax.optimization_barrier((pool.k, pool.v, out, lse))
-    return KVPool(k=k, v=v), out.reshape(shape).astype(q.dtype), lse.reshape(shape[:-1])
+    reads = block_table, plan, layer
+    varied, grouped, sink_logits = as_varied((pool, grouped, sink_logits), reads)
+    read, out, lse = vjp.attend(call, varied, grouped, sink_logits, *reads)
+    if varied.k is not pool.k:  # What all devices share stays shared where they ask different things of it.
+        read, out, lse = lax.optimization_barrier((pool, out, lse))
+    return read, out.reshape(shape).astype(q.dtype), lse.reshape(shape[:-1])
 
 
 def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -> None:

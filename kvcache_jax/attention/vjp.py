@@ -1,92 +1,129 @@
-"""One derivative for all implementations of attention: whichever ran forward, XLA runs backward."""
+"""One derivative for all backends of attention: whichever ran forward, XLA runs backward."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from kvcache_jax.attention import kernels, xla
-from kvcache_jax.attention.inputs import Reads
-from kvcache_jax.attention.options import Options
+from kvcache_jax.arrays.sharding import over_heads
+from kvcache_jax.attention import xla
 from kvcache_jax.core import backends
+from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.state import AttentionPlan, KVPool
 
-Pools = tuple[jax.Array, jax.Array]
+
+class Call(NamedTuple):
+    """The static part of a call of attention.
+
+    Attributes:
+      config: Of the cache.
+      group_id: Layer group.
+      backend: Name of the backend.
+      scale: See `attention.attention`.
+      soft_cap: Likewise.
+    """
+
+    config: CacheConfig
+    group_id: int
+    backend: str
+    scale: float
+    soft_cap: float | None
+
+    @property
+    def group(self) -> LayerGroup:
+        """The layer group."""
+        return self.config.groups[self.group_id]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    options: Options,
-    pools: Pools,
+    call: Call,
+    pool: KVPool,
     q: jax.Array,
     sink_logits: jax.Array | None,
-    reads: Reads,
-) -> tuple[Pools, jax.Array, jax.Array]:
-    """Attention of `q` over the blocks of one layer.
+    block_table: jax.Array,
+    plan: AttentionPlan,
+    layer: jax.Array,
+) -> tuple[KVPool, jax.Array, jax.Array]:
+    """Computes attention of `q` over the blocks of one layer.
 
-    The pools are handed through, so that a chain of layers has one chain of gradients, updated in
+    The pool is handed through, so that a chain of layers has one chain of gradients, updated in
     place, and not a pool-sized gradient per layer.
 
     Args:
-      options: Static.
-      pools: (k, v), `[num_layers * num_blocks, h, s, d]` each.
-      q: `[r, t, h, g, d]`.
+      call: Static.
+      pool: Of the layer group.
+      q: `[r, t, h, g, d]`, of the plan's `r` rows.
       sink_logits: f32[h, g] or None.
-      reads: `r` rows of `t` queries.
+      block_table: i32[max_seqs, max_blocks_per_seq].
+      plan: Of the step and group.
+      layer: i32[], index in the group.
 
     Returns:
-      (pools, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
+      (pool, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
     """
-    out, lse = _forward(options, pools, q, sink_logits, reads)
-    return _handed_through(pools, out, lse)
+    out, lse = _forward(call, pool, q, sink_logits, block_table, plan, layer)
+    return _handed_through(pool, out, lse)
 
 
-def _forward(options, pools, q, sink_logits, reads):
-    is_xla = options.implementation == backends.XLA
-    forward = xla.forward if is_xla else kernels.forward
-    return forward(options, pools, q, sink_logits, reads)
+def _forward(call, pool, q, sink_logits, block_table, plan, layer):
+    options = dict(scale=call.scale, soft_cap=call.soft_cap)
+    backend_attend = backends.get_backend(call.backend).attend(q.shape[1])
+    if backend_attend is None:
+        options |= dict(layer=layer, sink_logits=sink_logits, tile_tokens=call.config.tile_tokens)
+        return xla.forward(q, pool, block_table, plan, call.group, **options)
+
+    # Each device reshapes on its own: a reshape of q would need its sharding where mesh axes are explicit.
+    def local(q, pool, block_table, plan, layer, sink_logits):
+        return backend_attend(
+            q, pool, block_table, plan, call.group, layer=layer, sink_logits=sink_logits, **options
+        )
+
+    heads = (2, 1, None, None, None, None if sink_logits is None else 0)
+    local = over_heads(local, pool.k, call.config.head_axis, heads, (2, 2))
+    is_layer = layer < call.group.num_layers  # one that does not exist reads NaN
+    out, lse = local(q, pool, block_table, plan, jnp.where(is_layer, layer, 0), sink_logits)
+    return jnp.where(is_layer, out, jnp.nan), jnp.where(is_layer, lse, jnp.nan)
 
 
-def _handed_through(pools, *reads):
-    """Fences the pools behind what was read from them, so that the next layer's write happens in place."""
-    return lax.optimization_barrier((pools, *reads))
+def _handed_through(pool, *reads):
+    """Fences the pool behind what was read from it, so that the next layer's write happens in place."""
+    return lax.optimization_barrier((pool, *reads))
 
 
-def _attend_fwd(options, *arguments):
-    pools, q, sink_logits, reads = jax.tree.map(lambda x: x.value, arguments)
-    out, lse = _forward(options, pools, q, sink_logits, reads)
-    saved = xla.save(options, pools, reads)
-    pools, out, lse, saved = _handed_through(pools, out, lse, saved)
-    return (pools, out, lse), (saved, q, sink_logits, reads.queries, out, lse)
+def _attend_fwd(call, *arguments):
+    pool, q, sink_logits, block_table, plan, layer = jax.tree.map(lambda x: x.value, arguments)
+    out, lse = _forward(call, pool, q, sink_logits, block_table, plan, layer)
+    saved = xla.save(pool, block_table, plan, call.group, layer)
+    pool, out, lse, saved = _handed_through(pool, out, lse, saved)
+    return (pool, out, lse), (saved, q, sink_logits, out, lse)
 
 
-def _attend_bwd(options, residuals, grads):
-    saved, q, sink_logits, queries, out, lse = residuals
+def _attend_bwd(call, residuals, grads):
+    lse = residuals[-1]
 
     def materialised(grad: Any, make: Callable[..., jax.Array]) -> jax.Array:
         return make(shape=grad.shape, dtype=grad.dtype) if isinstance(grad, SymbolicZero) else grad
 
     pool_grads, *read_grads = grads
     after_forward = functools.partial(xla.zeros_after, lse[0, 0, :, 0])
-    grads = (
-        tuple(materialised(grad, after_forward) for grad in pool_grads),
-        *(materialised(grad, jnp.zeros) for grad in read_grads),
-    )
-    grad_pools, grad_q, grad_sinks = _backward(options, saved, q, sink_logits, queries, out, lse, grads)
-    return grad_pools, grad_q, grad_sinks, None
+    k, v = (materialised(grad, after_forward) for grad in (pool_grads.k, pool_grads.v))
+    grads = (KVPool(k=k, v=v), *(materialised(grad, jnp.zeros) for grad in read_grads))
+    return *_backward(call, *residuals, grads), None, None, None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(options, *arguments):
-    """`xla.backward`, which has no derivative: autodiff of it would give NaN."""
-    return xla.backward(options, *arguments)
+def _backward(call, *arguments):
+    """Runs `xla.backward`, which has no derivative: autodiff of it would give NaN."""
+    return xla.backward(call.group, call.scale, call.soft_cap, call.config.tile_tokens, *arguments)
 
 
 @_backward.defjvp
-def _refuse_second_derivative(options, primals, tangents):
+def _refuse_second_derivative(call, primals, tangents):
     raise NotImplementedError(
         "got a second derivative through attention, expected at most a gradient: to differentiate twice, "
         "read keys and values back by gather and attend to them in jax.numpy"

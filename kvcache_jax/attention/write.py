@@ -4,13 +4,12 @@ import jax
 
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
-from kvcache_jax.core.arguments import Layer
+from kvcache_jax.core.arguments import Layer, Place
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import Cache, Step
 
 
 @takes_one
-@jax.named_scope("kvcache.write")
 def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) -> Cache:
     """Stores the step's keys and values of one layer in the slots that `extend` reserved.
 
@@ -28,11 +27,14 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) ->
     Raises:
       ValueError, TypeError: the layer, shapes or dtypes do not fit.
     """
-    group_id, index = arguments.locate_layer(cache.config, layer)
-    pool = arguments.pool_of(cache, group_id)
-    arguments.check_keys_values(cache, pool, k, v, step)
+    return store(cache, arguments.located(cache, layer, step), k, v, step)
+
+
+@jax.named_scope("kvcache.write")
+def store(cache: Cache, place: Place, k: jax.Array, v: jax.Array, step: Step) -> Cache:
+    """Stores keys and values in the slots of a step that was checked."""
+    arguments.check_keys_values(cache, place.pool, k, v, step)
     k, v = arguments.owned((k, v))
-    num_blocks = cache.control.block_pools[group_id].num_blocks
-    return storage.with_pool(
-        cache, group_id, storage.store_tokens(pool, index, k, v, step.slots[group_id], num_blocks)
-    )
+    slots = step.slots[place.group_id]
+    pool = storage.store_tokens(place.pool, place.layer, k, v, slots, cache.config, place.group_id)
+    return storage.with_pool(cache, place.group_id, pool)

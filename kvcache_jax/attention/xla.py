@@ -1,10 +1,10 @@
 """Paged attention in plain XLA: online softmax over tiles of blocks, forward and backward.
 
-The loop runs as far as the longest row of the step needs, not over the table's width. Rows are
-anything that has one position list and one row of the block table: sequences in a padded step,
-single tokens in a packed one. Shapes below: `r` rows, `t` queries of a row, `h` key/value heads,
-`g` query heads per key/value head, `m = t * g` queries of a row and key/value head, `b` blocks of a
-tile, `s` tokens of a block, `n = b * s` keys of a tile, `d` head_dim.
+One loop, which runs as far as the longest row of the step needs, not over the table's width. Products are
+computed in the dtype that keys and values are stored in, and added up in float32. Shapes below: `r` rows of
+the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per key/value head,
+`m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block, `n = b * s` keys
+of a tile, `d` head_dim.
 
 References:
   Online softmax normalizer calculation for softmax (Milakov, Gimelshein; arXiv:1805.02867) and
@@ -13,87 +13,118 @@ References:
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.head_axis import for_each_head
-from kvcache_jax.arrays.masked_updates import get_at, run_if
-from kvcache_jax.attention.inputs import Queries, Reads
-from kvcache_jax.attention.options import Options
+from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.sharding import for_each_head
 from kvcache_jax.blocks.storage import block_rows
+from kvcache_jax.core.backends import target_device
+from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.state import AttentionPlan, KVPool
 
-# Bytes of a tile's keys, or of its logits: as much as stays in a core's cache until it was used.
-_TILE_BYTES = 2 * 1024 * 1024
+# On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.
+_TILE_TOKENS = 2048
+_TILE_BYTES = 256 * 1024 * 1024
+# On a CPU, bytes of a tile's keys or of its logits: as much as stays in a core's cache until it was used.
+_CPU_TILE_BYTES = 2 * 1024 * 1024
 _MIN_TILE_TOKENS = 256
 _MASKED = -1e30
 
 
-def _tile(
-    options: Options,
-    pool: jax.Array,
-    block_table: jax.Array,
-    layer: jax.Array,
-    queries: Queries,
-    tile_blocks: int,
-    i: jax.Array,
-):
-    """Tile `i` of every row: pool rows i32[r, b], and which keys each query sees, bool[r, m, n]."""
-    block_size = pool.shape[2]
-    nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]
-    behind_sinks = queries.first_column[:, None] + nth - options.num_sink_blocks
-    column = jnp.where(nth < options.num_sink_blocks, nth, behind_sinks)
-    is_read = nth < queries.num_columns[:, None]
-    block_ids = get_at(block_table, (queries.table_row[:, None], column))
-    block_ids = jnp.where(is_read, block_ids, options.num_blocks)
-    rows = block_rows(block_ids, layer, options.num_blocks, pool.shape[0])
+class Tile(NamedTuple):
+    """A run of blocks of every row.
 
-    def per_key(values: jax.Array) -> jax.Array:
-        return jnp.repeat(values, block_size, axis=1)[:, None]
-
-    offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)
-    key_pos = per_key(column * block_size) + offset[None, None]
-    query_pos = queries.positions[:, :, None]
-    is_seen = key_pos <= query_pos
-    if options.window is not None:
-        is_seen &= (key_pos > query_pos - options.window) | (key_pos < options.num_sink_tokens)
-    is_seen &= per_key(block_ids < options.num_blocks) & queries.is_query[:, :, None]
-    # Computed once: without the fence XLA computes them again for every value that is read or compared.
-    return lax.optimization_barrier((rows, is_seen))
-
-
-def _tile_blocks(pool: jax.Array, block_table: jax.Array, q: jax.Array) -> int:
-    """Blocks of a row in a tile; `q` is [h, r, m, d]."""
-    num_heads, num_rows, num_queries, head_dim = q.shape
-    token_bytes = 4 * num_rows * num_heads * max(num_queries, head_dim)
-    tokens = max(_MIN_TILE_TOKENS, _TILE_BYTES // token_bytes)
-    return max(1, min(tokens // pool.shape[2], block_table.shape[-1]))
-
-
-def _num_tiles(tile_blocks: int, queries: Queries) -> jax.Array:
-    return (queries.num_columns.max() + tile_blocks - 1) // tile_blocks
-
-
-def _load(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    """f32[h, r, n, d], a tile of keys or values.
-
-    Slots that nobody owns may hold anything, and rows past the pool's end read some block. Where no query
-    looks, `_clean` must follow if the tile is multiplied by weights of 0: 0 * NaN would poison the sum.
+    Attributes:
+      rows: i32[r, b], where the blocks stand in the pool, or past its end.
+      k: `[h, r, n, d]`.
+      v: `[h, r, n, d]`.
+      is_held: bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
+      is_seen: bool[1, r, m, n], the query sees the key.
     """
-    num_heads, block_size, head_dim = pool.shape[1:]
-    # A head's part of a block is one run of values, read head by head: no value is moved on its own.
-    runs = pool.reshape(-1, num_heads, block_size * head_dim)
-    tile = lax.optimization_barrier(jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, pool)))
-    tile = tile.reshape(*tile.shape[:3], block_size, head_dim)
-    return tile.reshape(num_heads, rows.shape[0], -1, head_dim).astype(jnp.float32)
+
+    rows: jax.Array
+    k: jax.Array
+    v: jax.Array
+    is_held: jax.Array
+    is_seen: jax.Array
 
 
-def _clean(tile: jax.Array, is_seen: jax.Array) -> jax.Array:
-    """The tile with 0 where no query looks."""
-    is_seen = is_seen.any(axis=1)
-    return run_if(~is_seen.all(), lambda tile: jnp.where(is_seen[:, :, None], tile, 0), tile)
+def _load(pool: KVPool, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reads the keys and values `[h, r, n, d]` of blocks; of rows past the pool's end, those of any block."""
+
+    def load(values: jax.Array) -> jax.Array:
+        num_heads, block_size, head_dim = values.shape[1:]
+        # A head's part of a block is one run of values, read head by head: no value is moved on its own.
+        runs = values.reshape(-1, num_heads, block_size * head_dim)
+        tile = lax.optimization_barrier(jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values)))
+        return tile.reshape(num_heads, rows.shape[0], -1, head_dim)
+
+    return load(pool.k), load(pool.v)
+
+
+def _tiles(
+    pool: KVPool,
+    block_table: jax.Array,
+    plan: AttentionPlan,
+    group: LayerGroup,
+    layer: jax.Array,
+    num_blocks: int,
+    q_shape: tuple[int, ...],
+    tile_tokens: int | None,
+) -> tuple[jax.Array, Callable[[jax.Array], Tile]]:
+    """Cuts what is read into tiles: their number, and the function that loads the one of an index."""
+    num_queries, group_size = q_shape[1], q_shape[3]
+    block_size = pool.k.shape[2]
+    tokens = tile_tokens or _default_tile_tokens(pool, q_shape)
+    tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))
+    num_tiles = (plan.num_columns.max() + tile_blocks - 1) // tile_blocks
+    query = jnp.repeat(jnp.arange(num_queries, dtype=jnp.int32), group_size)[None, :, None]
+    first, num_rows_queries = plan.first_position[:, None, None], plan.num_queries[:, None, None]
+    last, position, is_query = first + num_rows_queries - 1, first + query, query < num_rows_queries
+    offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
+
+    def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
+        """Whether any of the queries at positions `first` to `last` sees a key."""
+        seen = key_pos <= last
+        if group.window is not None:
+            seen &= (key_pos > first - group.window) | (key_pos < group.num_sink_tokens)
+        return seen
+
+    def load(i: jax.Array) -> Tile:
+        nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]
+        behind_sinks = plan.first_column[:, None] + nth - group.num_sink_blocks
+        column = jnp.where(nth < group.num_sink_blocks, nth, behind_sinks)
+        is_read = nth < plan.num_columns[:, None]
+        block_ids = get_at(block_table, (plan.table_row[:, None], column))
+        block_ids = jnp.where(is_read, block_ids, num_blocks)
+        rows = block_rows(block_ids, layer, num_blocks, pool.k.shape[0])
+
+        def per_key(values: jax.Array) -> jax.Array:
+            return jnp.repeat(values, block_size, axis=1)
+
+        key_pos, is_stored = per_key(column * block_size) + offset, per_key(block_ids < num_blocks)
+        is_held = sees(first, last, key_pos[:, :, None]) & is_stored[:, :, None]
+        is_seen = sees(position, position, key_pos[:, None]) & is_stored[:, None] & is_query
+        # Computed once: without the fence XLA computes them again for every value that is read or compared.
+        rows, is_held, is_seen = lax.optimization_barrier((rows, is_held, is_seen))
+        return Tile(rows, *_load(pool, rows), is_held[None], is_seen[None])
+
+    return num_tiles, load
+
+
+def _default_tile_tokens(pool: KVPool, q_shape: tuple[int, ...]) -> int:
+    """Tokens of a row in a tile, by the platform that the program is for."""
+    num_rows, num_queries, num_heads, group_size, head_dim = q_shape
+    num_logits, itemsize = num_queries * group_size, pool.k.dtype.itemsize
+    token_bytes = num_rows * num_heads * max(4 * num_logits, itemsize * head_dim)
+    if target_device().platform == "cpu":
+        return max(_MIN_TILE_TOKENS, _CPU_TILE_BYTES // token_bytes)
+    return max(_MIN_TILE_TOKENS, min(_TILE_TOKENS, _TILE_BYTES // token_bytes))
 
 
 def _as_blocks(tile: jax.Array, block_size: int) -> jax.Array:
@@ -113,56 +144,68 @@ def _by_query(x: jax.Array, num_queries: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 0, 2)
 
 
-def _repeated(queries: Queries, group_size: int) -> Queries:
-    """The queries of one key/value head: positions i32[r, m] and is_query bool[r, m]."""
-    positions, is_query = (jnp.repeat(x, group_size, axis=1) for x in (queries.positions, queries.is_query))
-    return queries._replace(positions=positions, is_query=is_query)
+def _is_query(plan: AttentionPlan, q_shape: tuple[int, ...]) -> jax.Array:
+    """bool[r, t, 1, 1], false for padding and failed rows."""
+    is_query = jnp.arange(q_shape[1], dtype=jnp.int32)[None] < plan.num_queries[:, None]
+    return is_query[:, :, None, None]
 
 
-def _logits(options: Options, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` of two arrays of one dtype that adds up in float32, and rounds no float32 first."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _logits(scale: float, soft_cap: float | None, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """f32[h, r, m, n] scaled (and capped) logits, and their derivative by the scaled product."""
-    logits = jnp.einsum("hrmd,hrnd->hrmn", q, k) * options.scale
-    if options.soft_cap is None:
+    logits = _product("hrmd,hrnd->hrmn", q, k) * scale
+    if soft_cap is None:
         return logits, jnp.ones((), jnp.float32)
-    capped = jnp.tanh(logits / options.soft_cap)
-    return options.soft_cap * capped, 1 - capped * capped
+    capped = jnp.tanh(logits / soft_cap)
+    return soft_cap * capped, 1 - capped * capped
 
 
 def forward(
-    options: Options,
-    pools: tuple[jax.Array, jax.Array],
     q: jax.Array,
+    pool: KVPool,
+    block_table: jax.Array,
+    plan: AttentionPlan,
+    group: LayerGroup,
+    *,
+    layer: jax.Array,
+    scale: float,
+    soft_cap: float | None,
     sink_logits: jax.Array | None,
-    reads: Reads,
+    tile_tokens: int | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results f32[r, t, h, g, d] and lse f32[r, t, h, g]; see `attention_vjp.attend`."""
-    (k_pool, v_pool), num_queries = pools, q.shape[1]
-    block_table, layer, queries, _ = reads
-    queries = _repeated(queries, q.shape[3])
+    """Computes the results f32[r, t, h, g, d] and lse f32[r, t, h, g]; see `Backend.decode`."""
+    num_queries, dtype, num_blocks = q.shape[1], pool.k.dtype, pool.k.shape[0] // group.num_layers
+    num_tiles, load = _tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
     peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
     if sink_logits is not None:
         peak = peak * 0 + sink_logits[None, None]
     # A layer that does not exist reads NaN.
-    is_layer = (layer >= 0) & (layer < k_pool.shape[0] // options.num_blocks)
-    q, peak = _by_head(jnp.where(is_layer, q.astype(jnp.float32), jnp.nan)), _by_head(peak)
-    tile_blocks = _tile_blocks(k_pool, block_table, q)
+    is_layer = (layer >= 0) & (layer < group.num_layers)
+    is_query = _by_head(jnp.broadcast_to(_is_query(plan, q.shape), peak.shape))
+    q, peak = _by_head(jnp.where(is_layer, q.astype(dtype), jnp.nan)), _by_head(peak)
 
     def add_tile(i, state):
         peak, total, out = state  # [h, r, m], [h, r, m], [h, r, m, d]
-        rows, is_seen = _tile(options, k_pool, block_table, layer, queries, tile_blocks, i)
-        logits = jnp.where(is_seen, _logits(options, q, _load(k_pool, rows))[0], _MASKED)
+        tile = load(i)
+        logits = jnp.where(tile.is_seen, _logits(scale, soft_cap, q, tile.k)[0], _MASKED)
         new_peak = jnp.maximum(peak, logits.max(axis=-1))
         # Before a query's first key all of these are 1, and then decay to 0.
         weights = jnp.exp(logits - new_peak[..., None])
         decay = jnp.exp(peak - new_peak)
         total = total * decay + weights.sum(axis=-1)
-        v = _clean(_load(v_pool, rows), is_seen)
-        return new_peak, total, out * decay[..., None] + jnp.einsum("hrmn,hrnd->hrmd", weights, v)
+        v = jnp.where(tile.is_held, tile.v, 0)
+        added = _product("hrmn,hrnd->hrmd", weights.astype(dtype), v)
+        return new_peak, total, out * decay[..., None] + added
 
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
-    num_tiles = _num_tiles(tile_blocks, queries)
-    peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, jnp.zeros_like(q)))
-    is_empty = (peak <= _MASKED) | ~queries.is_query[None]
+    out = jnp.zeros_like(q, jnp.float32)
+    peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, out))
+    is_empty = (peak <= _MASKED) | ~is_query
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
@@ -177,32 +220,32 @@ class Saved(NamedTuple):
     """
 
     rows: jax.Array  # i32[m], where the blocks stand in the pools, or past their end
-    k: jax.Array  # [m, h, s, d]
-    v: jax.Array
+    pool: KVPool  # arrays [m, h, s, d]
     block_table: jax.Array  # of block ids in this pool
-    table_row: jax.Array  # i32[r]
+    plan: AttentionPlan  # of rows of this table
 
 
-def save(options: Options, pools: tuple[jax.Array, jax.Array], reads: Reads) -> Saved:
+def save(
+    pool: KVPool, block_table: jax.Array, plan: AttentionPlan, group: LayerGroup, layer: jax.Array
+) -> Saved:
     """Keeps the rows' blocks, or the whole layer where that is less (at most one pool over all layers)."""
-    block_table, layer, queries, _ = reads
-    num_rows = queries.table_row.shape[0]
+    num_blocks, num_rows = pool.k.shape[0] // group.num_layers, plan.table_row.shape[0]
     num_entries = num_rows * block_table.shape[-1]
-    if num_entries < options.num_blocks:
-        ids = get_at(block_table, queries.table_row, options.num_blocks).reshape(-1)
+    if num_entries < num_blocks:
+        ids = get_at(block_table, plan.table_row, num_blocks).reshape(-1)
         order = jnp.arange(num_entries, dtype=jnp.int32)
-        table = jnp.where(ids < options.num_blocks, order, num_entries).reshape(num_rows, -1)
+        table = jnp.where(ids < num_blocks, order, num_entries).reshape(num_rows, -1)
         table_row = jnp.arange(num_rows, dtype=jnp.int32)
     else:
-        ids = jnp.arange(options.num_blocks, dtype=jnp.int32)
-        table, table_row = block_table, queries.table_row
-    rows = block_rows(ids, layer, options.num_blocks, pools[0].shape[0])
-    k, v = (get_at(pool, rows) for pool in pools)
-    return Saved(rows, k, v, table, table_row)
+        ids = jnp.arange(num_blocks, dtype=jnp.int32)
+        table, table_row = block_table, plan.table_row
+    rows = block_rows(ids, layer, num_blocks, pool.k.shape[0])
+    plan = dataclasses.replace(plan, table_row=table_row, work=())
+    return Saved(rows, jax.tree.map(lambda x: get_at(x, rows), pool), table, plan)
 
 
 def zeros_after(per_head: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros that are made when something else has been computed.
+    """Makes zeros when something else has been computed.
 
     XLA makes constants ahead of the program, those of all layers at once, where they would only lie about;
     and it removes barriers before it decides on an order.
@@ -214,70 +257,91 @@ def zeros_after(per_head: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.
     """
     bits = lax.bitcast_convert_type(per_head, jnp.uint32)
     zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(31)), jnp.uint32(1))
-    return jnp.broadcast_to(zero.astype(dtype)[:, None, None], shape)
+    return jnp.broadcast_to(zero.astype(dtype)[None, :, None, None], shape)
 
 
-def backward(options: Options, saved: Saved, q, sink_logits, queries: Queries, out, lse, grads):
-    """The gradients of the pools (which are handed through), of `q` and of `sink_logits`.
+def backward(
+    group: LayerGroup,
+    scale: float,
+    soft_cap: float | None,
+    tile_tokens: int | None,
+    saved: Saved,
+    q: jax.Array,
+    sink_logits: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    grads: tuple[KVPool, jax.Array, jax.Array],
+) -> tuple[KVPool, jax.Array, jax.Array | None]:
+    """Computes the gradients of the pool (which is handed through), of `q` and of `sink_logits`.
+
+    Weights are those of the forward pass; the products of gradients are computed in float32.
 
     Args:
-      options: Static.
+      group: Static, like the next three.
+      scale: See `Backend.decode`.
+      soft_cap: Likewise.
+      tile_tokens: See `CacheConfig`.
       saved: From `save`.
       q: As in the forward pass, like the following.
       sink_logits: Likewise.
-      queries: Likewise.
       out: Likewise.
       lse: Likewise.
-      grads: Those of the pools handed through, of `out` and of `lse`.
+      grads: Those of the pool handed through, of `out` and of `lse`.
     """
     pool_grads, grad_out, grad_lse = grads
-    options = dataclasses.replace(options, num_blocks=saved.rows.shape[0])
-    num_queries, block_size = q.shape[1], saved.k.shape[2]
-    # Padding may hold anything, and 0 * NaN would poison the keys' gradient.
-    q32 = jnp.where(queries.is_query[:, :, None, None, None], q.astype(jnp.float32), 0)
-    queries = _repeated(queries._replace(table_row=saved.table_row), q.shape[3])
-    q32, out, lse, grad_out, grad_lse = (
-        _by_head(x.astype(jnp.float32)) for x in (q32, out, lse, grad_out, grad_lse)
+    num_queries, num_blocks, block_size = q.shape[1], saved.rows.shape[0], saved.pool.k.shape[2]
+    plan, layer = saved.plan, jnp.int32(0)
+    num_tiles, load = _tiles(
+        saved.pool, saved.block_table, plan, group, layer, num_blocks, q.shape, tile_tokens
     )
+    # Padding may hold anything, and 0 * NaN would poison the keys' gradient.
+    stored_q = jnp.where(_is_query(plan, q.shape)[..., None], q, 0).astype(saved.pool.k.dtype)
+    stored_q, out, lse, grad_out, grad_lse = (
+        _by_head(x) for x in (stored_q, *(x.astype(jnp.float32) for x in (out, lse, grad_out, grad_lse)))
+    )
+    q32 = stored_q.astype(jnp.float32)
     is_empty = jnp.isneginf(lse)
     safe_lse = jnp.where(is_empty, 0, lse)
     # d logit = weight * (d weight - delta), with delta the same for all keys of a query.
     delta = jnp.where(is_empty, 0, (grad_out * out).sum(axis=-1) - grad_lse)
     grad_out = jnp.where(is_empty[..., None], 0, grad_out)
-    tile_blocks = _tile_blocks(saved.k, saved.block_table, q32)
 
     def add_tile(i, state):
         grad_q, grad_k, grad_v = state
-        rows, is_seen = _tile(options, saved.k, saved.block_table, jnp.int32(0), queries, tile_blocks, i)
-        k, v = (_clean(_load(pool, rows), is_seen) for pool in (saved.k, saved.v))
-        logits, slope = _logits(options, q32, k)
+        tile = load(i)
+        rows, is_seen = tile.rows, tile.is_seen
+        k, v = (jnp.where(tile.is_held, x, 0) for x in (tile.k, tile.v))
+        logits, slope = _logits(scale, soft_cap, stored_q, k)
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         weights = jnp.where(is_seen, jnp.exp(logits - safe_lse[..., None]), 0)
-        grad_logits = weights * (jnp.einsum("hrmd,hrnd->hrmn", grad_out, v) - delta[..., None])
-        grad_logits = jnp.where(is_seen, grad_logits * slope * options.scale, 0)
-        grad_q += jnp.einsum("hrmn,hrnd->hrmd", grad_logits, k)
-        tile_k = jnp.einsum("hrmn,hrmd->hrnd", grad_logits, q32)
-        tile_v = jnp.einsum("hrmn,hrmd->hrnd", weights, grad_out)
-        if adds_to_pools:
-            rows = get_at(saved.rows, rows, pool_grads[0].shape[0])
+        grad_logits = weights * (_product("hrmd,hrnd->hrmn", grad_out, v) - delta[..., None])
+        grad_logits = jnp.where(is_seen, grad_logits * slope * scale, 0)
+        grad_q += _product("hrmn,hrnd->hrmd", grad_logits, k)
+        tile_k = _product("hrmn,hrmd->hrnd", grad_logits, q32)
+        tile_v = _product("hrmn,hrmd->hrnd", weights, grad_out)
+        if adds_to_pool:
+            rows = get_at(saved.rows, rows, pool_grads.k.shape[0])
         grad_k = grad_k.at[rows].add(_as_blocks(tile_k, block_size), mode="drop")
         grad_v = grad_v.at[rows].add(_as_blocks(tile_v, block_size), mode="drop")
         return grad_q, grad_k, grad_v
 
-    # The gradients of rows that share a block are added up in float32: within the pools, if they have it.
-    adds_to_pools = pool_grads[0].dtype == jnp.float32
+    # The gradients of rows that share a block are added up in float32: within the pool, if it has that.
+    adds_to_pool = pool_grads.k.dtype == jnp.float32
     sums = pool_grads
-    if not adds_to_pools:
+    if not adds_to_pool:
         start = functools.partial(zeros_after, grad_out[:, 0, 0, 0], dtype=jnp.float32)
-        sums = tuple(start(shape=blocks.shape) for blocks in (saved.k, saved.v))
-    num_tiles = _num_tiles(tile_blocks, queries)
-    grad_q, *sums = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), *sums))
-    if not adds_to_pools:
-        sums = [
-            grad.at[saved.rows].add(blocks.astype(grad.dtype), mode="drop")
-            for grad, blocks in zip(pool_grads, sums, strict=True)
-        ]
+        sums = jax.tree.map(lambda blocks: start(shape=blocks.shape), saved.pool)
+    grad_q, grad_k, grad_v = lax.fori_loop(0, num_tiles, add_tile, (jnp.zeros_like(q32), sums.k, sums.v))
+    sums = KVPool(k=grad_k, v=grad_v)
+    if not adds_to_pool:
+        sums = jax.tree.map(
+            lambda grad, blocks: grad.at[saved.rows].add(blocks.astype(grad.dtype), mode="drop"),
+            pool_grads,
+            sums,
+        )
     grad_sinks = None
     if sink_logits is not None:
         lse, delta = (_by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
-        grad_sinks = -jnp.sum(jnp.exp(sink_logits - lse) * delta, axis=(0, 1)).astype(sink_logits.dtype)
-    return tuple(sums), _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks
+        weights = jnp.exp(sink_logits[None, None] - lse)
+        grad_sinks = -jnp.sum(weights * delta, axis=(0, 1)).astype(sink_logits.dtype)
+    return sums, _by_query(grad_q, num_queries).astype(q.dtype), grad_sinks

@@ -6,133 +6,181 @@ pool, and it cannot pass a loop with a dynamic number of trips. Forward mode rai
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.head_axis import over_heads
-from kvcache_jax.arrays.manual_axes import as_varied
-from kvcache_jax.arrays.masked_updates import quotient, remainder
+from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
+from kvcache_jax.arrays.sharding import as_varied, over_heads
 from kvcache_jax.core import backends
-from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import BlockCopies, Cache, KVPool
+
+_COPIES_PER_TRIP = 16
 
 
 def block_rows(block_ids: jax.Array, layer: jax.Array | int, num_blocks: int, num_rows: int) -> jax.Array:
-    """Index of each block on the pool's first axis; nowhere (`num_blocks`) becomes `num_rows`.
+    """Computes each block's index on the pool's first axis; nowhere (`num_blocks`) becomes `num_rows`.
 
     Nowhere is mapped first: shifted by the layer, it would be block 0 of the next layer.
     """
     return jnp.where(block_ids < num_blocks, layer * num_blocks + block_ids, num_rows)
 
 
-@jax.custom_vjp
-def _store(pool: jax.Array, block: jax.Array, offset: jax.Array, values: jax.Array) -> jax.Array:
-    """`pool[block[i], :, offset[i]] = values[i]`, entries with `block` out of range dropped."""
-    return pool.at[block, :, offset].set(values, mode="drop")
+@functools.partial(jax.jit, static_argnames=("config", "group_id"), inline=True)
+def store_tokens(
+    pool: KVPool,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    config: CacheConfig,
+    group_id: int,
+) -> KVPool:
+    """Writes keys and values `[..., num_kv_heads, head_dim]` of one layer at `slots` `[...]`."""
+    group = config.groups[group_id]
+    backend = backends.choose(config, None, pool, group)
+    new = KVPool(k=k, v=v)
+    new = jax.tree.map(lambda x, array: x.reshape(-1, *x.shape[-2:]).astype(array.dtype), new, pool)
+    slots, layer = slots.reshape(-1), jnp.asarray(layer)
+    pool, new = as_varied((pool, new), slots)
+    return _store(backend.name, config.head_axis, group, pool, new, slots, layer)
 
 
-def _store_fwd(pool, block, offset, values):
-    return _store(pool, block, offset, values), (block, offset)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _store(
+    name: str,
+    head_axis: str | None,
+    group: LayerGroup,
+    pool: KVPool,
+    new: KVPool,
+    slots: jax.Array,
+    layer: jax.Array,
+) -> KVPool:
+    if write := backends.get_backend(name).write:
+
+        def local(pool, new, slots, layer):
+            return write(pool, new.k, new.v, slots, group, layer=layer)
+
+        return over_heads(local, pool.k, head_axis, (1, 1, None, None), 1)(pool, new, slots, layer)
+    block, offset = _places(group, pool, slots, layer)
+    return jax.tree.map(lambda x, values: x.at[block, :, offset].set(values, mode="drop"), pool, new)
 
 
-def _store_bwd(slots, grad):
-    block, offset = slots
-    grad_values = grad.at[block, :, offset].get(mode="fill", fill_value=0)
-    # The barrier orders the read before the write, which can then be done in place.
-    grad_values, grad = lax.optimization_barrier((grad_values, grad))
-    return grad.at[block, :, offset].set(jnp.zeros_like(grad_values), mode="drop"), None, None, grad_values
+def _places(
+    group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The slots' index on the pool's first axis, past its end for nowhere, and their place in the block."""
+    num_rows, _, block_size, _ = pool.k.shape
+    block_ids = quotient(slots, block_size)
+    return block_rows(block_ids, layer, num_rows // group.num_layers, num_rows), remainder(slots, block_size)
+
+
+def _store_fwd(name, head_axis, group, pool, new, slots, layer):
+    return _store(name, head_axis, group, pool, new, slots, layer), (slots, layer)
+
+
+def _store_bwd(name, head_axis, group, places, grads):
+    block, offset = _places(group, grads, *places)
+
+    def split(grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+        grad_values = grad.at[block, :, offset].get(mode="fill", fill_value=0)
+        # The barrier orders the read before the write, which can then be done in place.
+        grad_values, grad = lax.optimization_barrier((grad_values, grad))
+        return grad.at[block, :, offset].set(jnp.zeros_like(grad_values), mode="drop"), grad_values
+
+    (k, new_k), (v, new_v) = split(grads.k), split(grads.v)
+    return KVPool(k=k, v=v), KVPool(k=new_k, v=new_v), None, None
 
 
 _store.defvjp(_store_fwd, _store_bwd)
 
 
-@functools.partial(jax.jit, static_argnames="num_blocks", inline=True)
-def store_tokens(
-    pool: KVPool, layer: jax.Array | int, k: jax.Array, v: jax.Array, slots: jax.Array, num_blocks: int
-) -> KVPool:
-    """Writes keys and values `[..., num_kv_heads, head_dim]` of one layer at `slots` `[...]`."""
-    block_size = pool.k.shape[2]
-    slots = slots.reshape(-1)
-    block = block_rows(quotient(slots, block_size), layer, num_blocks, pool.k.shape[0])
-    offset = remainder(slots, block_size)
-    k = k.reshape(-1, *k.shape[-2:]).astype(pool.k.dtype)
-    v = v.reshape(-1, *v.shape[-2:]).astype(pool.v.dtype)
-    pool, k, v = as_varied((pool, k, v), slots)
-    return KVPool(k=_store(pool.k, block, offset, k), v=_store(pool.v, block, offset, v))
-
-
-def copy_blocks(pool: KVPool, copies: BlockCopies, num_blocks: int, config: CacheConfig) -> KVPool:
-    """Copies whole blocks of all layers within a group's pool, in place under donation.
+def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
+    """Copies whole blocks of all layers, per layer group, in place under donation.
 
     A block may be overwritten after it was copied: it had one owner left, who copied it away.
     """
-    name = backends.choose(config, None, pool)
-    pool = as_varied(pool, copies)
-    k, v = _copy(name, config.head_axis, num_blocks, (pool.k, pool.v), *copies)
-    return KVPool(k=k, v=v)
+    config, pools = cache.config, []
+    for pool, copied, group in zip(cache.pools, copies, config.groups, strict=True):
+        name = backends.choose(config, None, pool, group).name
+        pools.append(_copy(name, config.head_axis, group, as_varied(pool, copied), *copied))
+    return dataclasses.replace(cache, pools=tuple(pools))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _copy(
     name: str,
     head_axis: str | None,
-    num_blocks: int,
-    pools: tuple[jax.Array, jax.Array],
+    group: LayerGroup,
+    pool: KVPool,
     src: jax.Array,
     dst: jax.Array,
     num_copies: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """`pool[layer, dst[i]] = pool[layer, src[i]]` of both pools, for `i < num_copies` and every layer."""
-    if name != backends.XLA:
-        kernel = functools.partial(
-            backends.kernels(name).copy_blocks,
-            num_blocks=num_blocks,
-            interpret=backends.is_interpreted.value,
-        )
-        copy = over_heads(kernel, pools[0], head_axis, (1, 1, None, None, None), (1, 1))
-        return copy(*pools, src, dst, num_copies)
-    layers = _layer_starts(pools[0], num_blocks)
+) -> KVPool:
+    """Sets `pool[layer, dst[i]] = pool[layer, src[i]]` for `i < num_copies` and every layer."""
+    if copy := backends.get_backend(name).copy_blocks:
 
-    def copy_block(i, pools):
-        return tuple(pool.at[layers + dst[i]].set(pool[layers + src[i]]) for pool in pools)
+        def local(pool, src, dst, num_copies):
+            return copy(pool, src, dst, num_copies, group)
 
-    return lax.fori_loop(0, num_copies, copy_block, pools)
+        return over_heads(local, pool.k, head_axis, (1, None, None, None), 1)(pool, src, dst, num_copies)
+
+    def copy_some(i, pool):
+        rows, new_rows = (_copied_rows(group, pool, ids, num_copies, i) for ids in (src, dst))
+        return jax.tree.map(lambda x: x.at[new_rows].set(get_at(x, rows), mode="drop"), pool)
+
+    return lax.fori_loop(0, _num_trips(num_copies), copy_some, pool)
 
 
-def _copy_fwd(name, head_axis, num_blocks, pools, *copies):
-    return _copy(name, head_axis, num_blocks, pools, *copies), copies
+def _copy_fwd(name, head_axis, group, pool, *copies):
+    return _copy(name, head_axis, group, pool, *copies), copies
 
 
-def _copy_bwd(name, head_axis, num_blocks, copies, grads):
+def _copy_bwd(name, head_axis, group, copies, grads):
     src, dst, num_copies = copies
-    layers = _layer_starts(grads[0], num_blocks)
+    num_trips = _num_trips(num_copies)
 
-    def return_grads(i, grads):
-        i = num_copies - 1 - i
+    def return_some(i, grads):
+        i = num_trips - 1 - i
+        rows, new_rows = (_copied_rows(group, grads, ids, num_copies, i) for ids in (src, dst))
 
-        def return_grad(grad):
-            moved = grad[layers + dst[i]]
+        def return_grads(grad: jax.Array) -> jax.Array:
+            moved = get_at(grad, new_rows)
             # In this order: a block may be handed to the row that copies it.
-            return grad.at[layers + dst[i]].set(jnp.zeros_like(moved)).at[layers + src[i]].add(moved)
+            grad = grad.at[new_rows].set(jnp.zeros_like(moved), mode="drop")
+            return grad.at[rows].add(moved, mode="drop")
 
-        return jax.tree.map(return_grad, grads)
+        return jax.tree.map(return_grads, grads)
 
-    return lax.fori_loop(0, num_copies, return_grads, grads), None, None, None
+    return lax.fori_loop(0, num_trips, return_some, grads), None, None, None
 
 
 _copy.defvjp(_copy_fwd, _copy_bwd)
 
 
-def _layer_starts(pool: jax.Array, num_blocks: int) -> jax.Array:
-    return jnp.arange(pool.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
+def _num_trips(num_copies: jax.Array) -> jax.Array:
+    return (num_copies + _COPIES_PER_TRIP - 1) // _COPIES_PER_TRIP
+
+
+def _copied_rows(
+    group: LayerGroup, pool: KVPool, ids: jax.Array, num_copies: jax.Array, trip: jax.Array
+) -> jax.Array:
+    """i32[layers * copies], where the blocks of a trip stand in the pool; past its end for no copy."""
+    num_rows = pool.k.shape[0]
+    num_blocks = num_rows // group.num_layers
+    nth = trip * _COPIES_PER_TRIP + jnp.arange(min(_COPIES_PER_TRIP, ids.shape[0]), dtype=jnp.int32)
+    block_ids = jnp.where(nth < num_copies, get_at(ids, nth), num_blocks)
+    layers = jnp.arange(group.num_layers, dtype=jnp.int32)[:, None]
+    return block_rows(block_ids[None], layers, num_blocks, num_rows).reshape(-1)
 
 
 def load_row(
     pool: KVPool, blocks: jax.Array, context_len: jax.Array, max_seq_len: int
 ) -> tuple[jax.Array, jax.Array]:
-    """One row's keys and values `[max_seq_len, num_kv_heads, head_dim]`; 0 where there is no token.
+    """Reads a row's keys and values `[max_seq_len, num_kv_heads, head_dim]`; 0 where there is no token.
 
     Args:
       pool: The group's pool.
@@ -153,6 +201,6 @@ def load_row(
 
 
 def with_pool(cache: Cache, group_id: int, pool: KVPool) -> Cache:
-    """The cache with one group's pool replaced."""
+    """Replaces the pool of one layer group."""
     pools = (*cache.pools[:group_id], pool, *cache.pools[group_id + 1 :])
     return dataclasses.replace(cache, pools=pools)

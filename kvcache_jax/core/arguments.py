@@ -6,7 +6,7 @@ making arrays of it here would be a program each, and checks that look at values
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.head_axis import check_split
 from kvcache_jax.arrays.number_checks import as_integer
+from kvcache_jax.arrays.sharding import check_split
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, Step
 
@@ -25,6 +25,21 @@ IntRows = ArrayLike | Sequence[int]
 
 Layer = int | jax.Array | tuple[int, int | jax.Array]
 """A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
+
+
+class Place(NamedTuple):
+    """A layer's keys and values in a cache.
+
+    Attributes:
+      group_id: Layer group.
+      layer: i32[], index in the group.
+      pool: Of the group.
+    """
+
+    group_id: int
+    layer: jax.Array | np.int32
+    pool: KVPool
+
 
 Array = jax.Array | np.ndarray
 """In numpy if it came from the host."""
@@ -285,6 +300,14 @@ def pool_of(cache: Cache, group_id: int) -> KVPool:
     return jax.tree.map(jnp.asarray, cache.pools[group_id])
 
 
+def located(cache: Cache, layer: Any, step: Any) -> Place:
+    """Finds a layer in a cache, for a step of that cache."""
+    group_id, index = locate_layer(cache.config, layer)
+    pool = pool_of(cache, group_id)
+    require_step(step, cache)
+    return Place(group_id, index, pool)
+
+
 def group_ids(config: CacheConfig, group: int | None) -> list[int]:
     """The layer group, or all of them for None."""
     num_groups = len(config.groups)
@@ -354,7 +377,6 @@ def require_floats(name: str, values: Any) -> None:
 
 def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
     """Checks the keys and values of one layer against the step and the pool."""
-    require_step(step, cache)
     expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
     for name, values in (("k", k), ("v", v)):
         require_floats(name, values)

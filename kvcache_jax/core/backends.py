@@ -1,102 +1,219 @@
-"""Which implementation serves a cache or a call: XLA, or the kernels for one kind of device."""
+"""Backends: implementations of attention and of the movement of keys and values, by name.
 
-import contextlib
-from collections.abc import Iterator
-from types import ModuleType
+`register_backend` adds one. "xla" serves every cache; "mosaic_gpu" and "mosaic_tpu" are the kernels of
+`pallas_kernels`, which are imported when a cache names them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from kvcache_jax.core.config import IMPLEMENTATIONS, CacheConfig
-from kvcache_jax.core.state import KVPool
+if TYPE_CHECKING:  # these need the names of the backends
+    from kvcache_jax.core.config import CacheConfig, LayerGroup
+    from kvcache_jax.core.state import KVPool
 
-XLA, MOSAIC_GPU, MOSAIC_TPU = IMPLEMENTATIONS
-_PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
+XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"
+MAX_DECODE_QUERIES = 8
+"""Most new tokens of a row that are decoded; where a step has room for more, rows are prefilled."""
 
-# What `None` may pick: implementations that have run, and were measured, on their hardware.
+# Backends that `None` may pick: those that have run, and were measured, on their hardware.
 _MEASURED: tuple[str, ...] = ()
 
-is_interpreted = jax.make_user_context(False)
-"""Whether kernels traced now are to run on the CPU; what is compiled elsewhere is not reused for it."""
 
+class TargetDevice(NamedTuple):
+    """The device that a program is for.
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Within it, kernels are traced to run on the CPU, where races are looked for; slow.
-
-    Those for GPUs on one device: jax's interpreter confuses the barriers of several.
+    Attributes:
+      platform: "cpu", "cuda", "tpu" or another of jax's; "gpu" reads "cuda".
+      kind: Its name, such as "NVIDIA H200".
+      compute_capability: Such as "9.0"; None where that is not known, as on all that are no GPUs.
     """
-    with is_interpreted(True):
-        yield
+
+    platform: str
+    kind: str
+    compute_capability: str | None = None
 
 
-def choose(config: CacheConfig, asked: str | None, pool: KVPool, group_size: int = 1) -> str:
-    """The implementation of a call; a named one runs or raises.
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """An implementation of attention and of the movement of keys and values.
+
+    XLA does whatever is None, and all gradients. The functions are traced as parts of the caller's program,
+    and where `CacheConfig.head_axis` splits the heads, for each device's own heads. Below, `pool` is a
+    `KVPool`, arrays `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; `group` the
+    `LayerGroup`, static, with the layers' kind; `layer` i32[], the index in the group.
+
+    Attributes:
+      name: For `CacheConfig(implementation=name)`.
+      supports: `(pool, group, group_size, device) -> str | None`: None if the backend serves such a cache on
+        the `TargetDevice`, with `group_size` query heads per key/value head (1 where not known); else the
+        reason, the rest of a sentence.
+      decode: `(q, pool, block_table, plan, group, *, layer, scale, soft_cap, sink_logits) -> (out, lse)` for
+        steps of at most 8 new tokens a row, and packed ones: q `[r, t, num_kv_heads, group_size, head_dim]`
+        of the `AttentionPlan`'s rows, sink_logits f32`[num_kv_heads, group_size]` or None, out f32 like q,
+        lse f32`[r, t, num_kv_heads, group_size]`; 0 and -inf for a query that sees nothing. Slots that no
+        query sees may hold NaN.
+      prefill: Like `decode`, for steps with more tokens.
+      write: `(pool, k, v, slots, group, *, layer) -> pool` stores `k` and `v` `[n, num_kv_heads, head_dim]`
+        of the pool's dtype at slots i32[n], `block_id * block_size + offset`; those at
+        `num_blocks * block_size` nowhere.
+      copy_blocks: `(pool, src, dst, num_copies, group) -> pool` copies whole blocks i32[n] of all layers, for
+        entries below `num_copies`; all sources as they were before any block is overwritten.
+      plan: `(plan, pool, group, *, num_queries, num_columns) -> tuple of arrays`, computed once per step and
+        handed to all its layers as `plan.work`, for `num_queries` tokens a row and a block table of
+        `num_columns`. `pool` has shapes alone, those on one device. `plan.work` is () where the step was
+        planned by another backend.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> def only_cpus(pool, group, group_size, device):
+      ...     return None if device.platform == "cpu" else f"it is for CPUs, and this is {device.kind}"
+      >>> kv.register_backend(kv.Backend("XLA on CPUs", only_cpus))
+      >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], implementation="XLA on CPUs")
+    """
+
+    name: str
+    supports: Callable[..., str | None]
+    decode: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    prefill: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    write: Callable[..., Any] | None = None
+    copy_blocks: Callable[..., Any] | None = None
+    plan: Callable[..., tuple[jax.Array, ...]] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"name is {self.name!r}, expected a str by which configs name the backend")
+        for part in dataclasses.fields(self)[1:]:
+            function = getattr(self, part.name)
+            if not callable(function) and (function is not None or part.name == "supports"):
+                raise TypeError(f"{part.name} of backend {self.name!r} is {function!r}, expected a function")
+
+    def attend(self, num_queries: int) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+        """Returns the function for steps with room for so many tokens a row; None for XLA's."""
+        return self.decode if num_queries <= MAX_DECODE_QUERIES else self.prefill
+
+    def __str__(self) -> str:
+        parts = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)[2:-1]}
+        own = ", ".join(name for name, function in parts.items() if function)
+        of_xla = ", ".join(name for name, function in parts.items() if not function)
+        return f"{self.name}: {own or 'nothing'}" + (f"; xla: {of_xla}" if of_xla else "")
+
+
+def _serves_all(pool: "KVPool", group: "LayerGroup", group_size: int, device: TargetDevice) -> None:
+    return None
+
+
+_backends: dict[str, Backend] = {XLA: Backend(XLA, _serves_all)}
+
+
+def register_backend(backend: Backend) -> None:
+    """Makes a backend known by its name.
+
+    Configs name it, so that they stay hashable and can be exported; a program that loads an exported config
+    registers the same name first.
+
+    Args:
+      backend: See `Backend`.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: the name is taken.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend is a {type(backend).__name__}, expected a kvcache_jax.Backend")
+    if backend.name in backend_names():
+        raise ValueError(
+            f"there is a backend {backend.name!r} already, expected a new name: compiled programs go by it"
+        )
+    _backends[backend.name] = backend
+
+
+def backend_names() -> tuple[str, ...]:
+    """Lists the names that `CacheConfig(implementation=)` takes."""
+    return tuple(dict.fromkeys((XLA, MOSAIC_GPU, MOSAIC_TPU, *_backends)))
+
+
+def get_backend(name: str) -> Backend:
+    """Returns the backend of that name."""
+    if name not in _backends:
+        from kvcache_jax.core import mosaic  # which needs this module
+
+        _backends.update({backend.name: backend for backend in mosaic.BACKENDS})
+    return _backends[name]
+
+
+def require_name(value: Any) -> None:
+    """Refuses what is neither None nor a backend's name."""
+    if value is not None and not (isinstance(value, str) and value in backend_names()):
+        raise ValueError(
+            f"implementation is {value!r}, expected None or one of {', '.join(backend_names())}; register "
+            "others first, with kvcache_jax.register_backend"
+        )
+
+
+def choose(
+    config: "CacheConfig", asked: str | None, pool: "KVPool", group: "LayerGroup", group_size: int = 1
+) -> Backend:
+    """Chooses the backend of a call; a named one runs or raises.
 
     Args:
       config: Names one for the cache, or leaves it open.
-      asked: By the call.
+      asked: Named by the call, or None.
       pool: Of the layer group.
+      group: The layer group.
       group_size: Query heads of a key/value head.
 
     Raises:
-      ValueError: there is no such implementation, or it does not take this cache.
-      NotImplementedError: it does not run here.
+      ValueError: there is no such backend.
+      NotImplementedError: it does not serve this cache here.
     """
-    if asked not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {asked!r}, expected None or one of {', '.join(IMPLEMENTATIONS)}")
+    require_name(asked)
     name = asked or config.implementation
     if name is None:
-        fits = (name for name in _MEASURED if not _why_not(name, pool, group_size))
-        return next(fits, XLA)
-    if name != XLA and (reason := _why_not(name, pool, group_size)):
+        fits = (name for name in _MEASURED if not _why_not(get_backend(name), pool, group, group_size))
+        return get_backend(next(fits, XLA))
+    backend = get_backend(name)
+    if reason := _why_not(backend, pool, group, group_size):
         raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
-    return name
+    return backend
+
+
+def _why_not(backend: Backend, pool: "KVPool", group: "LayerGroup", group_size: int) -> str | None:
+    return backend.supports(pool, group, group_size, target_device())
 
 
 def load(name: str | None) -> None:
-    """Imports the kernels of an implementation, or those that `None` may pick.
+    """Imports the kernels of a backend, or those that `None` may pick.
 
     Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
     """
-    names = _MEASURED if name is None else (name,)
-    if kernel_names := [name for name in names if name != XLA]:
-        from pallas_kernels.versions import untested_jax
+    for each in _MEASURED if name is None else (name,):
+        if each in (MOSAIC_GPU, MOSAIC_TPU):
+            from kvcache_jax.core import mosaic
 
-        if not untested_jax():
-            for name in kernel_names:
-                kernels(name)
+            mosaic.load(each)
 
 
-def _why_not(name: str, pool: KVPool, group_size: int) -> str | None:
-    """Why a kernel does not serve a cache here, or None if it does."""
-    from pallas_kernels.versions import untested_jax
-
-    if reason := untested_jax():
-        return reason
-    if not is_interpreted.value:
-        platform = _platform()
-        if platform != _PLATFORM[name]:
-            return f"it is for {_PLATFORM[name]} devices, and this is {platform}"
-    elif name == MOSAIC_GPU and jax.sharding.get_abstract_mesh().size > 1:
-        return "jax's interpreter of GPU kernels confuses the barriers of several devices, expected one"
-    return kernels(name).why_not(pool.k, group_size)
+def target_device() -> TargetDevice:
+    """Describes the device that the program being traced is for: the mesh's, else jax's first."""
+    on_mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if on_mesh is None or on_mesh.platform is None:
+        return _described(jax.local_devices()[0])
+    described = _described(on_mesh)
+    if described.compute_capability is None and described.platform == "cuda":
+        # A mesh knows its devices' name alone. Of machines without one, the backends go by it.
+        same_kind = (device for device in jax.local_devices() if device.device_kind == described.kind)
+        return _described(next(same_kind, on_mesh))
+    return described
 
 
-def _platform() -> str:
-    """Of the devices that the program is for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = None if device is None else device.platform
-    if platform is None:
-        platform = jax.default_backend()
-    return "cuda" if platform == "gpu" else platform
+def by_platform(*, cpu: int, accelerator: int) -> int:
+    """Returns a batch size for the target: CPUs want what fits their caches, accelerators few launches."""
+    return cpu if target_device().platform == "cpu" else accelerator
 
 
-def kernels(name: str) -> ModuleType:
-    """The package of an implementation other than XLA."""
-    if name == MOSAIC_GPU:
-        from pallas_kernels import mosaic_gpu
-
-        return mosaic_gpu
-    from pallas_kernels import mosaic_tpu
-
-    return mosaic_tpu
+def _described(device: Any) -> TargetDevice:
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    return TargetDevice(platform, device.device_kind, getattr(device, "compute_capability", None))

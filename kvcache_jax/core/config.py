@@ -12,6 +12,7 @@ import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
+from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
 from kvcache_jax.core.layer_kinds.base import (
     MAX_INDEX,
@@ -25,7 +26,6 @@ from kvcache_jax.core.layer_kinds.full_attention import FullAttention
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 
 DTYPES = ("float32", "bfloat16", "float16")
-IMPLEMENTATIONS = ("xla", "mosaic_gpu", "mosaic_tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,15 @@ class CacheConfig:
         always a block before its predecessor. All but "lru" look at every block when one must go.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
-      implementation: Of attention and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and float16 on Hopper),
-        "mosaic_tpu", or None for the best that was measured here and supports the call, which so far is
-        "xla". Gradients are XLA's.
+      implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
+        float16 on GPUs of compute capability 9.0), "mosaic_tpu", a name registered with `register_backend`,
+        or None for the best that was measured here and supports the call, which so far is "xla". What a
+        backend lacks is XLA's (`describe` says what), and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
+      tile_tokens: Tokens of every row that XLA's attention reads at a time. Default: on accelerators 2,048,
+        or fewer of so many rows that a tile's keys would take more than 256 MiB; on CPUs what stays in a
+        core's cache.
 
     Raises:
       ValueError, TypeError: for absurd sizes and unknown options; names got, expected and the fix.
@@ -136,6 +140,7 @@ class CacheConfig:
     eviction_batch: int = 1
     implementation: str | None = None
     head_axis: str | None = None
+    tile_tokens: int | None = None
 
     def __hash__(self) -> int:
         """Computed once: jit asks at every call."""
@@ -183,11 +188,7 @@ class CacheConfig:
                 f"got num_blocks = {self.num_blocks} and memory_budget = {self.memory_budget}, "
                 "expected one of them: drop the other"
             )
-        if self.implementation not in (None, *IMPLEMENTATIONS):
-            raise ValueError(
-                f"implementation is {self.implementation!r}, "
-                f"expected None or one of {', '.join(IMPLEMENTATIONS)}"
-            )
+        require_name(self.implementation)
         if self.head_axis is not None and not isinstance(self.head_axis, str):
             raise TypeError(f"head_axis is {self.head_axis!r}, expected the name of a mesh axis, or None")
         if self.eviction_policy not in eviction_policies():

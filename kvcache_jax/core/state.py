@@ -283,16 +283,25 @@ class Admission:
 
 @pytree_dataclass()
 class AttentionPlan:
-    """Which columns of a group's block table each row of a step reads; shared by all its layers.
+    """The columns of a group's block table that a step's queries read; shared by all its layers.
+
+    The rows are those of the step, or the tokens of a packed step, each a row of one query.
 
     Attributes:
-      first_column: i32[n], first column in reach of the row's new tokens, behind the sink columns.
-      num_columns: i32[n], columns to read: the sink columns, then those from `first_column` on.
-      work: How a kernel shares the reading among its programs; () for implementations without such a plan.
+      table_row: i32[r], row of the block table.
+      first_column: i32[r], first column in reach of the row's queries, behind the sink columns.
+      num_columns: i32[r], columns to read: the sink columns, then those from `first_column` on; 0 reads
+        nothing.
+      first_position: i32[r], position of the first query; the others follow it.
+      num_queries: i32[r], queries that count; 0 for failed rows and padding.
+      work: From the backend's `plan`; () for a backend without one.
     """
 
+    table_row: jax.Array
     first_column: jax.Array
     num_columns: jax.Array
+    first_position: jax.Array
+    num_queries: jax.Array
     work: tuple[jax.Array, ...] = ()
 
 
@@ -317,7 +326,7 @@ class Step:
       positions: i32[tokens], position in the sequence; unspecified where there is no token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
         `num_blocks * block_size`.
-      plans: per group AttentionPlan.
+      plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
         than `num_tokens`), else None.
       config: CacheConfig (static), of the cache.

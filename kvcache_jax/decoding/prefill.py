@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.attention.kernels import with_work
+from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.config import ceil_div
-from kvcache_jax.core.state import AttentionPlan, Cache, Step
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.host import row_list
@@ -213,7 +213,7 @@ def _feed_pieces(
     status = jnp.asarray(status).at[rows].set(step.status[::2], mode="drop")
 
     step = _padded(step, 2 * (order - pieces.nth), pieces)
-    step = with_work(step, cache.config, cache.pools, cache.control.block_pools)
+    step = plan_attention(cache, step)
     result = forward(params, jnp.asarray(pieces.tokens), cache, step)
     width_of(result, num_pieces, piece_len)
     logits, cache = result
@@ -239,13 +239,7 @@ def _padded(step: Step, entry: jax.Array, pieces: Pieces) -> Step:
         context_len=jnp.where(query_len > 0, pieces.first + query_len, step.context_len[entry]),
         positions=step.positions.reshape(shape),
         slots=tuple(slots.reshape(shape) for slots in step.slots),
-        plans=tuple(
-            AttentionPlan(
-                first_column=plan.first_column[entry],
-                num_columns=jnp.where(query_len > 0, plan.num_columns[entry], 0),
-            )
-            for plan in step.plans
-        ),
+        plans=(),
         cu_query_lens=None,
     )
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.arrays.masked_updates import (
     add_at,
     first_true,
@@ -24,10 +23,11 @@ from kvcache_jax.arrays.masked_updates import (
     read_first,
     set_at,
 )
-from kvcache_jax.arrays.platform import by_platform
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control, Counter, PrefixIndex, count_events

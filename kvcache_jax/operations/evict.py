@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.manual_axes import as_varied
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig

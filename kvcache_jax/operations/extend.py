@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.arrays.masked_updates import (
     get_at,
     min_at,
@@ -17,15 +16,14 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.attention import kernels as attention_kernels
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.layer_kinds.base import num_columns
 from kvcache_jax.core.state import (
-    AttentionPlan,
     BlockCopies,
     BlockPool,
     Cache,
@@ -36,7 +34,7 @@ from kvcache_jax.core.state import (
 )
 from kvcache_jax.operations.extend_plan import ExtendPlan, GroupPlan, decide, propose
 from kvcache_jax.operations.new_tokens import packed_tokens, padded_tokens
-from kvcache_jax.operations.rows import mark_used, num_blocks_for
+from kvcache_jax.operations.rows import mark_used
 from kvcache_jax.prefix import eviction
 
 
@@ -127,14 +125,11 @@ def _extend(
     control, step = _grow(control, plan, config)
     if tokens is not None:
         control = _record_tokens(control, tokens, step, copies[config.indexed_group], config)
-    pools = cache.pools
-    if pools:
-        step = attention_kernels.with_work(step, config, pools, control.block_pools)
-        pools = tuple(
-            storage.copy_blocks(pool, copied, block_pool.num_blocks, config)
-            for pool, copied, block_pool in zip(pools, copies, control.block_pools, strict=True)
-        )
-    return dataclasses.replace(cache, control=control, pools=pools), step
+    cache = dataclasses.replace(cache, control=control)
+    if cache.pools:
+        step = plan_attention(cache, step)
+        cache = storage.copy_all(cache, copies)
+    return cache, step
 
 
 def _take_blocks(
@@ -208,13 +203,12 @@ def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Cont
     rows = jnp.where(plan.grows, plan.seq_ids, control.max_seqs)
     token_rows = tokens.spread(rows, control.max_seqs)
     is_token = tokens.offset < tokens.spread(query_len, 0)
-    slots, plans = [], []
+    slots = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         column = quotient(positions, group.block_size)
         block_ids = get_at(pool.block_table, (token_rows, column), pool.num_blocks)
         slot = block_ids * group.block_size + remainder(positions, group.block_size)
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
-        plans.append(_attention_plan(group, context_len, new_len, query_len))
     control = mark_used(control, rows, context_len=new_len)
     if control.prefix_index is not None:
         # A row that copied its last block does not hold a published one any more behind those that are full.
@@ -230,18 +224,10 @@ def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Cont
         context_len=new_len,
         positions=positions.reshape(tokens.shape),
         slots=tuple(slots),
-        plans=tuple(plans),
+        plans=(),
         cu_query_lens=tokens.starts if tokens.is_packed else None,
         config=config,
     )
-
-
-def _attention_plan(
-    group: LayerGroup, context_len: jax.Array, new_len: jax.Array, query_len: jax.Array
-) -> AttentionPlan:
-    first = group.first_column(context_len)
-    read = num_columns(group.num_sink_blocks, first, num_blocks_for(new_len, group.block_size))
-    return AttentionPlan(first_column=first, num_columns=jnp.where(query_len > 0, read, 0))
 
 
 def _record_tokens(

@@ -11,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from kvcache_jax.arrays.head_axis import check_in_mesh
 from kvcache_jax.arrays.number_checks import static_flag
+from kvcache_jax.arrays.sharding import check_in_mesh
 from kvcache_jax.core import backends
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig, require_config

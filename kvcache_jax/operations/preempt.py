@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, remainder, set_at
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
 from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control

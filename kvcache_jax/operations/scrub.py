@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.manual_axes import as_varied
 from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, quotient, rank_true
+from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -73,7 +73,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         named = jnp.where(seq_ids < 0, control.max_seqs, seq_ids)
         is_row = jnp.zeros_like(control.is_active).at[named].set(True, mode="drop") & control.is_active
     else:
-        is_row = (control.namespace == words).all(axis=-1) & control.is_active
+        is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
     masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:

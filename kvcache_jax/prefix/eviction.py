@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true, get_at, num_true, rank_true
-from kvcache_jax.arrays.platform import by_platform
 from kvcache_jax.blocks import block_pool
+from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Control, Counter, count_events
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index, victim_heap

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from kvcache_jax.attention.write import write
-from kvcache_jax.core.backends import interpreted
 from kvcache_jax.core.cache_checks import require_values, takes_one
+from kvcache_jax.core.mosaic import interpreted
 from kvcache_jax.core.state import Cache, Counter, Step
 from kvcache_jax.testing.check_forward import check_forward
 from kvcache_jax.testing.oracle import Oracle, OracleRow

@@ -19,18 +19,18 @@ NUM_ROWS, NUM_LISTED, PROMPT_LEN = 32, 8, 256
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
 LRU, OTHER_POLICY = "lru", "hyperbolic"
 SMALL = 500_000
-"""Temporary bytes of an operation on control alone; a pool has 33 MB."""
+"""Temporary bytes of an operation on control alone; a pool has 268 MB."""
 TILE = 40_000_000
 """Temporary bytes of attention: a tile of 2,048 tokens of each row as stored, its logits and its weights."""
 
 
-def config_of(num_groups: int, policy: str | None) -> kv.CacheConfig:
-    """Returns a cache of one layer a group, with an index if it has a policy."""
+def config_of(num_groups: int, policy: str | None, num_layers: int = 1) -> kv.CacheConfig:
+    """Returns a cache with so many layers a group, and an index if it has a policy."""
     kinds = (kv.FullAttention(NUM_KV_HEADS, HEAD_DIM), kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, window=64))
     index = {} if policy is None else dict(enable_prefix_caching=True, eviction_policy=policy)
     return kv.CacheConfig(
-        kinds[:num_groups],
-        num_blocks=4096,
+        kinds[:num_groups] * num_layers,
+        num_blocks=32_768,
         max_seqs=NUM_ROWS,
         max_seq_len=4096,
         max_query_len=PROMPT_LEN,
@@ -58,6 +58,15 @@ def _write(cache, k, v, step):
     for layer in range(cache.config.num_layers):
         cache = kv.write(cache, layer, k, v, step)
     return cache
+
+
+def _write_and_attend(cache, q, k, v, step):
+    """Reads each layer behind the write of the next one."""
+    for layer in range(cache.config.num_layers):
+        cache = kv.write(cache, layer, k, v, step)
+        if layer:
+            cache, q = kv.attend(cache, layer - 1, q, step)
+    return cache, q
 
 
 def _gather(cache, seq_id):
@@ -133,7 +142,19 @@ def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
     return programs
 
 
+def _halves_of_attention(num_layers: int = 3) -> Program:
+    """`kv.write` and `kv.attend` in turn; a read behind a write of the same array must not copy it."""
+    config = config_of(1, None, num_layers)
+
+    def arguments() -> tuple:
+        k = _values(NUM_KV_HEADS)
+        return shapes_of(config), _values(NUM_Q_HEADS), k, k, _step(config)
+
+    limits = Limits(num_layers - 1, temporary_bytes=TILE)
+    return Program("write, attend", f"{num_layers} layers", config, _write_and_attend, arguments, limits)
+
+
 def operation_programs() -> list[Program]:
     """Returns all of them, in the order of the table."""
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
-    return [program for cache in caches for program in _programs_of(*cache)]
+    return [*(program for cache in caches for program in _programs_of(*cache)), _halves_of_attention()]

@@ -35,7 +35,7 @@ MODEL = DecoderConfig(
 
 def config_of(**options) -> kv.CacheConfig:
     """Returns the model's cache; by default without an index, attention by XLA."""
-    sizes = dict(num_blocks=2048, max_seqs=NUM_ROWS, max_seq_len=4096, max_query_len=256)
+    sizes = dict(num_blocks=16_384, max_seqs=NUM_ROWS, max_seq_len=4096, max_query_len=256)
     return cache_config(MODEL, **sizes, **{"implementation": "xla", **options})
 
 
@@ -109,8 +109,8 @@ def _limits(waits: int, launches: int) -> Limits:
     return Limits(waits, launches=launches, temporary_bytes=60_000_000)
 
 
-def step_programs() -> list[Program]:
-    """Returns all of them, in the order of the table."""
+def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
+    """Returns all of them, in the order of the table; `kernels` are those of one step."""
     step = LOOP + EXTEND + SAMPLE
     by_xla = step + NUM_LAYERS
     # Kernels copy blocks and attend without a loop.
@@ -119,9 +119,7 @@ def step_programs() -> list[Program]:
     ending = Limits(2, known_loops=0, launches=100, temporary_bytes=500_000)
     return [
         _decoding("plain step", "attention by XLA", _limits(by_xla, 200)),
-        _decoding(
-            "plain step", "attention by kernels", _limits(by_kernels, 200), implementation="mosaic_gpu"
-        ),
+        _decoding("plain step", "attention by kernels", _limits(by_kernels, 200), implementation=kernels),
         _decoding("evicting step", "index, lru", _limits(by_xla + INDEX, 220), enable_prefix_caching=True),
         _decoding("speculative step", drafts, _limits(by_xla, 300), num_drafts=NUM_DRAFTS),
         _searching(_limits(by_xla - SAMPLE, 220)),

@@ -10,7 +10,7 @@ from jax import lax
 from tests.aot import loops
 from tests.aot.loop_counts import LoopCounts, compiled_counts, lowered_counts
 from tests.aot.program import Limits
-from tests.aot.program_cost import ProgramCost, all_programs, failures
+from tests.aot.program_cost import ProgramCost, all_programs, failures, lower
 from tests.aot.table import Table
 
 HLO = """
@@ -62,6 +62,15 @@ ENTRY %main.1 (x.1: s32[8]) -> s32[8] {
 }
 """
 ROWS, NUMBER = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+COUNTED = (
+    "extend_2_groups",
+    "allocate_2_groups",
+    "commit_2",
+    "evict_2",
+    "lookup_2",
+    "fork_2_groups_i",
+    "free_2_groups_i",
+)
 LIMITS = Limits(2, known_loops=1, launches=5, temporary_bytes=7)
 COST = ProgramCost(LoopCounts(loops=1, conditionals=1, known_loops=1, launches=5), 0, temporary_bytes=7)
 
@@ -200,3 +209,12 @@ def test_a_table_is_aligned():
     assert table.head() == "what       number  verdict"
     assert table.line(["fork", 12_345, "ok"]) == "fork       12,345  ok"
     assert table.line(["extend", None, "a\nb"]) == "extend             a b"
+
+
+@pytest.mark.xfail(strict=True, reason="operations are about to act on all rows at once")
+def test_operations_wait_for_the_host_no_more_than_allowed():
+    """Before XLA simplifies, which so far changed no count. Two groups have all that one has."""
+    programs = [program for program in all_programs() if program.name.startswith(COUNTED)]
+    assert len(programs) >= 12
+    found = {program.name: failures(lower(program), program.limits) for program in programs}
+    assert not any(found.values()), found

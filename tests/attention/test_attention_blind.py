@@ -183,10 +183,9 @@ def test_write_and_attend_are_the_halves_of_attention():
     whole, (out, lse) = kv.attention(cache, 1, q[1], k[1], v[1], step, return_lse=True)
     written = kv.write(cache, 1, k[1], v[1], step)
     assert_same(whole, written)
-    out_alone, lse_alone = kv.attend(written, 1, q[1], step, return_lse=True)
-    assert_same((out, lse), (out_alone, lse_alone))
-    assert_same(out, kv.attend(written, 1, q[1], step))
-    assert_same(out, kv.attend(written, 1, q[1], step, implementation="xla"))
+    assert_same((written, (out, lse)), kv.attend(written, 1, q[1], step, return_lse=True))
+    assert_same((written, out), kv.attend(written, 1, q[1], step))
+    assert_same((written, out), kv.attend(written, 1, q[1], step, implementation="xla"))
     # Writing the same again changes nothing; only layer 1's slots of this step differ from before.
     assert_same(written, kv.write(written, 1, k[1], v[1], step))
     old, new = np.asarray(cache.pools[0].k), np.asarray(written.pools[0].k)
@@ -244,16 +243,16 @@ def test_large_logits_do_not_overflow(packed):
 def test_absent_sink_logits_and_very_low_ones_agree():
     driver, new_lens, cache, step, q, k, v = state_and_step(config_of(), 4)
     cache = kv.write(cache, 0, k[0], v[0], step)
-    out, lse = kv.attend(cache, 0, q[0], step, return_lse=True)
+    _, (out, lse) = kv.attend(cache, 0, q[0], step, return_lse=True)
     low = jnp.full(4, -1e30, jnp.float32)
-    out_low, lse_low = kv.attend(cache, 0, q[0], step, sink_logits=low, return_lse=True)
+    _, (out_low, lse_low) = kv.attend(cache, 0, q[0], step, sink_logits=low, return_lse=True)
     np.testing.assert_allclose(out_low, out, rtol=1e-6, atol=1e-6)
     real = np.arange(3)[None, :] < np.asarray(step.query_len)[:, None]
     np.testing.assert_allclose(np.asarray(lse_low)[real], np.asarray(lse)[real], rtol=1e-6, atol=1e-6)
     # One head's sink takes weight from that head only.
     one = jnp.array([-1e30, 4.0, -1e30, -1e30], jnp.float32)
     out_one, lse_one = (
-        np.asarray(x) for x in kv.attend(cache, 0, q[0], step, sink_logits=one, return_lse=True)
+        np.asarray(x) for x in kv.attend(cache, 0, q[0], step, sink_logits=one, return_lse=True)[1]
     )
     for seq_id in (0, 2, 5):
         count = new_lens[seq_id]

@@ -6,23 +6,22 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.attention import xla
 from tests.support.attention_driver import AttentionDriver
 
 HEADS, GROUP, DIM = 2, 2, 5
 FULL = kv.FullAttention(HEADS, DIM)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Of 128 tokens, whatever the sizes."""
-    monkeypatch.setattr(xla, "_TILE_BYTES", 1)
-
-
 @pytest.mark.parametrize("kind", [FULL, kv.SlidingWindow(HEADS, DIM, window=300, num_sink_tokens=20)])
-def test_attention_over_several_tiles(kind, small_tiles):
+def test_attention_over_several_tiles(kind):
     config = kv.CacheConfig(
-        [kind], num_blocks=90, block_size=16, max_seqs=4, max_seq_len=640, max_query_len=110
+        [kind],
+        num_blocks=90,
+        block_size=16,
+        max_seqs=4,
+        max_seq_len=640,
+        max_query_len=110,
+        tile_tokens=256,
     )
     driver = AttentionDriver(config, num_q_heads=HEADS * GROUP, width=110, sink_logits=[0.5, -1, 2, 0])
     driver.start(2, 600)
@@ -31,9 +30,11 @@ def test_attention_over_several_tiles(kind, small_tiles):
         driver.step(new_lens)
 
 
-def test_gradients_over_several_tiles(small_tiles):
+def test_gradients_over_several_tiles():
     num_tokens = 520
-    config = kv.CacheConfig([FULL], num_blocks=40, block_size=16, max_seqs=2, max_seq_len=600)
+    config = kv.CacheConfig(
+        [FULL], num_blocks=40, block_size=16, max_seqs=2, max_seq_len=600, tile_tokens=256
+    )
     rng = np.random.default_rng(0)
     shapes = [(3, HEADS * GROUP, DIM)] * 2 + [(num_tokens, HEADS, DIM)] * 2
     q, weights, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
@@ -53,7 +54,7 @@ def test_gradients_over_several_tiles(small_tiles):
     def dense(q, k, v, sinks):
         k, v = (jnp.repeat(x, GROUP, axis=1) for x in (k, v))
         logits = 1.5 * jnp.tanh(jnp.einsum("thd,shd->hts", q, k) * (0.4 / 1.5))
-        is_seen = jnp.arange(num_tokens) <= num_tokens - 3 + jnp.arange(3)[:, None]
+        is_seen = jnp.arange(num_tokens)[None] <= num_tokens - 3 + jnp.arange(3)[:, None]
         logits = jnp.where(is_seen, logits, -jnp.inf)
         sinks = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:2], 1))
         lse = jax.nn.logsumexp(jnp.concatenate([logits, sinks], axis=-1), axis=-1)

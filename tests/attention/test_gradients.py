@@ -257,7 +257,7 @@ def test_forward_mode_raises():
     def read(q):
         cache, _ = kv.allocate(kv.init(config), [0], [1])
         _, step = kv.extend(cache, [1], max_new=1)
-        return kv.attend(cache, 0, q, step)
+        return kv.attend(cache, 0, q, step)[1]
 
     q = np.ones((1, 1, HEADS * GROUP, DIM), np.float32)
     with pytest.raises(TypeError, match="jvp"):

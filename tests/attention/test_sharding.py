@@ -329,7 +329,8 @@ def test_one_cache_read_with_each_devices_query_heads_inside_shard_map():
         for new in (k, 2 * k):
             cache, step = kv.extend(cache, [2], max_new=2)
             cache, out = kv.attention(cache, 0, q, new, k, step, sink_logits=sink_logits)
-            outs += [out, kv.attend(cache, 0, q[:, ::-1], step)]
+            cache, other = kv.attend(cache, 0, q[:, ::-1], step)
+            outs += [out, other]
         return cache, jnp.stack(outs)
 
     split = P(None, None, "heads")
@@ -379,7 +380,7 @@ def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
             for layer in range(num_groups):
                 cache, out = kv.attention(cache, layer, x, x, x, step)
             # The same query on all devices.
-            shared = kv.attend(cache, 0, jnp.ones((2, 5, 1, DIM)), step, sink_logits=jnp.ones(1))
+            cache, shared = kv.attend(cache, 0, jnp.ones((2, 5, 1, DIM)), step, sink_logits=jnp.ones(1))
             cache, _ = kv.commit(cache, rows)
             cache, _ = kv.free(cache, [1])
             cache, _ = kv.fork(cache, [0], [1])

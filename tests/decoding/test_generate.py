@@ -458,12 +458,12 @@ def test_a_prompt_waits_until_all_that_it_may_store_fits():
     for prompt, generation in zip(prompts, result.generations, strict=True):
         assert generation.tokens == greedy(prompt, len(generation.tokens))[0]
     assert max(len(look.running) for look in result.timeline) == 1
-    # Samples share their prompt's full blocks: 1 + 2 * 3 of 7; with a prompt that ends in a block, 2 * 4.
-    for prompt, options in ((prompts[0], dict()), (prompts[0][:3], dict(max_new_tokens=10))):
-        together = dict(num_samples=2, temperature=0.7) | {"max_new_tokens": 12} | options
-        found = generate([prompt, prompts[1]], dict(num_blocks=7), **together)
-        assert {g.finish_reason for g in found.generations} == {"length"}
-        assert int(kv.stats(found.cache).peak_used) == 7
+    # Two samples share a full block, 1 + 2 * 3, and copy one that is not full, twice 2 * 3 of 11.
+    shared = generate(prompts[:2], dict(num_blocks=7), max_new_tokens=12, num_samples=2, temperature=0.7)
+    assert int(kv.stats(shared.cache).peak_used) == 7
+    options = dict(max_new_tokens=10, num_samples=2, temperature=0.7)
+    copied = generate([prompt[:3] for prompt in prompts[:2]], dict(num_blocks=11), **options)
+    assert {g.finish_reason for g in [*shared.generations, *copied.generations]} == {"length"}
     # Of 8 blocks both prompts get theirs at once.
     both = generate(prompts[:2], dict(num_blocks=8), max_new_tokens=12)
     assert len(both.timeline[0].running) == 2 and [len(g.tokens) for g in both.generations] == [12, 12]

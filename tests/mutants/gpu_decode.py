@@ -258,7 +258,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "arrays/head_axis",
+        "arrays/sharding",
         (
             "heads not split",
             "    if axis is None:\n        return function",

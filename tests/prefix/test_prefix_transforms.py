@@ -58,7 +58,7 @@ def one_round(cache, now):
     )
     cache, forked = kv.fork(cache, *now["forked"])
     # The rest of each prompt, moved to the front.
-    columns = jnp.arange(WIDTH, dtype=jnp.int32) + cache.context_len[:, None]
+    columns = jnp.arange(WIDTH, dtype=jnp.int32)[None] + cache.context_len[:, None]
     rest = jnp.take_along_axis(jnp.asarray(prompts[0]), jnp.minimum(columns, WIDTH - 1), axis=1)
     cache, appended = append_tokens(cache, rest, jnp.maximum(now["filled"] - cache.context_len, 0))
     cache, committed = kv.commit(cache, now["committed"], final_len=now["final_len"])

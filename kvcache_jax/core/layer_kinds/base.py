@@ -59,11 +59,6 @@ class Span:
         return jnp.maximum(quotient(first_position, block_size), self.num_sink_blocks(block_size))
 
 
-def num_columns(num_sink_blocks: int, first: jax.Array, end: jax.Array) -> jax.Array:
-    """Counts the columns read: the sinks', fewer where the row ends among them, and `[first, end)`."""
-    return jnp.minimum(num_sink_blocks, end) + jnp.maximum(end - first, 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The contents of one model layer per token; equal kinds share a block table and a pool.

@@ -1,28 +1,34 @@
-"""Pools whose heads are split over a mesh: each device works on its own heads.
+"""Arrays over a mesh: heads that are split, and what differs between devices inside `jax.shard_map`.
 
-XLA cannot split a kernel by itself and would gather the pool, so `over_heads` does. Which axis splits the
-heads is known from the pool's type where mesh axes are explicit, and else from `CacheConfig.head_axis`.
+XLA cannot split a kernel by itself and would gather the pool, so `over_heads` has each device work on its own
+heads. The axis that splits them is known from the pool's type where mesh axes are explicit, and else from
+`CacheConfig.head_axis`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
 def over_heads(
-    function: Callable[..., Any], pool: jax.Array, head_axis: str | None, inputs: Any, outputs: Any
+    function: Callable[..., Any],
+    pool: jax.Array,
+    head_axis: str | None,
+    inputs: Sequence[int | None],
+    outputs: Sequence[int] | int,
 ) -> Callable[..., Any]:
-    """`function` on each device's own heads.
+    """Maps `function` over the devices' own heads.
 
     Args:
-      function: From arrays to arrays, for any number of heads.
+      function: From pytrees of arrays to such, for any number of heads.
       pool: `[rows, heads, block_size, head_dim]`.
-      head_axis: Mesh axis over which the heads are split, if its type does not tell.
-      inputs: Per argument the position of its axis of heads, None where it has none.
-      outputs: Likewise, per result.
+      head_axis: Mesh axis over which the heads are split, if the pool's type does not tell.
+      inputs: Per argument the position of its arrays' axis of heads, None where they have none.
+      outputs: Likewise, per result; an int where there is one result.
     """
     axis = _axis_to_map(pool, head_axis)
     if axis is None:
@@ -34,12 +40,13 @@ def over_heads(
     # All axes that the caller does not map over: kernels for TPUs take no mesh that XLA splits by itself.
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    in_specs, out_specs = (tuple(map(spec, positions)) for positions in (inputs, outputs))
+    in_specs = tuple(map(spec, inputs))
+    out_specs = spec(outputs) if isinstance(outputs, int) else tuple(map(spec, outputs))
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def num_local_heads(pool: jax.Array, head_axis: str | None) -> int:
-    """Heads of one device."""
+    """Counts the heads of one device."""
     axis = _axis_to_map(pool, head_axis)
     return pool.shape[1] // (1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis])
 
@@ -55,7 +62,7 @@ def _axis_to_map(pool: jax.Array, head_axis: str | None) -> str | None:
 
 
 def for_each_head(array: jax.Array, pool: jax.Array) -> jax.Array:
-    """The array once per head, `[heads, ...]`, split as the pool's heads are where its type tells."""
+    """Repeats an array per head, `[heads, ...]`, split as the pool's heads are where its type tells."""
     axis = _axis_of_type(pool)
     split = None if axis is None else NamedSharding(jax.typeof(pool).sharding.mesh, PartitionSpec(axis))
     return jnp.broadcast_to(array, (pool.shape[1], *array.shape), out_sharding=split)
@@ -93,3 +100,26 @@ def check_in_mesh(axis: str) -> None:
             f"head_axis is {axis!r} and the current mesh has the axes {mesh.axis_names}, expected it among "
             "them: run inside `with jax.set_mesh(mesh)`"
         )
+
+
+def as_varied[T](arrays: T, *others: Any) -> T:
+    """Types `arrays` (a pytree) as what differs between devices wherever one of them or of `others` does.
+
+    Inside `jax.shard_map` types tell over which mesh axes an array differs. A loop's carries and a
+    `jax.custom_vjp`'s gradients must have the types of what goes in, so what all devices share is typed as
+    what differs where it meets a cache of each device's own, and the other way round. In reverse, what was
+    shared gets the sum of the devices' gradients.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside `shard_map`
+        return arrays
+    axes = frozenset[str]().union(*map(_axes, jax.tree.leaves((arrays, others))))
+
+    def cast(array: jax.Array) -> jax.Array:
+        missing = axes - _axes(array)
+        return lax.pcast(array, tuple(missing), to="varying") if missing else array
+
+    return jax.tree.map(cast, arrays)
+
+
+def _axes(array: Any) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying

@@ -1,0 +1,70 @@
+"""The attention plan of a step: the blocks that its rows read, computed once for all layers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import get_at, quotient
+from kvcache_jax.arrays.sharding import num_local_heads
+from kvcache_jax.core.backends import choose
+from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
+
+
+def plan_attention(cache: Cache, step: Step) -> Step:
+    """Adds the plans of all layer groups to a step that `extend` reserved in `cache`."""
+    num_queries = 1 if step.cu_query_lens is not None else step.positions.shape[1]
+    plans = []
+    for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
+        block_pool = cache.control.block_pools[group_id]
+        is_query = step.slots[group_id] < block_pool.num_blocks * group.block_size
+        plan = plan_rows(group, *_rows_of(step, is_query))
+        backend = choose(cache.config, None, pool, group)
+        if backend.plan and backend.attend(num_queries):
+            work = backend.plan(
+                plan,
+                _local_shapes(pool, cache.config.head_axis),
+                group,
+                num_queries=num_queries,
+                num_columns=block_pool.max_blocks_per_seq,
+            )
+            plan = dataclasses.replace(plan, work=tuple(work))
+        plans.append(plan)
+    return dataclasses.replace(step, plans=tuple(plans))
+
+
+def plan_rows(
+    group: LayerGroup, table_row: jax.Array, first_position: jax.Array, num_queries: jax.Array
+) -> AttentionPlan:
+    """Plans which columns are read by rows of `num_queries` tokens each, from `first_position` on."""
+    end = quotient(first_position + num_queries - 1, group.block_size) + 1
+    first = group.first_column(first_position)
+    # The sinks' columns, fewer where the row ends among them, and those from the first in reach.
+    num_columns = jnp.minimum(group.num_sink_blocks, end) + jnp.maximum(end - first, 0)
+    return AttentionPlan(
+        table_row=table_row,
+        first_column=first,
+        num_columns=jnp.where(num_queries > 0, num_columns, 0),
+        first_position=first_position,
+        num_queries=num_queries,
+    )
+
+
+def _rows_of(step: Step, is_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The step's rows, or in a packed step its tokens: row of the table, first position, number of tokens."""
+    if step.cu_query_lens is None:
+        return step.seq_ids, step.positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
+    order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
+    # Compared with all at once: a search would be a loop.
+    row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right", method="compare_all")
+    return get_at(step.seq_ids, row.astype(jnp.int32), 0), step.positions, is_query.astype(jnp.int32)
+
+
+def _local_shapes(pool: KVPool, head_axis: str | None) -> KVPool:
+    """The shapes of the pool on one device."""
+
+    def local(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0], num_local_heads(x, head_axis), *x.shape[2:]), x.dtype)
+
+    return jax.tree.map(local, pool)

@@ -1,0 +1,177 @@
+"""The backends "mosaic_gpu" and "mosaic_tpu": what a cache asks of `pallas_kernels`.
+
+Importing the kernels imports Pallas, so every function here imports what it calls.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.core.attention_plan import plan_rows
+from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
+from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.state import AttentionPlan, KVPool
+
+_PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
+_HOPPER = "9.0"
+# By their names, where a program is compiled on another machine.
+_HOPPER_KINDS = re.compile(r"\bG?H(20|100|200|800)\b")
+
+is_interpreted = jax.make_user_context(False)
+"""Whether kernels traced now are to run on the CPU; what is compiled elsewhere is not reused for it."""
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Has the kernels that are traced within it run on the CPU, where races are looked for; slow.
+
+    Those for GPUs on one device: jax's interpreter confuses the barriers of several.
+    """
+    with is_interpreted(True):
+        yield
+
+
+def load(name: str) -> None:
+    """Imports the kernels, unless they were not tested with this jax."""
+    from pallas_kernels.versions import untested_jax
+
+    if not untested_jax():
+        _kernels(name)
+
+
+def _kernels(name: str) -> ModuleType:
+    if name == MOSAIC_GPU:
+        from pallas_kernels import mosaic_gpu
+
+        return mosaic_gpu
+    from pallas_kernels import mosaic_tpu
+
+    return mosaic_tpu
+
+
+def _supports(
+    name: str, pool: KVPool, group: LayerGroup, group_size: int, device: TargetDevice
+) -> str | None:
+    from pallas_kernels.versions import untested_jax
+
+    reason = untested_jax() or _why_not_here(name, device)
+    return reason or _kernels(name).why_not(pool.k, group_size)
+
+
+def _why_not_here(name: str, device: TargetDevice) -> str | None:
+    if is_interpreted.value:
+        if name == MOSAIC_GPU and jax.sharding.get_abstract_mesh().size > 1:
+            return "jax's interpreter of GPU kernels confuses the barriers of several devices, expected one"
+        return None
+    if device.platform != _PLATFORM[name]:
+        return f"it is for {_PLATFORM[name]} devices, and this is {device.platform}"
+    capability = device.compute_capability
+    if capability is None and _HOPPER_KINDS.search(device.kind):
+        capability = _HOPPER
+    if name == MOSAIC_GPU and capability != _HOPPER:
+        of_device = f", of compute capability {capability}" if capability else ""
+        return (
+            f"it is for GPUs of compute capability {_HOPPER} alone, H100 and H200 for example, and this is "
+            f"{device.kind}{of_device}"
+        )
+    return None
+
+
+def _attend(
+    name: str,
+    q: jax.Array,
+    pool: KVPool,
+    block_table: jax.Array,
+    plan: AttentionPlan,
+    group: LayerGroup,
+    *,
+    layer: jax.Array,
+    scale: float,
+    soft_cap: float | None,
+    sink_logits: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.decode_rows import DecodeOptions
+
+    kernels = _kernels(name)
+    work = {"plan": kernels.DecodePlan(*plan.work)} if plan.work else {}
+    results = kernels.paged_decode(
+        _cut(q),
+        pool.k,
+        pool.v,
+        block_table,
+        _decode_rows(plan, group, q.shape[1]),
+        DecodeOptions(
+            pool.k.shape[0] // group.num_layers, scale, soft_cap, group.window, group.num_sink_tokens
+        ),
+        layer=layer,
+        sink_logits=sink_logits,
+        interpret=is_interpreted.value,
+        **work,
+    )
+    out, lse = (x.reshape(q.shape[0], -1, *x.shape[2:])[:, : q.shape[1]] for x in results)
+    return out, lse
+
+
+def _plan(
+    plan: AttentionPlan, pool: KVPool, group: LayerGroup, *, num_queries: int, num_columns: int
+) -> tuple[jax.Array, ...]:
+    rows = _decode_rows(plan, group, num_queries)
+    _, num_heads, block_size, head_dim = pool.k.shape
+    q_shape = (rows.table_row.shape[0], min(num_queries, _max_queries()), num_heads, 1, head_dim)
+    plan_for = _kernels(MOSAIC_GPU).plan_for
+    return tuple(plan_for(rows, q_shape, num_columns, block_size, interpret=is_interpreted.value))
+
+
+def _copy_blocks(
+    name: str, pool: KVPool, src: jax.Array, dst: jax.Array, num_copies: jax.Array, group: LayerGroup
+) -> KVPool:
+    copy, num_blocks = _kernels(name).copy_blocks, pool.k.shape[0] // group.num_layers
+    interpret = is_interpreted.value
+    k, v = copy(pool.k, pool.v, src, dst, num_copies, num_blocks=num_blocks, interpret=interpret)
+    return KVPool(k=k, v=v)
+
+
+def _max_queries() -> int:
+    from pallas_kernels.decode_rows import MAX_QUERIES
+
+    return MAX_QUERIES
+
+
+def _cut(q: jax.Array) -> jax.Array:
+    """`[r, t, ...]` with each row cut into rows of at most `MAX_QUERIES` queries."""
+    most, num_queries = _max_queries(), q.shape[1]
+    if num_queries <= most:
+        return q
+    padding = [(0, -num_queries % most if axis == 1 else 0) for axis in range(q.ndim)]
+    return jnp.pad(q, padding).reshape(-1, most, *q.shape[2:])
+
+
+def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> Any:
+    """DecodeRows of `_cut`; each reads only the columns that its own queries reach."""
+    from pallas_kernels.decode_rows import DecodeRows
+
+    most = _max_queries()
+    if num_queries > most:
+        starts = jnp.arange(0, num_queries, most, dtype=jnp.int32)
+        first_position = (plan.first_position[:, None] + starts).reshape(-1)
+        num_left = (plan.num_queries[:, None] - starts).reshape(-1)
+        table_row = jnp.repeat(plan.table_row, starts.shape[0])
+        plan = plan_rows(group, table_row, first_position, jnp.clip(num_left, 0, most))
+    return DecodeRows(
+        plan.table_row, plan.first_column, plan.num_columns, plan.first_position, plan.num_queries
+    )
+
+
+def _backend(name: str, plan: Any) -> Backend:
+    attend, copy_blocks = functools.partial(_attend, name), functools.partial(_copy_blocks, name)
+    supports = functools.partial(_supports, name)
+    return Backend(name, supports, attend, prefill=attend, copy_blocks=copy_blocks, plan=plan)
+
+
+BACKENDS = _backend(MOSAIC_GPU, _plan), _backend(MOSAIC_TPU, None)
