@@ -45,12 +45,20 @@ hypothesis.settings.load_profile("ci")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks as slow those cases of a test that its `quick_cases` does not name."""
+    cases, found = {}, set()
     for item in items:
         for mark in item.iter_markers("quick_cases"):
-            if item.callspec.id not in mark.args:
+            test, case = item.nodeid.partition("[")[0], item.callspec.id
+            cases[test] = mark.args
+            found.add((test, case))
+            if case not in mark.args:
                 item.add_marker("slow")
+    if not any("::" in argument for argument in config.args):  # whole files, so all cases are here
+        for test, names in cases.items():
+            if missing := [name for name in names if (test, name) not in found]:
+                raise pytest.UsageError(f"{test}: quick_cases names {missing}, expected cases of the test")
 
 
 @pytest.fixture(autouse=True, scope="module")

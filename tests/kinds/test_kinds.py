@@ -177,7 +177,7 @@ def two_steps(params, cache, tokens, num_new, weights, step):
         return cache, (logits, status)
 
     _, (logits, status) = jax.lax.scan(body, cache, (tokens, num_new))
-    is_token = jnp.arange(WIDTH) < num_new[:, :, None]
+    is_token = jnp.arange(WIDTH)[None, None] < num_new[:, :, None]
     return jnp.sum(jnp.where(is_token[..., None], logits * weights, 0)), status
 
 
