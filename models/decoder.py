@@ -344,7 +344,8 @@ Rotation = tuple[jax.Array, jax.Array]
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> Rotation:
     """The angles of rotary embeddings; positions come from the step, so padding and chunks do not matter."""
-    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    angles = positions[..., None, None].astype(jnp.float32)
+    angles = angles * _on_last_axis(jnp.asarray(rope_frequencies(config)), angles)
     return jnp.cos(angles), jnp.sin(angles)
 
 
