@@ -76,9 +76,11 @@ def commit(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _commit(control: Control, *columns: jax.Array | None, config: CacheConfig) -> tuple[Control, jax.Array]:
-    control, columns = as_varied((control, columns))
-    return commit_rows(control, *columns, config=config)
+def _commit(
+    control: Control, seq_ids: jax.Array | None, final_len: jax.Array, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    control, (seq_ids, final_len) = as_varied((control, (seq_ids, final_len)))
+    return commit_rows(control, seq_ids, final_len, config=config)
 
 
 def _require_index(operation: str, cache: Cache) -> None:

@@ -73,6 +73,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         named = jnp.where(seq_ids < 0, control.max_seqs, seq_ids)
         is_row = jnp.zeros_like(control.is_active).at[named].set(True, mode="drop") & control.is_active
     else:
+        assert words is not None
         is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
     masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
