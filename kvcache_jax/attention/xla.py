@@ -62,6 +62,7 @@ def _load(pool: KVPool, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         # A head's part of a block is one run of values, read head by head: no value is moved on its own.
         runs = values.reshape(-1, num_heads, block_size * head_dim)
         tile = lax.optimization_barrier(jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values)))
+        tile = tile.reshape(*tile.shape[:3], block_size, head_dim)
         return tile.reshape(num_heads, rows.shape[0], -1, head_dim)
 
     return load(pool.k), load(pool.v)
@@ -310,7 +311,8 @@ def backward(
         grad_q, grad_k, grad_v = state
         tile = load(i)
         rows, is_seen = tile.rows, tile.is_seen
-        k, v = (jnp.where(tile.is_held, x, 0) for x in (tile.k, tile.v))
+        # What unseen values give is masked below; the product of a weight of 0 and an unseen key is not.
+        k, v = jnp.where(tile.is_held, tile.k, 0), tile.v
         logits, slope = _logits(scale, soft_cap, stored_q, k)
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         weights = jnp.where(is_seen, jnp.exp(logits - safe_lse[..., None]), 0)

@@ -126,7 +126,7 @@ def test_this_test_can_fail(four_bits, monkeypatch):
 @pytest.mark.parametrize("per_batch", [24, 3])
 def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_batch):
     """Every row keeps its own tokens, and a chain ends before the first block that cannot be found."""
-    monkeypatch.setattr(commit, "_BATCH", per_batch)
+    monkeypatch.setattr(commit, "_BATCH_ON_CPUS", per_batch)
     num_rows, length, num_blocks = 6, 16, 60
     config = kv.CacheConfig(
         [kv.FullAttention(1, 4)], num_blocks=num_blocks, block_size=BLOCK, max_seqs=num_rows,

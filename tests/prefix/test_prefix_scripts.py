@@ -1,7 +1,6 @@
 """Long random scripts with prefix caching, against the oracle after every operation."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +23,7 @@ EVENTS = {
     "several lack blocks": 20,
     "one gets blocks and another none": 30,
     "a later one gets blocks": 10,
-    "a copy where blocks are short": 3,
+    "a copy where blocks are short": 2,
     "several copies": 4,
     "a repeated row": 40,
     "a repeated row that failed": 10,
@@ -127,28 +126,13 @@ def run_script(seed, num_steps):
 @pytest.mark.slow
 def test_a_random_script_in_small_batches(monkeypatch):
     """Blocks are published, and evicted, in several batches; chains end in one before the last."""
-    monkeypatch.setattr(commit, "_BATCH", 3)
-    monkeypatch.setattr(eviction, "_ENTRIES_PER_TRIP", 3)
+    monkeypatch.setattr(commit, "_BATCH_ON_CPUS", 3)
+    monkeypatch.setattr(eviction, "_ENTRIES_ON_CPUS", 3)
     jax.clear_caches()
     try:
         driver, rng = PrefixDriver(prefix_config(num_blocks=17)), np.random.default_rng(5)
         for _ in range(700):
             driver.apply(*random_prefix_operation(rng, driver))
         assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10
-    finally:
-        jax.clear_caches()
-
-
-@pytest.mark.slow
-def test_a_random_script_without_kernels(monkeypatch):
-    """What accelerators run, and versions of jax that were not tested: scatters, not one kernel."""
-    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
-    jax.clear_caches()
-    try:
-        driver, rng = PrefixDriver(prefix_config()), np.random.default_rng(0)
-        for _ in range(300):
-            driver.apply(*random_prefix_operation(rng, driver))
-        cache, ids = kv.init(prefix_config(), storage=False), jnp.zeros(1, jnp.int32)
-        assert "xla_cpu_small_call" not in jax.jit(kv.free).lower(cache, ids).as_text()
     finally:
         jax.clear_caches()

@@ -85,7 +85,7 @@ class Driver:
         got, expected = getattr(self, name)(*args)
         got = [kv.Status(status) for status in np.asarray(got).tolist()]
         assert got == expected, f"{name}{args}: status {got}, expected {expected}"
-        self.statuses.update((name, status.name) for status in got)
+        self.statuses.update((str(name), status.name) for status in got)
         changed, asked = changed_rows(name, args)
         self.count_events(name, changed, asked, got, args, copies_before)
         on_host = jax.tree.map(np.asarray, self.cache)  # once, and not in each of the checks
@@ -226,13 +226,20 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
     active = sorted(driver.oracle.rows)
     idle = sorted({*range(ROWS)} - {*active})
+    if shares_a_tail(driver.oracle) and idle and rng.random() < 0.15:
+        # A row that leaves few blocks for copies.
+        group_id = driver.config.indexed_group
+        num_blocks = driver.oracle.num_available(group_id) - int(rng.integers(3))
+        length = num_blocks * driver.config.groups[group_id].block_size
+        return "allocate", [int(rng.choice(idle))], [min(max(length, 0), driver.config.max_seq_len)]
     if shares_a_tail(driver.oracle) and rng.random() < 0.4:
         return "extend", [int(n) for n in rng.integers(0 if rng.random() < 0.5 else 1, WIDTH, ROWS)]
     if name in ("allocate", "fork") and len(idle) < 2 and rng.random() < 0.5:
         name = "free"  # there is nothing to start
     if name == "allocate":
         ids = row_ids(rng, idle)
-        lengths = [int(rng.integers(-1, 34)) if rng.random() < 0.3 else int(rng.integers(13)) for _ in ids]
+        lengths = [int(rng.integers(32 if rng.random() < 0.2 else 13)) for _ in ids]
+        lengths = [int(rng.choice([-1, 32, 33])) if rng.random() < 0.12 else n for n in lengths]
         return name, ids, lengths
     if name == "extend":
         top = rng.choice([1, 1, WIDTH])
@@ -266,7 +273,7 @@ def row_ids(rng: np.random.Generator, likely: list[int], most: int = ENTRIES) ->
     chosen = [*rng.permutation(likely), *rng.permutation(others)][: int(rng.integers(1, most + 1))]
     ids = [ROWS] * ENTRIES
     for place, row in zip(rng.permutation(ENTRIES), chosen, strict=False):
-        is_odd = rng.random() < 0.06
+        is_odd = rng.random() < 0.09
         ids[place] = int(rng.choice([-1, ROWS + 1, 2**31 - 1, *range(ROWS)]) if is_odd else row)
     if rng.random() < 0.25:
         first, second = rng.permutation(ENTRIES)[:2]
