@@ -101,7 +101,7 @@ def propose(
         seq_ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
         context_len, is_active = control.context_len, control.is_active
     else:
-        id_checks = check_ids(control, seq_ids, mask=num_new > 0)
+        id_checks = check_ids(control, seq_ids, mask=num_new != 0)
         seq_ids = jnp.where(seq_ids < 0, control.max_seqs, jnp.minimum(seq_ids, control.max_seqs))
         context_len = get_at(control.context_len, seq_ids, 0)
         is_active = get_at(control.is_active, seq_ids, False)

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from kvcache_jax.attention import kernels
-from kvcache_jax.blocks import storage
 from kvcache_jax.core.backends import choose
+from pallas_kernels import mosaic_gpu, mosaic_tpu
 from pallas_kernels.mosaic_gpu.decode_plan import plan_decode
 from tests.aot.hlo import COLLECTIVE
 from tests.kernels import gpu_interpreter
@@ -54,20 +53,21 @@ def config_of(implementation, *, windows=(None, (9, 3)), **options):
 
 @pytest.fixture
 def count_calls(monkeypatch):
-    """How often a kernel was traced, by the name of the function that calls it."""
-    calls = dict.fromkeys(["forward", "copy_blocks"], 0)
+    """How often a kernel was traced, by its name."""
+    calls = dict.fromkeys(["paged_decode", "copy_blocks"], 0)
 
-    def count(module, name, key):
+    def count(module, name):
         function = getattr(module, name)
 
         def counted(*arguments, **keywords):
-            calls[key] += 1
+            calls[name] += 1
             return function(*arguments, **keywords)
 
         monkeypatch.setattr(module, name, counted)
 
-    count(kernels, "forward", "forward")
-    count(storage, "over_heads", "copy_blocks")
+    for module in (mosaic_gpu, mosaic_tpu):
+        for name in calls:
+            count(module, name)
     return calls
 
 
@@ -117,7 +117,7 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
         assert driver.run._cache_size() == 1
 
     run_interpreted(scenario)
-    assert count_calls["forward"] and count_calls["copy_blocks"]
+    assert count_calls["paged_decode"] and count_calls["copy_blocks"]
 
 
 @pytest.mark.slow
@@ -402,7 +402,7 @@ def test_none_picks_a_measured_kernel_where_it_serves(monkeypatch):
 
     def chosen(config):
         (pool,) = jax.eval_shape(functools.partial(kv.init, config)).pools
-        return choose(config, None, pool, 2)
+        return choose(config, None, pool, config.groups[0], 2).name
 
     assert chosen(config) == "xla"  # on a CPU
     with testing.interpreted():
@@ -444,7 +444,7 @@ def test_a_mesh_of_gpus_runs_the_kernels_for_them():
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((2,), ("heads",), abstract_device=device)):
         try:
-            found = choose(config, None, pool)
+            found = choose(config, None, pool, config.groups[0]).name
         except NotImplementedError as error:
             found = str(error)
     assert found == "mosaic_gpu"

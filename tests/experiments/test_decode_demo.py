@@ -331,7 +331,7 @@ def test_an_object_is_printed_before_a_picture_fails(capsys, folder, tmp_path, m
     def fail(*_):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(decode.decode_timeline, "draw_timeline", fail)
+    monkeypatch.setattr(decode.timeline, "draw_timeline", fail)
     arguments = (*SAMPLING, "--checkpoint", folder / "plain", "--picture", tmp_path / "out.png", "--json")
     with pytest.raises(OSError, match="the disk is full"):
         run(capsys, *arguments)
@@ -385,8 +385,8 @@ def refusal(capsys, *arguments):
         (["a", "--beams", 10**30], f"got --beams {10**30} with --block-size 16, which has"),
         (["a", "--rows", 10**30], f"got --rows {10**30} with --block-size 16, which has"),
         (["a", "--rows", 2**31, "--num-blocks", 9], "got --rows 2147483648, which takes 2147483648 rows"),
-        (["a", "--samples", 10**6], "are free: lower --samples, --rows, --num-blocks or --max-new"),
-        (["a", "--beams", 10**6], "are free: lower --beams, --rows, --num-blocks or --max-new"),
+        (["a", "--samples", 10**7], "are free: lower --samples, --rows, --num-blocks or --max-new"),
+        (["a", "--beams", 10**7], "are free: lower --beams, --rows, --num-blocks or --max-new"),
         (["a", "--samples", "9" * 5000], "got 99999999999999999999... of 5000 digits, expected at most 4300"),
         (["a", "--implementation", "fast"], "invalid choice: 'fast'"),
         (["a", "--dtype", "float64"], "invalid choice: 'float64'"),

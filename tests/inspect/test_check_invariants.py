@@ -133,7 +133,7 @@ INDEX_BREAKS = {
     "block 0 has 1 children and counts 2": [(f"{INDEX}.history.num_children", 0, 2)],
     "block 1 is at depth 1, noted 0": [(f"{INDEX}.history.depth", 1, 0)],
     "a block has a negative number of hits": [(f"{INDEX}.history.num_hits", 3, -1)],
-    "block 3 was used before it was published": [(f"{INDEX}.history.last_used_at", 3, 2)],
+    "block 3 was used before it was published": [(f"{INDEX}.history.last_used_at", 3, 1)],
     "num_cached is 2, and 1 blocks are cached": [(f"{POOL}.cached.num_cached", (), 2)],
     "the queue lists [], and [3] are cached": [(f"{POOL}.cached.queued_at", 3, 1)],
     "the queue of 32 entries reaches": [(f"{POOL}.cached.head", (), 2)],
