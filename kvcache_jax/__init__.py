@@ -23,16 +23,14 @@ from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
-from kvcache_jax.core.config import (
-    CacheConfig,
-    FullAttention,
-    LayerGroup,
-    LayerKind,
-    SlidingWindow,
-    memory_bytes,
-)
+from kvcache_jax.core.config import CacheConfig, LayerGroup, memory_bytes
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
+from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.layer_kinds.full_attention import FullAttention
+from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
+from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import (
     Admission,
     BlockPool,
@@ -94,6 +92,7 @@ __all__ = [
     "Batch",
     "Beam",
     "BeamResult",
+    "BlockArray",
     "BlockMetadata",
     "BlockPool",
     "Cache",
@@ -105,6 +104,7 @@ __all__ = [
     "FullAttention",
     "GenerateResult",
     "Generation",
+    "KeysValues",
     "LayerGroup",
     "LayerKind",
     "Request",
@@ -112,6 +112,7 @@ __all__ = [
     "ScoreResult",
     "SlidingWindow",
     "Snapshot",
+    "Span",
     "Stats",
     "Status",
     "StatusError",

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core.attention_plan import plan_attention
-from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, width_of

@@ -17,7 +17,6 @@ from kvcache_jax.arrays.masked_updates import (
     first_true,
     get_at,
     num_true,
-    quotient,
     read_first,
     remainder,
     set_at,
@@ -95,7 +94,7 @@ def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
 
 def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The columns `[first, end)` that a row of `length` tokens, in whole blocks, must hold beside sinks."""
-    return group.first_column(length), quotient(length, group.block_size)
+    return group.span.needed_columns(length, group.block_size)
 
 
 def link(
