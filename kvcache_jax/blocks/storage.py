@@ -45,13 +45,13 @@ def store_tokens(
     group = config.groups[group_id]
     backend = backends.choose(config, None, pool, group)
     new = {name: values.reshape(-1, *values.shape[slots.ndim :]) for name, values in new.items()}
-    stored = _stored(group, new)
+    stored = _stored(group, pool, new)
     slots, layer = slots.reshape(-1), jnp.asarray(layer)
     pool, stored = as_varied((pool, stored), slots)
     return _store(backend.name, config.head_axis, group, pool, stored, slots, layer)
 
 
-def _stored(group: LayerGroup, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Encodes new tokens `[n, ...]`, and checks that the kind made what its arrays hold."""
     encoded, stored = group.kind.encode(**new), {}
     num_tokens = next(iter(new.values())).shape[0]
@@ -61,7 +61,8 @@ def _stored(group: LayerGroup, new: Mapping[str, jax.Array]) -> dict[str, jax.Ar
             f"{[name for name, _ in group.arrays]}"
         )
     for name, array in group.arrays:
-        values, expected = encoded[name], (num_tokens, *array.token_shape)
+        values, (_, *shape) = encoded[name], pool.arrays[name].shape
+        expected = num_tokens, *shape[: array.token_axis], *shape[array.token_axis + 1 :]
         is_cast = jnp.issubdtype(values.dtype, jnp.floating) and jnp.issubdtype(array.dtype, jnp.floating)
         if values.shape != expected or not (is_cast or values.dtype == array.dtype):
             raise ValueError(

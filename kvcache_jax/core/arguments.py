@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import as_integer
 from kvcache_jax.arrays.sharding import axis_of_types, check_split
-from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import Cache, KVPool, Step
 
 IntRows = ArrayLike | Sequence[int]
@@ -380,17 +380,18 @@ def layer_inputs(cache: Cache, place: Place, given: Mapping[str, Any], step: Ste
     group, inputs = cache.config.groups[place.group_id], {}
     expected = group.kind.inputs
     axis = axis_of_types(place.pool.arrays, group.head_positions)
+    num_shards = _num_shards(place.pool, group)  # inside `shard_map` a device has some of the heads
     for name, values in given.items():
         if (values is None) != (name not in expected):
-            got = "None" if values is None else f"of shape {np.shape(values)}"
             raise TypeError(
-                f"{name} is {got}, expected {'an array' if name in expected else 'None'}: {group.kind.label} "
-                f"layers take {' and '.join(expected)}"
+                f"{name} is a {type(values).__name__}, expected {'an array' if name in expected else 'None'}: "
+                f"{group.kind.label} layers take {' and '.join(expected)}"
             )
         if values is None:
             continue
         require_floats(name, values)
-        shape = (*step.positions.shape, *expected[name])
+        num_heads, *width = expected[name]
+        shape = (*step.positions.shape, num_heads // num_shards, *width)
         if values.shape != shape:
             raise ValueError(
                 f"{name} has shape {values.shape}, expected {shape}: "
@@ -400,6 +401,13 @@ def layer_inputs(cache: Cache, place: Place, given: Mapping[str, Any], step: Ste
         refuse_shared_cache(name, values, cache)
         inputs[name] = owned(values)
     return inputs
+
+
+def _num_shards(pool: KVPool, group: LayerGroup) -> int:
+    for name, array in group.arrays:
+        if array.head_axis is not None:
+            return array.shape[array.head_axis] // pool.arrays[name].shape[1 + array.head_axis]
+    return 1
 
 
 def check_layers(name: str, values: Any, num_layers: int) -> None:
