@@ -384,7 +384,7 @@ def layer_inputs(cache: Cache, place: Place, given: Mapping[str, Any], step: Ste
     for name, values in given.items():
         if (values is None) != (name not in expected):
             raise TypeError(
-                f"{name} is a {type(values).__name__}, expected {'an array' if name in expected else 'None'}: "
+                f"{name} is a {type(values).__name__}, expected {'an array' if name in expected else None}: "
                 f"{group.kind.label} layers take {' and '.join(expected)}"
             )
         if values is None:
