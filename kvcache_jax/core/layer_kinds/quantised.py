@@ -32,8 +32,8 @@ class Quantised(LayerKind):
         largest one that divides it.
 
     Raises:
-      ValueError, TypeError: another format, a kind that stores something else, or an odd `head_dim` with "int4"
-        or `rotate`.
+      ValueError, TypeError: another format, a kind that stores something else, or an odd `head_dim` with
+        "int4" or `rotate`.
 
     Example:
       >>> import kvcache_jax as kv
@@ -58,8 +58,8 @@ class Quantised(LayerKind):
     def __post_init__(self):
         if not isinstance(self.kind, LayerKind) or not self.kind.is_plain:
             raise TypeError(
-                f"kind is {self.kind!r}, expected a layer kind that stores keys and values as they are, such as "
-                "FullAttention or SlidingWindow"
+                f"kind is {self.kind!r}, expected a layer kind that stores keys and values as they are, such "
+                "as FullAttention or SlidingWindow"
             )
         if self.format not in FORMATS:
             raise ValueError(f"format is {self.format!r}, expected one of {', '.join(map(repr, FORMATS))}")

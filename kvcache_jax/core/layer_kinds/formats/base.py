@@ -17,8 +17,8 @@ class Format(NamedTuple):
       parts: `(head_dim) -> {part: (width, dtype)}`: what is stored per token and head. The part "" is the
         numbers; others, such as "scale", have width None for a single number.
       encode: `(x f32[..., head_dim]) -> {part: [..., width]}`, or `[...]` for a single number.
-      decode: `({part: array}, dtype) -> (values [..., head_dim], scale f32[...])`: numbers that the dtype holds
-        exactly, and what they are multiplied by.
+      decode: `({part: array}, dtype) -> (values [..., head_dim], scale f32[...])`: numbers that the dtype
+        holds exactly, and what they are multiplied by.
     """
 
     parts: Callable[[int], Mapping[str, tuple[int | None, Any]]]

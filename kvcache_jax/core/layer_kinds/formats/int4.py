@@ -13,8 +13,8 @@ _MOST, _LEAST_SCALE = 15, 1e-6
 def _parts(head_dim):
     if head_dim % 2:
         raise ValueError(
-            f"head_dim is {head_dim} with format 'int4', expected an even number, for two numbers share a byte: "
-            "take 'int8'"
+            f"head_dim is {head_dim} with format 'int4', expected an even number, for two numbers share a "
+            "byte: take 'int8'"
         )
     return {"": (head_dim // 2, jnp.uint8), "scale": (None, jnp.float32), "zero": (None, jnp.uint8)}
 
