@@ -44,30 +44,23 @@ MAX_LINES = dict.fromkeys(LAYERS, 400) | {"tests": 500}
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
     f"test_{name}.py" for name in ("package", "promises", "reached_files", "readme", "recipes")
 }
-# A function's docstring begins with what it does: "Returns", "Copies".
-NO_FIRST_WORDS = {"What", "Which", "Who", "How", "Those", "That"}
-# Not done yet, a list that only gets shorter: files over the limit, and files with such docstrings.
-TOO_LONG = {
-    "kvcache_jax/core/arguments.py",
-    "kvcache_jax/manager/manager.py",
-    "tests/operations/test_cases.py",
+# A function's docstring begins with a verb in the third person; these end in "s" and are none.
+NO_VERBS = {
+    *("Arrays", "As", "Blocks", "Bytes", "Columns", "Entries", "Fields", "Has", "Ids", "Is", "Keys"),
+    *("Lengths", "Logits", "Numbers", "Pieces", "Rows", "Slots", "This", "Tokens", "Values", "Was", "Zeros"),
 }
-BEGIN_WITH_PRONOUNS = {
-    "kvcache_jax/core/arguments.py",
-    "kvcache_jax/decoding/host.py",
-    "kvcache_jax/decoding/prefill.py",
-    "kvcache_jax/decoding/score.py",
-    "kvcache_jax/inspect/block_map.py",
-    "kvcache_jax/inspect/check_invariants.py",
-    "kvcache_jax/manager/batches.py",
-    "kvcache_jax/manager/locked_cache.py",
-    "kvcache_jax/manager/queries.py",
-    "kvcache_jax/operations/lookup.py",
-    "kvcache_jax/prefix/group_links.py",
-    "kvcache_jax/prefix/namespace.py",
-    "kvcache_jax/testing/__init__.py",
-    "kvcache_jax/testing/check_forward.py",
-}
+# Being rewritten: folders and files whose docstrings are not asked yet.
+BEING_REWRITTEN = (
+    "kvcache_jax/attention/",
+    "kvcache_jax/blocks/storage.py",
+    "kvcache_jax/core/attention_plan.py",
+    "kvcache_jax/core/backends.py",
+    "kvcache_jax/core/config.py",
+    "kvcache_jax/core/empty_state.py",
+    "kvcache_jax/core/layer_kinds/",
+    "kvcache_jax/core/mosaic.py",
+    "kvcache_jax/core/state.py",
+)
 
 pytestmark = pytest.mark.contract
 
@@ -434,7 +427,7 @@ def test_no_source_file_is_too_long():
     for file, limit in (("models/a.py", 400), ("tests/a.py", 500)):
         assert too_long(file, "\n" * (limit + 1)) and not too_long(file, "\n" * limit)
     names = {path.relative_to(ROOT).as_posix(): path for path in source_files(*SOURCE_FOLDERS)}
-    assert {name for name, path in names.items() if too_long(name, path.read_text())} <= TOO_LONG
+    assert [name for name, path in names.items() if too_long(name, path.read_text())] == []
 
 
 def test_tests_stand_in_rooms():
@@ -445,23 +438,54 @@ def test_tests_stand_in_rooms():
     assert rooms == {*tested, "aot", "fixtures", "kernels", "kinds", "mutants", "support"}
 
 
-def first_words(source: str) -> list[str]:
-    """The first words of the docstrings of a file's functions and methods."""
-    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
-    return [text.split()[0].strip(",.:;") for node in functions if (text := ast.get_docstring(node))]
+def not_begun_with_a_verb(file: str, source: str) -> list[str]:
+    """Lists the functions of a file whose docstring does not say first what they do: "Returns", "Copies".
+
+    Properties and dunder methods begin with a noun.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or (node.name.startswith("__") and node.name.endswith("__")):
+            continue
+        is_property = any(ast.unparse(each).endswith("property") for each in node.decorator_list)
+        words = (ast.get_docstring(node) or "").split()
+        if words and not is_property and (not re.fullmatch("[A-Z][a-z]*s", words[0]) or words[0] in NO_VERBS):
+            found.append(f"{file}:{node.lineno} {node.name} begins with {words[0]}, expected a verb: Returns")
+    return found
 
 
 def test_docstrings_of_functions_begin_with_what_they_do():
+    found = []
+    for path in source_files("kvcache_jax"):
+        file = path.relative_to(ROOT).as_posix()
+        if not file.startswith(BEING_REWRITTEN):
+            found += not_begun_with_a_verb(file, path.read_text())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_fine"),
+    [
+        ("Copies whole blocks.", True),
+        ("i32[n], the bucket of each hash.", False),
+        ("`value` as an int.", False),
+        ("The row's colour.", False),
+        ("Whether it was donated.", False),
+        ("Tokens that a request holds.", False),
+        ("Which blocks are free.", False),
+    ],
+)
+def test_a_docstring_that_begins_with_no_verb_is_found(docstring, is_fine):
     source = (
-        'def f():\n  """Which is it?"""\nclass A:\n  """What it is."""\n  def g(self):\n    """Copies."""\n'
+        f'def f():\n  """{docstring}"""\nclass A:\n  """A thing."""\n  def g(self):\n    """{docstring}"""'
     )
-    assert first_words(source) == ["Which", "Copies"]
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in source_files("kvcache_jax")
-        if NO_FIRST_WORDS & {*first_words(path.read_text())}
-    }
-    assert found <= BEGIN_WITH_PRONOUNS, found - BEGIN_WITH_PRONOUNS
+    assert len(not_begun_with_a_verb("a.py", source)) == (0 if is_fine else 2)
+    for exempt in (
+        "@property\ndef f(self):",
+        "@functools.cached_property\ndef f(self):",
+        "def __call__(self):",
+    ):
+        assert not_begun_with_a_verb("a.py", f'{exempt}\n  """{docstring}"""') == []
 
 
 # A folder at the root of somebody's machine; example.org/home/ and a/work/ are none.

@@ -108,7 +108,7 @@ def _require_new(name: str) -> None:
 
 
 def eviction_policies() -> tuple[str, ...]:
-    """The names that `CacheConfig(eviction_policy=)` takes.
+    """Lists the names that `CacheConfig(eviction_policy=)` takes.
 
     Example:
       >>> import kvcache_jax as kv
@@ -119,12 +119,12 @@ def eviction_policies() -> tuple[str, ...]:
 
 
 def needed_metadata(name: str) -> frozenset[str]:
-    """Fields of `BlockMetadata` that the policy reads besides `recency`."""
+    """Lists the fields of `BlockMetadata` that the policy reads besides `recency`."""
     return _policies[name].needs
 
 
 def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
-    """i32[num_blocks], the policy's keys.
+    """Computes the policy's keys, i32[num_blocks].
 
     Raises:
       TypeError: the policy returned something else. What it raises comes with a note that names it.
@@ -172,6 +172,6 @@ def _lowest_priority(blocks: BlockMetadata) -> jax.Array:
 
 @eviction_policy("hyperbolic", needs=["num_hits", "age"])
 def _fewest_uses_per_time(blocks: BlockMetadata) -> jax.Array:
-    """Blankstein et al., Hyperbolic Caching, 2017: uses over the time since the publication."""
+    """Computes uses over the time since the publication (Blankstein et al., Hyperbolic Caching, 2017)."""
     assert blocks.num_hits is not None and blocks.age is not None
     return -lax.div(blocks.age, 1 + blocks.num_hits)

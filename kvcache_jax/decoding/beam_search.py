@@ -118,7 +118,7 @@ def beam_search(
     look_every: int | None = None,
     on_look: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
 ) -> BeamResult:
-    """The `num_beams` best continuations of each prompt, found by beam search.
+    """Finds the `num_beams` best continuations of each prompt.
 
     A search ends when its beams cannot beat the finished hypotheses any more, or at `max_new_tokens`.
 
@@ -208,7 +208,7 @@ def beam_search(
 
 
 def _usable_length_penalty(value: Any, max_new_tokens: int) -> float:
-    """An exponent of lengths up to `max_new_tokens` whose powers scale a score that float32 can hold."""
+    """Checks the exponent of lengths: up to `max_new_tokens` its powers leave scores finite in float32."""
     penalty = finite_number("length_penalty", value)
     decimals = math.log10(max_new_tokens)
     if abs(penalty) * decimals > _MOST_DECIMALS:
@@ -244,7 +244,7 @@ def _prefill(
 
 
 def _hypotheses(found: _Search, prompt_id: int, length_penalty: float) -> list[Beam]:
-    """Finished hypotheses and running beams together, best first; `found` is in numpy."""
+    """Lists finished hypotheses and running beams together, best first; `found` is in numpy."""
     beams = []
     _, num_beams, max_new_tokens = found.tokens.shape
     num_new = int(found.num_new[prompt_id])
@@ -275,7 +275,7 @@ def _begin(
     num_beams: int,
     max_new_tokens: int,
 ) -> _Search:
-    """The search behind the first tokens, which come from the prompts' last logits `f32[p, vocab]`."""
+    """Starts the search from the prompts' last logits `f32[p, vocab]`, which give the first tokens."""
     num_prompts, vocab = logits.shape
     shape = (num_prompts, num_beams)
     state = _Search(

@@ -99,7 +99,7 @@ def snapshot_of(
     running: dict[int, tuple[int, int]],
     ended: Sequence[Generation] = (),
 ) -> Snapshot:
-    """What the cache holds now."""
+    """Records what the cache holds now."""
     pools = cache.control.block_pools
     tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
     num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
@@ -116,7 +116,7 @@ def snapshot_of(
 
 
 def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
-    """The rows as i32[n], filled up with `max_seqs` to a power of two of at least 8, and at most all rows."""
+    """Pads rows with `max_seqs` to i32[n], n a power of two of at least 8, and at most all rows."""
     num_rows = max(len(rows), _SHORTEST_LIST)
     padded = np.full(min(1 << (num_rows - 1).bit_length(), max_seqs), max_seqs, np.int32)
     padded[: len(rows)] = rows
@@ -124,7 +124,7 @@ def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
 
 
 def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
-    """The caller's cache if it can be gone on with, or an empty one.
+    """Returns the caller's cache if it can be continued, else an empty one.
 
     Raises:
       ValueError, TypeError: no cache, a donated one, one of another config, or with rows that are active.
@@ -223,7 +223,7 @@ class Host:
         return self._free(state, list(ended), has_numbers)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
-        """Number of tokens that complete the first stop string, if any does; `num_checked` do not."""
+        """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
         if not self.stop_strings or self.detokenize is None:
             return None
         # Not the whole text alone: a character that is not finished yet may hide what there was before.

@@ -153,7 +153,7 @@ def decode(
 
 
 def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeState:
-    """One token for every running row."""
+    """Decodes one token for every running row."""
     tokens = _last_token(state)[:, None]
     num_new = (state.phase == Phase.RUNNING).astype(jnp.int32)
     cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
@@ -169,7 +169,7 @@ def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeStat
 def _decode_drafted(
     forward: Forward, params: Any, draft_params: Any, state: DecodeState, draft_source: DraftSource
 ) -> DecodeState:
-    """One call of the model on the last token and its drafts; keeps the accepted ones and one more.
+    """Calls the model once on the last token and its drafts; keeps the accepted ones and one more.
 
     References:
       Fast Inference from Transformers via Speculative Decoding (Leviathan et al.; arXiv:2211.17192).
@@ -224,7 +224,7 @@ def _decode_drafted(
 
 
 def _have_room(cache: Cache, running: jax.Array, num_drafts: jax.Array) -> jax.Array:
-    """bool[max_seqs], the first rows whose drafts fit. Drafts never cost a row its next token."""
+    """Selects the first rows whose drafts fit, bool[max_seqs]. Drafts never cost a row its next token."""
     least = running.astype(jnp.int32)
     have_room = running
     for group in range(len(cache.config.groups)):

@@ -71,7 +71,7 @@ def check_invariants(cache: Cache) -> list[str]:
 
 
 def _check_ids(cache: Cache) -> list[str]:
-    """What holds ids of blocks holds nothing else."""
+    """Checks that lists of block ids hold nothing else."""
     control, index = cache.control, cache.control.prefix_index
     found = []
     for g, pool in enumerate(control.block_pools):
@@ -97,7 +97,7 @@ def _check_ids(cache: Cache) -> list[str]:
 
 
 def _check_counts(pool: BlockPool) -> list[str]:
-    """References, and the partition of the blocks into free, referenced and cached."""
+    """Checks references, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
     num_free, nowhere = int(pool.num_free), pool.num_blocks
@@ -131,7 +131,7 @@ def _check_counts(pool: BlockPool) -> list[str]:
 
 
 def _check_queue(cached: CachedBlocks, is_cached: np.ndarray, will_be_cached: np.ndarray) -> list[str]:
-    """Every cached block is once in the queue, and nothing else is; there is room for those to come."""
+    """Checks that each cached block is once in the queue, nothing else is, and those to come have room."""
     violations = []
     if int(cached.num_cached) != is_cached.sum():
         violations.append(f"num_cached is {int(cached.num_cached)}, and {is_cached.sum()} blocks are cached")
@@ -155,7 +155,7 @@ def _check_queue(cached: CachedBlocks, is_cached: np.ndarray, will_be_cached: np
 
 
 def _check_index(cache: Cache) -> list[str]:
-    """The index finds every published block and nothing else, and each entry says what its block holds."""
+    """Checks that the index finds exactly the published blocks, and that entries match their blocks."""
     index, control = cache.control.prefix_index, cache.control
     group_id = cache.config.indexed_group
     pool = control.block_pools[group_id]
@@ -213,7 +213,7 @@ def _check_index(cache: Cache) -> list[str]:
 def _check_history(
     history: BlockHistory, parent: np.ndarray, is_published: np.ndarray, depth: np.ndarray
 ) -> list[str]:
-    """What an eviction policy is told of the published blocks."""
+    """Checks what an eviction policy is told of the published blocks."""
     violations, nowhere = [], len(parent)
     parents = parent[is_published]
     expected = np.bincount(parents[parents < nowhere], minlength=nowhere)
@@ -233,7 +233,7 @@ def _check_history(
 
 
 def _check_companions(companions: Companions, is_keeper: np.ndarray, is_published: np.ndarray) -> list[str]:
-    """The links between published blocks and those of another group agree in both directions."""
+    """Checks that links between published blocks and those of another group agree in both directions."""
     violations, block_ids, keeper = [], np.asarray(companions.block_ids), np.asarray(companions.keeper)
     keepers, slots = np.nonzero(block_ids < len(is_published))
     linked = block_ids[keepers, slots]
@@ -256,7 +256,7 @@ def _check_companions(companions: Companions, is_keeper: np.ndarray, is_publishe
 def _expected_hashes(
     index: PrefixIndex, hash_key: jax.Array, depth: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each block the hash that follows from its parent's, and its bucket."""
+    """Computes the hash of each block that follows from its parent's, and its bucket."""
     before = index.block_hash.at[index.parent].get(mode="clip")
     is_root = (index.parent == index.parent.shape[0])[:, None]
     before = jnp.where(is_root, root_hash(hash_key, index.namespace), before)
@@ -267,7 +267,7 @@ def _expected_hashes(
 def _check_published_rows(
     cache: Cache, parent: np.ndarray, namespaces: np.ndarray, is_published: np.ndarray
 ) -> list[str]:
-    """Published blocks of a row follow each other in its namespace, and reserved ones are not published."""
+    """Checks that a row's published blocks are a chain in its namespace, and none is a reserved one."""
     control, group_id, violations = cache.control, cache.config.indexed_group, []
     table, nowhere = np.asarray(control.block_pools[group_id].block_table), len(is_published)
     block_size = cache.config.groups[group_id].block_size
@@ -295,7 +295,7 @@ def _check_published_rows(
 
 
 def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None) -> list[str]:
-    """One row of the block table; `length` is None for an idle row."""
+    """Checks one row of the block table; `length` is None for an idle row."""
     is_held = entries < pool.num_blocks
     if length is None:
         return ["is idle and holds blocks"] if is_held.any() else []

@@ -15,7 +15,7 @@ _ODD = (0x9E3779B1, 0x85EBCA77)
 
 
 def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
-    """u32[..., 2], hash of the empty prefix in `namespace u32[..., 4]`."""
+    """Computes the hash u32[..., 2] of the empty prefix in `namespace u32[..., 4]`."""
     value, odd = (
         lax.broadcast_to_rank(words, namespace.ndim) for words in (hash_key, jnp.array(_ODD, jnp.uint32))
     )
@@ -25,7 +25,7 @@ def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
 
 
 def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Array) -> jax.Array:
-    """u32[..., 2], what a block adds to the hash of the prefix before it.
+    """Computes what a block adds to the hash of the prefix before it, u32[..., 2].
 
     Args:
       hash_key: u32[2].

@@ -30,7 +30,7 @@ from kvcache_jax.core.state import BlockPool, Companions, Control, PrefixIndex
 def usable_prefix(
     control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
 ) -> tuple[list[jax.Array], jax.Array]:
-    """How much of a prefix that the indexed group has every group can serve.
+    """Finds how much of the indexed group's prefix every group can serve.
 
     Args:
       control: The state.
@@ -76,7 +76,7 @@ def usable_prefix(
 def _columns(
     index: PrefixIndex, indexed: LayerGroup, other: LayerGroup, other_id: int, found: jax.Array
 ) -> jax.Array:
-    """i32[n], the other group's blocks for the prefix, by column."""
+    """Lists the other group's blocks for the prefix by column, i32[n]."""
     companions = index.companions[other_id]
     assert companions is not None
     columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
@@ -87,14 +87,14 @@ def _columns(
 
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
-    """`block_ids`, cut or filled up to the width of the block table."""
+    """Cuts or fills `block_ids` to the width of the block table."""
     block_ids = block_ids[: pool.max_blocks_per_seq]
     num_missing = pool.max_blocks_per_seq - block_ids.shape[0]
     return jnp.pad(block_ids, (0, num_missing), constant_values=pool.num_blocks)
 
 
 def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The columns `[first, end)` that a row of `length` tokens, in whole blocks, must hold beside sinks."""
+    """Computes the columns `[first, end)`, beside sinks, that a row of `length` tokens must hold."""
     return group.first_column(length), quotient(length, group.block_size)
 
 
@@ -106,7 +106,7 @@ def link(
     canonical: jax.Array,
     config: CacheConfig,
 ) -> Control:
-    """Hangs the other groups' blocks of rows onto published blocks that lack them.
+    """Links published blocks to the blocks of other layer groups that hold the same tokens.
 
     Args:
       control: The state.

@@ -372,8 +372,12 @@ ARGUMENTS = in_module(
     ("callers' arrays are read in place", "return np.array(values)", "return np.asarray(values)", REUSED),
     ("callers' keys are read in place", "x.copy() if", "x if", REUSED),
     ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
-    ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ("wide integers wrap", "if values.dtype.itemsize >= 4:", "if values.dtype.itemsize > 8:", WIDE_INTEGERS),
+)
+
+TOKEN_ARGUMENTS = in_module(
+    "core/token_arguments",
+    ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
 )
 
 CONFIG = in_module(
@@ -425,6 +429,7 @@ MUTATIONS = [
     *DONATE,
     *BUILD,
     *ARGUMENTS,
+    *TOKEN_ARGUMENTS,
     *CONFIG,
     *STATS,
     *STATUS,
