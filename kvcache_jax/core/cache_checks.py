@@ -1,4 +1,4 @@
-"""What form a cache is in: one or several stacked, with values or traced, donated; and who refuses which."""
+"""Checks of a cache's form: one or several stacked, with values or traced, donated."""
 
 import functools
 from collections.abc import Callable

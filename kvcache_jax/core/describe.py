@@ -1,4 +1,4 @@
-"""What a cache takes of the memory: a plan that can be read before anything is made."""
+"""The memory plan of a config, which can be read before anything is made."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Which cached block is worth least: eviction policies by name, and a decorator for one's own.
+"""Eviction policies by name, which say which cached block goes first, and a decorator for one's own.
 
 A policy is a pure function from what is known of the blocks to an integer key per block: lower goes first,
 and of equal keys the one released longest ago. Children go before their parents, so a block counts as its
@@ -16,12 +16,12 @@ from jax import lax
 
 
 class BlockMetadata(NamedTuple):
-    """What a policy sees, one entry per block; None where the policy did not ask for it.
+    """Metadata that a policy sees, one entry per block; None where the policy did not ask for it.
 
     A use is a publication, a hit by `allocate`, or an adoption by `commit`, where a row gives its own block
-    back for the published one; that a fork commits a block which it shares anyway is none. Times are ticks of
-    the cache's clock, which advances with each call of allocate, extend, fork, reorder or touch that uses a
-    row, the one that evicts included. Entries of blocks that are not cached mean nothing.
+    back for the published one. Committing a block that the row shares anyway, after `fork`, is no use. Times
+    are ticks of the cache's clock, which advances with each call of allocate, extend, fork, reorder or touch
+    that uses a row, the one that evicts included. Entries of blocks that are not cached mean nothing.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.

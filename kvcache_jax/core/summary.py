@@ -1,4 +1,4 @@
-"""How a cache is printed."""
+"""The printed form of a cache."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Which prompts start next: as many as can go on to their ends."""
+"""Admission of prompts: as many start next as can go on to their ends."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def _fits(
     """Tells whether `rows` can all go on to `max_len` i32[max_seqs] together.
 
     Args:
-      cache: Holds them, but for those that are still to be forked.
+      cache: Holds them, except those that are still to be forked.
       rows: That run or start.
       max_len: i32[max_seqs], where each ends.
       forks: {row to be forked: row with its prompt}.

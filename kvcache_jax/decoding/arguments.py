@@ -1,4 +1,4 @@
-"""What `generate`, `score` and `beam_search` are asked for, checked alike."""
+"""Checks of the arguments that `generate`, `score` and `beam_search` share."""
 
 import functools
 import inspect

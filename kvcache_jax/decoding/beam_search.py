@@ -54,7 +54,7 @@ class Beam:
 
 @dataclasses.dataclass
 class BeamResult:
-    """What `beam_search` returns.
+    """Result of `beam_search`.
 
     Attributes:
       beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has what it had.
@@ -66,7 +66,7 @@ class BeamResult:
       num_steps: Calls of the model in the search.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the search, likewise; callbacks do not count.
-      timeline: One entry per look of the host; its `running` is {row: (prompt_id, i)}.
+      timeline: One entry per check-in of the host; its `running` is {row: (prompt_id, i)}.
     """
 
     beams: list[list[Beam]]
@@ -133,7 +133,7 @@ def beam_search(
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
       chunk_len: As in `generate`.
-      look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
+      look_every: Most steps between two check-ins of the host; default 8 with `on_look`, otherwise no limit.
       on_look: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
 
     Returns:

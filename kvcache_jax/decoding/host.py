@@ -1,4 +1,4 @@
-"""The host side of decoding: which row decodes what, what has come of it, and when a row is done."""
+"""The host side of decoding: the continuation that each row decodes, the results, and the ends of rows."""
 
 import dataclasses
 import time
@@ -63,7 +63,7 @@ class Snapshot:
       num_refs: Table entries that point at them; the difference is what sharing saves.
       num_active_seqs: Rows that hold a sequence.
       running: {row: (prompt_id, sample_id)}, what the rows decode.
-      ended: Continuations that came to their end at this look.
+      ended: Continuations that ended since the snapshot before.
       block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
         all: `on_look` gets them.
     """
@@ -85,7 +85,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def __call__[T](self, work: Callable[..., T], *args, **kwargs) -> T:
-        """What `work` returns, once it is there."""
+        """Does `work` and waits for its result."""
         start = time.perf_counter()
         result = jax.block_until_ready(work(*args, **kwargs))
         self.seconds += time.perf_counter() - start
@@ -167,7 +167,7 @@ class Requests:
 
 
 class Host:
-    """Which row decodes what, and the results so far."""
+    """The host's record: the continuation that each row decodes, and the results so far."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The device side of decoding, for anybody's model: what is carried from step to step, in one while loop.
+"""The device side of decoding, for anybody's model: one while loop, and the state that it carries.
 
-All rows of the cache take part in every step, idle ones without new tokens.
+Every step computes all rows of the cache, idle ones without new tokens.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from kvcache_jax.operations.truncate import truncate
 
 
 class Phase(enum.IntEnum):
-    """What a row is doing, or what ended it."""
+    """Activity of a row, or the reason why it ended."""
 
     RUNNING = 0
     """It decodes."""
@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
 
 @pytree_dataclass()
 class DecodeState:
-    """Everything that decoding carries from step to step.
+    """State that decoding carries from step to step.
 
     Attributes:
       cache: The target model's.
@@ -78,7 +78,7 @@ class DecodeState:
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """Where draft tokens come from (static).
+    """Source of draft tokens (static).
 
     Attributes:
       num_drafts: Proposed per step.

@@ -1,4 +1,4 @@
-"""Prompts, and other tokens that are known: fed to anybody's model by one program, whatever their number.
+"""Prefill for anybody's model: one program feeds it prompts, or other known tokens, whatever their number.
 
 A call of the model takes `P` pieces of `T` tokens. Rows lie end to end in it: each has as many pieces as its
 tokens fill, one behind the other, and only its last piece has room left. `extend` reserves their slots as one
@@ -52,7 +52,7 @@ class Pieces(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the model says of the tokens that follow those of a call.
+    """Log-probabilities of the tokens that follow those of a call.
 
     Attributes:
       logprobs: f32[P, T], log-probability of each target.
@@ -67,8 +67,8 @@ class Fed(NamedTuple):
     """Results of `feed`, by row.
 
     Attributes:
-      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that took no part. Without any
-        row that took part `vocab` is 0.
+      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that were fed nothing. If no row
+        was fed anything, `vocab` is 0.
       status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
       scores: Each call's pieces and their scores, if they were asked for.
     """

@@ -1,4 +1,4 @@
-"""From logits to tokens: filters, and draws that belong to a row.
+"""Sampling of tokens from logits: filters, and draws that depend on one row alone.
 
 Arrays in, arrays out; nothing here knows of a cache. A draw depends on its row's seed and position alone,
 so a row says the same in any batch. Everything is float32 inside, whatever the dtype of the logits.
@@ -27,7 +27,7 @@ _PRNG = "threefry2x32"
 
 @pytree_dataclass()
 class SamplingParams:
-    """How each row draws its tokens; made by `sampling_params`, which checks the values.
+    """Parameters by which each row draws its tokens; made by `sampling_params`, which checks the values.
 
     Attributes:
       temperature: f32[n], divides the logits; 0 takes the most probable token.

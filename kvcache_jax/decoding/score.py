@@ -24,7 +24,7 @@ from kvcache_jax.operations.free import free
 
 @dataclasses.dataclass
 class ScoreResult:
-    """What `score` returns.
+    """Result of `score`.
 
     Attributes:
       logprobs: f32[len(continuation)] log-probability of each token, per continuation.

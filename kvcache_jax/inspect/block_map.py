@@ -1,4 +1,4 @@
-"""Pictures of who holds which block: text for a terminal or a log, and a figure.
+"""Pictures of the owners of blocks: text for a terminal or a log, and a figure.
 
 Both read the control state alone, on the host, and say the same without colour.
 """

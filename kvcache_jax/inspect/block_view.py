@@ -1,4 +1,4 @@
-"""What pictures of a cache show: the blocks of a layer group, read from the control state into numpy.
+"""The blocks of a layer group as pictures show them, read from the control state into numpy.
 
 Also the glyph and the colour of each row, which the text and the figure share.
 """
@@ -13,7 +13,7 @@ from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.config import LayerGroup, SlidingWindow
 from kvcache_jax.core.state import Cache
 
-# One glyph per row; the last one stands for all rows behind them.
+# One glyph per row; the last one is that of all further rows.
 GLYPHS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "*"
 # Rows take these in turn: indices into the xterm colour cube.
 _COLORS = (74, 172, 71, 176, 179, 167, 98, 37, 137, 148)

@@ -1,4 +1,4 @@
-"""Why a prompt found no more of itself in the cache, in words. Host-side, for people who look into a miss."""
+"""Reasons, in words, why a prompt found no more of itself in the cache. Host-side, to look into a miss."""
 
 import collections
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
-"""Which of the batches that `CacheManager` handed out may still be run.
+"""Records of the batches that `CacheManager` handed out, to refuse those that may no longer be run.
 
-A batch has the slots that its requests had when it was made. Once these are another's, a step would overwrite
-what stands there.
+A batch has the slots that its requests had when it was made. Once another request has such a slot, a step
+with this batch would overwrite what the other one stored.
 """
 
 import dataclasses

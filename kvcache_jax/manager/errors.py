@@ -1,4 +1,4 @@
-"""What `CacheManager` raises: one class per reason, all of them `CacheError`."""
+"""Errors of `CacheManager`: one class per reason, all of them `CacheError`."""
 
 from collections.abc import Hashable, Sequence
 
@@ -8,7 +8,7 @@ from kvcache_jax.core.status import Status
 
 
 class CacheError(RuntimeError):
-    """A call of `CacheManager` that did nothing; the manager is as it was.
+    """Failure of a call of `CacheManager` that changed nothing.
 
     Attributes:
       request_id: The request concerned, or None.
@@ -29,50 +29,53 @@ class CacheError(RuntimeError):
 
 
 class OutOfBlocks(CacheError):
-    """Too few blocks: `needed` and `available` are blocks of the layer group that lacks them."""
+    """Shortage of blocks: `needed` and `available` are blocks of the layer group that lacks them."""
 
 
 class OutOfRows(CacheError):
-    """No idle row: `needed` is 1 and `available` 0; see `CacheConfig.max_seqs`."""
+    """Shortage of rows: `needed` is 1 and `available` 0; see `CacheConfig.max_seqs`."""
 
 
 class TooLong(CacheError):
-    """More tokens than a row or a call may have: `needed` and `available` are tokens."""
+    """Excess of tokens over what a row or a call may have: `needed` and `available` are tokens."""
 
 
 class UnknownRequest(CacheError):
-    """No request has this id."""
+    """An id that no request has."""
 
 
 class DuplicateRequest(CacheError):
-    """A request with this id exists; free it, or pass `replace=True`."""
+    """An id that a request has already; free that one, or pass `replace=True`."""
 
 
 class WindowLost(CacheError):
-    """A sliding window has let go of keys that it would need at the shorter length; see `max_rollback`."""
+    """Loss of keys that a sliding window would need at the shorter length; see `max_rollback`."""
 
 
 class OutOfSync(CacheError):
-    """A row is not as the manager left it: a step function must neither start nor end rows.
+    """A row that is not as the manager left it: a step function must neither start nor end rows.
 
     A request whose row was ended can only be freed or replaced.
     """
 
 
 class StaleBatch(CacheError):
-    """A request of the batch ended, was truncated or moved since it was made, or it is another manager's."""
+    """A batch that may no longer write.
+
+    One of its requests ended, was truncated or moved, or another manager made it.
+    """
 
 
 class ManagerBusy(CacheError):
-    """A step function called the manager that is running it."""
+    """A call of the manager by a step function that it is running."""
 
 
 class ManagerClosed(CacheError):
-    """The manager was closed."""
+    """A call of a closed manager."""
 
 
 class CacheLost(CacheError):
-    """The contents are gone: a step failed on the device after it was given them, or they were donated.
+    """Loss of the cache: a step failed on the device after it was given the cache, or it was donated.
 
     The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` says
     what failed.

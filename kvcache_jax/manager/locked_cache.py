@@ -1,4 +1,4 @@
-"""One cache, changed by one caller at a time: what `CacheManager` stands on.
+"""A cache that one caller at a time changes: the foundation of `CacheManager`.
 
 The cache is given to each step (donated), so whoever holds an old one holds nothing. Therefore every access
 takes its turn behind a lock, and a step that fails after it was given the cache leaves none behind: the

@@ -233,8 +233,8 @@ class CacheManager(Eviction):
     def fork_request(self, request_id: Hashable, new_id: Hashable) -> None:
         """Starts a request that shares all tokens of another; takes no block.
 
-        Call it after the other's keys and values are written: the one of the two that goes on first copies
-        their last block as it is then.
+        Call it after the other's keys and values are written: whichever of the two appends first copies the
+        shared last block as it is then.
 
         Raises:
           UnknownRequest, DuplicateRequest, OutOfRows: changed nothing.

@@ -1,4 +1,4 @@
-"""What can be asked of a `CacheManager`: read from the cache each time, but for the hit rate."""
+"""Read-only methods of a `CacheManager`: all but the hit rate read the cache each time."""
 
 import dataclasses
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""What goes into `CacheManager` and comes out of it: requests, batches, and the checks of its arguments."""
+"""Requests and batches of `CacheManager`, and the checks of its arguments."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence

@@ -1,4 +1,4 @@
-"""What `CacheManager` knows beside the cache: which request has which row, and how the last ones hit."""
+"""The records of `CacheManager` beside the cache: the row of each request, and the latest hit figures."""
 
 import collections
 from collections.abc import Hashable, Iterator, Sequence

@@ -110,7 +110,7 @@ class _Pending(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Some of them, those of a row side by side and in order.
+    """Pending blocks that are published together, those of a row side by side and in order.
 
     Attributes:
       is_entry: bool[E].

@@ -1,4 +1,4 @@
-"""Where a cache comes from: empty, in the place where it will live."""
+"""The operations `init` and `reset`: an empty cache, built where it will live."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The operation `lookup`."""
+"""The operation `lookup`: the length of prompts' cached prefixes."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""How a caller of `extend` lays out the new tokens: padded, a row of an array each, or packed end to end."""
+"""The layout of new tokens in a call of `extend`: padded, a row of an array each, or packed end to end."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which rows to give up when blocks run short: selection by a policy, and dropping down to a level.
+"""Preemption when blocks run short: whole rows are selected by a policy, or freed down to a level.
 
 Only the blocks that a row alone holds come free with it, so only these count.
 """

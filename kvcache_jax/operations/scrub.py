@@ -1,4 +1,4 @@
-"""Leaving nothing behind: keys, values and tokens are overwritten, not only forgotten."""
+"""The operation `scrub`: keys, values and tokens are overwritten, not only forgotten."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ def scrub(
     in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
     them, is not touched.
 
-    Overwritten blocks are free, but for those that other rows have reserved. Call it inside a donated jit:
+    Overwritten blocks are free, except those that other rows have reserved. Call it inside a donated jit:
     called eagerly it copies the pools.
 
     Args:
@@ -113,11 +113,11 @@ def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
 
     mask = masks[group_id]
     mask, _ = lax.while_loop(lambda state: state[1], grow, (mask, mask.any()))
-    for g, companions in enumerate(index.companions):
-        if companions is None:
+    for g, links in enumerate(index.group_links):
+        if links is None:
             masks[g] = mask
         else:
-            masks[g] |= is_cached(g) & get_at(mask, companions.keeper, False)
+            masks[g] |= is_cached(g) & get_at(mask, links.indexed_ids, False)
     return masks
 
 
@@ -131,9 +131,9 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
         kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
         is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
         if index is not None and pool.cached is not None:
-            namespace, companions = index.namespace, index.companions[g]
-            if companions is not None:
-                namespace = get_at(namespace, companions.keeper)
+            namespace, links = index.namespace, index.group_links[g]
+            if links is not None:
+                namespace = get_at(namespace, links.indexed_ids)
             is_kept |= pool.cached.is_published & (namespace != words[None]).any(axis=-1)
         masks.append(~is_kept)
     return masks
@@ -185,7 +185,7 @@ def _set_zero(values: jax.Array, *index: Any) -> jax.Array:
 
 
 def _forget_rests(control: Control, config: CacheConfig) -> Control:
-    """Takes the tokens out of the index that no row has and nothing published stands for."""
+    """Takes the tokens out of the index that no row holds and no published block has."""
     index, g = control.prefix_index, config.indexed_group
     if index is None:
         return control

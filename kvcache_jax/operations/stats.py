@@ -1,4 +1,4 @@
-"""Questions about a cache; nothing here changes it."""
+"""Read-only operations: figures of a cache, counts of blocks, idle and active rows."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What eviction policies look at, kept per published block.
+"""Metadata of published blocks, for eviction policies.
 
 `lru` keeps no `BlockHistory`.
 """

@@ -1,7 +1,7 @@
 """A keyed 64-bit hash of a prefix, of all its blocks at once.
 
 Every token is mixed with its position, and the hash of a prefix is the sum of its tokens' mixes on top of
-a root that stands for the namespace: a cumulative sum gives the hash of every block of a prompt in
+a root that represents the namespace: a cumulative sum gives the hash of every block of a prompt in
 parallel, and a prefix grows from the hash of its last block. A hash only says where to look: what is found
 there is compared with the tokens themselves, so that a collision costs a hit and is never one.
 """

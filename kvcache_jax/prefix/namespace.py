@@ -1,4 +1,4 @@
-"""Who may share cached blocks."""
+"""Namespaces, within which rows share cached blocks."""
 
 import hashlib
 

@@ -25,7 +25,7 @@ from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 
 
 class Content(NamedTuple):
-    """What a block stands for.
+    """Content of a block.
 
     Attributes:
       tokens: i32[..., block_size].

@@ -1,4 +1,4 @@
-"""Does a model's step compute the same with a cache as without? For anybody's model."""
+"""A check that a model's step computes the same with a cache as without, for anybody's model."""
 
 import dataclasses
 import functools
@@ -119,7 +119,7 @@ def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int
 
 
 class _Runner:
-    """Feeds token sequences to a model's step and keeps count of its programs."""
+    """Runner of a model's step: feeds token sequences to it and counts its programs."""
 
     def __init__(self, forward: BoundForward, config: CacheConfig, vocab_size: int):
         self.config = config

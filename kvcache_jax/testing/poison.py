@@ -1,4 +1,4 @@
-"""Slots that nobody may read, made to show it: one stray read, and what is computed is no number."""
+"""NaN in every slot that nobody may read, so that one stray read shows in what is computed."""
 
 import dataclasses
 

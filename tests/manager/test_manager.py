@@ -143,7 +143,7 @@ def test_typed_errors_change_nothing():
         error = unchanged(manager, kv.manager.OutOfRows, call, says("max_seqs", 4))
         assert (error.needed, error.available) == (1, 0)
     for name in ("OutOfBlocks", "OutOfRows", "TooLong", "UnknownRequest", "DuplicateRequest", "WindowLost"):
-        assert issubclass(getattr(kv, name), kv.manager.CacheError)
+        assert issubclass(getattr(kv.manager, name), kv.manager.CacheError)
 
 
 def test_absurd_arguments_change_nothing():
@@ -318,6 +318,8 @@ def test_whole_requests_give_way():
         manager.preempt_to_utilization(2)
     with pytest.raises(ValueError, match="policy is 'newest'"):
         manager.select_requests_to_preempt("newest", 1)
+    with pytest.raises(AttributeError, match=r"select_victim_requests is now select_requests_to_preempt"):
+        manager.select_victim_requests("longest", 1)
 
 
 def test_drafts_and_namespaces():
