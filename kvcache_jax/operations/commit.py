@@ -138,7 +138,7 @@ class _Found(NamedTuple):
       is_done: bool[E], it is published, or its contents are already: by `canonical`.
       is_new: bool[E], it is to be entered into the index itself.
       canonical: i32[E], the published block with these contents.
-      content: Of each block, the canonical parent included.
+      content: Content of each block, the canonical parent included.
       way: i32[E], place in the bucket for a new one.
     """
 
@@ -306,8 +306,8 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
     goes_before = (order[:, None] > order[None]) & (buckets[:, None] == buckets[None]) & is_first[None]
     way, has_way = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
 
-    # Equal hashes only say where to look: the contents are compared. So a collision costs later hits, and never
-    # gives a row the keys and values of other tokens.
+    # Equal hashes only say where to look: the contents are compared. So a collision costs hits, and
+    # never gives a row the keys and values of other tokens.
     is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])
     is_like_leader &= (namespace == namespace[leader]).all(axis=-1) & has_way[leader]
     is_good = jnp.where(is_new, is_like_leader, prefix_index.matches(index, published, content))

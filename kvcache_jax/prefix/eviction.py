@@ -28,8 +28,8 @@ def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig)
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
     if control.prefix_index is None:
         return control
-    # The indexed group goes first: blocks of other groups that are linked to evicted ones come free with them,
-    # so that those groups evict less.
+    # The indexed group goes first: blocks of other groups that are linked to its victims come free with
+    # these, so that those groups evict less.
     others = [g for g in range(len(config.groups)) if g != config.indexed_group]
     for group_id in (config.indexed_group, *others):
         num_free = control.block_pools[group_id].num_free
