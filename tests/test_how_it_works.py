@@ -1,11 +1,14 @@
 """docs/how_it_works.md runs as it stands, and prints what it says."""
 
 import contextlib
+import dataclasses
 import io
 import re
 
 import pytest
 from test_readme import README
+
+import kvcache_jax as kv
 
 HOW_IT_WORKS = README.parent / "docs" / "how_it_works.md"
 EXAMPLE = re.compile(r"^```python\n(?P<source>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?", re.M | re.S)
@@ -34,6 +37,14 @@ def test_the_examples_print_what_stands_below_them():
     assert text.count("```text") == sum(below != "" for _, below in found), "a text block stands alone"
     for printed, below in found:
         assert printed == below
+
+
+def test_the_arrays_of_the_table_are_those_of_the_state():
+    table = HOW_IT_WORKS.read_text().partition("| where | array |")[2].partition("\n\n")[0]
+    named = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)", line.split("|")[2])]
+    classes = kv.Control, kv.BlockPool, kv.state.PrefixIndex, kv.state.KVPool
+    fields = {field.name for kind in classes for field in dataclasses.fields(kind)}
+    assert len(named) > 20 and {*named} <= fields
 
 
 def test_an_example_that_prints_something_else_is_found():
