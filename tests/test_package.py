@@ -40,7 +40,8 @@ OPTIONAL_IMPORTS = {"kvcache_jax/inspect/block_map.py": {"matplotlib"}}
 MAX_LINES = dict.fromkeys(LAYERS, 400) | {"tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
-    f"test_{name}.py" for name in ("docstrings", "package", "promises", "reached_files", "readme", "recipes")
+    f"test_{name}.py"
+    for name in ("docstrings", "package", "promises", "reached_files", "readme", "recipes", "how_it_works")
 }
 
 pytestmark = pytest.mark.contract

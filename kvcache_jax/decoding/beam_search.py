@@ -62,8 +62,7 @@ class BeamResult:
         or "out_of_blocks", where others may have been better than those that it had finished.
       cache: The cache at the end: row `prompt_id * num_beams + i` still holds the prompt's i-th running
         beam, so that `kv.stats` and `kv.block_map` tell what beams share. A row lacks its beam's last token,
-        except some rows of a search that ran out of blocks: `cache.context_len` says how many tokens it
-        holds.
+        except some rows of a search that ran out of blocks: see `cache.context_len`.
       num_steps: Calls of the model in the search.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the search, likewise; callbacks do not count.

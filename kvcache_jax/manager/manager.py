@@ -297,9 +297,8 @@ class CacheManager(Eviction):
           StaleBatch: `args` hold a batch whose slots are no longer its requests', or one of another manager;
             nothing was called. A batch is known by its arrays, so pass it as handed out: copies are not
             found.
-          CacheLost: the step failed on the device, which had been given the cache, or somebody who got hold
-          of
-            the cache donated it. The manager starts over, empty. A failure that shows only later, for the
+          CacheLost: the step failed on the device, which had been given the cache, or somebody else donated
+            the cache. The manager starts over, empty. A failure that shows only later, for the
             device works ahead, is raised by the next call that looks at the cache.
         """
         with self._holder.turn("run") as cache:
