@@ -10,7 +10,7 @@ import kvcache_jax as kv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "pallas_kernels" / "NOTES.md"
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
