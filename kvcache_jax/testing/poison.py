@@ -1,4 +1,4 @@
-"""Slots that nobody may read, made to show it: one stray read, and what is computed is no number."""
+"""NaN in every slot that nobody may read, so that one stray read shows in what is computed."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from kvcache_jax.operations.scrub import num_tokens_held
 @takes_one
 @jax.jit
 def poison(cache: Cache) -> Cache:
-    """Writes NaN to every slot that nobody may read: free blocks, reserved ones, unfilled tails.
+    """Puts NaN into every slot that nobody may read: free blocks, reserved ones, unfilled tails.
 
     Arrays of integers get their lowest number.
 

@@ -38,7 +38,7 @@ BUDGET = "operations/test_cases.py::test_case_a_sizes_from_a_memory_budget"
 NOTHING_TO_DO = "operations/test_cases.py::test_case_e_nothing_to_do_and_block_boundaries"
 PADDING = "operations/test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
 MAX_LEN = "operations/test_cases.py::test_case_h_row_at_max_seq_len[100]"
-FORK = "operations/test_cases.py::test_case_i_fork_takes_no_block"
+FORK = "operations/test_sharing_cases.py::test_case_i_fork_takes_no_block"
 UPDATES = "core/test_single_kernel.py::test_updates_skip_what_is_outside"
 COUNTED = "core/test_single_kernel.py::test_the_last_owner"
 PER_TRIP = "core/test_single_kernel.py::test_several_entries_per_trip"
@@ -48,11 +48,11 @@ READS = "core/test_single_kernel.py::test_reads_outside_give_the_fill"
 ON_ACCELERATORS = "core/test_single_kernel.py::test_accelerators_get_scatters_and_no_mark"
 OTHER_POLICIES = "core/test_single_kernel.py::test_other_policies_are_not_in_a_kernel"
 UNREAD = "core/test_single_kernel.py::test_parameters_that_nothing_reads"
-RESERVED = "operations/test_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
-BRANCHES = "operations/test_cases.py::test_case_k_three_branches_of_one_row"
-REORDER = "operations/test_cases.py::test_case_m_reorder_with_duplicates"
+RESERVED = "operations/test_sharing_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
+BRANCHES = "operations/test_sharing_cases.py::test_case_k_three_branches_of_one_row"
+REORDER = "operations/test_sharing_cases.py::test_case_m_reorder_with_duplicates"
 TRUNCATE = "operations/test_cases.py::test_case_n_truncate"
-SPARE_BLOCK = "operations/test_cases.py::test_case_ee_three_writers_and_one_spare_block[3]"
+SPARE_BLOCK = "operations/test_sharing_cases.py::test_case_ee_three_writers_and_one_spare_block[3]"
 FREED = "operations/test_cases.py::test_case_f_release_leaves_others_alone"
 
 FAILED_ROW = "operations/test_failures.py::test_a_failed_row_changes_nothing"
@@ -372,8 +372,12 @@ ARGUMENTS = in_module(
     ("callers' arrays are read in place", "return np.array(values)", "return np.asarray(values)", REUSED),
     ("callers' keys are read in place", "x.copy() if", "x if", REUSED),
     ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
-    ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ("wide integers wrap", "if values.dtype.itemsize >= 4:", "if values.dtype.itemsize > 8:", WIDE_INTEGERS),
+)
+
+TOKEN_ARGUMENTS = in_module(
+    "core/token_arguments",
+    ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
 )
 
 CONFIG = in_module(
@@ -425,6 +429,7 @@ MUTATIONS = [
     *DONATE,
     *BUILD,
     *ARGUMENTS,
+    *TOKEN_ARGUMENTS,
     *CONFIG,
     *STATS,
     *STATUS,

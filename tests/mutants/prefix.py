@@ -234,8 +234,8 @@ MUTATIONS = [
         "prefix/group_links",
         (
             "one block for two of another group",
-            "is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)",
-            "keeper = companions.keeper",
+            "is_linked, marks = first_of_equal(links.indexed_ids, is_linked, ids)",
+            "marks = links.indexed_ids",
             FORKS,
         ),
         (
@@ -252,8 +252,8 @@ MUTATIONS = [
         ),
         (
             "links of evicted blocks stay",
-            "(keepers, slots), nowhere),",
-            "(keepers, slots), block_ids),",
+            "(indexed_ids, slots), nowhere),",
+            "(indexed_ids, slots), block_ids),",
             GROUPS,
         ),
         (
@@ -293,13 +293,13 @@ MUTATIONS = [
             "rows take at once what may be evicted for each other",
             "is_one_by_one | decision.must_take_turns",
             "is_one_by_one",
-            "prefix/test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
+            "prefix/test_prefix_copies.py::test_linked_blocks_that_go_with_what_is_evicted",
         ),
         (
             "taken before it is known who takes turns",
             "is_decided = takes_turns == is_one_by_one",
             "is_decided = wish.wants.any() | True",
-            "prefix/test_prefix_copies.py::test_companions_that_go_with_what_is_evicted",
+            "prefix/test_prefix_copies.py::test_linked_blocks_that_go_with_what_is_evicted",
         ),
         (
             "copies of an earlier turn forgotten",
