@@ -29,6 +29,7 @@ from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, e
 from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.layer_kinds.full_attention import FullAttention
+from kvcache_jax.core.layer_kinds.quantised import Quantised
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import (
@@ -107,6 +108,7 @@ __all__ = [
     "KeysValues",
     "LayerGroup",
     "LayerKind",
+    "Quantised",
     "Request",
     "RowMetadata",
     "ScoreResult",

@@ -176,7 +176,7 @@ def kind_to_json(kind: LayerKind) -> dict[str, Any]:
         return value.name if isinstance(value, np.dtype) else value
 
     values = {f.name: to_json(getattr(kind, f.name)) for f in dataclasses.fields(kind) if f.init}
-    return {"kind": kind_name(type(kind)), **values}
+    return {"layer_kind": kind_name(type(kind)), **values}
 
 
 def kind_from_json(values: dict[str, Any]) -> LayerKind:
@@ -186,10 +186,10 @@ def kind_from_json(values: dict[str, Any]) -> LayerKind:
       ValueError: nobody defined a kind of that name.
     """
     fields: dict[str, Any] = {
-        name: kind_from_json(value) if isinstance(value, dict) and "kind" in value else value
+        name: kind_from_json(value) if isinstance(value, dict) and "layer_kind" in value else value
         for name, value in values.items()
     }
-    name = fields.pop("kind")
+    name = fields.pop("layer_kind")
     if name not in _kinds:
         raise ValueError(
             f"the layer kind is {name!r}, expected one of {', '.join(map(repr, _kinds))}: import the module "
