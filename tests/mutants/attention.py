@@ -1,6 +1,6 @@
 """Mutations of attention by XLA and of the pools that it reads; see `mutations.py`."""
 
-from tests.mutants.mutations import BRANCHES, DENSE, GATHER, GROUPED_HEADS, PACKED, PADDING, in_module
+from tests.mutants.mutations import BRANCHES, DENSE, GATHER, GROUPED_HEADS, PADDING, in_module
 
 PADDED = f"{DENSE}[float32-1-64-16-1-None-False-None-None-True-False]"
 WINDOW = f"{DENSE}[float32-1-8-16-7-(5, 0)-False-None-0.3-False-False]"
@@ -10,7 +10,6 @@ PREFIX_GRADIENTS = "attention/test_gradients.py::test_gradients_flow_into_the_po
 OVERWRITTEN = (
     "attention/test_gradients.py::test_a_slot_that_is_overwritten_passes_no_gradient_to_what_it_held"
 )
-OPTIONS = "core/test_static_errors.py::test_attention_refuses_bad_options"
 TILES = "attention/test_attention_tiles.py::test_attention_over_several_tiles"
 TILE_GRADIENTS = "attention/test_attention_tiles.py::test_gradients_over_several_tiles"
 COPIED = "attention/test_gradients.py::test_a_copied_block_passes_no_gradient_to_what_stood_there"
@@ -152,13 +151,5 @@ MUTATIONS = [
             "shape[-2] // num_kv_heads, num_kv_heads, head_dim).swapaxes(2, 3)",
             GROUPED_HEADS,
         ),
-    ),
-    *in_module(
-        "attention/inputs",
-        ("packed tokens ask for the row before", 'order, side="right")', 'order, side="left")', PACKED),
-    ),
-    *in_module(
-        "core/backends",
-        ("named implementation falls back", "if name != XLA and (", "if False and (", OPTIONS),
     ),
 ]

@@ -143,6 +143,17 @@ def test_who_copies_when_blocks_are_short():
     assert pair.grow({0: 1}) == [OK] and pair.stats().num_copies == 2
 
 
+def test_copies_of_one_block_leave_no_other_block_to_one_owner():
+    """Two last blocks of two owners each, and a block for one copy."""
+    pair = Pair(FULL)
+    for row in (0, 2):
+        pair.start(row, 6)
+        pair.fork(row, row + 1)
+    pair.leave(1)
+    assert pair.grow({0: 1, 2: 1}) == [OK, NONE]
+    assert pair.stats().num_copies == 1
+
+
 def test_an_original_without_owner_can_be_taken_from_the_next_call_on():
     """Two published last blocks of one owner each, and one free block."""
     pair = Pair(FULL)
