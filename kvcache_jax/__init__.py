@@ -169,6 +169,7 @@ __all__ = [
 ]
 
 _RENAMED = {
+    "Companions": "state.GroupLinks",
     "Look": "Snapshot",
     "evict_to_utilization": "preempt_to_utilization",
     "needs_eviction": "needs_preemption",
@@ -179,7 +180,6 @@ _RENAMED = {
             "AttentionPlan",
             "BlockHistory",
             "CachedBlocks",
-            "Companions",
             "KVPool",
             "PrefixIndex",
         )

@@ -10,7 +10,6 @@ import pytest
 from tests import reached_files
 from tests.reached_files import FOLDER, Reached, reached_by
 
-
 WIDE = "it reaches nine: of eviction, the attention plan and copies a file each, beside its own"
 
 

@@ -1,4 +1,4 @@
-"""What an operation reports per row, and the error that host-side code makes of it."""
+"""Outcomes of an operation per row, and the error that host-side code makes of them."""
 
 import enum
 
@@ -32,7 +32,7 @@ class Status(enum.IntEnum):
 
 
 class StatusError(RuntimeError):
-    """Some row of an operation did not succeed; `statuses` holds all rows' outcomes."""
+    """Failure of some rows of an operation; `statuses` holds all rows' outcomes."""
 
     def __init__(self, statuses: np.ndarray, operation: str):
         failures = [

@@ -1,4 +1,4 @@
-"""Which prompts start next: as many as can go on to their ends."""
+"""Admission of prompts: as many start next as can go on to their ends."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -90,10 +90,10 @@ def _fits(
     forks: Mapping[int, int],
     prompt_len: np.ndarray,
 ) -> bool:
-    """Whether `rows` can all go on to `max_len` i32[max_seqs] together.
+    """Tells whether `rows` can all go on to `max_len` i32[max_seqs] together.
 
     Args:
-      cache: Holds them, but for those that are still to be forked.
+      cache: Holds them, except those that are still to be forked.
       rows: That run or start.
       max_len: i32[max_seqs], where each ends.
       forks: {row to be forked: row with its prompt}.
@@ -125,7 +125,7 @@ def _fits(
 def _shares_more(
     cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
 ) -> bool:
-    """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
+    """Tells whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
     block_size = cache.config.groups[cache.config.indexed_group].block_size
     common = 0
     for other in others:

@@ -54,7 +54,7 @@ class Beam:
 
 @dataclasses.dataclass
 class BeamResult:
-    """What `beam_search` returns.
+    """Result of `beam_search`.
 
     Attributes:
       beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has what it had.
@@ -66,7 +66,7 @@ class BeamResult:
       num_steps: Calls of the model in the search.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the search, likewise; callbacks do not count.
-      timeline: One entry per look of the host; its `running` is {row: (prompt_id, i)}.
+      timeline: One entry per check-in of the host; its `running` is {row: (prompt_id, i)}.
     """
 
     beams: list[list[Beam]]
@@ -118,7 +118,7 @@ def beam_search(
     look_every: int | None = None,
     on_look: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
 ) -> BeamResult:
-    """The `num_beams` best continuations of each prompt, found by beam search.
+    """Finds the `num_beams` best continuations of each prompt.
 
     A search ends when its beams cannot beat the finished hypotheses any more, or at `max_new_tokens`.
 
@@ -133,7 +133,7 @@ def beam_search(
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
       chunk_len: As in `generate`.
-      look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
+      look_every: Most steps between two check-ins of the host; default 8 with `on_look`, otherwise no limit.
       on_look: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
 
     Returns:
@@ -208,7 +208,7 @@ def beam_search(
 
 
 def _usable_length_penalty(value: Any, max_new_tokens: int) -> float:
-    """An exponent of lengths up to `max_new_tokens` whose powers scale a score that float32 can hold."""
+    """Checks the exponent of lengths: up to `max_new_tokens` its powers leave scores finite in float32."""
     penalty = finite_number("length_penalty", value)
     decimals = math.log10(max_new_tokens)
     if abs(penalty) * decimals > _MOST_DECIMALS:
@@ -244,7 +244,7 @@ def _prefill(
 
 
 def _hypotheses(found: _Search, prompt_id: int, length_penalty: float) -> list[Beam]:
-    """Finished hypotheses and running beams together, best first; `found` is in numpy."""
+    """Lists finished hypotheses and running beams together, best first; `found` is in numpy."""
     beams = []
     _, num_beams, max_new_tokens = found.tokens.shape
     num_new = int(found.num_new[prompt_id])
@@ -275,7 +275,7 @@ def _begin(
     num_beams: int,
     max_new_tokens: int,
 ) -> _Search:
-    """The search behind the first tokens, which come from the prompts' last logits `f32[p, vocab]`."""
+    """Starts the search from the prompts' last logits `f32[p, vocab]`, which give the first tokens."""
     num_prompts, vocab = logits.shape
     shape = (num_prompts, num_beams)
     state = _Search(

@@ -1,7 +1,7 @@
-"""Decoding for anybody's model: prompts in, tokens out, with prompts prefilled once and shared by fork.
+"""Decoding for anybody's model: each prompt is prefilled once, and its samples share it by fork.
 
-The host admits requests, collects results and streams; everything between two looks of the host is
-one compiled loop (`decode_loop`).
+The host admits requests, collects results and streams; everything between two check-ins of the host is
+one compiled loop (`loop.decode`).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from kvcache_jax.operations.init import init
 
 @dataclasses.dataclass
 class GenerateResult:
-    """What `generate` returns.
+    """Result of `generate`.
 
     Attributes:
       generations: One per prompt and sample, in that order.
@@ -42,7 +42,7 @@ class GenerateResult:
       num_accepted: Draft tokens accepted.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the decode loop, likewise; callbacks do not count.
-      timeline: One entry per look of the host: after every prefill, and as `look_every` says.
+      timeline: One entry per check-in of the host: after every prefill, and as `look_every` says.
     """
 
     generations: list[Generation]
@@ -131,11 +131,11 @@ def generate(
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
       chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
         left. More of them keep an accelerator busier.
-      look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
+      look_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
-      on_look: Called with each entry of the timeline, and its block tables, as it is made, behind that look's
-        `on_tokens`. What either raises ends the call, and a `cache` that was passed in is lost.
+      on_look: Called at each check-in, after `on_tokens`, with the timeline's new entry and its block tables.
+        An exception of either callback ends the call, and a `cache` that was passed in is lost.
 
     Returns:
       A `GenerateResult`.

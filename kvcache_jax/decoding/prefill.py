@@ -1,4 +1,4 @@
-"""Prompts, and other tokens that are known: fed to anybody's model by one program, whatever their number.
+"""Prefill for anybody's model: one program feeds it prompts, or other known tokens, whatever their number.
 
 A call of the model takes `P` pieces of `T` tokens. Rows lie end to end in it: each has as many pieces as its
 tokens fill, one behind the other, and only its last piece has room left. `extend` reserves their slots as one
@@ -52,7 +52,7 @@ class Pieces(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the model says of the tokens that follow those of a call.
+    """Log-probabilities of the tokens that follow those of a call.
 
     Attributes:
       logprobs: f32[P, T], log-probability of each target.
@@ -67,8 +67,8 @@ class Fed(NamedTuple):
     """Results of `feed`, by row.
 
     Attributes:
-      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that took no part. Without any
-        row that took part `vocab` is 0.
+      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that were fed nothing. If no row
+        was fed anything, `vocab` is 0.
       status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
       scores: Each call's pieces and their scores, if they were asked for.
     """
@@ -142,7 +142,7 @@ def feed(
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> int:
-    """Width of the model's logits; what is traced for it, `feed` uses.
+    """Returns the width of the model's logits; `feed` reuses what is traced here.
 
     Raises:
       TypeError: `forward` returns something else than logits and the cache.
@@ -155,7 +155,7 @@ def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> i
 def _calls(
     context_len: np.ndarray, history: np.ndarray, length: np.ndarray, chunk_len: int
 ) -> Iterator[Pieces]:
-    """The calls that feed every row from `context_len` to `length`, in numpy; lower rows first."""
+    """Splits every row's tokens from `context_len` to `length` into calls, in numpy; lower rows first."""
     pieces = _nobody(chunk_len, len(length))
     num_pieces, piece_len = pieces.tokens.shape
     cuts = [
@@ -180,7 +180,7 @@ def _calls(
 
 
 def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
-    """Pieces of nobody for a call of at most `chunk_len` tokens."""
+    """Makes empty pieces for a call of at most `chunk_len` tokens."""
     piece_len = ceil_div(chunk_len, _PIECES)
     num_pieces = chunk_len // piece_len
     tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
@@ -192,7 +192,7 @@ def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
 def _feed_pieces(
     forward: Forward, params: Any, cache: Cache, status: jax.Array, pieces: Pieces, *, is_scoring: bool
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
-    """One call of the model, of which rows whose `status` i32[max_seqs] is not OK take no part.
+    """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
     Returns:
       The cache; the new status; the logits f32[P, vocab] behind each piece's last token; the scores.
@@ -228,7 +228,7 @@ def _feed_pieces(
 
 
 def _padded(step: Step, entry: jax.Array, pieces: Pieces) -> Step:
-    """A packed step as a padded one of pieces; `entry` i32[P] is that of each piece's row."""
+    """Converts a packed step to a padded one of pieces; `entry` i32[P] is that of each piece's row."""
     shape = pieces.tokens.shape
     query_len = jnp.where(step.query_len[entry] > 0, pieces.num_tokens, 0)
     return dataclasses.replace(
@@ -251,6 +251,6 @@ def _with_ends(logits: jax.Array, ends: jax.Array, rows: jax.Array) -> jax.Array
 
 @jax.jit
 def _with_numbers(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Those of `rows` i32[n] that a token can be drawn for; `max_seqs` in place of the others."""
+    """Keeps those of `rows` i32[n] that a token can be drawn for; `max_seqs` replaces the others."""
     max_seqs = logits.shape[0]
     return jnp.where(are_numbers(get_at(logits, rows, 0.0)), rows, max_seqs).astype(jnp.int32)

@@ -84,7 +84,7 @@ def _accept_row(
     keys: jax.Array,
     draft: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`accept_drafts` for one row; `draft` are the log-probabilities, `drafts` the tokens."""
+    """Verifies the drafts of one row; `draft` are the log-probabilities, `drafts` the tokens."""
     most, vocab = drafts.shape[0], target.shape[1]
     place = jnp.arange(most, dtype=jnp.int32)
     if draft is None:
@@ -106,7 +106,7 @@ def _accept_row(
 
 
 def _num_leading(mask: jax.Array) -> jax.Array:
-    """i32[], true entries before the first false one."""
+    """Counts the true entries before the first false one, i32[]."""
     return jnp.sum(jnp.cumprod(mask, dtype=jnp.int32), dtype=jnp.int32)
 
 

@@ -18,7 +18,7 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core import arguments
+from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
@@ -77,9 +77,9 @@ def allocate(
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = seq_ids.shape[0]
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
-    arguments.require_tokens("allocate", tokens, cache)
-    tokens = None if tokens is None else arguments.token_ids(tokens, num_rows, None)
-    items = arguments.item_spans(items, num_rows)
+    token_arguments.require_tokens("allocate", tokens, cache)
+    tokens = None if tokens is None else token_arguments.token_ids(tokens, num_rows, None)
+    items = token_arguments.item_spans(items, num_rows)
     if cache.control.prefix_index is None:  # prompts of any width are one program
         tokens, items = None, None
     priority = np.zeros(num_rows, np.int32) if priority is None else arguments.priorities(priority, num_rows)

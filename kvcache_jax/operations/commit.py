@@ -110,7 +110,7 @@ class _Pending(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Some of them, those of a row side by side and in order.
+    """Pending blocks that are published together, those of a row side by side and in order.
 
     Attributes:
       is_entry: bool[E].
@@ -319,7 +319,7 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
 
 
 def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """bool[E], whether an earlier masked entry has the same value."""
+    """Tells for each entry whether an earlier masked one has the same value, bool[E]."""
     order = jnp.arange(values.shape[0], dtype=jnp.int32)
     return ((values[:, None] == values[None]) & (order[:, None] > order[None]) & mask[None]).any(axis=1)
 

@@ -90,7 +90,7 @@ def propose(
     max_new: int,
     config: CacheConfig,
 ) -> tuple[Control, ExtendPlan]:
-    """Plans for all rows that may grow; `seq_ids` None stands for all rows.
+    """Plans for all rows that may grow; `seq_ids` None means all rows.
 
     Returns:
       The control state unchanged, but to be used from here on: owners are counted in its arrays, in place.

@@ -1,4 +1,4 @@
-"""Which rows to give up when blocks run short: selection by a policy, and dropping down to a level.
+"""Preemption when blocks run short: whole rows are selected by a policy, or freed down to a level.
 
 Only the blocks that a row alone holds come free with it, so only these count.
 """
@@ -107,7 +107,7 @@ def _lowest_priority(rows: RowMetadata) -> jax.Array:
 
 @takes_one
 def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
-    """The rows to preempt first; changes nothing.
+    """Selects the rows to preempt first; changes nothing.
 
     Args:
       cache: Not changed.
@@ -186,7 +186,7 @@ def _evict_rows(
     control, target = as_varied((control, target))
 
     def next_row(control: Control) -> jax.Array:
-        """The row to free now, or `max_seqs`."""
+        """Selects the row to free now, or `max_seqs`."""
         is_above = [block_pool.utilization(pool) > target for pool in control.block_pools]
         num_freed = _num_freed(control, is_above)
         return _in_order(control, num_freed, policy)[0]
@@ -204,7 +204,7 @@ def _evict_rows(
 
 
 def _num_freed(control: Control, counts: list[jax.Array]) -> jax.Array:
-    """i32[max_seqs], blocks that each row alone holds, in the groups for which `counts` is true."""
+    """Counts the blocks that each row alone holds, i32[max_seqs], in the groups where `counts` is true."""
     num_freed = jnp.zeros_like(control.context_len)
     for pool, is_counted in zip(control.block_pools, counts, strict=True):
         is_own = block_pool.ref_counts(pool, pool.block_table) == 1

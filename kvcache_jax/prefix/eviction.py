@@ -119,5 +119,5 @@ def unpublish(
     pools[group_id] = block_pool.withdraw(pool, block_ids)
     control = dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
     if group_id == config.indexed_group:
-        control = group_links.drop_companions(control, block_ids)
+        control = group_links.drop_links(control, block_ids)
     return control

@@ -1,4 +1,4 @@
-"""Who may share cached blocks."""
+"""Namespaces, within which rows share cached blocks."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
-    """Who may share cached blocks: rows of equal namespaces only. A 128-bit digest, compared exactly.
+    """Makes the namespace in which rows share cached blocks: a 128-bit digest, compared exactly.
 
     Args:
       tenant: Who asks. Sharing across tenants would tell one what another has asked, by the time it takes.

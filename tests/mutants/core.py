@@ -149,13 +149,16 @@ MUTATIONS = [
         ("callers' arrays are read in place", "return np.array(values)", "return np.asarray(values)", REUSED),
         ("callers' keys are read in place", "x.copy() if", "x if", REUSED),
         ("queries mapped over one cache", "if is_mapped and not is_cache_mapped:", "if False:", VMAP),
-        ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
         (
             "wide integers wrap",
             "if values.dtype.itemsize >= 4:",
             "if values.dtype.itemsize > 8:",
             WIDE_INTEGERS,
         ),
+    ),
+    *in_module(
+        "core/token_arguments",
+        ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ),
     *in_module(
         "core/config",

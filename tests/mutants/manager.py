@@ -62,6 +62,9 @@ MUTATIONS = [
             "on_control(programs.free, seq_ids)",
             LIFE,
         ),
+    ),
+    *in_module(
+        "manager/eviction",
         ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
     ),
     *in_module(

@@ -25,7 +25,7 @@ TARGET = f"{PREEMPT}::test_rows_are_freed_until_the_target_is_met"
 ORDERS = f"{PREEMPT}::test_rows_in_the_order_of_each_policy"
 
 FREED = "operations/test_cases.py::test_case_f_release_leaves_others_alone"
-REORDER = "operations/test_cases.py::test_case_m_reorder_with_duplicates"
+REORDER = "operations/test_sharing_cases.py::test_case_m_reorder_with_duplicates"
 TRUNCATE = "operations/test_cases.py::test_case_n_truncate"
 WINDOW_LOST = "operations/test_failures.py::test_window_lost_leaves_both_groups"
 LOST_TWICE = "operations/test_windows.py::test_repeated_truncates_see_the_right_keys_or_fail[3]"

@@ -112,8 +112,8 @@ MUTATIONS = [
         "prefix/group_links",
         (
             "one block for two of another group",
-            "is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)",
-            "keeper = companions.keeper",
+            "is_linked, marks = first_of_equal(links.indexed_ids, is_linked, ids)",
+            "marks = links.indexed_ids",
             FORKS,
         ),
         (
@@ -130,8 +130,8 @@ MUTATIONS = [
         ),
         (
             "links of evicted blocks stay",
-            "(keepers, slots), nowhere),",
-            "(keepers, slots), block_ids),",
+            "(indexed_ids, slots), nowhere),",
+            "(indexed_ids, slots), block_ids),",
             GROUPS,
         ),
         (

@@ -108,7 +108,7 @@ def test_sinks_are_needed_too():
     assert int(held) > 0
 
 
-def test_evicting_a_companion_or_its_keeper_breaks_no_link():
+def test_evicting_either_of_two_linked_blocks_breaks_no_link():
     cache = kv.init(rolled_config())
     rng = np.random.default_rng(0)
     total = 0
