@@ -9,7 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
-from tests.support.helpers import append_donated
+from tests.support.helpers import TokenDriver, append_donated, num_copies, tiny_config
 from tests.support.random_script import padded
 
 ROWS, WIDTH, BLOCK, MAX_LEN = 8, 8, 4, 32
@@ -122,6 +122,16 @@ def test_how_many_writers_copy(is_published):
             assert pair.stats().num_copies - before == num_writers - in_place
             pair.free(*range(num_owners))
             assert pair.evict(14) == (2 if is_published else 0)
+
+
+def test_more_rows_copy_than_a_trip_has_places():
+    """Sixteen copies are made at a time."""
+    driver = TokenDriver(tiny_config(num_blocks=21, block_size=BLOCK, max_seqs=20, max_seq_len=16))
+    driver.start(0, 3)
+    assert driver.fork([0] * 19, [*range(1, 20)]) == [OK] * 19
+    assert driver.append(dict.fromkeys(range(20), 1)) == dict.fromkeys(range(20), OK)
+    assert num_copies(driver.cache) == 19
+    driver.check()
 
 
 def test_who_copies_when_blocks_are_short():
