@@ -34,7 +34,7 @@ DONATED = "operations/test_transforms.py::test_donation_reuses_the_pools_and_res
 
 CASES = "prefix/test_prefix_case_calls.py"
 UNHELD_HITS = f"{CASES}::test_case_gg_hits_that_nobody_holds_are_needed_like_new_blocks[True]"
-HITS_FAIL = f"{CASES}::test_case_gg_hits_that_nobody_holds_are_needed_like_new_blocks[False]"
+HITS_FAIL = "prefix/test_prefix_cases.py::test_case_r_revived_hits_are_not_counted_as_room"
 EQUAL_PROMPTS = f"{CASES}::test_case_hh_two_equal_prompts_revive_their_hits_once"
 QUEUE = f"{CASES}::test_case_ii_the_queue_after_two_rows_that_share_blocks"
 LAST_FIRST = f"{CASES}::test_blocks_that_a_row_drops_are_queued_last_first"
