@@ -184,23 +184,7 @@ _RENAMED = {
             "PrefixIndex",
         )
     },
-    **{
-        name: f"manager.{name}"
-        for name in (
-            "CacheError",
-            "CacheLost",
-            "DuplicateRequest",
-            "ManagerBusy",
-            "ManagerClosed",
-            "OutOfBlocks",
-            "OutOfRows",
-            "OutOfSync",
-            "StaleBatch",
-            "TooLong",
-            "UnknownRequest",
-            "WindowLost",
-        )
-    },
+    **{name: f"manager.{name}" for name in manager.__all__},
 }
 """Old names, and what to write in their place."""
 

@@ -2,9 +2,12 @@
 
 import ast
 import dataclasses
+import doctest
 import enum
+import importlib
 import inspect
 import pathlib
+import pkgutil
 import re
 import types
 
@@ -129,3 +132,26 @@ def test_a_docstring_that_begins_with_no_verb_is_found(docstring, is_fine):
         "def __call__(self):",
     ):
         assert not_begun_with_a_verb("a.py", f'{exempt}\n  """{docstring}"""') == []
+
+
+def examples() -> dict[str, doctest.DocTest]:
+    """Finds the examples in the docstrings of the library, by the names of what they show."""
+    modules = pkgutil.walk_packages(kvcache_jax.__path__, "kvcache_jax.")
+    found = [
+        each
+        for module in modules
+        for each in doctest.DocTestFinder().find(importlib.import_module(module.name), module.name)
+    ]
+    return {each.name.split(".")[-1]: each for each in found if each.examples}
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name):
+    assert len(EXAMPLES) >= 30
+    said = []
+    doctest.DocTestRunner().run(EXAMPLES[name], out=said.append)
+    assert not said, "".join(said)

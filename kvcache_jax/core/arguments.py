@@ -21,7 +21,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, Step
 
 IntRows = ArrayLike | Sequence[int]
-"""What row operations accept for an i32[n]."""
+"""Types that row operations accept for an i32[n]."""
 
 Layer = int | jax.Array | tuple[int, int | jax.Array]
 """A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     Attributes:
       group_id: Layer group.
       layer: i32[], index in the group.
-      pool: Of the group.
+      pool: The group's keys and values.
     """
 
     group_id: int
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 Array = jax.Array | np.ndarray
-"""In numpy if it came from the host."""
+"""An array of jax, or of numpy if the values came from the host."""
 
 INT32 = np.iinfo(np.int32)
 
@@ -181,9 +181,7 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.i
     if isinstance(layer, tuple):
         if len(layer) != 2:
             raise ValueError(f"layer is {layer!r}, expected two integers: (group, index in the group)")
-        group_id, index = as_integer("group", layer[0]), layer[1]
-        if not 0 <= group_id < len(config.groups):
-            raise ValueError(f"group is {group_id}, expected 0 <= group < {len(config.groups)}")
+        group_id, index = checked_group(config, layer[0]), layer[1]
     elif isinstance(layer, int | np.integer) and not isinstance(layer, bool):
         group_id, index = config.locate(int(layer))
     else:

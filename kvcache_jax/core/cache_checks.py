@@ -55,7 +55,7 @@ def require_cache(caller: str, cache: Any) -> None:
 
 
 def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:
-    """Refuses stacked caches. It looks at a shape alone, so programs are the same with it."""
+    """Refuses stacked caches, by a shape alone: the check adds nothing to a program."""
     if is_batched(cache):
         raise ValueError(
             f"{caller} got a batched cache, is_active has shape {cache.control.is_active.shape}, expected "

@@ -20,9 +20,9 @@ def admit(
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
-    A prompt waits until there are blocks for all that its samples and the running rows may still store. One
-    that the whole cache has too few blocks for waits until it is alone. A prompt that can share more with one
-    of those just admitted waits until that one is computed.
+    A prompt waits until there are blocks for all that its samples and the running rows may still store. If
+    the whole cache has too few blocks for a prompt, the prompt waits until it is alone. If a prompt can share
+    more with another one that was just admitted, it waits until the other one is computed.
 
     Returns:
       The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
@@ -94,7 +94,7 @@ def _fits(
 
     Args:
       cache: Holds them, except those that are still to be forked.
-      rows: That run or start.
+      rows: Those that run or start.
       max_len: i32[max_seqs], where each ends.
       forks: {row to be forked: row with its prompt}.
       prompt_len: i32[max_seqs].

@@ -34,7 +34,7 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
     Args:
       caller: The function that was called.
       forward: The model, which `jit` must know again.
-      config: Of its cache.
+      config: The config of its cache.
       values: Pytrees that are handed to compiled programs; the first are the parameters.
     """
     require_config(caller, config)

@@ -40,7 +40,7 @@ class Beam:
       tokens: New tokens; the stop token, if one ended it, is the last.
       logprobs: Log-probability of each. A search needs numbers to rank by: a NaN among the logits counts as
         -inf here, and +inf as the largest number (`generate` ends such a row, `score` raises).
-      logprob: Their sum.
+      logprob: Sum of `logprobs`.
       score: `logprob / len(tokens) ** length_penalty`, by which hypotheses are ranked.
       finish_reason: "stop", "length" or "out_of_blocks"; "running" before the search has ended.
     """
@@ -61,8 +61,8 @@ class BeamResult:
       finish_reasons: Per prompt, why its search ended: "stop" (no running beam could win any more), "length"
         or "out_of_blocks", where others may have been better than those that it had finished.
       cache: The cache at the end: row `prompt_id * num_beams + i` still holds the prompt's i-th running
-        beam, so that `kv.stats` and `kv.block_map` tell what beams share. It lacks the beam's last token, but
-        for some rows of a search that ran out of blocks: `cache.context_len` says how many it holds.
+        beam, so that `kv.stats` and `kv.block_map` tell what beams share. A row lacks its beam's last token,
+        except some rows of a search that ran out of blocks: see `cache.context_len`.
       num_steps: Calls of the model in the search.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the search, likewise; callbacks do not count.
@@ -126,7 +126,7 @@ def beam_search(
       forward: As in `generate`.
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one; `len(prompts) * num_beams` rows are needed.
-      config: Of the cache.
+      config: The cache's.
       max_new_tokens: Per hypothesis.
       num_beams: Hypotheses kept per prompt.
       length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum. The power of

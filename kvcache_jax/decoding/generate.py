@@ -63,8 +63,8 @@ class Draft:
 
     Attributes:
       forward: As the target's, same vocabulary.
-      params: Its parameters.
-      config: Of its cache; `max_seqs` and `max_seq_len` like the target's.
+      params: Parameters of the draft model.
+      config: The draft cache's; `max_seqs` and `max_seq_len` are the target's.
     """
 
     forward: Forward
@@ -100,26 +100,26 @@ def generate(
     """Continues prompts with a model that keeps its keys and values in a cache.
 
     Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
-    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. A row that
-    the whole cache has too few blocks for ends with what it has, and so does one whose logits hold NaN or
-    +inf: it publishes none of its blocks from there on.
-    With prefix caching, what prompts have in common is computed once, also across calls that hand `cache` on.
+    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If the whole
+    cache has too few blocks for a row, the row ends with what it has. A row whose logits hold NaN or +inf
+    ends too, and publishes none of its blocks from there on. With prefix caching, what prompts have in common
+    is computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
         function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one.
-      config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
+      config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`.
       num_samples: Continuations per prompt, at most `max_seqs`.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
-      seed: Of all draws, at least 0. A continuation depends on it and on its prompt and sample numbers, not
-        on what else is decoded beside it; with a draft model, also on whether there was room for its drafts.
-        Or one per prompt: then on that and its sample number, and not on where the prompt stands.
+      seed: One of all draws, at least 0, or one per prompt. A continuation depends on the seed and on its
+        prompt and sample numbers, not on what is decoded beside it. With a seed per prompt, the prompt's
+        number does not matter. With a draft model, it also matters whether there was room for the drafts.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
       detokenize: Tokens to text, for `stop_strings`.

@@ -146,9 +146,9 @@ class Requests:
 
     Attributes:
       prompts: Their tokens.
-      num_samples: Of each.
+      num_samples: Samples of each prompt.
       namespaces: u32[prompts, 4].
-      seeds: Of each prompt two numbers that, with that of the sample, begin a stream of random numbers.
+      seeds: Two numbers per prompt that, with the sample's, begin a stream of random numbers.
       waiting: The numbers of those that no row decodes yet.
     """
 

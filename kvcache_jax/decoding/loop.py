@@ -103,8 +103,9 @@ def begin(
 ) -> DecodeState:
     """Draws the first token of each row in `rows` bool[max_seqs] from its prompt's last logits.
 
-    Its prompt is the `source` i32[max_seqs]-th of those whose `logits` f32[n, vocab] and `status` i32[n] a
-    prefill gave; if that failed, or nothing can be drawn from them, the row ends instead.
+    A prefill gave the `logits` f32[n, vocab] and `status` i32[n] of prompts; `source` i32[max_seqs] says
+    which one is the row's. If its prefill failed, or nothing can be drawn from its logits, the row ends
+    instead.
     """
     logits, status = logits[source], status[source]
     token, logprob = sample(logits, state.sampling, state.length)

@@ -125,7 +125,7 @@ def feed(
       history: i32[max_seqs, P], tokens of each row from its beginning.
       length: i32[max_seqs]; rows that are already there take no part.
       chunk_len: Tokens of all rows in one call.
-      is_scoring: Whether the tokens are scored too: each by the logits before it.
+      is_scoring: Scores the tokens too, each by the logits before it.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []

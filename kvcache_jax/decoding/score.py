@@ -56,7 +56,7 @@ def score(
       context: Token ids, at least one.
       continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
         do not reach as NaN, the only one there is.
-      config: Of the cache, of at least 2 rows. There may be more continuations than rows; they take turns.
+      config: The cache's, with at least 2 rows. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.

@@ -19,15 +19,15 @@ def explain(
 ) -> str:
     """Says how many tokens of one prompt `allocate` would find cached, and why not more.
 
-    It says whether a row holds the next block and has not published it, or the block was evicted (as long as
-    nothing else was published in its place), else which token is the first that the nearest cached sequence
-    of the namespace does not have. Of other namespaces it tells whether `allocate` would find more of the
-    prompt in one, and nothing else: keep even that from tenants.
+    The reason is that a row holds the next block and has not published it, or that the block was evicted
+    (known as long as nothing else was published in its place), or else the first token that the nearest
+    cached sequence of the namespace does not have. Of other namespaces the answer tells whether `allocate`
+    would find more of the prompt in one, and nothing else: keep even that from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
       tokens: i32[P], the prompt.
-      num_tokens: How many of them count. Default: all.
+      num_tokens: Number of tokens that count. Default: all.
       namespace: u32[4]. Default: all zero.
       items: i32[I, 2], where the prompt has multimodal items, as a row of `allocate`'s.
 

@@ -23,8 +23,8 @@ class _Handed:
 
     Attributes:
       status: Weak reference to the `status` of its step, by which it is known.
-      request_ids: Of its rows, in order.
-      ends: How many tokens each request has with it; without those that got none by it.
+      request_ids: The requests of its rows, in order.
+      ends: Length of each request with the batch; requests that got no token by it are left out.
       lost_by: A request that has ended since, or gave some of these tokens up, if there is one.
       may_have_moved: Its requests may have other blocks by now.
     """
@@ -74,7 +74,7 @@ class Batches:
     def check(self, args: Any, cache: Cache, fetch: Callable[[Any], Any]) -> None:
         """Raises `StaleBatch` if a batch in the arguments of a step may not write here, or no longer.
 
-        It is not found in them if its arrays are not those that were handed out, but copies.
+        A batch is known by its arrays: copies of a batch that was handed out are not found.
         """
         for step in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Step)):
             handed = self._handed.get(id(step.status)) if isinstance(step, Step) else None

@@ -12,8 +12,8 @@ class CacheError(RuntimeError):
 
     Attributes:
       request_id: The request concerned, or None.
-      needed: How much the call asked for, in the unit that the subclass names; None where that means nothing.
-      available: How much there is.
+      needed: Amount that the call asked for, in the unit that the subclass names; None if there is no such.
+      available: Amount that there is.
     """
 
     def __init__(

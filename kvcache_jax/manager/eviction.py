@@ -48,7 +48,7 @@ class Eviction(Queries):
         """Ends requests until `usage` is at most `target`; see `kvcache_jax.preempt_to_utilization`.
 
         Returns:
-          The requests that were ended, in that order. Their published blocks stay cached.
+          The requests that were ended, in that order; their published blocks stay cached.
 
         Raises:
           OutOfSync: A step function started a row that would be among them; changed nothing.

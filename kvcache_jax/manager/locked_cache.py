@@ -31,7 +31,7 @@ class CacheHolder:
     """A cache behind a lock.
 
     Attributes:
-      config: Of the cache.
+      config: The cache's.
       cache: The present one; None once closed. Read and replaced within a `turn`.
     """
 

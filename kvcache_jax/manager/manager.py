@@ -71,7 +71,7 @@ class CacheManager(Eviction):
         Args:
           cache: A config; or a cache without active rows, such as a restored one, which the manager owns from
             then on.
-          sharding: Of a new cache's pools, see `init`.
+          sharding: Sharding of a new cache's pools, see `init`.
           widths: Numbers of tokens to which `append_tokens` pads, each a program. Default: 1, then
             powers of four from 16 up to `max_query_len`.
         """
@@ -102,7 +102,7 @@ class CacheManager(Eviction):
           token_ids: The prompt.
           namespace: u32[4], who may share its blocks; see `kvcache_jax.namespace`.
           priority: For eviction policies.
-          reuse: Whether to look for a cached prefix.
+          reuse: Looks for a cached prefix.
           items: i32[I, 2], first position and end of each multimodal item in the prompt (see `item_tokens`):
             one is reused whole or not at all, so those that end within the cached tokens are cached.
           replace: Ends a request of this id first. If the new one does not fit, the old one stays.
@@ -161,9 +161,9 @@ class CacheManager(Eviction):
     def append_tokens(self, new: Any, token_ids: Any = None) -> Batch:
         """Reserves slots for new tokens of one request, or of several; all of them or none.
 
-        Their keys and values are yet to be written: pass the batch to `run`, with a step function that does
-        it, with windows before more is appended to the same request. If that fails, `truncate_request` takes
-        the tokens back, as far as windows allow (`WindowLost`).
+        The tokens' keys and values are yet to be written: pass the batch to `run`, with a step function that
+        writes them. With windows, do so before more is appended to the same request. If the step fails,
+        `truncate_request` takes the tokens back, as far as windows allow (`WindowLost`).
 
         Args:
           new: A request id; or `{request_id: token_ids}`, one row each, in this order.
@@ -283,22 +283,23 @@ class CacheManager(Eviction):
         """Calls `step_fn(cache, *args) -> (cache, result)`, jitted, the cache donated; keeps the cache.
 
         Compiled once per function object and shapes of `args`: pass the same function each time, not a new
-        lambda. It may extend, write, commit and truncate; rows start and end through the manager alone.
-        Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may still be
-        read, so do not overwrite them.
+        lambda. The function may extend, write, commit and truncate; rows start and end through the manager
+        alone. Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may
+        still be read, so do not overwrite them.
 
-        What it raises while it is traced or compiled comes through, and nothing has changed (tokens
-        appended for it stay appended, see `append_tokens`).
+        What the function raises while it is traced or compiled comes through, and nothing has changed: tokens
+        that were appended for this step stay appended, see `append_tokens`.
 
         Returns:
           The result.
 
         Raises:
           StaleBatch: `args` hold a batch whose slots are no longer its requests', or one of another manager;
-            nothing was called. It is known by its arrays, so pass it as handed out: a copy is not found.
-          CacheLost: it failed on the device, which had been given the cache, or somebody who got hold of the
-            cache donated it. The manager starts over, empty. A failure that shows only later, for the device
-            works ahead, is raised by the next call that looks at the cache.
+            nothing was called. A batch is known by its arrays, so pass it as handed out: copies are not
+            found.
+          CacheLost: the step failed on the device, which had been given the cache, or somebody else donated
+            the cache. The manager starts over, empty. A failure that shows only later, for the
+            device works ahead, is raised by the next call that looks at the cache.
         """
         with self._holder.turn("run") as cache:
             self._batches.check(args, cache, self._holder.fetch)

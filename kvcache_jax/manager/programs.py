@@ -1,6 +1,6 @@
 """The compiled programs of `CacheManager`: the pure functions, in the few shapes that it calls them in.
 
-Those that move no keys or values take the cache without its pools; the manager attaches them again.
+Programs that move no keys or values take the cache without its pools; the manager attaches the pools again.
 """
 
 import functools

@@ -40,7 +40,7 @@ class Request:
       num_blocks: Blocks that it holds in each layer group, reserved ones included.
       num_published: First blocks that can be found by their tokens.
       priority: For eviction policies.
-      namespace: Who may share its blocks, four 32-bit words.
+      namespace: Four 32-bit words; requests of the same ones may share blocks.
     """
 
     request_id: Hashable

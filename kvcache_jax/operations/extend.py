@@ -167,6 +167,7 @@ def _give_back(pool: BlockPool, planned: GroupPlan, plan: ExtendPlan) -> BlockPo
     if planned.leaving.shape[1] == 0:
         return pool
     leaving = jnp.where(plan.grows[:, None], planned.leaving, pool.num_blocks)
+    # Rows that fail keep theirs: such a row is bit for bit as it was.
     rows = jnp.where(leaving < pool.num_blocks, plan.seq_ids[:, None], pool.block_table.shape[0])
     table = set_at(pool.block_table, (rows, planned.leaving_columns), pool.num_blocks)
     return dataclasses.replace(block_pool.release(pool, leaving), block_table=table)
@@ -205,6 +206,7 @@ def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Cont
     rows = jnp.where(plan.grows, plan.seq_ids, control.max_seqs)
     token_rows = tokens.spread(rows, control.max_seqs)
     is_token = tokens.offset < tokens.spread(query_len, 0)
+    # Tokens of rows that fail, and padding, have their slot nowhere: they are written into no row's block.
     slots = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         column = quotient(positions, group.block_size)

@@ -17,7 +17,7 @@ class NewTokens:
       offset: i32[tokens], place among the row's new tokens.
       starts: i32[n + 1], the row's tokens are `[starts[i], starts[i + 1])`.
       shape: Shape of the caller's token arrays.
-      is_packed: Whether rows lie end to end.
+      is_packed: True if rows lie end to end.
     """
 
     row: jax.Array

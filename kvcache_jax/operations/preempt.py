@@ -113,7 +113,7 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
       cache: Not changed.
       policy: "lru" (used longest ago), "lfu" (used by the fewest calls), "longest" (frees the most blocks)
         "priority" (lowest), or a name registered with `row_policy`. Of equal rows the one used longest ago.
-      n: How many at most.
+      n: Most rows to select.
 
     Returns:
       i32[n] rows, the first to go first. Rows that free nothing, because others hold all their blocks too,
@@ -138,8 +138,8 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
 def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -> tuple[Cache, jax.Array]:
     """Frees whole rows, one after the other, until `utilization` is at most `target`.
 
-    Their published blocks stay cached. It stops early when no row is left that frees a block, in a layer
-    group that is above the target, on its own.
+    Published blocks of these rows stay cached. The call stops early when no row is left that frees a block on
+    its own in a layer group that is above the target.
 
     Args:
       cache: Not changed.
@@ -162,7 +162,7 @@ def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru")
     """
     _check_policy(policy)
     target = arguments.fraction("target", target)
-    control, dropped = _evict_rows(cache.control, target, policy=policy, config=cache.config)
+    control, dropped = _preempt_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), dropped
 
 
@@ -180,7 +180,7 @@ def _select(control: Control, policy: str) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "config"))
-def _evict_rows(
+def _preempt_rows(
     control: Control, target: jax.Array, policy: str, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     control, target = as_varied((control, target))

@@ -47,6 +47,7 @@ def usable_prefix(
     found = found[: pools[group_id].max_blocks_per_seq]
     lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
     num_found = num_true(found < pools[group_id].num_blocks)
+    # A hit ends at a block's end in every group, so that no row writes into a block that was hit.
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
@@ -61,6 +62,7 @@ def usable_prefix(
         num_missing = jnp.cumsum(
             jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
         )
+        # Blocks may be missing between the sinks and the window: the next token reads none of them.
         first, end = _needed(group, jnp.minimum(lengths, config.max_seq_len // step * step))
         is_usable &= num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
         is_usable &= num_missing[end] == num_missing[jnp.minimum(first, end)]
@@ -129,6 +131,7 @@ def link(
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
         present = get_at(links.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
+        # A block is linked once: a second link would outlive the first one's eviction.
         is_linked &= ~block_pool.is_published(pool, ids)
         # Of entries with the same contents the first that still holds the block links its own.
         is_linked &= ~_is_linked_before(is_linked, canonical)
@@ -161,6 +164,7 @@ def drop_links(control: Control, indexed_ids: jax.Array) -> Control:
         if links is None:
             continue
         nowhere = links.indexed_ids.shape[0]
+        # Linked blocks are found through the indexed one alone. Without it they would stay cached for nobody.
         ids, block_ids = read_first(get_at(links.block_ids, indexed_ids, nowhere), links.block_ids)
         ids = ids.reshape(-1)
         pools[g] = block_pool.withdraw(pools[g], ids)

@@ -14,7 +14,7 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
     another number of positions has other words: its keys and values are others too.
 
     Args:
-      item: What the item is, such as the image's bytes; whoever has the digest may reuse its blocks.
+      item: Identity of the item, such as the image's bytes; whoever has the digest may reuse its blocks.
       num_tokens: Positions that the item takes in the sequence.
 
     Returns:

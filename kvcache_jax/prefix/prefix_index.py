@@ -115,7 +115,7 @@ def insert(
       mask: bool[n].
       block_ids: i32[n].
       ways: i32[n], places in the buckets.
-      content: Of the blocks.
+      content: Contents of the blocks.
 
     Returns:
       The index.

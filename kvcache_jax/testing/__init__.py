@@ -1,8 +1,8 @@
 """Checks for code that uses a cache, and for the cache itself.
 
 * The token test: a fake model stores each token's id as its key and value, and every slot that
-  attention would read is compared with the tokens expected there. It finds stale, aliased, leaked
-  and misordered blocks without any arithmetic.
+  attention would read is compared with the tokens expected there. Without any arithmetic, the test finds
+  stale, aliased, leaked and misordered blocks.
 * `Oracle` and `check_against_oracle`: a dict-of-lists model that predicts statuses, counts and sharing.
 * `poison`: NaN in every slot that nobody may read, so that a stray read shows.
 * `check_forward`: takes a model's step and checks that caching changes nothing.

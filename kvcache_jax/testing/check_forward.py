@@ -51,10 +51,10 @@ def check_forward(
         with `functools.partial`.
       config: At least 3 rows, which fit `num_tokens` each and take them in one call; blocks for two of them.
       vocab_size: Tokens are drawn below it.
-      num_tokens: Length of the test sequence, at least 9: it is also fed in four uneven chunks, and forked in
-        the middle. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does nothing
-        before it is full: name more tokens than it has.
-      seed: Of the tokens.
+      num_tokens: Length of the test sequence, which is also fed in four uneven chunks, and forked in the
+        middle: at least 9. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does
+        nothing before it is full: name more tokens than it has.
+      seed: Seed of the tokens.
       atol: Largest difference of two logits that should be equal.
 
     Raises:

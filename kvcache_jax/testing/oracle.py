@@ -1,7 +1,7 @@
 """A model of the cache that is obviously right: lists of tokens and dicts of blocks, in plain Python.
 
-It predicts every status, every count and who shares which block; `kvcache_jax.testing` holds a real
-cache against it. All rows of a call act on the state before it: first it is decided, entry by entry, who
+The oracle predicts every status, every count and who shares which block; `kvcache_jax.testing` compares a
+real cache with it. All rows of a call act on the state before it: first it is decided, entry by entry, who
 succeeds, and only then is anything changed.
 """
 
