@@ -22,6 +22,8 @@ NO_VERBS = {
     *("Arrays", "As", "Blocks", "Bytes", "Columns", "Entries", "Fields", "Has", "Ids", "Is", "Keys"),
     *("Lengths", "Logits", "Numbers", "Pieces", "Rows", "Slots", "This", "Tokens", "Values", "Was", "Zeros"),
 }
+# The docstring of a class or module begins with a noun, and with none of these.
+NO_NOUNS = {"Does", "How", "That", "They", "This", "Those", "What", "Where", "Which", "Who", "Whose", "Why"}
 # Being rewritten: folders and files whose docstrings are not asked yet.
 BEING_REWRITTEN = (
     "kvcache_jax/attention/",
@@ -100,12 +102,24 @@ def not_begun_with_a_verb(file: str, source: str) -> list[str]:
     return found
 
 
-def test_docstrings_of_functions_begin_with_what_they_do():
+def not_begun_with_a_noun(file: str, source: str) -> list[str]:
+    """Lists the module and the classes of a file whose docstring begins with a question or a pronoun."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            word = (ast.get_docstring(node) or "A").split()[0]
+            if word in NO_NOUNS:
+                found.append(f"{file} {getattr(node, 'name', 'module')} begins with {word}, expected a noun")
+    return found
+
+
+def test_docstrings_begin_with_what_a_thing_does_or_is():
     found = []
     for path in sorted((ROOT / "kvcache_jax").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         if not file.startswith(BEING_REWRITTEN):
             found += not_begun_with_a_verb(file, path.read_text())
+            found += not_begun_with_a_noun(file, path.read_text())
     assert not found, "\n".join(found)
 
 
@@ -132,6 +146,14 @@ def test_a_docstring_that_begins_with_no_verb_is_found(docstring, is_fine):
         "def __call__(self):",
     ):
         assert not_begun_with_a_verb("a.py", f'{exempt}\n  """{docstring}"""') == []
+
+
+def test_a_docstring_that_begins_with_no_noun_is_found():
+    source = '"""{}"""\nclass A:\n  """{}"""'
+    assert not_begun_with_a_noun("a.py", source.format("A heap.", "Which rows decode.")) == [
+        "a.py A begins with Which, expected a noun"
+    ]
+    assert len(not_begun_with_a_noun("a.py", source.format("Does it hold?", "What it returns."))) == 2
 
 
 def examples() -> dict[str, doctest.DocTest]:

@@ -169,7 +169,7 @@ def beam_search(
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
 
-    def look(state: _Search) -> list[list[Beam]]:
+    def check_in(state: _Search) -> list[list[Beam]]:
         found = jax.device_get(state._replace(cache=None))
         beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompt_tokens))]
         if [] in beams:
@@ -188,10 +188,10 @@ def beam_search(
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )
-    beams = look(state)
+    beams = check_in(state)
     while bool(state.is_searching.any()):
         state = searching(_search, forward, params, state, stops, penalty, jnp.int32(look_every))
-        beams = look(state)
+        beams = check_in(state)
     ended = jax.device_get((state.is_failed, state.is_over))
     return BeamResult(
         beams=beams,

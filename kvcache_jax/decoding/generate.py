@@ -188,7 +188,7 @@ def generate(
             jnp.int32(look_every),
             draft_source=draft_source,
         )
-        state = host.look(state)
+        state = host.check_in(state)
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,

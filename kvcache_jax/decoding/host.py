@@ -195,7 +195,7 @@ class Host:
         if self.on_look:
             self.on_look(snapshot)
 
-    def look(self, state: DecodeState) -> DecodeState:
+    def check_in(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""
         phase, length, prompt_len, history, logprobs = (
             np.asarray(x)

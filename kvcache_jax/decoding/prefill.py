@@ -63,7 +63,7 @@ class Scores(NamedTuple):
     is_scored: jax.Array
 
 
-class Fed(NamedTuple):
+class FeedResult(NamedTuple):
     """Results of `feed`, by row.
 
     Attributes:
@@ -87,7 +87,7 @@ def prefill(
     *,
     chunk_len: int,
     is_scoring: bool = False,
-) -> tuple[Cache, Fed]:
+) -> tuple[Cache, FeedResult]:
     """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
 
     Args:
@@ -115,7 +115,7 @@ def feed(
     *,
     chunk_len: int,
     is_scoring: bool = False,
-) -> tuple[Cache, Fed]:
+) -> tuple[Cache, FeedResult]:
     """Feeds rows from their `context_len` to their `length`, by calls of at most `chunk_len` tokens together.
 
     Args:
@@ -138,7 +138,7 @@ def feed(
         logits = _with_ends(logits, ends, pieces.last_of)
         if scored is not None:
             scores.append((pieces, scored))
-    return cache, Fed(jnp.asarray(logits), jnp.asarray(status), scores)
+    return cache, FeedResult(jnp.asarray(logits), jnp.asarray(status), scores)
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> int:

@@ -75,7 +75,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     else:
         assert words is not None
         is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
-    masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
+    masks = _blocks_of_rows(cache, is_row) if words is None else _blocks_not_of_others(cache, is_row, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:
         control = _forget_rests(control, cache.config)
@@ -89,7 +89,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
 
 
-def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
+def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
     """Masks per group what only these rows hold, and the cached blocks that go with it; bool[num_blocks]."""
     index, masks = cache.control.prefix_index, []
     for pool in cache.control.block_pools:
@@ -121,7 +121,7 @@ def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
     return masks
 
 
-def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
+def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
     """Masks per group all but what holds tokens of other namespaces, in rows or cached; bool[num_blocks]."""
     control, index, masks = cache.control, cache.control.prefix_index, []
     is_other = control.is_active & ~is_row
