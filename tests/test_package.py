@@ -32,6 +32,7 @@ ROOMS = (
     "attention",
     "inspect",
     "decoding",
+    "engine",
     "manager",
     "testing",
 )
