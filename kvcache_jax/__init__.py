@@ -46,7 +46,8 @@ from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
-from kvcache_jax.engine.engine import Engine, EngineFigures, TokenEvent
+from kvcache_jax.engine.engine import Engine
+from kvcache_jax.engine.events import EngineFigures, TokenEvent
 from kvcache_jax.engine.policies import RequestMetadata, request_policy
 from kvcache_jax.engine.requests import GenerationRequest
 from kvcache_jax.engine.state import EngineCounter, EngineState

@@ -10,23 +10,25 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count
+from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.engine.chunk import HEADER_LEN, Inbox, Report, outbox_len, piece_sizes, run_chunk
+from kvcache_jax.engine.chunk import HEADER_LEN, Inbox, Report, outbox_len, run_chunk
+from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.outbox import NO_TOKEN, NUM_COLUMNS, outbox_width
+from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
+from kvcache_jax.engine.setup import check_drafts, share, with_budget
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, empty_state
 from kvcache_jax.engine.step import Model, ProcessLogits
 from kvcache_jax.engine.table import RequestTable, Sample
@@ -37,51 +39,6 @@ from kvcache_jax.prefix.namespace import namespace as namespace_of
 _MOST_ENDED = 64
 """Requests that one chunk can be told to end."""
 _CHUNKS_AHEAD = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenEvent:
-    """News of one continuation: tokens, or its end, or both.
-
-    Attributes:
-      id: The request's.
-      sample_id: Index among its samples.
-      tokens: New ones.
-      logprobs: Log-probability of each under the model's own distribution (behind `process_logits`).
-      top_logprobs: For each token the most probable ones, {token: log-probability}; empty without
-        `num_top_logprobs`.
-      finish_reason: "stop", "length", "nan_logits", "refused", "cancelled" or "deadline"; None if it goes on.
-    """
-
-    id: Hashable
-    sample_id: int
-    tokens: list[int]
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]]
-    finish_reason: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineFigures:
-    """Figures of an engine at its last drain.
-
-    Attributes:
-      running: Rows with a request.
-      waiting: Requests without a row, those included that the device has not heard of.
-      blocks_used: Referenced blocks, all groups.
-      blocks_cached: Published blocks without owner.
-      blocks_free: The others.
-      counts: Events since the engine was made, by `EngineCounter`.
-      num_reads: Reads of the device.
-    """
-
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_free: int
-    counts: dict[EngineCounter, int]
-    num_reads: int
 
 
 class Engine:
@@ -99,8 +56,8 @@ class Engine:
         (the client who got least first), or a name registered with `request_policy`.
       token_budget: Most tokens of a step. Default: those of all rows, and 256 of prompts.
       max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
-      max_tokens: Tokens of all of these, prompts and longest continuations. Default: enough for a quarter of
-        `max_requests` of the longest.
+      max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
+        `max_requests`, or all rows, have at most.
       max_stop_tokens: Stop tokens of one request.
       num_clients: Clients of the policy "fair".
       max_items: Multimodal items of one request.
@@ -164,7 +121,7 @@ class Engine:
             piece_len=1,
             num_drafts=static_count("num_drafts", num_drafts, least=0),
             num_top_logprobs=static_count("num_top_logprobs", num_top_logprobs, least=0),
-            watermark=_share("watermark", watermark),
+            watermark=share("watermark", watermark),
             ageing_steps=static_count("ageing_steps", ageing_steps, least=4),
             max_bypasses=static_count("max_bypasses", max_bypasses),
             most_admissions=_MOST_ADMISSIONS,
@@ -172,11 +129,11 @@ class Engine:
             input_weight=1,
             output_weight=2,
         )
-        self._options = _with_budget(options, config, token_budget)
-        _check_drafts(self._options, config, process_logits)
+        self._options = with_budget(options, config, token_budget)
+        check_drafts(self._options, config, process_logits)
         num_slots = static_count("max_requests", max_requests or max(4 * config.max_seqs, 64))
         longest = config.max_seq_len + 1
-        num_tokens = max_tokens or max(num_slots * longest // 4, 2 * longest)
+        num_tokens = max_tokens or max(num_slots // 4, config.max_seqs, 2) * longest
         self._sizes = TableSizes(
             num_slots=num_slots,
             num_tokens=static_count("max_tokens", num_tokens, least=longest),
@@ -198,9 +155,6 @@ class Engine:
         state = empty_state(init(config), self._sizes, (num_entries, self._width))
         self._state: EngineState = jax.device_put(state)
         self._model = Model(forward, process_logits)
-        self._run = jax.jit(
-            functools.partial(_run, model=self._model, options=self._options), donate_argnames="state"
-        )
         self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
@@ -332,15 +286,20 @@ class Engine:
 
     def _dispatch(self) -> None:
         inbox = self._table.fill_inbox(self._weights, self._has_new_weights)
-        self._state, report = self._run(
-            self.params, state=self._state, inbox=inbox, steps=np.int32(self._steps)
+        self._state, report = _run(
+            self.params,
+            self._state,
+            inbox,
+            np.int32(self._steps),
+            model=self._model,
+            options=self._options,
         )
         self._has_new_weights = False
         self._in_flight.append(report)
 
     def _end(self, sample: Sample, reason: Finish) -> None:
         if self._table.end(sample, reason):
-            self._events.append(_event(sample, [], [], [], reason))
+            self._events.append(event(sample, reason))
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -349,24 +308,9 @@ class Engine:
                 self._end(sample, Finish.DEADLINE)
 
     def _take_in(self, report: np.ndarray) -> None:
-        """Makes events of a report, one per continuation."""
-        header, counters = report[: len(Report)], report[len(Report) : HEADER_LEN].view(np.uint32)
-        self._header = header
-        for counter in EngineCounter:  # modulo 2**32
-            more = (counters[counter] - np.uint32(self._counts[counter] % 2**32)).item()
-            self._counts[counter] += more % 2**32
-        entries = report[HEADER_LEN:].reshape(-1, self._width)[: header[Report.OUTBOX_LEN]]
-        by_slot: dict[tuple[int, int], list[np.ndarray]] = {}
-        for entry in entries:
-            by_slot.setdefault((entry[0].item(), entry[1].item()), []).append(entry)
-        for (slot, uid), news in by_slot.items():
-            sample = self._table.find(slot, uid)
-            reason = Finish(news[-1][4].item())
-            drawn = np.stack([entry for entry in news if entry[2] != NO_TOKEN] or [news[0][:0]])
-            columns = _columns(drawn) if drawn.size else ([], [], [])
-            self._events.append(_event(sample, *columns, reason))
-            if reason != Finish.NOT_YET:
-                self._table.remove(sample)
+        self._header = report[:HEADER_LEN]
+        add_counts(self._counts, report)
+        self._events.extend(events_of(report, self._width, self._table))
 
     def _checked(self, requests: list[Any]) -> list[GenerationRequest]:
         sizes, ids = self._sizes, set[Hashable]()
@@ -405,63 +349,9 @@ _MOST_ENTERING = 64
 _MOST_ENTERING_TOKENS = 16_384
 
 
-def _run(params: Any, state: EngineState, inbox: Inbox, steps: jax.Array, model: Model, options: Options):
+@functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")
+def _run(
+    params: Any, state: EngineState, inbox: Inbox, steps: jax.Array, model: Model, options: Options
+) -> tuple[EngineState, jax.Array]:
+    """The program, which engines of equal models, sizes and options share."""
     return run_chunk(model, params, state, inbox, steps, options)
-
-
-def _columns(entries: np.ndarray) -> tuple[list[int], list[float], list[dict[int, float]]]:
-    """Takes outbox entries apart: tokens, log-probabilities, the most probable tokens."""
-    logprobs = np.ascontiguousarray(entries[:, 3]).view(np.float32)
-    tops = entries[:, NUM_COLUMNS:]
-    num_tops = tops.shape[1] // 2
-    scores = np.ascontiguousarray(tops[:, num_tops:]).view(np.float32)
-    pairs = zip(tops[:, :num_tops].tolist(), scores.tolist(), strict=True)
-    top_logprobs = [dict(zip(ids, values, strict=True)) for ids, values in pairs] if num_tops else []
-    return entries[:, 2].tolist(), logprobs.tolist(), top_logprobs
-
-
-def _event(sample: Sample, tokens: list, logprobs: list, tops: list, reason: Finish) -> TokenEvent:
-    why = None if reason == Finish.NOT_YET else reason.name.lower()
-    return TokenEvent(sample.id, sample.sample_id, tokens, logprobs, tops, why)
-
-
-def _share(name: str, value: Any) -> float:
-    value = finite_number(name, value)
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}, expected 0 to below 1")
-    return value
-
-
-def _with_budget(options: Options, config: CacheConfig, token_budget: int | None) -> Options:
-    """Shares a step's tokens between the rows' next ones and prompts."""
-    num_next = config.max_seqs * options.width
-    if token_budget is None:
-        token_budget = num_next + min(256, config.max_seq_len)
-    num_prompt = static_count("token_budget", token_budget) - num_next
-    if num_prompt < 1:
-        raise ValueError(
-            f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "
-            f"{config.max_seqs} rows of {options.width}: raise it, or lower max_seqs"
-        )
-    num_pieces, piece_len = piece_sizes(num_prompt)
-    return dataclasses.replace(options, num_pieces=num_pieces, piece_len=piece_len)
-
-
-def _check_drafts(options: Options, config: CacheConfig, process_logits: Callable | None) -> None:
-    if options.num_drafts == 0:
-        return
-    if process_logits is not None:
-        raise ValueError(
-            f"got num_drafts = {options.num_drafts} and process_logits, expected one of them: the hook sees "
-            "one next token per row, and drafts are several"
-        )
-    if options.width > config.query_len_limit:
-        raise ValueError(
-            f"num_drafts is {options.num_drafts}, expected below max_query_len = {config.query_len_limit}"
-        )
-    for group in config.groups:
-        if group.window is not None and group.max_rollback < options.num_drafts:
-            raise ValueError(
-                f"num_drafts is {options.num_drafts} and a window takes back {group.max_rollback} tokens, "
-                f"expected SlidingWindow(max_rollback={options.num_drafts})"
-            )

@@ -17,7 +17,7 @@ from kvcache_jax.engine.state import Phase
 
 VOCAB, DIM, PRIME = 24, 8, 97
 NAN_TOKEN = VOCAB - 1
-"""Behind a prompt that begins with it and has an even length, logits are NaN."""
+"""Its logits are NaN at each fourth place."""
 WINDOW = 5
 
 
@@ -29,13 +29,15 @@ def _values(tokens, positions):
     return (mixed % 61).astype(jnp.float32)
 
 
-def _logits(sums):
-    """Of f32[..., 2, DIM], sums of integers: f32[..., VOCAB], integers over 8."""
+def _logits(sums, tokens, positions):
+    """Of f32[..., 2, DIM], sums of integers, and the last tokens: f32[..., VOCAB], integers over 8."""
     weights = jnp.arange(2 * DIM, dtype=jnp.int32) * 13 + 1
     weights = weights.reshape(*[1] * (sums.ndim - 2), 2 * DIM)
     mixed = jnp.sum(sums.astype(jnp.int32).reshape(*sums.shape[:-2], -1) % PRIME * weights, axis=-1) % PRIME
     ids = jnp.arange(VOCAB, dtype=jnp.int32).reshape(*[1] * mixed.ndim, VOCAB)
-    return ((mixed[..., None] * (ids * 5 + 3) + ids * ids) % PRIME).astype(jnp.float32) / 8
+    logits = ((mixed[..., None] * (ids * 5 + 3) + ids * ids) % PRIME).astype(jnp.float32) / 8
+    is_nan = (tokens == NAN_TOKEN) & (positions % 4 == 3)
+    return jnp.where(is_nan[..., None], jnp.nan, logits)
 
 
 def forward(params, tokens, cache, step):
@@ -48,7 +50,7 @@ def forward(params, tokens, cache, step):
         cache, out = kv.attention(cache, layer, nothing, nothing, values, step)
         seen = length if layer == 0 else jnp.minimum(length, WINDOW)
         sums.append(jnp.round(out[..., 0, :] * seen))
-    return _logits(jnp.stack([sums[0], sums[-1]], axis=-2)), cache
+    return _logits(jnp.stack([sums[0], sums[-1]], axis=-2), tokens, step.positions), cache
 
 
 def make_params(shift=0):
@@ -61,18 +63,21 @@ def config(num_layers=1, **sizes):
     return kv.CacheConfig(layers, **{"enable_prefix_caching": True} | options)
 
 
-@functools.partial(jax.jit, static_argnames="num_layers")
-def _next_token(tokens, length, shift, params, num_layers):
+@functools.partial(jax.jit, static_argnames=("num_layers", "bans_zero"))
+def _next_token(tokens, length, shift, params, num_layers, bans_zero=False):
     place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     values = _values(tokens + shift, place)
     is_seen = place < length
     is_near = is_seen & (place >= length - WINDOW)
     masks = [is_seen, is_near if num_layers == 2 else is_seen]
-    logits = _logits(jnp.stack([jnp.sum(jnp.where(m[:, None], values, 0), axis=0) for m in masks]))[None]
+    sums = jnp.stack([jnp.sum(jnp.where(mask[:, None], values, 0), axis=0) for mask in masks])
+    logits = _logits(sums, tokens[length - 1], length - 1)[None]
+    if bans_zero:
+        logits = logits.at[:, 0].set(-jnp.inf)
     return *sample(logits, params, length[None]), logits
 
 
-def decode_alone(request, num_layers=1, shift=0, sample_id=0, change=None):
+def decode_alone(request, num_layers=1, shift=0, sample_id=0, bans_zero=False):
     """What a request says without cache, engine or company: tokens, log-probabilities, why it ends."""
     prompt = np.asarray(request.prompt)
     tokens = np.zeros(64, np.int32)
@@ -86,7 +91,11 @@ def decode_alone(request, num_layers=1, shift=0, sample_id=0, change=None):
     )
     said, logprobs = [], []
     for length in range(len(prompt), len(prompt) + request.max_new_tokens):
-        token, logprob, _ = _next_token(tokens, np.int32(length), np.int32(shift), params, num_layers)
+        token, logprob, logits = _next_token(
+            tokens, np.int32(length), np.int32(shift), params, num_layers, bans_zero
+        )
+        if np.isnan(logits).any():
+            return said, logprobs, "nan_logits"
         tokens[length] = int(token[0])
         said.append(int(token[0]))
         logprobs.append(float(logprob[0]))
@@ -158,10 +167,9 @@ def check_state(engine):
     length = state.requests.prompt_len + state.num_generated
     assert (state.cache.context_len[rows < num_slots] < length[running]).all()
     live = np.flatnonzero((state.phase >= Phase.WAITING) & (state.phase <= Phase.PREEMPTED))
-    runs = sorted(
-        (state.requests.start[s], state.requests.prompt_len[s] + state.requests.max_new[s]) for s in live
-    )
-    assert all(start + size <= behind for (start, size), (behind, _) in zip(runs, runs[1:], strict=False))
+    size = state.requests.prompt_len + state.requests.max_new
+    runs = sorted((state.requests.start[slot], size[slot]) for slot in live)
+    assert all(start + num <= behind for (start, num), (behind, _) in zip(runs, runs[1:], strict=False))
     assert (state.num_generated[live] < state.requests.max_new[live]).all()
 
 

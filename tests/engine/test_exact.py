@@ -10,21 +10,24 @@ from tests.engine.exact_model import collect, config, decode_alone, forward, mak
 # A pool that one long request fills, so that rows are preempted and come back; short and long pieces; a
 # window beside; no index. Sizes of the cache, then those of the engine.
 ENGINES = {
-    "tiny pool": (dict(num_blocks=13), dict(token_budget=12)),
+    "tiny pool": (dict(num_blocks=11), dict(token_budget=12)),
     "short blocks": (dict(num_blocks=24, block_size=2, max_seqs=3), dict(token_budget=5, watermark=0.1)),
     "window": (
         dict(num_layers=2, num_blocks=14, max_query_len=8),
         dict(token_budget=4 + 24, steps_per_chunk=3),
     ),
-    "no index": (dict(num_blocks=13, enable_prefix_caching=False), dict(token_budget=11)),
-    "long blocks": (dict(num_blocks=9, block_size=8), dict(token_budget=40, policy="priority")),
+    "no index": (dict(num_blocks=11, enable_prefix_caching=False), dict(token_budget=11)),
+    "long blocks": (dict(num_blocks=7, block_size=8), dict(token_budget=40, policy="priority")),
 }
 
 
 def make_engine(name):
     sizes, options = ENGINES[name]
     return kv.Engine(
-        forward, make_params(), config(**sizes), **{"max_requests": 7, "steps_per_chunk": 8} | options
+        forward,
+        make_params(),
+        config(**sizes),
+        **{"max_requests": 7, "max_tokens": 7 * 49, "steps_per_chunk": 8} | options,
     )
 
 
