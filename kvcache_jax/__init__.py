@@ -183,6 +183,7 @@ __all__ = [
 ]
 
 _RENAMED = {
+    "Companions": "state.GroupLinks",
     "Look": "Snapshot",
     "evict_to_utilization": "preempt_to_utilization",
     "needs_eviction": "needs_preemption",
@@ -193,28 +194,11 @@ _RENAMED = {
             "AttentionPlan",
             "BlockHistory",
             "CachedBlocks",
-            "Companions",
             "KVPool",
             "PrefixIndex",
         )
     },
-    **{
-        name: f"manager.{name}"
-        for name in (
-            "CacheError",
-            "CacheLost",
-            "DuplicateRequest",
-            "ManagerBusy",
-            "ManagerClosed",
-            "OutOfBlocks",
-            "OutOfRows",
-            "OutOfSync",
-            "StaleBatch",
-            "TooLong",
-            "UnknownRequest",
-            "WindowLost",
-        )
-    },
+    **{name: f"manager.{name}" for name in manager.__all__},
 }
 """Old names, and what to write in their place."""
 

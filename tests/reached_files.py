@@ -31,6 +31,7 @@ APART = (
     "core/layer_kinds/",
     "core/state.py",
     "core/status.py",
+    "core/token_arguments.py",
 )
 """Files, and folders, that are set apart."""
 MOST = {"fork": 3, "extend": 6}

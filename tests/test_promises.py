@@ -13,12 +13,13 @@ PART = re.compile(r"  - [^`]+: `(?P<file>[\w/]+\.py)::(?P<test>test_\w+)(?:\[(?P
 
 
 def bullets(text: str) -> dict[str, list[str]]:
-    """The top bullets of a text, and the lines below each."""
+    """The top bullets of a text, each as one line, and the bullets below each."""
+    text = re.sub(r"\n +(?![ -])", " ", text)  # a bullet goes on in the next line
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.startswith("* "):
             found[line] = []
-        elif line.startswith("  ") and found:
+        elif line.startswith("  - ") and found:
             found[list(found)[-1]].append(line)
     return found
 
@@ -81,6 +82,6 @@ def test_a_promise_that_nothing_holds_is_found(source, case, expected):
 
 
 def test_bullets_are_those_of_the_guarantees():
-    readme = "# A\n* not this\n\n## Guarantees\n\n* One.\n* Two,\n\ntext\n\n## More\n* nor this\n"
-    assert guarantees(readme) == ["* One.", "* Two,"]
+    readme = "# A\n* not this\n\n## Guarantees\n\n* One.\n* Two,\n  three.\n\ntext\n\n## More\n* nor this\n"
+    assert guarantees(readme) == ["* One.", "* Two, three."]
     assert bullets("* One.\n  - a\n  - b\n* Two.\n") == {"* One.": ["  - a", "  - b"], "* Two.": []}

@@ -1,4 +1,4 @@
-"""README.md's Python blocks run as they stand, in order, in one namespace."""
+"""README.md's Python blocks run as they stand, in order, in one namespace; what documents name is there."""
 
 import inspect
 import pathlib
@@ -8,7 +8,9 @@ import pytest
 
 import kvcache_jax as kv
 
-README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "pallas_kernels" / "NOTES.md"
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:
@@ -40,6 +42,49 @@ def test_functions_that_are_said_to_go_on_with_a_cache_take_one():
     assert {"generate", "score"} <= set(names)
     for name in names:
         assert "cache" in inspect.signature(getattr(kv, name)).parameters
+
+
+def test_readme_is_short_and_names_the_rooms_as_the_package_does():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 160] == []
+    assert kv.__doc__ is not None
+    rooms = re.findall(r"^\* `(\w+)`", kv.__doc__, re.MULTILINE)
+    assert re.findall(r"^\* `(\w+)/`", README.read_text(), re.MULTILINE) == rooms
+
+
+def missing_names(text: str, folder: pathlib.Path) -> list[str]:
+    """Returns what a document in `folder` names and nobody finds: links, `python -m` modules, `make` targets.
+
+    Paths in back quotes count where they begin with a folder of the repository.
+    """
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    missing = [link for link in links if not (folder / link).exists()]
+    top = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+    paths = re.findall(rf"`((?:{top})/[\w./]*)`", text)
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    for module in re.findall(r"python -m ((?:experiments|tests)[\w.]*\w)", text):
+        path = ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+            missing.append(module)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return missing + [
+        name for name in re.findall(r"(?:`|^    )make ([\w-]+)", text, re.M) if name not in targets
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_what_a_document_names_is_there(document):
+    assert missing_names(document.read_text(), document.parent) == []
+
+
+def test_a_name_of_nothing_is_found():
+    text = "[a](no.md) `kvcache_jax/no.py` `python -m tests.no` `make no`\n    make nothing\n"
+    assert missing_names(text, ROOT) == ["no.md", "kvcache_jax/no.py", "tests.no", "no", "nothing"]
+    fine = (
+        "[a](README.md#x) [b](https://a.b/c) `core/no.py` `python -m tests.aot.loops --lowered` `make demo`\n"
+    )
+    assert missing_names(fine, ROOT) == []
 
 
 def test_blocks_share_a_namespace_and_fail_at_their_line():

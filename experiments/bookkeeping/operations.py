@@ -150,7 +150,7 @@ NOTHING, ROWS, EVERYTHING = "nothing is published", "the rows are published", "n
 
 OPERATIONS = (
     Operation(
-        "extend 256 rows, 16 take a block", different_lens, extend, (400, 16), {LOOP: 40, ABOVE_FLOOR: 100}
+        "extend 256 rows, 16 take a block", different_lens, extend, (400, 16), {LOOP: 40, ABOVE_FLOOR: 150}
     ),
     Operation("extend 256 rows, all take a block", half_lens, extend, (1, 1)),
     Operation("allocate a prompt, uncached", no_lens, allocate, (60, 14), {CALL: 1000}),
@@ -159,8 +159,17 @@ OPERATIONS = (
     Operation("free 64 rows", full_lens, free, (4, 4), {CALL: 1500}),
     Operation("truncate 64 rows by a block", some_lens, truncate, (50, 3)),
     Operation("extend 256 rows, with index", different_lens, extend_with_index, (400, 16), index=ROWS),
-    Operation("extend 256 rows, commit", different_lens, extend_and_commit, (400, 16), index=ROWS),
-    Operation("extend 256 rows, evicting", different_lens, extend_with_index, (400, 16), index=EVERYTHING),
+    Operation(
+        "extend 256 rows, commit", different_lens, extend_and_commit, (400, 16), {LOOP: 80}, index=ROWS
+    ),
+    Operation(
+        "extend 256 rows, evicting",
+        different_lens,
+        extend_with_index,
+        (400, 16),
+        {LOOP: 80},
+        index=EVERYTHING,
+    ),
     Operation(
         "extend 256 rows, evicting by hyperbolic",
         different_lens,

@@ -77,7 +77,7 @@ def count_down(counts: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def first_of_equal(array: jax.Array, mask: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finds, of masked entries of `index` that are equal, the first.
+    """Finds the first of the masked entries of `index` that are equal.
 
     Args:
       array: i32[m], not negative; lent for marks.

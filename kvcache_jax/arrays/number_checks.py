@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_integer(name: str, value: Any) -> int:
-    """`value`, of whatever integer type, as a Python int."""
+    """Converts `value`, of any integer type, to a Python int."""
     try:
         if not isinstance(value, bool | np.bool_):
             return operator.index(value)
@@ -18,7 +18,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def static_count(name: str, value: Any, least: int = 1, most: int | None = None, most_name: str = "") -> int:
-    """`value` as a Python int of at least `least`, and at most `most`, if there is one."""
+    """Converts `value` to a Python int of at least `least`, and at most `most` if there is one."""
     value = as_integer(name, value)
     if most is None and value < least:
         raise ValueError(f"{name} is {value}, expected at least {least}")
@@ -28,7 +28,7 @@ def static_count(name: str, value: Any, least: int = 1, most: int | None = None,
 
 
 def finite_number(name: str, value: Any) -> float:
-    """`value` as a Python float that is neither NaN nor infinite, in float32 either."""
+    """Converts `value` to a Python float that is finite, also in float32."""
     is_real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     try:
         number = float(value) if is_real else math.nan
@@ -40,7 +40,7 @@ def finite_number(name: str, value: Any) -> float:
 
 
 def static_flag(name: str, value: Any) -> bool:
-    """`value` as a Python bool; nothing else counts as true or false."""
+    """Converts `value` to a Python bool; only booleans count as true or false."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {value!r}, expected True or False")
     return bool(value)

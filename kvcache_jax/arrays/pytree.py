@@ -11,7 +11,7 @@ import jax.export
 T = TypeVar("T", bound=type)
 
 FORMAT_VERSION = 1
-"""Of what is saved or exported: higher with every change of a state's fields, or of what they mean."""
+"""Format of what is saved or exported: each change of a state's fields, or of their meaning, adds 1."""
 
 
 class Static(NamedTuple):

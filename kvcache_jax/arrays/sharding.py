@@ -52,7 +52,7 @@ def num_local_heads(pool: jax.Array, head_axis: str | None) -> int:
 
 
 def _axis_to_map(pool: jax.Array, head_axis: str | None) -> str | None:
-    """The axis that splits the heads, None if there is none or the caller maps over it already."""
+    """Returns the axis that splits the heads; None if there is none or the caller maps over it already."""
     mesh = jax.sharding.get_abstract_mesh()
     axis = _axis_of_type(pool) or head_axis
     if axis is None or axis in mesh.manual_axes:
@@ -69,7 +69,7 @@ def for_each_head(array: jax.Array, pool: jax.Array) -> jax.Array:
 
 
 def _axis_of_type(pool: jax.Array) -> str | None:
-    """The axis that splits the heads, if the pool's type tells."""
+    """Returns the axis that splits the heads, if the pool's type tells."""
     spec = jax.typeof(pool).sharding.spec
     return spec[1] if len(spec) > 1 else None
 

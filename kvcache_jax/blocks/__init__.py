@@ -1,1 +1,1 @@
-"""Who holds which block, and the movement of keys and values between blocks."""
+"""Owners of blocks, and the movement of keys and values between blocks."""

@@ -1,4 +1,4 @@
-"""Blocks change hands: take, share, release. Pure functions on one group's `BlockPool`.
+"""Ownership of blocks: take, share, release, as pure functions on one group's `BlockPool`.
 
 A block is in exactly one of three states: free (on the stack), referenced, or cached (published and
 without owner). The block table itself is edited by the callers, in the same step as the counts.

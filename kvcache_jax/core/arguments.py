@@ -21,7 +21,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, KVPool, Step
 
 IntRows = ArrayLike | Sequence[int]
-"""What row operations accept for an i32[n]."""
+"""Types that row operations accept for an i32[n]."""
 
 Layer = int | jax.Array | tuple[int, int | jax.Array]
 """A model layer; or a traced index if all layers form one group; or (group, index in the group)."""
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     Attributes:
       group_id: Layer group.
       layer: i32[], index in the group.
-      pool: Of the group.
+      pool: The group's keys and values.
     """
 
     group_id: int
@@ -42,14 +42,14 @@ class Place(NamedTuple):
 
 
 Array = jax.Array | np.ndarray
-"""In numpy if it came from the host."""
+"""An array of jax, or of numpy if the values came from the host."""
 
-_INT32 = np.iinfo(np.int32)
+INT32 = np.iinfo(np.int32)
 
 
 def int_column(name: str, values: Any, num_rows: int | None = None) -> Array:
-    """`values` as i32[n]. Integers beyond 32 bits saturate instead of wrapping into a valid id."""
-    values = _saturated(name, values)
+    """Converts `values` to i32[n]. Integers beyond 32 bits saturate instead of wrapping into a valid id."""
+    values = saturated(name, values)
     if values.ndim != 1:
         raise ValueError(f"{name} has shape {values.shape}, expected one integer per row, [n]")
     if num_rows is not None and values.shape[0] != num_rows:
@@ -60,33 +60,37 @@ def int_column(name: str, values: Any, num_rows: int | None = None) -> Array:
 
 
 def priorities(values: Any, num_rows: int) -> Array:
-    """i32[num_rows]; unlike a row or a length, one that saturates would be valid, and another one."""
-    given = _integers("priority", values)
+    """Converts priorities to i32[num_rows]; integers beyond 32 bits are refused.
+
+    A saturated id or length is still out of range. A saturated priority would be another valid one.
+    """
+    given = integers("priority", values)
     column = int_column("priority", given, num_rows)
     is_taken = np.can_cast(given.dtype, np.int32) or isinstance(given, Tracer)
     for value in [] if is_taken else np.asarray(given).tolist():
-        if not _INT32.min <= value <= _INT32.max:
-            raise ValueError(f"priority is {value}, expected {_INT32.min} to {_INT32.max}")
+        if not INT32.min <= value <= INT32.max:
+            raise ValueError(f"priority is {value}, expected {INT32.min} to {INT32.max}")
     return column
 
 
 def int_scalar(name: str, value: Any) -> Array:
-    """`value` as i32[], saturated as in `int_column`."""
+    """Converts `value` to i32[], saturated as in `int_column`."""
     if shape := np.shape(value):
         raise ValueError(f"{name} has shape {shape}, expected one integer, []")
     return int_column(name, value[None] if isinstance(value, jax.Array) else [value])[0]
 
 
 def owned(arrays: Any) -> Any:
-    """A pytree of arrays with copies of numpy's: programs may read these in place, after a call returned.
+    """Copies the numpy arrays of a pytree, so that callers may overwrite theirs.
 
-    So does `jax.numpy.array`, which copies when the device comes to it.
+    A program may read a numpy array in place after the call returned. `jax.numpy.array` is no help: it copies
+    when the device comes to it.
     """
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, arrays)
 
 
 def as_array(name: str, values: Any) -> Array:
-    """`values` as they are, or a copy in numpy of the host's; a list may hold some that are traced."""
+    """Passes jax arrays through and copies the host's values into numpy; a list may hold traced numbers."""
     if isinstance(values, jax.Array):
         return values
     try:
@@ -103,7 +107,8 @@ def as_array(name: str, values: Any) -> Array:
         ) from None
 
 
-def _integers(name: str, values: Any) -> Array:
+def integers(name: str, values: Any) -> Array:
+    """Converts `values` to an array of integers of any width; refuses none at all, and other dtypes."""
     values = as_array(name, values)
     if values.size == 0:
         raise ValueError(f"{name} is empty, expected at least one row")
@@ -121,102 +126,19 @@ def _integers(name: str, values: Any) -> Array:
     return values
 
 
-def _saturated(name: str, values: Any) -> Array:
-    values = _integers(name, values)
+def saturated(name: str, values: Any) -> Array:
+    """Converts integers to i32; larger ones become the largest, smaller ones the smallest."""
+    values = integers(name, values)
     if values.dtype == np.int32:
         return values
     numpy = jnp if isinstance(values, jax.Array) else np
     if values.dtype.itemsize >= 4:
-        values = numpy.clip(values, max(_INT32.min, np.iinfo(values.dtype).min), _INT32.max)
+        values = numpy.clip(values, max(INT32.min, np.iinfo(values.dtype).min), INT32.max)
     return values.astype(np.int32)
-
-
-def _words(name: str, values: Any) -> Array:
-    """Token ids as i32, different ones of different ids: u32 is taken bit by bit, and nothing is cut."""
-    values = _integers(name, values)
-    if values.dtype == np.uint32:
-        return values.view(np.int32)
-    if values.dtype.itemsize > 4:
-        fix = "give each position 32 bits, of a digest for example the first ones"
-        if isinstance(values, Tracer):
-            cast = f"cast ids, {name}.astype(jnp.int32)"
-            raise TypeError(f"{name} is traced and {values.dtype}, expected at most 32 bits: {cast}; {fix}")
-        values = np.asarray(values)
-        for id_ in (values.min(), values.max()):
-            if not _INT32.min <= id_ <= _INT32.max:
-                raise ValueError(
-                    f"{name} has the token id {id_}, expected {_INT32.min} to {_INT32.max}, or uint32: {fix}"
-                )
-    return values.astype(np.int32)
-
-
-def token_ids(values: Any, *shape: int | None) -> Array:
-    """Token ids as i32 of the given shape; None stands for any length."""
-    values = as_array("tokens", values)
-    has_no_columns = values.size == 0 and len(values) > 0
-    values = np.zeros(values.shape, np.int32) if has_no_columns else _words("tokens", values)
-    fits = len(values.shape) == len(shape)
-    fits = fits and all(want in (None, got) for got, want in zip(values.shape, shape, strict=True))
-    if not fits:
-        expected = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"tokens has shape {values.shape}, expected ({expected})")
-    return values
-
-
-def host_tokens(name: str, values: Any) -> np.ndarray:
-    """The tokens of one sequence in numpy, i32[n]; there may be none."""
-    if isinstance(values, str | bytes):
-        raise TypeError(f"{name} is {values!r}, expected integer token ids: encode the text first")
-    tokens = np.asarray(as_array(name, values))
-    if tokens.ndim != 1:
-        got = f"a {type(values).__name__} of shape {tokens.shape}"
-        raise ValueError(f"{name} is {got}, expected a list of token ids or an array [n]")
-    return np.asarray(_words(name, tokens)) if len(tokens) else np.zeros(0, np.int32)
-
-
-def require_tokens(operation: str, tokens: Any, cache: Cache) -> None:
-    """With prefix caching, blocks must never be of unknown content."""
-    if tokens is None and cache.config.enable_prefix_caching:
-        raise TypeError(
-            f"{operation} got no tokens and the cache has enable_prefix_caching=True, "
-            "expected tokens=, the ids by which blocks are found again"
-        )
-
-
-def item_spans(values: Any, num_rows: int) -> Array | None:
-    """Multimodal items of every row, i32[num_rows, I, 2], or None for none."""
-    if values is None:
-        return None
-    values = as_array("items", values)
-    if values.ndim != 3 or values.shape[0] != num_rows or values.shape[2] != 2:
-        raise ValueError(
-            f"items has shape {values.shape}, expected ({num_rows}, any, 2): the first position and the end "
-            "of each item, equal ones where a row has fewer"
-        )
-    if values.size == 0:
-        return None
-    for first, end in [] if isinstance(values, Tracer) else np.asarray(values).reshape(-1, 2).tolist():
-        if not 0 <= first <= end:
-            raise ValueError(
-                f"items has [{first}, {end}], expected [first position, end] with 0 <= first <= end"
-            )
-    return _saturated("items", values)
-
-
-def item_spans_of_one(values: Any) -> Array | None:
-    """Those of a single prompt, given as i32[I, 2]; i32[1, I, 2]."""
-    values = None if values is None else as_array("items", values)
-    if values is None or values.size == 0:
-        return None
-    if values.ndim != 2 or values.shape[1] != 2:
-        raise ValueError(
-            f"items has shape {values.shape}, expected (any, 2): the first position and the end of each item"
-        )
-    return item_spans(values[None], 1)
 
 
 def namespace_words(values: Any, num_rows: int) -> Array:
-    """A namespace per row, u32[num_rows, 4]; None is the namespace 0."""
+    """Repeats a namespace per row, u32[num_rows, 4]; None is the namespace 0."""
     if values is None:
         return np.zeros((num_rows, 4), np.uint32)
     values = as_array("namespace", values)
@@ -229,7 +151,7 @@ def namespace_words(values: Any, num_rows: int) -> Array:
 
 
 def flags(name: str, values: Any, num_rows: int) -> Array:
-    """bool[num_rows] of one flag for all rows or one per row."""
+    """Converts one flag for all rows, or one per row, to bool[num_rows]."""
     values = as_array(name, values)
     if values.dtype != bool or values.shape not in ((), (num_rows,)):
         raise ValueError(f"{name} is {values.dtype}{values.shape}, expected bool () or ({num_rows},)")
@@ -242,7 +164,7 @@ def _broadcast_to(values: Array, *shape: int) -> Array:
 
 
 def fraction(name: str, value: Any) -> jax.Array:
-    """A number from 0 to 1 as f32[]; one that is traced is not looked at."""
+    """Converts a number from 0 to 1 to f32[]; the value of a traced one is not checked."""
     value = as_array(name, value)
     if value.shape or not jnp.isdtype(value.dtype, ("real floating", "integral")):
         raise TypeError(f"{name} is {value.dtype}{list(value.shape)}, expected one number from 0 to 1")
@@ -252,13 +174,14 @@ def fraction(name: str, value: Any) -> jax.Array:
 
 
 def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.int32]:
-    """(group, i32[] index in the group) of `layer`: an int, a traced index, or `(group, index)`."""
+    """Returns the group and the i32[] index in the group of a layer.
+
+    `layer` is an int, a traced index, or `(group, index)`.
+    """
     if isinstance(layer, tuple):
         if len(layer) != 2:
             raise ValueError(f"layer is {layer!r}, expected two integers: (group, index in the group)")
-        group_id, index = as_integer("group", layer[0]), layer[1]
-        if not 0 <= group_id < len(config.groups):
-            raise ValueError(f"group is {group_id}, expected 0 <= group < {len(config.groups)}")
+        group_id, index = checked_group(config, layer[0]), layer[1]
     elif isinstance(layer, int | np.integer) and not isinstance(layer, bool):
         group_id, index = config.locate(int(layer))
     else:
@@ -292,7 +215,7 @@ def _require_index(layer: Any, index: Any) -> None:
 
 
 def pool_of(cache: Cache, group_id: int) -> KVPool:
-    """The group's pool, or an error for a cache without storage."""
+    """Returns the group's pool; raises for a cache without storage."""
     if not cache.pools:
         raise ValueError(
             "the cache was built with storage=False and holds no keys and values; build it with storage=True"
@@ -309,13 +232,13 @@ def located(cache: Cache, layer: Any, step: Any) -> Place:
 
 
 def group_ids(config: CacheConfig, group: int | None) -> list[int]:
-    """The layer group, or all of them for None."""
+    """Lists the given layer group, or all of them for None."""
     num_groups = len(config.groups)
     return list(range(num_groups)) if group is None else [checked_group(config, group)]
 
 
 def checked_group(config: CacheConfig, group: Any) -> int:
-    """The number of one layer group."""
+    """Checks the number of a layer group and returns it as an int."""
     group, num_groups = as_integer("group", group), len(config.groups)
     if group not in range(num_groups):
         raise ValueError(f"group is {group}, expected 0 <= group < {num_groups}; see config.groups")

@@ -1,4 +1,4 @@
-"""What form a cache is in: one or several stacked, with values or traced, donated; and who refuses which."""
+"""Checks of a cache's form: one or several stacked, with values or traced, donated."""
 
 import functools
 from collections.abc import Callable
@@ -14,17 +14,17 @@ _HAS_VALUES = jax.Array, np.ndarray, np.generic
 
 
 def is_batched(cache: Cache) -> bool:
-    """Whether these are several caches, stacked; within a `vmap` over them there is one."""
+    """Tells whether these are several caches, stacked; within a `vmap` over them there is one."""
     return cache.control.is_active.ndim != 1
 
 
 def is_traced(cache: Cache) -> bool:
-    """Whether the operation that got it becomes part of a program."""
+    """Tells whether the operation that got the cache becomes part of a program."""
     return isinstance(cache.control.is_active, Tracer)
 
 
 def missing_values(cache: Cache) -> str | None:
-    """The type that stands for an array without values, such as a tracer; None if all have values."""
+    """Returns the type of an array without values, such as a tracer; None if all have values."""
     for leaf in jax.tree.leaves(cache.control):
         if isinstance(leaf, Tracer) or not isinstance(leaf, _HAS_VALUES):
             return type(leaf).__name__
@@ -32,10 +32,10 @@ def missing_values(cache: Cache) -> str | None:
 
 
 def is_donated(cache: Cache) -> bool:
-    """Whether a step was given the cache's arrays; asked of a cache with values.
+    """Tells whether a step was given the cache's arrays; the cache must have values.
 
-    Not asked of the pools: operations that move no keys and values hand them on, and of the cache before them
-    the rest stays.
+    The pools are not asked: operations that move no keys and values pass the pools through, so that a later
+    step donates those of an older cache, whose control state stays.
     """
     return _is_deleted(cache.control)
 
@@ -55,7 +55,7 @@ def require_cache(caller: str, cache: Any) -> None:
 
 
 def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:
-    """Refuses stacked caches. It looks at a shape alone, so programs are the same with it."""
+    """Refuses stacked caches, by a shape alone: the check adds nothing to a program."""
     if is_batched(cache):
         raise ValueError(
             f"{caller} got a batched cache, is_active has shape {cache.control.is_active.shape}, expected "
@@ -93,7 +93,7 @@ def _donated(caller: str) -> ValueError:
 
 
 def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
-    """One cache for an operation whose first argument it is, asked when that is called or traced."""
+    """Decorates an operation: its first argument must be a single, unbatched `Cache`."""
 
     @functools.wraps(operation)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""What a cache takes of the memory: a plan that can be read before anything is made."""
+"""The memory plan of a config, which can be read before anything is made."""
 
 import functools
 import math
@@ -12,14 +12,14 @@ from kvcache_jax.core.empty_state import empty_control
 
 @functools.lru_cache(maxsize=64)
 def control_bytes(config: CacheConfig) -> int:
-    """Bytes of the control state, with the prefix index where there is one."""
+    """Counts the bytes of the control state, with the prefix index where there is one."""
     hash_key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     control = jax.eval_shape(lambda hash_key: empty_control(config, hash_key), hash_key)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(control))
 
 
 def describe(config: CacheConfig) -> str:
-    """The memory plan in words, one line per layer group and a total.
+    """Describes the memory plan in words, one line per layer group and a total.
 
     Example:
       >>> import kvcache_jax as kv

@@ -11,9 +11,9 @@ from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
     CachedBlocks,
-    Companions,
     Control,
     Counter,
+    GroupLinks,
     KVPool,
     PrefixIndex,
 )
@@ -78,13 +78,13 @@ def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
     group = config.groups[config.indexed_group]
     num_blocks = group.num_blocks
 
-    def companions(other: LayerGroup) -> Companions | None:
+    def links_to(other: LayerGroup) -> GroupLinks | None:
         if other is group:
             return None
         shape = (num_blocks, ceil_div(group.block_size, other.block_size))
-        return Companions(
+        return GroupLinks(
             block_ids=numpy.full(shape, other.num_blocks, jnp.int32),
-            keeper=numpy.full(other.num_blocks, num_blocks, jnp.int32),
+            indexed_ids=numpy.full(other.num_blocks, num_blocks, jnp.int32),
         )
 
     return PrefixIndex(
@@ -93,7 +93,7 @@ def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
         block_hash=numpy.zeros((num_blocks, 2), jnp.uint32),
         parent=numpy.full(num_blocks, num_blocks, jnp.int32),
         namespace=numpy.zeros((num_blocks, 4), jnp.uint32),
-        companions=tuple(companions(other) for other in config.groups),
+        group_links=tuple(links_to(other) for other in config.groups),
         history=_empty_history(config.eviction_policy, num_blocks, numpy),
     )
 

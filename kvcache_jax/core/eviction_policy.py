@@ -1,4 +1,4 @@
-"""Which cached block is worth least: eviction policies by name, and a decorator for one's own.
+"""Eviction policies by name, which say which cached block goes first, and a decorator for one's own.
 
 A policy is a pure function from what is known of the blocks to an integer key per block: lower goes first,
 and of equal keys the one released longest ago. Children go before their parents, so a block counts as its
@@ -16,12 +16,12 @@ from jax import lax
 
 
 class BlockMetadata(NamedTuple):
-    """What a policy sees, one entry per block; None where the policy did not ask for it.
+    """Metadata that a policy sees, one entry per block; None where the policy did not ask for it.
 
     A use is a publication, a hit by `allocate`, or an adoption by `commit`, where a row gives its own block
-    back for the published one; that a fork commits a block which it shares anyway is none. Times are ticks of
-    the cache's clock, which advances with each call of allocate, extend, fork, reorder or touch that uses a
-    row, the one that evicts included. Entries of blocks that are not cached mean nothing.
+    back for the published one. Committing a block that the row shares anyway, after `fork`, is no use. Times
+    are ticks of the cache's clock, which advances with each call of allocate, extend, fork, reorder or touch
+    that uses a row, the one that evicts included. Entries of blocks that are not cached mean nothing.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release; no two cached blocks have the same.
@@ -108,7 +108,7 @@ def _require_new(name: str) -> None:
 
 
 def eviction_policies() -> tuple[str, ...]:
-    """The names that `CacheConfig(eviction_policy=)` takes.
+    """Lists the names that `CacheConfig(eviction_policy=)` takes.
 
     Example:
       >>> import kvcache_jax as kv
@@ -119,12 +119,12 @@ def eviction_policies() -> tuple[str, ...]:
 
 
 def needed_metadata(name: str) -> frozenset[str]:
-    """Fields of `BlockMetadata` that the policy reads besides `recency`."""
+    """Lists the fields of `BlockMetadata` that the policy reads besides `recency`."""
     return _policies[name].needs
 
 
 def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
-    """i32[num_blocks], the policy's keys.
+    """Computes the policy's keys, i32[num_blocks].
 
     Raises:
       TypeError: the policy returned something else. What it raises comes with a note that names it.
@@ -172,6 +172,6 @@ def _lowest_priority(blocks: BlockMetadata) -> jax.Array:
 
 @eviction_policy("hyperbolic", needs=["num_hits", "age"])
 def _fewest_uses_per_time(blocks: BlockMetadata) -> jax.Array:
-    """Blankstein et al., Hyperbolic Caching, 2017: uses over the time since the publication."""
+    """Computes uses over the time since the publication (Blankstein et al., Hyperbolic Caching, 2017)."""
     assert blocks.num_hits is not None and blocks.age is not None
     return -lax.div(blocks.age, 1 + blocks.num_hits)

@@ -142,8 +142,8 @@ class BlockHistory:
 
 
 @pytree_dataclass()
-class Companions:
-    """The blocks of another layer group that hold the same tokens as the published blocks of the indexed one.
+class GroupLinks:
+    """Links between the indexed group's published blocks and another group's blocks with the same tokens.
 
     A block of the other group belongs to the published block that has its last token. Each may be missing:
     it left a window before it could be published, was evicted, or belongs to a block of another row. Forks
@@ -152,11 +152,11 @@ class Companions:
     Attributes:
       block_ids: i32[num_blocks, most per block], of the other group, by their order in the sequence, or
         nowhere (its `num_blocks`).
-      keeper: i32[num_blocks of the other group], the published block that each belongs to, or nowhere.
+      indexed_ids: i32[num_blocks of the other group], the published block that each belongs to, or nowhere.
     """
 
     block_ids: jax.Array
-    keeper: jax.Array
+    indexed_ids: jax.Array
 
 
 @pytree_dataclass()
@@ -172,7 +172,7 @@ class PrefixIndex:
       block_hash: u32[num_blocks, 2], of the tokens up to the block's end; of published blocks.
       parent: i32[num_blocks], the published block before it, or nowhere at the start of a sequence.
       namespace: u32[num_blocks, 4], in which the block was published.
-      companions: per layer group Companions; None for the indexed one.
+      group_links: per layer group GroupLinks; None for the indexed one.
       history: BlockHistory; None under the policy `lru`, which does not need it.
     """
 
@@ -181,7 +181,7 @@ class PrefixIndex:
     block_hash: jax.Array
     parent: jax.Array
     namespace: jax.Array
-    companions: tuple[Companions | None, ...]
+    group_links: tuple[GroupLinks | None, ...]
     history: BlockHistory | None
 
 

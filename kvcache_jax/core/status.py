@@ -1,4 +1,4 @@
-"""What an operation reports per row, and the error that host-side code makes of it."""
+"""Outcomes of an operation per row, and the error that host-side code makes of them."""
 
 import enum
 
@@ -32,7 +32,7 @@ class Status(enum.IntEnum):
 
 
 class StatusError(RuntimeError):
-    """Some row of an operation did not succeed; `statuses` holds all rows' outcomes."""
+    """Failure of some rows of an operation; `statuses` holds all rows' outcomes."""
 
     def __init__(self, statuses: np.ndarray, operation: str):
         failures = [
@@ -51,7 +51,7 @@ def raise_for_status(status, operation: str = "the operation") -> None:
 
     Args:
       status: i32[n], as returned by an operation, or i32[..., n] by one under `vmap`.
-      operation: What was tried, for the message.
+      operation: Name of what was tried, for the message.
 
     Raises:
       StatusError: names each failed row and its status.

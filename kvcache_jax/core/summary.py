@@ -1,4 +1,4 @@
-"""How a cache is printed."""
+"""The printed form of a cache."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from kvcache_jax.core.state import Cache, Counter
 
 
 def summary(cache: Cache) -> str:
-    """Two lines with the figures that a person asks for first; shapes only without values or of several."""
+    """Describes a cache in two lines of figures, or of shapes where it is stacked or has no values."""
     control, config = cache.control, cache.config
     size = f"{len(config.groups)} groups, {config.num_layers} layers, {config.dtype.name}"
     has_values = missing_values(cache) is None

@@ -1,4 +1,4 @@
-"""Which prompts start next: as many as can go on to their ends."""
+"""Admission of prompts: as many start next as can go on to their ends."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ def admit(
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
-    A prompt waits until there are blocks for all that its samples and the running rows may still store. One
-    that the whole cache has too few blocks for waits until it is alone. A prompt that can share more with one
-    of those just admitted waits until that one is computed.
+    A prompt waits until there are blocks for all that its samples and the running rows may still store. If
+    the whole cache has too few blocks for a prompt, the prompt waits until it is alone. If a prompt can share
+    more with another one that was just admitted, it waits until the other one is computed.
 
     Returns:
       The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
@@ -90,11 +90,11 @@ def _fits(
     forks: Mapping[int, int],
     prompt_len: np.ndarray,
 ) -> bool:
-    """Whether `rows` can all go on to `max_len` i32[max_seqs] together.
+    """Tells whether `rows` can all go on to `max_len` i32[max_seqs] together.
 
     Args:
-      cache: Holds them, but for those that are still to be forked.
-      rows: That run or start.
+      cache: Holds them, except those that are still to be forked.
+      rows: Those that run or start.
       max_len: i32[max_seqs], where each ends.
       forks: {row to be forked: row with its prompt}.
       prompt_len: i32[max_seqs].
@@ -125,7 +125,7 @@ def _fits(
 def _shares_more(
     cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
 ) -> bool:
-    """Whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
+    """Tells whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
     block_size = cache.config.groups[cache.config.indexed_group].block_size
     common = 0
     for other in others:

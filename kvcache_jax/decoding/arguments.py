@@ -1,4 +1,4 @@
-"""What `generate`, `score` and `beam_search` are asked for, checked alike."""
+"""Checks of the arguments that `generate`, `score` and `beam_search` share."""
 
 import functools
 import inspect
@@ -13,8 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.core.arguments import as_array, host_tokens
+from kvcache_jax.core.arguments import as_array
 from kvcache_jax.core.config import CacheConfig, require_config
+from kvcache_jax.core.token_arguments import host_tokens
 
 _NO_LIMIT = np.iinfo(np.int32).max
 _STEPS_WHILE_WATCHED = 8
@@ -33,7 +34,7 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
     Args:
       caller: The function that was called.
       forward: The model, which `jit` must know again.
-      config: Of its cache.
+      config: The config of its cache.
       values: Pytrees that are handed to compiled programs; the first are the parameters.
     """
     require_config(caller, config)
@@ -81,7 +82,7 @@ def _check_signature(forward: Callable) -> None:
 
 
 def _warn_of_fresh(forward: Any) -> None:
-    """Warns, once, of code that is made a function again for each call: each is compiled anew."""
+    """Warns once of code that makes a new function for each call: each is compiled anew."""
     inner = inspect.unwrap(forward)
     while isinstance(inner, functools.partial):
         inner = inspect.unwrap(inner.func)
@@ -108,7 +109,7 @@ def require_functions(**fns: Any) -> None:
 
 
 def as_list(name: str, values: Any, what: str) -> list:
-    """The values that a caller may iterate over once."""
+    """Lists values that a caller may iterate over once."""
     try:
         return list(values)
     except TypeError:
@@ -116,14 +117,14 @@ def as_list(name: str, values: Any, what: str) -> list:
 
 
 def one_number(name: str, value: Any) -> Any:
-    """`value`, a number, and not one per row: the rows are the loop's own."""
+    """Refuses one value per row where the call takes one number: the rows are the loop's own."""
     if shape := as_array(name, value).shape:
         raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
     return value
 
 
 def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:
-    """The ids of at least `least` tokens in numpy, i32[n], as a model takes them: none below 0."""
+    """Converts at least `least` token ids to numpy, i32[n]; a model takes none below 0."""
     tokens = host_tokens(name, values)
     if len(tokens) < least:
         raise ValueError(f"{name} has {len(tokens)} tokens, expected at least {least}")
@@ -134,13 +135,13 @@ def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:
 
 
 def prompt_tokens(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Each prompt as i32[n], n at least 1."""
+    """Converts each prompt to i32[n], n at least 1."""
     prompts = as_list("prompts", prompts, "prompts, each a list of token ids")
     return [model_tokens(f"prompt {i}", prompt, least=1) for i, prompt in enumerate(prompts)]
 
 
 def prompt_seeds(seed: Any, num_prompts: int) -> list[tuple[int, int]]:
-    """Of each prompt its seed, and its number if the seed is that of all."""
+    """Pairs each prompt's seed with a number: the prompt's, if one seed serves all."""
     is_list = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
     if not is_list and np.ndim(seed) == 0:
         return [(static_count("seed", seed, least=0), number) for number in range(num_prompts)]
@@ -150,25 +151,25 @@ def prompt_seeds(seed: Any, num_prompts: int) -> list[tuple[int, int]]:
 
 
 def usable_chunk_len(chunk_len: Any, config: CacheConfig) -> int:
-    """Most tokens of a row in one call of the model; no more than the cache takes at once."""
+    """Limits the tokens of one call of the model to what the cache takes at once."""
     return min(static_count("chunk_len", chunk_len), config.query_len_limit)
 
 
 def steps_between_looks(look_every: Any, is_watched: bool) -> int:
-    """`look_every`; without it few steps if somebody looks on, else as many as there are."""
+    """Returns `look_every`; by default few steps if somebody watches, else as many as there are."""
     if look_every is None:
         return _STEPS_WHILE_WATCHED if is_watched else _NO_LIMIT
     return min(static_count("look_every", look_every), _NO_LIMIT)
 
 
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
-    """The ids as i32[any]; -1, which no token has, where there is none."""
+    """Converts the stop tokens to i32[any]; without any, to -1, which no token has."""
     ids = model_tokens("stop_tokens", stop_tokens)
     return jnp.asarray(ids if len(ids) else [-1], jnp.int32)
 
 
 def texts_to_stop_at(stop_strings: Sequence[str], detokenize: Callable | None) -> list[str]:
-    """The texts, of at least one character each; there is a function that makes texts of tokens."""
+    """Checks the stop strings: each has a character, and `detokenize` makes texts of tokens."""
     if isinstance(stop_strings, str):
         raise TypeError(f"stop_strings is {stop_strings!r}, expected a list of texts: [{stop_strings!r}]")
     texts = as_list("stop_strings", stop_strings, "texts")

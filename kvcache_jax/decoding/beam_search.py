@@ -40,7 +40,7 @@ class Beam:
       tokens: New tokens; the stop token, if one ended it, is the last.
       logprobs: Log-probability of each. A search needs numbers to rank by: a NaN among the logits counts as
         -inf here, and +inf as the largest number (`generate` ends such a row, `score` raises).
-      logprob: Their sum.
+      logprob: Sum of `logprobs`.
       score: `logprob / len(tokens) ** length_penalty`, by which hypotheses are ranked.
       finish_reason: "stop", "length" or "out_of_blocks"; "running" before the search has ended.
     """
@@ -54,19 +54,19 @@ class Beam:
 
 @dataclasses.dataclass
 class BeamResult:
-    """What `beam_search` returns.
+    """Result of `beam_search`.
 
     Attributes:
       beams: Per prompt, its hypotheses, best first. A search that ran out of blocks has what it had.
       finish_reasons: Per prompt, why its search ended: "stop" (no running beam could win any more), "length"
         or "out_of_blocks", where others may have been better than those that it had finished.
       cache: The cache at the end: row `prompt_id * num_beams + i` still holds the prompt's i-th running
-        beam, so that `kv.stats` and `kv.block_map` tell what beams share. It lacks the beam's last token, but
-        for some rows of a search that ran out of blocks: `cache.context_len` says how many it holds.
+        beam, so that `kv.stats` and `kv.block_map` tell what beams share. A row lacks its beam's last token,
+        except some rows of a search that ran out of blocks: see `cache.context_len`.
       num_steps: Calls of the model in the search.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the search, likewise; callbacks do not count.
-      timeline: One entry per look of the host; its `running` is {row: (prompt_id, i)}.
+      timeline: One entry per check-in of the host; its `running` is {row: (prompt_id, i)}.
     """
 
     beams: list[list[Beam]]
@@ -118,7 +118,7 @@ def beam_search(
     look_every: int | None = None,
     on_look: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
 ) -> BeamResult:
-    """The `num_beams` best continuations of each prompt, found by beam search.
+    """Finds the `num_beams` best continuations of each prompt.
 
     A search ends when its beams cannot beat the finished hypotheses any more, or at `max_new_tokens`.
 
@@ -126,14 +126,14 @@ def beam_search(
       forward: As in `generate`.
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one; `len(prompts) * num_beams` rows are needed.
-      config: Of the cache.
+      config: The cache's.
       max_new_tokens: Per hypothesis.
       num_beams: Hypotheses kept per prompt.
       length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum. The power of
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
       chunk_len: As in `generate`.
-      look_every: Most steps between two looks of the host; default 8 with `on_look`, otherwise no limit.
+      look_every: Most steps between two check-ins of the host; default 8 with `on_look`, otherwise no limit.
       on_look: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
 
     Returns:
@@ -169,7 +169,7 @@ def beam_search(
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
 
-    def look(state: _Search) -> list[list[Beam]]:
+    def check_in(state: _Search) -> list[list[Beam]]:
         found = jax.device_get(state._replace(cache=None))
         beams = [_hypotheses(found, prompt_id, length_penalty) for prompt_id in range(len(prompt_tokens))]
         if [] in beams:
@@ -188,10 +188,10 @@ def beam_search(
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )
-    beams = look(state)
+    beams = check_in(state)
     while bool(state.is_searching.any()):
         state = searching(_search, forward, params, state, stops, penalty, jnp.int32(look_every))
-        beams = look(state)
+        beams = check_in(state)
     ended = jax.device_get((state.is_failed, state.is_over))
     return BeamResult(
         beams=beams,
@@ -208,7 +208,7 @@ def beam_search(
 
 
 def _usable_length_penalty(value: Any, max_new_tokens: int) -> float:
-    """An exponent of lengths up to `max_new_tokens` whose powers scale a score that float32 can hold."""
+    """Checks the exponent of lengths: up to `max_new_tokens` its powers leave scores finite in float32."""
     penalty = finite_number("length_penalty", value)
     decimals = math.log10(max_new_tokens)
     if abs(penalty) * decimals > _MOST_DECIMALS:
@@ -244,7 +244,7 @@ def _prefill(
 
 
 def _hypotheses(found: _Search, prompt_id: int, length_penalty: float) -> list[Beam]:
-    """Finished hypotheses and running beams together, best first; `found` is in numpy."""
+    """Lists finished hypotheses and running beams together, best first; `found` is in numpy."""
     beams = []
     _, num_beams, max_new_tokens = found.tokens.shape
     num_new = int(found.num_new[prompt_id])
@@ -275,7 +275,7 @@ def _begin(
     num_beams: int,
     max_new_tokens: int,
 ) -> _Search:
-    """The search behind the first tokens, which come from the prompts' last logits `f32[p, vocab]`."""
+    """Starts the search from the prompts' last logits `f32[p, vocab]`, which give the first tokens."""
     num_prompts, vocab = logits.shape
     shape = (num_prompts, num_beams)
     state = _Search(

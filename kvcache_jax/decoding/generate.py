@@ -1,7 +1,7 @@
-"""Decoding for anybody's model: prompts in, tokens out, with prompts prefilled once and shared by fork.
+"""Decoding for anybody's model: each prompt is prefilled once, and its samples share it by fork.
 
-The host admits requests, collects results and streams; everything between two looks of the host is
-one compiled loop (`decode_loop`).
+The host admits requests, collects results and streams; everything between two check-ins of the host is
+one compiled loop (`loop.decode`).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from kvcache_jax.operations.init import init
 
 @dataclasses.dataclass
 class GenerateResult:
-    """What `generate` returns.
+    """Result of `generate`.
 
     Attributes:
       generations: One per prompt and sample, in that order.
@@ -42,7 +42,7 @@ class GenerateResult:
       num_accepted: Draft tokens accepted.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the decode loop, likewise; callbacks do not count.
-      timeline: One entry per look of the host: after every prefill, and as `look_every` says.
+      timeline: One entry per check-in of the host: after every prefill, and as `look_every` says.
     """
 
     generations: list[Generation]
@@ -63,8 +63,8 @@ class Draft:
 
     Attributes:
       forward: As the target's, same vocabulary.
-      params: Its parameters.
-      config: Of its cache; `max_seqs` and `max_seq_len` like the target's.
+      params: Parameters of the draft model.
+      config: The draft cache's; `max_seqs` and `max_seq_len` are the target's.
     """
 
     forward: Forward
@@ -100,26 +100,26 @@ def generate(
     """Continues prompts with a model that keeps its keys and values in a cache.
 
     Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
-    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. A row that
-    the whole cache has too few blocks for ends with what it has, and so does one whose logits hold NaN or
-    +inf: it publishes none of its blocks from there on.
-    With prefix caching, what prompts have in common is computed once, also across calls that hand `cache` on.
+    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If the whole
+    cache has too few blocks for a row, the row ends with what it has. A row whose logits hold NaN or +inf
+    ends too, and publishes none of its blocks from there on. With prefix caching, what prompts have in common
+    is computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
         function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one.
-      config: Of the cache. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
+      config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`.
       num_samples: Continuations per prompt, at most `max_seqs`.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
-      seed: Of all draws, at least 0. A continuation depends on it and on its prompt and sample numbers, not
-        on what else is decoded beside it; with a draft model, also on whether there was room for its drafts.
-        Or one per prompt: then on that and its sample number, and not on where the prompt stands.
+      seed: One of all draws, at least 0, or one per prompt. A continuation depends on the seed and on its
+        prompt and sample numbers, not on what is decoded beside it. With a seed per prompt, the prompt's
+        number does not matter. With a draft model, it also matters whether there was room for the drafts.
       stop_tokens: Ids that end a continuation.
       stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
       detokenize: Tokens to text, for `stop_strings`.
@@ -131,11 +131,11 @@ def generate(
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
       chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
         left. More of them keep an accelerator busier.
-      look_every: Most decode steps between two looks of the host, which comes also whenever a row ends;
+      look_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
-      on_look: Called with each entry of the timeline, and its block tables, as it is made, behind that look's
-        `on_tokens`. What either raises ends the call, and a `cache` that was passed in is lost.
+      on_look: Called at each check-in, after `on_tokens`, with the timeline's new entry and its block tables.
+        An exception of either callback ends the call, and a `cache` that was passed in is lost.
 
     Returns:
       A `GenerateResult`.
@@ -188,7 +188,7 @@ def generate(
             jnp.int32(look_every),
             draft_source=draft_source,
         )
-        state = host.look(state)
+        state = host.check_in(state)
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,

@@ -1,4 +1,4 @@
-"""The host side of decoding: which row decodes what, what has come of it, and when a row is done."""
+"""The host side of decoding: the continuation that each row decodes, the results, and the ends of rows."""
 
 import dataclasses
 import time
@@ -63,7 +63,7 @@ class Snapshot:
       num_refs: Table entries that point at them; the difference is what sharing saves.
       num_active_seqs: Rows that hold a sequence.
       running: {row: (prompt_id, sample_id)}, what the rows decode.
-      ended: Continuations that came to their end at this look.
+      ended: Continuations that ended since the snapshot before.
       block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
         all: `on_look` gets them.
     """
@@ -85,7 +85,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def __call__[T](self, work: Callable[..., T], *args, **kwargs) -> T:
-        """What `work` returns, once it is there."""
+        """Does `work` and waits for its result."""
         start = time.perf_counter()
         result = jax.block_until_ready(work(*args, **kwargs))
         self.seconds += time.perf_counter() - start
@@ -99,7 +99,7 @@ def snapshot_of(
     running: dict[int, tuple[int, int]],
     ended: Sequence[Generation] = (),
 ) -> Snapshot:
-    """What the cache holds now."""
+    """Records what the cache holds now."""
     pools = cache.control.block_pools
     tables = [np.array(pool.block_table) for pool in pools]  # copies: the cache is donated next
     num_refs = (int((t < pool.num_blocks).sum()) for t, pool in zip(tables, pools, strict=True))
@@ -116,7 +116,7 @@ def snapshot_of(
 
 
 def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
-    """The rows as i32[n], filled up with `max_seqs` to a power of two of at least 8, and at most all rows."""
+    """Pads rows with `max_seqs` to i32[n], n a power of two of at least 8, and at most all rows."""
     num_rows = max(len(rows), _SHORTEST_LIST)
     padded = np.full(min(1 << (num_rows - 1).bit_length(), max_seqs), max_seqs, np.int32)
     padded[: len(rows)] = rows
@@ -124,7 +124,7 @@ def row_list(rows: Sequence[int], max_seqs: int) -> np.ndarray:
 
 
 def idle_cache(caller: str, cache: Cache | None, config: CacheConfig) -> Cache:
-    """The caller's cache if it can be gone on with, or an empty one.
+    """Returns the caller's cache if it can be continued, else an empty one.
 
     Raises:
       ValueError, TypeError: no cache, a donated one, one of another config, or with rows that are active.
@@ -146,9 +146,9 @@ class Requests:
 
     Attributes:
       prompts: Their tokens.
-      num_samples: Of each.
+      num_samples: Samples of each prompt.
       namespaces: u32[prompts, 4].
-      seeds: Of each prompt two numbers that, with that of the sample, begin a stream of random numbers.
+      seeds: Two numbers per prompt that, with the sample's, begin a stream of random numbers.
       waiting: The numbers of those that no row decodes yet.
     """
 
@@ -167,7 +167,7 @@ class Requests:
 
 
 class Host:
-    """Which row decodes what, and the results so far."""
+    """The host's record: the continuation that each row decodes, and the results so far."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Host:
         if self.on_look:
             self.on_look(snapshot)
 
-    def look(self, state: DecodeState) -> DecodeState:
+    def check_in(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""
         phase, length, prompt_len, history, logprobs = (
             np.asarray(x)
@@ -223,7 +223,7 @@ class Host:
         return self._free(state, list(ended), has_numbers)
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
-        """Number of tokens that complete the first stop string, if any does; `num_checked` do not."""
+        """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
         if not self.stop_strings or self.detokenize is None:
             return None
         # Not the whole text alone: a character that is not finished yet may hide what there was before.

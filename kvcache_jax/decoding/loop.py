@@ -1,6 +1,6 @@
-"""The device side of decoding, for anybody's model: what is carried from step to step, in one while loop.
+"""The device side of decoding, for anybody's model: one while loop, and the state that it carries.
 
-All rows of the cache take part in every step, idle ones without new tokens.
+Every step computes all rows of the cache, idle ones without new tokens.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from kvcache_jax.operations.truncate import truncate
 
 
 class Phase(enum.IntEnum):
-    """What a row is doing, or what ended it."""
+    """Activity of a row, or the reason why it ended."""
 
     RUNNING = 0
     """It decodes."""
@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
 
 @pytree_dataclass()
 class DecodeState:
-    """Everything that decoding carries from step to step.
+    """State that decoding carries from step to step.
 
     Attributes:
       cache: The target model's.
@@ -78,7 +78,7 @@ class DecodeState:
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """Where draft tokens come from (static).
+    """Source of draft tokens (static).
 
     Attributes:
       num_drafts: Proposed per step.
@@ -103,8 +103,9 @@ def begin(
 ) -> DecodeState:
     """Draws the first token of each row in `rows` bool[max_seqs] from its prompt's last logits.
 
-    Its prompt is the `source` i32[max_seqs]-th of those whose `logits` f32[n, vocab] and `status` i32[n] a
-    prefill gave; if that failed, or nothing can be drawn from them, the row ends instead.
+    A prefill gave the `logits` f32[n, vocab] and `status` i32[n] of prompts; `source` i32[max_seqs] says
+    which one is the row's. If its prefill failed, or nothing can be drawn from its logits, the row ends
+    instead.
     """
     logits, status = logits[source], status[source]
     token, logprob = sample(logits, state.sampling, state.length)
@@ -153,7 +154,7 @@ def decode(
 
 
 def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeState:
-    """One token for every running row."""
+    """Decodes one token for every running row."""
     tokens = _last_token(state)[:, None]
     num_new = (state.phase == Phase.RUNNING).astype(jnp.int32)
     cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
@@ -169,7 +170,7 @@ def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeStat
 def _decode_drafted(
     forward: Forward, params: Any, draft_params: Any, state: DecodeState, draft_source: DraftSource
 ) -> DecodeState:
-    """One call of the model on the last token and its drafts; keeps the accepted ones and one more.
+    """Calls the model once on the last token and its drafts; keeps the accepted ones and one more.
 
     References:
       Fast Inference from Transformers via Speculative Decoding (Leviathan et al.; arXiv:2211.17192).
@@ -224,7 +225,7 @@ def _decode_drafted(
 
 
 def _have_room(cache: Cache, running: jax.Array, num_drafts: jax.Array) -> jax.Array:
-    """bool[max_seqs], the first rows whose drafts fit. Drafts never cost a row its next token."""
+    """Selects the first rows whose drafts fit, bool[max_seqs]. Drafts never cost a row its next token."""
     least = running.astype(jnp.int32)
     have_room = running
     for group in range(len(cache.config.groups)):

@@ -1,4 +1,4 @@
-"""Prompts, and other tokens that are known: fed to anybody's model by one program, whatever their number.
+"""Prefill for anybody's model: one program feeds it prompts, or other known tokens, whatever their number.
 
 A call of the model takes `P` pieces of `T` tokens. Rows lie end to end in it: each has as many pieces as its
 tokens fill, one behind the other, and only its last piece has room left. `extend` reserves their slots as one
@@ -53,7 +53,7 @@ class Pieces(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the model says of the tokens that follow those of a call.
+    """Log-probabilities of the tokens that follow those of a call.
 
     Attributes:
       logprobs: f32[P, T], log-probability of each target.
@@ -64,12 +64,12 @@ class Scores(NamedTuple):
     is_scored: jax.Array
 
 
-class Fed(NamedTuple):
+class FeedResult(NamedTuple):
     """Results of `feed`, by row.
 
     Attributes:
-      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that took no part. Without any
-        row that took part `vocab` is 0.
+      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that were fed nothing. If no row
+        was fed anything, `vocab` is 0.
       status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
       scores: Each call's pieces and their scores, if they were asked for.
     """
@@ -88,7 +88,7 @@ def prefill(
     *,
     chunk_len: int,
     is_scoring: bool = False,
-) -> tuple[Cache, Fed]:
+) -> tuple[Cache, FeedResult]:
     """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
 
     Args:
@@ -116,7 +116,7 @@ def feed(
     *,
     chunk_len: int,
     is_scoring: bool = False,
-) -> tuple[Cache, Fed]:
+) -> tuple[Cache, FeedResult]:
     """Feeds rows from their `context_len` to their `length`, by calls of at most `chunk_len` tokens together.
 
     Args:
@@ -126,7 +126,7 @@ def feed(
       history: i32[max_seqs, P], tokens of each row from its beginning.
       length: i32[max_seqs]; rows that are already there take no part.
       chunk_len: Tokens of all rows in one call.
-      is_scoring: Whether the tokens are scored too: each by the logits before it.
+      is_scoring: Scores the tokens too, each by the logits before it.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
@@ -139,11 +139,11 @@ def feed(
         logits = _with_ends(logits, ends, pieces.last_of)
         if scored is not None:
             scores.append((pieces, scored))
-    return cache, Fed(jnp.asarray(logits), jnp.asarray(status), scores)
+    return cache, FeedResult(jnp.asarray(logits), jnp.asarray(status), scores)
 
 
 def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> int:
-    """Width of the model's logits; what is traced for it, `feed` uses.
+    """Returns the width of the model's logits; `feed` reuses what is traced here.
 
     Raises:
       TypeError: `forward` returns something else than logits and the cache.
@@ -156,7 +156,7 @@ def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> i
 def _calls(
     context_len: np.ndarray, history: np.ndarray, length: np.ndarray, chunk_len: int
 ) -> Iterator[Pieces]:
-    """The calls that feed every row from `context_len` to `length`, in numpy; lower rows first."""
+    """Splits every row's tokens from `context_len` to `length` into calls, in numpy; lower rows first."""
     pieces = _nobody(chunk_len, len(length))
     num_pieces, piece_len = pieces.tokens.shape
     cuts = [
@@ -181,7 +181,7 @@ def _calls(
 
 
 def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
-    """Pieces of nobody for a call of at most `chunk_len` tokens."""
+    """Makes empty pieces for a call of at most `chunk_len` tokens."""
     piece_len = ceil_div(chunk_len, _PIECES)
     num_pieces = chunk_len // piece_len
     tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
@@ -193,7 +193,7 @@ def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
 def _feed_pieces(
     forward: Forward, params: Any, cache: Cache, status: jax.Array, pieces: Pieces, *, is_scoring: bool
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
-    """One call of the model, of which rows whose `status` i32[max_seqs] is not OK take no part.
+    """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
     Returns:
       The cache; the new status; the logits f32[P, vocab] behind each piece's last token; the scores.
@@ -231,7 +231,7 @@ def _feed_pieces(
 def padded_step(
     step: Step, entry: jax.Array, first: ArrayLike, num_tokens: ArrayLike, shape: tuple[int, ...]
 ) -> Step:
-    """Makes a packed step a padded one of pieces, without plans.
+    """Converts a packed step to a padded one of pieces, without plans.
 
     Args:
       step: Has the pieces' rows end to end.
@@ -261,6 +261,6 @@ def _with_ends(logits: jax.Array, ends: jax.Array, rows: jax.Array) -> jax.Array
 
 @jax.jit
 def _with_numbers(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Those of `rows` i32[n] that a token can be drawn for; `max_seqs` in place of the others."""
+    """Keeps those of `rows` i32[n] that a token can be drawn for; `max_seqs` replaces the others."""
     max_seqs = logits.shape[0]
     return jnp.where(are_numbers(get_at(logits, rows, 0.0)), rows, max_seqs).astype(jnp.int32)

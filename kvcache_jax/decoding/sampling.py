@@ -1,4 +1,4 @@
-"""From logits to tokens: filters, and draws that belong to a row.
+"""Sampling of tokens from logits: filters, and draws that depend on one row alone.
 
 Arrays in, arrays out; nothing here knows of a cache. A draw depends on its row's seed and position alone,
 so a row says the same in any batch. Everything is float32 inside, whatever the dtype of the logits.
@@ -27,7 +27,7 @@ _PRNG = "threefry2x32"
 
 @pytree_dataclass()
 class SamplingParams:
-    """How each row draws its tokens; made by `sampling_params`, which checks the values.
+    """Parameters by which each row draws its tokens; made by `sampling_params`, which checks the values.
 
     Attributes:
       temperature: f32[n], divides the logits; 0 takes the most probable token.
@@ -90,7 +90,7 @@ def sampling_params(
 
 @jax.jit
 def filtered_logprobs(logits: jax.Array, params: SamplingParams) -> jax.Array:
-    """The distribution that a row draws from: temperature, then top-k, then min-p, then top-p.
+    """Computes the distribution that a row draws from: temperature, top-k, min-p and top-p, in this order.
 
     Each filter sees what the one before left, renormalised. Of equal tokens those with the lowest ids stay:
     top-k keeps exactly k, top-p the fewest with mass at least `top_p`, the one that crosses it included. One
@@ -136,7 +136,7 @@ def filtered_logprobs(logits: jax.Array, params: SamplingParams) -> jax.Array:
 
 
 def _top_k_top_p(distance: jax.Array, is_kept: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """bool[vocab], the tokens of one row that top-k, then `is_kept` (min-p), then top-p leave."""
+    """Selects the tokens of one row that top-k, then `is_kept` (min-p), then top-p leave, bool[vocab]."""
     # Floats that are not negative sort as their bits do, and XLA sorts integers 3 to 6 times faster on a CPU.
     bits = lax.sort(lax.bitcast_convert_type(distance, jnp.int32), is_stable=False)
     ranked = lax.bitcast_convert_type(bits, jnp.float32)
@@ -154,7 +154,7 @@ def _top_k_top_p(distance: jax.Array, is_kept: jax.Array, top_k: jax.Array, top_
 
 @jax.jit
 def row_keys(params: SamplingParams, position: jax.Array) -> jax.Array:
-    """A random key per row, from its seed and the position of the token to be drawn, and nothing else.
+    """Derives a random key per row from its seed and the position of the token to draw, and nothing else.
 
     Args:
       params: Of n rows.
@@ -207,24 +207,27 @@ def sample(logits: jax.Array, params: SamplingParams, position: jax.Array) -> tu
 
 
 def are_numbers(logits: jax.Array) -> jax.Array:
-    """bool[...], whether logits [..., vocab] can be drawn from: no NaN, no +inf, and not all of them -inf."""
+    """Tells whether logits can be drawn from, bool[...]: no NaN, no +inf, and not all of them -inf."""
     # Not by their maximum: XLA's of many numbers passes over NaN on a CPU.
     return (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
 
 
 def vocabulary(values: jax.Array) -> jax.Array:
-    """i32[vocab], the ids along the last axis of `values`."""
+    """Returns the ids along the last axis of `values`, i32[vocab]."""
     return jnp.arange(values.shape[-1], dtype=jnp.int32)
 
 
 def _first_argmax(logits: jax.Array) -> jax.Array:
-    """i32[n], as `jnp.argmax` of logits without NaN, which takes three times as long on a CPU."""
+    """Finds the first greatest logit, i32[n].
+
+    `jnp.argmax`, which also looks for NaN, takes three times as long on a CPU.
+    """
     is_top = logits == jnp.max(logits, axis=1, keepdims=True)
     return jnp.min(jnp.where(is_top, vocabulary(logits), logits.shape[1]), axis=1)
 
 
 def _checked_logits(logits: Any, params: SamplingParams) -> jax.Array:
-    """f32[n, vocab] without NaN and +inf."""
+    """Converts logits to f32[n, vocab] without NaN and +inf."""
     logits = jnp.asarray(logits)
     n = params.temperature.shape[0]
     if logits.ndim != 2 or logits.shape[0] != n or not logits.shape[1]:
@@ -235,13 +238,13 @@ def _checked_logits(logits: Any, params: SamplingParams) -> jax.Array:
 
 
 def without_nan(logits: jax.Array) -> jax.Array:
-    """f32[...] with -inf for NaN and the largest number for +inf."""
+    """Replaces NaN by -inf and +inf by the largest number, f32[...]."""
     logits = logits.astype(jnp.float32)
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, _FLOAT32.max))
 
 
 def with_shape(name: str, values: Any, shape: tuple[int, ...], what: str) -> jax.Array:
-    """`values` as an array of that shape, which `what` explains."""
+    """Converts `values` to an array of that shape, which `what` explains."""
     values = jnp.asarray(values)
     if values.shape != shape:
         raise ValueError(f"{name} has shape {values.shape}, expected {shape}: {what}")
@@ -251,7 +254,7 @@ def with_shape(name: str, values: Any, shape: tuple[int, ...], what: str) -> jax
 def _column(
     num_rows: int, name: str, values: Any, dtype: Any, expected: str, is_valid: Callable[[Any], Any]
 ) -> jax.Array:
-    """`values`, a scalar or one per row, as an array [num_rows] of `dtype`."""
+    """Converts `values`, a scalar or one per row, to an array [num_rows] of `dtype`."""
     values = values if isinstance(values, Tracer) else np.asarray(values)
     is_number = jnp.issubdtype(values.dtype, np.integer) or jnp.issubdtype(values.dtype, np.floating)
     if not is_number or (np.issubdtype(dtype, np.integer) and not jnp.issubdtype(values.dtype, np.integer)):

@@ -24,7 +24,7 @@ from kvcache_jax.operations.free import free
 
 @dataclasses.dataclass
 class ScoreResult:
-    """What `score` returns.
+    """Result of `score`.
 
     Attributes:
       logprobs: f32[len(continuation)] log-probability of each token, per continuation.
@@ -48,7 +48,7 @@ def score(
     namespace: ArrayLike | None = None,
     chunk_len: int = 128,
 ) -> ScoreResult:
-    """How likely a model finds each continuation of one context, token by token.
+    """Computes the log-probability of each continuation of one context, token by token.
 
     Args:
       forward: As in `generate`.
@@ -56,7 +56,7 @@ def score(
       context: Token ids, at least one.
       continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
         do not reach as NaN, the only one there is.
-      config: Of the cache, of at least 2 rows. There may be more continuations than rows; they take turns.
+      config: The cache's, with at least 2 rows. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.
@@ -93,7 +93,7 @@ def score(
     history[:, : len(shared)] = shared
 
     def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
-        """The context in row 0; and f32[vocab], the log-probability of each token behind it."""
+        """Holds the context in row 0; returns also f32[vocab], the log-probability of each next token."""
         cache, admission = allocate(cache, [0], context_len[:1], tokens=history[:1], namespace=words)
         raise_for_status(admission.status, "allocating the context")
         cache, fed = prefill(

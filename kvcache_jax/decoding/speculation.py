@@ -31,13 +31,14 @@ def accept_drafts(
     the draft model. At the first rejection the next token is drawn from max(p - q, 0), normalised; if all are
     accepted, from the target's next distribution. A one-hot target accepts its own token and no other.
 
-    Drafts that are not random have q = 1. Then the target's token is drawn at every place as `sample` draws
-    it, and drafts are accepted as far as they agree: the emitted tokens are those of plain decoding.
+    Drafts that are not random have q = 1. For such drafts the target's token is drawn at every place as
+    `sample` draws it, and drafts are accepted as far as they agree: the emitted tokens are those of plain
+    decoding.
 
     Args:
       target_logprobs: f32[n, D + 1, vocab], entry d the target's distribution after d drafts: from
         `sampling.filtered_logprobs`, for this is what is emitted.
-      draft_tokens: i32[n, D]. One that is no token of the vocabulary is rejected.
+      draft_tokens: i32[n, D]; an id outside the vocabulary is rejected.
       num_drafts: i32[n], how many of a row's drafts count, at most D.
       draft_logprobs: f32[n, D, vocab], what the drafts were drawn from, filters included; None if they are
         not random (`ngram_drafts`).
@@ -84,7 +85,7 @@ def _accept_row(
     keys: jax.Array,
     draft: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`accept_drafts` for one row; `draft` are the log-probabilities, `drafts` the tokens."""
+    """Verifies the drafts of one row; `draft` are the log-probabilities, `drafts` the tokens."""
     most, vocab = drafts.shape[0], target.shape[1]
     place = jnp.arange(most, dtype=jnp.int32)
     if draft is None:
@@ -106,7 +107,7 @@ def _accept_row(
 
 
 def _num_leading(mask: jax.Array) -> jax.Array:
-    """i32[], true entries before the first false one."""
+    """Counts the true entries before the first false one, i32[]."""
     return jnp.sum(jnp.cumprod(mask, dtype=jnp.int32), dtype=jnp.int32)
 
 

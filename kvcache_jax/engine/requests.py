@@ -20,7 +20,8 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.arguments import host_tokens, namespace_words, priorities
+from kvcache_jax.core.arguments import namespace_words, priorities
+from kvcache_jax.core.token_arguments import host_tokens
 from kvcache_jax.decoding.sampling import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""Pictures of who holds which block: text for a terminal or a log, and a figure.
+"""Pictures of the owners of blocks: text for a terminal or a log, and a figure.
 
 Both read the control state alone, on the host, and say the same without colour.
 """
@@ -32,7 +32,7 @@ Paint = Callable[[str, str], str]
 
 
 def block_map(cache: Cache, *, group: int | None = None, color: bool = False, width: int = 20) -> str:
-    """The blocks of each layer group as text: who owns which, who shares, what is reserved, cached or free.
+    """Draws the blocks of each layer group as text: owners, and what is shared, reserved, cached or free.
 
     A block is two characters wide: the glyph of its row (`0`-`9`, `a`-`z`, `A`-`Z`, then `*`), behind
     `~` while it holds no token; `#` and the number of owners (`+` from ten on) when rows share it; `:` when
@@ -82,7 +82,7 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
 
 
 def _grid_lines(view: GroupView, width: int, paint: Paint) -> list[str]:
-    """The blocks in order, `width` to a line, behind the id of the first; many free lines become one."""
+    """Draws the blocks in order, `width` to a line behind the first one's id; many free lines become one."""
     num_blocks = len(view.state)
     label_len = max(5, len(str(num_blocks)) + 2)
     offsets = range(min(width, num_blocks))
@@ -119,7 +119,7 @@ def _cell_text(view: GroupView, block_id: int) -> str:
 
 
 def _row_lines(view: GroupView, paint: Paint) -> list[str]:
-    """One line per active row: name, tokens, blocks in order."""
+    """Writes one line per active row: name, tokens, blocks in order."""
     rows = np.flatnonzero(view.is_active).tolist()
     names = {row: f"row {row}" + (f" = {row_glyph(row)}" if row > 9 else "") for row in rows[:_MAX_ROWS]}
     name_len = max(map(len, names.values()), default=0)
@@ -136,7 +136,7 @@ def _row_lines(view: GroupView, paint: Paint) -> list[str]:
 
 
 def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
-    """(text, style) of the row's blocks in order; holes are one entry, long rows lose their middle.
+    """Lists (text, style) of the row's blocks in order; holes are one entry, long rows lose their middle.
 
     What is no block is shown with a question mark.
     """
@@ -163,7 +163,7 @@ def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
 
 
 def _legend(views: list[GroupView]) -> str:
-    """What the glyphs mean; a second line has the rarer ones that occur."""
+    """Explains the glyphs; a second line has the rarer ones that occur."""
     common = "0 owned by row 0   ~0 reserved by row 0   #2 shared by 2 rows   5*2 block 5, shared   . free"
     rare = []
     if any((view.state == "cached").any() for view in views):
@@ -182,7 +182,7 @@ def _row_style(row: int) -> str:
 
 
 def _style(view: GroupView, block_id: int) -> str:
-    """ANSI parameters: filled blocks are tiles in the owner's colour, reserved ones its letters alone."""
+    """Chooses ANSI parameters: filled blocks are tiles in the owner's colour, reserved ones its letters."""
     row = int(view.owner[block_id])
     styles = {
         "free": _GREY,
@@ -258,7 +258,7 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
 def _draw_block(
     ax: Any, view: GroupView, block_id: int, left: float, top: float, side: float, font_size: float
 ) -> None:
-    """One cell; with several owners on strips of their colours."""
+    """Draws one cell; with several owners on strips of their colours."""
     from matplotlib import patches
 
     state, row = view.state[block_id], int(view.owner[block_id])
@@ -278,7 +278,7 @@ def _draw_block(
 
 
 def _looks(state: str, color: tuple[float, ...]) -> dict[str, Any]:
-    """How a cell is filled."""
+    """Chooses how a cell is filled."""
     return {
         "free": {"facecolor": "white", "edgecolor": "0.85"},
         "cached": {"facecolor": "0.85", "edgecolor": "0.6"},

@@ -1,4 +1,4 @@
-"""What pictures of a cache show: the blocks of a layer group, read from the control state into numpy.
+"""The blocks of a layer group as pictures show them, read from the control state into numpy.
 
 Also the glyph and the colour of each row, which the text and the figure share.
 """
@@ -13,7 +13,7 @@ from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.config import LayerGroup, SlidingWindow
 from kvcache_jax.core.state import Cache
 
-# One glyph per row; the last one stands for all rows behind them.
+# One glyph per row; the last one is that of all further rows.
 GLYPHS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "*"
 # Rows take these in turn: indices into the xterm colour cube.
 _COLORS = (74, 172, 71, 176, 179, 167, 98, 37, 137, 148)
@@ -45,7 +45,7 @@ class GroupView(NamedTuple):
 
 
 def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]:
-    """The layer group, or all for None; `caller` is named in errors."""
+    """Reads one layer group, or all for None; errors name the `caller`."""
     require_values(caller, cache)
     return [_group_view(cache, g) for g in group_ids(cache.config, group)]
 
@@ -78,7 +78,7 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
 
 
 def counts(view: GroupView, first_block: int = 0) -> str:
-    """The blocks from `first_block` on in figures."""
+    """Describes the blocks from `first_block` on in figures."""
     state = view.state[first_block:]
     states = "free", "cached", "shared", "reserved"
     num_free, num_cached, num_shared, num_reserved = ((state == s).sum() for s in states)
@@ -88,21 +88,21 @@ def counts(view: GroupView, first_block: int = 0) -> str:
 
 
 def row_glyph(row: int) -> str:
-    """The character that stands for the row."""
+    """Returns the character that represents the row."""
     return GLYPHS[min(row, len(GLYPHS) - 1)]
 
 
 def row_color(row: int) -> int:
-    """The row's colour in the xterm palette; colours repeat, glyphs and numbers do not."""
+    """Returns the row's colour in the xterm palette; colours repeat, glyphs and numbers do not."""
     return _COLORS[row % len(_COLORS)]
 
 
 def row_rgb(row: int) -> tuple[float, float, float]:
-    """The row's colour, `[0, 1]` each."""
+    """Returns the row's colour, `[0, 1]` each."""
     levels, index = (0, 95 / 255, 135 / 255, 175 / 255, 215 / 255, 1), row_color(row) - 16
     return levels[index // 36], levels[index // 6 % 6], levels[index % 6]
 
 
 def is_bright(row: int) -> bool:
-    """Whether black is easier to read than white on the row's colour."""
+    """Tells whether black is easier to read than white on the row's colour."""
     return float(np.dot(row_rgb(row), (0.299, 0.587, 0.114))) > 0.5

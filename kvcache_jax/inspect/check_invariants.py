@@ -1,4 +1,4 @@
-"""Does a cache keep its promises? Host-side, slow, and written without the code that keeps them.
+"""Checks of a cache's invariants: host-side, slow, and written without the code that keeps them.
 
 Only the hash of a block and the bucket that it belongs into are computed by the same functions.
 """
@@ -17,7 +17,7 @@ from kvcache_jax.core.state import (
     BlockPool,
     Cache,
     CachedBlocks,
-    Companions,
+    GroupLinks,
     PrefixIndex,
 )
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
@@ -71,7 +71,7 @@ def check_invariants(cache: Cache) -> list[str]:
 
 
 def _check_ids(cache: Cache) -> list[str]:
-    """What holds ids of blocks holds nothing else."""
+    """Checks that lists of block ids hold nothing else."""
     control, index = cache.control, cache.control.prefix_index
     found = []
     for g, pool in enumerate(control.block_pools):
@@ -84,10 +84,10 @@ def _check_ids(cache: Cache) -> list[str]:
         assert cached is not None
         parents = np.asarray(index.parent)[np.asarray(cached.is_published)]
         found += [("the index", index.buckets, nowhere), ("the list of parents", parents, nowhere)]
-        for g, (companions, pool) in enumerate(zip(index.companions, control.block_pools, strict=True)):
-            if companions is not None:
-                found.append((f"group {g}: the list of companions", companions.block_ids, pool.num_blocks))
-                found.append((f"group {g}: the list of keepers", companions.keeper, nowhere))
+        for g, (links, pool) in enumerate(zip(index.group_links, control.block_pools, strict=True)):
+            if links is not None:
+                found.append((f"group {g}: the list of linked blocks", links.block_ids, pool.num_blocks))
+                found.append((f"group {g}: the list of indexed blocks", links.indexed_ids, nowhere))
     violations = []
     for holder, ids, nowhere in found:
         ids = np.asarray(ids)
@@ -97,7 +97,7 @@ def _check_ids(cache: Cache) -> list[str]:
 
 
 def _check_counts(pool: BlockPool) -> list[str]:
-    """References, and the partition of the blocks into free, referenced and cached."""
+    """Checks references, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
     num_free, nowhere = int(pool.num_free), pool.num_blocks
@@ -131,7 +131,7 @@ def _check_counts(pool: BlockPool) -> list[str]:
 
 
 def _check_queue(cached: CachedBlocks, is_cached: np.ndarray, will_be_cached: np.ndarray) -> list[str]:
-    """Every cached block is once in the queue, and nothing else is; there is room for those to come."""
+    """Checks that each cached block is once in the queue, nothing else is, and those to come have room."""
     violations = []
     if int(cached.num_cached) != is_cached.sum():
         violations.append(f"num_cached is {int(cached.num_cached)}, and {is_cached.sum()} blocks are cached")
@@ -155,7 +155,7 @@ def _check_queue(cached: CachedBlocks, is_cached: np.ndarray, will_be_cached: np
 
 
 def _check_index(cache: Cache) -> list[str]:
-    """The index finds every published block and nothing else, and each entry says what its block holds."""
+    """Checks that the index finds exactly the published blocks, and that entries match their blocks."""
     index, control = cache.control.prefix_index, cache.control
     group_id = cache.config.indexed_group
     pool = control.block_pools[group_id]
@@ -203,9 +203,9 @@ def _check_index(cache: Cache) -> list[str]:
         violations.append(f"block {block} has another hash than its tokens")
     for block in published[is_hash[published] & ~is_listed[published]]:
         violations.append(f"block {block} is in the wrong bucket")
-    for g, (companions, other) in enumerate(zip(index.companions, control.block_pools, strict=True)):
-        if companions is not None and other.cached is not None:
-            found = _check_companions(companions, is_published, np.asarray(other.cached.is_published))
+    for g, (links, other) in enumerate(zip(index.group_links, control.block_pools, strict=True)):
+        if links is not None and other.cached is not None:
+            found = _check_group_links(links, is_published, np.asarray(other.cached.is_published))
             violations += [f"group {g}: {what}" for what in found]
     return violations + _check_published_rows(cache, parent, namespaces, is_published)
 
@@ -213,7 +213,7 @@ def _check_index(cache: Cache) -> list[str]:
 def _check_history(
     history: BlockHistory, parent: np.ndarray, is_published: np.ndarray, depth: np.ndarray
 ) -> list[str]:
-    """What an eviction policy is told of the published blocks."""
+    """Checks what an eviction policy is told of the published blocks."""
     violations, nowhere = [], len(parent)
     parents = parent[is_published]
     expected = np.bincount(parents[parents < nowhere], minlength=nowhere)
@@ -232,23 +232,25 @@ def _check_history(
     return violations
 
 
-def _check_companions(companions: Companions, is_keeper: np.ndarray, is_published: np.ndarray) -> list[str]:
-    """The links between published blocks and those of another group agree in both directions."""
-    violations, block_ids, keeper = [], np.asarray(companions.block_ids), np.asarray(companions.keeper)
-    keepers, slots = np.nonzero(block_ids < len(is_published))
-    linked = block_ids[keepers, slots]
+def _check_group_links(links: GroupLinks, is_indexed: np.ndarray, is_published: np.ndarray) -> list[str]:
+    """Checks that links between published blocks and those of another group agree in both directions."""
+    violations, block_ids, indexed_ids = [], np.asarray(links.block_ids), np.asarray(links.indexed_ids)
+    indexed, slots = np.nonzero(block_ids < len(is_published))
+    linked = block_ids[indexed, slots]
     if len(np.unique(linked)) != len(linked):
-        violations.append(f"a block is the companion of several: {np.sort(linked).tolist()}")
+        violations.append(f"a block is linked to several: {np.sort(linked).tolist()}")
     published = np.flatnonzero(is_published).tolist()
     if sorted(linked.tolist()) != published:
-        violations.append(f"{sorted(linked.tolist())} are companions, and {published} are published")
-    for block, companion in zip(keepers.tolist(), linked.tolist(), strict=True):
-        if not is_keeper[block]:
-            violations.append(f"block {companion} is the companion of the unpublished block {block}")
-        if keeper[companion] != block:
-            violations.append(f"block {companion} of block {block} names the keeper {keeper[companion]}")
-    for companion in np.flatnonzero((keeper < len(is_keeper)) & ~is_published):
-        violations.append(f"block {companion} is unpublished and names the keeper {keeper[companion]}")
+        violations.append(f"{sorted(linked.tolist())} are linked, and {published} are published")
+    for block, other in zip(indexed.tolist(), linked.tolist(), strict=True):
+        if not is_indexed[block]:
+            violations.append(f"block {other} is linked to the unpublished block {block}")
+        if indexed_ids[other] != block:
+            violations.append(
+                f"block {other} is linked to block {block} and names block {indexed_ids[other]}"
+            )
+    for other in np.flatnonzero((indexed_ids < len(is_indexed)) & ~is_published):
+        violations.append(f"block {other} is unpublished and names block {indexed_ids[other]}")
     return violations
 
 
@@ -256,7 +258,7 @@ def _check_companions(companions: Companions, is_keeper: np.ndarray, is_publishe
 def _expected_hashes(
     index: PrefixIndex, hash_key: jax.Array, depth: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each block the hash that follows from its parent's, and its bucket."""
+    """Computes the hash of each block that follows from its parent's, and its bucket."""
     before = index.block_hash.at[index.parent].get(mode="clip")
     is_root = (index.parent == index.parent.shape[0])[:, None]
     before = jnp.where(is_root, root_hash(hash_key, index.namespace), before)
@@ -267,7 +269,7 @@ def _expected_hashes(
 def _check_published_rows(
     cache: Cache, parent: np.ndarray, namespaces: np.ndarray, is_published: np.ndarray
 ) -> list[str]:
-    """Published blocks of a row follow each other in its namespace, and reserved ones are not published."""
+    """Checks that a row's published blocks are a chain in its namespace, and none is a reserved one."""
     control, group_id, violations = cache.control, cache.config.indexed_group, []
     table, nowhere = np.asarray(control.block_pools[group_id].block_table), len(is_published)
     block_size = cache.config.groups[group_id].block_size
@@ -295,7 +297,7 @@ def _check_published_rows(
 
 
 def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None) -> list[str]:
-    """One row of the block table; `length` is None for an idle row."""
+    """Checks one row of the block table; `length` is None for an idle row."""
     is_held = entries < pool.num_blocks
     if length is None:
         return ["is idle and holds blocks"] if is_held.any() else []

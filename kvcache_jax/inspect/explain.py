@@ -1,4 +1,4 @@
-"""Why a prompt found no more of itself in the cache, in words. Host-side, for people who look into a miss."""
+"""Reasons, in words, why a prompt found no more of itself in the cache. Host-side, to look into a miss."""
 
 import collections
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.core import arguments
+from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.state import Cache
 from kvcache_jax.operations.lookup import lookup
@@ -19,15 +19,15 @@ def explain(
 ) -> str:
     """Says how many tokens of one prompt `allocate` would find cached, and why not more.
 
-    It says whether a row holds the next block and has not published it, or the block was evicted (as long as
-    nothing else was published in its place), else which token is the first that the nearest cached sequence
-    of the namespace does not have. Of other namespaces it tells whether `allocate` would find more of the
-    prompt in one, and nothing else: keep even that from tenants.
+    The reason is that a row holds the next block and has not published it, or that the block was evicted
+    (known as long as nothing else was published in its place), or else the first token that the nearest
+    cached sequence of the namespace does not have. Of other namespaces the answer tells whether `allocate`
+    would find more of the prompt in one, and nothing else: keep even that from tenants.
 
     Args:
       cache: Concrete (not traced, not batched).
       tokens: i32[P], the prompt.
-      num_tokens: How many of them count. Default: all.
+      num_tokens: Number of tokens that count. Default: all.
       namespace: u32[4]. Default: all zero.
       items: i32[I, 2], where the prompt has multimodal items, as a row of `allocate`'s.
 
@@ -49,11 +49,11 @@ def explain(
       4 of 9 tokens are cached. At position 6 the prompt has token 9, where the nearest cached sequence has 7.
     """
     require_values("explain", cache)
-    tokens = arguments.host_tokens("tokens", tokens)
+    tokens = token_arguments.host_tokens("tokens", tokens)
     num_tokens = len(tokens) if num_tokens is None else num_tokens
     num_tokens = static_count("num_tokens", num_tokens, 0, most=len(tokens), most_name="tokens")
     words = np.asarray(arguments.namespace_words(namespace, 1))[0]
-    spans = arguments.item_spans_of_one(items)
+    spans = token_arguments.item_spans_of_one(items)
     if cache.control.prefix_index is None:
         return (
             f"0 of {num_tokens} tokens are cached: the cache was built without prefix caching, see "
@@ -147,13 +147,13 @@ def _view(cache: Cache) -> _View:
 
 
 def _children(view: _View, chain: list[int], namespace: np.ndarray) -> np.ndarray:
-    """The published blocks behind the `chain`, or those that begin a sequence."""
+    """Finds the published blocks behind the `chain`, or those that begin a sequence."""
     parent = chain[-1] if chain else len(view.parent)
     return np.array(view.children.get((parent, namespace.tobytes()), ()), int)
 
 
 def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) -> list[int]:
-    """The published blocks that hold the first tokens, at most `most`."""
+    """Finds the published blocks that hold the first tokens, at most `most`."""
     chain = []
     for block in tokens[: most * view.block_size].reshape(most, view.block_size):
         children = _children(view, chain, namespace)
@@ -165,7 +165,7 @@ def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) ->
 
 
 def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: np.ndarray) -> str:
-    """Why the block behind the `chain` is not found."""
+    """Says why the block behind the `chain` is not found."""
     start = len(chain) * view.block_size
     block = tokens[start : start + view.block_size]
     if _is_held(view, tokens, start + view.block_size, namespace):
@@ -188,12 +188,12 @@ def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: 
 
 
 def _named(word: np.integer, kind: str = "") -> str:
-    """A token by its id. Words of items are digests, which open them (`item_tokens`), and are not told."""
+    """Names a token by its id; a word of an item is withheld, for a digest gives access (`item_tokens`)."""
     return f"{kind}{word}" if word >= 0 else "a word of an item"
 
 
 def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray) -> bool:
-    """Whether an active row of the namespace begins with the first `length` tokens."""
+    """Tells whether an active row of the namespace begins with the first `length` tokens."""
     num_blocks = length // view.block_size
     is_candidate = (view.context_len >= length) & (view.row_namespace == namespace).all(axis=1)
     for row in np.flatnonzero(is_candidate):
@@ -204,7 +204,7 @@ def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray
 
 
 def _was_published(view: _View, chain: list[int], block: np.ndarray, namespace: np.ndarray) -> bool:
-    """Whether the hash of these tokens behind the `chain`, which are not cached, is still there."""
+    """Tells whether the hash of these tokens behind the `chain`, which are not cached, is still there."""
     start, hash_key = len(chain) * view.block_size, jnp.asarray(view.hash_key)
     before = view.block_hash[chain[-1]] if chain else root_hash(hash_key, jnp.asarray(namespace))
     added = block_hashes(hash_key, jnp.asarray(block), jnp.int32(start))

@@ -1,7 +1,7 @@
-"""Which of the batches that `CacheManager` handed out may still be run.
+"""Records of the batches that `CacheManager` handed out, to refuse those that may no longer be run.
 
-A batch has the slots that its requests had when it was made. Once these are another's, a step would overwrite
-what stands there.
+A batch has the slots that its requests had when it was made. Once another request has such a slot, a step
+with this batch would overwrite what the other one stored.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class _Handed:
 
     Attributes:
       status: Weak reference to the `status` of its step, by which it is known.
-      request_ids: Of its rows, in order.
-      ends: How many tokens each request has with it; without those that got none by it.
+      request_ids: The requests of its rows, in order.
+      ends: Length of each request with the batch; requests that got no token by it are left out.
       lost_by: A request that has ended since, or gave some of these tokens up, if there is one.
       may_have_moved: Its requests may have other blocks by now.
     """
@@ -47,7 +47,7 @@ class Batches:
         self._handed: dict[int, _Handed] = {}
 
     def hand_out(self, batch: Batch, new: Mapping[Hashable, int], ends: Sequence[int]) -> None:
-        """The batch brings each request so many `new` tokens, and to `ends` of them."""
+        """Records a batch that brings each request so many `new` tokens, and to `ends` of them."""
         for request_id, end in zip(new, ends, strict=False):
             self.lose(request_id, end - new[request_id])  # a step may have taken some back
         self.move(new)
@@ -57,24 +57,24 @@ class Batches:
         _of_any_manager[id(status)] = status
 
     def lose(self, request_id: Hashable, length: int = 0) -> None:
-        """The request lost what it had behind its first `length` tokens."""
+        """Records that the request lost what it had behind its first `length` tokens."""
         for each in self._held():
             if each.ends.get(request_id, 0) > length:
                 each.lost_by = (request_id,)
 
     def move(self, request_ids: Iterable[Hashable]) -> None:
-        """The requests may have given blocks back, or got others in their place."""
+        """Records that the requests may have given blocks back, or got others in their place."""
         for each in self._held():
             each.may_have_moved |= not each.ends.keys().isdisjoint(request_ids)
 
     def clear(self) -> None:
-        """No batch is known."""
+        """Forgets all batches."""
         self._handed.clear()
 
     def check(self, args: Any, cache: Cache, fetch: Callable[[Any], Any]) -> None:
         """Raises `StaleBatch` if a batch in the arguments of a step may not write here, or no longer.
 
-        It is not found in them if its arrays are not those that were handed out, but copies.
+        A batch is known by its arrays: copies of a batch that was handed out are not found.
         """
         for step in jax.tree.leaves(args, is_leaf=lambda node: isinstance(node, Step)):
             handed = self._handed.get(id(step.status)) if isinstance(step, Step) else None
@@ -91,13 +91,13 @@ class Batches:
                         raise errors.stale_batch(request_id)
 
     def _held(self) -> Iterable[_Handed]:
-        """Those that somebody still has."""
+        """Lists the batches that somebody still has."""
         self._handed = {key: each for key, each in self._handed.items() if each.status() is not None}
         return self._handed.values()
 
 
 def _has_moved(step: Step, cache: Cache, fetch: Callable[[Any], Any]) -> np.ndarray:
-    """bool[n], the row's tokens stand elsewhere than where the padded step would write them."""
+    """Tells which rows have their tokens elsewhere than where the padded step would write them, bool[n]."""
     pools = cache.control.block_pools
     tables = [pool.block_table for pool in pools]
     tables, slots, positions, seq_ids = fetch((tables, step.slots, step.positions, step.seq_ids))

@@ -1,4 +1,4 @@
-"""What `CacheManager` raises: one class per reason, all of them `CacheError`."""
+"""Errors of `CacheManager`: one class per reason, all of them `CacheError`."""
 
 from collections.abc import Hashable, Sequence
 
@@ -8,12 +8,12 @@ from kvcache_jax.core.status import Status
 
 
 class CacheError(RuntimeError):
-    """A call of `CacheManager` that did nothing; the manager is as it was.
+    """Failure of a call of `CacheManager` that changed nothing.
 
     Attributes:
       request_id: The request concerned, or None.
-      needed: How much the call asked for, in the unit that the subclass names; None where that means nothing.
-      available: How much there is.
+      needed: Amount that the call asked for, in the unit that the subclass names; None if there is no such.
+      available: Amount that there is.
     """
 
     def __init__(
@@ -29,50 +29,53 @@ class CacheError(RuntimeError):
 
 
 class OutOfBlocks(CacheError):
-    """Too few blocks: `needed` and `available` are blocks of the layer group that lacks them."""
+    """Shortage of blocks: `needed` and `available` are blocks of the layer group that lacks them."""
 
 
 class OutOfRows(CacheError):
-    """No idle row: `needed` is 1 and `available` 0; see `CacheConfig.max_seqs`."""
+    """Shortage of rows: `needed` is 1 and `available` 0; see `CacheConfig.max_seqs`."""
 
 
 class TooLong(CacheError):
-    """More tokens than a row or a call may have: `needed` and `available` are tokens."""
+    """Excess of tokens over what a row or a call may have: `needed` and `available` are tokens."""
 
 
 class UnknownRequest(CacheError):
-    """No request has this id."""
+    """An id that no request has."""
 
 
 class DuplicateRequest(CacheError):
-    """A request with this id exists; free it, or pass `replace=True`."""
+    """An id that a request has already; free that one, or pass `replace=True`."""
 
 
 class WindowLost(CacheError):
-    """A sliding window has let go of keys that it would need at the shorter length; see `max_rollback`."""
+    """Loss of keys that a sliding window would need at the shorter length; see `max_rollback`."""
 
 
 class OutOfSync(CacheError):
-    """A row is not as the manager left it: a step function must neither start nor end rows.
+    """A row that is not as the manager left it: a step function must neither start nor end rows.
 
     A request whose row was ended can only be freed or replaced.
     """
 
 
 class StaleBatch(CacheError):
-    """A request of the batch ended, was truncated or moved since it was made, or it is another manager's."""
+    """A batch that may no longer write.
+
+    One of its requests ended, was truncated or moved, or another manager made it.
+    """
 
 
 class ManagerBusy(CacheError):
-    """A step function called the manager that is running it."""
+    """A call of the manager by a step function that it is running."""
 
 
 class ManagerClosed(CacheError):
-    """The manager was closed."""
+    """A call of a closed manager."""
 
 
 class CacheLost(CacheError):
-    """The contents are gone: a step failed on the device after it was given them, or they were donated.
+    """Loss of the cache: a step failed on the device after it was given the cache, or it was donated.
 
     The one error after which the manager is not as it was: it starts over, empty and ready. `__cause__` says
     what failed.
@@ -87,7 +90,7 @@ class CacheLost(CacheError):
 
 
 def unknown(request_id: Hashable, num_requests: int) -> UnknownRequest:
-    """For an id that no request has."""
+    """Makes the error for an id that no request has."""
     return UnknownRequest(
         f"there is no request {request_id!r}, expected one of the {num_requests} of request_ids()",
         request_id=request_id,
@@ -95,7 +98,7 @@ def unknown(request_id: Hashable, num_requests: int) -> UnknownRequest:
 
 
 def duplicate(request_id: Hashable) -> DuplicateRequest:
-    """For a new id that is taken."""
+    """Makes the error for a new id that is taken."""
     return DuplicateRequest(
         f"request {request_id!r} exists, expected a new id: free it first, or allocate it with replace=True",
         request_id=request_id,
@@ -103,7 +106,7 @@ def duplicate(request_id: Hashable) -> DuplicateRequest:
 
 
 def out_of_rows(request_id: Hashable, max_seqs: int) -> OutOfRows:
-    """For a request without a row."""
+    """Makes the error for a request without a row."""
     return OutOfRows(
         f"request {request_id!r} finds all max_seqs = {max_seqs} rows taken, expected an idle one: "
         "free a request",
@@ -127,7 +130,7 @@ def out_of_blocks(request_id: Hashable, needed: np.ndarray, available: np.ndarra
 
 
 def too_long(request_id: Hashable, num_tokens: int, max_seq_len: int) -> TooLong:
-    """For more tokens than a row may hold."""
+    """Makes the error for more tokens than a row may hold."""
     return TooLong(
         f"request {request_id!r} would have {num_tokens} tokens, expected at most max_seq_len = "
         f"{max_seq_len}",
@@ -138,7 +141,7 @@ def too_long(request_id: Hashable, num_tokens: int, max_seq_len: int) -> TooLong
 
 
 def too_many_at_once(request_id: Hashable, num_tokens: int, width: int) -> TooLong:
-    """For more tokens than one call may append."""
+    """Makes the error for more tokens than one call may append."""
     return TooLong(
         f"request {request_id!r} got {num_tokens} tokens in one call, expected at most {width}, the "
         "largest of the manager's widths: append them in pieces",
@@ -149,7 +152,7 @@ def too_many_at_once(request_id: Hashable, num_tokens: int, width: int) -> TooLo
 
 
 def longer_than(request_id: Hashable, new_len: int, length: int) -> TooLong:
-    """For a truncation to more tokens than there are."""
+    """Makes the error for a truncation to more tokens than there are."""
     return TooLong(
         f"request {request_id!r} has {length} tokens, expected to keep at most as many, got {new_len}",
         request_id=request_id,
@@ -159,7 +162,7 @@ def longer_than(request_id: Hashable, new_len: int, length: int) -> TooLong:
 
 
 def window_lost(request_id: Hashable, new_len: int) -> WindowLost:
-    """For a truncation that goes back too far."""
+    """Makes the error for a truncation that goes back too far."""
     return WindowLost(
         f"request {request_id!r} cannot go back to {new_len} tokens, its window has moved on: "
         "raise max_rollback",
@@ -168,7 +171,7 @@ def window_lost(request_id: Hashable, new_len: int) -> WindowLost:
 
 
 def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
-    """For a row that someone else started or ended."""
+    """Makes the error for a row that someone else started or ended."""
     return OutOfSync(
         f"the row of request {request_id!r} is not as the manager left it ({status.name}): rows start and "
         "end through the manager, not in a step function; free_request ends a request whose row is idle",
@@ -177,7 +180,7 @@ def out_of_sync(request_id: Hashable, status: Status) -> OutOfSync:
 
 
 def stale_batch(request_id: Hashable) -> StaleBatch:
-    """For a batch that may no longer write."""
+    """Makes the error for a batch that may no longer write."""
     return StaleBatch(
         f"the batch is stale: request {request_id!r} has ended, was truncated or has moved to other blocks "
         "since it was made, expected batches to be run before that: append what is missing again",
@@ -186,7 +189,7 @@ def stale_batch(request_id: Hashable) -> StaleBatch:
 
 
 def foreign_batch() -> StaleBatch:
-    """For a batch of another manager."""
+    """Makes the error for a batch of another manager."""
     return StaleBatch(
         "the batch was made by another manager, expected one of this manager's append_tokens: its slots "
         "belong to other requests here",
@@ -195,7 +198,7 @@ def foreign_batch() -> StaleBatch:
 
 
 def nobodys_row(row: int) -> OutOfSync:
-    """For a row that someone else started."""
+    """Makes the error for a row that someone else started."""
     return OutOfSync(
         f"row {row} is active and no request has it, expected rows to start and end through the manager: a "
         "step function that started it can free it",

@@ -1,4 +1,4 @@
-"""One cache, changed by one caller at a time: what `CacheManager` stands on.
+"""A cache that one caller at a time changes: the foundation of `CacheManager`.
 
 The cache is given to each step (donated), so whoever holds an old one holds nothing. Therefore every access
 takes its turn behind a lock, and a step that fails after it was given the cache leaves none behind: the
@@ -31,7 +31,7 @@ class CacheHolder:
     """A cache behind a lock.
 
     Attributes:
-      config: Of the cache.
+      config: The cache's.
       cache: The present one; None once closed. Read and replaced within a `turn`.
     """
 
@@ -70,7 +70,7 @@ class CacheHolder:
 
     @contextlib.contextmanager
     def turn(self, operation: str) -> Iterator[Cache]:
-        """The cache, while nobody else has it."""
+        """Locks the cache and yields it: nobody else has it meanwhile."""
         with self._lock:
             if self._is_running:
                 raise ManagerBusy(
@@ -85,7 +85,7 @@ class CacheHolder:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Within a turn: the cache is given to no step."""
+        """Keeps the cache from steps within a turn."""
         was_kept, self._is_kept = self._is_kept, True
         try:
             yield
@@ -93,7 +93,7 @@ class CacheHolder:
             self._is_kept = was_kept
 
     def on_control(self, program: Callable, *args: Any) -> tuple[Cache, Any]:
-        """What `program(cache, *args) -> (cache, result)` makes of the control state; the result in numpy.
+        """Runs `program(cache, *args) -> (cache, result)` on the control state; the result is in numpy.
 
         The cache of this holder stays: the caller judges the result first.
         """
@@ -120,7 +120,7 @@ class CacheHolder:
         return result
 
     def compiled(self, step_fn: Callable) -> Callable:
-        """`step_fn` jitted with the cache donated; the same object for the same function."""
+        """Jits `step_fn` with the cache donated; returns the same object for the same function."""
         if not (callable(step_fn) and isinstance(step_fn, Hashable)):
             raise TypeError(
                 f"step_fn is {step_fn!r}, expected a function (cache, *args) -> (cache, result) "
@@ -135,11 +135,11 @@ class CacheHolder:
         return self._step_fns[step_fn]
 
     def fetch(self, values: Any) -> Any:
-        """The values in numpy, as `ask` asks for them."""
+        """Copies the values into numpy, by `ask`."""
         return self.ask(jax.device_get, values)
 
     def ask[T](self, question: Callable[..., T], *args: Any) -> T:
-        """`question(*args)`. If a step has spoilt the cache, starts over and raises `CacheLost`."""
+        """Calls `question(*args)`. If a step has spoilt the cache, starts over and raises `CacheLost`."""
         try:
             return question(*args)
         except jax.errors.JaxRuntimeError as error:
@@ -158,14 +158,14 @@ class CacheHolder:
             self._step_fns.clear()
 
     def describe(self) -> str:
-        """One or two lines."""
+        """Describes the cache in one or two lines."""
         with self._lock:
             if self._is_running:
                 return "running a step"
             return "closed" if self.cache is None else repr(self.cache)
 
     def _start_over(self, cause: str = "a step failed after it was given the cache") -> CacheLost:
-        """An empty cache in the place of the lost one, which still hits what others saved under its key."""
+        """Replaces the lost cache by an empty one, which still hits what others saved under its key."""
         self.cache = None
         cache = init(self.config, sharding=self._sharding, storage=self._has_storage)
         hash_key = jax.device_put(jnp.asarray(self._hash_key), cache.control.hash_key.sharding)
@@ -179,12 +179,12 @@ class CacheHolder:
 
 
 def _is_gone(cache: Cache | None) -> bool:
-    """Whether an array of the cache was donated."""
+    """Tells whether an array of the cache was donated."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
 def _checked(step_fn: Callable) -> Callable:
-    """`step_fn`, whose result is looked at while it is traced, when nothing is lost yet."""
+    """Wraps `step_fn`: its result is checked while it is traced, when nothing is lost yet."""
 
     def checked(cache: Cache, *args: Any) -> tuple[Cache, Any]:
         result = step_fn(cache, *args)

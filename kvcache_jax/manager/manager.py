@@ -4,7 +4,6 @@ The manager holds one `Cache` and calls the pure functions on it. All it adds is
 and the hit figures of the last requests; everything else is read from the cache when it is asked for.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload
@@ -15,30 +14,28 @@ from jax.sharding import PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
-from kvcache_jax.core import arguments
+from kvcache_jax.core import token_arguments
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.manager import errors, programs
 from kvcache_jax.manager.batches import Batches
+from kvcache_jax.manager.eviction import Eviction
 from kvcache_jax.manager.locked_cache import CacheHolder
-from kvcache_jax.manager.queries import Queries
 from kvcache_jax.manager.requests import (
     TO_THE_END,
     Batch,
-    checked_count,
     checked_final_len,
     checked_widths,
     padded,
     prompt_of,
 )
 from kvcache_jax.manager.rows import Metrics, RequestRows, hashable
-from kvcache_jax.operations.preempt import preempt_to_utilization, select_rows_to_preempt
 
 _log = logging.getLogger("kvcache_jax")
 
 
-class CacheManager(Queries):
+class CacheManager(Eviction):
     """Requests in, blocks and hits out, on a cache that it owns.
 
     A call that raises `CacheError` has changed nothing. After a step function that started or ended rows, any
@@ -74,7 +71,7 @@ class CacheManager(Queries):
         Args:
           cache: A config; or a cache without active rows, such as a restored one, which the manager owns from
             then on.
-          sharding: Of a new cache's pools, see `init`.
+          sharding: Sharding of a new cache's pools, see `init`.
           widths: Numbers of tokens to which `append_tokens` pads, each a program. Default: 1, then
             powers of four from 16 up to `max_query_len`.
         """
@@ -105,7 +102,7 @@ class CacheManager(Queries):
           token_ids: The prompt.
           namespace: u32[4], who may share its blocks; see `kvcache_jax.namespace`.
           priority: For eviction policies.
-          reuse: Whether to look for a cached prefix.
+          reuse: Looks for a cached prefix.
           items: i32[I, 2], first position and end of each multimodal item in the prompt (see `item_tokens`):
             one is reused whole or not at all, so those that end within the cached tokens are cached.
           replace: Ends a request of this id first. If the new one does not fit, the old one stays.
@@ -116,7 +113,10 @@ class CacheManager(Queries):
         Raises:
           DuplicateRequest, OutOfRows, OutOfBlocks, TooLong: changed nothing.
         """
-        token_ids, replace = arguments.host_tokens("token_ids", token_ids), static_flag("replace", replace)
+        token_ids, replace = (
+            token_arguments.host_tokens("token_ids", token_ids),
+            static_flag("replace", replace),
+        )
         with self._holder.turn("allocate_request") as cache:
             is_replaced = request_id in self._rows
             if is_replaced and not replace:
@@ -161,9 +161,9 @@ class CacheManager(Queries):
     def append_tokens(self, new: Any, token_ids: Any = None) -> Batch:
         """Reserves slots for new tokens of one request, or of several; all of them or none.
 
-        Their keys and values are yet to be written: pass the batch to `run`, with a step function that does
-        it, with windows before more is appended to the same request. If that fails, `truncate_request` takes
-        the tokens back, as far as windows allow (`WindowLost`).
+        The tokens' keys and values are yet to be written: pass the batch to `run`, with a step function that
+        writes them. With windows, do so before more is appended to the same request. If the step fails,
+        `truncate_request` takes the tokens back, as far as windows allow (`WindowLost`).
 
         Args:
           new: A request id; or `{request_id: token_ids}`, one row each, in this order.
@@ -179,7 +179,7 @@ class CacheManager(Queries):
         if (token_ids is None) != isinstance(new, Mapping):
             raise TypeError("expected a request id and its token_ids, or one mapping from ids to token_ids")
         new = {hashable(new): token_ids} if token_ids is not None else new
-        new = {request_id: arguments.host_tokens("token_ids", ids) for request_id, ids in new.items()}
+        new = {request_id: token_arguments.host_tokens("token_ids", ids) for request_id, ids in new.items()}
         if not new:
             raise ValueError("got no request, expected at least one")
         limit = self._widths[-1]
@@ -233,8 +233,8 @@ class CacheManager(Queries):
     def fork_request(self, request_id: Hashable, new_id: Hashable) -> None:
         """Starts a request that shares all tokens of another; takes no block.
 
-        Call it after the other's keys and values are written: the one of the two that goes on first copies
-        their last block as it is then.
+        Call it after the other's keys and values are written: whichever of the two appends first copies the
+        shared last block as it is then.
 
         Raises:
           UnknownRequest, DuplicateRequest, OutOfRows: changed nothing.
@@ -283,22 +283,23 @@ class CacheManager(Queries):
         """Calls `step_fn(cache, *args) -> (cache, result)`, jitted, the cache donated; keeps the cache.
 
         Compiled once per function object and shapes of `args`: pass the same function each time, not a new
-        lambda. It may extend, write, commit and truncate; rows start and end through the manager alone.
-        Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may still be
-        read, so do not overwrite them.
+        lambda. The function may extend, write, commit and truncate; rows start and end through the manager
+        alone. Returns before the device is done; until then, as with `jax.jit`, numpy arrays in `args` may
+        still be read, so do not overwrite them.
 
-        What it raises while it is traced or compiled comes through, and nothing has changed (tokens
-        appended for it stay appended, see `append_tokens`).
+        What the function raises while it is traced or compiled comes through, and nothing has changed: tokens
+        that were appended for this step stay appended, see `append_tokens`.
 
         Returns:
           The result.
 
         Raises:
           StaleBatch: `args` hold a batch whose slots are no longer its requests', or one of another manager;
-            nothing was called. It is known by its arrays, so pass it as handed out: a copy is not found.
-          CacheLost: it failed on the device, which had been given the cache, or somebody who got hold of the
-            cache donated it. The manager starts over, empty. A failure that shows only later, for the device
-            works ahead, is raised by the next call that looks at the cache.
+            nothing was called. A batch is known by its arrays, so pass it as handed out: copies are not
+            found.
+          CacheLost: the step failed on the device, which had been given the cache, or somebody else donated
+            the cache. The manager starts over, empty. A failure that shows only later, for the
+            device works ahead, is raised by the next call that looks at the cache.
         """
         with self._holder.turn("run") as cache:
             self._batches.check(args, cache, self._holder.fetch)
@@ -307,7 +308,7 @@ class CacheManager(Queries):
             return result
 
     def query[T](self, question: Callable[..., T], *args: Any) -> T:
-        """`question(cache, *args)`, in a turn of its own: `manager.query(kv.check_invariants)`.
+        """Calls `question(cache, *args)` in a turn of its own: `manager.query(kv.check_invariants)`.
 
         The answer must not hold the cache or its arrays: the next step is given them. So the question cannot
         `run` one.
@@ -316,53 +317,6 @@ class CacheManager(Queries):
             raise TypeError(f"question is {question!r}, expected a function of the cache")
         with self._holder.turn("query") as cache, self._holder.kept():
             return self._holder.ask(question, cache, *args)
-
-    # --- the prefix cache ---
-
-    def evict(self, num_blocks: int) -> int:
-        """Gives up cached blocks, the least valuable first; returns how many there were to evict."""
-        num_blocks = checked_count("num_blocks", num_blocks)
-        with self._holder.turn("evict"):
-            self._holder.cache, count = self._holder.on_control(programs.evict, np.int32(num_blocks))
-            return int(count)
-
-    def select_victim_requests(self, policy: str, n: int) -> list[Hashable]:
-        """The requests to preempt first, at most `n`; see `kvcache_jax.select_rows_to_preempt`. Ends none.
-
-        Raises:
-          OutOfSync: A step function started a row that would be one of them.
-        """
-        with self._holder.turn("select_victim_requests") as cache:
-            num_rows = max(1, min(static_count("n", n, least=0), cache.max_seqs))
-            victims = select_rows_to_preempt(programs.without_pools(cache), policy, num_rows)
-            return self._rows.requests_at(self._holder.fetch(victims)[:n])
-
-    def preempt_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
-        """Ends requests until `usage` is at most `target`; see `kvcache_jax.preempt_to_utilization`.
-
-        Returns:
-          The requests that were ended, in that order. Their published blocks stay cached.
-
-        Raises:
-          OutOfSync: A step function started a row that would be among them; changed nothing.
-        """
-        with self._holder.turn("preempt_to_utilization"):
-            program = functools.partial(preempt_to_utilization, target=target, policy=policy)
-            cache, rows = self._holder.on_control(program)
-            dropped = self._rows.requests_at(rows)
-            self._holder.cache = cache
-            for request_id in dropped:
-                self._end(request_id)
-            return dropped
-
-    def reset_prefix_cache(self) -> int:
-        """Forgets all published contents; returns how many blocks of all layer groups they had.
-
-        When the weights change, end all requests first: what they hold was computed with the old ones.
-        """
-        with self._holder.turn("reset_prefix_cache"):
-            self._holder.cache, count = self._holder.on_control(programs.reset_prefix_cache)
-            return int(count)
 
     # --- the end ---
 
@@ -408,12 +362,8 @@ class CacheManager(Queries):
             return errors.too_long(request_id, int(lengths[row] + num_new[row]), self._config.max_seq_len)
         return errors.out_of_sync(request_id, status)
 
-    def _end(self, request_id: Hashable) -> None:
-        self._batches.lose(request_id)
-        self._rows.end(request_id)
-
     def _on_lost(self) -> list[Hashable]:
-        """The cache was lost: no request is left, and its counters begin again."""
+        """Ends all requests of a lost cache; the counters of the new one begin again."""
         lost = list(self._rows)
         for request_id in lost:
             self._end(request_id)

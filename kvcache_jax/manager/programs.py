@@ -1,6 +1,6 @@
 """The compiled programs of `CacheManager`: the pure functions, in the few shapes that it calls them in.
 
-Those that move no keys or values take the cache without its pools; the manager attaches them again.
+Programs that move no keys or values take the cache without its pools; the manager attaches the pools again.
 """
 
 import functools
@@ -30,7 +30,7 @@ from kvcache_jax.operations.truncate import truncate as truncate_rows
 def admit(
     cache: Cache, seq_id: jax.Array, prompts: Prompts, is_replaced: jax.Array
 ) -> tuple[Cache, tuple[Admission, jax.Array]]:
-    """`allocate` for one row, which is freed first if it is replaced; also i32[], its blocks."""
+    """Allocates one row, which is freed first if it is replaced; returns also its blocks, i32[]."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     cache, _ = free_rows(cache, freed[None])
     cache, admission = allocate(cache, seq_id[None], **prompts._asdict())
@@ -42,7 +42,7 @@ def admit(
 def shortage(
     cache: Cache, seq_id: jax.Array, prompts: Prompts, is_replaced: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Blocks that must be available for `admit` and those that are, cached ones too; i32[groups] both."""
+    """Counts the blocks that `admit` requires and those available, cached ones too; i32[groups] both."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     control = free_rows(cache, freed[None])[0].control
     required = blocks_for_prompts(control, prompts, cache.config)
@@ -53,7 +53,7 @@ def shortage(
 def append(
     cache: Cache, seq_ids: jax.Array, num_new: jax.Array, tokens: jax.Array
 ) -> tuple[Cache, tuple[Step, jax.Array]]:
-    """`extend` for all rows or, if one fails, for none; also i32[n], how each row alone fares."""
+    """Extends all rows or, if one fails, none; returns also how each row alone fares, i32[n]."""
     bare, width = without_pools(cache), tokens.shape[1]
     _, trial = extend(bare, num_new, max_new=width, seq_ids=seq_ids, tokens=tokens)
     num_new = jnp.where(_is_fine(trial.status).all(), num_new, 0)
@@ -65,7 +65,7 @@ def append(
 def append_needs(
     cache: Cache, seq_ids: jax.Array, num_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `shortage`, for `append`; and the rows' lengths i32[n]."""
+    """Counts blocks as `shortage`, for `append`; returns also the rows' lengths, i32[n]."""
     control, config, width = cache.control, cache.config, cache.config.query_len_limit
     tokens = padded_tokens(num_new.shape[0], width)
     control, plan = propose(control, seq_ids, num_new, tokens, width, config)
@@ -74,7 +74,7 @@ def append_needs(
 
 @jax.jit
 def commit(cache: Cache, seq_ids: jax.Array, final_len: jax.Array) -> tuple[Cache, jax.Array]:
-    """`kvcache_jax.commit`."""
+    """Calls `kvcache_jax.commit`."""
     return commit_rows(cache, seq_ids, final_len=final_len)
 
 
@@ -87,12 +87,12 @@ reset_prefix_cache = jax.jit(forget_blocks)
 
 @jax.jit
 def figures(cache: Cache) -> tuple[Stats, jax.Array]:
-    """`stats`, and f32[] `utilization`."""
+    """Computes `stats`, and f32[] `utilization`."""
     return stats(cache), utilization(cache)
 
 
 def without_pools(cache: Cache) -> Cache:
-    """The control state alone: what a jitted function does not take, it does not copy."""
+    """Returns the control state alone: a jitted function copies nothing that it does not take."""
     return Cache(control=cache.control, pools=(), config=cache.config)
 
 

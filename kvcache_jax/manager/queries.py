@@ -1,4 +1,4 @@
-"""What can be asked of a `CacheManager`: read from the cache each time, but for the hit rate."""
+"""Read-only methods of a `CacheManager`: all but the hit rate read the cache each time."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -25,12 +25,12 @@ class Queries:
     _figures: Metrics
 
     def request_ids(self) -> list[Hashable]:
-        """All requests, in the order in which they started."""
+        """Lists all requests, in the order in which they started."""
         with self._holder.turn("request_ids"):
             return list(self._rows)
 
     def request(self, request_id: Hashable) -> Request:
-        """What the cache holds of a request. Raises `UnknownRequest`, `OutOfSync`."""
+        """Describes what the cache holds of a request. Raises `UnknownRequest`, `OutOfSync`."""
         with self._holder.turn("request") as cache:
             control = cache.control
             columns = control.context_len, control.num_published, control.priority, control.namespace
@@ -51,13 +51,16 @@ class Queries:
             )
 
     def num_computed_tokens(self, request_id: Hashable) -> int:
-        """Tokens that a request holds, found cached or appended. Raises `UnknownRequest`, `OutOfSync`."""
+        """Counts the tokens that a request holds. Raises `UnknownRequest`, `OutOfSync`.
+
+        Tokens found cached and tokens appended count alike.
+        """
         with self._holder.turn("num_computed_tokens") as cache:
             seq_id, lengths = self._read(request_id, cache.context_len)
             return int(lengths[seq_id])
 
     def block_table(self, request_id: Hashable, *, group: int = 0) -> np.ndarray:
-        """i32[n], blocks of a request by column, up to the last one; `num_blocks` where a window has a hole.
+        """Lists the blocks of a request by column, i32[n]; `num_blocks` where a window has a hole.
 
         Raises:
           UnknownRequest, OutOfSync: no such request, or no longer.
@@ -71,7 +74,7 @@ class Queries:
             return entries[: held[-1] + 1 if len(held) else 0].copy()
 
     def slot_for(self, request_id: Hashable, position: int, *, group: int = 0) -> int:
-        """`block_id * block_size + offset` of a token that the request holds; reserves nothing.
+        """Returns the slot, `block_id * block_size + offset`, of a token that the request holds.
 
         Raises:
           UnknownRequest, OutOfSync: no such request, or no longer.
@@ -90,17 +93,17 @@ class Queries:
             return block_id * layer_group.block_size + offset
 
     def usage(self) -> float:
-        """Referenced / total blocks of the fullest layer group, 0 to 1; cached blocks count as room."""
+        """Returns referenced / total blocks of the fullest group, 0 to 1; cached blocks count as room."""
         with self._holder.turn("usage") as cache:
             return float(self._holder.fetch(programs.figures(programs.without_pools(cache)))[1])
 
     def hit_rate(self) -> float | None:
-        """Cached / prompt tokens of the last 1,000 requests that looked; None if there was none yet."""
+        """Returns cached / prompt tokens of the last 1,000 requests that looked; None before the first."""
         with self._holder.turn("hit_rate"):
             return self._figures.hit_rate()
 
     def stats(self) -> dict[str, int | float | None]:
-        """The figures of `Stats` by name as Python numbers; events are counted beyond 2**32.
+        """Returns the figures of `Stats` by name as Python numbers; events are counted beyond 2**32.
 
         Also `num_requests`, `usage` and `hit_rate` (None before the first query). Ready to be exported.
         """
@@ -124,7 +127,7 @@ class Queries:
         return f"CacheManager({len(self._rows)} requests; {self._holder.describe()})"
 
     def _read(self, request_id: Hashable, values: Any) -> tuple[int, Any]:
-        """The row of a request that is active, and `values` of the cache in numpy."""
+        """Finds the row of a request that is active, and fetches `values` of the cache."""
         seq_id, cache = self._rows.row(request_id), self._holder.cache
         assert cache is not None
         is_active, values = self._holder.fetch((cache.is_active, values))

@@ -1,4 +1,4 @@
-"""What goes into `CacheManager` and comes out of it: requests, batches, and the checks of its arguments."""
+"""Requests and batches of `CacheManager`, and the checks of its arguments."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, static_count, static_flag
-from kvcache_jax.core import arguments
+from kvcache_jax.core import token_arguments
 from kvcache_jax.core.state import Step
 from kvcache_jax.operations.allocate import Prompts
 
@@ -40,7 +40,7 @@ class Request:
       num_blocks: Blocks that it holds in each layer group, reserved ones included.
       num_published: First blocks that can be found by their tokens.
       priority: For eviction policies.
-      namespace: Who may share its blocks, four 32-bit words.
+      namespace: Four 32-bit words; requests of the same ones may share blocks.
     """
 
     request_id: Hashable
@@ -55,7 +55,7 @@ class Request:
 def prompt_of(
     token_ids: np.ndarray, max_seq_len: int, namespace: Any, priority: Any, reuse: bool, items: Any
 ) -> Prompts:
-    """The arguments of an admission, padded to one shape but for items: these to a power of two."""
+    """Pads the arguments of an admission to one shape; items are padded to a power of two."""
     priority = as_integer("priority", priority)
     if not -(2**31) <= priority < 2**31:
         raise ValueError(f"priority is {priority}, expected -2**31 <= priority < 2**31")
@@ -65,7 +65,7 @@ def prompt_of(
         raise ValueError(f"namespace is {words.dtype}{words.shape}, expected uint32 (4,): see kv.namespace")
     tokens = np.zeros(max_seq_len, np.int32)
     tokens[: len(token_ids)] = token_ids
-    spans = arguments.item_spans_of_one(items)
+    spans = token_arguments.item_spans_of_one(items)
     if spans is not None:
         num_more = (1 << (spans.shape[1] - 1).bit_length()) - spans.shape[1]
         spans = np.pad(np.asarray(spans)[0], [(0, num_more), (0, 0)])  # an empty one is none
@@ -77,7 +77,7 @@ def prompt_of(
 def padded(
     sequences: Sequence[np.ndarray], num_rows: int, widths: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths i32[num_rows] and tokens i32[num_rows, T], T the least of `widths` that is enough; rest 0."""
+    """Returns lengths i32[num_rows] and padded tokens i32[num_rows, T], T the least sufficient width."""
     longest = max(len(ids) for ids in sequences)
     num_new = np.zeros(num_rows, np.int32)
     tokens = np.zeros((num_rows, next(width for width in widths if width >= longest)), np.int32)
@@ -87,7 +87,7 @@ def padded(
 
 
 def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
-    """The widths in order, or the usual ones up to `limit`."""
+    """Sorts the widths; None is the usual ones up to `limit`."""
     if widths is None:
         widths = [1]
         while widths[-1] < limit:
@@ -102,10 +102,10 @@ def checked_widths(widths: Sequence[int] | None, limit: int) -> list[int]:
 
 
 def checked_count(name: str, count: Any) -> int:
-    """An integer from 0 on; what 32 bits do not hold stands for all."""
+    """Converts an integer from 0 on; one beyond 32 bits means all."""
     return min(static_count(name, count, least=0), TO_THE_END)
 
 
 def checked_final_len(request_id: Hashable, length: Any) -> int:
-    """The `final_len` of a commit; None stands for all tokens."""
+    """Converts the `final_len` of a commit; None means all tokens."""
     return TO_THE_END if length is None else checked_count(f"final_len of request {request_id!r}", length)

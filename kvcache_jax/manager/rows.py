@@ -1,4 +1,4 @@
-"""What `CacheManager` knows beside the cache: which request has which row, and how the last ones hit."""
+"""The records of `CacheManager` beside the cache: the row of each request, and the latest hit figures."""
 
 import collections
 from collections.abc import Hashable, Iterator, Sequence
@@ -44,20 +44,20 @@ class RequestRows:
         return hashable(request_id) in self._rows
 
     def row(self, request_id: Hashable) -> int:
-        """The row of a request that there is."""
+        """Finds the row of a request; raises `UnknownRequest`."""
         if request_id not in self:
             raise errors.unknown(request_id, len(self._rows))
         return self._rows[request_id]
 
     def seq_ids_of(self, request_ids: Sequence[Hashable]) -> np.ndarray:
-        """i32[1], or i32[max_seqs] with skipped rows behind several: two shapes in all."""
+        """Lists the requests' rows: i32[1], or i32[max_seqs] with skipped rows behind several."""
         rows = [self.row(request_id) for request_id in request_ids]
         if len(rows) > 1:
             rows += [self.max_seqs] * (self.max_seqs - len(rows))
         return np.array(rows, np.int32)
 
     def requests_at(self, rows: np.ndarray) -> list[Hashable]:
-        """Whose these rows are, in this order; `max_seqs` is skipped."""
+        """Lists the requests of rows, in this order; `max_seqs` is skipped."""
         requests = {row: request_id for request_id, row in self._rows.items()}
         rows = rows[rows < self.max_seqs]
         for row in rows.tolist():
@@ -66,7 +66,7 @@ class RequestRows:
         return [requests[row] for row in rows.tolist()]
 
     def idle_row(self, request_id: Hashable) -> int:
-        """The first row without request."""
+        """Finds the first row without request."""
         taken = set(self._rows.values())
         for row in range(self.max_seqs):
             if row not in taken:
@@ -74,16 +74,16 @@ class RequestRows:
         raise errors.out_of_rows(request_id, self.max_seqs)
 
     def start(self, request_id: Hashable, row: int) -> None:
-        """A request that is replaced starts again: it is the last in order."""
+        """Gives a row to a request; one that is replaced becomes the last in order."""
         self._rows.pop(request_id, None)
         self._rows[request_id] = row
 
     def end(self, request_id: Hashable) -> None:
-        """The request's row is idle."""
+        """Takes the row from a request."""
         del self._rows[request_id]
 
     def clear(self) -> None:
-        """No row has a request."""
+        """Takes the rows from all requests."""
         self._rows.clear()
 
 
@@ -96,23 +96,23 @@ class Metrics:
         self._last_counters = np.zeros(len(Counter), np.uint32)
 
     def note_query(self, num_tokens: int, num_cached: int) -> None:
-        """A request looked for `num_tokens` and found `num_cached`."""
+        """Records that a request looked for `num_tokens` and found `num_cached`."""
         self._hits.append((num_tokens, num_cached))
 
     def hit_rate(self) -> float | None:
-        """By token; None before the first query."""
+        """Returns the hit rate by token; None before the first query."""
         if not self._hits:
             return None
         num_tokens, num_cached = (sum(column) for column in zip(*self._hits, strict=True))
         return num_cached / num_tokens if num_tokens else 0.0
 
     def count(self, counters: np.ndarray) -> dict[Counter, int]:
-        """All events so far, given the cache's counters, u32[len(Counter)]."""
+        """Counts all events so far, given the cache's counters, u32[len(Counter)]."""
         for counter in Counter:
             self._counts[counter] += (int(counters[counter]) - int(self._last_counters[counter])) % 2**32
         self._last_counters = counters
         return self._counts
 
     def restart(self) -> None:
-        """The cache's counters begin at 0 again; what was counted stays."""
+        """Lets the cache's counters begin at 0 again; what was counted stays."""
         self._last_counters = np.zeros(len(Counter), np.uint32)

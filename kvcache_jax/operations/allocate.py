@@ -18,7 +18,7 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core import arguments
+from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
@@ -77,9 +77,9 @@ def allocate(
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = seq_ids.shape[0]
     num_tokens = arguments.int_column("num_tokens", num_tokens, num_rows)
-    arguments.require_tokens("allocate", tokens, cache)
-    tokens = None if tokens is None else arguments.token_ids(tokens, num_rows, None)
-    items = arguments.item_spans(items, num_rows)
+    token_arguments.require_tokens("allocate", tokens, cache)
+    tokens = None if tokens is None else token_arguments.token_ids(tokens, num_rows, None)
+    items = token_arguments.item_spans(items, num_rows)
     if cache.control.prefix_index is None:  # prompts of any width are one program
         tokens, items = None, None
     priority = np.zeros(num_rows, np.int32) if priority is None else arguments.priorities(priority, num_rows)
@@ -242,6 +242,7 @@ def _with_blocks(
         need = jnp.sum(jnp.where(wants, num_blocks, 0), dtype=jnp.int32)
         ref_count = pool.ref_count
         if pool.cached is not None:
+            # A hit that nobody holds is no longer available for others, however many rows revive it.
             is_unowned = wants[:, None] & block_pool.has_no_owner(ref_count, ids)
             is_revived, ref_count = first_of_equal(ref_count, is_unowned, ids)
             ref_count = set_at(ref_count, jnp.where(is_unowned, ids, pool.num_blocks), 0)
@@ -253,9 +254,11 @@ def _with_blocks(
     def admit_row(state):
         row, free, ok, ref_counts = state
         left = []
+        # Hits that an earlier row revived have an owner by now, and cost this row nothing.
         for g, (ids, num_blocks) in enumerate(zip(hits, num_new, strict=True)):
             num_revived = num_true(block_pool.has_no_owner(ref_counts[g], ids[row]))
             left.append(free[g] - num_blocks[row] - num_revived)
+        # A row starts in all layer groups or in none; one that fails leaves its hits without owner.
         row_ok = wants[row] & (jnp.stack(left) >= 0).all()
         ref_counts = tuple(
             add_at(counts, jnp.where(row_ok, ids[row], counts.shape[0]), 1)
@@ -265,6 +268,7 @@ def _with_blocks(
 
     state = jnp.where(is_short, 0, num_rows), available, wants, tuple(counts)
     _, _, ok, counts = lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)
+    # Owners were only counted to decide: the caller adds them, before anything is evicted.
     restored: list[BlockPool] = []
     for pool, ref_count, ids in zip(pools, counts, hits, strict=True):
         held = jnp.where((ok & is_short)[:, None], ids, pool.num_blocks)

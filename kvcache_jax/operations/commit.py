@@ -110,7 +110,7 @@ class _Pending(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Some of them, those of a row side by side and in order.
+    """Pending blocks that are published together, those of a row side by side and in order.
 
     Attributes:
       is_entry: bool[E].
@@ -138,7 +138,7 @@ class _Found(NamedTuple):
       is_done: bool[E], it is published, or its contents are already: by `canonical`.
       is_new: bool[E], it is to be entered into the index itself.
       canonical: i32[E], the published block with these contents.
-      content: Of each block, the canonical parent included.
+      content: Content of each block, the canonical parent included.
       way: i32[E], place in the bucket for a new one.
     """
 
@@ -176,6 +176,7 @@ def commit_rows(
         return control, is_cut, first + batch.is_entry.shape[0]
 
     is_cut = jnp.zeros_like(num_full, bool)
+    # A block that is published here goes into the queue at its last release, which takes room for granted.
     pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
     state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)
@@ -291,17 +292,22 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
     published = jnp.where(batch.is_entry, prefix_index.candidates(index, in_bucket, hashes), nowhere)
     is_new = batch.is_entry & (published == nowhere)
 
+    # Equal new blocks of one call become one: the first entry, the leader, is published, the others adopt it.
     first, second = hashes.T
     is_equal = (first[:, None] == first[None]) & (second[:, None] == second[None]) & is_new[None]
     leader = jnp.where(is_new, first_true(is_equal), order)
     is_first = is_new & (leader == order)
     canonical = jnp.where(is_new, batch.block_ids[leader], published)
+    # A parent is the published block, never the row's equal one: that one is given back, and its child would
+    # then be found behind a block of other contents.
     parent = jnp.where(order == batch.start, batch.before, jnp.roll(canonical, 1))
     content = Content(tokens, hashes, parent, namespace)
+    # New blocks of one bucket take its empty places in order; one without a place ends its row's chain.
     goes_before = (order[:, None] > order[None]) & (buckets[:, None] == buckets[None]) & is_first[None]
     way, has_way = prefix_index.free_way(index, in_bucket, jnp.sum(goes_before, axis=1, dtype=jnp.int32))
 
-    # Equal hashes only say where to look: the contents are compared.
+    # Equal hashes only say where to look: the contents are compared. So a collision costs hits, and
+    # never gives a row the keys and values of other tokens.
     is_like_leader = (tokens == tokens[leader]).all(axis=-1) & (parent == parent[leader])
     is_like_leader &= (namespace == namespace[leader]).all(axis=-1) & has_way[leader]
     is_good = jnp.where(is_new, is_like_leader, prefix_index.matches(index, published, content))
@@ -319,7 +325,7 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
 
 
 def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """bool[E], whether an earlier masked entry has the same value."""
+    """Tells for each entry whether an earlier masked one has the same value, bool[E]."""
     order = jnp.arange(values.shape[0], dtype=jnp.int32)
     return ((values[:, None] == values[None]) & (order[:, None] > order[None]) & mask[None]).any(axis=1)
 

@@ -6,7 +6,7 @@ import jax
 
 
 def donate(fn: Callable) -> Callable:
-    """`jax.jit` that donates the first argument, the cache: its pools are updated in place.
+    """Jits a step that donates its first argument, the cache: pools are updated in place.
 
     The cache passed in is gone afterwards; keep a `fork` of a row to be able to come back to it.
 

@@ -1,4 +1,4 @@
-"""The operation `evict`."""
+"""The operation `evict`: cached blocks give up their contents."""
 
 import dataclasses
 import functools
@@ -25,7 +25,8 @@ def evict(cache: Cache, num_blocks: ArrayLike) -> tuple[Cache, jax.Array]:
       num_blocks: i32[], how many blocks of the group that prefixes are found by.
 
     Returns:
-      The cache and i32[], how many there were to evict, at most `num_blocks`; 0 without prefix caching.
+      The cache and i32[], the number of blocks evicted: the smaller of `num_blocks` and the cached blocks; 0
+      without prefix caching.
     """
     num_blocks = arguments.int_scalar("num_blocks", num_blocks)
     if cache.control.prefix_index is None:

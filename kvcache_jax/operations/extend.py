@@ -18,7 +18,7 @@ from kvcache_jax.arrays.masked_updates import (
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
-from kvcache_jax.core import arguments
+from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.cache_checks import takes_one
@@ -95,9 +95,11 @@ def extend(
         most = (2**31 - 1) // max(num_rows, 1) - 1  # what all rows ask for is added up
         num_tokens = static_count("num_tokens", num_tokens, most=most, most_name="2**31 over the rows")
     num_new = arguments.int_column("num_new", num_new, num_rows)
-    arguments.require_tokens("extend", tokens, cache)
+    token_arguments.require_tokens("extend", tokens, cache)
     if tokens is not None:
-        tokens = arguments.token_ids(tokens, *((num_rows, max_new) if num_tokens is None else (num_tokens,)))
+        tokens = token_arguments.token_ids(
+            tokens, *((num_rows, max_new) if num_tokens is None else (num_tokens,))
+        )
     if cache.control.prefix_index is None:
         tokens = None
     return _extend(cache, seq_ids, num_new, tokens, max_new=max_new, num_tokens=num_tokens)
@@ -168,6 +170,7 @@ def _give_back(pool: BlockPool, planned: GroupPlan, plan: ExtendPlan) -> BlockPo
     if planned.leaving.shape[1] == 0:
         return pool
     leaving = jnp.where(plan.grows[:, None], planned.leaving, pool.num_blocks)
+    # Rows that fail keep theirs: such a row is bit for bit as it was.
     rows = jnp.where(leaving < pool.num_blocks, plan.seq_ids[:, None], pool.block_table.shape[0])
     table = set_at(pool.block_table, (rows, planned.leaving_columns), pool.num_blocks)
     return dataclasses.replace(block_pool.release(pool, leaving), block_table=table)
@@ -206,6 +209,7 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
     rows = jnp.where(plan.grows, plan.seq_ids, control.max_seqs)
     token_rows = tokens.spread(rows, control.max_seqs)
     is_token = tokens.offset < tokens.spread(query_len, 0)
+    # Tokens of rows that fail, and padding, have their slot nowhere: they are written into no row's block.
     slots = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         column = quotient(positions, group.block_size)

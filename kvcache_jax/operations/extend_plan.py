@@ -90,7 +90,7 @@ def propose(
     max_new: int,
     config: CacheConfig,
 ) -> tuple[Control, ExtendPlan]:
-    """Plans for all rows that may grow; `seq_ids` None stands for all rows.
+    """Plans for all rows that may grow; `seq_ids` None means all rows.
 
     Returns:
       The control state unchanged, but to be used from here on: owners are counted in its arrays, in place.
@@ -182,11 +182,15 @@ def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Con
         row, free, grows, copies_tail, ref_counts = state
         left, copies = [], []
         for g, (group, (tail, num_owners)) in enumerate(zip(plan.groups, tails, strict=True)):
+            # Earlier rows that copied this block own it no more. One that failed still does, so that this row
+            # must not write into what the other one reads.
             num_copied = num_true(copies_tail[g] & (tail == tail[row]))
             is_shared = num_owners[row] - num_copied > 1
             copies.append((tail[row] < ref_counts[g].shape[0]) & (group.is_tail_published[row] | is_shared))
+            # What left the window comes free only with its last owner: earlier rows that grow have let go.
             num_back = num_true(get_at(ref_counts[g], group.leaving[row], 0) == 1)
             left.append(free[g] + num_back - group.num_blocks[row] - copies[-1].astype(jnp.int32))
+        # A row grows in all layer groups or in none, and one that fails leaves all to the rows behind it.
         row_grows = plan.grows[row] & (jnp.stack(left) >= 0).all()
         free = jnp.where(row_grows, jnp.stack(left), free)
         copies_tail = copies_tail.at[:, row].set(jnp.stack(copies) & row_grows)
@@ -203,6 +207,7 @@ def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Con
     state = lax.while_loop(lambda state: state[0] < num_rows, decide_row, state)
     _, _, grows, copies_tail, ref_counts = state
 
+    # Owners were only counted down to decide: `extend` releases the blocks, after this.
     pools, groups = [], []
     for g, (group, pool) in enumerate(_pairs(control, plan)):
         let_go = jnp.where((grows & is_short)[:, None], group.leaving, pool.num_blocks)

@@ -1,4 +1,4 @@
-"""Where a cache comes from: empty, in the place where it will live."""
+"""The operations `init` and `reset`: an empty cache, built where it will live."""
 
 import dataclasses
 import functools
@@ -70,7 +70,7 @@ def init(
 
 
 def _is_plain() -> bool:
-    """Whether arrays made here and now are neither traced nor on a mesh: numpy's will do."""
+    """Tells whether arrays made here and now are neither traced nor on a mesh: numpy's will do."""
     return jax.sharding.get_abstract_mesh().empty and not isinstance(jnp.zeros(()), Tracer)
 
 
@@ -90,7 +90,7 @@ def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, storage: bool) -> Callable:
-    """The program that builds an empty cache where numpy cannot; kept, to compile nothing the next time."""
+    """Makes the program that builds an empty cache where numpy cannot; kept, so that it compiles once."""
 
     def build() -> Cache:
         return Cache(

@@ -1,4 +1,4 @@
-"""The operation `lookup`."""
+"""The operation `lookup`: the length of prompts' cached prefixes."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.core import arguments
+from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
@@ -24,7 +24,7 @@ def lookup(
     *,
     items: ArrayLike | None = None,
 ) -> jax.Array:
-    """How many tokens of each prompt `allocate` would find cached; changes nothing.
+    """Counts the tokens of each prompt that `allocate` would find cached; changes nothing.
 
     Args:
       cache: Not changed.
@@ -38,12 +38,12 @@ def lookup(
       refuse `num_tokens`.
     """
     num_tokens = arguments.int_column("num_tokens", num_tokens)
-    tokens = arguments.token_ids(tokens, num_tokens.shape[0], None)
+    tokens = token_arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
     if cache.control.prefix_index is None:
         refuse_donated("lookup", cache)
         return jnp.zeros_like(num_tokens)
-    spans = arguments.item_spans(items, num_tokens.shape[0])
+    spans = token_arguments.item_spans(items, num_tokens.shape[0])
     return _lookup(cache.control, tokens, num_tokens, namespaces, spans, config=cache.config)
 
 

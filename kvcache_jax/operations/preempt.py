@@ -1,4 +1,4 @@
-"""Which rows to give up when blocks run short: selection by a policy, and dropping down to a level.
+"""Preemption when blocks run short: whole rows are selected by a policy, or freed down to a level.
 
 Only the blocks that a row alone holds come free with it, so only these count.
 """
@@ -107,13 +107,13 @@ def _lowest_priority(rows: RowMetadata) -> jax.Array:
 
 @takes_one
 def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
-    """The rows to preempt first; changes nothing.
+    """Selects the rows to preempt first; changes nothing.
 
     Args:
       cache: Not changed.
       policy: "lru" (used longest ago), "lfu" (used by the fewest calls), "longest" (frees the most blocks)
         "priority" (lowest), or a name registered with `row_policy`. Of equal rows the one used longest ago.
-      n: How many at most.
+      n: Most rows to select.
 
     Returns:
       i32[n] rows, the first to go first. Rows that free nothing, because others hold all their blocks too,
@@ -138,8 +138,8 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
 def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -> tuple[Cache, jax.Array]:
     """Frees whole rows, one after the other, until `utilization` is at most `target`.
 
-    Their published blocks stay cached. It stops early when no row is left that frees a block, in a layer
-    group that is above the target, on its own.
+    Published blocks of these rows stay cached. The call stops early when no row is left that frees a block on
+    its own in a layer group that is above the target.
 
     Args:
       cache: Not changed.
@@ -162,7 +162,7 @@ def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru")
     """
     _check_policy(policy)
     target = arguments.fraction("target", target)
-    control, dropped = _evict_rows(cache.control, target, policy=policy, config=cache.config)
+    control, dropped = _preempt_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), dropped
 
 
@@ -180,13 +180,13 @@ def _select(control: Control, policy: str) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "config"))
-def _evict_rows(
+def _preempt_rows(
     control: Control, target: jax.Array, policy: str, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     control, target = as_varied((control, target))
 
     def next_row(control: Control) -> jax.Array:
-        """The row to free now, or `max_seqs`."""
+        """Selects the row to free now, or `max_seqs`."""
         is_above = [block_pool.utilization(pool) > target for pool in control.block_pools]
         num_freed = _num_freed(control, is_above)
         return _in_order(control, num_freed, policy)[0]
@@ -204,7 +204,7 @@ def _evict_rows(
 
 
 def _num_freed(control: Control, counts: list[jax.Array]) -> jax.Array:
-    """i32[max_seqs], blocks that each row alone holds, in the groups for which `counts` is true."""
+    """Counts the blocks that each row alone holds, i32[max_seqs], in the groups where `counts` is true."""
     num_freed = jnp.zeros_like(control.context_len)
     for pool, is_counted in zip(control.block_pools, counts, strict=True):
         is_own = block_pool.ref_counts(pool, pool.block_table) == 1

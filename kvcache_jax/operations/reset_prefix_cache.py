@@ -1,4 +1,4 @@
-"""The operation `reset_prefix_cache`."""
+"""The operation `reset_prefix_cache`: all published contents are forgotten."""
 
 import dataclasses
 import functools

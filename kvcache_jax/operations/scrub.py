@@ -1,4 +1,4 @@
-"""Leaving nothing behind: keys, values and tokens are overwritten, not only forgotten."""
+"""The operation `scrub`: keys, values and tokens are overwritten, not only forgotten."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ def scrub(
     in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
     them, is not touched.
 
-    Overwritten blocks are free, but for those that other rows have reserved. Call it inside a donated jit:
+    Overwritten blocks are free, except those that other rows have reserved. Call it inside a donated jit:
     called eagerly it copies the pools.
 
     Args:
@@ -66,7 +66,7 @@ def scrub(
 
 @jax.jit
 def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> tuple[Cache, jax.Array]:
-    """`scrub` by rows i32[n] or by a namespace u32[4]."""
+    """Scrubs rows i32[n] or a namespace u32[4]."""
     cache, seq_ids, words = as_varied((cache, seq_ids, words))
     control = cache.control
     if seq_ids is not None:
@@ -75,7 +75,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     else:
         assert words is not None
         is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
-    masks = _owned(cache, is_row) if words is None else _all_of(cache, is_row, words)
+    masks = _blocks_of_rows(cache, is_row) if words is None else _blocks_not_of_others(cache, is_row, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:
         control = _forget_rests(control, cache.config)
@@ -89,8 +89,8 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
 
 
-def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
-    """Per group bool[num_blocks]: what only these rows hold, and the cached blocks that go with it."""
+def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
+    """Masks per group what only these rows hold, and the cached blocks that go with it; bool[num_blocks]."""
     index, masks = cache.control.prefix_index, []
     for pool in cache.control.block_pools:
         entries = jnp.where(is_row[:, None], pool.block_table, pool.num_blocks)
@@ -113,16 +113,16 @@ def _owned(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
 
     mask = masks[group_id]
     mask, _ = lax.while_loop(lambda state: state[1], grow, (mask, mask.any()))
-    for g, companions in enumerate(index.companions):
-        if companions is None:
+    for g, links in enumerate(index.group_links):
+        if links is None:
             masks[g] = mask
         else:
-            masks[g] |= is_cached(g) & get_at(mask, companions.keeper, False)
+            masks[g] |= is_cached(g) & get_at(mask, links.indexed_ids, False)
     return masks
 
 
-def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
-    """Per group bool[num_blocks]: all but what holds tokens of other namespaces, in rows or cached."""
+def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
+    """Masks per group all but what holds tokens of other namespaces, in rows or cached; bool[num_blocks]."""
     control, index, masks = cache.control, cache.control.prefix_index, []
     is_other = control.is_active & ~is_row
     for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
@@ -131,9 +131,9 @@ def _all_of(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array
         kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
         is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
         if index is not None and pool.cached is not None:
-            namespace, companions = index.namespace, index.companions[g]
-            if companions is not None:
-                namespace = get_at(namespace, companions.keeper)
+            namespace, links = index.namespace, index.group_links[g]
+            if links is not None:
+                namespace = get_at(namespace, links.indexed_ids)
             is_kept |= pool.cached.is_published & (namespace != words[None]).any(axis=-1)
         masks.append(~is_kept)
     return masks
@@ -169,7 +169,7 @@ def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) ->
 
 
 def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Zeros in the masked blocks of all layers, one block after the other: nothing else is moved."""
+    """Overwrites the masked blocks of all layers with zeros, one block after the other."""
     num_blocks = mask.shape[0]
     layers = jnp.arange(values.shape[0] // num_blocks, dtype=jnp.int32) * num_blocks
     rank, num_masked = rank_true(mask)
@@ -179,13 +179,13 @@ def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _set_zero(values: jax.Array, *index: Any) -> jax.Array:
-    """Zeros of the sharding that the entries have: a mesh with explicit axes takes no others."""
+    """Sets entries to zeros of their own sharding: a mesh with explicit axes takes no others."""
     places = values.at[index]
     return places.set(jnp.zeros_like(places.get(mode="clip")), mode="drop")
 
 
 def _forget_rests(control: Control, config: CacheConfig) -> Control:
-    """Takes the tokens out of the index that no row has and nothing published stands for."""
+    """Takes the tokens out of the index that no row holds and no published block has."""
     index, g = control.prefix_index, config.indexed_group
     if index is None:
         return control
@@ -197,7 +197,7 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
 
 
 def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
-    """Zeros behind the last token of every row, where no other row has a token and nothing is published."""
+    """Overwrites with zeros behind the last token of every row, except what others use or is published."""
     columns = quotient(control.context_len, block_size)
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)

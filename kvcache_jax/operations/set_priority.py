@@ -1,4 +1,4 @@
-"""The operation `set_priority`."""
+"""The operation `set_priority`: a number per row for eviction policies."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Questions about a cache; nothing here changes it."""
+"""Read-only operations: figures of a cache, counts of blocks, idle and active rows."""
 
 import functools
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class Stats:
 @takes_one
 @jax.jit
 def stats(cache: Cache) -> Stats:
-    """The cache's figures as a pytree of scalars; usable inside jit.
+    """Computes the cache's figures as a pytree of scalars; usable inside jit.
 
     Example:
       >>> import kvcache_jax as kv
@@ -122,19 +122,19 @@ def stats(cache: Cache) -> Stats:
 @takes_one
 @jax.jit
 def utilization(cache: Cache) -> jax.Array:
-    """f32[], referenced / total blocks of the fullest layer group."""
+    """Computes referenced / total blocks of the fullest layer group, f32[]."""
     return functools.reduce(jnp.maximum, map(block_pool.utilization, cache.control.block_pools))
 
 
 @takes_one
 def needs_preemption(cache: Cache, threshold: float = 0.9) -> jax.Array:
-    """bool[], whether `utilization` reached `threshold`."""
+    """Tells whether `utilization` reached `threshold`, bool[]."""
     return utilization(cache) >= arguments.fraction("threshold", threshold)
 
 
 @takes_one
 def num_available_blocks(cache: Cache, *, group: int | None = None) -> jax.Array:
-    """i32[], blocks that can be handed out, of one layer group or (None) of all together."""
+    """Counts the blocks that can be handed out, i32[]: of one layer group or (None) of all together."""
     return _num_available(cache, tuple(arguments.group_ids(cache.config, group)))
 
 
@@ -148,7 +148,7 @@ def _num_available(cache: Cache, group_ids: tuple[int, ...]) -> jax.Array:
 def num_blocks_needed(
     cache: Cache, num_new: IntRows, seq_ids: IntRows | None = None, *, group: int | None = None
 ) -> jax.Array:
-    """Blocks that an `extend` would take for each row alone, a copied last block included.
+    """Counts the blocks that `extend` would take for each row alone, a copied last block included.
 
     Args:
       cache: Not changed.
@@ -197,14 +197,14 @@ def _num_blocks_needed(
 
 @takes_one
 def idle_seq_ids(cache: Cache, n: int) -> jax.Array:
-    """i32[n], the first idle rows, padded with `max_seqs`."""
+    """Lists the first idle rows, i32[n], padded with `max_seqs`."""
     n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
     return _first_rows(cache, n, active=False)
 
 
 @takes_one
 def active_seq_ids(cache: Cache) -> jax.Array:
-    """i32[max_seqs], the active rows, padded with `max_seqs`."""
+    """Lists the active rows, i32[max_seqs], padded with `max_seqs`."""
     return _first_rows(cache, cache.max_seqs, active=True)
 
 

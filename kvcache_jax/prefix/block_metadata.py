@@ -1,4 +1,4 @@
-"""What eviction policies look at, kept per published block.
+"""Metadata of published blocks, for eviction policies.
 
 `lru` keeps no `BlockHistory`.
 """
@@ -55,7 +55,7 @@ def _put(history: BlockHistory, block_ids: jax.Array, **values: jax.Array) -> Bl
 def keys_of(
     history: BlockHistory, cached: CachedBlocks, clock: jax.Array, config: CacheConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """The policy's key and the recency of each block, i32[num_blocks] both."""
+    """Computes the policy's key and the recency of each block, i32[num_blocks] both."""
 
     def ticks_since(moment: jax.Array | None) -> jax.Array | None:
         return None if moment is None else jnp.minimum(clock - moment, jnp.uint32(_MAX)).astype(jnp.int32)

@@ -1,7 +1,7 @@
 """A keyed 64-bit hash of a prefix, of all its blocks at once.
 
 Every token is mixed with its position, and the hash of a prefix is the sum of its tokens' mixes on top of
-a root that stands for the namespace: a cumulative sum gives the hash of every block of a prompt in
+a root that represents the namespace: a cumulative sum gives the hash of every block of a prompt in
 parallel, and a prefix grows from the hash of its last block. A hash only says where to look: what is found
 there is compared with the tokens themselves, so that a collision costs a hit and is never one.
 """
@@ -15,7 +15,7 @@ _ODD = (0x9E3779B1, 0x85EBCA77)
 
 
 def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
-    """u32[..., 2], hash of the empty prefix in `namespace u32[..., 4]`."""
+    """Computes the hash u32[..., 2] of the empty prefix in `namespace u32[..., 4]`."""
     value, odd = (
         lax.broadcast_to_rank(words, namespace.ndim) for words in (hash_key, jnp.array(_ODD, jnp.uint32))
     )
@@ -25,7 +25,7 @@ def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
 
 
 def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Array) -> jax.Array:
-    """u32[..., 2], what a block adds to the hash of the prefix before it.
+    """Computes what a block adds to the hash of the prefix before it, u32[..., 2].
 
     Args:
       hash_key: u32[2].

@@ -28,6 +28,8 @@ def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig)
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
     if control.prefix_index is None:
         return control
+    # The indexed group goes first: blocks of other groups that are linked to its victims come free with
+    # these, so that those groups evict less.
     others = [g for g in range(len(config.groups)) if g != config.indexed_group]
     for group_id in (config.indexed_group, *others):
         num_free = control.block_pools[group_id].num_free
@@ -63,7 +65,8 @@ def _evict_from_front(
     block_ids, is_cached = block_pool.queue_entries(cached, pool.ref_count, cached.head + order)
     rank, num_found = rank_true(is_cached)
     is_victim = is_cached & (rank < most)
-    # Up to and without the first cached block that stays.
+    # The head passes stale entries and victims, up to the first cached block that stays: behind the head that
+    # block would never be evicted.
     stays = is_cached & ~is_victim
     num_passed = jnp.where(stays.any(), first_true(stays).astype(jnp.uint32), jnp.uint32(num_entries))
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
@@ -78,6 +81,7 @@ def _evict_by_key(
     """Evicts `num_blocks` of the blocks with the lowest keys; there are as many cached ones."""
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None and index.history is not None
+    # Children go before parents, for a child is never found without its parent: only leaves compete.
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
     keys, recency = block_metadata.keys_of(index.history, pool.cached, control.clock, config)
     heap = victim_heap.start(is_candidate, keys, recency)
@@ -94,6 +98,7 @@ def _evict_by_key(
         control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None
+        # A parent competes once its last child went, unless a row holds it.
         parents = get_at(index.parent, block_ids, pool.num_blocks)
         competes = get_at(index.history.num_children, parents, 1) == 0
         competes &= block_pool.has_no_owner(pool.ref_count, parents)
@@ -119,5 +124,5 @@ def unpublish(
     pools[group_id] = block_pool.withdraw(pool, block_ids)
     control = dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
     if group_id == config.indexed_group:
-        control = group_links.drop_companions(control, block_ids)
+        control = group_links.drop_links(control, block_ids)
     return control

@@ -24,13 +24,13 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.state import BlockPool, Companions, Control, PrefixIndex
+from kvcache_jax.core.state import BlockPool, Control, GroupLinks, PrefixIndex
 
 
 def usable_prefix(
     control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
 ) -> tuple[list[jax.Array], jax.Array]:
-    """How much of a prefix that the indexed group has every group can serve.
+    """Finds how much of the indexed group's prefix every group can serve.
 
     Args:
       control: The state.
@@ -47,6 +47,7 @@ def usable_prefix(
     found = found[: pools[group_id].max_blocks_per_seq]
     lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
     num_found = num_true(found < pools[group_id].num_blocks)
+    # A hit ends at a block's end in every group, so that no row writes into a block that was hit.
     step = math.lcm(*(group.block_size for group in config.groups))
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
@@ -61,6 +62,7 @@ def usable_prefix(
         num_missing = jnp.cumsum(
             jnp.append(jnp.zeros(1, bool), columns[g] == pool.num_blocks), dtype=jnp.int32
         )
+        # Blocks may be missing between the sinks and the window: the next token reads none of them.
         first, end = _needed(group, jnp.minimum(lengths, config.max_seq_len // step * step))
         is_usable &= num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
         is_usable &= num_missing[end] == num_missing[jnp.minimum(first, end)]
@@ -76,25 +78,25 @@ def usable_prefix(
 def _columns(
     index: PrefixIndex, indexed: LayerGroup, other: LayerGroup, other_id: int, found: jax.Array
 ) -> jax.Array:
-    """i32[n], the other group's blocks for the prefix, by column."""
-    companions = index.companions[other_id]
-    assert companions is not None
+    """Lists the other group's blocks for the prefix by column, i32[n]."""
+    links = index.group_links[other_id]
+    assert links is not None
     columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
     # Where the last token of each stands in the indexed group.
-    keeper_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
-    slots = columns - keeper_columns * indexed.block_size // other.block_size
-    return get_at(companions.block_ids, (found[keeper_columns], slots), companions.keeper.shape[0])
+    indexed_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
+    slots = columns - indexed_columns * indexed.block_size // other.block_size
+    return get_at(links.block_ids, (found[indexed_columns], slots), links.indexed_ids.shape[0])
 
 
 def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
-    """`block_ids`, cut or filled up to the width of the block table."""
+    """Cuts or fills `block_ids` to the width of the block table."""
     block_ids = block_ids[: pool.max_blocks_per_seq]
     num_missing = pool.max_blocks_per_seq - block_ids.shape[0]
     return jnp.pad(block_ids, (0, num_missing), constant_values=pool.num_blocks)
 
 
 def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The columns `[first, end)` that a row of `length` tokens, in whole blocks, must hold beside sinks."""
+    """Computes the columns `[first, end)`, beside sinks, that a row of `length` tokens must hold."""
     return group.first_column(length), quotient(length, group.block_size)
 
 
@@ -106,7 +108,7 @@ def link(
     canonical: jax.Array,
     config: CacheConfig,
 ) -> Control:
-    """Hangs the other groups' blocks of rows onto published blocks that lack them.
+    """Links published blocks to the blocks of other layer groups that hold the same tokens.
 
     Args:
       control: The state.
@@ -118,30 +120,31 @@ def link(
     """
     index, indexed = control.prefix_index, config.groups[config.indexed_group]
     assert index is not None
-    pools, all_companions = list(control.block_pools), list(index.companions)
+    pools, all_links = list(control.block_pools), list(index.group_links)
     for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
-        companions = all_companions[g]
-        if companions is None:
+        links = all_links[g]
+        if links is None:
             continue
-        slots = jnp.arange(companions.block_ids.shape[1], dtype=jnp.int32)
+        slots = jnp.arange(links.block_ids.shape[1], dtype=jnp.int32)
         column = (columns * indexed.block_size // group.block_size)[:, None] + slots[None]
         is_whole = (column + 1) * group.block_size <= ((columns + 1) * indexed.block_size)[:, None]
         ids = get_at(pool.block_table, (rows[:, None], column), pool.num_blocks)
-        present = get_at(companions.block_ids, canonical, 0)
+        present = get_at(links.block_ids, canonical, 0)
         is_linked = mask[:, None] & is_whole & (ids < pool.num_blocks) & (present == pool.num_blocks)
+        # A block is linked once: a second link would outlive the first one's eviction.
         is_linked &= ~block_pool.is_published(pool, ids)
         # Of entries with the same contents the first that still holds the block links its own.
         is_linked &= ~_is_linked_before(is_linked, canonical)
-        # Of entries that want the same block for their companion, as forks may, the first gets it.
-        is_linked, keeper = first_of_equal(companions.keeper, is_linked, ids)
-        keepers = jnp.where(is_linked, canonical[:, None], companions.block_ids.shape[0])
+        # Of entries that want to link the same block, as forks may, the first gets it.
+        is_linked, marks = first_of_equal(links.indexed_ids, is_linked, ids)
+        indexed_ids = jnp.where(is_linked, canonical[:, None], links.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
-        all_companions[g] = Companions(
-            block_ids=set_at(companions.block_ids, (keepers, slots), ids),
-            keeper=set_at(keeper, linked, keepers),
+        all_links[g] = GroupLinks(
+            block_ids=set_at(links.block_ids, (indexed_ids, slots), ids),
+            indexed_ids=set_at(marks, linked, indexed_ids),
         )
         pools[g] = block_pool.mark_published(pool, linked)
-    index = dataclasses.replace(index, companions=tuple(all_companions))
+    index = dataclasses.replace(index, group_links=tuple(all_links))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
 
 
@@ -152,36 +155,37 @@ def _is_linked_before(is_linked: jax.Array, canonical: jax.Array) -> jax.Array:
     return (is_earlier[:, :, None] & is_linked[None]).any(axis=1)
 
 
-def drop_companions(control: Control, keepers: jax.Array) -> Control:
-    """Takes the companions off blocks i32[n] that are not published any more; nowhere is skipped."""
+def drop_links(control: Control, indexed_ids: jax.Array) -> Control:
+    """Unlinks and withdraws the blocks linked to indexed blocks i32[n], which are published no more."""
     index = control.prefix_index
     assert index is not None
-    pools, all_companions = list(control.block_pools), list(index.companions)
-    for g, companions in enumerate(index.companions):
-        if companions is None:
+    pools, all_links = list(control.block_pools), list(index.group_links)
+    for g, links in enumerate(index.group_links):
+        if links is None:
             continue
-        nowhere = companions.keeper.shape[0]
-        ids, block_ids = read_first(get_at(companions.block_ids, keepers, nowhere), companions.block_ids)
+        nowhere = links.indexed_ids.shape[0]
+        # Linked blocks are found through the indexed one alone. Without it they would stay cached for nobody.
+        ids, block_ids = read_first(get_at(links.block_ids, indexed_ids, nowhere), links.block_ids)
         ids = ids.reshape(-1)
         pools[g] = block_pool.withdraw(pools[g], ids)
-        all_companions[g] = Companions(
-            block_ids=set_at(block_ids, keepers, nowhere),
-            keeper=set_at(companions.keeper, ids, companions.block_ids.shape[0]),
+        all_links[g] = GroupLinks(
+            block_ids=set_at(block_ids, indexed_ids, nowhere),
+            indexed_ids=set_at(links.indexed_ids, ids, links.block_ids.shape[0]),
         )
-    index = dataclasses.replace(index, companions=tuple(all_companions))
+    index = dataclasses.replace(index, group_links=tuple(all_links))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
 
 
 def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixIndex:
-    """Takes companions `block_ids` i32[n] of a group, which differ, off their keepers; nowhere is skipped."""
-    companions = index.companions[group_id]
-    assert companions is not None
-    nowhere = companions.keeper.shape[0]
-    keepers = get_at(companions.keeper, block_ids, companions.block_ids.shape[0])
-    slots = first_true(get_at(companions.block_ids, keepers, nowhere) == block_ids[:, None])
-    companions = Companions(
-        block_ids=set_at(companions.block_ids, (keepers, slots), nowhere),
-        keeper=set_at(companions.keeper, block_ids, companions.block_ids.shape[0]),
+    """Unlinks blocks i32[n] of a group, which differ, from indexed blocks; nowhere is skipped."""
+    links = index.group_links[group_id]
+    assert links is not None
+    nowhere = links.indexed_ids.shape[0]
+    indexed_ids = get_at(links.indexed_ids, block_ids, links.block_ids.shape[0])
+    slots = first_true(get_at(links.block_ids, indexed_ids, nowhere) == block_ids[:, None])
+    links = GroupLinks(
+        block_ids=set_at(links.block_ids, (indexed_ids, slots), nowhere),
+        indexed_ids=set_at(links.indexed_ids, block_ids, links.block_ids.shape[0]),
     )
-    everything = (*index.companions[:group_id], companions, *index.companions[group_id + 1 :])
-    return dataclasses.replace(index, companions=everything)
+    everything = (*index.group_links[:group_id], links, *index.group_links[group_id + 1 :])
+    return dataclasses.replace(index, group_links=everything)

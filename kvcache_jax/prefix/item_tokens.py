@@ -8,13 +8,13 @@ from kvcache_jax.arrays.number_checks import static_count
 
 
 def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
-    """Stands for a multimodal item in a prompt's `tokens`: a digest in the place of token ids.
+    """Makes the words that represent a multimodal item in a prompt's `tokens`: a digest in place of ids.
 
     Every position has a word of its own, below 0, so that no token id looks like one. The same item in
     another number of positions has other words: its keys and values are others too.
 
     Args:
-      item: What the item is, such as the image's bytes; whoever has the digest may reuse its blocks.
+      item: Identity of the item, such as the image's bytes; whoever has the digest may reuse its blocks.
       num_tokens: Positions that the item takes in the sequence.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Who may share cached blocks."""
+"""Namespaces, within which rows share cached blocks."""
 
 import hashlib
 
@@ -6,11 +6,12 @@ import numpy as np
 
 
 def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
-    """Who may share cached blocks: rows of equal namespaces only. A 128-bit digest, compared exactly.
+    """Makes the namespace in which rows share cached blocks: a 128-bit digest, compared exactly.
 
     Args:
-      tenant: Who asks. Sharing across tenants would tell one what another has asked, by the time it takes.
-      adapter: What changes keys and values on top of the weights, such as a LoRA.
+      tenant: Name of who asks. Sharing across tenants would tell one what another has asked, by the time
+        that an answer takes.
+      adapter: Name of what changes keys and values on top of the weights, such as a LoRA.
       weights: The weights, by a name or a digest.
 
     Returns:

@@ -25,7 +25,7 @@ from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 
 
 class Content(NamedTuple):
-    """What a block stands for.
+    """Content of a block.
 
     Attributes:
       tokens: i32[..., block_size].
@@ -41,13 +41,13 @@ class Content(NamedTuple):
 
 
 def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
-    """i32[...], the bucket for `hashes u32[..., 2]`."""
+    """Computes the bucket i32[...] for `hashes u32[..., 2]`."""
     folded = hashes[..., 0] ^ (hashes[..., 1] * jnp.uint32(0x9E3779B1))
     return remainder(folded, index.buckets.shape[0]).astype(jnp.int32)
 
 
 def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> jax.Array:
-    """i32[...], the published block with this hash, or nowhere; `matches` says whether it is the one.
+    """Finds the published block with this hash, or nowhere, i32[...]; `matches` then compares contents.
 
     Args:
       index: The index.
@@ -61,7 +61,7 @@ def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> j
 
 
 def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.Array:
-    """bool[...], whether the published blocks stand for exactly this."""
+    """Tells whether the published blocks represent exactly this content, bool[...]."""
     nowhere = index.parent.shape[0]
     is_same = block_ids < nowhere
     is_same &= (get_at(index.block_tokens, block_ids) == content.tokens).all(axis=-1)
@@ -73,7 +73,7 @@ def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.A
 def find_prefix(
     index: PrefixIndex, hash_key: jax.Array, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
 ) -> jax.Array:
-    """The longest published prefix of a prompt, in whole blocks, at least one token short of the prompt.
+    """Finds the longest published prefix of a prompt, in whole blocks, at least one token short of it.
 
     Args:
       index: The index.
@@ -99,7 +99,7 @@ def find_prefix(
 
 
 def free_way(index: PrefixIndex, in_bucket: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """i32[n], the `rank[i]`-th empty place of a bucket that holds `in_bucket[i]`; bool[n], there is one."""
+    """Finds the `rank[i]`-th empty place, i32[n], of a bucket that holds `in_bucket[i]`; bool[n], if any."""
     is_empty = in_bucket == index.parent.shape[0]
     is_it = is_empty & (jnp.cumsum(is_empty, axis=-1, dtype=jnp.int32) == rank[:, None] + 1)
     return first_true(is_it), is_it.any(axis=-1)
@@ -115,7 +115,7 @@ def insert(
       mask: bool[n].
       block_ids: i32[n].
       ways: i32[n], places in the buckets.
-      content: Of the blocks.
+      content: Contents of the blocks.
 
     Returns:
       The index.

@@ -1,7 +1,7 @@
-"""The least valuable of many blocks, found again and again while blocks leave and others enter.
+"""A heap of blocks: the least valuable is found again and again while blocks leave and others enter.
 
-The blocks stand in groups, and the least of each group is known. The least of all is looked for among these,
-and when a block leaves or enters, its group alone is looked at again.
+The blocks stand in groups, and the heap knows the least of each group. The least of all is one of these. When
+a block leaves or enters, its group alone is searched again.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ _MAX = jnp.iinfo(jnp.int32).max
 
 
 class VictimHeap(NamedTuple):
-    """Blocks in groups of 256, by what they are compared by: lesser keys first, then lesser recency.
+    """Blocks in groups of 256, with what they are compared by: key first, then recency.
 
     Attributes:
       is_out: bool[groups, 256], the block is no candidate.

@@ -1,8 +1,8 @@
 """Checks for code that uses a cache, and for the cache itself.
 
 * The token test: a fake model stores each token's id as its key and value, and every slot that
-  attention would read is compared with the tokens expected there. It finds stale, aliased, leaked
-  and misordered blocks without any arithmetic.
+  attention would read is compared with the tokens expected there. Without any arithmetic, the test finds
+  stale, aliased, leaked and misordered blocks.
 * `Oracle` and `check_against_oracle`: a dict-of-lists model that predicts statuses, counts and sharing.
 * `poison`: NaN in every slot that nobody may read, so that a stray read shows.
 * `check_forward`: takes a model's step and checks that caching changes nothing.
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def token_codes(tokens: Any, layer: int, num_heads: int, head_dim: int, is_value: bool) -> Any:
-    """Numbers that tell a token, its layer and its head, exact in every storage dtype.
+    """Computes numbers that tell a token, its layer and its head, exact in every storage dtype.
 
     Args:
       tokens: int[...], ids below 2**14; numpy or jax.
@@ -77,7 +77,7 @@ def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
 
 
 def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[str]:
-    """The token test on every slot that a row holds, all layers and heads.
+    """Runs the token test on every slot that a row holds, in all layers and heads.
 
     Args:
       cache: Filled by `write_tokens`.
@@ -156,7 +156,7 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
 
 
 def _check_published(cache: Cache, oracle: Oracle) -> list[str]:
-    """Which contents are published, and what the eviction policy is told of them."""
+    """Compares the published contents, and what the eviction policy is told of them."""
     index, cached = cache.control.prefix_index, cache.control.block_pools[cache.config.indexed_group].cached
     if index is None or cached is None or len(cache.config.groups) > 1:
         return []

@@ -1,4 +1,4 @@
-"""Does a model's step compute the same with a cache as without? For anybody's model."""
+"""A check that a model's step computes the same with a cache as without, for anybody's model."""
 
 import dataclasses
 import functools
@@ -51,10 +51,10 @@ def check_forward(
         with `functools.partial`.
       config: At least 3 rows, which fit `num_tokens` each and take them in one call; blocks for two of them.
       vocab_size: Tokens are drawn below it.
-      num_tokens: Length of the test sequence, at least 9: it is also fed in four uneven chunks, and forked in
-        the middle. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does nothing
-        before it is full: name more tokens than it has.
-      seed: Of the tokens.
+      num_tokens: Length of the test sequence, which is also fed in four uneven chunks, and forked in the
+        middle: at least 9. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does
+        nothing before it is full: name more tokens than it has.
+      seed: Seed of the tokens.
       atol: Largest difference of two logits that should be equal.
 
     Raises:
@@ -119,7 +119,7 @@ def _check_arguments(forward: BoundForward, config: CacheConfig, num_tokens: int
 
 
 class _Runner:
-    """Feeds token sequences to a model's step and keeps count of its programs."""
+    """Runner of a model's step: feeds token sequences to it and counts its programs."""
 
     def __init__(self, forward: BoundForward, config: CacheConfig, vocab_size: int):
         self.config = config
@@ -138,7 +138,7 @@ class _Runner:
         self.step_fn = donate(step_fn)
 
     def feed(self, cache: Cache, pieces: Mapping[int, np.ndarray], width: int) -> tuple[Cache, np.ndarray]:
-        """One call: `pieces` are the new tokens of some rows. Returns logits [max_seqs, width, vocab]."""
+        """Calls the step once on new tokens of some rows; returns logits [max_seqs, width, vocab]."""
         tokens, num_new = (
             np.zeros((self.config.max_seqs, width), np.int32),
             np.zeros(self.config.max_seqs, np.int32),
@@ -164,7 +164,7 @@ class _Runner:
         return cache, np.asarray(logits.astype(jnp.float32))
 
     def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
-        """Logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
+        """Computes the logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
         # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
         width = 1 if max(chunks) == 1 else len(tokens)
         cache = init(self.config)
@@ -184,7 +184,7 @@ class _Runner:
         return np.concatenate(logits)
 
     def run_fork(self, tokens: np.ndarray, other: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
-        """Logits from `at` on of a row and of its fork, fed in turn."""
+        """Computes the logits from `at` on of a row and of its fork, fed in turn."""
         cache, admission = allocate(init(self.config), [2], [at], tokens=tokens[None])
         raise_for_status(admission.status, f"allocate for {at} tokens")
         cache, _ = self.feed(cache, {2: tokens[:at]}, len(tokens))
@@ -221,7 +221,7 @@ class _Runner:
             )
 
     def _resized(self, is_large: bool) -> CacheConfig:
-        """The config with pools to compare; large ones dwarf what the step of a model uses beside them."""
+        """Resizes the config's pools for comparison; large ones dwarf what else the model's step uses."""
         kinds = {}
         for group in self.config.groups:
             # From 2048 blocks on temporaries of a fixed number of blocks no longer grow with the pool.
@@ -233,7 +233,7 @@ class _Runner:
         return dataclasses.replace(self.config, layers=layers, num_blocks=None, memory_budget=None)
 
     def _bytes_used(self, config: CacheConfig, width: int) -> int:
-        """What a compiled step needs beside its donated cache."""
+        """Counts the bytes that a compiled step needs beside its donated cache."""
         cache = jax.eval_shape(functools.partial(init, config))
         rows = jax.ShapeDtypeStruct((config.max_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((config.max_seqs, width), jnp.int32)
@@ -253,6 +253,6 @@ def _assert_close(got: np.ndarray, expected: np.ndarray, atol: float, what: str)
 
 
 def _require(condition: bool | np.bool_, message: str) -> None:
-    """An `assert` that stays under `python -O`."""
+    """Raises an `AssertionError` unless the condition holds, also under `python -O`."""
     if not condition:
         raise AssertionError(message)

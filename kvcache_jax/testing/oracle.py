@@ -1,7 +1,7 @@
-"""The cache that is obviously right: lists of tokens and dicts of blocks, in slow, plain Python.
+"""A model of the cache that is obviously right: lists of tokens and dicts of blocks, in plain Python.
 
-It predicts every status, every count and who shares which block; `kvcache_jax.testing` holds a real
-cache against it. All rows of a call act on the state before it: first it is decided, entry by entry, who
+The oracle predicts every status, every count and who shares which block; `kvcache_jax.testing` compares a
+real cache with it. All rows of a call act on the state before it: first it is decided, entry by entry, who
 succeeds, and only then is anything changed.
 """
 
@@ -52,7 +52,7 @@ class Oracle(OracleRows):
     Attributes:
       rows: Active rows by seq_id.
       owners: Per layer group, how many table entries point at each block.
-      published: The block that stands for each published prefix.
+      published: The block that ends each published prefix.
       cached: Published blocks without owner, in the order of their release.
       clock: Calls that used a row; see `kvcache_jax.Control`.
       history: The facts that eviction policies look at, of every published block.

@@ -1,4 +1,4 @@
-"""The blocks of the oracle: who owns each, which prefix it stands for, and which one is evicted next."""
+"""The blocks of the oracle: their owners, the prefixes that they hold, and the order of eviction."""
 
 import dataclasses
 from collections import Counter as Multiset
@@ -27,7 +27,7 @@ EVICTION_KEYS: dict[str, Callable[[OracleBlock, int], int]] = {
 }
 
 Prefix = tuple[tuple[int, ...], tuple[int, ...]]
-"""A namespace and all tokens up to the end of a block: what a published block stands for."""
+"""A namespace and all tokens up to the end of a block: the content of a published block."""
 
 
 class OracleBlocks:

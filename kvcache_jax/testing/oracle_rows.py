@@ -186,7 +186,7 @@ class OracleRows(OracleBlocks):
         return Status.OK if seq_id in self.rows else Status.SEQ_NOT_ACTIVE
 
     def _check_rows(self, seq_ids: Sequence[int]) -> list[Status]:
-        """`_check_ids` for entries that ask for nothing but an active row."""
+        """Checks ids as `_check_ids`, for entries that ask for nothing but an active row."""
         statuses = self._check_ids(seq_ids)
         return [
             status or self._check_active(seq_id) for seq_id, status in zip(seq_ids, statuses, strict=True)

@@ -1,4 +1,4 @@
-"""Slots that nobody may read, made to show it: one stray read, and what is computed is no number."""
+"""NaN in every slot that nobody may read, so that one stray read shows in what is computed."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from kvcache_jax.operations.scrub import num_tokens_held
 @takes_one
 @jax.jit
 def poison(cache: Cache) -> Cache:
-    """NaN in every slot that nobody may read: free blocks, reserved ones, unfilled tails.
+    """Puts NaN into every slot that nobody may read: free blocks, reserved ones, unfilled tails.
 
     Published blocks keep all their slots, which later prompts may read: those without owner, and those of
     which a truncated row holds only a part.

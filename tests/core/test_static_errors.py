@@ -12,7 +12,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
-from kvcache_jax.core.arguments import host_tokens, token_ids
+from kvcache_jax.core.token_arguments import host_tokens, token_ids
 from tests.support.helpers import says, statuses
 
 STATIC_ERRORS = (ValueError, TypeError, NotImplementedError)

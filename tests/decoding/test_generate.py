@@ -408,6 +408,22 @@ def test_the_vocabulary_is_read_off_the_model():
     assert prefill.vocab_size(forward, PARAMS, kv.init(config()), 12) == VOCAB
 
 
+def test_a_call_of_the_model_holds_pieces_of_several_prompts():
+    """Of 12 tokens in pieces of 3: rows of 1, 4, 7 and 2 tokens are 1 + 2 + 3 + 1 pieces."""
+    fed = []
+
+    def counting(params, tokens, cache, step):
+        jax.debug.callback(lambda lens: fed.append(np.asarray(lens).tolist()), step.query_len, ordered=True)
+        return forward(params, tokens, cache, step)
+
+    lengths, prompts = np.array([1, 4, 7, 2], np.int32), np.ones((4, LENGTH), np.int32)
+    cache, admission = kv.allocate(kv.init(config()), [0, 1, 2, 3], lengths)
+    kv.raise_for_status(admission.status)
+    prefill.prefill(counting, PARAMS, cache, prompts, lengths, chunk_len=12)
+    jax.effects_barrier()
+    assert fed == [[1, 3, 1, 3], [3, 1, 2, 0]]
+
+
 def test_prefill_says_why_a_row_failed():
     """13 of 24 blocks are taken at first; one row wants two more than are left, and one is full."""
     held, admission = kv.allocate(kv.init(config()), [3, 0, 1], [2, 0, LENGTH])

@@ -111,8 +111,8 @@ INDEX_BREAKS = {
     "the index lists [0, 1, 2, 3], and [0, 1, 3]": [(f"{INDEX}.buckets", (0, 0), 2)],
     "the index holds 11, which is neither a block nor nowhere (10)": [(f"{INDEX}.buckets", (0, 0), 11)],
     "the list of parents holds -1": [(f"{INDEX}.parent", 1, -1)],
-    "group 1: the list of companions holds 21": [(f"{INDEX}.companions.1.block_ids", (0, 0), 21)],
-    "group 1: the list of keepers holds 11": [(f"{INDEX}.companions.1.keeper", 0, 11)],
+    "group 1: the list of linked blocks holds 21": [(f"{INDEX}.group_links.1.block_ids", (0, 0), 21)],
+    "group 1: the list of indexed blocks holds 11": [(f"{INDEX}.group_links.1.indexed_ids", 0, 11)],
     "group 1: the queue holds -2": [(f"{WINDOW}.cached.queue", 3, -2)],
     "group 1: the block table holds 1000000": [(f"{WINDOW}.block_table", (0, 1), 10**6)],
     "published block 1 has the unpublished parent 2": [(f"{INDEX}.parent", 1, 2)],
@@ -141,14 +141,14 @@ INDEX_BREAKS = {
         (f"{POOL}.cached.head", (), np.uint32(2**32 - 30))
     ],
     "block 4 is free and published": [(f"{POOL}.cached.is_published", 4, True)],
-    "group 1: a block is the companion of several": [(f"{INDEX}.companions.1.block_ids", (1, 0), 0)],
-    "group 1: [0, 1, 2, 3, 6] are companions": [(f"{INDEX}.companions.1.block_ids", (3, 0), NOWHERE)],
-    "group 1: block 5 is the companion of the unpublished": [
-        (f"{INDEX}.companions.1.block_ids", (3, 0), NOWHERE),
-        (f"{INDEX}.companions.1.block_ids", (2, 0), 5),
+    "group 1: a block is linked to several": [(f"{INDEX}.group_links.1.block_ids", (1, 0), 0)],
+    "group 1: [0, 1, 2, 3, 6] are linked": [(f"{INDEX}.group_links.1.block_ids", (3, 0), NOWHERE)],
+    "group 1: block 5 is linked to the unpublished": [
+        (f"{INDEX}.group_links.1.block_ids", (3, 0), NOWHERE),
+        (f"{INDEX}.group_links.1.block_ids", (2, 0), 5),
     ],
-    "group 1: block 2 of block 1 names the keeper 0": [(f"{INDEX}.companions.1.keeper", 2, 0)],
-    "group 1: block 4 is unpublished and names the keeper 1": [(f"{INDEX}.companions.1.keeper", 4, 1)],
+    "group 1: block 2 is linked to block 1 and names block 0": [(f"{INDEX}.group_links.1.indexed_ids", 2, 0)],
+    "group 1: block 4 is unpublished and names block 1": [(f"{INDEX}.group_links.1.indexed_ids", 4, 1)],
     "row 0 has 3 blocks published of 2 full ones": [("num_published", 0, 3)],
     "row 2 does not count its published last block": [("context_len", 2, 6), ("num_published", 2, 1)],
     "row 0 holds an unpublished block among": [

@@ -143,7 +143,7 @@ def test_typed_errors_change_nothing():
         error = unchanged(manager, kv.manager.OutOfRows, call, says("max_seqs", 4))
         assert (error.needed, error.available) == (1, 0)
     for name in ("OutOfBlocks", "OutOfRows", "TooLong", "UnknownRequest", "DuplicateRequest", "WindowLost"):
-        assert issubclass(getattr(kv, name), kv.manager.CacheError)
+        assert issubclass(getattr(kv.manager, name), kv.manager.CacheError)
 
 
 def test_absurd_arguments_change_nothing():
@@ -303,10 +303,10 @@ def test_whole_requests_give_way():
     assert manager.usage() == pytest.approx(9 / 12)
     before = state_of(manager)
     # The first two blocks of "a" and "c" are shared.
-    assert manager.select_victim_requests("longest", 2) == ["b", "a"]
-    assert manager.select_victim_requests("priority", 4) == ["a", "b", "c", "d"]
-    assert manager.select_victim_requests("priority", 99) == ["a", "b", "c", "d"]
-    assert manager.select_victim_requests("priority", 0) == []
+    assert manager.select_requests_to_preempt("longest", 2) == ["b", "a"]
+    assert manager.select_requests_to_preempt("priority", 4) == ["a", "b", "c", "d"]
+    assert manager.select_requests_to_preempt("priority", 99) == ["a", "b", "c", "d"]
+    assert manager.select_requests_to_preempt("priority", 0) == []
     assert state_of(manager) == before
     assert manager.preempt_to_utilization(0.8) == []
     assert manager.preempt_to_utilization(0.45, "longest") == ["b"]
@@ -317,7 +317,9 @@ def test_whole_requests_give_way():
     with pytest.raises(ValueError, match="expected 0 <= target <= 1"):
         manager.preempt_to_utilization(2)
     with pytest.raises(ValueError, match="policy is 'newest'"):
-        manager.select_victim_requests("newest", 1)
+        manager.select_requests_to_preempt("newest", 1)
+    with pytest.raises(AttributeError, match=r"select_victim_requests is now select_requests_to_preempt"):
+        manager.select_victim_requests("longest", 1)
 
 
 def test_drafts_and_namespaces():

@@ -73,7 +73,7 @@ def test_a_row_that_a_step_function_started_is_nobodys():
     start(manager, "a", [1, 2, 3])
     manager.run(lambda cache: kv.allocate(cache, jnp.array([2]), jnp.array([5])))
     for call in (
-        lambda: manager.select_victim_requests("longest", 2),
+        lambda: manager.select_requests_to_preempt("longest", 2),
         lambda: manager.preempt_to_utilization(0.0),
     ):
         error = unchanged(
@@ -108,7 +108,7 @@ CALLS = {
     "hit_rate": (),
     "stats": (),
     "evict": (1,),
-    "select_victim_requests": ("lru", 1),
+    "select_requests_to_preempt": ("lru", 1),
     "preempt_to_utilization": (0.5,),
     "reset_prefix_cache": (),
     "close": (),

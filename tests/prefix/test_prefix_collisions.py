@@ -147,6 +147,28 @@ def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_ba
     assert 0 < num_published.sum() <= 16 and num_published.min() + 3 < len(order)
 
 
+def test_equal_rows_of_namespaces_that_collide_stay_apart(four_bits):
+    """Committed together, and one after the other."""
+    names = [kv.namespace(tenant=str(i)) for i in range(20)]
+    key = kv.init(CONFIG, storage=False).control.hash_key
+    roots = [tuple(root.tolist()) for root in prefix_index.root_hash(key, jnp.asarray(np.stack(names)))]
+    second = next(i for i in range(20) if roots[i] in roots[:i])
+    pair = np.stack([names[roots.index(roots[second])], names[second]])
+    tokens, num_tokens = np.full((2, LENGTH), 5, np.int32), np.full(2, BLOCK)
+    cache, _ = kv.allocate(
+        kv.init(CONFIG, storage=False), [0, 1], num_tokens, tokens=tokens[:, :BLOCK], namespace=pair
+    )
+    cache, _ = kv.extend(cache, num_tokens, max_new=BLOCK, seq_ids=[0, 1], tokens=tokens[:, :BLOCK])
+    for some in ([[0, 1]], [[0], [1]]):
+        committed = cache
+        for ids in some:
+            committed, _ = kv.commit(committed, ids)
+        assert kv.check_invariants(committed) == []
+        found = kv.lookup(committed, tokens, [LENGTH] * 2, pair)
+        assert found.tolist() == [BLOCK, 0]  # where a hash is taken, the second has no place
+        assert int(kv.stats(committed).num_adoptions) == 0
+
+
 @pytest.fixture
 def one_bucket(monkeypatch):
     """All blocks belong into the first bucket, which has eight places."""

@@ -141,7 +141,7 @@ def test_a_copy_may_overwrite_in_the_next_call_what_two_read_in_this_one():
 @pytest.mark.parametrize(
     "kind", [kv.FullAttention(2, 4), kv.SlidingWindow(2, 4, window=6, max_rollback=2)], ids=str
 )
-def test_companions_that_go_with_what_is_evicted(kind):
+def test_linked_blocks_that_go_with_what_is_evicted(kind):
     """Evicting the indexed group's blocks frees those of the other group, which rows have just copied."""
     config = kv.CacheConfig([kv.FullAttention(1, 4, num_blocks=4), kind], num_blocks=20, **SIZES)
     cache = kv.init(config)

@@ -152,7 +152,7 @@ def owned_slots(cache, words):
         if index is not None:
             is_of_it = (np.asarray(index.namespace) == words).all(axis=1)
             if g != cache.config.indexed_group:
-                is_of_it = np.append(is_of_it, False)[np.asarray(index.companions[g].keeper)]
+                is_of_it = np.append(is_of_it, False)[np.asarray(index.group_links[g].indexed_ids)]
             is_owned[np.asarray(pool.cached.is_published) & is_of_it] = True
         masks.append(is_owned)
     return masks

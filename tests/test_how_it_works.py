@@ -1,0 +1,56 @@
+"""docs/how_it_works.md runs as it stands, and prints what it says."""
+
+import contextlib
+import dataclasses
+import io
+import re
+
+import pytest
+from test_readme import README
+
+import kvcache_jax as kv
+
+HOW_IT_WORKS = README.parent / "docs" / "how_it_works.md"
+EXAMPLE = re.compile(r"^```python\n(?P<source>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?", re.M | re.S)
+
+
+def run_examples(text: str, filename: str) -> list[tuple[str, str]]:
+    """Runs the python blocks in one namespace; returns (what each printed, the text block below it).
+
+    A traceback names the file's own line. Spaces at the ends of lines do not count.
+    """
+    namespace = {"__name__": "examples"}
+    found = []
+    for example in EXAMPLE.finditer(text):
+        output, first_line = io.StringIO(), text.count("\n", 0, example.start("source")) + 1
+        with contextlib.redirect_stdout(output):
+            exec(compile("\n" * (first_line - 1) + example["source"], filename, "exec"), namespace)
+        printed = re.sub(r" +$", "", output.getvalue(), flags=re.M)
+        found.append((printed, example["printed"] or ""))
+    return found
+
+
+def test_the_examples_print_what_stands_below_them():
+    text = HOW_IT_WORKS.read_text()
+    found = run_examples(text, str(HOW_IT_WORKS))
+    assert len(found) == text.count("```python") and sum(below != "" for _, below in found) >= 11
+    assert text.count("```text") == sum(below != "" for _, below in found), "a text block stands alone"
+    for printed, below in found:
+        assert printed == below
+
+
+def test_the_arrays_of_the_table_are_those_of_the_state():
+    table = HOW_IT_WORKS.read_text().partition("| where | array |")[2].partition("\n\n")[0]
+    named = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)", line.split("|")[2])]
+    classes = kv.Control, kv.BlockPool, kv.state.PrefixIndex, kv.state.KVPool
+    fields = {field.name for kind in classes for field in dataclasses.fields(kind)}
+    assert len(named) > 20 and {*named} <= fields
+
+
+def test_an_example_that_prints_something_else_is_found():
+    text = "Title\n\n```python\nx = 1\n```\n\n```python\nprint(x, '\\n2 ')\n```\n\n```text\n1\n2\n```\n"
+    assert run_examples(text, "some.md") == [("", ""), ("1\n2\n", "1\n2\n")]
+    assert run_examples(text.replace("(x", "(3"), "some.md")[1] == ("3\n2\n", "1\n2\n")
+    with pytest.raises(ZeroDivisionError) as error:
+        run_examples(text.replace("print(x", "print(x / 0"), "some.md")
+    assert (str(error.traceback[-1].path), error.traceback[-1].lineno + 1) == ("some.md", 8)
