@@ -30,6 +30,7 @@ ROOMS = (
     "attention",
     "inspect",
     "decoding",
+    "engine",
     "manager",
     "testing",
 )
