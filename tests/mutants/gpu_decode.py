@@ -246,12 +246,6 @@ MUTATIONS = [
             "attention/test_attention_kernels.py::test_an_untested_jax_is_named_and_xla_goes_on",
         ),
         (
-            "GPU kernels are interpreted on a mesh",
-            "if name == MOSAIC_GPU and jax.sharding",
-            "if False and jax.sharding",
-            "attention/test_attention_kernels.py::test_the_gpus_interpreter_is_asked_for_one_device",
-        ),
-        (
             "GPUs are known by their compute capability alone",
             "if capability is None and _HOPPER_KINDS.search(device.kind):",
             "if False:",
