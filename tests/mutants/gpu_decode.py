@@ -270,7 +270,7 @@ MUTATIONS = [
             "packed tokens are planned as padded ones",
             "num_queries = 1 if step.cu_query_lens is not None else",
             "num_queries = 9 if step.cu_query_lens is not None else",
-            f"{CACHE}[packed-mosaic_tpu]",
+            f"{BACKENDS}::test_packed_tokens_are_decoded_one_by_one",
         ),
     ),
     *in_module(
