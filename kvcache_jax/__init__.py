@@ -10,6 +10,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `attention`: `write`, `attend`, `attention`, `append`, `gather`; XLA, gradients, the way to the kernels
 * `inspect`: invariants, block maps, reasons for a miss
 * `decoding`: `generate`, `beam_search`, `score`, speculation, for anybody's model
+* `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
 * `testing`: an oracle, poison, checks of one's own model
 """
@@ -44,6 +45,11 @@ from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
+from kvcache_jax.engine.engine import Engine
+from kvcache_jax.engine.events import EngineFigures, TokenEvent
+from kvcache_jax.engine.policies import RequestMetadata, request_policy
+from kvcache_jax.engine.requests import GenerationRequest
+from kvcache_jax.engine.state import EngineCounter, EngineState
 from kvcache_jax.inspect.block_map import block_map, draw_block_map
 from kvcache_jax.inspect.check_invariants import check_invariants
 from kvcache_jax.inspect.explain import explain
@@ -102,14 +108,20 @@ __all__ = [
     "Control",
     "Counter",
     "Draft",
+    "Engine",
+    "EngineCounter",
+    "EngineFigures",
+    "EngineState",
     "FullAttention",
     "GenerateResult",
     "Generation",
+    "GenerationRequest",
     "KeysValues",
     "LayerGroup",
     "LayerKind",
     "Quantised",
     "Request",
+    "RequestMetadata",
     "RowMetadata",
     "ScoreResult",
     "SlidingWindow",
@@ -120,6 +132,7 @@ __all__ = [
     "StatusError",
     "Step",
     "TargetDevice",
+    "TokenEvent",
     "active_seq_ids",
     "allocate",
     "append",
@@ -155,6 +168,7 @@ __all__ = [
     "raise_for_status",
     "register_backend",
     "reorder",
+    "request_policy",
     "reset",
     "reset_prefix_cache",
     "row_policy",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core.attention_plan import plan_attention
@@ -212,7 +213,7 @@ def _feed_pieces(
     )
     status = jnp.asarray(status).at[rows].set(step.status[::2], mode="drop")
 
-    step = _padded(step, 2 * (order - pieces.nth), pieces)
+    step = padded_step(step, 2 * (order - pieces.nth), pieces.first, pieces.num_tokens, pieces.tokens.shape)
     step = plan_attention(cache, step)
     result = forward(params, jnp.asarray(pieces.tokens), cache, step)
     width_of(result, num_pieces, piece_len)
@@ -227,16 +228,25 @@ def _feed_pieces(
     return cache, status, ends, Scores(logprobs, are_numbers(logits))
 
 
-def _padded(step: Step, entry: jax.Array, pieces: Pieces) -> Step:
-    """Converts a packed step to a padded one of pieces; `entry` i32[P] is that of each piece's row."""
-    shape = pieces.tokens.shape
-    query_len = jnp.where(step.query_len[entry] > 0, pieces.num_tokens, 0)
+def padded_step(
+    step: Step, entry: jax.Array, first: ArrayLike, num_tokens: ArrayLike, shape: tuple[int, ...]
+) -> Step:
+    """Converts a packed step to a padded one of pieces, without plans.
+
+    Args:
+      step: Has the pieces' rows end to end.
+      entry: i32[P], the entry of each piece's row.
+      first: i32[P], position of each piece's first token.
+      num_tokens: i32[P].
+      shape: `(P, T)`.
+    """
+    query_len = jnp.where(step.query_len[entry] > 0, jnp.asarray(num_tokens), 0)
     return dataclasses.replace(
         step,
         status=step.status[entry],
         seq_ids=step.seq_ids[entry],
         query_len=query_len,
-        context_len=jnp.where(query_len > 0, pieces.first + query_len, step.context_len[entry]),
+        context_len=jnp.where(query_len > 0, jnp.asarray(first) + query_len, step.context_len[entry]),
         positions=step.positions.reshape(shape),
         slots=tuple(slots.reshape(shape) for slots in step.slots),
         plans=(),

@@ -123,10 +123,10 @@ def _extend(
         layout, limit = padded_tokens(num_new.shape[0], max_new), max_new
     control, plan = propose(control, seq_ids, num_new, layout, min(limit, config.query_len_limit), config)
     control, plan = decide(control, plan, config)
-    control, copies = _take_blocks(control, plan, config)
-    control, step = _grow(control, plan, config)
+    control, copies = take_blocks(control, plan, config)
+    control, step = grow(control, plan, config)
     if tokens is not None:
-        control = _record_tokens(control, tokens, step, copies[config.indexed_group], config)
+        control = record_tokens(control, tokens, step, copies[config.indexed_group], config)
     cache = dataclasses.replace(cache, control=control)
     if cache.pools:
         step = plan_attention(cache, step)
@@ -134,10 +134,12 @@ def _extend(
     return cache, step
 
 
-def _take_blocks(
-    control: Control, plan: ExtendPlan, config: CacheConfig
+def take_blocks(
+    control: Control, plan: ExtendPlan, config: CacheConfig, *, evicts: bool = True
 ) -> tuple[Control, tuple[BlockCopies, ...]]:
     """Gives back, evicts, takes and releases the blocks of a decided plan; the caller copies the contents.
+
+    A caller that knows of enough free blocks goes without the loops that look for more (`evicts=False`).
 
     All that left windows goes back before anything is evicted. Originals of copies are released last, so that
     no block of the call is the place of another's copy.
@@ -147,7 +149,8 @@ def _take_blocks(
     ]
     control = dataclasses.replace(control, block_pools=tuple(pools))
     needs = [jnp.sum(jnp.where(plan.grows, group.need, 0), dtype=jnp.int32) for group in plan.groups]
-    control = eviction.make_room(control, needs, config)
+    if evicts:
+        control = eviction.make_room(control, needs, config)
     pools, copies = [], []
     for pool, group, planned in zip(control.block_pools, config.groups, plan.groups, strict=True):
         pool, copied = _take_group(pool, group, planned, plan)
@@ -198,7 +201,7 @@ def _take_group(
     return dataclasses.replace(block_pool.release(pool, tails), block_table=table), copied
 
 
-def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Control, Step]:
+def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Control, Step]:
     """Advances the rows that grow; the slots are those of the block tables as they are now."""
     tokens, context_len, positions = plan.tokens, plan.context_len, plan.positions
     query_len = jnp.where(plan.grows, plan.num_new, 0)
@@ -234,7 +237,7 @@ def _grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Cont
     )
 
 
-def _record_tokens(
+def record_tokens(
     control: Control, tokens: jax.Array, step: Step, copied: BlockCopies, config: CacheConfig
 ) -> Control:
     """Notes which tokens the blocks of the indexed group hold; copied blocks hold those of the original."""

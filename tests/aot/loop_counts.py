@@ -63,23 +63,26 @@ class LoopCounts:
         counts = LoopCounts(*(num_trips * count for count in dataclasses.astuple(self)))
         return dataclasses.replace(counts, known_loops=1 + self.known_loops)
 
-    def unknown_trips(self, is_opened: bool = False) -> "LoopCounts":
+    def unknown_trips(self, is_opened: bool = False, is_passed: bool = False) -> "LoopCounts":
         """Returns the counts of a loop with this body, of which nobody knows the trips.
 
-        Its launches count as those of the program if it `is_opened`.
+        Its launches count as those of the program if it `is_opened`. If it `is_passed`, it makes no trip.
         """
+        if is_passed:
+            return LoopCounts(loops=1)
         if is_opened:
             return dataclasses.replace(self, loops=1 + self.loops)
         launches = self.launches + self.trip_launches
         return dataclasses.replace(self, loops=1 + self.loops, launches=0, trip_launches=launches)
 
 
-def compiled_counts(hlo: str, is_loop: bool = False) -> LoopCounts:
+def compiled_counts(hlo: str, is_loop: bool = False, is_ordinary: bool = False) -> LoopCounts:
     """Counts in the text of a compiled program.
 
     Args:
       hlo: What `jax.stages.Compiled.as_text()` returns.
       is_loop: Whether what counts is one trip of the program's outer loops of unknown trips.
+      is_ordinary: Whether the loops of unknown trips within it make none, as in an ordinary step.
 
     Raises:
       ValueError: The text names no entry.
@@ -99,6 +102,7 @@ def compiled_counts(hlo: str, is_loop: bool = False) -> LoopCounts:
         return sum((count_line(line, is_opened) for line in computations[name]), LoopCounts())
 
     def count_line(line: str, is_opened: bool) -> LoopCounts:
+        is_passed = is_ordinary and not is_opened
         opcode = _OPCODE.match(line)
         if opcode is None or opcode[1] in _NO_LAUNCH or opcode[1].endswith(("-done", "-update")):
             return LoopCounts()
@@ -107,7 +111,7 @@ def compiled_counts(hlo: str, is_loop: bool = False) -> LoopCounts:
             trips = _TRIPS.search(line)
             if trips:
                 return count(body).trips(int(trips[1]))
-            return count(body).unknown_trips(is_opened)
+            return count(body).unknown_trips(is_opened, is_passed)
         if opcode[1] == "conditional":
             named = [name.strip(" %") for group in _BRANCHES.findall(line) for name in group.split(",")]
             branches = [count(name) for name in named or _CALLED.findall(line)]
@@ -136,34 +140,37 @@ def _largest(branches: list[LoopCounts]) -> LoopCounts:
     return LoopCounts(*map(max, columns))
 
 
-def lowered_counts(module: Any) -> LoopCounts:
+def lowered_counts(module: Any, is_ordinary: bool = False) -> LoopCounts:
     """Counts loops and conditionals in a StableHLO module, which the compiler has not simplified yet.
 
     Args:
       module: What `jax.stages.Lowered.compiler_ir()` returns. A function counts at each of its calls.
+      is_ordinary: Whether the loops of unknown trips within the outer one make none.
     """
     functions = {op.attributes["sym_name"].value: op.operation for op in module.body.operations}
 
-    def count(operation: Any) -> LoopCounts:
+    def count(operation: Any, is_inner: bool) -> LoopCounts:
         if operation.name in ("func.call", "call"):
-            return of_regions(functions[operation.attributes["callee"].value].regions)
+            return of_regions(functions[operation.attributes["callee"].value].regions, is_inner)
         if operation.name == "stablehlo.while":
-            counts = of_regions(operation.regions)
             num_trips = _known_trips(operation)
-            return counts.unknown_trips() if num_trips is None else counts.trips(num_trips)
+            if num_trips is None:
+                counts = of_regions(operation.regions, is_inner=True)
+                return counts.unknown_trips(is_passed=is_ordinary and is_inner)
+            return of_regions(operation.regions, is_inner).trips(num_trips)
         if operation.name in ("stablehlo.case", "stablehlo.if"):
             branch = _known_branch(operation)
             if branch is not None:
-                return of_regions([branch])
-            branches = [of_regions([region]) for region in operation.regions]
+                return of_regions([branch], is_inner)
+            branches = [of_regions([region], is_inner) for region in operation.regions]
             return _largest(branches) + LoopCounts(conditionals=1)
         return LoopCounts()
 
-    def of_regions(regions: Any) -> LoopCounts:
-        inner = (
-            count(op.operation) for region in regions for block in region.blocks for op in block.operations
+    def of_regions(regions: Any, is_inner: bool = False) -> LoopCounts:
+        operations = (
+            op.operation for region in regions for block in region.blocks for op in block.operations
         )
-        return sum(inner, LoopCounts())
+        return sum((count(operation, is_inner) for operation in operations), LoopCounts())
 
     return of_regions(functions["main"].regions)
 

@@ -40,6 +40,8 @@ class Program:
       limits: See `Limits`.
       donated: Position of the argument that holds the cache and comes back; None if nothing does.
       is_loop: Whether the step is the body of the program's one outer loop, which also waits.
+      is_ordinary: Whether the step passes its inner loops of unknown trips, so that what is in them does not
+        count.
     """
 
     subject: str
@@ -50,6 +52,7 @@ class Program:
     limits: Limits
     donated: int | None = 0
     is_loop: bool = False
+    is_ordinary: bool = False
 
     @property
     def name(self) -> str:

@@ -46,7 +46,7 @@ def lower(program: Program) -> ProgramCost:
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=h200.NUM_SMS, platform="cuda")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         lowered = program.jitted().trace(*program.arguments()).lower(lowering_platforms=("cuda",))
-    return ProgramCost(lowered_counts(lowered.compiler_ir()))
+    return ProgramCost(lowered_counts(lowered.compiler_ir(), program.is_ordinary))
 
 
 def compile_for_h200(name: str) -> ProgramCost:
@@ -57,7 +57,7 @@ def compile_for_h200(name: str) -> ProgramCost:
         compiled = program.jitted().lower(*arguments).compile()
     hlo = compiled.as_text()
     return ProgramCost(
-        counts=compiled_counts(hlo, program.is_loop),
+        counts=compiled_counts(hlo, program.is_loop, program.is_ordinary),
         pool_copies=num_copies(hlo, program.num_pool_elements),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )

@@ -5,12 +5,22 @@ by sampling (does any row draw, does any cut the distribution) and once by the l
 are about 20 a layer, 40 of `kv.extend`, 20 of sampling and 10 of what the loop carries.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import beam_search, generate, loop
+from kvcache_jax.engine.chunk import run_chunk
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.requests import TableSizes
+from kvcache_jax.engine.state import empty_state
+from kvcache_jax.engine.step import Model
+from kvcache_jax.engine.table import RequestTable
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from tests.aot.budget import i32
 from tests.aot.program import Limits, Program, shapes_of
@@ -105,6 +115,39 @@ def _ending(limits: Limits) -> Program:
     return Program("rows end", f"commit and free of {NUM_ENDED}", config, function, arguments, limits)
 
 
+def _engine(kernels: str, limits: Limits) -> Program:
+    """An ordinary step of the engine: nothing is admitted, ended, preempted, evicted or copied."""
+    config = config_of(enable_prefix_caching=True, implementation=kernels)
+    sizes = TableSizes(num_slots=128, num_tokens=2**18, num_stops=4, num_clients=8, num_items=0)
+    options = Options(
+        policy="fcfs",
+        num_pieces=4,
+        piece_len=64,
+        num_drafts=0,
+        num_top_logprobs=0,
+        watermark=0.01,
+        ageing_steps=256,
+        max_bypasses=16,
+        most_admissions=4,
+        long_prefill_len=4096,
+        input_weight=1,
+        output_weight=2,
+    )
+
+    def arguments() -> tuple:
+        outbox = 64 * NUM_ROWS, outbox_width(0)
+        state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
+        table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
+        inbox = jax.eval_shape(lambda: table.fill_inbox(np.zeros(4, np.uint32), False))
+        return state, _decoder(), inbox, i32()
+
+    def function(state, decoder, inbox, steps):
+        return run_chunk(Model(forward), decoder, state, inbox, steps, options)
+
+    detail = "ordinary, attention by kernels"
+    return Program("engine step", detail, config, function, arguments, limits, is_loop=True, is_ordinary=True)
+
+
 def _limits(waits: int, launches: int) -> Limits:
     return Limits(waits, launches=launches, temporary_bytes=60_000_000)
 
@@ -124,4 +167,7 @@ def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
         _decoding("speculative step", drafts, _limits(by_xla, 300), num_drafts=NUM_DRAFTS),
         _searching(_limits(by_xla - SAMPLE, 220)),
         _ending(ending),
+        # The loop, the guard, greedy or not, the filters of who is not, and twice the publication: of greedy
+        # rows one less, and one more where a block is published.
+        _engine(kernels, Limits(6)),
     ]

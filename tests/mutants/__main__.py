@@ -25,17 +25,33 @@ import time
 from collections.abc import Sequence
 
 from tests.mutants.attention import MUTATIONS as ATTENTION
+from tests.mutants.commit import MUTATIONS as COMMIT
+from tests.mutants.core import MUTATIONS as CORE
 from tests.mutants.decoding import MUTATIONS as DECODE
+from tests.mutants.extend import MUTATIONS as EXTEND
 from tests.mutants.gpu_decode import MUTATIONS as GPU_DECODE
 from tests.mutants.kernel_speed import MUTATIONS as KERNEL_SPEED
 from tests.mutants.kernels import MUTATIONS as KERNELS
 from tests.mutants.manager import MUTATIONS as MANAGER
-from tests.mutants.mutations import MUTATIONS as CORE
 from tests.mutants.mutations import Mutation
+from tests.mutants.operations import MUTATIONS as OPERATIONS
 from tests.mutants.prefix import MUTATIONS as PREFIX
 from tests.mutants.tpu import MUTATIONS as TPU
 
-MUTATIONS = [*CORE, *ATTENTION, *DECODE, *PREFIX, *MANAGER, *GPU_DECODE, *KERNELS, *TPU, *KERNEL_SPEED]
+MUTATIONS = [
+    *CORE,
+    *EXTEND,
+    *OPERATIONS,
+    *COMMIT,
+    *PREFIX,
+    *ATTENTION,
+    *DECODE,
+    *MANAGER,
+    *GPU_DECODE,
+    *KERNELS,
+    *TPU,
+    *KERNEL_SPEED,
+]
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 WORKERS = 2
 TIMEOUT = 120.0

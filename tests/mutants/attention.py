@@ -1,6 +1,6 @@
 """Mutations of attention by XLA and of the pools that it reads; see `mutations.py`."""
 
-from tests.mutants.mutations import BRANCHES, DENSE, GATHER, GROUPED_HEADS, PACKED, PADDING, in_module
+from tests.mutants.mutations import BRANCHES, DENSE, GROUPED_HEADS, PADDING, in_module
 
 PADDED = f"{DENSE}[float32-1-64-16-1-None-False-None-None-True-False]"
 WINDOW = f"{DENSE}[float32-1-8-16-7-(5, 0)-False-None-0.3-False-False]"
@@ -10,30 +10,29 @@ PREFIX_GRADIENTS = "attention/test_gradients.py::test_gradients_flow_into_the_po
 OVERWRITTEN = (
     "attention/test_gradients.py::test_a_slot_that_is_overwritten_passes_no_gradient_to_what_it_held"
 )
-OPTIONS = "core/test_static_errors.py::test_attention_refuses_bad_options"
 TILES = "attention/test_attention_tiles.py::test_attention_over_several_tiles"
 TILE_GRADIENTS = "attention/test_attention_tiles.py::test_gradients_over_several_tiles"
 COPIED = "attention/test_gradients.py::test_a_copied_block_passes_no_gradient_to_what_stood_there"
 
+MANY_COPIES = "operations/test_blocks_of_a_call.py::test_more_rows_copy_than_a_trip_has_places"
+
 MUTATIONS = [
+    *in_module(
+        "attention/write",
+        ("keys and values swapped on write", "k, v = arguments.owned(", "v, k = arguments.owned(", BRANCHES),
+    ),
     *in_module(
         "blocks/storage",
         (
-            "keys and values swapped on write",
-            "offset, k), v=_store(pool.v, block, offset, v)",
-            "offset, v), v=_store(pool.v, block, offset, k)",
-            BRANCHES,
-        ),
-        (
             "block id shifted on write",
-            "quotient(slots, block_size)",
-            "1 + quotient(slots, block_size)",
+            "quotient(slots, ",
+            "1 + quotient(slots, ",
             BRANCHES,
         ),
         (
             "offset shifted on write",
-            "remainder(slots, block_size)",
-            "remainder(1 + slots, block_size)",
+            "remainder(slots, ",
+            "remainder(1 + slots, ",
             BRANCHES,
         ),
         ("layer left out of a block's place", "layer * num_blocks + block_ids", "block_ids", HALVES),
@@ -43,85 +42,104 @@ MUTATIONS = [
             "block_ids < num_rows, layer *",
             PADDING,
         ),
-        ("copy without the contents", ".set(pool[layers + src[i]])", ".set(pool[layers + dst[i]])", BRANCHES),
+        ("copy without the contents", ".set(get_at(x, rows)", ".set(get_at(x, new_rows)", BRANCHES),
         (
             "copy of the first layer only",
-            "jnp.arange(pool.shape[0] // num_blocks,",
-            "jnp.arange(1,",
+            "jnp.arange(group.num_layers, dtype=jnp.int32)[:, None]",
+            "jnp.arange(1, dtype=jnp.int32)[:, None]",
             BRANCHES,
         ),
-        ("gather not masked", "jnp.where(is_token[:, None, None],", "jnp.where(True,", GATHER),
+        (
+            "every trip copies the first blocks",
+            "nth = trip * _COPIES",
+            "nth = 0 * trip * _COPIES",
+            MANY_COPIES,
+        ),
         (
             "backward: overwritten slots pass gradients",
-            "jnp.zeros_like(grad_values), mode",
-            "grad_values, mode",
+            ".set(jnp.zeros_like(grad_values), mode",
+            ".set(grad_values, mode",
             OVERWRITTEN,
         ),
         (
             "backward: overwritten blocks pass gradients",
-            ".at[layers + dst[i]].set(jnp.zeros_like(moved))",
-            "",
+            '.set(jnp.zeros_like(moved), mode="drop")',
+            '.set(moved, mode="drop")',
             COPIED,
         ),
-        ("backward: copies return no gradient", ".add(moved)", ".add(0 * moved)", PREFIX_GRADIENTS),
+        (
+            "backward: copies return no gradient",
+            "return grad.at[rows].add(moved,",
+            "return grad.at[rows].add(0 * moved,",
+            PREFIX_GRADIENTS,
+        ),
     ),
     *in_module(
         "attention/xla",
-        ("keys and values swapped in attention", "(k_pool, v_pool), num", "(v_pool, k_pool), num", PADDED),
-        ("no causal mask", "is_seen = key_pos <= query_pos", "is_seen = key_pos >= 0", GROUPED_HEADS),
-        ("tokens do not see themselves", "key_pos <= query_pos", "key_pos < query_pos", PADDED),
-        ("no window mask", "(key_pos > query_pos - options.window) |", "(key_pos >= 0) |", WINDOW),
-        ("window one token longer", "query_pos - options.window)", "query_pos - options.window - 1)", WINDOW),
-        ("sink tokens masked", "(key_pos < options.num_sink_tokens)", "(key_pos < 0)", SINKS),
+        ("no causal mask", "seen = key_pos <= last", "seen = key_pos >= 0", GROUPED_HEADS),
+        ("tokens do not see themselves", "seen = key_pos <= last", "seen = key_pos < last", PADDED),
+        ("no window mask", "(key_pos > first - group.window) |", "(key_pos >= 0) |", WINDOW),
+        ("window one token longer", "> first - group.window)", "> first - group.window - 1)", WINDOW),
+        ("sink tokens masked", "(key_pos < group.num_sink_tokens)", "(key_pos < 0)", SINKS),
         (
             "sink columns not read",
-            "jnp.where(nth < options.num_sink_blocks, nth,",
+            "jnp.where(nth < group.num_sink_blocks, nth,",
             "jnp.where(False, nth,",
             SINKS,
         ),
         (
             "NaN of unowned slots read",
-            "v = _clean(_load(v_pool, rows), is_seen)",
-            "v = _load(v_pool, rows)",
+            "        v = jnp.where(tile.is_held,",
+            "        v = jnp.where(True,",
             PADDED,
         ),
         (
-            "a tile with some tokens seen is not cleaned",
-            "run_if(~is_seen.all(),",
-            "run_if(~is_seen.any(),",
+            "what lies behind the row's last token is read",
+            "is_held = sees(first, last, key_pos[:, :, None]) &",
+            "is_held =",
             PADDED,
         ),
         (
             "a layer that does not exist is read",
-            "jnp.where(is_layer, q.astype(jnp.float32), jnp.nan)",
-            "q.astype(jnp.float32)",
+            "is_layer = (layer >= 0) & (layer < group.num_layers)",
+            "is_layer = layer == layer",
             "operations/test_transforms.py::test_a_traced_layer_that_does_not_exist_writes_nowhere_and_reads_nan",
         ),
-        ("scale left out", "k) * options.scale", "k)", PADDED),
-        ("soft cap left out", "if options.soft_cap is None:", "if True:", GROUPED_HEADS),
-        ("sink logits left out", "peak = peak * 0 + sink_logits", "pass", SINKS),
+        (
+            "scale left out",
+            '_product("hrmd,hrnd->hrmn", q, k) * scale',
+            '_product("hrmd,hrnd->hrmn", q, k)',
+            PADDED,
+        ),
+        ("soft cap left out", "if soft_cap is None:", "if True:", GROUPED_HEADS),
+        ("sink logits left out", "peak = peak * 0 + sink_logits[None, None]", "pass", SINKS),
         (
             "log-sum-exp of half the weights",
             "peak + jnp.log(total))",
             "peak + jnp.log(total / 2))",
             SINKS,
         ),
-        ("log-sum-exp of padding from the sinks", "| ~queries.is_query[None]", "", SINKS),
+        (
+            "log-sum-exp of padding from the sinks",
+            "is_empty = (peak <= _MASKED) | ~is_query",
+            "is_empty = peak <= _MASKED",
+            SINKS,
+        ),
         ("first tile read again and again", "nth = (i * tile_blocks", "nth = (0 * tile_blocks", TILES),
         ("last tile not read", "+ tile_blocks - 1) //", ") //", TILES),
         ("weights of earlier tiles not rescaled", "total = total * decay +", "total = total +", TILES),
         ("values of earlier tiles not rescaled", "out * decay[..., None] +", "out +", TILES),
         (
             "backward: sign of the sinks' gradient",
-            "-jnp.sum(jnp.exp(sink",
-            "jnp.sum(jnp.exp(sink",
+            "grad_sinks = -jnp.sum(",
+            "grad_sinks = jnp.sum(",
             TILE_GRADIENTS,
         ),
-        ("backward: scale left out", "slope * options.scale", "slope", TILE_GRADIENTS),
+        ("backward: scale left out", "grad_logits * slope * scale", "grad_logits * slope", TILE_GRADIENTS),
         (
             "backward: slope of the soft cap left out",
-            "slope * options.scale",
-            "options.scale",
+            "grad_logits * slope * scale",
+            "grad_logits * scale",
             TILE_GRADIENTS,
         ),
         (
@@ -132,15 +150,15 @@ MUTATIONS = [
         ),
         (
             "backward: the first layer gets all gradients",
-            "rows = get_at(saved.rows, rows, pool_grads[0].shape[0])",
-            "pass",
+            "rows = get_at(saved.rows, rows,",
+            "_ = get_at(saved.rows, rows,",
             PREFIX_GRADIENTS,
         ),
-        ("backward: only the last tile counts", "grad_q += jnp", "grad_q = jnp", TILE_GRADIENTS),
+        ("backward: only the last tile counts", "grad_q += _product", "grad_q = _product", TILE_GRADIENTS),
         (
             "backward: padding of the queries counts",
-            "jnp.where(queries.is_query[:, :, None, None, None], q.astype(jnp.float32), 0)",
-            "q.astype(jnp.float32)",
+            "jnp.where(_is_query(plan, q.shape)[..., None], q, 0)",
+            "q",
             "attention/test_gradients.py::test_padding_of_the_queries_changes_no_gradient",
         ),
     ),
@@ -148,17 +166,9 @@ MUTATIONS = [
         "attention/attention",
         (
             "wrong head mapping",
-            "num_kv_heads, shape[-2] // num_kv_heads, head_dim)",
-            "shape[-2] // num_kv_heads, num_kv_heads, head_dim).swapaxes(2, 3)",
+            "grouped = q.reshape(-1, num_queries,",
+            "grouped = q[..., ::-1, :].reshape(-1, num_queries,",
             GROUPED_HEADS,
         ),
-    ),
-    *in_module(
-        "attention/inputs",
-        ("packed tokens ask for the row before", 'order, side="right")', 'order, side="left")', PACKED),
-    ),
-    *in_module(
-        "core/backends",
-        ("named implementation falls back", "if name != XLA and (", "if False and (", OPTIONS),
     ),
 ]

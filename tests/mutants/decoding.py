@@ -11,6 +11,7 @@ ACCEPTED = "decoding/test_sampling.py::test_speculation_emits_what_the_target_wo
 BEAMS = "decoding/test_beam_search.py::test_beam_search_equals_a_search_on_lists"
 SCORES = "decoding/test_generate.py::test_score_equals_the_model_without_a_cache"
 TOKEN_IDS = "decoding/test_decode_arguments.py::test_token_ids_are_checked_alike"
+UNPUBLISHED = "decoding/test_nan_logits.py::test_what_gave_no_numbers_is_not_published"
 
 MUTATIONS = [
     *in_module("decoding/arguments", ("token ids below 0", "(tokens < 0).any()", "False", TOKEN_IDS)),
@@ -42,6 +43,12 @@ MUTATIONS = [
             "held -= 1",
             "held -= 0",
             "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
+        ),
+        (
+            "prompts that share are computed together",
+            "return num_common > 0 and",
+            "return False and",
+            "decoding/test_generate_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common",
         ),
     ),
     *in_module(
@@ -75,6 +82,18 @@ MUTATIONS = [
             "range(num_checked + 1,",
             "range(len(tokens),",
             "decoding/test_decode_arguments.py::test_texts_to_stop_at_count_though_later_tokens_hide_them",
+        ),
+        (
+            "answers are not published",
+            "cache, _ = commit(cache, row_list(to_publish, max_seqs))",
+            "pass",
+            "decoding/test_generate_prefix.py::test_a_later_call_finds_prompts_and_answers_of_an_earlier_one",
+        ),
+        (
+            "answers that end without numbers are published",
+            "if phase[row] != Phase.NAN_LOGITS]",
+            "]",
+            UNPUBLISHED,
         ),
     ),
     *in_module(
@@ -114,10 +133,22 @@ MUTATIONS = [
     *in_module(
         "decoding/prefill",
         (
-            "a quarter of a chunk is never enough",
-            "<= quarter",
-            "< 0",
-            "decoding/test_generate_prefix.py::test_what_is_short_is_not_fed_in_long_chunks",
+            "a row's end leaves a call empty",
+            "piece_len = ceil_div(chunk_len, _PIECES)",
+            "piece_len = chunk_len",
+            "decoding/test_prefill.py::test_a_call_of_the_model_holds_pieces_of_several_prompts",
+        ),
+        (
+            "what gave no numbers is published",
+            "commit(cache, _with_numbers(fed.logits, rows))",
+            "commit(cache, rows)",
+            UNPUBLISHED,
+        ),
+        (
+            "a prompt that failed is fed on",
+            "(pieces.nth == 0) & (get_at(status, pieces.rows, Status.SKIPPED) == Status.OK)",
+            "pieces.nth == 0",
+            "decoding/test_prefill.py::test_a_prompt_that_failed_is_fed_no_further",
         ),
         ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
     ),
@@ -156,9 +187,9 @@ MUTATIONS = [
     *in_module(
         "decoding/score",
         (
-            "the context's last token is fed with each continuation",
-            "shared_len, context_row = np.array([len(shared)], np.int32)",
-            "shared_len, context_row = np.array([max(1, len(shared) - 1)], np.int32)",
+            "the last token of a continuation is fed too",
+            "cache, history, length - 1, chunk_len",
+            "cache, history, length, chunk_len",
             "decoding/test_generate_prefix.py::test_score_feeds_every_token_once",
         ),
         (
@@ -167,6 +198,18 @@ MUTATIONS = [
             "if len(tokens)], []",
             "decoding/test_generate_prefix.py::test_score_feeds_every_token_once",
         ),
-        ("score of the token before", "behind = step.positions + 1", "behind = step.positions", SCORES),
+        (
+            "score of the token before",
+            "slice(pieces.first[i] + 1, pieces.first[i] + 1 + num_tokens)",
+            "slice(pieces.first[i], pieces.first[i] + num_tokens)",
+            SCORES,
+        ),
+        ("one first token for all", "found[0] = firsts[tokens[0]]", "found[0] = firsts[0]", SCORES),
+        (
+            "continuations that failed together are not tried again",
+            "waiting, most = failed + waiting, max(1, len(wave) // 2)",
+            "pass",
+            "decoding/test_generate.py::test_a_continuation_that_fits_alone_is_scored",
+        ),
     ),
 ]

@@ -1,7 +1,7 @@
 """The mutations of the GPU's decode, plan and merge, and of how the cache calls kernels; see `mutations`."""
 
 from tests.mutants.kernels import in_kernel
-from tests.mutants.mutations import in_module
+from tests.mutants.mutations import PACKED, in_module
 
 FILE = "kernels/test_mosaic_gpu_decode.py"
 MANY_TILES = f"{FILE}::test_one_program_walks_nine_tiles"
@@ -9,6 +9,7 @@ UNSEEN = f"{FILE}::test_values_that_nobody_sees_may_be_nan"
 IN_ORDER = f"{FILE}::test_a_plan_has_every_tile_once_and_in_order"
 MERGE = f"{FILE}::test_merge[shape1]"
 SHADOWS = "kernels/test_mosaic_gpu_races.py::test_what_tensor_cores_read_too_late_or_too_early_races"
+BACKENDS = "core/test_backends.py"
 CACHE = "attention/test_attention_kernels.py::test_prefill_fork_and_decode"
 
 MULTIPLY_KEYS = "logits = wgmma((TILE_ROWS, tiling.num_lanes), k_smem.at[slot], q_smem.transpose((1, 0)))"
@@ -213,48 +214,117 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "attention/kernels",
+        "core/mosaic",
         (
             "all cuts of a prompt begin alike",
-            "order[None] * is_query.shape[1]",
-            "order * 0",
+            "plan.first_position[:, None] + starts",
+            "plan.first_position[:, None] + 0 * starts",
             f"{CACHE}[padded-mosaic_tpu]",
         ),
         (
-            "a column too few",
-            "num_queries - 1) // block_size + 1",
-            "num_queries - 2) // block_size + 1",
-            f"{CACHE}[packed-mosaic_tpu]",
+            "every cut of a prompt is full",
+            "jnp.clip(num_left, 0, most)",
+            "jnp.where(num_left > 0, most, 0)",
+            f"{CACHE}[padded-mosaic_tpu]",
         ),
         (
             "each layer plans anew",
-            "is_planned = bool(work)",
-            "is_planned = bool(work) and not work",
+            "kernels.DecodePlan(*plan.work)} if plan.work else {}",
+            "kernels.DecodePlan(*plan.work)} if False else {}",
             "attention/test_attention_kernels.py::test_a_step_is_planned_once_for_all_layers_of_a_group",
+        ),
+        (
+            "kernels copy backwards",
+            "src, dst, num_copies, num_blocks=num_blocks",
+            "dst, src, num_copies, num_blocks=num_blocks",
+            f"{CACHE}[padded-mosaic_tpu]",
+        ),
+        (
+            "an untested jax is used",
+            "reason = untested_jax() or _why_not_here(name, device)",
+            "reason = _why_not_here(name, device)",
+            "attention/test_attention_kernels.py::test_an_untested_jax_is_named_and_xla_goes_on",
+        ),
+        (
+            "GPUs are known by their compute capability alone",
+            "if capability is None and _HOPPER_KINDS.search(device.kind):",
+            "if False:",
+            "attention/test_attention_kernels.py::test_a_mesh_of_gpus_runs_the_kernels_for_them",
         ),
     ),
     *in_module(
-        "blocks/storage",
+        "core/attention_plan",
         (
-            "kernels copy backwards",
-            "copy(*pools, src, dst, num_copies)",
-            "copy(*pools, dst, src, num_copies)",
-            f"{CACHE}[padded-mosaic_tpu]",
+            "a column too few",
+            "quotient(first_position + num_queries - 1, group.block_size) + 1",
+            "quotient(first_position + num_queries - 2, group.block_size) + 1",
+            f"{CACHE}[packed-mosaic_tpu]",
+        ),
+        (
+            "packed tokens ask for the row before",
+            'step.cu_query_lens[1:], order, side="right"',
+            'step.cu_query_lens[1:], order, side="left"',
+            PACKED,
+        ),
+        (
+            "packed tokens are planned as padded ones",
+            "num_queries = 1 if step.cu_query_lens is not None else",
+            "num_queries = 9 if step.cu_query_lens is not None else",
+            f"{BACKENDS}::test_packed_tokens_are_decoded_one_by_one",
         ),
     ),
     *in_module(
         "core/backends",
         (
-            "an untested jax is used",
-            "if reason := untested_jax():",
-            "if reason := None:",
-            "attention/test_attention_kernels.py::test_an_untested_jax_is_named_and_xla_goes_on",
+            "a mesh of GPUs is not for the GPU's kernels",
+            'platform = "cuda" if device.platform == "gpu" else device.platform',
+            "platform = device.platform",
+            "attention/test_attention_kernels.py::test_a_mesh_of_gpus_runs_the_kernels_for_them",
         ),
         (
-            "a mesh of GPUs is not for the GPU's kernels",
-            'return "cuda" if platform == "gpu" else platform',
-            "return platform",
-            "attention/test_attention_kernels.py::test_a_mesh_of_gpus_runs_the_kernels_for_them",
+            "named implementation falls back",
+            "raise NotImplementedError(f",
+            "return get_backend(XLA)\n        raise NotImplementedError(f",
+            f"{BACKENDS}::test_a_backend_that_does_not_serve_is_refused_by_name",
+        ),
+        (
+            "none picks what does not serve",
+            "fits = (name for name in _MEASURED if not _why_not(",
+            "fits = (name for name in _MEASURED if not None and (",
+            "attention/test_attention_kernels.py::test_none_picks_a_measured_kernel_where_it_serves",
+        ),
+        (
+            "long steps are decoded",
+            "return self.decode if num_queries <= MAX_DECODE_QUERIES else self.prefill",
+            "return self.decode",
+            f"{BACKENDS}::test_a_step_of_more_tokens_than_eight_is_prefilled[9-prefill-2.5]",
+        ),
+        (
+            "a step of eight tokens is prefilled",
+            "num_queries <= MAX_DECODE_QUERIES",
+            "num_queries < MAX_DECODE_QUERIES",
+            f"{BACKENDS}::test_a_step_of_more_tokens_than_eight_is_prefilled[8-decode-1.5]",
+        ),
+        (
+            "the cache goes before the call",
+            "name = asked or config.implementation",
+            "name = config.implementation or asked",
+            f"{BACKENDS}::test_a_call_may_name_another_backend_than_the_cache",
+        ),
+        (
+            "a name is taken twice",
+            "if backend.name in backend_names():",
+            "if False:",
+            f"{BACKENDS}::test_registration_refuses_what_cannot_work",
+        ),
+    ),
+    *in_module(
+        "attention/attention",
+        (
+            "another backend gets the plan of the cache's own",
+            "plan = dataclasses.replace(plan, work=())",
+            "pass",
+            f"{BACKENDS}::test_a_call_may_name_another_backend_than_the_cache",
         ),
     ),
     *in_module(

@@ -18,7 +18,6 @@ THREADS = "manager/test_manager_steps.py::test_threads_take_turns[prefix caching
 LOST = (
     "manager/test_manager_steps.py::test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over"
 )
-NEEDED = "manager/test_manager_blocks.py::test_rows_of_one_call_help_each_other"
 OUT_OF_SYNC = "manager/test_manager_steps.py::test_a_request_whose_row_was_ended_can_be_freed_or_replaced"
 FOREIGN = "manager/test_manager_steps.py::test_a_batch_of_another_manager_is_refused"
 DONATED = (
@@ -133,15 +132,6 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/extend_plan",
-        (
-            "what a copy gives back is not counted",
-            "(copies_tail & (owners[-1] == 1)).astype(jnp.int32)",
-            "0",
-            NEEDED,
-        ),
-    ),
-    *in_module(
         "core/cache_checks",
         ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
     ),
@@ -252,7 +242,7 @@ MUTATIONS = [
         ("another manager's batch is run", "raise errors.foreign_batch()", "pass", FOREIGN),
     ),
     *in_module(
-        "operations/rows",
+        "operations/scrub",
         (
             "longer forks are cut",
             "jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)",

@@ -9,7 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
-from tests.support.helpers import append_donated
+from tests.support.helpers import TokenDriver, append_donated, num_copies, tiny_config
 from tests.support.random_script import padded
 
 ROWS, WIDTH, BLOCK, MAX_LEN = 8, 8, 4, 32
@@ -124,6 +124,16 @@ def test_how_many_writers_copy(is_published):
             assert pair.evict(14) == (2 if is_published else 0)
 
 
+def test_more_rows_copy_than_a_trip_has_places():
+    """Sixteen copies are made at a time."""
+    driver = TokenDriver(tiny_config(num_blocks=21, block_size=BLOCK, max_seqs=20, max_seq_len=16))
+    driver.start(0, 3)
+    assert driver.fork([0] * 19, [*range(1, 20)]) == [OK] * 19
+    assert driver.append(dict.fromkeys(range(20), 1)) == dict.fromkeys(range(20), OK)
+    assert num_copies(driver.cache) == 19
+    driver.check()
+
+
 def test_who_copies_when_blocks_are_short():
     """Three owners of a last block. A writer that failed still owns: nobody after it is alone."""
     for num_spare, expected in enumerate(([NONE, NONE, NONE], [OK, NONE, NONE], [OK, OK, OK])):
@@ -141,6 +151,17 @@ def test_who_copies_when_blocks_are_short():
     assert pair.grow({0: 8, 1: 1, 2: 1}) == [NONE, OK, OK]
     assert pair.stats().num_copies == 2 and pair.stats().num_blocks_free == 0
     assert pair.grow({0: 1}) == [OK] and pair.stats().num_copies == 2
+
+
+def test_copies_of_one_block_leave_no_other_block_to_one_owner():
+    """Two last blocks of two owners each, and a block for one copy."""
+    pair = Pair(FULL)
+    for row in (0, 2):
+        pair.start(row, 6)
+        pair.fork(row, row + 1)
+    pair.leave(1)
+    assert pair.grow({0: 1, 2: 1}) == [OK, NONE]
+    assert pair.stats().num_copies == 1
 
 
 def test_an_original_without_owner_can_be_taken_from_the_next_call_on():

@@ -138,6 +138,14 @@ def test_a_call_of_all_failures_leaves_the_state(crowded):
             assert_same(before, leaf_bytes(cache))
 
 
+@pytest.mark.parametrize("operation", GROWS)
+def test_all_rows_grow_where_there_are_blocks_for_all(crowded, operation):
+    """A new block, a copy, and the last owner writes in place: two of three blocks."""
+    cache, found = call(crowded, operation, (LONG, 4), (0, 1), (2, 1))
+    assert found == [Status.OK] * 3
+    assert num_free(cache) == 1
+
+
 def test_a_row_that_asks_for_less_gets_what_a_larger_one_left():
     """Three free blocks, in the order of the entries: 2, 2, 1."""
     crowded = make_crowded()

@@ -57,6 +57,11 @@ def test_case_hh_two_equal_prompts_revive_their_hits_once():
     user = PrefixUser(FOUR)
     text = cached_text(user, 3)
     assert user.allocate({1: prompt, 0: prompt}) == ([Status.OK, Status.OUT_OF_BLOCKS], [48, 0])
+    # Also where a third one is short of blocks.
+    user = PrefixUser(config_of(5))
+    text = cached_text(user, 3)
+    found = user.allocate({1: prompt, 0: prompt, 2: user.new_text(3, 16)})
+    assert found == ([Status.OK, Status.OK, Status.OUT_OF_BLOCKS], [48, 48, 0])
 
 
 def test_case_ii_the_queue_after_two_rows_that_share_blocks():
@@ -78,3 +83,47 @@ def test_case_ii_the_queue_after_two_rows_that_share_blocks():
         [16, 16],
         [0, 0],
     ]  # tail of 0, tail of 1, shared second, shared first
+
+
+def test_blocks_that_a_row_drops_are_queued_last_first():
+    """One row is cut, another takes the place of an empty one."""
+    user = PrefixUser(ROOMY)
+    cut, replaced = user.new_text(1, 48), user.new_text(2, 48)
+    assert [user.start(row, text) for row, text in enumerate((cut, replaced))] == [0, 0]
+    assert user.admit(2, []) == 0
+    user.truncate(0, 16)
+    user.cache, status = kv.reorder(user.cache, [1], [2])
+    assert status.tolist() == [Status.OK]
+    user.texts[1] = []
+    user.check()
+    found = []
+    for _ in range(5):
+        user.cache, num_evicted = kv.evict(user.cache, 1)
+        assert int(num_evicted) == 1
+        user.check()
+        found.append([user.lookup([*text, 1]) for text in (cut, replaced)])
+    assert found == [[32, 48], [16, 48], [16, 32], [16, 16], [16, 0]]
+
+
+def test_two_rows_that_adopt_a_cached_block_revive_it_once():
+    user = PrefixUser(ROOMY)
+    text = cached_text(user, 2)
+    assert user.allocate({1: text, 2: text}, reuse=False) == ([Status.OK] * 2, [0, 0])
+    user.fill(1, 2)
+    user.commit(1, 2)
+    assert table(user.cache, 1) == table(user.cache, 2)
+    assert user.stats().num_adoptions == 4 and user.stats().num_blocks_cached == 0
+
+
+def test_forks_that_are_committed_together_adopt_a_block_once():
+    """Both hold the private block in the same column, and a third row that is not named does too."""
+    user = PrefixUser(ROOMY)
+    text = user.new_text(1, 32)
+    assert user.start(0, text) == 0
+    assert user.admit(1, text, reuse=False) == 0
+    user.fill(1)
+    user.fork(1, 2)
+    user.fork(1, 3)
+    user.commit(1, 2)
+    assert [table(user.cache, row) for row in (1, 2, 3)] == [table(user.cache, 0)] * 3
+    assert user.num_used() == 2 and user.stats().num_adoptions == 2

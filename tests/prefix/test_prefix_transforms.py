@@ -14,6 +14,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import Status
 from kvcache_jax.blocks import block_pool
+from kvcache_jax.operations import commit, evict, lookup, rows
 from tests.support.helpers import append_tokens, assert_same, leaf_bytes, statuses
 from tests.support.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 from tests.support.prefix_user import TENANT_A, TENANT_B
@@ -189,9 +190,7 @@ def test_nothing_recompiles_whatever_the_prompts():
         cache, _ = kv.commit(cache, [i % 4])
         cache, _ = kv.evict(cache, i % 3)
         cache, _ = kv.free(cache, [(i + 2) % 4])
-        jitted = [step_fn, kv.cache._each_row, *(
-            getattr(kv.prefix_cache, f"_{name}") for name in ("commit", "lookup", "evict")
-        )]  # fmt: skip
+        jitted = [step_fn, rows._run, commit._commit, lookup._lookup, evict._evict]
         sizes = [fn._cache_size() for fn in jitted]
         programs = programs or sizes
         assert sizes == programs
@@ -295,7 +294,11 @@ def test_a_full_queue_is_swept_in_place(monkeypatch, per_sweep, start):
         head=jnp.uint32(start),
         tail=jnp.uint32((start + 64) % 2**32),
     )
-    swept = jax.jit(block_pool._swept)(cached, jnp.asarray(ref_count))
+    # All others are referenced, so that there might be too few places for all that are released.
+    cached = dataclasses.replace(cached, num_cached=jnp.int32(len(expected)))
+    fields = dict(ref_count=jnp.asarray(ref_count), num_free=jnp.int32(0), cached=cached)
+    sweep = jax.jit(block_pool.sweep_queue)
+    swept = sweep(dataclasses.replace(pool, **fields), jnp.bool_(True)).cached
     places = (start + np.arange(len(expected))) % 2**32
     assert np.asarray(swept.queue)[places % 64].tolist() == expected and len(expected) > 5
     assert np.asarray(swept.queued_at)[expected].tolist() == places.tolist()

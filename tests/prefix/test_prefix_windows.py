@@ -177,6 +177,18 @@ def test_rows_of_equal_contents_that_are_committed_together_complete_each_other(
         assert num_cached(committed, [*short, 1]) == 4 and num_cached(committed, [*long, 1]) == 10
 
 
+def test_of_equal_rows_that_are_committed_together_one_links_its_window():
+    cache = kv.init(rolled_config())
+    for row in range(2):
+        cache, _ = kv.allocate(cache, [row], [0], tokens=padded([[]], MAX_LEN))
+    for token in TEN[:3]:
+        cache, _ = append_donated(cache, padded([[token], [token], []], MAX_LEN), np.array([1, 1, 0]))
+    cache, _ = commit(cache, np.array([0, 1]))
+    assert_invariants(cache)
+    assert num_cached(cache, [*TEN[:3], 1]) == 3
+    assert int(kv.stats(cache).num_blocks_published) == 2 * 3
+
+
 @pytest.mark.slow
 def test_a_long_random_script_of_three_groups():
     run_script(0, 2_000)

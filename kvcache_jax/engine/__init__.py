@@ -1,0 +1,1 @@
+"""Continuous batching inside one compiled program, for anybody's model."""

@@ -1,0 +1,180 @@
+"""Admission: waiting requests get rows, on the cached prefixes of what they have.
+
+A request is admitted if the blocks of all its tokens can be had beside what running rows need for their next
+tokens, and beside the watermark, which does not bind while no row runs. The first one that does not fit ends
+the step's admissions: nobody passes it, but by the policy's order.
+
+Of prompts that share a block which is not published yet, one is computed. The others wait until a lookup
+finds the block, or until the one that computes it has its prompt, ended, or was preempted. They are passed by
+others meanwhile, for they hold nothing that these could want.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import (
+    add_at,
+    first_true,
+    get_at,
+    num_true,
+    quotient,
+    rank_true,
+    set_at,
+)
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.order import (
+    first_of,
+    is_parent_pending,
+    keys_of,
+    metadata,
+    num_cached_of,
+    prompts_of,
+    tokens_of,
+    waits,
+)
+from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.state import EngineState, Phase, count
+from kvcache_jax.operations.allocate import Prompts, allocate_rows, find_hits, required_blocks
+from kvcache_jax.operations.fork import fork_rows
+from kvcache_jax.operations.reserve import needs, num_available
+
+
+class _Admitting(NamedTuple):
+    """What the loop over candidates carries; `is_passed` bool[R] are those that wait for another's blocks."""
+
+    state: EngineState
+    is_passed: jax.Array
+    num_looks: jax.Array
+    goes_on: jax.Array
+
+
+def admit(state: EngineState, options: Options) -> EngineState:
+    """Admits waiting requests, at most `options.most_admissions` looks; touches no pool."""
+    policy = get_policy(options.policy)
+    cached = num_cached_of(state) if policy.looks_up else None
+    pools = state.cache.pools
+
+    def look(loop: _Admitting) -> _Admitting:
+        state = loop.state
+        keys = keys_of(policy.key, metadata(state, options, cached))
+        slot = first_of(keys, waits(state) & ~loop.is_passed)
+        row = first_true(~state.cache.is_active)
+        is_one = (slot < state.requests.num_slots) & (row < state.cache.max_seqs)
+        prompts = prompts_of(state, slot[None])
+        is_waiting = is_one & _shares_what_is_computed(state, prompts)
+        is_admitted = is_one & ~is_waiting & _fits(state, prompts, options)
+        state = _start(state, jnp.where(is_admitted, slot, state.requests.num_slots), row, prompts, options)
+        return _Admitting(
+            state,
+            loop.is_passed | (is_waiting & (jnp.arange(loop.is_passed.size, dtype=jnp.int32) == slot)),
+            loop.num_looks + 1,
+            is_admitted | is_waiting,
+        )
+
+    def goes_on(loop: _Admitting) -> jax.Array:
+        return loop.goes_on & (loop.num_looks < options.most_admissions)
+
+    # Without the pools, which nothing here reads.
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, pools=()))
+    start = _Admitting(state, jnp.zeros(state.phase.shape, bool), jnp.int32(0), waits(state).any())
+    loop = lax.while_loop(goes_on, look, start)
+    cache = dataclasses.replace(loop.state.cache, pools=pools)
+    return dataclasses.replace(loop.state, cache=cache, may_admit=loop.goes_on | loop.is_passed.any())
+
+
+def _fits(state: EngineState, prompts: Prompts, options: Options) -> jax.Array:
+    """Tells whether there are blocks for one more request, bool[]."""
+    cache = state.cache
+    required = jnp.concatenate(required_blocks(cache.control, prompts, cache.config))
+    wanted = (state.num_to_compute > 0).astype(jnp.int32)
+    growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
+    held_back = jnp.where(state.is_running.any(), jnp.array(options.num_reserved(cache), jnp.int32), 0)
+    return (required + growth + held_back <= num_available(cache.control)).all()
+
+
+def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
+    """Tells whether a running row computes a block of the one prompt that is not published yet, bool[]."""
+    cache, config = state.cache, state.cache.config
+    if cache.control.prefix_index is None:
+        return jnp.bool_(False)
+    length = state.row_length
+    prompt_len = get_at(state.requests.prompt_len, state.row_request, 0)
+    is_computing = state.is_running & state.may_publish
+    is_computing &= cache.context_len < jnp.maximum(prompt_len, length - 1)
+    is_computing &= (cache.control.namespace == prompts.namespace).all(axis=1)
+
+    def shares() -> jax.Array:
+        tokens, mine = tokens_of(state, state.row_request), prompts.tokens
+        assert mine is not None
+        num_common = first_true(tokens != mine)
+        num_common = jnp.minimum(num_common, jnp.minimum(length, prompts.num_tokens - 1))
+        _, num_cached = find_hits(cache.control, prompts, config)
+        block_size = config.groups[config.indexed_group].block_size
+        num_blocks = jnp.where(is_computing, quotient(jnp.maximum(num_common, 0), block_size), 0)
+        return (num_blocks > quotient(num_cached, block_size)).any()
+
+    return lax.cond(is_computing.any(), shares, lambda: jnp.bool_(False))
+
+
+def _start(
+    state: EngineState, slot: jax.Array, row: jax.Array, prompts: Prompts, options: Options
+) -> EngineState:
+    """Starts request `slot` i32[] in `row` i32[]; the slot R is none."""
+    requests, max_seqs = state.requests, state.cache.max_seqs
+    row = jnp.where(slot < requests.num_slots, row, max_seqs)
+    control, admission = allocate_rows(state.cache.control, row[None], prompts, config=state.cache.config)
+    is_first = get_at(state.num_preemptions, slot, 1) == 0
+    client = jnp.where(is_first, get_at(requests.client, slot, 0), state.service.shape[0])
+    is_passed = waits(state) & (requests.uid < get_at(requests.uid, slot, -1))
+    state = dataclasses.replace(
+        state,
+        cache=dataclasses.replace(state.cache, control=control),
+        phase=set_at(state.phase, slot, Phase.RUNNING),
+        row_request=set_at(state.row_request, row, slot),
+        may_publish=set_at(state.may_publish, row, True),
+        num_bypassed=state.num_bypassed + is_passed.astype(jnp.int32),
+        service=add_at(state.service, client, options.input_weight * get_at(requests.prompt_len, slot, 0)),
+    )
+    return count(state, admissions=(row < max_seqs)[None], cached_tokens=admission.num_cached[0])
+
+
+def fork_samples(state: EngineState) -> EngineState:
+    """Forks rows whose prompt lacks its last token for the other samples of the prompt, as far as rows go.
+
+    Each computes the last token itself, and so has logits of its own. Samples that get no row wait like
+    requests of their own, and find the prompt in the cache.
+    """
+    requests, cache = state.requests, state.cache
+    max_seqs, num_slots = cache.max_seqs, requests.num_slots
+    rows = jnp.arange(max_seqs, dtype=jnp.int32)
+    is_ready = (state.num_to_compute == 1) & (get_at(state.num_generated, state.row_request, 1) == 0)
+    ready_row = set_at(
+        jnp.full(num_slots, max_seqs, jnp.int32), jnp.where(is_ready, state.row_request, num_slots), rows
+    )
+    source = get_at(ready_row, requests.parent, max_seqs)
+    is_sample = (state.phase == Phase.WAITING) & is_parent_pending(state) & (source < max_seqs)
+    wanted = (state.num_to_compute > 0).astype(jnp.int32)
+    growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
+    most = jnp.min(num_available(cache.control) - growth)  # each soon wants a block
+    nth_sample, _ = rank_true(is_sample)
+    nth_row, num_rows = rank_true(~cache.is_active)
+    is_sample &= (nth_sample < num_rows) & (nth_sample < most)
+    row_of_rank = set_at(jnp.full_like(rows, max_seqs), jnp.where(cache.is_active, max_seqs, nth_row), rows)
+    row = jnp.where(is_sample, get_at(row_of_rank, nth_sample, max_seqs), max_seqs)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    # Entries by row: a fork has one source and one destination.
+    src = set_at(jnp.full_like(rows, max_seqs), row, source)
+    dst = jnp.where(src < max_seqs, rows, max_seqs)
+    control, _ = fork_rows(cache.control, src, dst, config=cache.config)
+    state = dataclasses.replace(
+        state,
+        cache=dataclasses.replace(cache, control=control),
+        phase=jnp.where(is_sample, Phase.RUNNING, state.phase).astype(jnp.int32),
+        row_request=set_at(state.row_request, row, slots),
+        may_publish=set_at(state.may_publish, row, get_at(state.may_publish, source)),
+    )
+    return count(state, forks=num_true(is_sample))

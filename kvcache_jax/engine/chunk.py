@@ -1,0 +1,238 @@
+"""The engine's one program: takes in what the host has for it, makes up to `k` steps, and reports.
+
+The report is one array of i32, so that the host reads once per chunk: a header (`Report`), then the outbox.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
+from kvcache_jax.arrays.pytree import pytree_dataclass
+from kvcache_jax.blocks.block_pool import num_used
+from kvcache_jax.core.config import CacheConfig, ceil_div
+from kvcache_jax.decoding.sampling import SamplingParams
+from kvcache_jax.engine import outbox
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.schedule import finish
+from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, Phase, count
+from kvcache_jax.engine.step import Model, take_step
+
+
+class Report(enum.IntEnum):
+    """Index into the header of a report; the counters stand behind it."""
+
+    OUTBOX_LEN = 0
+    """Entries of the outbox."""
+    RUNNING = 1
+    """Rows with a request."""
+    WAITING = 2
+    """Requests without a row."""
+    BLOCKS_USED = 3
+    """Referenced blocks, all groups."""
+    BLOCKS_CACHED = 4
+    """Published blocks without owner."""
+    BLOCKS_FREE = 5
+    """The others."""
+
+
+HEADER_LEN = len(Report) + len(EngineCounter)
+
+
+@pytree_dataclass()
+class Inbox:
+    """What the host hands over with a chunk; arrays of fixed sizes, in numpy.
+
+    Attributes:
+      slots: i32[N], where new requests go; `num_slots` for none.
+      uid, prompt_len, max_new, start, priority, client, parent, parent_uid: i32[N], as in `Requests`.
+      sampling: SamplingParams of N rows.
+      stop: i32[N, S].
+      namespace: u32[N, 4].
+      items: i32[N, I, 2], or None.
+      tokens: i32[M], tokens of prompts.
+      places: i32[M], where each goes in the table's buffer; its length for none.
+      ended: i32[E], slots of requests that end; `num_slots` for none.
+      ended_uid: i32[E], which request it is.
+      reason: i32[E], `Finish`.
+      has_new_weights: bool[], rows that run were computed under other ones.
+      weights: u32[4], namespace of the weights.
+    """
+
+    slots: jax.Array
+    uid: jax.Array
+    start: jax.Array
+    prompt_len: jax.Array
+    max_new: jax.Array
+    sampling: SamplingParams
+    stop: jax.Array
+    priority: jax.Array
+    client: jax.Array
+    parent: jax.Array
+    parent_uid: jax.Array
+    namespace: jax.Array
+    items: jax.Array | None
+    tokens: jax.Array
+    places: jax.Array
+    ended: jax.Array
+    ended_uid: jax.Array
+    reason: jax.Array
+    has_new_weights: jax.Array
+    weights: jax.Array
+
+
+def run_chunk(
+    model: Model, params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, options: Options
+) -> tuple[EngineState, jax.Array]:
+    """Takes in the inbox and makes up to `max_steps` i32[] steps, while there is work and room in the outbox.
+
+    Returns:
+      The state, and the report i32[HEADER_LEN + outbox].
+    """
+    state = dataclasses.replace(state, outbox_len=jnp.zeros_like(state.outbox_len))
+    state = _take_in(state, inbox, options)
+    most = state.cache.max_seqs * options.width
+
+    def goes_on(loop: tuple[EngineState, jax.Array]) -> jax.Array:
+        state, num_steps = loop
+        has_room = state.outbox_len + most <= state.outbox.shape[0]
+        return (num_steps < max_steps) & state.has_work & has_room
+
+    def step(loop: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
+        state, num_steps = loop
+        return take_step(model, params, state, options), num_steps + 1
+
+    state, _ = lax.while_loop(goes_on, step, (state, jnp.zeros_like(max_steps)))
+    state = finish(state)
+    return state, _report(state)
+
+
+def _report(state: EngineState) -> jax.Array:
+    pools = state.cache.control.block_pools
+    cached = sum((p.cached.num_cached for p in pools if p.cached is not None), start=jnp.int32(0))
+    is_waiting = (state.phase == Phase.WAITING) | (state.phase == Phase.PREEMPTED)
+    figures = {
+        Report.OUTBOX_LEN: state.outbox_len,
+        Report.RUNNING: num_true(state.is_running),
+        Report.WAITING: num_true(is_waiting),
+        Report.BLOCKS_USED: sum((num_used(p) for p in pools), start=jnp.int32(0)),
+        Report.BLOCKS_CACHED: cached,
+        Report.BLOCKS_FREE: sum((p.num_free for p in pools), start=jnp.int32(0)),
+    }
+    header = jnp.stack([figures[name].astype(jnp.int32) for name in Report])
+    counters = lax.bitcast_convert_type(state.counters, jnp.int32)
+    return jnp.concatenate([header, counters, state.outbox.reshape(-1)])
+
+
+def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
+    """Ends what the host ended, changes the weights, and enters new requests."""
+    state = _end(state, inbox)
+    state = dataclasses.replace(
+        state,
+        weights=inbox.weights,
+        may_publish=state.may_publish & ~inbox.has_new_weights,
+    )
+    return _enter(state, inbox)
+
+
+def _end(state: EngineState, inbox: Inbox) -> EngineState:
+    """Ends requests that the host cancels; their rows are freed by the next step, or with the chunk."""
+    requests = state.requests
+    phase = get_at(state.phase, inbox.ended, Phase.EMPTY)
+    is_it = (get_at(requests.uid, inbox.ended, -1) == inbox.ended_uid) & (inbox.ended_uid >= 0)
+    is_it &= (phase >= Phase.WAITING) & (phase <= Phase.PREEMPTED)
+    slots = jnp.where(is_it, inbox.ended, requests.num_slots)
+    is_ended = set_at(jnp.zeros(state.phase.shape, bool), slots, True)
+    ends = get_at(is_ended, state.row_request, False)
+    nothing = jnp.zeros_like(slots)
+    state = outbox.note(
+        state, is_it, slots, nothing + outbox.NO_TOKEN, nothing.astype(jnp.float32), inbox.reason
+    )
+    state = dataclasses.replace(
+        state,
+        phase=jnp.where(is_ended, Phase.DONE, state.phase).astype(jnp.int32),
+        row_request=jnp.where(ends, requests.num_slots, state.row_request),
+        is_ended=state.is_ended | ends,
+    )
+    return count(state, finished=is_it)
+
+
+def _enter(state: EngineState, inbox: Inbox) -> EngineState:
+    """Enters new requests into the table; those that can never run are refused at once."""
+    requests, slots = state.requests, inbox.slots
+    is_new = slots < requests.num_slots
+    service = _lifted(state)
+    requests = dataclasses.replace(
+        requests,
+        tokens=set_at(requests.tokens, inbox.places, inbox.tokens),
+        uid=set_at(requests.uid, slots, inbox.uid),
+        start=set_at(requests.start, slots, inbox.start),
+        prompt_len=set_at(requests.prompt_len, slots, inbox.prompt_len),
+        max_new=set_at(requests.max_new, slots, inbox.max_new),
+        sampling=jax.tree.map(lambda x, new: set_at(x, slots, new), requests.sampling, inbox.sampling),
+        stop=set_at(requests.stop, slots, inbox.stop),
+        priority=set_at(requests.priority, slots, inbox.priority),
+        arrival_step=set_at(requests.arrival_step, slots, state.step),
+        client=set_at(requests.client, slots, inbox.client),
+        namespace=set_at(requests.namespace, slots, inbox.namespace),
+        parent=set_at(requests.parent, slots, inbox.parent),
+        parent_uid=set_at(requests.parent_uid, slots, inbox.parent_uid),
+        items=None if requests.items is None else set_at(requests.items, slots, inbox.items),  # type: ignore
+    )
+    is_refused = is_new & is_beyond(state.cache, inbox.prompt_len + inbox.max_new - 1)
+    phase = jnp.where(is_refused, Phase.DONE, Phase.WAITING).astype(jnp.int32)
+    zeros = jnp.zeros_like(slots)
+    state = dataclasses.replace(
+        state,
+        requests=requests,
+        phase=set_at(state.phase, slots, phase),
+        num_generated=set_at(state.num_generated, slots, zeros),
+        num_preemptions=set_at(state.num_preemptions, slots, zeros),
+        num_bypassed=set_at(state.num_bypassed, slots, zeros),
+        may_admit=state.may_admit | is_new.any(),
+        service=service,
+    )
+    state = outbox.note(
+        state,
+        is_refused,
+        slots,
+        zeros + outbox.NO_TOKEN,
+        zeros.astype(jnp.float32),
+        zeros + Finish.REFUSED,
+    )
+    return count(state, finished=is_refused, refused=is_refused)
+
+
+def is_beyond(cache: Any, num_tokens: jax.Array) -> jax.Array:
+    """Tells which requests could never run, bool[n], by the most tokens i32[n] that they ever store."""
+    config: CacheConfig = cache.config
+    is_too_long = num_tokens > config.max_seq_len
+    for pool, group in zip(cache.control.block_pools, config.groups, strict=True):
+        num_blocks = (num_tokens + group.block_size - 1) // group.block_size
+        is_too_long |= jnp.minimum(num_blocks, group.max_held_blocks) > pool.num_blocks
+    return is_too_long
+
+
+def _lifted(state: EngineState) -> jax.Array:
+    """Counts service from that of the active client who got least: idle ones gain nothing by waiting."""
+    is_active = (state.phase >= Phase.WAITING) & (state.phase <= Phase.PREEMPTED)
+    num_clients = state.service.shape[0]
+    clients = jnp.where(is_active, state.requests.client, num_clients)
+    is_client_active = set_at(jnp.zeros(num_clients, bool), clients, True)
+    least = jnp.min(jnp.where(is_client_active, state.service, jnp.iinfo(jnp.int32).max))
+    return jnp.where(is_active.any(), jnp.maximum(state.service - least, 0), state.service)
+
+
+def outbox_len(options: Options, max_seqs: int, steps: int, num_entering: int, num_ended: int) -> int:
+    """Counts the entries that `steps` steps and a full inbox may need."""
+    return steps * max_seqs * options.width + num_entering + num_ended
+
+
+def piece_sizes(num_tokens: int, most_pieces: int = 4) -> tuple[int, int]:
+    """Cuts `num_tokens` of a step into pieces: how many, and tokens of each."""
+    piece_len = ceil_div(num_tokens, most_pieces)
+    return max(num_tokens // piece_len, 1), piece_len

@@ -1,0 +1,195 @@
+"""From logits to the next tokens of requests, and what follows from them: who ends, who goes on."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
+from kvcache_jax.core.state import Step
+from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
+from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
+from kvcache_jax.engine import outbox
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.order import tokens_of
+from kvcache_jax.engine.state import EngineState, Finish, Phase, count
+from kvcache_jax.operations.truncate import truncate_rows
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn for each row in one step.
+
+    Attributes:
+      tokens: i32[max_seqs, width].
+      logprobs: f32[max_seqs, width].
+      num_tokens: i32[max_seqs], how many of them count.
+      has_failed: bool[max_seqs], behind them stand logits that nothing can be drawn from.
+      tops: The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    num_tokens: jax.Array
+    has_failed: jax.Array
+    tops: tuple[jax.Array, jax.Array] | None
+
+
+def row_sampling(state: EngineState) -> SamplingParams:
+    """Gathers how the rows' requests draw; rows without one are greedy."""
+    sampling, slots = state.requests.sampling, state.row_request
+    return SamplingParams(
+        temperature=get_at(sampling.temperature, slots, 0),
+        top_k=get_at(sampling.top_k, slots, 0),
+        top_p=get_at(sampling.top_p, slots, 1),
+        min_p=get_at(sampling.min_p, slots, 0),
+        seed=get_at(sampling.seed, slots, 0),
+    )
+
+
+def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Picks what rows compute next: tokens that are known, and drafts behind the last one.
+
+    Args:
+      state: The engine's.
+      wanted: bool[max_seqs], rows that take part.
+      options: The engine's.
+
+    Returns:
+      Tokens i32[max_seqs, width], and how many count, i32[max_seqs].
+    """
+    start = get_at(state.requests.start, state.row_request, 0)
+    place = jnp.arange(options.width, dtype=jnp.int32)[None]
+    tokens = get_at(state.requests.tokens, (start + state.cache.context_len)[:, None] + place)
+    num_known = jnp.minimum(state.num_to_compute, options.width)
+    if options.num_drafts == 0:
+        return jnp.where(wanted[:, None], tokens, 0), jnp.where(wanted, num_known, 0)
+    is_last = state.num_to_compute == 1
+    drafts, num_drafts = ngram_drafts(
+        tokens_of(state, state.row_request), state.row_length, options.num_drafts
+    )
+    num_left = get_at(state.requests.max_new - state.num_generated, state.row_request, 0)
+    num_drafts = jnp.where(is_last, jnp.clip(num_left - 1, 0, num_drafts), 0)
+    behind = jnp.concatenate([tokens[:, :1], drafts], axis=1)
+    tokens = jnp.where(is_last[:, None], behind, tokens)
+    num_new = jnp.where(wanted, num_known + num_drafts, 0)
+    return jnp.where(place < num_new[:, None], tokens, 0), num_new
+
+
+def draw(
+    state: EngineState, step: Step, logits: jax.Array, tokens: jax.Array, options: Options
+) -> tuple[EngineState, Drawn]:
+    """Draws the next token of rows that computed all they know; takes back drafts that were not accepted.
+
+    Args:
+      state: Behind the step.
+      step: Of all rows.
+      logits: f32[max_seqs, width, vocab].
+      tokens: i32[max_seqs, width], what was computed.
+      options: The engine's.
+    """
+    is_there = (step.query_len > 0) & (state.cache.context_len >= state.row_length) & state.is_running
+    if options.num_drafts == 0:
+        token, logprob = sample(logits[:, 0], row_sampling(state), state.row_length)
+        is_drawn = are_numbers(logits[:, 0])
+        num_tokens = jnp.where(is_there & is_drawn, 1, 0)
+        # A part of a prompt whose logits are no numbers fails with its last one.
+        drawn = token[:, None], logprob[:, None], num_tokens, is_there & ~is_drawn
+        return state, Drawn(*drawn, _tops(logits, options))
+    return _draw_behind_drafts(state, step, logits, tokens, is_there, options)
+
+
+def _draw_behind_drafts(
+    state: EngineState,
+    step: Step,
+    logits: jax.Array,
+    tokens: jax.Array,
+    is_there: jax.Array,
+    options: Options,
+) -> tuple[EngineState, Drawn]:
+    """Accepts drafts as far as they are what would have been drawn."""
+    max_seqs, width, vocab = logits.shape
+    order = jnp.arange(width, dtype=jnp.int32)
+    # Before the drafts stand tokens that were known, at least one.
+    num_drafts = jnp.where(is_there, state.cache.context_len - state.row_length, 0)
+    last_known = jnp.maximum(step.query_len - num_drafts - 1, 0)
+    place = jnp.minimum(last_known[:, None] + order[None], width - 1)
+    logits = jnp.take_along_axis(logits, place[..., None], axis=1)
+    drafts = jnp.take_along_axis(tokens, jnp.minimum(place + 1, width - 1), axis=1)[:, :-1]
+    wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), row_sampling(state))
+    target = filtered_logprobs(logits.reshape(max_seqs * width, vocab), wide).reshape(logits.shape)
+    keys = row_keys(wide, (state.row_length[:, None] + order[None]).reshape(-1)).reshape(max_seqs, width)
+    num_accepted, token = accept_drafts(target, drafts, num_drafts, None, keys)
+    emitted = jnp.concatenate([drafts, jnp.zeros_like(token)[:, None]], axis=1)
+    emitted = set_at(emitted, (jnp.arange(max_seqs, dtype=jnp.int32), num_accepted), token)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
+
+    num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    num_tokens = jnp.where(is_there, jnp.minimum(1 + num_accepted, num_drawn), 0)
+    rows = jnp.where(num_accepted < num_drafts, jnp.arange(max_seqs, dtype=jnp.int32), max_seqs)
+    control, _ = truncate_rows(
+        state.cache.control, rows, state.row_length + num_accepted, config=state.cache.config
+    )
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
+    state = count(
+        state,
+        drafted=jnp.sum(num_drafts, dtype=jnp.int32),
+        accepted=jnp.sum(jnp.where(is_there, num_accepted, 0), dtype=jnp.int32),
+    )
+    has_failed = is_there & (num_drawn < 1 + num_accepted)
+    return state, Drawn(emitted, logprobs, num_tokens, has_failed, _tops(logits, options))
+
+
+def _tops(logits: jax.Array, options: Options) -> tuple[jax.Array, jax.Array] | None:
+    if options.num_top_logprobs == 0:
+        return None
+    logprobs, tokens = lax.top_k(jax.nn.log_softmax(logits, axis=-1), options.num_top_logprobs)
+    return tokens, logprobs
+
+
+def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineState:
+    """Adds the drawn tokens to their requests, up to what ends them, and tells the host."""
+    requests, slots = state.requests, state.row_request
+    order = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)[None]
+    num_left = get_at(requests.max_new - state.num_generated, slots, 0)
+    num_tokens = jnp.minimum(drawn.num_tokens, num_left)
+    is_stop = (drawn.tokens[..., None] == get_at(requests.stop, slots, -1)[:, None]).any(axis=-1)
+    is_stop &= order < num_tokens[:, None]
+    stops = is_stop.any(axis=1)
+    num_tokens = jnp.where(stops, first_true(is_stop) + 1, num_tokens)
+
+    finish = jnp.where((num_tokens > 0) & (num_tokens == num_left), Finish.LENGTH, Finish.NOT_YET)
+    finish = jnp.where((finish == Finish.NOT_YET) & drawn.has_failed, Finish.NAN_LOGITS, finish)
+    finish = jnp.where(stops, Finish.STOP, finish).astype(jnp.int32)
+    is_undrawn = finish == Finish.NAN_LOGITS
+    has_ended = finish != Finish.NOT_YET
+
+    is_new = order < num_tokens[:, None]
+    start = get_at(requests.start, slots, 0) + state.row_length
+    place = jnp.where(is_new, start[:, None] + order, requests.tokens.shape[0])
+    tokens = set_at(requests.tokens, place, drawn.tokens)
+    is_last = order == (num_tokens + is_undrawn.astype(jnp.int32) - 1)[:, None]
+    state = outbox.note(
+        state,
+        (order < (num_tokens + is_undrawn.astype(jnp.int32))[:, None]).reshape(-1),
+        jnp.broadcast_to(slots[:, None], is_new.shape).reshape(-1),
+        jnp.where(is_new, drawn.tokens, outbox.NO_TOKEN).reshape(-1),
+        jnp.where(is_new, drawn.logprobs, 0).reshape(-1),
+        jnp.where(is_last, finish[:, None], 0).reshape(-1),
+        None if drawn.tops is None else tuple(x.reshape(-1, x.shape[-1]) for x in drawn.tops),  # type: ignore
+    )
+    ended = jnp.where(has_ended, slots, requests.num_slots)
+    weight = options.output_weight * num_tokens
+    client = jnp.where(num_tokens > 0, get_at(requests.client, slots, 0), state.service.shape[0])
+    state = dataclasses.replace(
+        state,
+        requests=dataclasses.replace(requests, tokens=tokens),
+        phase=set_at(state.phase, ended, Phase.DONE),
+        num_generated=add_at(state.num_generated, slots, num_tokens),
+        row_request=jnp.where(has_ended, requests.num_slots, slots),
+        is_ended=state.is_ended | has_ended,
+        service=add_at(state.service, client, weight),
+    )
+    num_generated = jnp.sum(num_tokens, dtype=jnp.int32)
+    return count(state, generated_tokens=num_generated, finished=has_ended)

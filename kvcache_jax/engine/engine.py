@@ -1,0 +1,357 @@
+"""The engine on the host: it hands requests over, dispatches chunks, and delivers what comes back.
+
+A chunk is dispatched before the report of the one before is read, so the device does not wait for the host.
+All reads of the device go through one `Reader`.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.arguments import namespace_words
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
+from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.engine.chunk import HEADER_LEN, Inbox, Report, outbox_len, run_chunk
+from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.requests import GenerationRequest, TableSizes
+from kvcache_jax.engine.setup import check_drafts, share, with_budget
+from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, empty_state
+from kvcache_jax.engine.step import Model, ProcessLogits
+from kvcache_jax.engine.table import RequestTable, Sample
+from kvcache_jax.engine.transfers import Reader
+from kvcache_jax.operations.init import init
+from kvcache_jax.prefix.namespace import namespace as namespace_of
+
+_MOST_ENDED = 64
+"""Requests that one chunk can be told to end."""
+_CHUNKS_AHEAD = 2
+
+
+class Engine:
+    """Continuous batching for anybody's model: admission, prefill, decoding and preemption in one program.
+
+    Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended; push more at
+    any time between two events. It is for one consumer at a time. After an exception in the consumer it goes
+    on where it was.
+
+    Args:
+      forward: The model, as for `generate`; must be pure.
+      params: Its parameters.
+      config: Of the cache that the engine makes.
+      policy: "fcfs", "priority" (higher first, with ageing), "longest prefix" (most cached first), "fair"
+        (the client who got least first), or a name registered with `request_policy`.
+      token_budget: Most tokens of a step. Default: those of all rows, and 256 of prompts.
+      max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
+      max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
+        `max_requests`, or all rows, have at most.
+      max_stop_tokens: Stop tokens of one request.
+      num_clients: Clients of the policy "fair".
+      max_items: Multimodal items of one request.
+      num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
+      num_top_logprobs: Most probable tokens reported with each token.
+      process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans.
+      steps_per_chunk: Steps between two looks of the host.
+      watermark: Share of the blocks that an admission leaves free, while a row runs.
+      ageing_steps: Steps of waiting that weigh as much as one of priority.
+      max_bypasses: Later requests that "longest prefix" may serve before one.
+      long_prefill_len: Most tokens of one prompt in one step.
+      namespace: u32[4], of the weights; combined with that of each request.
+
+    Raises:
+      ValueError, TypeError: sizes that do not fit together, and what is no model.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> def forward(params, tokens, cache, step):  # the next token is one more, whatever was before
+      ...     k = jnp.zeros((*tokens.shape, 1, 8))
+      ...     cache, _ = kv.attention(cache, 0, k, k, k, step)
+      ...     return 9.0 * (jnp.arange(8) == tokens[..., None] + 1), cache
+      >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=2, max_seq_len=32)
+      >>> engine = kv.Engine(forward, {}, config)
+      >>> engine.push([kv.GenerationRequest([1, 2], 3), kv.GenerationRequest([4], 2)])
+      2
+      >>> sorted((event.id, event.tokens, event.finish_reason) for event in engine)
+      [(0, [3, 4, 5], 'length'), (1, [5, 6], 'length')]
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        params: Any,
+        config: CacheConfig,
+        *,
+        policy: str = "fcfs",
+        token_budget: int | None = None,
+        max_requests: int | None = None,
+        max_tokens: int | None = None,
+        max_stop_tokens: int = 4,
+        num_clients: int = 8,
+        max_items: int = 0,
+        num_drafts: int = 0,
+        num_top_logprobs: int = 0,
+        process_logits: ProcessLogits | None = None,
+        steps_per_chunk: int = 32,
+        watermark: float = 0.01,
+        ageing_steps: int = 256,
+        max_bypasses: int = 16,
+        long_prefill_len: int | None = None,
+        namespace: ArrayLike | None = None,
+    ):
+        check_model("Engine", forward, config, params)
+        require_functions(process_logits=process_logits)
+        get_policy(policy)
+        self.config, self.params = config, params
+        options = Options(
+            policy=policy,
+            num_pieces=1,
+            piece_len=1,
+            num_drafts=static_count("num_drafts", num_drafts, least=0),
+            num_top_logprobs=static_count("num_top_logprobs", num_top_logprobs, least=0),
+            watermark=share("watermark", watermark),
+            ageing_steps=static_count("ageing_steps", ageing_steps, least=4),
+            max_bypasses=static_count("max_bypasses", max_bypasses),
+            most_admissions=_MOST_ADMISSIONS,
+            long_prefill_len=static_count("long_prefill_len", long_prefill_len or config.max_seq_len),
+            input_weight=1,
+            output_weight=2,
+        )
+        self._options = with_budget(options, config, token_budget)
+        check_drafts(self._options, config, process_logits)
+        num_slots = static_count("max_requests", max_requests or max(4 * config.max_seqs, 64))
+        longest = config.max_seq_len + 1
+        num_tokens = max_tokens or max(num_slots // 4, config.max_seqs, 2) * longest
+        self._sizes = TableSizes(
+            num_slots=num_slots,
+            num_tokens=static_count("max_tokens", num_tokens, least=longest),
+            num_stops=max(static_count("max_stop_tokens", max_stop_tokens, least=0), 1),
+            num_clients=static_count("num_clients", num_clients),
+            num_items=static_count("max_items", max_items, least=0),
+        )
+        inbox_sizes = dataclasses.replace(
+            self._sizes,
+            num_slots=min(num_slots, _MOST_ENTERING),
+            num_tokens=max(longest, min(num_tokens, _MOST_ENTERING_TOKENS)),
+        )
+        self._steps = static_count("steps_per_chunk", steps_per_chunk)
+        self._table = RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
+        self._width = outbox_width(self._options.num_top_logprobs)
+        num_entries = outbox_len(
+            self._options, config.max_seqs, self._steps, inbox_sizes.num_slots, _MOST_ENDED
+        )
+        state = empty_state(init(config), self._sizes, (num_entries, self._width))
+        self._state: EngineState = jax.device_put(state)
+        self._model = Model(forward, process_logits)
+        self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
+        self._has_new_weights, self._num_weights = False, 0
+        self._in_flight: deque[jax.Array] = deque()
+        self._events: deque[TokenEvent] = deque()
+        self._lock = threading.RLock()
+        self.read = Reader()
+        self._header = np.zeros(HEADER_LEN, np.int32)
+        self._counts = dict.fromkeys(EngineCounter, 0)
+        self._next_id = 0
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's state, behind all chunks that were dispatched; donated by the next one."""
+        return self._state
+
+    @property
+    def num_unfinished(self) -> int:
+        """Continuations that have not ended, as far as the host knows."""
+        return len(self._table)
+
+    def push(self, requests: Iterable[GenerationRequest]) -> int:
+        """Takes requests, in their order, as many as there is room for.
+
+        Args:
+          requests: Each with an `id` of its own, or none.
+
+        Returns:
+          How many of them; push the others later.
+
+        Raises:
+          ValueError, TypeError: what is no request, or has an id that another one has, or more stop tokens,
+            items, samples or a higher client than the engine was made for. Then none was taken.
+        """
+        with self._lock:
+            wanted = self._checked(as_list("requests", requests, "GenerationRequests"))
+            now, num_taken = time.monotonic(), 0
+            for request in wanted:
+                request_id = request.id
+                if request_id is None:
+                    while self._next_id in self._table:
+                        self._next_id += 1
+                    request_id = self._next_id
+                if not self._table.add(request, request_id, now):
+                    break
+                self._next_id += request.id is None
+                num_taken += 1
+            return num_taken
+
+    def cancel(self, request_id: Hashable) -> bool:
+        """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
+        with self._lock:
+            samples = self._table.samples_of(request_id)
+            for sample in samples:
+                self._end(sample, Finish.CANCELLED)
+            return bool(samples)
+
+    def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
+        """Goes on with other parameters from the next chunk on; rows that run keep their place.
+
+        What these rows have in the cache stays as it is, computed under the old parameters, and none of it is
+        published any more. A row that is preempted is computed anew, under the new ones.
+
+        Args:
+          params: Of the same shapes.
+          namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
+        """
+        old, new = jax.tree.structure(self.params), jax.tree.structure(params)
+        if old != new:
+            raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
+        with self._lock:
+            self._num_weights += 1
+            if namespace is None:
+                namespace = namespace_of(weights=f"engine {id(self)}, number {self._num_weights}")
+            self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
+            self.params, self._has_new_weights = params, True
+
+    def figures(self) -> EngineFigures:
+        """Figures of the last drain; reads nothing."""
+        with self._lock:
+            header = self._header
+            return EngineFigures(
+                running=header[Report.RUNNING].item(),
+                waiting=header[Report.WAITING].item() + self._table.num_to_send,
+                blocks_used=header[Report.BLOCKS_USED].item(),
+                blocks_cached=header[Report.BLOCKS_CACHED].item(),
+                blocks_free=header[Report.BLOCKS_FREE].item(),
+                counts=dict(self._counts),
+                num_reads=self.read.num_reads,
+            )
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        while self._has_news():
+            if not self._events:
+                self.drain()
+            while self._events:
+                yield self._events.popleft()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        while self._has_news():
+            if not self._events:
+                await asyncio.to_thread(self.drain)
+            while self._events:
+                yield self._events.popleft()
+
+    def drain(self) -> None:
+        """Dispatches the next chunk, and takes in the report of the one before; for a loop of one's own.
+
+        What came of it is for `take_events`.
+        """
+        with self._lock:
+            self._end_late()
+            while len(self._in_flight) < _CHUNKS_AHEAD and (self._table or self._has_new_weights):
+                self._dispatch()
+            report = self._in_flight.popleft() if self._in_flight else None
+        if report is not None:
+            found = self.read(report)
+            with self._lock:
+                self._take_in(found)
+
+    def take_events(self) -> list[TokenEvent]:
+        """Takes the events that no consumer has got yet; behind `drain`, for a loop of one's own."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def _has_news(self) -> bool:
+        return bool(self._events or self._table or self._in_flight)
+
+    def _dispatch(self) -> None:
+        inbox = self._table.fill_inbox(self._weights, self._has_new_weights)
+        self._state, report = _run(
+            self.params,
+            self._state,
+            inbox,
+            np.int32(self._steps),
+            model=self._model,
+            options=self._options,
+        )
+        self._has_new_weights = False
+        self._in_flight.append(report)
+
+    def _end(self, sample: Sample, reason: Finish) -> None:
+        if self._table.end(sample, reason):
+            self._events.append(event(sample, reason))
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for sample in self._table:
+            if sample.ends_at is not None and sample.ends_at <= now:
+                self._end(sample, Finish.DEADLINE)
+
+    def _take_in(self, report: np.ndarray) -> None:
+        self._header = report[:HEADER_LEN]
+        add_counts(self._counts, report)
+        self._events.extend(events_of(report, self._width, self._table))
+
+    def _checked(self, requests: list[Any]) -> list[GenerationRequest]:
+        sizes, ids = self._sizes, set[Hashable]()
+        for request in requests:
+            if not isinstance(request, GenerationRequest):
+                raise TypeError(f"requests has a {type(request).__name__}, expected GenerationRequests")
+            if request.id is not None and (request.id in ids or request.id in self._table):
+                raise ValueError(
+                    f"requests has the id {request.id!r}, which another request has that has not ended, "
+                    "expected one of its own, or none"
+                )
+            ids.add(request.id)
+            for what, value, most, name in (
+                ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
+                ("items", len(request.items), sizes.num_items, "max_items"),
+                ("samples", request.num_samples, sizes.num_slots, "max_requests"),
+                ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
+            ):
+                if value > most:
+                    raise ValueError(
+                        f"a request has {value} {what}, expected at most {most}: make the Engine with a "
+                        f"larger {name}"
+                    )
+            is_long = request.num_tokens - 1 > self.config.max_seq_len
+            num_tokens = 0 if is_long else request.num_samples * request.num_tokens
+            if num_tokens > sizes.num_tokens:
+                raise ValueError(
+                    f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
+                    f"{sizes.num_tokens}: make the Engine with a larger max_tokens"
+                )
+        return requests
+
+
+_MOST_ADMISSIONS = 4
+_MOST_ENTERING = 64
+_MOST_ENTERING_TOKENS = 16_384
+
+
+@functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")
+def _run(
+    params: Any, state: EngineState, inbox: Inbox, steps: jax.Array, model: Model, options: Options
+) -> tuple[EngineState, jax.Array]:
+    """The program, which engines of equal models, sizes and options share."""
+    return run_chunk(model, params, state, inbox, steps, options)

@@ -1,0 +1,110 @@
+"""Requests in the order of a policy."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import first_true, get_at, set_at
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.policies import Key, RequestMetadata, get_policy
+from kvcache_jax.engine.state import EngineState, Phase
+from kvcache_jax.operations.allocate import Prompts, find_hits
+
+_MOST_LOOKED_UP = 16
+"""Waiting requests that a policy knows the cached prefix of; the others keep the order of arrival."""
+_LAST = jnp.iinfo(jnp.int32).max
+
+
+def metadata(state: EngineState, options: Options, num_cached: jax.Array | None = None) -> RequestMetadata:
+    """Collects what policies look at; `num_cached` is i32[R]."""
+    requests = state.requests
+    return RequestMetadata(
+        uid=requests.uid,
+        arrival_step=requests.arrival_step,
+        priority=requests.priority,
+        num_tokens=state.length,
+        num_cached=jnp.zeros_like(requests.uid) if num_cached is None else num_cached,
+        num_preemptions=state.num_preemptions,
+        num_bypassed=state.num_bypassed,
+        service=get_at(state.service, requests.client, 0),
+        ageing_steps=options.ageing_steps,
+        max_bypasses=options.max_bypasses,
+    )
+
+
+def keys_of(key: Key, requests: RequestMetadata) -> tuple[jax.Array, ...]:
+    """Computes the keys of all requests, i32[R] each; the last one tells any two apart."""
+    keys = key(requests)
+    for column in keys if isinstance(keys, tuple) else (keys,):
+        if not (isinstance(column, jax.Array) and column.shape == requests.uid.shape):
+            raise TypeError(f"the request policy returned {keys!r}, expected a tuple of i32[R] keys")
+    return (*(column.astype(jnp.int32) for column in keys), requests.uid)
+
+
+def first_of(keys: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
+    """Finds the masked request with the lowest keys, i32[]; R for none."""
+    for key in keys:
+        mask &= key == jnp.min(jnp.where(mask, key, _LAST))
+    return first_true(mask)
+
+
+def rows_in_order(state: EngineState, options: Options) -> jax.Array:
+    """Sorts the rows, i32[max_seqs]: the best running one first, those without a request last."""
+    keys = keys_of(get_policy(options.policy).row_key, metadata(state, options))
+    rows = jnp.arange(state.row_request.shape[0], dtype=jnp.int32)
+    columns = [get_at(key, state.row_request, 0) for key in keys]
+    *_, order = lax.sort((~state.is_running, *columns, rows), num_keys=1 + len(columns), is_stable=True)
+    return order
+
+
+def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
+    """Reads the tokens of requests `slots` i32[n] as prompts: what was generated belongs to them."""
+    requests = state.requests
+    num_tokens = get_at(state.length, slots, 0)
+    tokens = items = None
+    if state.cache.control.prefix_index is not None:
+        tokens = tokens_of(state, slots)
+        items = None if requests.items is None else get_at(requests.items, slots, 0)
+    return Prompts(
+        num_tokens=num_tokens,
+        namespace=get_at(requests.namespace, slots, 0) ^ state.weights[None],
+        priority=get_at(requests.priority, slots, 0),
+        tokens=tokens,
+        reuse=jnp.ones_like(num_tokens, bool),
+        items=items,
+    )
+
+
+def tokens_of(state: EngineState, slots: jax.Array) -> jax.Array:
+    """Reads the tokens of requests, i32[n, max_seq_len]; anything behind their length."""
+    place = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
+    start = get_at(state.requests.start, slots, 0)
+    return get_at(state.requests.tokens, start[:, None] + place[None])
+
+
+def waits(state: EngineState) -> jax.Array:
+    """Tells which requests could be admitted, bool[R]: not those that will be forked from their parent."""
+    requests = state.requests
+    is_waiting = (state.phase == Phase.WAITING) | (state.phase == Phase.PREEMPTED)
+    return is_waiting & ~(is_parent_pending(state) & (state.phase == Phase.WAITING)) & (requests.uid >= 0)
+
+
+def is_parent_pending(state: EngineState) -> jax.Array:
+    """Tells which requests have a parent whose prompt is still to be computed, bool[R]."""
+    requests, parent = state.requests, state.requests.parent
+    phase = get_at(state.phase, parent, Phase.EMPTY)
+    is_it = get_at(requests.uid, parent, -1) == requests.parent_uid
+    is_early = get_at(state.num_generated, parent, 1) == 0
+    return is_it & is_early & ((phase == Phase.WAITING) | (phase == Phase.RUNNING))
+
+
+def num_cached_of(state: EngineState) -> jax.Array:
+    """Looks up the first waiting requests: i32[R], tokens that the cache has of them, 0 of the others."""
+    num_cached = jnp.zeros_like(state.phase)
+    if state.cache.control.prefix_index is None:
+        return num_cached
+    age = jnp.where(waits(state), -state.requests.uid, -_LAST)
+    _, slots = lax.top_k(age, min(_MOST_LOOKED_UP, age.shape[0]))
+    slots = jnp.where(get_at(age, slots) > -_LAST, slots, age.shape[0]).astype(jnp.int32)
+    _, found = find_hits(state.cache.control, prompts_of(state, slots), state.cache.config)
+    return set_at(num_cached, slots, found)

@@ -1,0 +1,153 @@
+"""Policies: which waiting request is served next, and which running one gives way first.
+
+A policy is a pure function of all requests at once. It returns keys, most significant first; the lowest is
+served first, of equal ones the one that came first. The order of running rows is a second function, for an
+order that changes while rows run has two rows preempt each other in turns: it may depend on what a request
+is, and on its preemptions, which are bounded below, and not on time or on service.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class RequestMetadata(NamedTuple):
+    """The requests as a policy sees them, one entry per slot; those that are done mean nothing.
+
+    Attributes:
+      uid: i32[R], number in the order of arrival.
+      arrival_step: i32[R], steps of the engine before it came.
+      priority: i32[R], higher is more urgent.
+      num_tokens: i32[R], tokens known: prompt and what was generated.
+      num_cached: i32[R], those of the first waiting requests that the cache has; 0 unless the policy asks.
+      num_preemptions: i32[R].
+      num_bypassed: i32[R], later requests that were admitted before it.
+      service: i32[R], what its client got so far, in weighted tokens.
+      ageing_steps: Steps that weigh as much as one of priority (static).
+      max_bypasses: Later requests that may go before one (static).
+    """
+
+    uid: jax.Array
+    arrival_step: jax.Array
+    priority: jax.Array
+    num_tokens: jax.Array
+    num_cached: jax.Array
+    num_preemptions: jax.Array
+    num_bypassed: jax.Array
+    service: jax.Array
+    ageing_steps: int
+    max_bypasses: int
+
+
+Key = Callable[[RequestMetadata], tuple[jax.Array, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A registered policy.
+
+    Attributes:
+      key: Of requests that wait.
+      row_key: Of requests that run, for the order in which they give way.
+      looks_up: Whether `num_cached` is wanted.
+    """
+
+    key: Key
+    row_key: Key
+    looks_up: bool
+
+
+_policies: dict[str, Policy] = {}
+
+
+def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = False) -> Callable[[Key], Key]:
+    """Registers a function from `RequestMetadata` to a tuple of i32[R] keys as a policy of the engine.
+
+    Args:
+      name: For `Engine(policy=...)`.
+      row_key: Order of running rows. Default: the order of arrival.
+      looks_up: Whether the first waiting requests are looked up in the cache for `num_cached`.
+
+    Returns:
+      The decorator; it passes the function through unchanged.
+
+    Raises:
+      ValueError, TypeError: the name is taken or no str.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> @kv.request_policy("shortest first")
+      ... def shortest_first(requests: kv.RequestMetadata):
+      ...     return (requests.num_tokens,)
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}, expected a str: write @request_policy('name')")
+    if name in _policies:
+        raise ValueError(f"there is a request policy {name!r} already, expected a new name")
+
+    def register(key: Key) -> Key:
+        if not callable(key):
+            raise TypeError(f"the policy {name!r} is {key!r}, expected a function of RequestMetadata")
+        _policies[name] = Policy(key, row_key or _by_arrival, looks_up)
+        return key
+
+    return register
+
+
+def get_policy(name: str) -> Policy:
+    """Finds a policy.
+
+    Raises:
+      ValueError: there is none of that name.
+    """
+    if name not in _policies:
+        raise ValueError(
+            f"policy is {name!r}, expected one of {', '.join(map(repr, _policies))}; register others first, "
+            "with the decorator kvcache_jax.request_policy"
+        )
+    return _policies[name]
+
+
+def _by_arrival(requests: RequestMetadata) -> tuple[jax.Array, ...]:
+    return (requests.uid,)
+
+
+request_policy("fcfs")(_by_arrival)
+
+_MOST_BOOSTS = 3
+"""Preemptions that count; with more, two requests could take turns for ever."""
+
+
+def _by_priority(requests: RequestMetadata) -> tuple[jax.Array, ...]:
+    """Orders by the step at which it would have come, had it priority 0.
+
+    Whoever waits gains one of priority in `ageing_steps` steps, on those that come later: this key says so
+    without the present step, so that the order of two requests does not change with time.
+    """
+    boosts = jnp.minimum(requests.num_preemptions, _MOST_BOOSTS) * (requests.ageing_steps // 4)
+    most = 2**30 // requests.ageing_steps
+    priority = jnp.clip(requests.priority, -most, most)
+    return (requests.arrival_step - priority * requests.ageing_steps - boosts,)
+
+
+request_policy("priority", row_key=_by_priority)(_by_priority)
+
+
+@request_policy("longest prefix", looks_up=True)
+def _by_cached_prefix(requests: RequestMetadata) -> tuple[jax.Array, ...]:
+    """Orders by what the cache has already; whoever was passed too often goes first."""
+    is_passed = requests.num_bypassed >= requests.max_bypasses
+    return (1 - is_passed.astype(jnp.int32), jnp.where(is_passed, 0, -requests.num_cached))
+
+
+@request_policy("fair")
+def _by_service(requests: RequestMetadata) -> tuple[jax.Array, ...]:
+    """Orders by the service that clients got (virtual token counter).
+
+    References:
+      Fairness in Serving Large Language Models (Sheng et al.; arXiv:2401.00588).
+    """
+    return (requests.service,)

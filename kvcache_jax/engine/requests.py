@@ -1,0 +1,221 @@
+"""What is asked for: a request as its caller writes it, and the table of all requests on the device.
+
+The table has a fixed number of slots. A request has the same slot from the time it is pushed until the host
+has read that it ended; then the slot is another's, so 10,000 requests go through a table of 64. Its tokens
+are a run of one buffer: the prompt, and behind it what is generated, so that both are one prompt when a
+preempted request comes back.
+
+Invariants: of a request in slot `s` the tokens `[start[s], start[s] + prompt_len[s] + num_generated[s])` are
+known, the run is `prompt_len + max_new` long, and runs of live requests do not overlap. `uid` counts requests
+in the order in which they were pushed, and is never used twice.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.number_checks import finite_number, static_count
+from kvcache_jax.arrays.pytree import pytree_dataclass
+from kvcache_jax.core.arguments import namespace_words, priorities
+from kvcache_jax.core.token_arguments import host_tokens
+from kvcache_jax.decoding.sampling import SamplingParams
+
+
+@pytree_dataclass()
+class Requests:
+    """The table of requests on the device; `R` slots.
+
+    Attributes:
+      tokens: i32[any], runs of prompts and what follows them.
+      uid: i32[R], number in the order of arrival; -1 for a slot that was never used.
+      start: i32[R], first token in `tokens`.
+      prompt_len: i32[R].
+      max_new: i32[R], most tokens to generate.
+      sampling: SamplingParams of R rows.
+      stop: i32[R, S], tokens that end it; -1 for none.
+      priority: i32[R], higher is served first by the policy "priority".
+      arrival_step: i32[R], steps of the engine before it came.
+      client: i32[R], who asks, for the policy "fair".
+      namespace: u32[R, 4], who may share its blocks.
+      parent: i32[R], slot of the request whose prompt it forks; R for none.
+      parent_uid: i32[R], the `uid` that it has if it is still that one.
+      items: i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
+    """
+
+    tokens: jax.Array
+    uid: jax.Array
+    start: jax.Array
+    prompt_len: jax.Array
+    max_new: jax.Array
+    sampling: SamplingParams
+    stop: jax.Array
+    priority: jax.Array
+    arrival_step: jax.Array
+    client: jax.Array
+    namespace: jax.Array
+    parent: jax.Array
+    parent_uid: jax.Array
+    items: jax.Array | None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots; also the slot that means none."""
+        return self.uid.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSizes:
+    """Sizes of the table (static).
+
+    Attributes:
+      num_slots: Requests at the same time, each sample counted; those that wait included.
+      num_tokens: Of the buffer of tokens.
+      num_stops: Stop tokens of one request.
+      num_clients: Clients of the policy "fair".
+      num_items: Multimodal items of one request.
+    """
+
+    num_slots: int
+    num_tokens: int
+    num_stops: int
+    num_clients: int
+    num_items: int
+
+
+def empty_requests(sizes: TableSizes) -> Requests:
+    """Makes a table without requests, in numpy; `Inbox` builds its columns from one of N slots."""
+    num_slots = sizes.num_slots
+
+    def column(fill: int = 0, shape: tuple[int, ...] = (), dtype: Any = np.int32) -> Any:
+        return np.full((num_slots, *shape), fill, dtype)
+
+    return Requests(
+        tokens=np.zeros(sizes.num_tokens, np.int32),  # type: ignore
+        uid=column(-1),
+        start=column(),
+        prompt_len=column(),
+        max_new=column(),
+        sampling=SamplingParams(
+            temperature=column(0, dtype=np.float32),
+            top_k=column(),
+            top_p=column(1, dtype=np.float32),
+            min_p=column(0, dtype=np.float32),
+            seed=column(0, dtype=np.uint32),
+        ),
+        stop=column(-1, (sizes.num_stops,)),
+        priority=column(),
+        arrival_step=column(),
+        client=column(),
+        namespace=column(0, (4,), np.uint32),
+        parent=column(num_slots),
+        parent_uid=column(-1),
+        items=column(0, (sizes.num_items, 2)) if sizes.num_items else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """A prompt and how it goes on; values are checked when it is made.
+
+    Attributes:
+      prompt: Token ids, at least one; those of multimodal items from `item_tokens`.
+      max_new_tokens: Most tokens to generate.
+      id: Names it in results; unique among those that have not ended. Default: a number.
+      temperature: As in `sampling_params`, like the following three.
+      top_k: Likewise.
+      top_p: Likewise.
+      min_p: Likewise.
+      seed: Decides its draws, with each token's position and, of several samples, the sample's number.
+      stop_tokens: Ids that end it; the one that did is its last token.
+      priority: Higher is served first by the policy "priority".
+      client: Who asks, for the policy "fair": 0 to below `num_clients`.
+      namespace: u32[4], who may share its blocks, as in `allocate`.
+      num_samples: Continuations, which share the prompt's blocks.
+      deadline: Seconds after it was pushed; what is not done then ends. None: no end.
+      items: First position and end of each multimodal item, as in `allocate`.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.GenerationRequest([5, 6, 7], 4, temperature=0.8, num_samples=2).num_samples
+      2
+    """
+
+    prompt: Sequence[int] | np.ndarray
+    max_new_tokens: int
+    id: Hashable = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_tokens: Sequence[int] = ()
+    priority: int = 0
+    client: int = 0
+    namespace: ArrayLike | None = None
+    num_samples: int = 1
+    deadline: float | None = None
+    items: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self):
+        prompt = host_tokens("prompt", self.prompt)
+        if not len(prompt):
+            raise ValueError("prompt has 0 tokens, expected at least 1")
+        stops = host_tokens("stop_tokens", self.stop_tokens)
+        if (stops < 0).any():
+            raise ValueError(f"stop_tokens has {int(stops.min())}, expected token ids, 0 or more")
+        items = _checked_items(self.items, len(prompt))
+        checked: dict[str, Any] = {
+            "prompt": prompt,
+            "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
+            "stop_tokens": stops,
+            "priority": int(priorities([self.priority], 1)[0]),
+            "client": static_count("client", self.client, least=0),
+            "num_samples": static_count("num_samples", self.num_samples),
+            "seed": static_count("seed", self.seed, least=0),
+            "namespace": np.asarray(namespace_words(self.namespace, 1))[0],
+            "items": items,
+        }
+        if self.deadline is not None:
+            checked["deadline"] = finite_number("deadline", self.deadline)
+        temperature, top_p, min_p = (
+            finite_number(name, getattr(self, name)) for name in ("temperature", "top_p", "min_p")
+        )
+        # As in `sampling_params`, which makes arrays: there are many requests, and these stay on the host.
+        _require("temperature", temperature, "0 to 8e37", 0 <= temperature <= 8e37)
+        _require("top_p", top_p, "above 0, at most 1", 0 < top_p <= 1)
+        _require("min_p", min_p, "in [0, 1]", 0 <= min_p <= 1)
+        checked["top_k"] = static_count("top_k", self.top_k, 0, 2**31 - 1, "2**31 - 1")
+        checked |= {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of its longest continuation."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
+    checked = []
+    for item in items:
+        first, end = (static_count("items", value, least=0) for value in item)
+        if not first < end <= prompt_len:
+            raise ValueError(
+                f"items has ({first}, {end}), expected first < end <= {prompt_len}, the prompt's tokens"
+            )
+        checked.append((first, end))
+    return tuple(checked)
+
+
+def sample_seed(seed: int, sample_id: int) -> int:
+    """Derives the seed of one sample, below 2**32."""
+    return int(np.random.SeedSequence([seed, sample_id]).generate_state(1)[0])
+
+
+def _require(name: str, value: Any, expected: str, is_valid: bool) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} is {value!r}, expected {expected}")

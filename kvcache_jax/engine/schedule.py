@@ -1,0 +1,115 @@
+"""The schedule of a step: what is freed, admitted and computed. A pure function of the state.
+
+A step computes at most `max_seqs * width + num_pieces * piece_len` tokens, its budget. The rows' next tokens
+come first: every running row computes one in every step, whatever it has left to do. What the budget leaves
+goes to the prompts of running rows, the best row first, and to those just admitted behind them. The last
+token of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
+without the logits that nobody asks for.
+
+Progress. There is a request of which every step computes a token, as long as one waits or runs:
+
+1. If no row runs, the first request of the policy's order is admitted: all blocks are free or cached, the
+   watermark does not bind, and its blocks fit into the pool, or it would have been refused.
+2. The best running row computes its next token in every step: it is never preempted, and behind `preempt` it
+   has a block (see `preempt.py`).
+3. The order of running rows changes by preemptions alone, and by each request's at most three times; so from
+   some step on a row stays the best until it is done or a better one is admitted. Better ones are finitely
+   many: by arrival those that came before; by priority those that came before or within the steps that
+   their priority is worth.
+
+So every request ends after finitely many steps, also where the pool is exactly what it needs.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import get_at, quotient
+from kvcache_jax.engine.admit import admit
+from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.order import rows_in_order, waits
+from kvcache_jax.engine.state import EngineState
+from kvcache_jax.operations.free import free_rows
+from kvcache_jax.operations.reserve import needs, num_free
+
+_STEPS_BETWEEN_ADMISSIONS = 16
+"""Where nothing changed but the time."""
+
+
+class Plan(NamedTuple):
+    """The prompt tokens of a step: `P` pieces of `T`, the best row's first, a row's in order.
+
+    Attributes:
+      tokens: i32[P, T]; 0 where there is none.
+      rows: i32[P]; `max_seqs` for a piece of nobody.
+      first: i32[P], position of its first token.
+      nth: i32[P], its number among the row's pieces.
+      num_tokens: i32[P].
+    """
+
+    tokens: jax.Array
+    rows: jax.Array
+    first: jax.Array
+    nth: jax.Array
+    num_tokens: jax.Array
+
+
+def is_unusual(state: EngineState) -> jax.Array:
+    """Tells whether a step needs more than a free block for each row's next token, bool[].
+
+    More is: rows that ended, requests that may be admitted, prompts of more than a token, blocks that must be
+    evicted or copied, and rows that must be preempted.
+    """
+    cache = state.cache
+    wanted = (state.num_to_compute > 0).astype(jnp.int32)
+    need = needs(cache.control, wanted, cache.config)
+    lacks = (jnp.sum(need.num_blocks, axis=1) > num_free(cache.control)).any() | need.copies.any()
+    is_time = state.may_admit | (state.step % _STEPS_BETWEEN_ADMISSIONS == 0) | ~state.is_running.any()
+    admits = is_time & ~cache.is_active.all() & waits(state).any()
+    return state.is_ended.any() | admits | (state.num_to_compute > 1).any() | lacks
+
+
+def finish(state: EngineState) -> EngineState:
+    """Frees the rows that ended; their published blocks stay cached."""
+    rows = jnp.arange(state.cache.max_seqs, dtype=jnp.int32)
+    rows = jnp.where(state.is_ended, rows, state.cache.max_seqs)
+    control, _ = free_rows(state.cache.control, rows, config=state.cache.config)
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(state.cache, control=control),
+        is_ended=jnp.zeros_like(state.is_ended),
+        may_admit=state.may_admit | state.is_ended.any(),
+    )
+
+
+def schedule(state: EngineState, options: Options) -> tuple[EngineState, Plan]:
+    """Frees what ended, admits, and shares the budget among prompts; reads and writes no pool."""
+    state = admit(finish(state), options)
+    return state, plan_prompts(state, options)
+
+
+def plan_prompts(state: EngineState, options: Options) -> Plan:
+    """Cuts the prompts of running rows, without their last tokens, into the pieces of one step."""
+    num_pieces, piece_len = options.num_pieces, options.piece_len
+    max_seqs, limit = state.cache.max_seqs, state.cache.config.query_len_limit
+    order = rows_in_order(state, options)
+    most = min(limit, options.long_prefill_len)
+    want = jnp.clip(get_at(state.num_to_compute, order, 0) - 1, 0, most)
+    num_wanted = quotient(want + piece_len - 1, piece_len)
+    end = jnp.cumsum(num_wanted, dtype=jnp.int32)
+    begin = end - num_wanted
+    num_new = jnp.minimum(want, (num_pieces - jnp.minimum(begin, num_pieces)) * piece_len)
+
+    piece = jnp.arange(num_pieces, dtype=jnp.int32)
+    rank = jnp.searchsorted(end, piece, side="right").astype(jnp.int32)
+    row = get_at(order, rank, max_seqs)
+    nth = jnp.where(row < max_seqs, piece - get_at(begin, rank, 0), 0)
+    num_tokens = jnp.clip(get_at(num_new, rank, 0) - nth * piece_len, 0, piece_len)
+    first = get_at(state.cache.context_len, row, 0) + nth * piece_len
+    start = get_at(state.requests.start, get_at(state.row_request, row, state.requests.num_slots), 0)
+    place = jnp.arange(piece_len, dtype=jnp.int32)[None]
+    tokens = get_at(state.requests.tokens, (start + first)[:, None] + place)
+    tokens = jnp.where(place < num_tokens[:, None], tokens, 0)
+    return Plan(tokens, row, first, nth, num_tokens)

@@ -1,0 +1,194 @@
+"""What the engine carries from step to step: the cache, the requests, and who is where.
+
+Invariants, between two steps:
+
+* A running request has one row, and a row at most one running request (`row_request`).
+* A running row holds fewer tokens in the cache than its request has: `context_len < length`. The last token
+  that is known is never in the cache; computing it gives the logits of the next one.
+* A row that is active without a running request has ended (`is_ended`), and is freed before its place is
+  needed, at the latest at the end of the chunk.
+* A request that waits holds no row and no block.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.arrays.masked_updates import get_at, num_true
+from kvcache_jax.arrays.pytree import pytree_dataclass
+from kvcache_jax.core.state import Cache
+from kvcache_jax.engine.requests import Requests, TableSizes, empty_requests
+
+
+class Phase(enum.IntEnum):
+    """Where a request is."""
+
+    EMPTY = 0
+    """The slot was never used."""
+    WAITING = 1
+    """It holds nothing yet."""
+    RUNNING = 2
+    """It has a row."""
+    PREEMPTED = 3
+    """It had one, and waits for another."""
+    DONE = 4
+    """It ended; its slot can be used again."""
+
+
+class Finish(enum.IntEnum):
+    """Why a request ended."""
+
+    NOT_YET = 0
+    """It goes on."""
+    STOP = 1
+    """By a stop token, the last of its tokens."""
+    LENGTH = 2
+    """It has all its tokens."""
+    NAN_LOGITS = 3
+    """Of the logits behind its tokens one is NaN or +inf, or all are -inf."""
+    REFUSED = 4
+    """It could never run: more blocks than the pool has, or more tokens than `max_seq_len`."""
+    CANCELLED = 5
+    """By its caller."""
+    DEADLINE = 6
+    """Its time was over."""
+
+
+class EngineCounter(enum.IntEnum):
+    """Index into `EngineState.counters`; events since the engine was made."""
+
+    STEPS = 0
+    """Steps of the loop."""
+    PREFILL_STEPS = 1
+    """Those that computed prompts beside the rows' next tokens."""
+    PREFILL_TOKENS = 2
+    """Tokens computed that nothing was drawn behind."""
+    GENERATED_TOKENS = 3
+    """Tokens drawn."""
+    CACHED_TOKENS = 4
+    """Tokens that did not have to be computed, as they were found in the cache."""
+    ADMISSIONS = 5
+    """Requests that got a row, those that come back included, forks not."""
+    FORKS = 6
+    """Samples that got a row by a fork of their prompt's."""
+    PREEMPTIONS = 7
+    """Rows taken from requests for want of blocks."""
+    STALLS = 8
+    """Tokens that a row did not compute in a step for want of a block."""
+    FINISHED = 9
+    """Requests that ended, whatever the reason."""
+    REFUSED = 10
+    """Those among them that were refused."""
+    DRAFTED = 11
+    """Draft tokens proposed."""
+    ACCEPTED = 12
+    """Draft tokens accepted."""
+
+
+@pytree_dataclass()
+class EngineState:
+    """All that the engine's program reads and writes; donated from chunk to chunk.
+
+    Attributes:
+      cache: Cache.
+      requests: Requests, the table.
+      phase: i32[R], each request's `Phase`.
+      num_generated: i32[R], tokens behind the prompt.
+      num_preemptions: i32[R].
+      num_bypassed: i32[R], later requests that were admitted before it.
+      row_request: i32[max_seqs], slot of the request that runs in the row; R for none.
+      is_ended: bool[max_seqs], the row is to be freed.
+      may_publish: bool[max_seqs], its blocks were computed under the present weights.
+      may_admit: bool[], something changed since the last request did not fit.
+      service: i32[clients], what each client got, above the least of those that have requests.
+      weights: u32[4], namespace of the weights; combined with that of each request.
+      outbox: i32[any, width], what happened since the host looked; see `chunk.py`.
+      outbox_len: i32[].
+      counters: u32[len(EngineCounter)], modulo 2**32.
+    """
+
+    cache: Cache
+    requests: Requests
+    phase: jax.Array
+    num_generated: jax.Array
+    num_preemptions: jax.Array
+    num_bypassed: jax.Array
+    row_request: jax.Array
+    is_ended: jax.Array
+    may_publish: jax.Array
+    may_admit: jax.Array
+    service: jax.Array
+    weights: jax.Array
+    outbox: jax.Array
+    outbox_len: jax.Array
+    counters: jax.Array
+
+    @property
+    def length(self) -> jax.Array:
+        """i32[R], tokens of each request that are known."""
+        return self.requests.prompt_len + self.num_generated
+
+    @property
+    def is_running(self) -> jax.Array:
+        """bool[max_seqs], the row has a request."""
+        return self.row_request < self.requests.num_slots
+
+    @property
+    def row_length(self) -> jax.Array:
+        """i32[max_seqs], tokens of each row's request that are known; 0 for none."""
+        return get_at(self.length, self.row_request, 0)
+
+    @property
+    def num_to_compute(self) -> jax.Array:
+        """i32[max_seqs], tokens of each running row that are not in the cache."""
+        return jnp.where(self.is_running, self.row_length - self.cache.context_len, 0)
+
+    @property
+    def step(self) -> jax.Array:
+        """i32[], steps so far, as an age is measured."""
+        return self.counters[EngineCounter.STEPS].astype(jnp.int32)
+
+    @property
+    def has_work(self) -> jax.Array:
+        """bool[], some request waits or runs."""
+        return ((self.phase >= Phase.WAITING) & (self.phase <= Phase.PREEMPTED)).any()
+
+
+def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) -> EngineState:
+    """Makes the state of an engine without requests on an idle cache; all but the cache in numpy."""
+
+    def zeros(*shape: int, fill: int = 0, dtype: Any = np.int32) -> Any:
+        return np.full(shape, fill, dtype)
+
+    num_slots, max_seqs = sizes.num_slots, cache.max_seqs
+    return EngineState(
+        cache=cache,
+        requests=empty_requests(sizes),
+        phase=zeros(num_slots),
+        num_generated=zeros(num_slots),
+        num_preemptions=zeros(num_slots),
+        num_bypassed=zeros(num_slots),
+        row_request=zeros(max_seqs, fill=num_slots),
+        is_ended=zeros(max_seqs, dtype=bool),
+        may_publish=zeros(max_seqs, dtype=bool),
+        may_admit=zeros(dtype=bool),
+        service=zeros(sizes.num_clients),
+        weights=zeros(4, dtype=np.uint32),
+        outbox=zeros(*outbox_shape),
+        outbox_len=zeros(),
+        counters=zeros(len(EngineCounter), dtype=np.uint32),
+    )
+
+
+def count(state: EngineState, **events: jax.Array) -> EngineState:
+    """Adds to counters by their names in lower case; masks count their true entries."""
+    counters, order = state.counters, np.arange(len(EngineCounter))
+    for name, num in events.items():
+        num = num_true(num) if num.dtype == bool else num
+        is_it = (order == EngineCounter[name.upper()]).astype(np.uint32)
+        counters += num.astype(jnp.uint32) * is_it
+    return dataclasses.replace(state, counters=counters)

@@ -1,0 +1,237 @@
+"""The host's side of the request table: which slot and which run of tokens is whose.
+
+A slot and its run are taken when a request is pushed and given back when the host has read that it ended, so
+the device never reuses what the host still believes to be a request's.
+"""
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvcache_jax.engine.chunk import Inbox
+from kvcache_jax.engine.requests import GenerationRequest, Requests, TableSizes, empty_requests, sample_seed
+from kvcache_jax.engine.state import Finish
+
+
+@dataclasses.dataclass
+class Sample:
+    """One continuation of a request that has not ended, as the host knows it.
+
+    Attributes:
+      request: As its caller wrote it.
+      id: Its name in results.
+      sample_id: Index among the request's samples.
+      uid: Number in the order of arrival.
+      slot: In the table.
+      run: First token and length of its run in the buffer of tokens.
+      parent: The request's first sample; None for that one.
+      ends_at: On the host's clock; None for no deadline.
+      is_sent: Whether the device knows of it.
+      is_ending: Whether the device was told to end it.
+    """
+
+    request: GenerationRequest
+    id: Hashable
+    sample_id: int
+    uid: int
+    slot: int
+    run: tuple[int, int]
+    parent: "Sample | None"
+    ends_at: float | None
+    is_sent: bool = False
+    is_ending: bool = False
+
+
+class TokenRuns:
+    """Free runs of a buffer, the first one that is long enough is taken; neighbours join when given back."""
+
+    def __init__(self, num_tokens: int):
+        self._starts, self._lens = [0], [num_tokens]
+
+    def take(self, num_tokens: int) -> int | None:
+        """Takes a run and returns its start; None where no free run is as long."""
+        for i, length in enumerate(self._lens):
+            if length >= num_tokens:
+                start = self._starts[i]
+                if length == num_tokens:
+                    del self._starts[i], self._lens[i]
+                else:
+                    self._starts[i], self._lens[i] = start + num_tokens, length - num_tokens
+                return start
+        return None
+
+    def give_back(self, start: int, num_tokens: int) -> None:
+        """Gives back a run that was taken."""
+        if num_tokens == 0:
+            return
+        i = bisect.bisect_left(self._starts, start)
+        if i < len(self._starts) and start + num_tokens == self._starts[i]:
+            num_tokens += self._lens[i]
+            del self._starts[i], self._lens[i]
+        if i > 0 and self._starts[i - 1] + self._lens[i - 1] == start:
+            self._lens[i - 1] += num_tokens
+        else:
+            self._starts.insert(i, start)
+            self._lens.insert(i, num_tokens)
+
+    @property
+    def num_free(self) -> int:
+        """Tokens of all free runs."""
+        return sum(self._lens)
+
+
+class RequestTable:
+    """The samples that have not ended, by slot, and what the device is still to be told of them.
+
+    Args:
+      sizes: Of the table.
+      inbox_sizes: Slots and tokens of an inbox.
+      most_ended: Requests that one inbox can end.
+      max_seq_len: Of the cache.
+    """
+
+    def __init__(self, sizes: TableSizes, inbox_sizes: TableSizes, most_ended: int, max_seq_len: int):
+        self._sizes, self._inbox_sizes, self._most_ended = sizes, inbox_sizes, most_ended
+        self._max_seq_len = max_seq_len
+        self._free_slots = deque(range(sizes.num_slots))
+        self._runs = TokenRuns(sizes.num_tokens)
+        self._by_slot: dict[int, Sample] = {}
+        self._by_id: dict[Hashable, list[Sample]] = {}
+        self._to_send: deque[Sample] = deque()
+        self._to_end: deque[tuple[Sample, Finish]] = deque()
+        self._next_uid = 0
+
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._by_id
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(list(self._by_slot.values()))
+
+    def samples_of(self, request_id: Hashable) -> list[Sample]:
+        """Finds the samples of a request that have not ended."""
+        return list(self._by_id.get(request_id, ()))
+
+    def add(self, request: GenerationRequest, request_id: Hashable, now: float) -> bool:
+        """Takes slots and runs for all samples of a request; False, and nothing taken, without room."""
+        # Nothing is stored of what the device will refuse.
+        is_long = request.num_tokens - 1 > self._max_seq_len
+        run_len = 0 if is_long else request.num_tokens
+        if len(self._free_slots) < request.num_samples:
+            return False
+        runs: list[int] = []
+        for _ in range(request.num_samples):
+            start = self._runs.take(run_len) if run_len else 0
+            if start is None:
+                for taken in runs:
+                    self._runs.give_back(taken, run_len)
+                return False
+            runs.append(start)
+        ends_at = None if request.deadline is None else now + request.deadline
+        first = None
+        for sample_id, start in enumerate(runs):
+            slot, uid = self._free_slots.popleft(), self._next_uid
+            self._next_uid += 1
+            sample = Sample(request, request_id, sample_id, uid, slot, (start, run_len), first, ends_at)
+            first = first or sample
+            self._by_slot[slot] = sample
+            self._by_id.setdefault(request_id, []).append(sample)
+            self._to_send.append(sample)
+        return True
+
+    def end(self, sample: Sample, reason: Finish) -> bool:
+        """Has a sample ended; True if the device has not heard of it, and will not."""
+        if not sample.is_sent:
+            self._to_send.remove(sample)
+            self.remove(sample)
+            return True
+        if not sample.is_ending:
+            sample.is_ending = True
+            self._to_end.append((sample, reason))
+        return False
+
+    def find(self, slot: int, uid: int) -> Sample:
+        """Finds the sample that the device speaks of."""
+        sample = self._by_slot[slot]
+        assert sample.uid == uid
+        return sample
+
+    def remove(self, sample: Sample) -> None:
+        """Gives back the slot and the run of a sample that ended."""
+        del self._by_slot[sample.slot]
+        self._by_id[sample.id].remove(sample)
+        if not self._by_id[sample.id]:
+            del self._by_id[sample.id]
+        self._free_slots.append(sample.slot)
+        self._runs.give_back(*sample.run)
+
+    def fill_inbox(self, weights: np.ndarray, has_new_weights: bool) -> Inbox:
+        """Packs what the device is to be told next, as much as one inbox takes."""
+        sizes = self._inbox_sizes
+        columns: Requests = empty_requests(sizes)
+        slots = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
+        parents = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
+        places = np.full(sizes.num_tokens, self._sizes.num_tokens, np.int32)
+        num_sent = num_tokens = 0
+        while self._to_send and num_sent < sizes.num_slots:
+            sample = self._to_send[0]
+            prompt = sample.request.prompt if sample.run[1] else sample.request.prompt[:0]
+            if num_sent and sample.parent is None:  # samples go together, where an inbox takes them all
+                is_full = num_sent + sample.request.num_samples > sizes.num_slots
+                is_full |= num_tokens + sample.request.num_samples * len(prompt) > sizes.num_tokens
+                if is_full:
+                    break
+            if num_tokens + len(prompt) > sizes.num_tokens:
+                break
+            self._to_send.popleft()
+            sample.is_sent = True
+            slots[num_sent] = sample.slot
+            _write(columns, num_sent, sample)
+            if sample.parent is not None:
+                parents[num_sent] = sample.parent.slot
+            columns.tokens[num_tokens : num_tokens + len(prompt)] = prompt  # type: ignore
+            places[num_tokens : num_tokens + len(prompt)] = sample.run[0] + np.arange(len(prompt))
+            num_sent, num_tokens = num_sent + 1, num_tokens + len(prompt)
+        ended = np.full(self._most_ended, self._sizes.num_slots, np.int32)
+        ended_uid, reason = np.full_like(ended, -1), np.zeros_like(ended)
+        for i in range(min(len(self._to_end), self._most_ended)):
+            sample, why = self._to_end.popleft()
+            ended[i], ended_uid[i], reason[i] = sample.slot, sample.uid, why
+        arrays: dict[str, Any] = {
+            name: getattr(columns, name)
+            for name in (
+                "uid start prompt_len max_new sampling stop priority client parent_uid namespace items tokens"
+            ).split()
+        }
+        arrays |= {"slots": slots, "parent": parents, "places": places}
+        arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
+        return Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
+
+    @property
+    def num_to_send(self) -> int:
+        """Samples that the device has not heard of."""
+        return len(self._to_send)
+
+
+def _write(columns: Any, i: int, sample: Sample) -> None:
+    """Writes a sample into entry `i` of an inbox's columns, in numpy."""
+    request = sample.request
+    columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
+    columns.prompt_len[i], columns.max_new[i] = len(request.prompt), request.max_new_tokens
+    sampling = columns.sampling
+    sampling.temperature[i], sampling.top_k[i] = request.temperature, request.top_k
+    sampling.top_p[i], sampling.min_p[i] = request.top_p, request.min_p
+    sampling.seed[i] = sample_seed(request.seed, sample.sample_id)
+    columns.stop[i, : len(request.stop_tokens)] = request.stop_tokens
+    columns.priority[i], columns.client[i] = request.priority, request.client
+    columns.namespace[i] = request.namespace
+    if sample.parent is not None:
+        columns.parent_uid[i] = sample.parent.uid
+    for k, item in enumerate(request.items):
+        columns.items[i, k] = item

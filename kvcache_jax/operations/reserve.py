@@ -1,0 +1,125 @@
+"""The two halves of `extend`, for a loop whose ordinary step must not wait for the host.
+
+`reserve` has all the loops: shortage, eviction, copies. `extend_reserved` has none: it takes free blocks, and
+serves rows whose last block is their own. An ordinary step calls the second alone.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, remainder, set_at
+from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.core.attention_plan import plan_attention
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
+from kvcache_jax.operations.extend import grow, record_tokens, take_blocks
+from kvcache_jax.operations.extend_plan import ExtendPlan, decide, propose
+from kvcache_jax.operations.new_tokens import padded_tokens
+from kvcache_jax.operations.rows import num_blocks_for
+
+
+class Needs(NamedTuple):
+    """Blocks that rows lack for their next tokens.
+
+    Attributes:
+      num_blocks: i32[groups, max_seqs], new blocks and copies.
+      copies: bool[groups, max_seqs], the last block must be copied first.
+    """
+
+    num_blocks: jax.Array
+    copies: jax.Array
+
+
+def needs(
+    control: Control,
+    num_new: jax.Array,
+    config: CacheConfig,
+    ref_counts: tuple[jax.Array, ...] | None = None,
+) -> Needs:
+    """Counts what each row needs by itself for `num_new` i32[max_seqs] tokens; nothing for 0.
+
+    Args:
+      control: The state.
+      num_new: i32[max_seqs], at most what `max_seq_len` leaves.
+      config: The cache's.
+      ref_counts: Owners of the blocks per group, such as without some rows. Default: those of the state.
+    """
+    num_blocks, copies = [], []
+    context_len, rows = control.context_len, jnp.arange(control.max_seqs, dtype=jnp.int32)
+    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
+        owners = pool.ref_count if ref_counts is None else ref_counts[g]
+        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
+        first = num_blocks_for(context_len, group.block_size)[:, None]
+        end = num_blocks_for(context_len + num_new, group.block_size)[:, None]
+        is_new = (columns >= first) & (columns < end) & (pool.block_table == pool.num_blocks)
+        tail = get_at(pool.block_table, (rows, quotient(context_len, group.block_size)), pool.num_blocks)
+        is_kept = (get_at(owners, tail, 0) > 1) | block_pool.is_published(pool, tail)
+        copies.append((num_new > 0) & (remainder(context_len, group.block_size) > 0) & is_kept)
+        num_blocks.append(jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies[-1].astype(jnp.int32))
+    return Needs(jnp.stack(num_blocks), jnp.stack(copies))
+
+
+def num_free(control: Control) -> jax.Array:
+    """Reads the free blocks of each group, i32[groups]."""
+    return jnp.stack([pool.num_free for pool in control.block_pools])
+
+
+def num_available(control: Control) -> jax.Array:
+    """Counts the free and the cached blocks of each group, i32[groups]."""
+    return jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+
+
+def reserve(cache: Cache, num_new: jax.Array, max_new: int) -> Cache:
+    """Gets rows what `extend_reserved` wants for `num_new` i32[max_seqs] tokens, at most `max_new` each.
+
+    Blocks are evicted and taken, and last blocks that are shared or published are copied. A row for which
+    blocks do not suffice, in the order of rows, is as it was. Lengths stay.
+    """
+    config, control = cache.config, cache.control
+    tokens = padded_tokens(control.max_seqs, max_new)
+    control, plan = propose(control, None, num_new, tokens, max_new, config)
+    control, plan = decide(control, plan, config)
+    control, copies = take_blocks(control, plan, config)
+    if control.prefix_index is not None:
+        control = _note_copies(control, plan, copies[config.indexed_group], config)
+    cache = dataclasses.replace(cache, control=control)
+    return storage.copy_all(cache, copies) if cache.pools else cache
+
+
+def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config: CacheConfig) -> Control:
+    """Notes that copies hold the tokens of the originals and are not published."""
+    index = control.prefix_index
+    assert index is not None
+    block_tokens = set_at(index.block_tokens, copied.dst, get_at(index.block_tokens, copied.src))
+    num_full = quotient(control.context_len, config.groups[config.indexed_group].block_size)
+    copiers = jnp.where(plan.groups[config.indexed_group].copies_tail, plan.seq_ids, control.max_seqs)
+    return dataclasses.replace(
+        control,
+        num_published=min_at(control.num_published, copiers, num_full),
+        prefix_index=dataclasses.replace(index, block_tokens=block_tokens),
+    )
+
+
+def extend_reserved(cache: Cache, num_new: jax.Array, tokens: jax.Array) -> tuple[Cache, Step]:
+    """Does what `extend(cache, num_new, max_new=..., tokens=tokens)` does, of all rows, without a loop.
+
+    Args:
+      cache: Has the free blocks that `needs` counts for all rows together, and no row has to copy.
+      num_new: i32[max_seqs].
+      tokens: i32[max_seqs, max_new].
+    """
+    config, control = cache.config, cache.control
+    layout = padded_tokens(*tokens.shape)
+    control, plan = propose(control, None, num_new, layout, tokens.shape[1], config)
+    # Nobody copies: said so, XLA drops what would be copied.
+    groups = tuple(group._replace(copies_tail=group.copies_tail & False) for group in plan.groups)
+    plan = dataclasses.replace(plan, groups=groups)
+    control, copies = take_blocks(control, plan, config, evicts=False)
+    control, step = grow(control, plan, config)
+    if control.prefix_index is not None:
+        control = record_tokens(control, tokens, step, copies[config.indexed_group], config)
+    cache = dataclasses.replace(cache, control=control)
+    return cache, plan_attention(cache, step) if cache.pools else step

@@ -1,0 +1,91 @@
+"""Reads and updates at computed places, against numpy: those outside are skipped, negative ones too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvcache_jax.arrays import masked_updates
+from kvcache_jax.arrays.masked_updates import (
+    count_down,
+    first_of_equal,
+    first_true,
+    get_at,
+    last_of_equal,
+    rank_true,
+    run_if,
+    set_at,
+)
+
+OUTSIDE = -(2**31), -7, -1, 7, 8, 2**31 - 1
+
+
+def test_reads_outside_give_the_fill():
+    array = jnp.arange(7, dtype=jnp.int32) + 10
+    places = [0, *OUTSIDE, 6, 3]
+    assert get_at(array, jnp.array(places), 5).tolist() == [10, *[5] * len(OUTSIDE), 16, 13]
+    without_fill = get_at(array, jnp.array(places)).tolist()
+    assert set(without_fill) <= {*range(10, 17)} and without_fill[-2:] == [16, 13]
+    table = jnp.arange(14, dtype=jnp.int32).reshape(7, 2)
+    assert get_at(table, jnp.array([2, 7, -1]), 9).tolist() == [[4, 5], [9, 9], [9, 9]]
+    rows, columns = jnp.array([[1], [7], [2]]), jnp.array([[-1, 0, 1, 2]])
+    assert get_at(table, (rows, columns), 9).tolist() == [[9, 2, 3, 9], [9] * 4, [9, 4, 5, 9]]
+
+
+@pytest.mark.parametrize("how", ["set", "add", "min", "max"])
+def test_updates_skip_what_is_outside(how):
+    update = getattr(masked_updates, f"{how}_at")
+    array = jnp.array([4, 4, 4, 4, 4, 4, 4], jnp.int32)
+    kept = {"set": 9, "add": 13, "min": 4, "max": 9}[how]
+    assert update(array, jnp.array([*OUTSIDE, 5]), 9).tolist() == [4, 4, 4, 4, 4, kept, 4]
+    assert update(array, jnp.array(OUTSIDE), jnp.arange(len(OUTSIDE))).tolist() == [4] * 7
+    found = update(array.reshape(7, 1), (jnp.array([0, 7, 2, -1]), jnp.array([0, 0, 1, -1])), 9)
+    assert found[:, 0].tolist() == [kept, 4, 4, 4, 4, 4, 4]
+
+
+def test_the_last_of_equal_entries_takes_the_last_one():
+    """Random counts and entries, some of them outside; the counts never get negative."""
+    rng, count = np.random.default_rng(0), jax.jit(count_down)
+    for _ in range(30):
+        places = rng.integers(-2, 9, (3, 4))
+        inside = [place for place in places.flat if 0 <= place < 7]
+        counts = np.bincount(inside, minlength=7) + rng.integers(0, 2, 7)
+        left, expected = counts.copy(), []
+        for place in places.flat:
+            is_inside = 0 <= place < 7
+            left[place if is_inside else 0] -= is_inside
+            expected.append(bool(is_inside and left[place] == 0))
+        found, is_last = count(jnp.asarray(counts, jnp.int32), jnp.asarray(places, jnp.int32))
+        assert found.tolist() == left.tolist()
+        assert np.ravel(is_last).tolist() == expected
+
+
+@pytest.mark.parametrize(("find", "which"), [(first_of_equal, 0), (last_of_equal, -1)])
+def test_one_of_equal_masked_entries_is_found(find, which):
+    rng, find = np.random.default_rng(1), jax.jit(find)
+    for _ in range(30):
+        places, mask = rng.integers(-1, 6, (2, 5)), rng.random((2, 5)) < 0.7
+        found, lent = find(jnp.zeros(5, jnp.int32), jnp.asarray(mask), jnp.asarray(places, jnp.int32))
+        inside = [i for i in range(10) if mask.flat[i] and 0 <= places.flat[i] < 5]
+        expected = [[i for i in inside if places.flat[i] == place][which] for place in {*places.flat[inside]}]
+        assert np.flatnonzero(np.ravel(found)).tolist() == sorted(expected)
+        # What was not lent for marks is as it was, and the marks can be told from it.
+        marked = {*places.flat[inside].tolist()}
+        assert {*np.flatnonzero(np.asarray(lent) < 0).tolist()} == marked
+        assert {*np.flatnonzero(np.asarray(lent) == 0).tolist()} == {*range(5)} - marked
+
+
+def test_true_entries_are_ranked_and_found():
+    mask = jnp.array([False, True, True, False, True])
+    rank, num_true = rank_true(mask)
+    assert rank[mask].tolist() == [0, 1, 2] and int(num_true) == 3
+    assert first_true(jnp.stack([mask, ~mask, mask & False])).tolist() == [1, 0, 5]
+
+
+def test_what_is_done_once_or_not_at_all():
+    def change(state):
+        return set_at(state, jnp.array([1, 9]), 7)
+
+    run = jax.jit(lambda condition, state: run_if(condition, change, state))
+    assert run(True, jnp.zeros(3, jnp.int32)).tolist() == [0, 7, 0]
+    assert run(False, jnp.zeros(3, jnp.int32)).tolist() == [0, 0, 0]

@@ -1,0 +1,297 @@
+"""The engine from outside: what it takes, refuses, delivers and survives."""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+
+import kvcache_jax as kv
+from kvcache_jax import EngineCounter
+from kvcache_jax.engine.table import TokenRuns
+from kvcache_jax.engine.transfers import Reader
+from tests.engine.exact_model import (
+    NAN_TOKEN,
+    check_idle,
+    check_state,
+    collect,
+    config,
+    decode_alone,
+    forward,
+    make_params,
+    note,
+    random_request,
+)
+
+# The sizes of `test_exact`'s tiny pool, 11 blocks of 4 tokens: one program serves both files.
+SIZES = {"token_budget": 12, "steps_per_chunk": 8, "max_requests": 7, "max_tokens": 7 * 49}
+
+
+def make_engine(**options):
+    return kv.Engine(forward, make_params(), config(num_blocks=11), **SIZES | options)
+
+
+def ask(prompt, max_new, request_id=None, **options):
+    return kv.GenerationRequest(prompt, max_new, id=request_id, **options)
+
+
+def expect(said, requests, shift=0):
+    for request in requests:
+        tokens, _, reason = decode_alone(request, shift=shift)
+        assert (said[request.id, 0][0], said[request.id, 0][2]) == (tokens, reason), request
+
+
+def test_a_pool_that_one_request_fills_never_stands_still():
+    """Behind every step one more token is computed, though each request wants all blocks."""
+    engine = make_engine()
+    requests = [ask([i + 1] * (5 * i + 2), 40 - 5 * i, i) for i in range(6)]
+    figures, steps = [engine.figures().counts], []
+
+    def on_drain():
+        figures.append(engine.figures().counts)
+        before, after = figures[-2:]
+        done = [EngineCounter.PREFILL_TOKENS, EngineCounter.GENERATED_TOKENS]
+        num_steps = after[EngineCounter.STEPS] - before[EngineCounter.STEPS]
+        steps.append(num_steps)
+        assert sum(after[c] - before[c] for c in done) >= num_steps
+
+    expect(collect(engine, requests, on_drain), requests)
+    assert figures[-1][EngineCounter.PREEMPTIONS] > 2
+    assert sum(steps) <= sum(request.num_tokens for request in requests)
+
+
+def test_what_could_never_run_is_refused_at_once():
+    """44 tokens are 11 blocks; the last token that is drawn is not stored."""
+    engine = make_engine()
+    fits = [ask([1] * 40, 5, "all blocks"), ask([2, 3], 2, "small")]
+    refused = [ask([1] * 40, 6, "one token more"), ask([1] * 50, 1, "long"), ask([1], 49, "long answer")]
+    said = collect(engine, [*refused[:2], *fits, *refused[2:]])
+    expect(said, fits)
+    assert [said[request.id, 0] for request in refused] == [([], [], "refused")] * 3
+    assert engine.figures().counts[EngineCounter.REFUSED] == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ask([], 1), "prompt has 0 tokens, expected at least 1"),
+        (lambda: ask([1], 0), "max_new_tokens is 0, expected at least 1"),
+        (lambda: ask("text", 1), "expected integer token ids"),
+        (lambda: ask([1], 1, top_p=0.0), "top_p is 0.0, expected above 0, at most 1"),
+        (lambda: ask([1], 1, temperature=-1.0), "temperature is -1.0, expected 0 to 8e37"),
+        (lambda: ask([1], 1, stop_tokens=[-1]), "stop_tokens has -1, expected token ids"),
+        (lambda: ask([1], 1, items=[(0, 2)]), r"items has \(0, 2\), expected first < end <= 1"),
+        (lambda: make_engine(token_budget=4), "token_budget is 4, expected more than 4"),
+        (lambda: make_engine(policy="lifo"), "policy is 'lifo', expected one of 'fcfs'"),
+        (lambda: make_engine(watermark=1.0), "watermark is 1.0, expected 0 to below 1"),
+        (
+            lambda: make_engine().push([ask([1], 1, stop_tokens=range(9))]),
+            "has 9 stop tokens, expected",
+        ),
+        (lambda: make_engine().push([ask([1], 1, client=8)]), "has 8 as its client, expected at most 7"),
+        (lambda: make_engine().push([ask([1], 1, num_samples=8)]), "has 8 samples, expected at most 7"),
+        (lambda: make_engine().push([ask([1], 1, "a"), ask([2], 1, "a")]), "has the id 'a', which another"),
+        (lambda: make_engine().set_params([1]), "params has the structure"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def test_an_id_is_free_again_when_its_request_has_ended():
+    engine = make_engine()
+    assert engine.push([ask([1], 2, "a")]) == 1
+    with pytest.raises(ValueError, match="has the id 'a'"):
+        engine.push([ask([2], 2, "b"), ask([2], 2, "a")])
+    assert len(list(engine)) >= 1
+    assert engine.push([ask([2], 2, "a")]) == 1
+    assert {event.id for event in engine} == {"a"}
+
+
+def test_push_says_how_many_it_took():
+    engine = make_engine()
+    requests = [ask([i], 3, i) for i in range(9)]
+    assert engine.push(requests) == 7
+    said = {}
+    note(said, engine)
+    assert engine.push(requests[7:]) == 2
+    note(said, engine)
+    expect(said, requests)
+
+
+def test_one_long_request_takes_the_place_of_many():
+    """Runs of the token buffer are reused, and joined again, whatever the order in which they come back."""
+    engine = make_engine(max_tokens=98)
+    assert engine.push([ask([i] * 4, 17, i) for i in range(5)]) == 4
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
+        runs = TokenRuns(84)
+        starts = [runs.take(21) for _ in range(4)]
+        assert starts == [0, 21, 42, 63] and runs.take(1) is None
+        for i in order:
+            runs.give_back(starts[i], 21)
+        assert runs.num_free == 84 and runs.take(84) == 0
+
+
+def test_the_first_token_may_be_the_last():
+    engine = make_engine()
+    first = decode_alone(ask([3, 4], 1))[0][0]
+    requests = [ask([3, 4], 9, i, stop_tokens=[first, 1]) for i in range(4)] + [ask([3, 4], 1, 4)]
+    said = collect(engine, requests)
+    assert [said[i, 0][0::2] for i in range(4)] == [([first], "stop")] * 4
+    assert said[4, 0][0::2] == ([first], "length")
+
+
+def test_all_rows_end_in_one_step():
+    engine = make_engine()
+    requests = [ask([i], 6, i) for i in range(1, 8)]
+    expect(collect(engine, requests), requests)
+
+
+def test_a_row_with_nan_logits_ends_alone():
+    """None of what it computed since is published, and nobody else hears of it."""
+    engine = make_engine()
+    bad = ask([1, 2, 3, 4, 5, 6, 7, NAN_TOKEN], 9, "bad")
+    others = [ask([1, 2, 3, 4, 5, 6, 7, 8 + i], 6, i) for i in range(3)]
+    said = collect(engine, [others[0], bad, *others[1:]])
+    assert said["bad", 0] == ([], [], "nan_logits")
+    expect(said, [*others, bad])
+    assert kv.lookup(engine.state.cache, [[*bad.prompt, 0]], [9]).tolist() == [4]
+
+
+@pytest.mark.parametrize("num_drains", [0, 1, 2, 4])
+def test_cancel_in_every_phase(num_drains):
+    """Not sent yet, waiting, computing its prompt, decoding; each is told once, and leaves nothing behind."""
+    engine = make_engine(steps_per_chunk=8)
+    requests = [ask([i] * 12, 20, i) for i in range(6)]
+    assert engine.push(requests) == 6
+    said = {}
+    for _ in range(num_drains):
+        engine.drain()
+        note(said, engine.take_events())
+    cancelled = [i for i in (0, 3, 5) if engine.cancel(i)]
+    assert cancelled and not engine.cancel("unknown")
+    while engine.num_unfinished:
+        engine.drain()
+        check_state(engine)
+        note(said, engine.take_events())
+    note(said, engine)
+    check_idle(engine)
+    expect(said, [request for request in requests if request.id not in (0, 3, 5)])
+    for i in cancelled:
+        tokens, _, reason = decode_alone(requests[i])
+        assert said[i, 0][2] in ("cancelled", reason)
+        assert said[i, 0][0] == tokens[: len(said[i, 0][0])]
+    assert num_drains > 2 or said[5, 0][2] == "cancelled"
+    assert not engine.cancel(0)
+
+
+def test_a_deadline_ends_a_request():
+    engine = make_engine()
+    requests = [ask([1, 2], 30, "late", deadline=0.0), ask([3], 4, "fine", deadline=3600.0)]
+    said = collect(engine, requests)
+    assert said["late", 0][2] == "deadline"
+    expect(said, requests[1:])
+
+
+def test_a_consumer_that_raises_leaves_the_engine_usable():
+    engine = make_engine()
+    requests = [ask([i, 2], 9, i) for i in range(5)]
+    assert engine.push(requests) == 5
+    said = {}
+    with pytest.raises(RuntimeError, match="consumer"):
+        for event in engine:
+            note(said, [event])
+            raise RuntimeError("consumer")
+    assert engine.push([ask([9], 3, 9)]) == 1
+    note(said, engine)
+    expect(said, [*requests, ask([9], 3, 9)])
+    check_idle(engine)
+
+
+def test_an_async_consumer_gets_the_same():
+    engine = make_engine()
+    requests = [ask([i, 5], 8, i) for i in range(5)]
+
+    async def consume():
+        engine.push(requests)
+        said = {}
+        async for event in engine:
+            note(said, [event])
+            await asyncio.sleep(0)
+        return said
+
+    expect(asyncio.run(consume()), requests)
+
+
+def test_new_weights_between_chunks():
+    """Rows that run keep their place, and what they computed is not found under the new weights."""
+    engine = make_engine()
+    before, across = ask([1, 2, 3, 4, 5], 2, "before"), ask([1, 2, 3, 4, 6, 7], 30, "across")
+    said = collect(engine, [before])
+    assert engine.push([across]) == 1
+    engine.drain()
+    engine.set_params(make_params(shift=1), kv.namespace(weights="new"))
+    after = ask([1, 2, 3, 4, 5], 6, "after")
+    assert engine.push([after]) == 1
+    note(said, engine.take_events())
+    note(said, engine)
+    expect(said, [before])
+    expect(said, [after], shift=1)
+    assert len(said["across", 0][0]) == 30
+    assert said["across", 0][0] != decode_alone(across)[0]
+    check_idle(engine)
+    tokens = [[*across.prompt, *said["across", 0][0]]]
+    words = kv.namespace(weights="new")
+    assert kv.lookup(engine.state.cache, tokens, [36], words).tolist() == [4]  # what "after" published
+
+
+def test_the_host_reads_once_per_chunk_and_nowhere_else(monkeypatch):
+    """A transfer guard sees nothing on CPUs, so reading is made impossible but in the one place."""
+    engine, is_reading = make_engine(), []
+    device_get, as_numpy, read = jax.device_get, ArrayImpl.__array__, Reader.__call__
+
+    def refuse(*_, **__):
+        raise AssertionError("the host reads the device")
+
+    def read_here(reader, array):
+        is_reading.append(True)
+        try:
+            return read(reader, array)
+        finally:
+            is_reading.pop()
+
+    for num_requests in (1, 7):
+        requests = [ask([i, 7], 40, i) for i in range(num_requests)]
+        before, said = engine.figures(), {}
+        with monkeypatch.context() as patch:
+            for name in ("__int__", "__float__", "__bool__", "__index__", "item", "tolist"):
+                patch.setattr(ArrayImpl, name, refuse)
+            patch.setattr(
+                ArrayImpl, "__array__", lambda *a, **k: (as_numpy if is_reading else refuse)(*a, **k)
+            )
+            patch.setattr(jax, "device_get", lambda x: (device_get if is_reading else refuse)(x))
+            patch.setattr(Reader, "__call__", read_here)
+            assert engine.push(requests) == num_requests
+            note(said, engine)
+            after = engine.figures()
+        expect(said, requests)
+        num_steps = after.counts[EngineCounter.STEPS] - before.counts[EngineCounter.STEPS]
+        assert 0 < after.num_reads - before.num_reads <= num_steps // 8 + 2
+
+
+def test_random_mixes_under_cancellation():
+    engine = make_engine()
+    rng = np.random.default_rng(7)
+    requests = [random_request(rng, i) for i in range(14)]
+
+    def on_drain():
+        engine.cancel(int(rng.integers(14)))
+
+    said = collect(engine, requests, on_drain)
+    assert {reason for *_, reason in said.values()} >= {"cancelled", "length"}
+    for request in requests:
+        tokens, _, reason = decode_alone(request)
+        found, _, why = said[request.id, 0]
+        assert found == tokens[: len(found)] and why in ("cancelled", reason)

@@ -1,0 +1,62 @@
+"""Whoever else is in the batch: the same tokens as each request alone, without cache or engine."""
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import EngineCounter
+from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
+
+# A pool that one long request fills, so that rows are preempted and come back; short and long pieces; a
+# window beside; no index. Sizes of the cache, then those of the engine.
+ENGINES = {
+    "tiny pool": (dict(num_blocks=11), dict(token_budget=12)),
+    "short blocks": (dict(num_blocks=24, block_size=2, max_seqs=3), dict(token_budget=5, watermark=0.1)),
+    "window": (
+        dict(num_layers=2, num_blocks=14, max_query_len=8),
+        dict(token_budget=4 + 24, steps_per_chunk=3),
+    ),
+    "no index": (dict(num_blocks=11, enable_prefix_caching=False), dict(token_budget=11)),
+    "long blocks": (dict(num_blocks=7, block_size=8), dict(token_budget=40, policy="priority")),
+}
+
+
+def make_engine(name):
+    sizes, options = ENGINES[name]
+    return kv.Engine(
+        forward,
+        make_params(),
+        config(**sizes),
+        **{"max_requests": 7, "max_tokens": 7 * 49, "steps_per_chunk": 8} | options,
+    )
+
+
+def check_mixes(engine, seeds, num_requests=9):
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        requests = [random_request(rng, i) for i in range(num_requests)]
+        said = collect(engine, requests)
+        assert len(said) == num_requests
+        for request in requests:
+            tokens, logprobs, reason = decode_alone(request, engine.config.num_layers)
+            found = said[request.id, 0]
+            assert (found[0], found[2]) == (tokens, reason), (seed, request)
+            np.testing.assert_allclose(found[1], logprobs, rtol=1e-5)
+
+
+@pytest.mark.quick_cases("tiny pool")
+@pytest.mark.parametrize("name", ENGINES)
+def test_random_mixes(name):
+    engine = make_engine(name)
+    check_mixes(engine, range(4))
+    counts = engine.figures().counts
+    assert counts[EngineCounter.PREEMPTIONS] > 0
+    has_index = engine.config.enable_prefix_caching
+    assert (counts[EngineCounter.CACHED_TOKENS] > 0) == has_index
+    assert counts[EngineCounter.GENERATED_TOKENS] > counts[EngineCounter.STEPS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_many_random_mixes(name):
+    check_mixes(make_engine(name), range(4, 44))
