@@ -259,15 +259,20 @@ class Engine:
             while self._events:
                 yield self._events.popleft()
 
-    def drain(self) -> None:
+    def drain(self, max_steps: int | None = None) -> None:
         """Dispatches the next chunk, and takes in the report of the one before; for a loop of one's own.
 
         What came of it is for `take_events`.
+
+        Args:
+          max_steps: Of the next chunk, at most `steps_per_chunk`.
         """
+        if max_steps is not None:
+            max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
         with self._lock:
             self._end_late()
             while len(self._in_flight) < _CHUNKS_AHEAD and (self._table or self._has_new_weights):
-                self._dispatch()
+                self._dispatch(self._steps if max_steps is None else max_steps)
             report = self._in_flight.popleft() if self._in_flight else None
         if report is not None:
             found = self.read(report)
@@ -284,13 +289,13 @@ class Engine:
     def _has_news(self) -> bool:
         return bool(self._events or self._table or self._in_flight)
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, num_steps: int) -> None:
         inbox = self._table.fill_inbox(self._weights, self._has_new_weights)
         self._state, report = _run(
             self.params,
             self._state,
             inbox,
-            np.int32(self._steps),
+            np.int32(num_steps),
             model=self._model,
             options=self._options,
         )

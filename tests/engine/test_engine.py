@@ -36,9 +36,9 @@ def ask(prompt, max_new, request_id=None, **options):
     return kv.GenerationRequest(prompt, max_new, id=request_id, **options)
 
 
-def expect(said, requests, shift=0):
+def expect(said, requests, **model):
     for request in requests:
-        tokens, _, reason = decode_alone(request, shift=shift)
+        tokens, _, reason = decode_alone(request, **model)
         assert (said[request.id, 0][0], said[request.id, 0][2]) == (tokens, reason), request
 
 
@@ -292,6 +292,7 @@ def test_random_mixes_under_cancellation():
     said = collect(engine, requests, on_drain)
     assert {reason for *_, reason in said.values()} >= {"cancelled", "length"}
     for request in requests:
-        tokens, _, reason = decode_alone(request)
-        found, _, why = said[request.id, 0]
-        assert found == tokens[: len(found)] and why in ("cancelled", reason)
+        for i in range(request.num_samples):
+            tokens, _, reason = decode_alone(request, sample_id=i)
+            found, _, why = said[request.id, i]
+            assert found == tokens[: len(found)] and why in ("cancelled", reason)

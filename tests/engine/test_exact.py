@@ -36,11 +36,12 @@ def check_mixes(engine, seeds, num_requests=9):
         rng = np.random.default_rng(seed)
         requests = [random_request(rng, i) for i in range(num_requests)]
         said = collect(engine, requests)
-        assert len(said) == num_requests
-        for request in requests:
-            tokens, logprobs, reason = decode_alone(request, engine.config.num_layers)
-            found = said[request.id, 0]
-            assert (found[0], found[2]) == (tokens, reason), (seed, request)
+        assert len(said) == sum(request.num_samples for request in requests)
+        samples = [(request, i) for request in requests for i in range(request.num_samples)]
+        for request, i in samples:
+            tokens, logprobs, reason = decode_alone(request, engine.config.num_layers, sample_id=i)
+            found = said[request.id, i]
+            assert (found[0], found[2]) == (tokens, reason), (seed, request, i)
             np.testing.assert_allclose(found[1], logprobs, rtol=1e-5)
 
 
@@ -50,7 +51,7 @@ def test_random_mixes(name):
     engine = make_engine(name)
     check_mixes(engine, range(4))
     counts = engine.figures().counts
-    assert counts[EngineCounter.PREEMPTIONS] > 0
+    assert counts[EngineCounter.PREEMPTIONS] > 0 and counts[EngineCounter.FORKS] > 0
     has_index = engine.config.enable_prefix_caching
     assert (counts[EngineCounter.CACHED_TOKENS] > 0) == has_index
     assert counts[EngineCounter.GENERATED_TOKENS] > counts[EngineCounter.STEPS]
