@@ -148,7 +148,7 @@ def collect(engine, requests, on_drain=None):
     while waiting or engine.num_unfinished:
         waiting = waiting[engine.push(waiting) :]
         engine.drain()
-        check_state(engine)
+        check_state(engine.state)
         if on_drain is not None:
             on_drain()
         note(said, engine.take_events())
@@ -167,9 +167,9 @@ def note(said, events):
         said[event.id, event.sample_id] = (tokens, logprobs, event.finish_reason)
 
 
-def check_state(engine):
+def check_state(state):
     """What the engine promises between two chunks (see kvcache_jax/engine/state.py)."""
-    state = jax.device_get(engine.state)
+    state = jax.device_get(state)
     assert kv.check_invariants(state.cache) == []
     num_slots, rows = state.requests.num_slots, state.row_request
     running = rows[rows < num_slots]

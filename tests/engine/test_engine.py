@@ -1,6 +1,7 @@
 """The engine from outside: what it takes, refuses, delivers and survives."""
 
 import asyncio
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from tests.engine.exact_model import (
 )
 
 # The sizes of `test_exact`'s tiny pool, 11 blocks of 4 tokens: one program serves both files.
-SIZES = {"token_budget": 12, "steps_per_chunk": 8, "max_requests": 7, "max_tokens": 7 * 49}
+SIZES: dict[str, Any] = {"token_budget": 12, "steps_per_chunk": 8, "max_requests": 7, "max_tokens": 7 * 49}
 
 
 def make_engine(**options):
@@ -174,7 +175,7 @@ def test_cancel_in_every_phase(num_drains):
     assert cancelled and not engine.cancel("unknown")
     while engine.num_unfinished:
         engine.drain()
-        check_state(engine)
+        check_state(engine.state)
         note(said, engine.take_events())
     note(said, engine)
     check_idle(engine)
