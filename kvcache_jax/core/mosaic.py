@@ -159,8 +159,8 @@ def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> An
     most = _max_queries()
     if num_queries > most:
         starts = jnp.arange(0, num_queries, most, dtype=jnp.int32)
-        first_position = (plan.first_position[:, None] + starts).reshape(-1)
-        num_left = (plan.num_queries[:, None] - starts).reshape(-1)
+        first_position = (plan.first_position[:, None] + starts[None]).reshape(-1)
+        num_left = (plan.num_queries[:, None] - starts[None]).reshape(-1)
         table_row = jnp.repeat(plan.table_row, starts.shape[0])
         plan = plan_rows(group, table_row, first_position, jnp.clip(num_left, 0, most))
     return DecodeRows(

@@ -437,6 +437,21 @@ def test_a_step_is_planned_once_for_all_layers_of_a_group(monkeypatch):
     assert planned == [3, 3]
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_more_tokens_than_a_kernel_takes_are_cut(implementation):
+    """Traced alone, in the tests' strict modes."""
+    config = config_of(implementation)
+    q, k, v = chunk(implementation, 11, 0)
+
+    def step_fn(cache):
+        cache, step = kv.extend(cache, jnp.full(4, 11), max_new=11)
+        return kv.attention(cache, 0, q, k, v, step)[1]
+
+    with testing.interpreted():
+        out = jax.eval_shape(step_fn, jax.eval_shape(functools.partial(kv.init, config)))
+    assert out.shape == q.shape
+
+
 def test_a_mesh_of_gpus_runs_the_kernels_for_them():
     """jax calls them "gpu" there."""
     config = config_of("mosaic_gpu", windows=(None,))

@@ -42,9 +42,10 @@ def plan(plan, pool, group, *, num_queries, num_columns):
 
 
 OWN = kv.Backend("test: own", everywhere, noted("decode", 1), noted("prefill", 2), write, copy_blocks, plan)
+OTHER = kv.Backend("test: other", everywhere, noted("other", 3))
 NOTHING = kv.Backend("test: nothing", everywhere)
 NOWHERE = kv.Backend("test: nowhere", lambda *_: "it is for nobody")
-for each in (OWN, NOTHING, NOWHERE):
+for each in (OWN, OTHER, NOTHING, NOWHERE):
     kv.register_backend(each)
 
 
@@ -81,6 +82,15 @@ def test_a_step_of_more_tokens_than_eight_is_prefilled(width, name, value):
         assert (pool[:2] == 7).all() and not pool[2:].any()
 
 
+def test_packed_tokens_are_decoded_one_by_one():
+    CALLS.clear()
+    cache, _ = kv.allocate(kv.init(config_of("test: own", 1)), [0, 1], [0, 0])
+    cache, step = kv.extend(cache, [9, 2], num_tokens=11)
+    out = kv.attend(cache, 0, jnp.ones((11, 1, 4)), step)[1]
+    assert ("plan", 1, 4) in CALLS and ("decode", 1, 1) in CALLS
+    assert (out == 1.5).all()
+
+
 def test_xla_does_what_a_backend_leaves_to_it():
     found, expected = (run(config_of(name), [3, 2], 3) for name in ("test: nothing", "xla"))
     for one, other in zip(
@@ -103,6 +113,7 @@ def test_a_call_may_name_another_backend_than_the_cache():
     cache, _ = kv.allocate(kv.init(config_of("test: own", 1)), [0, 1], [0, 0])
     cache, step = kv.extend(cache, [1, 1], max_new=1)
     assert not kv.attend(cache, 0, q, step, implementation="xla")[1].any()
+    assert (kv.attend(cache, 0, q, step, implementation="test: other")[1] == 3).all()
     assert not [call for call in CALLS if call[0] == "decode"]
 
 
@@ -122,8 +133,8 @@ def test_registration_refuses_what_cannot_work():
             kv.register_backend(kv.Backend(name, everywhere))
     with pytest.raises(TypeError, match="backend is a str, expected a kvcache_jax.Backend"):
         kv.register_backend("test: other")
-    with pytest.raises(TypeError, match="supports of backend 'test: other' is None, expected a function"):
-        kv.Backend("test: other", None)
-    with pytest.raises(TypeError, match="write of backend 'test: other' is 3, expected a function"):
-        kv.Backend("test: other", everywhere, write=3)
+    with pytest.raises(TypeError, match="supports of backend 'test: unmade' is None, expected a function"):
+        kv.Backend("test: unmade", None)
+    with pytest.raises(TypeError, match="write of backend 'test: unmade' is 3, expected a function"):
+        kv.Backend("test: unmade", everywhere, write=3)
     assert str(NOTHING) == "test: nothing: nothing; xla: decode, prefill, write, copy_blocks"

@@ -112,7 +112,7 @@ MUTATIONS = [
             PADDED,
         ),
         ("soft cap left out", "if soft_cap is None:", "if True:", GROUPED_HEADS),
-        ("sink logits left out", "peak = peak * 0 + sink_logits", "pass", SINKS),
+        ("sink logits left out", "peak = peak * 0 + sink_logits[None, None]", "pass", SINKS),
         (
             "log-sum-exp of half the weights",
             "peak + jnp.log(total))",

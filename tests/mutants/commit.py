@@ -17,6 +17,7 @@ COLLISIONS = "prefix/test_prefix_collisions.py"
 FOREIGN = f"{COLLISIONS}::test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits"
 TOGETHER = f"{COLLISIONS}::test_rows_that_are_committed_together_collide[24]"
 IN_BATCHES = f"{COLLISIONS}::test_rows_that_are_committed_together_collide[3]"
+NOT_FOLLOWED = f"{COLLISIONS}::test_a_block_behind_one_that_collides_is_not_followed"
 APART = f"{COLLISIONS}::test_equal_rows_of_namespaces_that_collide_stay_apart"
 FULL_BUCKET = f"{COLLISIONS}::test_a_full_bucket_refuses_blocks_and_takes_them_later[True-2]"
 
@@ -142,7 +143,7 @@ CHAINS = in_module(
         "leaders behind the end of a chain are followed",
         "with_successors(is_bad | (is_new & is_bad[leader]))",
         "with_successors(is_bad)",
-        TOGETHER,
+        NOT_FOLLOWED,
     ),
     (
         "chains that ended go on in the next batch",
@@ -170,7 +171,7 @@ ADOPTION = in_module(
     (
         "adopted in the row alone that commits",
         "is_held = mask[None] & (entries",
-        "is_held = mask[None] & (jnp.arange(entries.shape[0])[:, None] == batch.seq_ids) & (entries",
+        "is_held = mask[None] & (jnp.arange(entries.shape[0])[:, None] == batch.seq_ids[None]) & (entries",
         ADOPTED_ONCE,
     ),
     (

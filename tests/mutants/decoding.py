@@ -136,7 +136,7 @@ MUTATIONS = [
             "a row's end leaves a call empty",
             "piece_len = ceil_div(chunk_len, _PIECES)",
             "piece_len = chunk_len",
-            "decoding/test_generate.py::test_a_call_of_the_model_holds_pieces_of_several_prompts",
+            "decoding/test_prefill.py::test_a_call_of_the_model_holds_pieces_of_several_prompts",
         ),
         (
             "what gave no numbers is published",
@@ -148,7 +148,7 @@ MUTATIONS = [
             "a prompt that failed is fed on",
             "(pieces.nth == 0) & (get_at(status, pieces.rows, Status.SKIPPED) == Status.OK)",
             "pieces.nth == 0",
-            "decoding/test_generate.py::test_prefill_says_why_a_row_failed",
+            "decoding/test_prefill.py::test_a_prompt_that_failed_is_fed_no_further",
         ),
         ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
     ),

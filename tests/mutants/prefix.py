@@ -21,8 +21,9 @@ INDEX = "inspect/test_check_invariants.py::test_a_broken_index_is_found"
 EVICTION = "prefix/test_eviction.py"
 IN_ORDER = f"{EVICTION}::test_the_least_are_taken_in_order"
 LAST_USER = f"{EVICTION}::test_the_least_valuable_block_goes[priority-requests2-gone2]"
-LEAST_USED = f"{EVICTION}::test_the_least_used_block_goes[lfu-3-prompts0-gone0]"
+LEAST_USED = f"{EVICTION}::test_the_least_used_block_goes[lfu-3-prompts3-gone3]"
 MOST_VALUABLE_CHILD = f"{EVICTION}::test_a_parent_counts_as_its_most_valuable_child[1]"
+TWO_CHILDREN = f"{EVICTION}::test_a_parent_of_two_does_not_compete_while_one_is_left"
 HELD_PARENT = f"{EVICTION}::test_a_parent_that_a_row_holds_does_not_compete"
 
 MUTATIONS = [
@@ -227,7 +228,7 @@ MUTATIONS = [
             "a parent competes before its last child went",
             "get_at(index.history.num_children, parents, 1) == 0",
             "get_at(index.history.num_children, parents, 1) <= 1",
-            MOST_VALUABLE_CHILD,
+            TWO_CHILDREN,
         ),
         (
             "a parent that a row holds competes",

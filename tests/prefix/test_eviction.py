@@ -196,6 +196,7 @@ AA, BB, CC = A + A, B + B, C + C  # a block of those scripts each
         # A has two uses in 8 ticks, B two in 4, C one in 2, or in 4 after another request.
         ("hyperbolic", 1, [AA, (*AA, 9), BB, (*BB, 9), CC], AA),
         ("hyperbolic", 1, [AA, BB, (*AA, 9), (*AA, 9), CC, (*CC, 9)], BB),
+        ("lfu", 3, [AA, (*AA, 9), BB], BB),  # though it was used last
     ],
 )
 def test_the_least_used_block_goes(policy, batch, prompts, gone):
@@ -227,6 +228,17 @@ def test_a_parent_counts_as_its_most_valuable_child(batch):
         order += [prompt[0] for prompt in before if after[prompt] < before[prompt]]
     assert order == [2, 2, 1, 1]
     assert int(kv.evict(cache, 1)[1]) == 0
+
+
+def test_a_parent_of_two_does_not_compete_while_one_is_left():
+    """It is older than both of them."""
+    cache = serve(
+        kv.init(config_of("fifo", eviction_batch=1), storage=False),
+        [((*A, 4, 4), 0), ((*A, 6, 6), 0), (B, 0)],
+    )
+    cache, num_evicted = kv.evict(cache, 2)
+    assert int(num_evicted) == 2 and not kv.check_invariants(cache)
+    assert cached_lens(cache, [A, B]) == {A: 2, B: 2}
 
 
 def test_a_parent_that_a_row_holds_does_not_compete():

@@ -133,18 +133,44 @@ def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_ba
         max_seq_len=length, enable_prefix_caching=True,
     )  # fmt: skip
     rows, lengths = np.arange(num_rows), np.full(num_rows, length)
-    texts = np.random.default_rng(0).integers(0, 9, (num_rows, length)).astype(np.int32)
-    cache, _ = kv.allocate(kv.init(config, storage=False), rows, lengths, tokens=texts)
-    cache, step = kv.extend(cache, lengths, max_new=length, tokens=texts)
-    cache, status = kv.commit(cache, rows)
-    assert not step.status.any() and not status.any() and kv.check_invariants(cache) == []
-    (pool,) = cache.control.block_pools
-    blocks = np.asarray(pool.block_table)
-    assert (np.asarray(cache.control.prefix_index.block_tokens)[blocks].reshape(texts.shape) == texts).all()
-    num_published = np.asarray(cache.control.num_published)
-    order = np.arange(length // BLOCK)
-    assert (np.asarray(pool.cached.is_published)[blocks] == (order < num_published[:, None])).all()
-    assert 0 < num_published.sum() <= 16 and num_published.min() + 3 < len(order)
+    # Of few tokens there are rows that begin alike, and equal blocks in different places. Of few blocks those
+    # in one place collide with each other.
+    for seed, (num_tokens, most) in enumerate([(9, 16), *[(9, 2), (3, 4), (2, 16), (3, 16), (3, 6)] * 8]):
+        texts = np.random.default_rng(seed).integers(0, num_tokens, (num_rows, length)).astype(np.int32)
+        cache, _ = kv.allocate(kv.init(config, storage=False), rows, lengths, tokens=texts)
+        cache, step = kv.extend(cache, lengths, max_new=length, tokens=texts)
+        cache, status = kv.commit(cache, rows, final_len=np.full(num_rows, most))
+        assert not step.status.any() and not status.any() and kv.check_invariants(cache) == []
+        (pool,) = cache.control.block_pools
+        blocks = np.asarray(pool.block_table)
+        found = np.asarray(cache.control.prefix_index.block_tokens)[blocks].reshape(texts.shape)
+        assert (found == texts).all(), seed
+        num_published = np.asarray(cache.control.num_published)
+        order = np.arange(length // BLOCK)
+        assert (np.asarray(pool.cached.is_published)[blocks] == (order < num_published[:, None])).all()
+        assert num_published.any() and num_published.min() + 3 < len(order)
+        # As many as there are hashes.
+        assert int(kv.stats(cache).num_blocks_published) <= 16
+
+
+def test_a_block_behind_one_that_collides_is_not_followed(four_bits):
+    """Row 1's chain ends at once; row 2 has its second block, behind what row 1's first one looks like."""
+    config = dataclasses.replace(CONFIG, num_blocks=9)
+    cache = kv.init(config, storage=False)
+    blocks = jnp.asarray([[i, i] for i in range(40)])
+    hashes = commit.block_hashes(cache.control.hash_key, blocks, jnp.zeros(40, jnp.int32)).tolist()
+    second = next(i for i in range(40) if hashes[i] in hashes[:i])
+    first = hashes.index(hashes[second])
+    behind = commit.block_hashes(cache.control.hash_key, blocks, jnp.full(40, BLOCK)).tolist()
+    other = next(i for i in range(40) if any(behind[i]))  # of another hash than the block before it
+    texts = np.array([[first, first, 0, 0], [second, second, other, other], [first, first, other, other]])
+    lengths = [BLOCK, 2 * BLOCK, 2 * BLOCK]
+    cache, _ = kv.allocate(cache, range(3), lengths, tokens=texts)
+    cache, _ = kv.extend(cache, lengths, max_new=2 * BLOCK, tokens=texts)
+    cache, status = kv.commit(cache, range(3))
+    assert not status.any() and kv.check_invariants(cache) == []
+    assert cache.control.num_published.tolist() == [1, 0, 1]
+    assert int(kv.stats(cache).num_adoptions) == 1
 
 
 def test_equal_rows_of_namespaces_that_collide_stay_apart(four_bits):
