@@ -1,7 +1,6 @@
 """The engine from outside: what it takes, refuses, delivers and survives."""
 
 import asyncio
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,35 +11,17 @@ import kvcache_jax as kv
 from kvcache_jax import EngineCounter
 from kvcache_jax.engine.table import TokenRuns
 from kvcache_jax.engine.transfers import Reader
+from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import (
     NAN_TOKEN,
     check_idle,
     check_state,
     collect,
-    config,
     decode_alone,
-    forward,
     make_params,
     note,
     random_request,
 )
-
-# The sizes of `test_exact`'s tiny pool, 11 blocks of 4 tokens: one program serves both files.
-SIZES: dict[str, Any] = {"token_budget": 12, "steps_per_chunk": 8, "max_requests": 7, "max_tokens": 7 * 49}
-
-
-def make_engine(**options):
-    return kv.Engine(forward, make_params(), config(num_blocks=11), **SIZES | options)
-
-
-def ask(prompt, max_new, request_id=None, **options):
-    return kv.GenerationRequest(prompt, max_new, id=request_id, **options)
-
-
-def expect(said, requests, **model):
-    for request in requests:
-        tokens, _, reason = decode_alone(request, **model)
-        assert (said[request.id, 0][0], said[request.id, 0][2]) == (tokens, reason), request
 
 
 def test_a_pool_that_one_request_fills_never_stands_still():

@@ -1,7 +1,5 @@
 """What is compiled into the program by choice: the hook, the most probable tokens, drafts, policies."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,27 +8,15 @@ import kvcache_jax as kv
 from kvcache_jax import EngineCounter
 from kvcache_jax.engine.order import keys_of
 from kvcache_jax.engine.policies import get_policy
+from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import (
     ban_zero,
     collect,
-    config,
     decode_alone,
     forward,
     make_params,
     random_request,
 )
-from tests.engine.test_engine import SIZES, ask, expect
-
-
-def make_engine(params=None, **options: Any):
-    return kv.Engine(forward, params or make_params(), config(num_blocks=11), **SIZES | options)
-
-
-def expect_all(said, requests, **options):
-    for request in requests:
-        for i in range(request.num_samples):
-            tokens, _, reason = decode_alone(request, sample_id=i, **options)
-            assert (said[request.id, i][0], said[request.id, i][2]) == (tokens, reason), request
 
 
 def test_a_hook_and_the_most_probable_tokens():
@@ -38,7 +24,7 @@ def test_a_hook_and_the_most_probable_tokens():
     engine = make_engine(process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2)
     rng = np.random.default_rng(3)
     requests = [random_request(rng, i) for i in range(9)]
-    expect_all(collect(engine, requests), requests, bans_zero=True)
+    expect(collect(engine, requests), requests, bans_zero=True)
     assert any(0 in decode_alone(request)[0] for request in requests)
 
     assert engine.push([ask([1, 2, 3], 4, "greedy"), ask([4], 4, "random", temperature=1.5)]) == 2
@@ -65,11 +51,12 @@ def test_the_longest_prefix_goes_first_but_not_for_ever():
     assert ended == ["hit 0", "hit 1", "no hit", "hit 2"]
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing_but_the_number_of_steps():
     engine = make_engine(num_drafts=3, policy="fair", token_budget=4 * 4 + 8)
     rng = np.random.default_rng(4)
     requests = [random_request(rng, i) for i in range(12)]
-    expect_all(collect(engine, requests), requests)
+    expect(collect(engine, requests), requests)
     counts = engine.figures().counts
     assert counts[EngineCounter.DRAFTED] > 0
 

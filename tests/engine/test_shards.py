@@ -8,9 +8,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvcache_jax as kv
 from kvcache_jax import EngineCounter
+from tests.engine.exact_engine import SIZES
 from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
 from tests.engine.exact_model import forward as forward_of_one
-from tests.engine.test_engine import SIZES
 
 
 def forward(params, tokens, cache, step):

@@ -4,8 +4,8 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import EngineCounter
+from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import collect, decode_alone, note
-from tests.engine.test_engine import ask, expect, make_engine
 
 
 def counted(engine, *names):
