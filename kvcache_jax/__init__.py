@@ -30,6 +30,7 @@ from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, e
 from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.layer_kinds.full_attention import FullAttention
+from kvcache_jax.core.layer_kinds.latent_attention import LatentAttention
 from kvcache_jax.core.layer_kinds.quantised import Quantised
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
@@ -121,6 +122,7 @@ __all__ = [
     "Generation",
     "GenerationRequest",
     "KeysValues",
+    "LatentAttention",
     "LayerGroup",
     "LayerKind",
     "Quantised",
