@@ -370,6 +370,12 @@ PREEMPTED = in_module(
 FIGURED = in_module(
     "operations/stats",
     (
+        "copies of published blocks not needed",
+        " | block_pool.is_published(pool, tail)",
+        "",
+        PARTS,
+    ),
+    (
         "copies not needed",
         "+ copies_tail.astype(jnp.int32)",
         "",
@@ -381,6 +387,15 @@ FIGURED = in_module(
 )
 
 OTHERS = [
+    *in_module(
+        "operations/reset_prefix_cache",
+        (
+            "rows count what was forgotten",
+            "num_published=jnp.zeros_like(control.num_published)",
+            "num_published=control.num_published",
+            "prefix/test_prefix_cases.py::test_case_y_reset_keeps_the_blocks_of_active_rows",
+        ),
+    ),
     *in_module(
         "attention/append",
         (
