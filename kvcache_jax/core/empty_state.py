@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup, ceil_div
+from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -119,10 +120,13 @@ def _empty_history(policy: str, num_blocks: int, numpy: Any) -> BlockHistory | N
 
 
 def empty_pools(config: CacheConfig) -> tuple[KVPool, ...]:
-    """Zeroed keys and values of every group."""
-    pools = []
-    for group in config.groups:
-        kind = group.kind
-        shape = (group.num_layers * group.num_blocks, kind.num_kv_heads, group.block_size, kind.head_dim)
-        pools.append(KVPool(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype)))
-    return tuple(pools)
+    """Makes the zeroed arrays of every group's blocks."""
+    return tuple(
+        KVPool(
+            arrays={
+                name: jnp.zeros((group.num_layers * group.num_blocks, *array.shape), array.dtype)
+                for name, array in group.arrays
+            }
+        )
+        for group in config.groups
+    )

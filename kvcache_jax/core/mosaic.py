@@ -61,6 +61,11 @@ def _supports(
     from pallas_kernels.versions import untested_jax
 
     reason = untested_jax() or _why_not_here(name, device)
+    if not reason and not group.kind.is_plain:
+        reason = (
+            f"its kernels read keys and values as they are stored, and {group.kind.label} layers store "
+            "something else"
+        )
     return reason or _kernels(name).why_not(pool.k, group_size)
 
 
@@ -107,7 +112,11 @@ def _attend(
         block_table,
         _decode_rows(plan, group, q.shape[1]),
         DecodeOptions(
-            pool.k.shape[0] // group.num_layers, scale, soft_cap, group.window, group.num_sink_tokens
+            pool.num_rows // group.num_layers,
+            scale,
+            soft_cap,
+            group.span.window,
+            group.span.num_sink_tokens,
         ),
         layer=layer,
         sink_logits=sink_logits,
@@ -131,10 +140,10 @@ def _plan(
 def _copy_blocks(
     name: str, pool: KVPool, src: jax.Array, dst: jax.Array, num_copies: jax.Array, group: LayerGroup
 ) -> KVPool:
-    copy, num_blocks = _kernels(name).copy_blocks, pool.k.shape[0] // group.num_layers
+    copy, num_blocks = _kernels(name).copy_blocks, pool.num_rows // group.num_layers
     interpret = is_interpreted.value
     k, v = copy(pool.k, pool.v, src, dst, num_copies, num_blocks=num_blocks, interpret=interpret)
-    return KVPool(k=k, v=v)
+    return KVPool(arrays={"k": k, "v": v})
 
 
 def _max_queries() -> int:

@@ -1,7 +1,7 @@
 """The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,15 +107,30 @@ class BlockPool:
 
 @pytree_dataclass()
 class KVPool:
-    """Keys and values of one layer group; block `b` of the group's layer `l` is at `l * num_blocks + b`.
+    """The blocks of one layer group; block `b` of the group's layer `l` is at `l * num_blocks + b`.
 
     Attributes:
-      k: dtype[num_layers * num_blocks, num_kv_heads, block_size, head_dim], keys.
-      v: the same for values.
+      arrays: by name `dtype[num_layers * num_blocks, *shape]`, with the names, shapes and dtypes that the
+        group's layer kind gives in `arrays`. Of plain keys and values "k" and "v", of shape
+        `[num_kv_heads, block_size, head_dim]`.
     """
 
-    k: jax.Array
-    v: jax.Array
+    arrays: dict[str, Any]
+
+    @property
+    def k(self) -> jax.Array:
+        """Keys, of kinds that have an array of this name."""
+        return self.arrays["k"]
+
+    @property
+    def v(self) -> jax.Array:
+        """Values, likewise."""
+        return self.arrays["v"]
+
+    @property
+    def num_rows(self) -> int:
+        """Blocks of all layers; also the place on the first axis that means nowhere."""
+        return next(iter(self.arrays.values())).shape[0]
 
 
 @pytree_dataclass()
@@ -294,6 +309,7 @@ class AttentionPlan:
         nothing.
       first_position: i32[r], position of the first query; the others follow it.
       num_queries: i32[r], queries that count; 0 for failed rows and padding.
+      num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
       work: From the backend's `plan`; () for a backend without one.
     """
 
@@ -302,6 +318,7 @@ class AttentionPlan:
     num_columns: jax.Array
     first_position: jax.Array
     num_queries: jax.Array
+    num_keys: jax.Array | None = None
     work: tuple[jax.Array, ...] = ()
 
 

@@ -214,6 +214,11 @@ class RequestTable:
         return Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, prompts and longest continuations."""
+        return self._sizes.num_tokens - self._runs.num_free
+
+    @property
     def num_to_send(self) -> int:
         """Samples that the device has not heard of."""
         return len(self._to_send)
