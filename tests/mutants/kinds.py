@@ -1,13 +1,16 @@
 """The mutations of layer kinds: which positions of a row stay."""
 
-from tests.mutants.mutations import BOUNDED, ROLLBACK, WINDOWS, in_module
+from tests.mutants.attention import PADDED, WINDOW
+from tests.mutants.attention import SINKS as SINK_LOGITS
+from tests.mutants.mutations import BOUNDED, FORK, GROUPED_HEADS, ROLLBACK, WINDOWS, in_module
+from tests.mutants.operations import TRUNCATE
 
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
 AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost"
 
 MUTATIONS = [
     *in_module(
-        "core/layer_kinds/base",
+        "core/layer_kinds/span",
         (
             "window read from one token later",
             "length + 1 - self.window",
@@ -44,6 +47,26 @@ MUTATIONS = [
             "1",
             f"{BOUNDED}[window 6]",
         ),
+    ),
+    *in_module(
+        "core/layer_kinds/span",
+        (
+            "rows keep the column behind their last",
+            "return quotient(length + block_size - 1, block_size)",
+            "return quotient(length + block_size, block_size)",
+            TRUNCATE,
+        ),
+        (
+            "a row's last block is not its own",
+            "return quotient(length + block_size - 1, block_size)",
+            "return quotient(length, block_size)",
+            FORK,
+        ),
+        ("no causal mask", "seen = key_position <= last", "seen = key_position >= 0", GROUPED_HEADS),
+        ("tokens do not see themselves", "seen = key_position <= last", "seen = key_position < last", PADDED),
+        ("no window mask", "(key_position > first - self.window) |", "(key_position >= 0) |", WINDOW),
+        ("window one token longer", "> first - self.window)", "> first - self.window - 1)", WINDOW),
+        ("sink tokens masked", "(key_position < self.num_sink_tokens)", "(key_position < 0)", SINK_LOGITS),
     ),
     *in_module(
         "core/layer_kinds/sliding_window",

@@ -240,18 +240,6 @@ ENDED = in_module(
 TRUNCATED = in_module(
     "operations/truncate",
     (
-        "truncate keeps the block behind the last",
-        ">= num_blocks_for(new_len, group.block_size)[:, None]",
-        "> num_blocks_for(new_len, group.block_size)[:, None]",
-        TRUNCATE,
-    ),
-    (
-        "truncate drops the last block",
-        "num_blocks_for(new_len, group.block_size)",
-        "quotient(new_len, group.block_size)",
-        TRUNCATE,
-    ),
-    (
         "truncate to more than there is",
         "(new_len > context_len,",
         "(new_len > 1 + context_len,",
@@ -409,8 +397,8 @@ OTHERS = [
         "attention/gather",
         (
             "gather wraps ids",
-            "control.context_len, seq_id, 0)",
-            "control.context_len, seq_id % 3, 0)",
+            "get_at(group.kind.length(control), seq_id, 0)",
+            "get_at(group.kind.length(control), seq_id % 3, 0)",
             GATHER,
         ),
     ),
