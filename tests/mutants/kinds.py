@@ -2,7 +2,7 @@
 
 from tests.mutants.attention import PADDED, WINDOW
 from tests.mutants.attention import SINKS as SINK_LOGITS
-from tests.mutants.mutations import BOUNDED, FORK, GROUPED_HEADS, ROLLBACK, WINDOWS, in_module
+from tests.mutants.mutations import BOUNDED, GROUPED_HEADS, ROLLBACK, WINDOWS, in_module
 from tests.mutants.operations import TRUNCATE
 
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
@@ -60,7 +60,7 @@ MUTATIONS = [
             "a row's last block is not its own",
             "return quotient(length + block_size - 1, block_size)",
             "return quotient(length, block_size)",
-            FORK,
+            RESERVED,
         ),
         ("no causal mask", "seen = key_position <= last", "seen = key_position >= 0", GROUPED_HEADS),
         ("tokens do not see themselves", "seen = key_position <= last", "seen = key_position < last", PADDED),
