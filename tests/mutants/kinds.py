@@ -2,7 +2,7 @@
 
 from tests.mutants.attention import PADDED, WINDOW
 from tests.mutants.attention import SINKS as SINK_LOGITS
-from tests.mutants.mutations import BOUNDED, GROUPED_HEADS, ROLLBACK, WINDOWS, in_module
+from tests.mutants.mutations import BOUNDED, GROUPED_HEADS, RESERVED, ROLLBACK, WINDOWS, in_module
 from tests.mutants.operations import TRUNCATE
 
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
