@@ -59,9 +59,12 @@ from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.evict import evict
+from kvcache_jax.operations.eviction_candidates import eviction_candidates
+from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
+from kvcache_jax.operations.import_blocks import import_blocks
 from kvcache_jax.operations.init import init, reset
 from kvcache_jax.operations.lookup import lookup
 from kvcache_jax.operations.preempt import (
@@ -100,6 +103,7 @@ __all__ = [
     "Beam",
     "BeamResult",
     "BlockArray",
+    "BlockContents",
     "BlockMetadata",
     "BlockPool",
     "Cache",
@@ -146,15 +150,18 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
+    "eviction_candidates",
     "eviction_policies",
     "eviction_policy",
     "explain",
+    "export_blocks",
     "extend",
     "fork",
     "free",
     "gather",
     "generate",
     "idle_seq_ids",
+    "import_blocks",
     "init",
     "item_tokens",
     "lookup",

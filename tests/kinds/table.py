@@ -29,6 +29,7 @@ PROPERTIES = (
     "commit",
     "hit",
     "evict",
+    "transfer",
     "gradient",
     "shard",
     "export",
@@ -108,7 +109,7 @@ FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
 STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
 NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
 NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
-ALONE = dict.fromkeys(("commit", "hit", "evict"), NO_INDEX)
+ALONE = dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),

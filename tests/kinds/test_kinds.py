@@ -34,7 +34,7 @@ from tests.kinds.kind_rows import (
     run_step,
 )
 from tests.kinds.table import KINDS, PROPERTIES, NoMeaning, Refused
-from tests.support.helpers import assert_same, leaf_bytes, num_copies, statuses
+from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_copies, statuses
 
 
 def allocate(kind):
@@ -166,6 +166,31 @@ def evict(kind):
     assert int(num_evicted) == 1 and cached_len(rows, text) == 8
     rows.start({0: random_text(MAX_LEN, 1), 1: random_text(17, 2)})  # takes all 13 blocks
     assert cached_len(rows, text) == 0 and int(kv.stats(rows.cache).num_evictions) == 3
+
+
+def transfer(kind):
+    """Blocks that were exported and evicted are found again, bit for bit, also in another cache."""
+    rows = published(kind)
+    text = rows.texts[2]
+    rows.feed({2: [1, 2, 3]})
+    rows.cache, _ = kv.commit(rows.cache, *entries([2]))
+    rows.free(2)
+    chosen = kv.eviction_candidates(rows.cache, 5)
+    contents = kv.export_blocks(rows.cache, chosen)
+    assert contents.num_tokens.tolist() == [16, 12, 8, 4, 0]
+    rows.cache, num_evicted = kv.evict(rows.cache, 5)
+    assert int(num_evicted) == 4 and cached_len(rows, text) == 0
+    for cache in (rows.cache, kv.init(indexed_config(kind))):
+        other = Rows(kind, testing.poison(permuted(cache)))
+        other.cache, status = run_import(other.cache, contents)
+        assert statuses(status) == [OK] * 4 + [kv.Status.SKIPPED]
+        assert_invariants(other.cache)
+        again = kv.export_blocks(other.cache, kv.eviction_candidates(other.cache, 5))
+        assert_same(leaf_bytes(again), leaf_bytes(contents))
+        assert other.start({0: [*text, 1, 2, 3, 7, 9]}) == [16]
+
+
+run_import = kv.donate(kv.import_blocks)
 
 
 @functools.partial(jax.jit, static_argnames="step")
@@ -321,6 +346,7 @@ CHECKS = (
     commit,
     hit,
     evict,
+    transfer,
     gradient,
     shard,
     export,
