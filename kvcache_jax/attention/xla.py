@@ -73,7 +73,7 @@ def _tiles(
     offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
 
     def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
-        """Whether any of the queries at positions `first` to `last` sees a key."""
+        """Tells which keys any of the queries at positions `first` to `last` sees."""
         if plan.num_keys is not None:
             return key_pos < plan.num_keys[:, None, None]
         return group.span.sees(first, last, key_pos)
@@ -101,7 +101,7 @@ def _tiles(
 
 
 def _default_tile_tokens(group: LayerGroup, q_shape: tuple[int, ...]) -> int:
-    """Tokens of a row in a tile, by the platform that the program is for."""
+    """Chooses the tokens of a row in a tile, by the platform that the program is for."""
     num_rows, num_queries, num_heads, group_size, key_dim = q_shape
     num_logits, itemsize = num_queries * group_size, jnp.dtype(group.kind.dtype).itemsize
     token_bytes = num_rows * num_heads * max(4 * num_logits, itemsize * key_dim)
@@ -111,7 +111,7 @@ def _default_tile_tokens(group: LayerGroup, q_shape: tuple[int, ...]) -> int:
 
 
 def _as_blocks(tile: jax.Array, array: BlockArray, block_size: int) -> jax.Array:
-    """`[h', r, n, ...]` as the pool has it, `[r, b, *array.shape]`."""
+    """Turns a tile `[h', r, n, ...]` into blocks as the pool has them, `[r, b, *array.shape]`."""
     num_heads, num_rows = tile.shape[:2]
     tile = tile.reshape(num_heads, num_rows, -1, block_size, *tile.shape[3:])
     if array.head_axis is None:
@@ -120,24 +120,24 @@ def _as_blocks(tile: jax.Array, array: BlockArray, block_size: int) -> jax.Array
 
 
 def _by_head(x: jax.Array) -> jax.Array:
-    """`[r, t, h, g, ...]` as `[h, r, m, ...]`."""
+    """Turns `[r, t, h, g, ...]` into `[h, r, m, ...]`."""
     x = jnp.moveaxis(x, 2, 0)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _by_query(x: jax.Array, num_queries: int) -> jax.Array:
-    """The inverse of `_by_head`, for `t = num_queries`."""
+    """Computes the inverse of `_by_head`, for `t = num_queries`."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 0, 2)
 
 
 def _is_query(plan: AttentionPlan, q_shape: tuple[int, ...]) -> jax.Array:
-    """bool[r, t, 1, 1], false for padding and failed rows."""
+    """Tells queries from padding and failed rows, bool[r, t, 1, 1]."""
     is_query = jnp.arange(q_shape[1], dtype=jnp.int32)[None] < plan.num_queries[:, None]
     return is_query[:, :, None, None]
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`jnp.einsum` of two arrays of one dtype that adds up in float32, and rounds no float32 first."""
+    """Computes `jnp.einsum` of two arrays of one dtype, added up in float32; rounds no float32 first."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
@@ -145,7 +145,7 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _logits(
     scale: float, soft_cap: float | None, q: jax.Array, k: jax.Array, k_scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """f32[h, r, m, n] scaled (and capped) logits, and their derivative by the scaled product."""
+    """Computes scaled (and capped) logits f32[h, r, m, n], and their derivative by the scaled product."""
     logits = _product("hrmd,hrnd->hrmn", q, k) * scale
     if k_scale is not None:
         logits *= k_scale[:, :, None].astype(jnp.float32)
@@ -208,14 +208,14 @@ def forward(
 
 
 def _zeros_of_width(q: jax.Array, width: int) -> jax.Array:
-    """f32[h, r, m, width] of zeros, split over a mesh as `q [h, r, m, d]` is."""
+    """Makes zeros f32[h, r, m, width], split over a mesh as `q [h, r, m, d]` is."""
     if width == q.shape[-1]:
         return jnp.zeros_like(q, jnp.float32)
     return jnp.repeat(jnp.zeros_like(q[..., :1], jnp.float32), width, axis=-1)
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads: a pool of its own with the blocks of one layer that may be read.
+    """A pool of its own with the blocks of one layer that the backward pass may read.
 
     Later layers write elsewhere in the pools, so keeping these blocks is enough. Keeping the pools
     themselves would make every later write copy them.
@@ -380,6 +380,11 @@ def _in_float32(arrays: Any) -> Any:
 
 
 def _where_held(is_held: jax.Array, values: jax.Array) -> jax.Array:
-    """Zeros in place of the tokens of `values [h', r, n, ...]` that nobody sees; is_held bool[1, r, n, 1]."""
+    """Puts zeros in place of the tokens of `values [h', r, n, ...]` that no query sees.
+
+    Args:
+      is_held: bool[1, r, n, 1], some query of the row sees the token.
+      values: Of a tile.
+    """
     is_held = is_held.reshape(*is_held.shape[:3], *[1] * (values.ndim - 3))
     return jnp.where(is_held, values, 0)

@@ -216,7 +216,7 @@ def _num_trips(num_copies: jax.Array) -> jax.Array:
 def _copied_rows(
     group: LayerGroup, pool: KVPool, ids: jax.Array, num_copies: jax.Array, trip: jax.Array
 ) -> jax.Array:
-    """i32[layers * copies], where the blocks of a trip stand in the pool; past its end for no copy."""
+    """Finds where the blocks of a trip stand in the pool, i32[layers * copies]; past its end for no copy."""
     num_rows = pool.num_rows
     num_blocks = num_rows // group.num_layers
     nth = trip * _COPIES_PER_TRIP + jnp.arange(min(_COPIES_PER_TRIP, ids.shape[0]), dtype=jnp.int32)

@@ -64,7 +64,7 @@ def plan_rows(
 
 
 def _rows_of(step: Step, is_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The step's rows, or in a packed step its tokens: row of the table, first position, number of tokens."""
+    """Lists the step's rows, or the tokens of a packed one: row of the table, first position, token count."""
     if step.cu_query_lens is None:
         return step.seq_ids, step.positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
     order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)

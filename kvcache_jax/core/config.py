@@ -1,4 +1,4 @@
-"""What a cache holds: layer kinds, sizes and the memory plan. Plain Python, no arrays."""
+"""The config of a cache: layer kinds, sizes and the memory plan. Plain Python, no arrays."""
 
 import dataclasses
 import functools
@@ -260,7 +260,7 @@ class CacheConfig:
         return keeps_all.index(True) if True in keeps_all else 0
 
     def locate(self, layer: int) -> tuple[int, int]:
-        """(group, index in the group) of a model layer."""
+        """Returns a model layer's group and its index in that group."""
         for g, group in enumerate(self.groups):
             if layer in group.layer_ids:
                 return g, group.layer_ids.index(layer)
@@ -292,13 +292,13 @@ def require_config(caller: str, config: Any) -> None:
 
 
 def memory_bytes(config: CacheConfig) -> int:
-    """Bytes of the keys and values of all groups; the control state comes on top (see `describe`)."""
+    """Counts the bytes of all groups' pools; the control state comes on top (see `describe`)."""
     require_config("memory_bytes", config)
     return sum(group.pool_bytes for group in config.groups)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` with a binary unit, e.g. "16.0 MiB"."""
+    """Writes `num_bytes` with a binary unit, e.g. "16.0 MiB"."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -308,7 +308,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def config_to_json(config: CacheConfig) -> bytes:
-    """The config as bytes, for `jax.export`; with the version of the format in which it is written."""
+    """Writes the config as bytes, for `jax.export`, with the version of their format."""
     values = {"format_version": FORMAT_VERSION} | {
         f.name: getattr(config, f.name) for f in dataclasses.fields(config)
     }
@@ -318,7 +318,7 @@ def config_to_json(config: CacheConfig) -> bytes:
 
 
 def config_from_json(data: bytes | bytearray) -> CacheConfig:
-    """Inverse of `config_to_json`.
+    """Computes the inverse of `config_to_json`.
 
     Raises:
       ValueError: The data is of another format version, or of none.

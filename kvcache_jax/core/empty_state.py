@@ -24,12 +24,12 @@ _WAYS, _BUCKETS_PER_BLOCK = 8, 2
 
 
 def in_place_of(old: Any, fresh: Any) -> Any:
-    """`fresh`, a pytree made of constants, as varying over a mesh as `old`: a loop may carry it on."""
+    """Makes `fresh`, a pytree of constants, as varying over a mesh as `old`: a loop may carry it on."""
     return jax.tree.map(lambda x, new: jnp.where(jnp.zeros_like(x, bool), x, new), old, fresh)
 
 
 def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Control:
-    """A control state in which every row is idle and every block is free; `numpy` makes its arrays."""
+    """Builds a control state of idle rows and free blocks alone; `numpy` makes its arrays."""
 
     def ints(*shape: int, fill: int = 0) -> Any:
         return numpy.full(shape, fill, jnp.int32)
@@ -75,7 +75,7 @@ def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
 
 
 def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
-    """An index in which nothing is published; `numpy` makes its arrays."""
+    """Builds an index in which nothing is published; `numpy` makes its arrays."""
     group = config.groups[config.indexed_group]
     num_blocks = group.num_blocks
 

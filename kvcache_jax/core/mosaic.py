@@ -29,7 +29,7 @@ is_interpreted = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Has the kernels that are traced within it run on the CPU, where races are looked for; slow.
+    """Makes the kernels that are traced within it run on the CPU, where races are looked for; slow.
 
     Those for GPUs on one device: jax's interpreter confuses the barriers of several.
     """
@@ -153,7 +153,7 @@ def _max_queries() -> int:
 
 
 def _cut(q: jax.Array) -> jax.Array:
-    """`[r, t, ...]` with each row cut into rows of at most `MAX_QUERIES` queries."""
+    """Cuts each row of `[r, t, ...]` into rows of at most `MAX_QUERIES` queries."""
     most, num_queries = _max_queries(), q.shape[1]
     if num_queries <= most:
         return q
@@ -162,7 +162,7 @@ def _cut(q: jax.Array) -> jax.Array:
 
 
 def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> Any:
-    """DecodeRows of `_cut`; each reads only the columns that its own queries reach."""
+    """Plans the rows that `_cut` makes; each reads only the columns that its own queries reach."""
     from pallas_kernels.decode_rows import DecodeRows
 
     most = _max_queries()

@@ -42,7 +42,7 @@ class Counter(enum.IntEnum):
 
 @pytree_dataclass()
 class CachedBlocks:
-    """What becomes of a block without owner: a published one stays, in the order of its release.
+    """Published blocks, and the queue of those without owner in the order of their release.
 
     The queue is exact LRU at constant cost: a release appends the block, reuse only makes the entry stale,
     and whoever evicts from the front skips stale entries. There is always room for the published blocks that
@@ -67,7 +67,7 @@ class CachedBlocks:
 
 @pytree_dataclass()
 class BlockPool:
-    """Who holds which block of one layer group.
+    """Owners and free blocks of one layer group.
 
     A block is free (on the stack), referenced (in a table) or cached (published, and in no table).
 
@@ -135,7 +135,7 @@ class KVPool:
 
 @pytree_dataclass()
 class BlockHistory:
-    """What an eviction policy looks at; see `BlockMetadata`. Fields that it does not need are None.
+    """Events of each block that eviction policies look at; see `BlockMetadata`. Unneeded fields are None.
 
     Entries of blocks that are not published are unspecified, but for `num_children`.
 
@@ -176,7 +176,7 @@ class GroupLinks:
 
 @pytree_dataclass()
 class PrefixIndex:
-    """Finds blocks of one layer group, the indexed one, by the tokens up to their end.
+    """An index of the blocks of one layer group, the indexed one, by the tokens up to their end.
 
     An entry is a published block's id, in the bucket of its hash. What it stands for is stored with the
     block, and compared at every hit.
@@ -202,7 +202,7 @@ class PrefixIndex:
 
 @pytree_dataclass()
 class Control:
-    """Everything but the keys and values: small integers.
+    """A cache's small integers: everything but the keys and values.
 
     Clock and counters are taken modulo 2**32 and compared by difference.
 
@@ -282,7 +282,7 @@ class Cache:
 
 @pytree_dataclass()
 class Admission:
-    """What `allocate` did, per row of the call.
+    """The result of `allocate`, per row of the call.
 
     Attributes:
       status: i32[n], see `Status`.
@@ -375,7 +375,7 @@ class BlockCopies(NamedTuple):
 
 
 def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
-    """`control.counters` with each count of `events` added."""
+    """Adds each count of `events` to `control.counters`."""
     counters, order = control.counters, np.arange(len(Counter))
     for counter, num_events in events.items():
         counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)

@@ -80,11 +80,11 @@ class Engine:
       ValueError, TypeError: sizes that do not fit together, and what is no model.
 
     Example:
-      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> import jax, jax.numpy as jnp, kvcache_jax as kv
       >>> def forward(params, tokens, cache, step):  # the next token is one more, whatever was before
       ...     k = jnp.zeros((*tokens.shape, 1, 8))
       ...     cache, _ = kv.attention(cache, 0, k, k, k, step)
-      ...     return 9.0 * (jnp.arange(8) == tokens[..., None] + 1), cache
+      ...     return 9.0 * jax.nn.one_hot(tokens + 1, 8), cache
       >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=2, max_seq_len=32)
       >>> engine = kv.Engine(forward, {}, config)
       >>> engine.push([kv.GenerationRequest([1, 2], 3), kv.GenerationRequest([4], 2)])

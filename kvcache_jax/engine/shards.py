@@ -1,4 +1,4 @@
-"""Where the engine's program runs: on one device, or on a mesh with one scheduler per shard of rows.
+"""The engine's program on its devices: on one, or on a mesh with one scheduler per shard of rows.
 
 On a mesh every array of the state has one more axis in front, of shards, split over `row_axis`; the pools'
 heads are split over `config.head_axis`. Within `jax.shard_map` each shard is an engine of its own, and the
@@ -90,7 +90,7 @@ class Shards:
         return self._programs[model, options](params, state, inbox, max_steps)
 
     def _program(self, model: Model, options: Options) -> Any:
-        """The program on the mesh."""
+        """Builds the program on the mesh."""
         rows = PartitionSpec(self._row_axis)
         pools = PartitionSpec(self._row_axis, None, self._config.head_axis)
 
@@ -119,6 +119,6 @@ class Shards:
 def _run(
     params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, model: Model, options: Options
 ) -> tuple[EngineState, jax.Array]:
-    """The program, which engines of equal models, sizes and options share."""
+    """Runs the program, which engines of equal models, sizes and options share."""
     state, report = run_chunk(model, params, state, inbox, max_steps, options)
     return state, report[None]

@@ -146,7 +146,7 @@ class RequestTable:
         return True
 
     def end(self, sample: Sample, reason: Finish) -> bool:
-        """Has a sample ended; True if the device has not heard of it, and will not."""
+        """Ends a sample; True if the device has not heard of it, and will not."""
         if not sample.is_sent:
             self._to_send.remove(sample)
             self.remove(sample)

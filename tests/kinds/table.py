@@ -2,11 +2,16 @@
 
 A kind enters by its line in `KINDS`: its name, its layers, the oracle of each layer, and the cells of which
 something else than "works" is true. The oracle is a dense reference of what attention over a whole row gives.
+
+    python -m tests.kinds.table              # prints each cell that is something else than "works", and why
+    python -m tests.kinds.table --markdown   # prints the table of docs/measured.md
 """
 
+import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -126,3 +131,47 @@ KINDS = (
         {"gradient": NO_GRADIENT},
     ),
 )
+
+
+def word(kind: Kind, name: str) -> str:
+    """Returns the word of a cell: "works", "refused" or "no meaning"."""
+    cell = kind.cells.get(name)
+    if cell is None:
+        return "works"
+    return "refused" if isinstance(cell, Refused) else "no meaning"
+
+
+def reasons() -> list[str]:
+    """Lists all that is not "works": what the exceptions of cells say, and why cells ask for nothing."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind in KINDS:
+        for name, cell in kind.cells.items():
+            if isinstance(cell, Refused):
+                why = f'{cell.error.__name__}, "{cell.sentence.replace(".*", "...")}"'
+            else:
+                why = cell.why
+            found.setdefault(why, {}).setdefault(name, []).append(kind.name)
+    lines = []
+    for why, by_name in found.items():
+        of_kinds: dict[str, list[str]] = {}
+        for name, kinds in by_name.items():
+            of_kinds.setdefault(", ".join(kinds), []).append(name)
+        lines += [f"* {', '.join(names)} of {kinds}: {why}" for kinds, names in of_kinds.items()]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Prints the table of layer kinds and their properties.")
+    parser.add_argument("--markdown", action="store_true", help="print the whole table")
+    if parser.parse_args(arguments).markdown:
+        print(f"| kind | {' | '.join(PROPERTIES)} |")
+        print("|".join(["", " --- "] + [" :-: "] * len(PROPERTIES) + [""]))
+        for kind in KINDS:
+            print(f"| {kind.name} | {' | '.join(word(kind, name) for name in PROPERTIES)} |")
+        print()
+    print(*reasons(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The layer kind: what a layer keeps of a token, and how attention reads it.
+"""The layer kind: the arrays that a layer keeps of a token, and how attention reads them.
 
 A new kind is a subclass in one file, here or in anybody's program. It says which positions stay (`span`),
 which arrays a block has (`arrays`), what a slot stores of what a model hands in (`encode`), and how attention
