@@ -68,10 +68,14 @@ def empty_cache(config: DecoderConfig, prefix_len: int, num_rows: int, length: i
     """Row 0 is for the prefix; as many blocks as the batch needs when the others share it."""
     shared, prefix_blocks = prefix_len // BLOCK_SIZE, -(-prefix_len // BLOCK_SIZE)
     own_blocks = -(-(prefix_len + length) // BLOCK_SIZE) - shared
-    sizes = dict(
-        max_seqs=1 + num_rows, block_size=BLOCK_SIZE, num_blocks=prefix_blocks + num_rows * own_blocks
+    sizes = cache_config(
+        config,
+        max_seqs=1 + num_rows,
+        block_size=BLOCK_SIZE,
+        num_blocks=prefix_blocks + num_rows * own_blocks,
+        max_seq_len=prefix_len + length,
     )
-    cache = kv.init(cache_config(config, **sizes, max_seq_len=prefix_len + length))
+    cache = kv.init(sizes)
     return kv.allocate(cache, [0], [prefix_len])[0]
 
 

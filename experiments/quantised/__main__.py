@@ -1,8 +1,11 @@
 """Question: what do keys and values in few bits save, and what do they cost?
 
 Command: python -m experiments.quantised [--json] [--picture FILE] [--checkpoint DIR]
-Machine: TODO
-Answer:  TODO
+Machine: 2 virtual cores of an AMD EPYC, busy with other work; jax 0.12.0.1
+Answer:  int8 holds 1.88 times the rows of bfloat16 in the same bytes and is 2.5e-5 nats a byte off float32;
+  fp8 1.88 times, 6.5e-4; int4 3.46 times, 5.5e-3, rotated 3.7e-3, and costs 0.005 bits per byte. A step takes
+  0.73 times float32's with int8, 0.89 with fp8, 0.95 with int4, 0.99 rotated (8 rows of 512 tokens). Keys per
+  channel would cost half of what keys per token do at 4 bits, and a third at 2.
 Record:  experiments/results/quantised.json, docs/quantised.png.
 
 The small model, float32, reads 1,024 bytes each of six held-out files. What a format costs is measured with

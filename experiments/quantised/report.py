@@ -102,7 +102,7 @@ def draw(report: dict, path: Path) -> None:
         keys.bar_label(bars, [f"{height:+.3f}" for height in heights], fontsize=8, padding=2)
     keys.set_xticks(range(len(groups)), groups)
     keys.set(yscale="log", ylabel="bits per byte added", title="rounding keys per token and per channel")
-    keys.margins(y=0.15)
+    keys.set_ylim(top=3 * keys.get_ylim()[1])  # for the legend
     keys.legend(frameon=False, loc="upper left")
     for axes in (formats, keys):
         axes.grid(alpha=0.3, axis="y")

@@ -21,8 +21,10 @@ BATCH = 4  # windows that are evaluated together
 
 def empty_cache(config: DecoderConfig, num_rows: int, length: int) -> kv.Cache:
     """Rows with room for `length` tokens each, in one block."""
-    sizes = dict(max_seqs=num_rows, num_blocks=num_rows, block_size=length, max_seq_len=length)
-    cache, _ = kv.allocate(kv.init(cache_config(config, **sizes)), np.arange(num_rows), [length] * num_rows)
+    sizes = cache_config(
+        config, max_seqs=num_rows, num_blocks=num_rows, block_size=length, max_seq_len=length
+    )
+    cache, _ = kv.allocate(kv.init(sizes), np.arange(num_rows), [length] * num_rows)
     return cache
 
 
