@@ -74,9 +74,13 @@ def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
     """
     rank, num_taken = rank_true(mask.reshape(-1))
     ids = get_at(pool.free_stack, pool.num_free - 1 - rank).reshape(mask.shape)
-    ids = jnp.where(mask, ids, pool.num_blocks)
+    # What is released next goes onto the stack, in these places.
+    ids, free_stack = read_first(jnp.where(mask, ids, pool.num_blocks), pool.free_stack)
     pool = dataclasses.replace(
-        pool, ref_count=set_at(pool.ref_count, ids, 1), num_free=pool.num_free - num_taken
+        pool,
+        ref_count=set_at(pool.ref_count, ids, 1),
+        free_stack=free_stack,
+        num_free=pool.num_free - num_taken,
     )
     return _note_peak(pool), ids
 
@@ -203,8 +207,13 @@ def sweep_queue(pool: BlockPool, is_due: jax.Array) -> BlockPool:
     end = jnp.where(is_due, cached.head, cached.tail)
     state = cached.queue, cached.queued_at, end, end
     queue, queued_at, tail, _ = lax.while_loop(is_left, sweep_some, state)
-    cached = dataclasses.replace(cached, queue=queue, queued_at=queued_at, tail=tail)
-    return dataclasses.replace(pool, cached=cached)
+    # What the loop reads is written by what comes next.
+    read = pool.ref_count, cached.is_published
+    tail, (ref_count, is_published) = read_first(tail, read)
+    cached = dataclasses.replace(
+        cached, queue=queue, queued_at=queued_at, tail=tail, is_published=is_published
+    )
+    return dataclasses.replace(pool, ref_count=ref_count, cached=cached)
 
 
 def _note_peak(pool: BlockPool) -> BlockPool:

@@ -12,6 +12,7 @@ from kvcache_jax.arrays.masked_updates import (
     min_at,
     quotient,
     rank_true,
+    read_first,
     remainder,
     set_at,
 )
@@ -243,8 +244,15 @@ def record_tokens(
     """Notes which tokens the blocks of the indexed group hold; copied blocks hold those of the original."""
     index = control.prefix_index
     assert index is not None
-    originals = get_at(index.block_tokens, copied.src)
-    block_tokens = set_at(index.block_tokens, copied.dst, originals)
-    by_slot = set_at(block_tokens.reshape(-1), step.slots[config.indexed_group], tokens)
-    index = dataclasses.replace(index, block_tokens=by_slot.reshape(block_tokens.shape))
+    block_tokens = copy_tokens(index.block_tokens, copied)
+    slots, block_size = step.slots[config.indexed_group], block_tokens.shape[1]
+    # By block and offset, for XLA would copy the array to see it flat.
+    places = quotient(slots, block_size), remainder(slots, block_size)
+    index = dataclasses.replace(index, block_tokens=set_at(block_tokens, places, tokens))
     return dataclasses.replace(control, prefix_index=index)
+
+
+def copy_tokens(block_tokens: jax.Array, copied: BlockCopies) -> jax.Array:
+    """Gives copied blocks the tokens of their originals, `block_tokens` i32[num_blocks, block_size]."""
+    originals, block_tokens = read_first(get_at(block_tokens, copied.src), block_tokens)
+    return set_at(block_tokens, copied.dst, originals)
