@@ -1,7 +1,9 @@
-"""Outcomes of an operation per row, and the error that host-side code makes of them."""
+"""Outcomes of an operation per row, the first that applies, and the error that a host makes of them."""
 
 import enum
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -29,6 +31,14 @@ class Status(enum.IntEnum):
     """A negative number of tokens, or (allocate, prefix caching) more than `tokens` has."""
     WINDOW_LOST = 9
     """Keys that a sliding window needs at the shorter length may have been given back; see `max_rollback`."""
+
+
+def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:
+    """Returns the i32 status of the first check whose condition holds, else OK."""
+    status = jnp.asarray(Status.OK, jnp.int32)
+    for condition, failure in reversed(checks):
+        status = jnp.where(condition, jnp.int32(failure), status)
+    return status
 
 
 class StatusError(RuntimeError):

@@ -32,10 +32,16 @@ from kvcache_jax.core.state import (
     Counter,
     Step,
     count_events,
+    mark_used,
 )
-from kvcache_jax.operations.extend_plan import ExtendPlan, GroupPlan, decide, propose
-from kvcache_jax.operations.new_tokens import packed_tokens, padded_tokens
-from kvcache_jax.operations.rows import mark_used
+from kvcache_jax.operations.extend_plan import (
+    ExtendPlan,
+    GroupPlan,
+    decide,
+    packed_tokens,
+    padded_tokens,
+    propose,
+)
 from kvcache_jax.prefix import eviction
 
 
@@ -150,7 +156,7 @@ def take_blocks(
     ]
     control = dataclasses.replace(control, block_pools=tuple(pools))
     needs = [jnp.sum(jnp.where(plan.grows, group.need, 0), dtype=jnp.int32) for group in plan.groups]
-    if evicts:
+    if evicts and control.prefix_index is not None:
         control = eviction.make_room(control, needs, config)
     pools, copies = [], []
     for pool, group, planned in zip(control.block_pools, config.groups, plan.groups, strict=True):

@@ -16,8 +16,7 @@ from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
 from kvcache_jax.operations.extend import copy_tokens, grow, record_tokens, take_blocks
-from kvcache_jax.operations.extend_plan import ExtendPlan, decide, propose
-from kvcache_jax.operations.new_tokens import padded_tokens
+from kvcache_jax.operations.extend_plan import ExtendPlan, decide, padded_tokens, propose
 from kvcache_jax.operations.rows import num_blocks_for
 
 

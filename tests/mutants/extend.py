@@ -139,7 +139,7 @@ EXTEND = in_module(
 )
 
 NEW_TOKENS = in_module(
-    "operations/new_tokens",
+    "operations/extend_plan",
     (
         "packed rows have the next row's last block",
         "per_token, self.starts[:-1]",
