@@ -24,16 +24,15 @@ from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
-from kvcache_jax.core.config import (
-    CacheConfig,
-    FullAttention,
-    LayerGroup,
-    LayerKind,
-    SlidingWindow,
-    memory_bytes,
-)
+from kvcache_jax.core.config import CacheConfig, LayerGroup, memory_bytes
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
+from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.layer_kinds.full_attention import FullAttention
+from kvcache_jax.core.layer_kinds.quantised import Quantised
+from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
+from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import (
     Admission,
     BlockPool,
@@ -100,6 +99,7 @@ __all__ = [
     "Batch",
     "Beam",
     "BeamResult",
+    "BlockArray",
     "BlockMetadata",
     "BlockPool",
     "Cache",
@@ -116,14 +116,17 @@ __all__ = [
     "GenerateResult",
     "Generation",
     "GenerationRequest",
+    "KeysValues",
     "LayerGroup",
     "LayerKind",
+    "Quantised",
     "Request",
     "RequestMetadata",
     "RowMetadata",
     "ScoreResult",
     "SlidingWindow",
     "Snapshot",
+    "Span",
     "Stats",
     "Status",
     "StatusError",

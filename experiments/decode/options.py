@@ -17,7 +17,8 @@ from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
 from kvcache_jax.core.backends import backend_names
-from kvcache_jax.core.config import DTYPES, ceil_div
+from kvcache_jax.core.layer_kinds.base import STORAGE_DTYPES
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from models.decoder import DecoderConfig, cache_config
 from models.tokenizer import Tokenizer
 
@@ -98,7 +99,7 @@ def make_parser(doc: str | None) -> command.Parser:
         choices=backend_names(),
         help="of attention; default: xla, until the kernels are measured",
     )
-    add("--cache-dtype", choices=DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")
+    add("--cache-dtype", choices=STORAGE_DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")
     add("--picture", type=command.picture, metavar="FILE", help="draw who held which block when")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--no-color", action="store_true", help="plain text, also in a terminal")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.core.config import LayerGroup, SlidingWindow
+from kvcache_jax.core.config import LayerGroup
 from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph, row_rgb
 
 MAX_LOOKS, MAX_BLOCKS, MAX_ROWS = 20, 100, 16
@@ -72,9 +72,8 @@ def timeline_text(timeline: Sequence[kv.Snapshot], config: kv.CacheConfig, color
 
 
 def _title(group: LayerGroup) -> str:
-    window = f"({group.kind.window})" if isinstance(group.kind, SlidingWindow) else ""
     return (
-        f"{type(group.kind).__name__}{window} x {group.num_layers} layer{'s' * (group.num_layers > 1)}: "
+        f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}: "
         f"{group.num_blocks:,} blocks of {group.block_size} tokens"
     )
 

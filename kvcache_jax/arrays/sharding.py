@@ -5,7 +5,7 @@ heads. The axis that splits them is known from the pool's type where mesh axes a
 `CacheConfig.head_axis`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,69 +16,83 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 def over_heads(
     function: Callable[..., Any],
-    pool: jax.Array,
-    head_axis: str | None,
-    inputs: Sequence[int | None],
-    outputs: Sequence[int] | int,
+    axis: str | None,
+    inputs: Sequence[Any],
+    outputs: Any,
 ) -> Callable[..., Any]:
     """Maps `function` over the devices' own heads.
 
     Args:
       function: From pytrees of arrays to such, for any number of heads.
-      pool: `[rows, heads, block_size, head_dim]`.
-      head_axis: Mesh axis over which the heads are split, if the pool's type does not tell.
-      inputs: Per argument the position of its arrays' axis of heads, None where they have none.
-      outputs: Likewise, per result; an int where there is one result.
+      axis: From `axis_to_map`; None leaves the function as it is.
+      inputs: Per argument the position of its arrays' axis of heads, None where they have none; or a pytree
+        of positions.
+      outputs: Likewise, a tuple per result; else of the one result.
     """
-    axis = _axis_to_map(pool, head_axis)
     if axis is None:
         return function
 
     def spec(position: int | None) -> PartitionSpec:
         return PartitionSpec() if position is None else PartitionSpec(*[None] * position, axis)
 
+    def specs(positions: Any) -> Any:
+        return jax.tree.map(spec, positions, is_leaf=lambda position: position is None)
+
     # All axes that the caller does not map over: kernels for TPUs take no mesh that XLA splits by itself.
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    in_specs = tuple(map(spec, inputs))
-    out_specs = spec(outputs) if isinstance(outputs, int) else tuple(map(spec, outputs))
+    in_specs = tuple(map(specs, inputs))
+    out_specs = tuple(map(specs, outputs)) if isinstance(outputs, tuple) else specs(outputs)
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
-def num_local_heads(pool: jax.Array, head_axis: str | None) -> int:
-    """Counts the heads of one device."""
-    axis = _axis_to_map(pool, head_axis)
-    return pool.shape[1] // (1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis])
+def axis_to_map(type_axis: str | None, head_axis: str | None) -> str | None:
+    """Finds the mesh axis that splits the heads; None for none, or if the caller maps over it already.
 
-
-def _axis_to_map(pool: jax.Array, head_axis: str | None) -> str | None:
-    """Returns the axis that splits the heads; None if there is none or the caller maps over it already."""
+    Args:
+      type_axis: From `axis_of_types`.
+      head_axis: The config's.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    axis = _axis_of_type(pool) or head_axis
+    axis = type_axis or head_axis
     if axis is None or axis in mesh.manual_axes:
         return None
     check_in_mesh(axis)
     return axis
 
 
-def for_each_head(array: jax.Array, pool: jax.Array) -> jax.Array:
-    """Repeats an array per head, `[heads, ...]`, split as the pool's heads are where its type tells."""
-    axis = _axis_of_type(pool)
-    split = None if axis is None else NamedSharding(jax.typeof(pool).sharding.mesh, PartitionSpec(axis))
-    return jnp.broadcast_to(array, (pool.shape[1], *array.shape), out_sharding=split)
+def axis_of_types(arrays: Mapping[str, jax.Array], positions: Mapping[str, int | None]) -> str | None:
+    """Finds the mesh axis that splits the heads of a pool's arrays, where their types tell; else None."""
+    for name, position in positions.items():
+        spec = jax.typeof(arrays[name]).sharding.spec
+        if position is not None and len(spec) > position and spec[position] is not None:
+            return spec[position]
+    return None
 
 
-def _axis_of_type(pool: jax.Array) -> str | None:
-    """Returns the axis that splits the heads, if the pool's type tells."""
-    spec = jax.typeof(pool).sharding.spec
-    return spec[1] if len(spec) > 1 else None
+def num_local(size: int, axis: str | None) -> int:
+    """Counts the heads of one device, of `size` that `axis` splits."""
+    return size // (1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis])
 
 
-def check_split(name: str, values: jax.Array, pool: jax.Array) -> None:
-    """Raises where types tell that `values [..., heads, head_dim]` are split otherwise than the pool is."""
+def for_each_head(array: jax.Array, values: jax.Array) -> jax.Array:
+    """Repeats an array per head of `values [rows, heads, ...]`, split as these are where their type tells."""
+    spec = jax.typeof(values).sharding.spec
+    axis = spec[1] if len(spec) > 1 else None
+    split = None if axis is None else NamedSharding(jax.typeof(values).sharding.mesh, PartitionSpec(axis))
+    return jnp.broadcast_to(array, (values.shape[1], *array.shape), out_sharding=split)
+
+
+def check_split(name: str, values: jax.Array, axis: str | None) -> None:
+    """Raises where types tell that `values [..., heads, head_dim]` are split otherwise than the pool's heads.
+
+    Args:
+      name: Of the values, for the error.
+      values: Queries, keys or values.
+      axis: From `axis_of_types`.
+    """
     spec = jax.typeof(values).sharding.spec
     *others, heads, head_dim = (*spec, *[None] * (values.ndim - len(spec)))
-    axis = _axis_of_type(pool)
     if any(other is not None for other in (*others, head_dim)):
         raise ValueError(
             f"{name} has the sharding {spec}, expected explicit mesh axes to split its heads alone: "

@@ -20,7 +20,7 @@ from kvcache_jax.operations.extend import extend
 def append(
     cache: Cache,
     k: jax.Array | Sequence[jax.Array],
-    v: jax.Array | Sequence[jax.Array],
+    v: jax.Array | Sequence[jax.Array] | None,
     num_new: IntRows,
     *,
     seq_ids: IntRows | None = None,
@@ -31,7 +31,7 @@ def append(
     Args:
       cache: Not changed, unless donated.
       k: `[num_layers, n, T, num_kv_heads, head_dim]`; or a sequence, one array per layer.
-      v: Likewise.
+      v: Likewise; None if no layer takes values.
       num_new: i32[n], new tokens per row, at most T.
       seq_ids: i32[n]. Default: all rows.
       tokens: i32[n, T], for prefix caching.
@@ -44,7 +44,8 @@ def append(
     """
     num_layers = cache.config.num_layers
     arguments.check_layers("k", k, num_layers)
-    arguments.check_layers("v", v, num_layers)
+    if v is not None:
+        arguments.check_layers("v", v, num_layers)
     max_new = k[0].shape[1] if isinstance(k, Sequence) else k.shape[2]
     cache, step = extend(cache, num_new, max_new=max_new, seq_ids=seq_ids, tokens=tokens)
     return _write_all(cache, *arguments.owned((k, v)), step), step
@@ -53,5 +54,5 @@ def append(
 @functools.partial(jax.jit, inline=True)
 def _write_all(cache: Cache, k: Any, v: Any, step: Step) -> Cache:
     for layer in range(cache.config.num_layers):
-        cache = write(cache, layer, k[layer], v[layer], step)
+        cache = write(cache, layer, k[layer], None if v is None else v[layer], step)
     return cache

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from kvcache_jax.arrays.number_checks import finite_number, static_flag
-from kvcache_jax.arrays.sharding import as_varied, check_split
+from kvcache_jax.arrays.sharding import as_varied, axis_of_types, check_split
 from kvcache_jax.attention import vjp
 from kvcache_jax.attention.write import store
 from kvcache_jax.blocks import storage
@@ -36,6 +36,7 @@ def attend(
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
+    weights: Any = None,
     implementation: str | None = None,
 ) -> tuple[Cache, AttentionOutput]:
     """Attends to what the step's rows hold; the reading half of `attention`.
@@ -52,6 +53,7 @@ def attend(
       soft_cap: Likewise.
       sink_logits: Likewise.
       return_lse: Likewise.
+      weights: Likewise.
       implementation: Likewise.
 
     Returns:
@@ -61,7 +63,7 @@ def attend(
       ValueError, TypeError, NotImplementedError: the layer, shapes, dtypes or options do not fit.
     """
     place = arguments.located(cache, layer, step)
-    return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
+    return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, weights, implementation)
 
 
 @takes_one
@@ -71,13 +73,14 @@ def attention(
     layer: Layer,
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     step: Step,
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
     return_lse: bool = False,
+    weights: Any = None,
     implementation: str | None = None,
 ) -> tuple[Cache, AttentionOutput]:
     """Stores the new keys and values of one layer and attends: what a model's layer calls.
@@ -93,18 +96,20 @@ def attention(
       layer: Model layer; or a traced index if all layers form one group; or (group, index in it).
       q: `[n, max_new, num_q_heads, head_dim]`, or `[num_tokens, ...]` for a packed step.
       k: `[n, max_new, num_kv_heads, head_dim]`, or packed likewise.
-      v: Like `k`.
+      v: Like `k`; None for kinds that take no values.
       step: From `extend`; the same for all layers.
-      scale: Of the logits. Default: `head_dim ** -0.5`.
+      scale: Of the logits. Default: the width of a key, `head_dim ** -0.5`.
       soft_cap: Bounds the scaled logits, `soft_cap * tanh(logits / soft_cap)`.
       sink_logits: `[num_q_heads]`, a logit per head that takes weight and adds nothing.
       return_lse: Also return the log of the sum of exponentials (sink included), f32
         `[n, max_new, num_q_heads]`, so that partial results can be merged.
+      weights: The layer's own arrays, a pytree, for kinds that compute keys and values with them.
       implementation: Name of a backend, or None for what the config says. Backends run forward; the gradient
         is always XLA's.
 
     Returns:
-      The cache and `out` like `q` (or `(out, lse)`): 0 (and -inf) for padding and failed rows.
+      The cache and `out` like `q` (or `(out, lse)`), as wide as the kind's values: 0 (and -inf) for padding
+      and failed rows.
 
     Raises:
       ValueError, TypeError, NotImplementedError: the layer, shapes, dtypes or options do not fit.
@@ -122,7 +127,7 @@ def attention(
     place = arguments.located(cache, layer, step)
     cache = store(cache, place, k, v, step)
     place = place._replace(pool=cache.pools[place.group_id])
-    return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, implementation)
+    return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, weights, implementation)
 
 
 def _attend(
@@ -134,35 +139,39 @@ def _attend(
     soft_cap: float | None,
     sink_logits: arguments.Array | None,
     return_lse: bool,
+    weights: Any,
     implementation: str | None,
 ) -> tuple[Cache, AttentionOutput]:
     """Reads one layer; the pool is handed through (see `vjp.attend`)."""
     (group_id, layer, pool), config = place, cache.config
-    num_kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
+    group, plan = config.groups[group_id], step.plans[group_id]
+    weights = jax.tree.map(jnp.asarray, weights)
+    stored = storage.keys_values_shapes(pool, group, weights)
+    num_kv_heads, _, key_dim = stored.k.shape
     arguments.require_floats("q", q)
-    _check_queries(q, step, num_kv_heads, head_dim)
+    _check_queries(q, step, num_kv_heads, key_dim)
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
     _check_options(scale, soft_cap, sink_logits, q.shape[-2])
     return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
-    group, plan = config.groups[group_id], step.plans[group_id]
     backend = backends.choose(config, implementation, pool, group, q.shape[-2] // num_kv_heads)
     if backend.attend(_num_queries(step)) is None:  # others are mapped over the heads
-        check_split("q", q, pool.k)
+        check_split("q", q, axis_of_types(pool.arrays, group.head_positions))
     if plan.work and backend is not backends.choose(config, None, pool, group):
         plan = dataclasses.replace(plan, work=())  # cut for the cache's own backend
     call = vjp.Call(
         config=config,
         group_id=group_id,
         backend=backend.name,
-        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        scale=1 / math.sqrt(key_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
+        num_kv_heads=num_kv_heads,
     )
     block_table = cache.control.block_pools[group_id].block_table
     q, num_queries = arguments.owned(q), _num_queries(step)
-    pool, out, lse = _read(call, pool, q, sink_logits, block_table, plan, layer, num_queries)
+    pool, out, lse = _read(call, pool, q, weights, sink_logits, block_table, plan, layer, num_queries)
     cache = storage.with_pool(cache, group_id, pool)
     return cache, (out, lse) if return_lse else out
 
@@ -178,31 +187,35 @@ def _read(
     call: vjp.Call,
     pool: KVPool,
     q: jax.Array,
+    weights: Any,
     sink_logits: jax.Array | None,
     block_table: jax.Array,
     plan: AttentionPlan,
     layer: jax.Array,
     num_queries: int,
 ) -> tuple[KVPool, jax.Array, jax.Array]:
-    """Attends to one layer, by its index in the group; returns the pool, `out` like `q`, lse f32."""
-    shape, num_kv_heads = q.shape, pool.k.shape[1]
-    grouped = q.reshape(-1, num_queries, num_kv_heads, shape[-2] // num_kv_heads, shape[-1])
+    """Attends to one layer, by its index in the group; returns the pool, `out` and lse f32, both like `q`."""
+    shape, kind = q.shape, call.group.kind
+    q = kind.queries(q)
+    grouped = q.reshape(-1, num_queries, call.num_kv_heads, shape[-2] // call.num_kv_heads, shape[-1])
     if sink_logits is not None:
         sink_logits = sink_logits.astype(jnp.float32).reshape(grouped.shape[2:4])
     reads = block_table, plan, layer
-    varied, grouped, sink_logits = as_varied((pool, grouped, sink_logits), reads)
-    read, out, lse = vjp.attend(call, varied, grouped, sink_logits, *reads)
-    if varied.k is not pool.k:  # What all devices share stays shared where they ask different things of it.
+    varied, grouped, weights, sink_logits = as_varied((pool, grouped, weights, sink_logits), reads)
+    read, out, lse = vjp.attend(call, varied, grouped, weights, sink_logits, *reads)
+    if jax.tree.leaves(varied)[0] is not jax.tree.leaves(pool)[0]:
+        # What all devices share stays shared where they ask different things of it.
         read, out, lse = lax.optimization_barrier((pool, out, lse))
-    return read, out.reshape(shape).astype(q.dtype), lse.reshape(shape[:-1])
+    out = kind.outputs(out.reshape(*shape[:-1], out.shape[-1]))
+    return read, out.astype(q.dtype), lse.reshape(shape[:-1])
 
 
-def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, head_dim: int) -> None:
+def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
     tokens = step.positions.shape
     heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
-    if q.shape[:-2] != tokens or q.shape[-1] != head_dim or not heads_divide:
+    if q.shape[:-2] != tokens or q.shape[-1] != key_dim or not heads_divide:
         raise ValueError(
-            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', head_dim)} "
+            f"q has shape {q.shape}, expected {(*tokens, 'num_q_heads', key_dim)} "
             f"with num_q_heads a multiple of num_kv_heads = {num_kv_heads}"
         )
 

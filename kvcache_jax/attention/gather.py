@@ -1,7 +1,6 @@
-"""A row's keys and values as contiguous arrays."""
+"""The operation `gather`: a row's keys and values as contiguous arrays."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,14 @@ from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.state import Cache, Control, KVPool
 
 
 @takes_one
 @jax.named_scope("kvcache.gather")
 def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A row's keys and values as contiguous arrays.
+    """Reads a row's keys and values as contiguous arrays.
 
     Args:
       cache: Not changed.
@@ -28,7 +28,8 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     Returns:
       `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length
       and, in a window group, where tokens were given back; length 0 for idle rows, and for ids and
-      traced layers out of range.
+      traced layers out of range. Of a kind that stores something else, keys and values as its `keys_values`
+      gives them without weights, scaled; a rotated kind's keys are those of rotated queries.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
@@ -42,19 +43,37 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
     seq_id = arguments.int_scalar("seq_id", seq_id)
-    return _gather(
-        pool, cache.control, seq_id, index, group_id=group_id, max_seq_len=cache.config.max_seq_len
-    )
+    config = cache.config
+    sizes = dict(group=config.groups[group_id], group_id=group_id, max_seq_len=config.max_seq_len)
+    return _gather(pool, cache.control, seq_id, index, **sizes)
 
 
-@functools.partial(jax.jit, static_argnames=("group_id", "max_seq_len"))
+@functools.partial(jax.jit, static_argnames=("group", "group_id", "max_seq_len"))
 def _gather(
-    pool: Any, control: Control, seq_id: jax.Array, index: jax.Array, group_id: int, max_seq_len: int
+    pool: KVPool,
+    control: Control,
+    seq_id: jax.Array,
+    index: jax.Array,
+    group: LayerGroup,
+    group_id: int,
+    max_seq_len: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     block_pool = control.block_pools[group_id]
-    is_layer = index < pool.k.shape[0] // block_pool.num_blocks
-    length = jnp.where(is_layer, get_at(control.context_len, seq_id, 0), 0)
+    is_layer = index < group.num_layers
+    length = jnp.where(is_layer, get_at(group.kind.length(control), seq_id, 0), 0)
     ids = get_at(block_pool.block_table, seq_id)
-    block = storage.block_rows(ids, index, block_pool.num_blocks, pool.k.shape[0])
-    k, v = storage.load_row(pool, block, length, max_seq_len)
-    return k, v, length
+    rows = storage.block_rows(ids, index, block_pool.num_blocks, pool.num_rows)
+    tile = storage.load_blocks(pool, group, rows[None])
+    stored = group.kind.keys_values({name: values[:, 0] for name, values in tile.items()})
+    k, v, k_scale, v_scale = stored
+    k = k if k_scale is None else k * k_scale[..., None].astype(k.dtype)
+    v = v if v_scale is None else v * v_scale[..., None].astype(v.dtype)
+    v = group.kind.outputs(jnp.moveaxis(v, 0, 1))
+    is_token = jnp.repeat(ids < block_pool.num_blocks, group.block_size)
+    is_token &= jnp.arange(is_token.shape[0], dtype=jnp.int32) < length
+
+    def held(values: jax.Array) -> jax.Array:
+        values = jnp.where(is_token[:, None, None], values, jnp.zeros((), values.dtype))
+        return values[:max_seq_len]
+
+    return held(jnp.moveaxis(k, 0, 1)), held(v), length

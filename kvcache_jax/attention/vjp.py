@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from kvcache_jax.arrays.sharding import over_heads
+from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.attention import xla
+from kvcache_jax.blocks import storage
 from kvcache_jax.core import backends
 from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
@@ -25,6 +26,7 @@ class Call(NamedTuple):
       backend: Name of the backend.
       scale: See `attention.attention`.
       soft_cap: Likewise.
+      num_kv_heads: Heads of the keys that the kind computes.
     """
 
     config: CacheConfig
@@ -32,6 +34,7 @@ class Call(NamedTuple):
     backend: str
     scale: float
     soft_cap: float | None
+    num_kv_heads: int
 
     @property
     def group(self) -> LayerGroup:
@@ -44,6 +47,7 @@ def attend(
     call: Call,
     pool: KVPool,
     q: jax.Array,
+    weights: Any,
     sink_logits: jax.Array | None,
     block_table: jax.Array,
     plan: AttentionPlan,
@@ -58,24 +62,26 @@ def attend(
       call: Static.
       pool: Of the layer group.
       q: `[r, t, h, g, d]`, of the plan's `r` rows.
+      weights: The layer's own, for the kind's `keys_values`.
       sink_logits: f32[h, g] or None.
       block_table: i32[max_seqs, max_blocks_per_seq].
       plan: Of the step and group.
       layer: i32[], index in the group.
 
     Returns:
-      (pool, out f32[r, t, h, g, d], lse f32[r, t, h, g]); out is 0 and lse -inf where nothing is seen.
+      (pool, out f32[r, t, h, g, e], lse f32[r, t, h, g]), `e` wide as values; out is 0 and lse -inf where
+      nothing is seen.
     """
-    out, lse = _forward(call, pool, q, sink_logits, block_table, plan, layer)
+    out, lse = _forward(call, pool, q, weights, sink_logits, block_table, plan, layer)
     return _handed_through(pool, out, lse)
 
 
-def _forward(call, pool, q, sink_logits, block_table, plan, layer):
+def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
     options = dict(scale=call.scale, soft_cap=call.soft_cap)
     backend_attend = backends.get_backend(call.backend).attend(q.shape[1])
     if backend_attend is None:
         options |= dict(layer=layer, sink_logits=sink_logits, tile_tokens=call.config.tile_tokens)
-        return xla.forward(q, pool, block_table, plan, call.group, **options)
+        return xla.forward(q, pool, weights, block_table, plan, call.group, **options)
 
     # Each device reshapes on its own: a reshape of q would need its sharding where mesh axes are explicit.
     def local(q, pool, block_table, plan, layer, sink_logits):
@@ -83,8 +89,10 @@ def _forward(call, pool, q, sink_logits, block_table, plan, layer):
             q, pool, block_table, plan, call.group, layer=layer, sink_logits=sink_logits, **options
         )
 
-    heads = (2, 1, None, None, None, None if sink_logits is None else 0)
-    local = over_heads(local, pool.k, call.config.head_axis, heads, (2, 2))
+    positions = call.group.head_positions
+    axis = axis_to_map(axis_of_types(pool.arrays, positions), call.config.head_axis)
+    heads = (2, KVPool(arrays=positions), None, None, None, None if sink_logits is None else 0)
+    local = over_heads(local, axis, heads, (2, 2))
     is_layer = layer < call.group.num_layers  # one that does not exist reads NaN
     out, lse = local(q, pool, block_table, plan, jnp.where(is_layer, layer, 0), sink_logits)
     return jnp.where(is_layer, out, jnp.nan), jnp.where(is_layer, lse, jnp.nan)
@@ -96,11 +104,13 @@ def _handed_through(pool, *reads):
 
 
 def _attend_fwd(call, *arguments):
-    pool, q, sink_logits, block_table, plan, layer = jax.tree.map(lambda x: x.value, arguments)
-    out, lse = _forward(call, pool, q, sink_logits, block_table, plan, layer)
+    storage.require_gradient(call.group)
+    arguments = jax.tree.map(lambda x: x.value, arguments)
+    pool, q, weights, sink_logits, block_table, plan, layer = arguments
+    out, lse = _forward(call, *arguments)
     saved = xla.save(pool, block_table, plan, call.group, layer)
     pool, out, lse, saved = _handed_through(pool, out, lse, saved)
-    return (pool, out, lse), (saved, q, sink_logits, out, lse)
+    return (pool, out, lse), (saved, q, weights, sink_logits, out, lse)
 
 
 def _attend_bwd(call, residuals, grads):
@@ -110,9 +120,11 @@ def _attend_bwd(call, residuals, grads):
         return make(shape=grad.shape, dtype=grad.dtype) if isinstance(grad, SymbolicZero) else grad
 
     pool_grads, *read_grads = grads
-    after_forward = functools.partial(xla.zeros_after, lse[0, 0, :, 0])
-    k, v = (materialised(grad, after_forward) for grad in (pool_grads.k, pool_grads.v))
-    grads = (KVPool(k=k, v=v), *(materialised(grad, jnp.zeros) for grad in read_grads))
+    arrays = {}
+    for name, position in call.group.head_positions.items():
+        after_forward = functools.partial(xla.zeros_after, lse[0, 0, :, 0], position)
+        arrays[name] = materialised(pool_grads.arrays[name], after_forward)
+    grads = (KVPool(arrays=arrays), *(materialised(grad, jnp.zeros) for grad in read_grads))
     return *_backward(call, *residuals, grads), None, None, None
 
 

@@ -10,15 +10,15 @@ from kvcache_jax.core.state import Cache, Step
 
 
 @takes_one
-def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) -> Cache:
+def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array | None, step: Step) -> Cache:
     """Stores the step's keys and values of one layer in the slots that `extend` reserved.
 
     Args:
       cache: Not changed, unless donated.
       layer: As in `attention`.
-      k: `[n, max_new, num_kv_heads, head_dim]`, or `[num_tokens, ...]` for a packed step; cast to the
-        cache's dtype.
-      v: Likewise.
+      k: `[n, max_new, num_kv_heads, head_dim]`, or `[num_tokens, ...]` for a packed step; stored as the
+        layer's kind says.
+      v: Likewise; None for kinds that take no values.
       step: From `extend`.
 
     Returns:
@@ -31,10 +31,9 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step) ->
 
 
 @jax.named_scope("kvcache.write")
-def store(cache: Cache, place: Place, k: jax.Array, v: jax.Array, step: Step) -> Cache:
+def store(cache: Cache, place: Place, k: jax.Array, v: jax.Array | None, step: Step) -> Cache:
     """Stores keys and values in the slots of a step that was checked."""
-    arguments.check_keys_values(cache, place.pool, k, v, step)
-    k, v = arguments.owned((k, v))
+    new = arguments.layer_inputs(cache, place, {"k": k, "v": v}, step)
     slots = step.slots[place.group_id]
-    pool = storage.store_tokens(place.pool, place.layer, k, v, slots, cache.config, place.group_id)
+    pool = storage.store_tokens(place.pool, place.layer, new, slots, cache.config, place.group_id)
     return storage.with_pool(cache, place.group_id, pool)

@@ -207,9 +207,10 @@ def sweep_queue(pool: BlockPool, is_due: jax.Array) -> BlockPool:
     end = jnp.where(is_due, cached.head, cached.tail)
     state = cached.queue, cached.queued_at, end, end
     queue, queued_at, tail, _ = lax.while_loop(is_left, sweep_some, state)
-    # What the loop reads is written by what comes next.
-    read = pool.ref_count, cached.is_published
-    tail, (ref_count, is_published) = read_first(tail, read)
+    # The caller's writes to what the sweep reads wait for it.
+    (queue, tail), (ref_count, is_published) = read_first(
+        (queue, tail), (pool.ref_count, cached.is_published)
+    )
     cached = dataclasses.replace(
         cached, queue=queue, queued_at=queued_at, tail=tail, is_published=is_published
     )

@@ -6,16 +6,19 @@ pool, and it cannot pass a loop with a dynamic number of trips. Forward mode rai
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
-from kvcache_jax.arrays.sharding import as_varied, over_heads
+from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import BlockArray, CacheConfig, LayerGroup
+from kvcache_jax.core.layer_kinds.base import KeysValues
 from kvcache_jax.core.state import BlockCopies, Cache, KVPool
 
 _COPIES_PER_TRIP = 16
@@ -33,20 +36,41 @@ def block_rows(block_ids: jax.Array, layer: jax.Array | int, num_blocks: int, nu
 def store_tokens(
     pool: KVPool,
     layer: jax.Array | int,
-    k: jax.Array,
-    v: jax.Array,
+    new: Mapping[str, jax.Array],
     slots: jax.Array,
     config: CacheConfig,
     group_id: int,
 ) -> KVPool:
-    """Writes keys and values `[..., num_kv_heads, head_dim]` of one layer at `slots` `[...]`."""
+    """Writes what the kind stores of `new`, inputs `[*slots.shape, ...]` of one layer, at `slots`."""
     group = config.groups[group_id]
     backend = backends.choose(config, None, pool, group)
-    new = KVPool(k=k, v=v)
-    new = jax.tree.map(lambda x, array: x.reshape(-1, *x.shape[-2:]).astype(array.dtype), new, pool)
+    new = {name: values.reshape(-1, *values.shape[slots.ndim :]) for name, values in new.items()}
+    stored = _stored(group, pool, new)
     slots, layer = slots.reshape(-1), jnp.asarray(layer)
-    pool, new = as_varied((pool, new), slots)
-    return _store(backend.name, config.head_axis, group, pool, new, slots, layer)
+    pool, stored = as_varied((pool, stored), slots)
+    return _store(backend.name, config.head_axis, group, pool, stored, slots, layer)
+
+
+def _stored(group: LayerGroup, pool: KVPool, new: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Encodes new tokens `[n, ...]`, and checks that the kind made what its arrays hold."""
+    encoded, stored = group.kind.encode(**new), {}
+    num_tokens = next(iter(new.values())).shape[0]
+    if {*encoded} != {name for name, _ in group.arrays}:
+        raise ValueError(
+            f"{group.kind.label}.encode() returned {sorted(encoded)}, expected its arrays "
+            f"{[name for name, _ in group.arrays]}"
+        )
+    for name, array in group.arrays:
+        values, (_, *shape) = encoded[name], pool.arrays[name].shape
+        expected = num_tokens, *shape[: array.token_axis], *shape[array.token_axis + 1 :]
+        is_cast = jnp.issubdtype(values.dtype, jnp.floating) and jnp.issubdtype(array.dtype, jnp.floating)
+        if values.shape != expected or not (is_cast or values.dtype == array.dtype):
+            raise ValueError(
+                f"{group.kind.label}.encode() returned {values.dtype}{list(values.shape)} for {name!r}, "
+                f"expected {jnp.dtype(array.dtype).name}{list(expected)}"
+            )
+        stored[name] = values.astype(array.dtype)
+    return stored
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -55,44 +79,66 @@ def _store(
     head_axis: str | None,
     group: LayerGroup,
     pool: KVPool,
-    new: KVPool,
+    new: dict[str, jax.Array],
     slots: jax.Array,
     layer: jax.Array,
 ) -> KVPool:
     if write := backends.get_backend(name).write:
 
         def local(pool, new, slots, layer):
-            return write(pool, new.k, new.v, slots, group, layer=layer)
+            return write(pool, new, slots, group, layer=layer)
 
-        return over_heads(local, pool.k, head_axis, (1, 1, None, None), 1)(pool, new, slots, layer)
-    block, offset = _places(group, pool, slots, layer)
-    return jax.tree.map(lambda x, values: x.at[block, :, offset].set(values, mode="drop"), pool, new)
+        heads = KVPool(arrays=group.head_positions)
+        new_heads = {
+            name: None if array.token_head_axis is None else 1 + array.token_head_axis
+            for name, array in group.arrays
+        }
+        axis = _axis_to_map(group, pool, head_axis)
+        return over_heads(local, axis, (heads, new_heads, None, None), heads)(pool, new, slots, layer)
+    arrays = {}
+    for name, places in _places(group, pool, slots, layer).items():
+        arrays[name] = pool.arrays[name].at[places].set(new[name], mode="drop")
+    return KVPool(arrays=arrays)
+
+
+def _axis_to_map(group: LayerGroup, pool: KVPool, head_axis: str | None) -> str | None:
+    """Finds the mesh axis over which a backend's functions are mapped."""
+    return axis_to_map(axis_of_types(pool.arrays, group.head_positions), head_axis)
 
 
 def _places(
     group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The slots' index on the pool's first axis, past its end for nowhere, and their place in the block."""
-    num_rows, _, block_size, _ = pool.k.shape
-    block_ids = quotient(slots, block_size)
-    return block_rows(block_ids, layer, num_rows // group.num_layers, num_rows), remainder(slots, block_size)
+) -> dict[str, tuple[jax.Array | slice, ...]]:
+    """Finds the slots in the pool's arrays, past the end of the first axis for nowhere: an index by name."""
+    block_ids, offset = quotient(slots, group.block_size), remainder(slots, group.block_size)
+    block = block_rows(block_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
+    return {name: (block, *[slice(None)] * array.token_axis, offset) for name, array in group.arrays}
 
 
 def _store_fwd(name, head_axis, group, pool, new, slots, layer):
     return _store(name, head_axis, group, pool, new, slots, layer), (slots, layer)
 
 
-def _store_bwd(name, head_axis, group, places, grads):
-    block, offset = _places(group, grads, *places)
-
-    def split(grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-        grad_values = grad.at[block, :, offset].get(mode="fill", fill_value=0)
+def _store_bwd(name, head_axis, group, residuals, grads):
+    require_gradient(group)
+    kept, new = {}, {}
+    for name, places in _places(group, grads, *residuals).items():
+        grad = grads.arrays[name]
+        values = grad.at[places].get(mode="fill", fill_value=0)
         # The barrier orders the read before the write, which can then be done in place.
-        grad_values, grad = lax.optimization_barrier((grad_values, grad))
-        return grad.at[block, :, offset].set(jnp.zeros_like(grad_values), mode="drop"), grad_values
+        new[name], grad = lax.optimization_barrier((values, grad))
+        kept[name] = grad.at[places].set(jnp.zeros_like(values), mode="drop")
+    return KVPool(arrays=kept), new, None, None
 
-    (k, new_k), (v, new_v) = split(grads.k), split(grads.v)
-    return KVPool(k=k, v=v), KVPool(k=new_k, v=new_v), None, None
+
+def require_gradient(group: LayerGroup) -> None:
+    """Refuses a gradient through a layer whose kind has none."""
+    is_float = all(jnp.issubdtype(array.dtype, jnp.floating) for _, array in group.arrays)
+    if not (group.kind.is_differentiable and is_float):
+        raise NotImplementedError(
+            f"got a gradient through {group.kind.label} layers, which have none, expected layers that store "
+            "keys and values as they are: FullAttention or SlidingWindow"
+        )
 
 
 _store.defvjp(_store_fwd, _store_bwd)
@@ -126,7 +172,8 @@ def _copy(
         def local(pool, src, dst, num_copies):
             return copy(pool, src, dst, num_copies, group)
 
-        return over_heads(local, pool.k, head_axis, (1, None, None, None), 1)(pool, src, dst, num_copies)
+        heads, axis = KVPool(arrays=group.head_positions), _axis_to_map(group, pool, head_axis)
+        return over_heads(local, axis, (heads, None, None, None), heads)(pool, src, dst, num_copies)
 
     def copy_some(i, pool):
         rows, new_rows = (_copied_rows(group, pool, ids, num_copies, i) for ids in (src, dst))
@@ -140,6 +187,7 @@ def _copy_fwd(name, head_axis, group, pool, *copies):
 
 
 def _copy_bwd(name, head_axis, group, copies, grads):
+    require_gradient(group)
     src, dst, num_copies = copies
     num_trips = _num_trips(num_copies)
 
@@ -168,8 +216,8 @@ def _num_trips(num_copies: jax.Array) -> jax.Array:
 def _copied_rows(
     group: LayerGroup, pool: KVPool, ids: jax.Array, num_copies: jax.Array, trip: jax.Array
 ) -> jax.Array:
-    """i32[layers * copies], where the blocks of a trip stand in the pool; past its end for no copy."""
-    num_rows = pool.k.shape[0]
+    """Finds where the blocks of a trip stand in the pool, i32[layers * copies]; past its end for no copy."""
+    num_rows = pool.num_rows
     num_blocks = num_rows // group.num_layers
     nth = trip * _COPIES_PER_TRIP + jnp.arange(min(_COPIES_PER_TRIP, ids.shape[0]), dtype=jnp.int32)
     block_ids = jnp.where(nth < num_copies, get_at(ids, nth), num_blocks)
@@ -177,27 +225,59 @@ def _copied_rows(
     return block_rows(block_ids[None], layers, num_blocks, num_rows).reshape(-1)
 
 
-def load_row(
-    pool: KVPool, blocks: jax.Array, context_len: jax.Array, max_seq_len: int
-) -> tuple[jax.Array, jax.Array]:
-    """Reads a row's keys and values `[max_seq_len, num_kv_heads, head_dim]`; 0 where there is no token.
+def load_blocks(pool: KVPool, group: LayerGroup, rows: jax.Array) -> dict[str, jax.Array]:
+    """Reads the blocks `rows` i32[r, b] of a pool; those past its end give any block.
 
-    Args:
-      pool: The group's pool.
-      blocks: i32[max_blocks_per_seq], the row's blocks on the pool's first axis (`block_rows`).
-      context_len: i32[], tokens held.
-      max_seq_len: Length of the result.
+    Returns:
+      By name `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads.
     """
-    block_size = pool.k.shape[2]
-    position = jnp.arange(max_seq_len, dtype=jnp.int32)
-    block = blocks[quotient(position, block_size)]
-    is_token = (block < pool.k.shape[0]) & (position < context_len)
 
-    def load(values: jax.Array) -> jax.Array:
-        tokens = values.at[block, :, remainder(position, block_size)].get(mode="clip")
-        return jnp.where(is_token[:, None, None], tokens, jnp.zeros((), tokens.dtype))
+    def load(values: jax.Array, array: BlockArray) -> jax.Array:
+        rest = array.shape[2:]
+        if (array.head_axis, array.token_axis) == (0, 1):
+            # A head's part of a block is one run of values, read head by head: none is moved on its own.
+            runs = values.reshape(-1, values.shape[1], group.block_size * math.prod(rest))
+            tile = jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values))
+            tile = lax.optimization_barrier(tile).reshape(*tile.shape[:3], group.block_size, *rest)
+        else:
+            tile = lax.optimization_barrier(get_at(values, rows))  # [r, b, *shape]
+            if array.head_axis is None:
+                tile, head = tile[None], 0
+            else:
+                head = 2 + array.head_axis
+            token = 2 + array.token_axis + (array.head_axis is None)
+            tile = jnp.moveaxis(tile, (head, token), (0, 3))
+            rest = tile.shape[4:]
+        return tile.reshape(tile.shape[0], rows.shape[0], -1, *rest)
 
-    return load(pool.k), load(pool.v)
+    return {name: load(pool.arrays[name], array) for name, array in group.arrays}
+
+
+def keys_values_of(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
+    """Computes keys and values of a tile from `load_blocks`, as `[heads, r, tokens, ...]`."""
+
+    def of_row(tile: Mapping[str, jax.Array]) -> KeysValues:
+        return _keys_values(group, tile, weights)
+
+    return jax.vmap(of_row, in_axes=1, out_axes=1)(tile)
+
+
+def keys_values_shapes(pool: KVPool, group: LayerGroup, weights: Any) -> KeysValues:
+    """Shapes and dtypes of the keys and values of one block of one row, `[heads, tokens, ...]`."""
+
+    def shape_of(name: str, array: BlockArray) -> jax.ShapeDtypeStruct:
+        position = group.head_positions[name]
+        num_heads = 1 if position is None else pool.arrays[name].shape[position]
+        rest = [size for i, size in enumerate(array.shape) if i not in (array.head_axis, array.token_axis)]
+        return jax.ShapeDtypeStruct((num_heads, group.block_size, *rest), array.dtype)
+
+    tile = {name: shape_of(name, array) for name, array in group.arrays}
+    return jax.eval_shape(functools.partial(_keys_values, group), tile, weights)
+
+
+def _keys_values(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
+    k, v, k_scale, v_scale = group.kind.keys_values(tile, weights)
+    return KeysValues(k, v, k_scale, v_scale)
 
 
 def with_pool(cache: Cache, group_id: int, pool: KVPool) -> Cache:

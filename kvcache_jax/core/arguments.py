@@ -5,7 +5,7 @@ making arrays of it here would be a program each, and checks that look at values
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,8 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import as_integer
-from kvcache_jax.arrays.sharding import check_split
-from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.arrays.sharding import axis_of_types, check_split
+from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import Cache, KVPool, Step
 
 IntRows = ArrayLike | Sequence[int]
@@ -298,18 +298,39 @@ def require_floats(name: str, values: Any) -> None:
         raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
 
 
-def check_keys_values(cache: Cache, pool: KVPool, k: jax.Array, v: jax.Array, step: Step) -> None:
-    """Checks the keys and values of one layer against the step and the pool."""
-    expected = (*step.positions.shape, pool.k.shape[1], pool.k.shape[3])
-    for name, values in (("k", k), ("v", v)):
+def layer_inputs(cache: Cache, place: Place, given: Mapping[str, Any], step: Step) -> dict[str, jax.Array]:
+    """Checks what a model hands in for one layer, by the names of the kind's inputs, and returns it."""
+    group, inputs = cache.config.groups[place.group_id], {}
+    expected = group.kind.inputs
+    axis = axis_of_types(place.pool.arrays, group.head_positions)
+    num_shards = _num_shards(place.pool, group)  # inside `shard_map` a device has some of the heads
+    for name, values in given.items():
+        if (values is None) != (name not in expected):
+            raise TypeError(
+                f"{name} is a {type(values).__name__}, expected {'an array' if name in expected else None}: "
+                f"{group.kind.label} layers take {' and '.join(expected)}"
+            )
+        if values is None:
+            continue
         require_floats(name, values)
-        if values.shape != expected:
+        num_heads, *width = expected[name]
+        shape = (*step.positions.shape, num_heads // num_shards, *width)
+        if values.shape != shape:
             raise ValueError(
-                f"{name} has shape {values.shape}, expected {expected}: "
+                f"{name} has shape {values.shape}, expected {shape}: "
                 "the step's tokens, num_kv_heads, head_dim"
             )
-        check_split(name, values, pool.k)
+        check_split(name, values, axis)
         refuse_shared_cache(name, values, cache)
+        inputs[name] = owned(values)
+    return inputs
+
+
+def _num_shards(pool: KVPool, group: LayerGroup) -> int:
+    for name, array in group.arrays:
+        if array.head_axis is not None:
+            return array.shape[array.head_axis] // pool.arrays[name].shape[1 + array.head_axis]
+    return 1
 
 
 def check_layers(name: str, values: Any, num_layers: int) -> None:

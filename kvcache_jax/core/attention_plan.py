@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient
-from kvcache_jax.arrays.sharding import num_local_heads
+from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.core.backends import choose
 from kvcache_jax.core.config import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
@@ -19,12 +19,16 @@ def plan_attention(cache: Cache, step: Step) -> Step:
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
         block_pool = cache.control.block_pools[group_id]
         is_query = step.slots[group_id] < block_pool.num_blocks * group.block_size
-        plan = plan_rows(group, *_rows_of(step, is_query))
+        table_row, first_position, num_queries_of_row = _rows_of(step, is_query)
+        num_keys = None
+        if not group.kind.is_causal:
+            num_keys = get_at(group.kind.length(cache.control), table_row, 0)
+        plan = plan_rows(group, table_row, first_position, num_queries_of_row, num_keys)
         backend = choose(cache.config, None, pool, group)
         if backend.plan and backend.attend(num_queries):
             work = backend.plan(
                 plan,
-                _local_shapes(pool, cache.config.head_axis),
+                _local_shapes(pool, group, cache.config.head_axis),
                 group,
                 num_queries=num_queries,
                 num_columns=block_pool.max_blocks_per_seq,
@@ -35,10 +39,17 @@ def plan_attention(cache: Cache, step: Step) -> Step:
 
 
 def plan_rows(
-    group: LayerGroup, table_row: jax.Array, first_position: jax.Array, num_queries: jax.Array
+    group: LayerGroup,
+    table_row: jax.Array,
+    first_position: jax.Array,
+    num_queries: jax.Array,
+    num_keys: jax.Array | None = None,
 ) -> AttentionPlan:
     """Plans which columns are read by rows of `num_queries` tokens each, from `first_position` on."""
-    end = quotient(first_position + num_queries - 1, group.block_size) + 1
+    if num_keys is None:
+        end = quotient(first_position + num_queries - 1, group.block_size) + 1
+    else:
+        end = group.num_columns(num_keys)
     first = group.first_column(first_position)
     # The sinks' columns, fewer where the row ends among them, and those from the first in reach.
     num_columns = jnp.minimum(group.num_sink_blocks, end) + jnp.maximum(end - first, 0)
@@ -48,11 +59,12 @@ def plan_rows(
         num_columns=jnp.where(num_queries > 0, num_columns, 0),
         first_position=first_position,
         num_queries=num_queries,
+        num_keys=num_keys,
     )
 
 
 def _rows_of(step: Step, is_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The step's rows, or in a packed step its tokens: row of the table, first position, number of tokens."""
+    """Lists the step's rows, or the tokens of a packed one: row of the table, first position, token count."""
     if step.cu_query_lens is None:
         return step.seq_ids, step.positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
     order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
@@ -61,10 +73,15 @@ def _rows_of(step: Step, is_query: jax.Array) -> tuple[jax.Array, jax.Array, jax
     return get_at(step.seq_ids, row.astype(jnp.int32), 0), step.positions, is_query.astype(jnp.int32)
 
 
-def _local_shapes(pool: KVPool, head_axis: str | None) -> KVPool:
-    """The shapes of the pool on one device."""
+def _local_shapes(pool: KVPool, group: LayerGroup, head_axis: str | None) -> KVPool:
+    """Shapes of the pool's arrays on one device."""
+    axis = axis_to_map(axis_of_types(pool.arrays, group.head_positions), head_axis)
 
-    def local(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((x.shape[0], num_local_heads(x, head_axis), *x.shape[2:]), x.dtype)
+    def local(x: jax.Array, position: int | None) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        if position is not None:
+            shape[position] = num_local(shape[position], axis)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    return jax.tree.map(local, pool)
+    positions = group.head_positions
+    return KVPool(arrays={name: local(pool.arrays[name], positions[name]) for name in positions})

@@ -42,8 +42,10 @@ class Backend:
 
     XLA does whatever is None, and all gradients. The functions are traced as parts of the caller's program,
     and where `CacheConfig.head_axis` splits the heads, for each device's own heads. Below, `pool` is a
-    `KVPool`, arrays `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; `group` the
-    `LayerGroup`, static, with the layers' kind; `layer` i32[], the index in the group.
+    `KVPool`, of plain keys and values `arrays["k"]` and `arrays["v"]`
+    `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; `group` the `LayerGroup`, static, with
+    the layers' kind (`group.kind.is_plain` where nothing else is stored); `layer` i32[], the index in the
+    group.
 
     Attributes:
       name: For `CacheConfig(implementation=name)`.
@@ -56,9 +58,9 @@ class Backend:
         lse f32`[r, t, num_kv_heads, group_size]`; 0 and -inf for a query that sees nothing. Slots that no
         query sees may hold NaN.
       prefill: Like `decode`, for steps with more tokens.
-      write: `(pool, k, v, slots, group, *, layer) -> pool` stores `k` and `v` `[n, num_kv_heads, head_dim]`
-        of the pool's dtype at slots i32[n], `block_id * block_size + offset`; those at
-        `num_blocks * block_size` nowhere.
+      write: `(pool, new, slots, group, *, layer) -> pool` stores what the kind's `encode` made of new tokens,
+        by name and in the arrays' dtypes, plain "k" and "v" `[n, num_kv_heads, head_dim]`, at slots i32[n],
+        `block_id * block_size + offset`; those at `num_blocks * block_size` nowhere.
       copy_blocks: `(pool, src, dst, num_copies, group) -> pool` copies whole blocks i32[n] of all layers, for
         entries below `num_copies`; all sources as they were before any block is overwritten.
       plan: `(plan, pool, group, *, num_queries, num_columns) -> tuple of arrays`, computed once per step and

@@ -1,14 +1,14 @@
-"""What a cache holds: layer kinds, sizes and the memory plan. Plain Python, no arrays."""
+"""The config of a cache: layer kinds, sizes and the memory plan. Plain Python, no arrays."""
 
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
@@ -17,15 +17,14 @@ from kvcache_jax.core.eviction_policy import LRU, eviction_policies
 from kvcache_jax.core.layer_kinds.base import (
     MAX_INDEX,
     LayerKind,
-    Span,
-    ceil_div,
     check_positive,
     check_positive_or_none,
+    kind_from_json,
+    kind_to_json,
+    storage_dtype,
 )
-from kvcache_jax.core.layer_kinds.full_attention import FullAttention
-from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
-
-DTYPES = ("float32", "bfloat16", "float16")
+from kvcache_jax.core.layer_kinds.block_array import BlockArray, check_arrays
+from kvcache_jax.core.layer_kinds.span import Span, ceil_div
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +32,15 @@ class LayerGroup:
     """The model layers of one kind, with the sizes of the pool and the block table they share."""
 
     kind: LayerKind
+    """With its dtype, where that was left to the config."""
     layer_ids: tuple[int, ...]
     num_blocks: int
     block_size: int
     max_blocks_per_seq: int
     max_held_blocks: int
     """Most blocks that one row ever holds at once."""
-    block_bytes: int
-    """Keys and values of one block, all layers of the group."""
+    arrays: tuple[tuple[str, BlockArray], ...]
+    """The arrays of one block of one layer, by name."""
 
     @property
     def num_layers(self) -> int:
@@ -76,9 +76,28 @@ class LayerGroup:
         """Finds the first column behind the sinks that is in reach after `length` tokens; see `Span`."""
         return self.span.first_column(length, self.block_size, rollback)
 
+    def num_columns(self, length: jax.Array) -> jax.Array:
+        """Counts the columns of `length` tokens; see `Span`."""
+        return self.span.num_columns(length, self.block_size)
+
+    def tail_column(self, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Finds the column that is written next, and whether it holds tokens already; see `Span`."""
+        return self.span.tail_column(length, self.block_size)
+
+    @property
+    def head_positions(self) -> dict[str, int | None]:
+        """The axes of heads in the pool's arrays, by name; None for none."""
+        return {name: None if array.head_axis is None else 1 + array.head_axis for name, array in self.arrays}
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers of the group."""
+        values = (math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for _, array in self.arrays)
+        return self.num_layers * sum(values)
+
     @property
     def pool_bytes(self) -> int:
-        """Keys and values of all blocks."""
+        """Bytes of all blocks."""
         return self.num_blocks * self.block_bytes
 
 
@@ -172,13 +191,15 @@ class CacheConfig:
         if not self.layers:
             raise ValueError("layers is empty, expected one entry per model layer")
         for i, kind in enumerate(self.layers):
-            if not isinstance(kind, FullAttention | SlidingWindow):
-                raise TypeError(f"layers[{i}] is {kind!r}, expected a FullAttention or a SlidingWindow")
+            if not isinstance(kind, LayerKind):
+                raise TypeError(
+                    f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
+                )
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         caches_prefixes = static_flag("enable_prefix_caching", self.enable_prefix_caching)
         object.__setattr__(self, "enable_prefix_caching", caches_prefixes)
         check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
-        object.__setattr__(self, "dtype", _storage_dtype(self.dtype))
+        object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(
                 f"max_query_len is {self.max_query_len}, expected at most max_seq_len = {self.max_seq_len}"
@@ -202,7 +223,7 @@ class CacheConfig:
                 f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "
                 "expected enable_prefix_caching=True with it"
             )
-        if self.enable_prefix_caching and not any(isinstance(kind, FullAttention) for kind in self.layers):
+        if self.enable_prefix_caching and not any(kind.span.keeps_all for kind in self.layers):
             raise ValueError(
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
                 "its blocks are the ones that prefixes are found by"
@@ -225,6 +246,7 @@ class CacheConfig:
         """The layer groups, in the order of their first layers."""
         layer_ids: dict[LayerKind, list[int]] = {}
         for i, kind in enumerate(self.layers):
+            kind = kind if kind.dtype is not None else dataclasses.replace(kind, dtype=self.dtype)
             layer_ids.setdefault(kind, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
         if self.memory_budget is not None:
@@ -233,12 +255,12 @@ class CacheConfig:
 
     @property
     def indexed_group(self) -> int:
-        """The layer group by whose blocks prefixes are found: the first with full attention, else 0."""
-        is_full = [isinstance(group.kind, FullAttention) for group in self.groups]
-        return is_full.index(True) if True in is_full else 0
+        """The layer group by whose blocks prefixes are found: the first that keeps all positions, else 0."""
+        keeps_all = [group.span.keeps_all for group in self.groups]
+        return keeps_all.index(True) if True in keeps_all else 0
 
     def locate(self, layer: int) -> tuple[int, int]:
-        """(group, index in the group) of a model layer."""
+        """Returns a model layer's group and its index in that group."""
         for g, group in enumerate(self.groups):
             if layer in group.layer_ids:
                 return g, group.layer_ids.index(layer)
@@ -248,7 +270,8 @@ class CacheConfig:
         block_size = kind.block_size or self.block_size
         max_blocks_per_seq = ceil_div(self.max_seq_len, block_size)
         max_held_blocks = kind.span.max_held_blocks(self.max_seq_len, self.query_len_limit, block_size)
-        token_bytes = 2 * kind.num_kv_heads * kind.head_dim * self.dtype.itemsize
+        arrays = kind.arrays(block_size, kind.dtype)
+        check_arrays(kind.label, arrays, block_size)
         return LayerGroup(
             kind=kind,
             layer_ids=layer_ids,
@@ -256,7 +279,7 @@ class CacheConfig:
             block_size=block_size,
             max_blocks_per_seq=max_blocks_per_seq,
             max_held_blocks=max_held_blocks,
-            block_bytes=len(layer_ids) * block_size * token_bytes,
+            arrays=tuple(sorted(arrays.items())),
         )
 
 
@@ -269,13 +292,13 @@ def require_config(caller: str, config: Any) -> None:
 
 
 def memory_bytes(config: CacheConfig) -> int:
-    """Bytes of the keys and values of all groups; the control state comes on top (see `describe`)."""
+    """Counts the bytes of all groups' pools; the control state comes on top (see `describe`)."""
     require_config("memory_bytes", config)
     return sum(group.pool_bytes for group in config.groups)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` with a binary unit, e.g. "16.0 MiB"."""
+    """Writes `num_bytes` with a binary unit, e.g. "16.0 MiB"."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -285,25 +308,24 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def config_to_json(config: CacheConfig) -> bytes:
-    """The config as bytes, for `jax.export`; with the version of the format in which it is written."""
+    """Writes the config as bytes, for `jax.export`, with the version of their format."""
     values = {"format_version": FORMAT_VERSION} | {
         f.name: getattr(config, f.name) for f in dataclasses.fields(config)
     }
     values["dtype"] = config.dtype.name
-    values["layers"] = [{"kind": type(kind).__name__, **dataclasses.asdict(kind)} for kind in config.layers]
+    values["layers"] = [kind_to_json(kind) for kind in config.layers]
     return json.dumps(values).encode()
 
 
 def config_from_json(data: bytes | bytearray) -> CacheConfig:
-    """Inverse of `config_to_json`.
+    """Computes the inverse of `config_to_json`.
 
     Raises:
       ValueError: The data is of another format version, or of none.
     """
     values = json.loads(bytes(data))
     require_format(values.pop("format_version", None))
-    kinds = {"FullAttention": FullAttention, "SlidingWindow": SlidingWindow}
-    values["layers"] = [kinds[layer.pop("kind")](**layer) for layer in values["layers"]]
+    values["layers"] = [kind_from_json(kind) for kind in values["layers"]]
     return CacheConfig(**values)
 
 
@@ -320,7 +342,7 @@ def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
             smallest = ceil_div(row_bytes, group.max_held_blocks) + budget - left
             raise ValueError(
                 f"memory_budget is {budget} bytes, expected at least {max(smallest, group.block_bytes)}: "
-                f"a block of {group.num_layers} x {type(group.kind).__name__} takes {group.block_bytes}; "
+                f"a block of {group.num_layers} x {group.kind.label} takes {group.block_bytes}; "
                 "raise the budget or lower block_size"
             )
         planned[group.kind] = dataclasses.replace(group, num_blocks=num_blocks)
@@ -337,13 +359,3 @@ def _check_indices(group: LayerGroup) -> None:
                 f"{what} is {count * group.num_blocks}, expected below 2**31 so that 32-bit indices reach "
                 f"every block and slot; lower num_blocks = {group.num_blocks}"
             )
-
-
-def _storage_dtype(value: Any) -> np.dtype:
-    try:
-        name = np.dtype(value).name if value is not None else "None"  # NumPy takes it for float64
-    except TypeError:
-        name = repr(value)
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name}, expected one of {', '.join(DTYPES)}")
-    return np.dtype(name)

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, SlidingWindow, format_bytes, memory_bytes, require_config
+from kvcache_jax.core.config import CacheConfig, LayerGroup, format_bytes, memory_bytes, require_config
 from kvcache_jax.core.empty_state import empty_control
 
 
@@ -30,14 +30,9 @@ def describe(config: CacheConfig) -> str:
     require_config("describe", config)
     lines = []
     for group in config.groups:
-        kind = group.kind
-        window = ""
-        if isinstance(kind, SlidingWindow):
-            window = f"({kind.window}, sinks {kind.num_sink_tokens}, rollback {kind.max_rollback})"
         lines.append(
-            f"{type(kind).__name__}{window} x {group.num_layers} layers: "
-            f"{group.num_blocks} blocks of {group.block_size} tokens, "
-            f"{kind.num_kv_heads} heads x {kind.head_dim}, {config.dtype.name}, "
+            f"{group.kind.label} x {group.num_layers} layers: "
+            f"{group.num_blocks} blocks of {group.block_size} tokens, {_arrays(group)}, "
             f"{format_bytes(group.block_bytes)} a block, {format_bytes(group.pool_bytes)}"
         )
     lines.append(
@@ -46,3 +41,13 @@ def describe(config: CacheConfig) -> str:
         f"control state {format_bytes(control_bytes(config))}"
     )
     return "\n".join(lines)
+
+
+def _arrays(group: LayerGroup) -> str:
+    """Says what a token stores in each array of a block."""
+    kind = group.kind
+    if kind.is_plain:
+        return f"{kind.num_kv_heads} heads x {kind.head_dim}, {kind.dtype.name}"
+    return ", ".join(
+        f"{name} {jnp.dtype(array.dtype).name}{list(array.token_shape)}" for name, array in group.arrays
+    )

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup, ceil_div
+from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -23,12 +24,12 @@ _WAYS, _BUCKETS_PER_BLOCK = 8, 2
 
 
 def in_place_of(old: Any, fresh: Any) -> Any:
-    """`fresh`, a pytree made of constants, as varying over a mesh as `old`: a loop may carry it on."""
+    """Makes `fresh`, a pytree of constants, as varying over a mesh as `old`: a loop may carry it on."""
     return jax.tree.map(lambda x, new: jnp.where(jnp.zeros_like(x, bool), x, new), old, fresh)
 
 
 def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Control:
-    """A control state in which every row is idle and every block is free; `numpy` makes its arrays."""
+    """Builds a control state of idle rows and free blocks alone; `numpy` makes its arrays."""
 
     def ints(*shape: int, fill: int = 0) -> Any:
         return numpy.full(shape, fill, jnp.int32)
@@ -74,7 +75,7 @@ def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
 
 
 def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
-    """An index in which nothing is published; `numpy` makes its arrays."""
+    """Builds an index in which nothing is published; `numpy` makes its arrays."""
     group = config.groups[config.indexed_group]
     num_blocks = group.num_blocks
 
@@ -119,10 +120,13 @@ def _empty_history(policy: str, num_blocks: int, numpy: Any) -> BlockHistory | N
 
 
 def empty_pools(config: CacheConfig) -> tuple[KVPool, ...]:
-    """Zeroed keys and values of every group."""
-    pools = []
-    for group in config.groups:
-        kind = group.kind
-        shape = (group.num_layers * group.num_blocks, kind.num_kv_heads, group.block_size, kind.head_dim)
-        pools.append(KVPool(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype)))
-    return tuple(pools)
+    """Makes the zeroed arrays of every group's blocks."""
+    return tuple(
+        KVPool(
+            arrays={
+                name: jnp.zeros((group.num_layers * group.num_blocks, *array.shape), array.dtype)
+                for name, array in group.arrays
+            }
+        )
+        for group in config.groups
+    )

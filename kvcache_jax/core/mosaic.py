@@ -29,7 +29,7 @@ is_interpreted = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Has the kernels that are traced within it run on the CPU, where races are looked for; slow.
+    """Makes the kernels that are traced within it run on the CPU, where races are looked for; slow.
 
     Those for GPUs on one device: jax's interpreter confuses the barriers of several.
     """
@@ -61,6 +61,11 @@ def _supports(
     from pallas_kernels.versions import untested_jax
 
     reason = untested_jax() or _why_not_here(name, device)
+    if not reason and not group.kind.is_plain:
+        reason = (
+            f"its kernels read keys and values as they are stored, and {group.kind.label} layers store "
+            "something else"
+        )
     return reason or _kernels(name).why_not(pool.k, group_size)
 
 
@@ -107,7 +112,11 @@ def _attend(
         block_table,
         _decode_rows(plan, group, q.shape[1]),
         DecodeOptions(
-            pool.k.shape[0] // group.num_layers, scale, soft_cap, group.window, group.num_sink_tokens
+            pool.num_rows // group.num_layers,
+            scale,
+            soft_cap,
+            group.span.window,
+            group.span.num_sink_tokens,
         ),
         layer=layer,
         sink_logits=sink_logits,
@@ -131,10 +140,10 @@ def _plan(
 def _copy_blocks(
     name: str, pool: KVPool, src: jax.Array, dst: jax.Array, num_copies: jax.Array, group: LayerGroup
 ) -> KVPool:
-    copy, num_blocks = _kernels(name).copy_blocks, pool.k.shape[0] // group.num_layers
+    copy, num_blocks = _kernels(name).copy_blocks, pool.num_rows // group.num_layers
     interpret = is_interpreted.value
     k, v = copy(pool.k, pool.v, src, dst, num_copies, num_blocks=num_blocks, interpret=interpret)
-    return KVPool(k=k, v=v)
+    return KVPool(arrays={"k": k, "v": v})
 
 
 def _max_queries() -> int:
@@ -144,7 +153,7 @@ def _max_queries() -> int:
 
 
 def _cut(q: jax.Array) -> jax.Array:
-    """`[r, t, ...]` with each row cut into rows of at most `MAX_QUERIES` queries."""
+    """Cuts each row of `[r, t, ...]` into rows of at most `MAX_QUERIES` queries."""
     most, num_queries = _max_queries(), q.shape[1]
     if num_queries <= most:
         return q
@@ -153,7 +162,7 @@ def _cut(q: jax.Array) -> jax.Array:
 
 
 def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> Any:
-    """DecodeRows of `_cut`; each reads only the columns that its own queries reach."""
+    """Plans the rows that `_cut` makes; each reads only the columns that its own queries reach."""
     from pallas_kernels.decode_rows import DecodeRows
 
     most = _max_queries()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class Counter(enum.IntEnum):
 
 @pytree_dataclass()
 class CachedBlocks:
-    """What becomes of a block without owner: a published one stays, in the order of its release.
+    """Published blocks, and the queue of those without owner in the order of their release.
 
     The queue is exact LRU at constant cost: a release appends the block, reuse only makes the entry stale,
     and whoever evicts from the front skips stale entries. There is always room for the published blocks that
@@ -70,7 +70,7 @@ class CachedBlocks:
 
 @pytree_dataclass()
 class BlockPool:
-    """Who holds which block of one layer group.
+    """Owners and free blocks of one layer group.
 
     A block is free (on the stack), referenced (in a table) or cached (published, and in no table).
 
@@ -110,20 +110,35 @@ class BlockPool:
 
 @pytree_dataclass()
 class KVPool:
-    """Keys and values of one layer group; block `b` of the group's layer `l` is at `l * num_blocks + b`.
+    """The blocks of one layer group; block `b` of the group's layer `l` is at `l * num_blocks + b`.
 
     Attributes:
-      k: dtype[num_layers * num_blocks, num_kv_heads, block_size, head_dim], keys.
-      v: the same for values.
+      arrays: by name `dtype[num_layers * num_blocks, *shape]`, with the names, shapes and dtypes that the
+        group's layer kind gives in `arrays`. Of plain keys and values "k" and "v", of shape
+        `[num_kv_heads, block_size, head_dim]`.
     """
 
-    k: jax.Array
-    v: jax.Array
+    arrays: dict[str, Any]
+
+    @property
+    def k(self) -> jax.Array:
+        """Keys, of kinds that have an array of this name."""
+        return self.arrays["k"]
+
+    @property
+    def v(self) -> jax.Array:
+        """Values, likewise."""
+        return self.arrays["v"]
+
+    @property
+    def num_rows(self) -> int:
+        """Blocks of all layers; also the place on the first axis that means nowhere."""
+        return next(iter(self.arrays.values())).shape[0]
 
 
 @pytree_dataclass()
 class BlockHistory:
-    """What an eviction policy looks at; see `BlockMetadata`. Fields that it does not need are None.
+    """Events of each block that eviction policies look at; see `BlockMetadata`. Unneeded fields are None.
 
     Entries of blocks that are not published are unspecified, but for `num_children`.
 
@@ -164,7 +179,7 @@ class GroupLinks:
 
 @pytree_dataclass()
 class PrefixIndex:
-    """Finds blocks of one layer group, the indexed one, by the tokens up to their end.
+    """An index of the blocks of one layer group, the indexed one, by the tokens up to their end.
 
     An entry is a published block's id, in the bucket of its hash. What it stands for is stored with the
     block, and compared at every hit.
@@ -190,7 +205,7 @@ class PrefixIndex:
 
 @pytree_dataclass()
 class Control:
-    """Everything but the keys and values: small integers.
+    """A cache's small integers: everything but the keys and values.
 
     Clock and counters are taken modulo 2**32 and compared by difference.
 
@@ -270,7 +285,7 @@ class Cache:
 
 @pytree_dataclass()
 class Admission:
-    """What `allocate` did, per row of the call.
+    """The result of `allocate`, per row of the call.
 
     Attributes:
       status: i32[n], see `Status`.
@@ -297,6 +312,7 @@ class AttentionPlan:
         nothing.
       first_position: i32[r], position of the first query; the others follow it.
       num_queries: i32[r], queries that count; 0 for failed rows and padding.
+      num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
       work: From the backend's `plan`; () for a backend without one.
     """
 
@@ -305,6 +321,7 @@ class AttentionPlan:
     num_columns: jax.Array
     first_position: jax.Array
     num_queries: jax.Array
+    num_keys: jax.Array | None = None
     work: tuple[jax.Array, ...] = ()
 
 
@@ -361,7 +378,7 @@ class BlockCopies(NamedTuple):
 
 
 def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
-    """`control.counters` with each count of `events` added."""
+    """Adds each count of `events` to `control.counters`."""
     counters, order = control.counters, np.arange(len(Counter))
     for counter, num_events in events.items():
         counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.host import Host, Requests

@@ -13,7 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.core.config import CacheConfig, ceil_div
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding import arguments, loop
@@ -232,9 +233,10 @@ def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draf
         )
     configs = [config, *([draft.config] if draft else [])]
     for group in (group for c in configs for group in c.groups):
-        if group.window is not None and group.max_rollback < num_drafts:
+        limit = group.span.rollback_limit
+        if limit is not None and limit < num_drafts:
             raise ValueError(
-                f"a window layer has max_rollback = {group.max_rollback}, "
+                f"a window layer has max_rollback = {limit}, "
                 f"expected at least num_drafts = {num_drafts} for speculative decoding"
             )
     if draft and (draft.config.max_seqs, draft.config.max_seq_len) != (config.max_seqs, config.max_seq_len):

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core.attention_plan import plan_attention
-from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, width_of

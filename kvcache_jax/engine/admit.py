@@ -44,7 +44,7 @@ from kvcache_jax.operations.reserve import needs, num_available
 
 
 class _Admitting(NamedTuple):
-    """What the loop over candidates carries; `is_passed` bool[R] are those that wait for another's blocks."""
+    """The carry of the loop over candidates; `is_passed` bool[R] are those that wait for another's blocks."""
 
     state: EngineState
     is_passed: jax.Array

@@ -45,7 +45,7 @@ HEADER_LEN = len(Report) + len(EngineCounter)
 
 @pytree_dataclass()
 class Inbox:
-    """What the host hands over with a chunk; arrays of fixed sizes, in numpy.
+    """News from the host, handed over with a chunk; arrays of fixed sizes, in numpy.
 
     Attributes:
       slots: i32[N], where new requests go; `num_slots` for none.

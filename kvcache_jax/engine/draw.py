@@ -90,6 +90,8 @@ def draw(
       options: The engine's.
     """
     is_there = (step.query_len > 0) & (state.cache.context_len >= state.row_length) & state.is_running
+    num_silent = jnp.sum(jnp.where(is_there, 0, step.query_len), dtype=jnp.int32)
+    state = count(state, prefill_tokens=num_silent)
     if options.num_drafts == 0:
         token, logprob = sample(logits[:, 0], row_sampling(state), state.row_length)
         is_drawn = are_numbers(logits[:, 0])

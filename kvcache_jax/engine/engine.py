@@ -6,7 +6,6 @@ All reads of the device go through one `Reader`.
 
 import asyncio
 import dataclasses
-import functools
 import threading
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
@@ -22,18 +22,18 @@ from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.engine.chunk import HEADER_LEN, Inbox, Report, outbox_len, run_chunk
+from kvcache_jax.engine.chunk import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
 from kvcache_jax.engine.setup import check_drafts, share, with_budget
-from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, empty_state
+from kvcache_jax.engine.shards import Shards
+from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
 from kvcache_jax.engine.step import Model, ProcessLogits
 from kvcache_jax.engine.table import RequestTable, Sample
 from kvcache_jax.engine.transfers import Reader
-from kvcache_jax.operations.init import init
 from kvcache_jax.prefix.namespace import namespace as namespace_of
 
 _MOST_ENDED = 64
@@ -70,16 +70,21 @@ class Engine:
       max_bypasses: Later requests that "longest prefix" may serve before one.
       long_prefill_len: Most tokens of one prompt in one step.
       namespace: u32[4], of the weights; combined with that of each request.
+      mesh: Devices to run on; with `row_axis`.
+      row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
+        one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
+        within `jax.shard_map`, sees its own heads, and adds up over that axis what it must.
+      params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
 
     Raises:
       ValueError, TypeError: sizes that do not fit together, and what is no model.
 
     Example:
-      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> import jax, jax.numpy as jnp, kvcache_jax as kv
       >>> def forward(params, tokens, cache, step):  # the next token is one more, whatever was before
       ...     k = jnp.zeros((*tokens.shape, 1, 8))
       ...     cache, _ = kv.attention(cache, 0, k, k, k, step)
-      ...     return 9.0 * (jnp.arange(8) == tokens[..., None] + 1), cache
+      ...     return 9.0 * jax.nn.one_hot(tokens + 1, 8), cache
       >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=2, max_seq_len=32)
       >>> engine = kv.Engine(forward, {}, config)
       >>> engine.push([kv.GenerationRequest([1, 2], 3), kv.GenerationRequest([4], 2)])
@@ -110,6 +115,9 @@ class Engine:
         max_bypasses: int = 16,
         long_prefill_len: int | None = None,
         namespace: ArrayLike | None = None,
+        mesh: Mesh | None = None,
+        row_axis: str | None = None,
+        params_spec: Any = None,
     ):
         check_model("Engine", forward, config, params)
         require_functions(process_logits=process_logits)
@@ -147,13 +155,16 @@ class Engine:
             num_tokens=max(longest, min(num_tokens, _MOST_ENTERING_TOKENS)),
         )
         self._steps = static_count("steps_per_chunk", steps_per_chunk)
-        self._table = RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
+        self._shards = Shards(mesh, row_axis, config, params_spec)
+        self._tables = [
+            RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
+            for _ in range(self._shards.num_shards)
+        ]
         self._width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(
             self._options, config.max_seqs, self._steps, inbox_sizes.num_slots, _MOST_ENDED
         )
-        state = empty_state(init(config), self._sizes, (num_entries, self._width))
-        self._state: EngineState = jax.device_put(state)
+        self._state = self._shards.place(self._sizes, (num_entries, self._width))
         self._model = Model(forward, process_logits)
         self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
         self._has_new_weights, self._num_weights = False, 0
@@ -161,19 +172,22 @@ class Engine:
         self._events: deque[TokenEvent] = deque()
         self._lock = threading.RLock()
         self.read = Reader()
-        self._header = np.zeros(HEADER_LEN, np.int32)
-        self._counts = dict.fromkeys(EngineCounter, 0)
+        self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
+        self._counts = [dict.fromkeys(EngineCounter, 0) for _ in self._tables]
         self._next_id = 0
 
     @property
     def state(self) -> EngineState:
-        """The engine's state, behind all chunks that were dispatched; donated by the next one."""
+        """The engine's state, behind all chunks that were dispatched; donated by the next one.
+
+        With a `row_axis` every array has one more axis in front, of shards.
+        """
         return self._state
 
     @property
     def num_unfinished(self) -> int:
         """Continuations that have not ended, as far as the host knows."""
-        return len(self._table)
+        return sum(map(len, self._tables))
 
     def push(self, requests: Iterable[GenerationRequest]) -> int:
         """Takes requests, in their order, as many as there is room for.
@@ -194,10 +208,11 @@ class Engine:
             for request in wanted:
                 request_id = request.id
                 if request_id is None:
-                    while self._next_id in self._table:
+                    while self._has_id(self._next_id):
                         self._next_id += 1
                     request_id = self._next_id
-                if not self._table.add(request, request_id, now):
+                tables = sorted(self._tables, key=lambda table: table.num_tokens)
+                if not any(table.add(request, request_id, now) for table in tables):
                     break
                 self._next_id += request.id is None
                 num_taken += 1
@@ -205,11 +220,13 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
+        is_found = False
         with self._lock:
-            samples = self._table.samples_of(request_id)
-            for sample in samples:
-                self._end(sample, Finish.CANCELLED)
-            return bool(samples)
+            for table in self._tables:
+                for sample in table.samples_of(request_id):
+                    self._end(table, sample, Finish.CANCELLED)
+                    is_found = True
+            return is_found
 
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
         """Goes on with other parameters from the next chunk on; rows that run keep their place.
@@ -234,14 +251,15 @@ class Engine:
     def figures(self) -> EngineFigures:
         """Figures of the last drain; reads nothing."""
         with self._lock:
-            header = self._header
+            header = self._headers.sum(axis=0)
+            num_to_send = sum(table.num_to_send for table in self._tables)
             return EngineFigures(
                 running=header[Report.RUNNING].item(),
-                waiting=header[Report.WAITING].item() + self._table.num_to_send,
+                waiting=header[Report.WAITING].item() + num_to_send,
                 blocks_used=header[Report.BLOCKS_USED].item(),
                 blocks_cached=header[Report.BLOCKS_CACHED].item(),
                 blocks_free=header[Report.BLOCKS_FREE].item(),
-                counts=dict(self._counts),
+                counts={name: sum(counts[name] for counts in self._counts) for name in EngineCounter},
                 num_reads=self.read.num_reads,
             )
 
@@ -259,15 +277,20 @@ class Engine:
             while self._events:
                 yield self._events.popleft()
 
-    def drain(self) -> None:
+    def drain(self, max_steps: int | None = None) -> None:
         """Dispatches the next chunk, and takes in the report of the one before; for a loop of one's own.
 
         What came of it is for `take_events`.
+
+        Args:
+          max_steps: Of the next chunk, at most `steps_per_chunk`.
         """
+        if max_steps is not None:
+            max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
         with self._lock:
             self._end_late()
-            while len(self._in_flight) < _CHUNKS_AHEAD and (self._table or self._has_new_weights):
-                self._dispatch()
+            while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
+                self._dispatch(self._steps if max_steps is None else max_steps)
             report = self._in_flight.popleft() if self._in_flight else None
         if report is not None:
             found = self.read(report)
@@ -282,42 +305,43 @@ class Engine:
             return events
 
     def _has_news(self) -> bool:
-        return bool(self._events or self._table or self._in_flight)
+        return bool(self._events or self.num_unfinished or self._in_flight)
 
-    def _dispatch(self) -> None:
-        inbox = self._table.fill_inbox(self._weights, self._has_new_weights)
-        self._state, report = _run(
-            self.params,
-            self._state,
-            inbox,
-            np.int32(self._steps),
-            model=self._model,
-            options=self._options,
+    def _has_id(self, request_id: Hashable) -> bool:
+        return any(request_id in table for table in self._tables)
+
+    def _dispatch(self, num_steps: int) -> None:
+        inboxes = [table.fill_inbox(self._weights, self._has_new_weights) for table in self._tables]
+        self._state, report = self._shards.run(
+            self._model, self._options, self.params, self._state, inboxes, np.int32(num_steps)
         )
         self._has_new_weights = False
         self._in_flight.append(report)
 
-    def _end(self, sample: Sample, reason: Finish) -> None:
-        if self._table.end(sample, reason):
+    def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
+        if table.end(sample, reason):
             self._events.append(event(sample, reason))
 
     def _end_late(self) -> None:
         now = time.monotonic()
-        for sample in self._table:
-            if sample.ends_at is not None and sample.ends_at <= now:
-                self._end(sample, Finish.DEADLINE)
+        for table in self._tables:
+            for sample in table:
+                if sample.ends_at is not None and sample.ends_at <= now:
+                    self._end(table, sample, Finish.DEADLINE)
 
-    def _take_in(self, report: np.ndarray) -> None:
-        self._header = report[:HEADER_LEN]
-        add_counts(self._counts, report)
-        self._events.extend(events_of(report, self._width, self._table))
+    def _take_in(self, reports: np.ndarray) -> None:
+        """Takes in the reports of all shards, i32[shards, any]."""
+        self._headers = reports[:, :HEADER_LEN]
+        for report, table, counts in zip(reports, self._tables, self._counts, strict=True):
+            add_counts(counts, report)
+            self._events.extend(events_of(report, self._width, table))
 
     def _checked(self, requests: list[Any]) -> list[GenerationRequest]:
         sizes, ids = self._sizes, set[Hashable]()
         for request in requests:
             if not isinstance(request, GenerationRequest):
                 raise TypeError(f"requests has a {type(request).__name__}, expected GenerationRequests")
-            if request.id is not None and (request.id in ids or request.id in self._table):
+            if request.id is not None and (request.id in ids or self._has_id(request.id)):
                 raise ValueError(
                     f"requests has the id {request.id!r}, which another request has that has not ended, "
                     "expected one of its own, or none"
@@ -347,11 +371,3 @@ class Engine:
 _MOST_ADMISSIONS = 4
 _MOST_ENTERING = 64
 _MOST_ENTERING_TOKENS = 16_384
-
-
-@functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")
-def _run(
-    params: Any, state: EngineState, inbox: Inbox, steps: jax.Array, model: Model, options: Options
-) -> tuple[EngineState, jax.Array]:
-    """The program, which engines of equal models, sizes and options share."""
-    return run_chunk(model, params, state, inbox, steps, options)

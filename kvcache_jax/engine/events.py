@@ -1,4 +1,4 @@
-"""What the host is told of requests and of the engine, and how it is read from a report."""
+"""Events and counts that the host is told, and how they are read from a report."""
 
 import dataclasses
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""What the engine carries from step to step: the cache, the requests, and who is where.
+"""The state of an engine from step to step: the cache, the requests, and who is where.
 
 Invariants, between two steps:
 
@@ -25,7 +25,7 @@ from kvcache_jax.engine.requests import Requests, TableSizes, empty_requests
 
 
 class Phase(enum.IntEnum):
-    """Where a request is."""
+    """The place of a request."""
 
     EMPTY = 0
     """The slot was never used."""
@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
 
 
 class Finish(enum.IntEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     NOT_YET = 0
     """It goes on."""

@@ -146,7 +146,7 @@ class RequestTable:
         return True
 
     def end(self, sample: Sample, reason: Finish) -> bool:
-        """Has a sample ended; True if the device has not heard of it, and will not."""
+        """Ends a sample; True if the device has not heard of it, and will not."""
         if not sample.is_sent:
             self._to_send.remove(sample)
             self.remove(sample)
@@ -212,6 +212,11 @@ class RequestTable:
         arrays |= {"slots": slots, "parent": parents, "places": places}
         arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
         return Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, prompts and longest continuations."""
+        return self._sizes.num_tokens - self._runs.num_free
 
     @property
     def num_to_send(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, static_count
-from kvcache_jax.core.config import ceil_div
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.inspect.block_view import (
     GLYPHS,
@@ -172,7 +172,7 @@ def _legend(views: list[GroupView]) -> str:
         rare.append("#+ shared by 10 or more")
     if any(view.is_active[len(GLYPHS) - 1 :].any() for view in views):
         rare.append(f"* owned by a row above {len(GLYPHS) - 2}")
-    if any(view.group.window is not None for view in views):
+    if not all(view.group.span.keeps_all for view in views):
         rare.append("(3 gone) 3 blocks left the window")
     return common + ("\n" + "   ".join(rare) if rare else "")
 

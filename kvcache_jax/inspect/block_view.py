@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache_jax.core.arguments import group_ids
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.config import LayerGroup, SlidingWindow
+from kvcache_jax.core.config import LayerGroup
 from kvcache_jax.core.state import Cache
 
 # One glyph per row; the last one is that of all further rows.
@@ -63,8 +63,7 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
         state[(ref_count == 0) & np.asarray(pool.cached.is_published)] = "cached"
     state[held[columns * group.block_size >= context_len[rows]]] = "reserved"
     state[ref_count > 1] = "shared"
-    window = f"({group.kind.window})" if isinstance(group.kind, SlidingWindow) else ""
-    layers = f"{type(group.kind).__name__}{window} x {group.num_layers} layer{'s' * (group.num_layers > 1)}"
+    layers = f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}"
     return GroupView(
         title=f"group {group_id}: {layers}, {pool.num_blocks:,} blocks of {group.block_size} tokens",
         group=group,

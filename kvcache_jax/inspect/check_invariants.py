@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.config import LayerGroup, SlidingWindow
+from kvcache_jax.core.config import LayerGroup
 from kvcache_jax.core.state import (
     ROW_FIELDS,
     BlockHistory,
@@ -307,8 +307,9 @@ def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: 
         violations.append("holds a block twice")
     num_token_columns = -(-length // group.block_size)
     num_sinks, first_needed = group.num_sink_blocks, 0
-    if isinstance(group.kind, SlidingWindow):
-        first_needed = max(length - group.kind.window + 1, 0) // group.block_size
+    window = group.kind.span.window
+    if window is not None:
+        first_needed = max(length - window + 1, 0) // group.block_size
         if first_needed * group.block_size >= length:
             first_needed = num_token_columns
     needed = np.zeros_like(is_held)
@@ -319,7 +320,7 @@ def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: 
     behind_sinks = np.flatnonzero(is_held[num_sinks:])
     if len(behind_sinks) and len(behind_sinks) != behind_sinks[-1] - behind_sinks[0] + 1:
         violations.append(f"holds columns {(behind_sinks + num_sinks).tolist()} with a gap")
-    if len(behind_sinks) and behind_sinks[0] > 0 and not isinstance(group.kind, SlidingWindow):
+    if len(behind_sinks) and behind_sinks[0] > 0 and window is None:
         violations.append(f"holds no block of column {num_sinks}")
     if is_held.sum() > group.max_held_blocks:
         violations.append(f"holds {is_held.sum()} blocks, above the bound {group.max_held_blocks}")

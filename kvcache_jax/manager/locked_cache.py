@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
 from kvcache_jax.manager.errors import CacheLost, ManagerBusy, ManagerClosed
 from kvcache_jax.manager.programs import without_pools
-from kvcache_jax.operations.init import init
+from kvcache_jax.operations.init import init, sharding_of
 
 _MAX_STEP_FNS = 32
 
@@ -55,8 +55,7 @@ class CacheHolder:
             if sharding is not None:
                 raise ValueError(f"sharding is {sharding} and the cache is built, expected a CacheConfig")
             taken: Cache = jax.tree.map(jnp.asarray, cache)  # its arrays are numpy's if it was fetched
-            if taken.pools and isinstance(taken.pools[0].k.sharding, NamedSharding):
-                sharding = taken.pools[0].k.sharding
+            sharding = sharding_of(taken)
         else:
             raise TypeError(f"cache is a {type(cache).__name__}, expected a CacheConfig or a Cache")
         self.cache: Cache | None = taken

@@ -24,7 +24,7 @@ from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Counter, count_events, mark_used
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, num_blocks_for, on_rows
+from kvcache_jax.operations.rows import check_ids, on_rows
 from kvcache_jax.prefix import eviction, group_links, prefix_index
 
 
@@ -216,7 +216,7 @@ def _num_new(
     num_new = []
     for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
         num_hits = jnp.sum(ids < pool.num_blocks, axis=1, dtype=jnp.int32)
-        num_blocks = num_blocks_for(prompts.num_tokens, group.block_size)
+        num_blocks = group.num_columns(prompts.num_tokens)
         num_blocks -= quotient(num_cached, group.block_size)
         num_new.append(jnp.minimum(num_blocks, group.max_held_blocks - num_hits))
     return num_new

@@ -191,7 +191,7 @@ def _propose_group(
     # Outside the table nothing is needed, so the fill value is any block.
     entries = get_at(pool.block_table, (token_rows, quotient(plan.positions, block_size)), 0)
     opens_block = is_token & (remainder(plan.positions, block_size) == 0) & (entries == nowhere)
-    has_tail = plan.grows & (remainder(plan.context_len, block_size) > 0)
+    has_tail = plan.grows & group.tail_column(plan.context_len)[1]
     tail = jnp.where(has_tail, tokens.first(entries), nowhere)
     is_published = block_pool.is_published(pool, tail)
     # Writers copy while their block has another owner, so of as many writers as owners the last one does not.

@@ -12,13 +12,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax.arrays.number_checks import static_flag
-from kvcache_jax.arrays.sharding import check_in_mesh
+from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
 from kvcache_jax.core import backends
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import CacheConfig, require_config
+from kvcache_jax.core.config import CacheConfig, LayerGroup, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
-from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.core.state import Cache, Control, KVPool
 
 _log = logging.getLogger("kvcache_jax")
 _DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)
@@ -31,9 +31,9 @@ def init(
 
     Args:
       config: Kinds, sizes, options.
-      sharding: Of the pools `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
-        heads may be split. The control state is replicated. A `PartitionSpec` refers to the current mesh.
-        Default: as `config.head_axis` says.
+      sharding: Of keys and values `[num_layers * num_blocks, num_kv_heads, block_size, head_dim]`; only the
+        heads may be split, and are in arrays of other shapes too. The control state is replicated. A
+        `PartitionSpec` refers to the current mesh. Default: as `config.head_axis` says.
       storage: False builds the control state alone, for planning and for replaying traces.
 
     Returns:
@@ -107,12 +107,39 @@ def _builder(config: CacheConfig, sharding: Sharding | PartitionSpec | None, sto
     elif isinstance(sharding, PartitionSpec):
         control_sharding = PartitionSpec()
     cache = jax.eval_shape(build)
+    pools = zip(cache.pools, config.groups if storage else (), strict=True)
     out_shardings = Cache(
         control=jax.tree.map(lambda _: control_sharding, cache.control),
-        pools=jax.tree.map(lambda _: sharding, cache.pools),
+        pools=tuple(_pool_shardings(pool, group, sharding) for pool, group in pools),
         config=config,
     )
     return jax.jit(build, out_shardings=out_shardings)
+
+
+def _pool_shardings(pool: KVPool, group: LayerGroup, sharding: Sharding | PartitionSpec) -> KVPool:
+    """Splits the heads of each array as `sharding`, of keys and values, splits theirs."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, PartitionSpec):
+        return jax.tree.map(lambda _: sharding, pool)
+    axis = spec[1] if len(spec) > 1 else None
+
+    def of(array: jax.Array, position: int | None) -> Sharding | PartitionSpec:
+        own = PartitionSpec(*[axis if i == position else None for i in range(array.ndim)])
+        return NamedSharding(sharding.mesh, own) if isinstance(sharding, NamedSharding) else own
+
+    positions = group.head_positions
+    return KVPool(arrays={name: of(pool.arrays[name], positions[name]) for name in positions})
+
+
+def sharding_of(cache: Cache) -> NamedSharding | None:
+    """Returns the sharding with which `init` builds such a cache again; None for one device's."""
+    for pool, group in zip(cache.pools, cache.config.groups, strict=bool(cache.pools)):
+        for name, position in group.head_positions.items():
+            sharding = pool.arrays[name].sharding
+            if isinstance(sharding, NamedSharding):
+                axis = axis_of_types(pool.arrays, {name: position})
+                return NamedSharding(sharding.mesh, PartitionSpec(None, axis, None, None))
+    return None
 
 
 @takes_one

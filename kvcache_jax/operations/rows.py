@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, remainder
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
 from kvcache_jax.core.config import CacheConfig, LayerGroup
@@ -103,7 +103,7 @@ def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
 
 def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq_ids: jax.Array) -> jax.Array:
     """Reads the rows' blocks that hold tokens, i32[n, max_blocks_per_seq]; nowhere for reserved ones."""
-    num_held = num_blocks_for(get_at(context_len, seq_ids), group.block_size)
+    num_held = group.num_columns(get_at(context_len, seq_ids))
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
     return jnp.where(columns[None] < num_held[:, None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 
@@ -112,6 +112,6 @@ def partial_tails(control: Control, config: CacheConfig, seq_ids: jax.Array) -> 
     """Reads the rows' last blocks of the indexed group if they are not full, else nowhere; i32[n]."""
     group, pool = config.groups[config.indexed_group], control.block_pools[config.indexed_group]
     context_len = get_at(control.context_len, seq_ids, 0)
-    columns = quotient(context_len, group.block_size)
+    columns, is_partial = group.tail_column(context_len)
     tails = get_at(pool.block_table, (seq_ids, columns), pool.num_blocks)
-    return jnp.where(remainder(context_len, group.block_size) > 0, tails, pool.num_blocks)
+    return jnp.where(is_partial, tails, pool.num_blocks)

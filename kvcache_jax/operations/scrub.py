@@ -1,6 +1,7 @@
 """The operation `scrub`: keys, values and tokens are overwritten, not only forgotten."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, quotient, rank_true
+from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, rank_true
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.config import BlockArray, CacheConfig, LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.prefix import eviction
@@ -81,9 +82,9 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         control = _forget_rests(control, cache.config)
     pools = []
     for g, pool in enumerate(cache.pools):
-        pool = KVPool(k=_zero_blocks(pool.k, masks[g]), v=_zero_blocks(pool.v, masks[g]))
+        pool = jax.tree.map(functools.partial(_zero_blocks, mask=masks[g]), pool)
         if words is not None:
-            pool = _zero_rests(pool, control, control.block_pools[g], cache.config.groups[g].block_size)
+            pool = _zero_rests(pool, control, control.block_pools[g], cache.config.groups[g])
         pools.append(pool)
     num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
@@ -196,27 +197,27 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, block_size: int) -> KVPool:
+def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, group: LayerGroup) -> KVPool:
     """Overwrites with zeros behind the last token of every row, except what others use or is published."""
-    columns = quotient(control.context_len, block_size)
+    block_size = group.block_size
+    columns, _ = group.tail_column(control.context_len)
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
     num_tokens = num_tokens_held(control, blocks, block_size)
-    num_layers = pool.k.shape[0] // blocks.num_blocks
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 
-    def clear(values: jax.Array) -> jax.Array:
+    def clear(values: jax.Array, array: BlockArray) -> jax.Array:
         def clear_row(row: jax.Array, values: jax.Array) -> jax.Array:
             tail = tails[row]
-            layers = jnp.arange(num_layers, dtype=jnp.int32) * blocks.num_blocks
+            layers = jnp.arange(group.num_layers, dtype=jnp.int32) * blocks.num_blocks
             where = jnp.where(tail < blocks.num_blocks, layers + tail, values.shape[0])
             is_rest = offsets >= get_at(num_tokens, tail)
             offset = jnp.where(is_rest, offsets, block_size)
-            return _set_zero(values, where[:, None], slice(None), offset)
+            return _set_zero(values, where[:, None], *[slice(None)] * array.token_axis, offset)
 
         return lax.fori_loop(0, control.max_seqs, clear_row, values)
 
-    return KVPool(k=clear(pool.k), v=clear(pool.v))
+    return KVPool(arrays={name: clear(pool.arrays[name], array) for name, array in group.arrays})
 
 
 def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, remainder
+from kvcache_jax.arrays.masked_updates import get_at, num_true
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
@@ -16,7 +16,6 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Counter
-from kvcache_jax.operations.rows import num_blocks_for
 
 
 @pytree_dataclass()
@@ -182,15 +181,15 @@ def _num_blocks_needed(
     num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
     needed = jnp.zeros_like(num_new)
     for layer_group, pool in _selected(cache, group_ids):
-        block_size = layer_group.block_size
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
-        first = num_blocks_for(context_len, block_size)[:, None]
-        end = num_blocks_for(context_len + num_new, block_size)[:, None]
+        first = layer_group.num_columns(context_len)[:, None]
+        end = layer_group.num_columns(context_len + num_new)[:, None]
         entries = get_at(pool.block_table, seq_ids)
         is_new = (columns >= first) & (columns < end) & (entries == pool.num_blocks)
-        tail = get_at(pool.block_table, (seq_ids, quotient(context_len, block_size)), pool.num_blocks)
+        column, is_partial = layer_group.tail_column(context_len)
+        tail = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
         is_kept = (block_pool.ref_counts(pool, tail) > 1) | block_pool.is_published(pool, tail)
-        copies_tail = (num_new > 0) & (remainder(context_len, block_size) > 0) & is_kept
+        copies_tail = (num_new > 0) & is_partial & is_kept
         needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)
     return needed
 

@@ -13,7 +13,7 @@ from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, num_blocks_for, on_rows, partial_tails
+from kvcache_jax.operations.rows import check_ids, on_rows, partial_tails
 
 
 @takes_one
@@ -65,9 +65,9 @@ def _is_lost(
     pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, context_len: jax.Array, new_len: jax.Array
 ) -> jax.Array:
     """Tells which rows cannot be rolled back to `new_len`: the next token would read what left the window."""
-    if group.window is None:
+    if group.span.keeps_all:
         return jnp.zeros_like(new_len, bool)
-    is_beyond = (context_len > group.window) & (context_len - new_len > group.max_rollback)
+    is_beyond = group.span.is_beyond_rollback(context_len, new_len)
     # Behind the sinks the next token reads from here on, and what is held is contiguous up to the tail.
     column = group.first_column(new_len)
     entries = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
@@ -78,7 +78,7 @@ def _shortened(pool: BlockPool, group: LayerGroup, rows: jax.Array, new_len: jax
     """Releases the blocks of `rows` without a token below `new_len`; `max_seqs` is skipped."""
     entries = get_at(pool.block_table, rows, pool.num_blocks)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
-    is_dropped = columns[None] >= num_blocks_for(new_len, group.block_size)[:, None]
+    is_dropped = columns[None] >= group.num_columns(new_len)[:, None]
     pool = block_pool.release(pool, jnp.where(is_dropped, entries, pool.num_blocks)[:, ::-1])
     kept = jnp.where(is_dropped, pool.num_blocks, entries)
     return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, kept))

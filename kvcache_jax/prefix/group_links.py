@@ -17,7 +17,6 @@ from kvcache_jax.arrays.masked_updates import (
     first_true,
     get_at,
     num_true,
-    quotient,
     read_first,
     remainder,
     set_at,
@@ -97,7 +96,7 @@ def _padded(block_ids: jax.Array, pool: BlockPool) -> jax.Array:
 
 def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Computes the columns `[first, end)`, beside sinks, that a row of `length` tokens must hold."""
-    return group.first_column(length), quotient(length, group.block_size)
+    return group.span.needed_columns(length, group.block_size)
 
 
 def link(

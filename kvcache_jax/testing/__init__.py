@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcache_jax.attention.write import write
 from kvcache_jax.core.cache_checks import require_values, takes_one
+from kvcache_jax.core.layer_kinds.base import LayerKind
 from kvcache_jax.core.mosaic import interpreted
 from kvcache_jax.core.state import Cache, Counter, Step
 from kvcache_jax.testing.check_forward import check_forward
@@ -68,12 +69,16 @@ def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
       step: From `extend`.
     """
     for layer, kind in enumerate(cache.config.layers):
-        k, v = (
-            token_codes(tokens, layer, kind.num_kv_heads, kind.head_dim, is_value)
-            for is_value in (False, True)
-        )
-        cache = write(cache, layer, k, v, step)
+        codes = _layer_codes(kind, tokens, layer)
+        cache = write(cache, layer, codes["k"], codes.get("v"), step)
     return cache
+
+
+def _layer_codes(kind: LayerKind, tokens: Any, layer: int) -> dict[str, Any]:
+    """Makes what a model would hand in for a layer, of token codes."""
+    return {
+        name: token_codes(tokens, layer, *shape, is_value=name == "v") for name, shape in kind.inputs.items()
+    }
 
 
 def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[str]:
@@ -92,24 +97,22 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
     positions = np.concatenate([np.arange(0), *(np.arange(len(tokens)) for tokens in expected.values())])
     tokens = np.concatenate([np.arange(0), *map(np.asarray, expected.values())]).astype(int)
     table = [np.asarray(pool.block_table) for pool in cache.control.block_pools]
-    pools = [(np.asarray(pool.k), np.asarray(pool.v)) for pool in cache.pools]
-    for layer, kind in enumerate(cache.config.layers):
+    pools = jax.tree.map(np.asarray, cache.pools)
+    for layer in range(cache.config.num_layers):
         group_id, index = cache.config.locate(layer)
-        block_size, num_blocks = (
-            cache.config.groups[group_id].block_size,
-            cache.control.block_pools[group_id].num_blocks,
-        )
-        blocks = table[group_id][rows, positions // block_size]
+        group, num_blocks = cache.config.groups[group_id], cache.control.block_pools[group_id].num_blocks
+        blocks = table[group_id][rows, positions // group.block_size]
         held = blocks < num_blocks
-        where = index * num_blocks + blocks[held], slice(None), positions[held] % block_size
-        for is_value, pool in enumerate(pools[group_id]):
-            want = token_codes(tokens[held], layer, kind.num_kv_heads, kind.head_dim, bool(is_value))
-            is_wrong = (pool[where].astype(np.float32) != want).any(axis=(1, 2))
+        block, offset = index * num_blocks + blocks[held], positions[held] % group.block_size
+        want = group.kind.encode(**_layer_codes(group.kind, tokens[held], layer))
+        for name, array in group.arrays:
+            found_there = pools[group_id].arrays[name][(block, *[slice(None)] * array.token_axis, offset)]
+            codes = np.asarray(want[name]).astype(found_there.dtype)
+            is_wrong = (found_there != codes).any(axis=tuple(range(1, codes.ndim)))
             for row in sorted({*rows[held][is_wrong].tolist()}):
                 at = positions[held][is_wrong & (rows[held] == row)].tolist()
-                found.append(
-                    f"row {row} reads wrong {'values' if is_value else 'keys'} in layer {layer} at {at}"
-                )
+                what = {"k": "keys", "v": "values"}.get(name, name)
+                found.append(f"row {row} reads wrong {what} in layer {layer} at {at}")
     return found
 
 

@@ -222,14 +222,14 @@ class _Runner:
 
     def _resized(self, is_large: bool) -> CacheConfig:
         """Resizes the config's pools for comparison; large ones dwarf what else the model's step uses."""
-        kinds = {}
+        kinds = []
         for group in self.config.groups:
             # From 2048 blocks on temporaries of a fixed number of blocks no longer grow with the pool.
             num_blocks = max(group.num_blocks, 2048)
             if is_large:
                 num_blocks = max(8 * num_blocks, 2**19 // group.block_size)
-            kinds[group.kind] = dataclasses.replace(group.kind, num_blocks=num_blocks)
-        layers = [kinds[kind] for kind in self.config.layers]
+            kinds.append(dataclasses.replace(group.kind, num_blocks=num_blocks))
+        layers = [kinds[self.config.locate(layer)[0]] for layer in range(self.config.num_layers)]
         return dataclasses.replace(self.config, layers=layers, num_blocks=None, memory_budget=None)
 
     def _bytes_used(self, config: CacheConfig, width: int) -> int:

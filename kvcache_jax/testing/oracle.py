@@ -9,7 +9,8 @@ import dataclasses
 from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup, SlidingWindow, ceil_div
+from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock
 from kvcache_jax.testing.oracle_rows import OracleRow, OracleRows
@@ -248,7 +249,8 @@ def num_reserved(group: LayerGroup, num_tokens: int) -> int:
 
 def first_kept(group: LayerGroup, context_len: int) -> int:
     """Finds the first column behind the sinks that a row of `context_len` tokens keeps when it grows."""
-    if not isinstance(group.kind, SlidingWindow):
+    span = group.kind.span
+    if span.window is None:
         return 0
-    first_position = context_len - group.kind.window - group.kind.max_rollback + 1
+    first_position = context_len - span.window - span.max_rollback + 1
     return max(first_position, 0) // group.block_size

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvcache_jax.core.config import CacheConfig, SlidingWindow, ceil_div
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
 
@@ -77,10 +78,11 @@ class OracleRows(OracleBlocks):
         if new_len > len(row.tokens):
             return Status.TOO_LONG
         for group, table in zip(self.config.groups, row.tables, strict=True):
-            if isinstance(group.kind, SlidingWindow):
-                is_beyond = len(row.tokens) - new_len > group.kind.max_rollback
-                reach = range(max(new_len - group.kind.window + 1, 0), new_len)
-                if len(row.tokens) > group.kind.window and is_beyond:
+            span = group.kind.span
+            if span.window is not None:
+                is_beyond = len(row.tokens) - new_len > span.max_rollback
+                reach = range(max(new_len - span.window + 1, 0), new_len)
+                if len(row.tokens) > span.window and is_beyond:
                     return Status.WINDOW_LOST
                 if any(position // group.block_size not in table for position in reach):
                     return Status.WINDOW_LOST

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.arguments import pool_of
 from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import BlockArray
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.operations.scrub import num_tokens_held
 
@@ -16,6 +17,8 @@ from kvcache_jax.operations.scrub import num_tokens_held
 def poison(cache: Cache) -> Cache:
     """Puts NaN into every slot that nobody may read: free blocks, reserved ones, unfilled tails.
 
+    Arrays of integers get their lowest number.
+
     Published blocks keep all their slots, which later prompts may read: those without owner, and those of
     which a truncated row holds only a part.
 
@@ -24,14 +27,20 @@ def poison(cache: Cache) -> Cache:
     """
     pools = []
     for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
-        pool = pool_of(cache, g)
         num_tokens = num_tokens_held(cache.control, block_pool, group.block_size)
         is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
-        mask = is_kept[None, :, None, :, None]
-
-        def spoil(values: jax.Array, mask: jax.Array = mask) -> jax.Array:
-            layers = values.reshape(-1, mask.shape[1], *values.shape[1:])
-            return jnp.where(mask, layers, jnp.full_like(layers, jnp.nan)).reshape(values.shape)
-
-        pools.append(KVPool(k=spoil(pool.k), v=spoil(pool.v)))
+        pool = pool_of(cache, g)
+        pools.append(
+            KVPool(arrays={name: _spoilt(pool.arrays[name], array, is_kept) for name, array in group.arrays})
+        )
     return dataclasses.replace(cache, pools=tuple(pools))
+
+
+def _spoilt(values: jax.Array, array: BlockArray, is_kept: jax.Array) -> jax.Array:
+    """Keeps the slots bool[num_blocks, block_size] of all layers, and spoils the others."""
+    per_axis = [1] * (2 + len(array.shape))
+    per_axis[1], per_axis[2 + array.token_axis] = is_kept.shape
+    layers = values.reshape(-1, is_kept.shape[0], *values.shape[1:])
+    is_float = jnp.issubdtype(values.dtype, jnp.floating)
+    worst = jnp.nan if is_float else jnp.iinfo(values.dtype).min
+    return jnp.where(is_kept.reshape(per_axis), layers, jnp.full_like(layers, worst)).reshape(values.shape)

@@ -37,7 +37,9 @@ def decode(k_pool, v_pool, control, decoder, tokens):
         logits, cache = decoder(tokens[:, None], cache, step)
         return cache, jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
 
-    cache = kv.Cache(control=control, pools=(kv.state.KVPool(k=k_pool, v=v_pool),), config=CACHE)
+    cache = kv.Cache(
+        control=control, pools=(kv.state.KVPool(arrays={"k": k_pool, "v": v_pool}),), config=CACHE
+    )
     cache, tokens = lax.fori_loop(0, NUM_STEPS, step_fn, (cache, tokens))
     return tokens, cache.pools, cache.control
 

@@ -29,13 +29,18 @@ def _values(tokens, positions):
     return (mixed % 61).astype(jnp.float32)
 
 
-def _logits(sums, tokens, positions):
-    """Of f32[..., 2, DIM], sums of integers, and the last tokens: f32[..., VOCAB], integers over 8."""
+def _logits(sums, tokens, positions, counts):
+    """Of f32[..., 2, DIM], sums of integers, and the last tokens: f32[..., VOCAB], integers over 8.
+
+    A model that `counts` says the next number, modulo 7, and so the same again and again.
+    """
     weights = jnp.arange(2 * DIM, dtype=jnp.int32) * 13 + 1
     weights = weights.reshape(*[1] * (sums.ndim - 2), 2 * DIM)
     mixed = jnp.sum(sums.astype(jnp.int32).reshape(*sums.shape[:-2], -1) % PRIME * weights, axis=-1) % PRIME
     ids = jnp.arange(VOCAB, dtype=jnp.int32).reshape(*[1] * mixed.ndim, VOCAB)
     logits = ((mixed[..., None] * (ids * 5 + 3) + ids * ids) % PRIME).astype(jnp.float32) / 8
+    is_next = ids == (tokens[..., None] + 1) % 7
+    logits = jnp.where(counts, jnp.where(is_next, jnp.float32(20), logits), logits)
     is_nan = (tokens == NAN_TOKEN) & (positions % 4 == 3)
     return jnp.where(is_nan[..., None], jnp.nan, logits)
 
@@ -50,11 +55,17 @@ def forward(params, tokens, cache, step):
         cache, out = kv.attention(cache, layer, nothing, nothing, values, step)
         seen = length if layer == 0 else jnp.minimum(length, WINDOW)
         sums.append(jnp.round(out[..., 0, :] * seen))
-    return _logits(jnp.stack([sums[0], sums[-1]], axis=-2), tokens, step.positions), cache
+    sums = jnp.stack([sums[0], sums[-1]], axis=-2)
+    return _logits(sums, tokens, step.positions, params["counts"]), cache
 
 
-def make_params(shift=0):
-    return {"shift": jnp.int32(shift)}
+def make_params(shift=0, counts=False):
+    return {"shift": np.int32(shift), "counts": np.bool_(counts)}
+
+
+def ban_zero(logits, state):
+    """A hook: token 0 is never drawn."""
+    return logits.at[:, 0].set(-jnp.inf)
 
 
 def config(num_layers=1, **sizes):
@@ -64,20 +75,20 @@ def config(num_layers=1, **sizes):
 
 
 @functools.partial(jax.jit, static_argnames=("num_layers", "bans_zero"))
-def _next_token(tokens, length, shift, params, num_layers, bans_zero=False):
+def _next_token(tokens, length, model, params, num_layers, bans_zero=False):
     place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    values = _values(tokens + shift, place)
+    values = _values(tokens + model["shift"], place)
     is_seen = place < length
     is_near = is_seen & (place >= length - WINDOW)
     masks = [is_seen, is_near if num_layers == 2 else is_seen]
     sums = jnp.stack([jnp.sum(jnp.where(mask[:, None], values, 0), axis=0) for mask in masks])
-    logits = _logits(sums, tokens[length - 1], length - 1)[None]
+    logits = _logits(sums, tokens[length - 1], length - 1, model["counts"])[None]
     if bans_zero:
         logits = logits.at[:, 0].set(-jnp.inf)
     return *sample(logits, params, length[None]), logits
 
 
-def decode_alone(request, num_layers=1, shift=0, sample_id=0, bans_zero=False):
+def decode_alone(request, num_layers=1, sample_id=0, bans_zero=False, **model):
     """What a request says without cache, engine or company: tokens, log-probabilities, why it ends."""
     prompt = np.asarray(request.prompt)
     tokens = np.zeros(64, np.int32)
@@ -92,7 +103,7 @@ def decode_alone(request, num_layers=1, shift=0, sample_id=0, bans_zero=False):
     said, logprobs = [], []
     for length in range(len(prompt), len(prompt) + request.max_new_tokens):
         token, logprob, logits = _next_token(
-            tokens, np.int32(length), np.int32(shift), params, num_layers, bans_zero
+            tokens, np.int32(length), make_params(**model), params, num_layers, bans_zero
         )
         if np.isnan(logits).any():
             return said, logprobs, "nan_logits"
@@ -121,6 +132,7 @@ def random_request(rng, request_id=None, longest=44, **options):
         "stop_tokens": rng.integers(0, VOCAB, rng.integers(3)).tolist(),
         "priority": int(rng.integers(-2, 3)),
         "client": int(rng.integers(3)),
+        "num_samples": int(rng.choice([1, 1, 1, 2, 4])),
     }
     return kv.GenerationRequest(
         prompt.tolist(), max(most - prompt_len, 1), id=request_id, **choices | options
@@ -136,7 +148,7 @@ def collect(engine, requests, on_drain=None):
     while waiting or engine.num_unfinished:
         waiting = waiting[engine.push(waiting) :]
         engine.drain()
-        check_state(engine)
+        check_state(engine.state)
         if on_drain is not None:
             on_drain()
         note(said, engine.take_events())
@@ -155,9 +167,9 @@ def note(said, events):
         said[event.id, event.sample_id] = (tokens, logprobs, event.finish_reason)
 
 
-def check_state(engine):
+def check_state(state):
     """What the engine promises between two chunks (see kvcache_jax/engine/state.py)."""
-    state = jax.device_get(engine.state)
+    state = jax.device_get(state)
     assert kv.check_invariants(state.cache) == []
     num_slots, rows = state.requests.num_slots, state.row_request
     running = rows[rows < num_slots]

@@ -11,35 +11,17 @@ import kvcache_jax as kv
 from kvcache_jax import EngineCounter
 from kvcache_jax.engine.table import TokenRuns
 from kvcache_jax.engine.transfers import Reader
+from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import (
     NAN_TOKEN,
     check_idle,
     check_state,
     collect,
-    config,
     decode_alone,
-    forward,
     make_params,
     note,
     random_request,
 )
-
-# The sizes of `test_exact`'s tiny pool, 11 blocks of 4 tokens: one program serves both files.
-SIZES = {"token_budget": 12, "steps_per_chunk": 8, "max_requests": 7, "max_tokens": 7 * 49}
-
-
-def make_engine(**options):
-    return kv.Engine(forward, make_params(), config(num_blocks=11), **SIZES | options)
-
-
-def ask(prompt, max_new, request_id=None, **options):
-    return kv.GenerationRequest(prompt, max_new, id=request_id, **options)
-
-
-def expect(said, requests, shift=0):
-    for request in requests:
-        tokens, _, reason = decode_alone(request, shift=shift)
-        assert (said[request.id, 0][0], said[request.id, 0][2]) == (tokens, reason), request
 
 
 def test_a_pool_that_one_request_fills_never_stands_still():
@@ -174,7 +156,7 @@ def test_cancel_in_every_phase(num_drains):
     assert cancelled and not engine.cancel("unknown")
     while engine.num_unfinished:
         engine.drain()
-        check_state(engine)
+        check_state(engine.state)
         note(said, engine.take_events())
     note(said, engine)
     check_idle(engine)
@@ -292,6 +274,7 @@ def test_random_mixes_under_cancellation():
     said = collect(engine, requests, on_drain)
     assert {reason for *_, reason in said.values()} >= {"cancelled", "length"}
     for request in requests:
-        tokens, _, reason = decode_alone(request)
-        found, _, why = said[request.id, 0]
-        assert found == tokens[: len(found)] and why in ("cancelled", reason)
+        for i in range(request.num_samples):
+            tokens, _, reason = decode_alone(request, sample_id=i)
+            found, _, why = said[request.id, i]
+            assert found == tokens[: len(found)] and why in ("cancelled", reason)

@@ -1,5 +1,7 @@
 """Whoever else is in the batch: the same tokens as each request alone, without cache or engine."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,12 +11,16 @@ from tests.engine.exact_model import collect, config, decode_alone, forward, mak
 
 # A pool that one long request fills, so that rows are preempted and come back; short and long pieces; a
 # window beside; no index. Sizes of the cache, then those of the engine.
-ENGINES = {
+ENGINES: dict[str, tuple[dict, dict]] = {
     "tiny pool": (dict(num_blocks=11), dict(token_budget=12)),
     "short blocks": (dict(num_blocks=24, block_size=2, max_seqs=3), dict(token_budget=5, watermark=0.1)),
     "window": (
         dict(num_layers=2, num_blocks=14, max_query_len=8),
         dict(token_budget=4 + 24, steps_per_chunk=3),
+    ),
+    "window and drafts": (
+        dict(num_layers=2, num_blocks=14, max_query_len=8),
+        dict(token_budget=4 * 4 + 12, num_drafts=3, policy="fair"),
     ),
     "no index": (dict(num_blocks=11, enable_prefix_caching=False), dict(token_budget=11)),
     "long blocks": (dict(num_blocks=7, block_size=8), dict(token_budget=40, policy="priority")),
@@ -23,11 +29,12 @@ ENGINES = {
 
 def make_engine(name):
     sizes, options = ENGINES[name]
+    shared: dict[str, Any] = {"max_requests": 7, "max_tokens": 7 * 49, "steps_per_chunk": 8}
     return kv.Engine(
         forward,
         make_params(),
         config(**sizes),
-        **{"max_requests": 7, "max_tokens": 7 * 49, "steps_per_chunk": 8} | options,
+        **shared | options,
     )
 
 
@@ -36,11 +43,12 @@ def check_mixes(engine, seeds, num_requests=9):
         rng = np.random.default_rng(seed)
         requests = [random_request(rng, i) for i in range(num_requests)]
         said = collect(engine, requests)
-        assert len(said) == num_requests
-        for request in requests:
-            tokens, logprobs, reason = decode_alone(request, engine.config.num_layers)
-            found = said[request.id, 0]
-            assert (found[0], found[2]) == (tokens, reason), (seed, request)
+        assert len(said) == sum(request.num_samples for request in requests)
+        samples = [(request, i) for request in requests for i in range(request.num_samples)]
+        for request, i in samples:
+            tokens, logprobs, reason = decode_alone(request, engine.config.num_layers, sample_id=i)
+            found = said[request.id, i]
+            assert (found[0], found[2]) == (tokens, reason), (seed, request, i)
             np.testing.assert_allclose(found[1], logprobs, rtol=1e-5)
 
 
@@ -50,7 +58,7 @@ def test_random_mixes(name):
     engine = make_engine(name)
     check_mixes(engine, range(4))
     counts = engine.figures().counts
-    assert counts[EngineCounter.PREEMPTIONS] > 0
+    assert counts[EngineCounter.PREEMPTIONS] > 0 and counts[EngineCounter.FORKS] > 0
     has_index = engine.config.enable_prefix_caching
     assert (counts[EngineCounter.CACHED_TOKENS] > 0) == has_index
     assert counts[EngineCounter.GENERATED_TOKENS] > counts[EngineCounter.STEPS]

@@ -2,15 +2,22 @@
 
 A kind enters by its line in `KINDS`: its name, its layers, the oracle of each layer, and the cells of which
 something else than "works" is true. The oracle is a dense reference of what attention over a whole row gives.
+
+    python -m tests.kinds.table              # prints each cell that is something else than "works", and why
+    python -m tests.kinds.table --markdown   # prints the table of docs/measured.md
 """
 
+import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import jax
 
 import kvcache_jax as kv
+from tests.kinds import rounding
+from tests.kinds.outside_kind import SideBySide
 from tests.support.dense_reference import dense_attention
 
 PROPERTIES = (
@@ -67,6 +74,7 @@ class Kind:
         the result must not depend on what comes after token `i`.
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
+      is_slow: Other lines say in `make test` what this one says.
     """
 
     name: str
@@ -74,6 +82,7 @@ class Kind:
     oracles: tuple[Callable[[jax.Array, jax.Array, jax.Array], jax.Array], ...]
     rollback: int | None = None
     cells: dict[str, Refused | NoMeaning] = dataclasses.field(default_factory=dict)
+    is_slow: bool = False
 
 
 def dense(q, k, v, **reach):
@@ -88,9 +97,17 @@ def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
 
+def quantised(name, round_numbers, rotate=False, is_slow=False):
+    """A line of a format around full attention."""
+    layer = kv.Quantised(FULL, name.removesuffix("-rotated"), rotate)
+    oracle = rounding.attending(dense, round_numbers)
+    return Kind(name, (layer,), (oracle,), None, STAYS | {"gradient": NO_GRADIENT}, is_slow)
+
+
 FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
 STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
 NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
+NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
 ALONE = dict.fromkeys(("commit", "hit", "evict"), NO_INDEX)
 
 KINDS = (
@@ -99,4 +116,62 @@ KINDS = (
     Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE),
     Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5),
+    # A kind defined outside of the library.
+    Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
+    Kind("outside-window", (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),), (near(6),), 0, ALONE, True),
+    quantised("int8", rounding.int8),
+    quantised("fp8", rounding.fp8, is_slow=True),
+    quantised("int4", rounding.int4, is_slow=True),
+    quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),
+    Kind(
+        "int8-window",
+        (kv.Quantised(window(window=6, max_rollback=5), "int8"), FULL),
+        (rounding.attending(near(6), rounding.int8), dense),
+        5,
+        {"gradient": NO_GRADIENT},
+    ),
 )
+
+
+def word(kind: Kind, name: str) -> str:
+    """Returns the word of a cell: "works", "refused" or "no meaning"."""
+    cell = kind.cells.get(name)
+    if cell is None:
+        return "works"
+    return "refused" if isinstance(cell, Refused) else "no meaning"
+
+
+def reasons() -> list[str]:
+    """Lists all that is not "works": what the exceptions of cells say, and why cells ask for nothing."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind in KINDS:
+        for name, cell in kind.cells.items():
+            if isinstance(cell, Refused):
+                why = f'{cell.error.__name__}, "{cell.sentence.replace(".*", "...")}"'
+            else:
+                why = cell.why
+            found.setdefault(why, {}).setdefault(name, []).append(kind.name)
+    lines = []
+    for why, by_name in found.items():
+        of_kinds: dict[str, list[str]] = {}
+        for name, kinds in by_name.items():
+            of_kinds.setdefault(", ".join(kinds), []).append(name)
+        lines += [f"* {', '.join(names)} of {kinds}: {why}" for kinds, names in of_kinds.items()]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Prints the table of layer kinds and their properties.")
+    parser.add_argument("--markdown", action="store_true", help="print the whole table")
+    if parser.parse_args(arguments).markdown:
+        print(f"| kind | {' | '.join(PROPERTIES)} |")
+        print("|".join(["", " --- "] + [" :-: "] * len(PROPERTIES) + [""]))
+        for kind in KINDS:
+            print(f"| {kind.name} | {' | '.join(word(kind, name) for name in PROPERTIES)} |")
+        print()
+    print(*reasons(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

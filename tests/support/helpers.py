@@ -162,7 +162,7 @@ def poison(cache):
             by_layer = array.reshape(-1, owned.shape[0], *array.shape[1:])
             by_layer[:] = np.where(owned[None, :, None, :, None], by_layer, np.nan)
             halves.append(jnp.asarray(array).astype(dtype))
-        pools.append(dataclasses.replace(pool, k=halves[0], v=halves[1]))
+        pools.append(kv.state.KVPool(arrays=dict(zip("kv", halves, strict=True))))
     return dataclasses.replace(cache, pools=tuple(pools))
 
 

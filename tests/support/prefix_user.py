@@ -162,7 +162,7 @@ def with_nan(cache, masks):
     """NaN in every slot outside of the masks."""
     pools = []
     for pool, mask in zip(cache.pools, masks, strict=True):
-        mask = np.tile(mask, (pool.k.shape[0] // len(mask), 1))[:, None, :, None]
-        k, v = (jnp.asarray(np.where(mask, half, np.float32(np.nan))) for half in (pool.k, pool.v))
-        pools.append(kv.state.KVPool(k=k, v=v))
+        mask = np.tile(mask, (pool.num_rows // len(mask), 1))[:, None, :, None]
+        arrays = {name: jnp.asarray(np.where(mask, x, np.float32(np.nan))) for name, x in pool.arrays.items()}
+        pools.append(kv.state.KVPool(arrays=arrays))
     return dataclasses.replace(cache, pools=tuple(pools))

@@ -45,7 +45,7 @@ def test_one_changed_bit_is_noticed(driver):
     pool = driver.cache.pools[0]
     bits = np.array(pool.v).view(np.int32)
     bits[-1, -1, -1, -1] ^= 1
-    changed = dataclasses.replace(pool, v=jnp.asarray(bits.view(np.float32)))
+    changed = dataclasses.replace(pool, arrays=pool.arrays | {"v": jnp.asarray(bits.view(np.float32))})
     cache = dataclasses.replace(driver.cache, pools=(changed,))
     assert len(changed_leaves(driver.cache, cache)) == 1
 
@@ -59,7 +59,7 @@ def test_one_wrong_token_fails_the_token_test(half, layer):
     array = np.array(getattr(pool, half)).reshape(2, 12, 2, 4, 3)
     blocks = np.asarray(driver.cache.control.block_pools[0].block_table)[1]
     array[layer, blocks[1], 1, 2] = array[layer, blocks[1], 1, 3]  # position 6 reads as position 7
-    changed = dataclasses.replace(pool, **{half: jnp.asarray(array.reshape(24, 2, 4, 3))})
+    changed = dataclasses.replace(pool, arrays=pool.arrays | {half: jnp.asarray(array.reshape(24, 2, 4, 3))})
     driver.cache = dataclasses.replace(driver.cache, pools=(changed,))
     with pytest.raises(AssertionError, match=f"row 1, layer {layer}"):
         driver.check()

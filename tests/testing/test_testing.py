@@ -230,7 +230,7 @@ def test_the_token_test_notices_one_wrong_number(name):
     block = int(cache.control.block_pools[0].block_table[2, 1])
     pool = cache.pools[0]
     spoiled = getattr(pool, name).at[64 + block, 1, 0, 3].add(1)
-    cache = dataclasses.replace(cache, pools=(dataclasses.replace(pool, **{name: spoiled}),))
+    cache = dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=pool.arrays | {name: spoiled}),))
     what = "keys" if name == "k" else "values"
     assert testing.check_tokens(cache, expected(oracle)) == [f"row 2 reads wrong {what} in layer 1 at [4]"]
 

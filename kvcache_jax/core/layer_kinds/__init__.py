@@ -1,1 +1,1 @@
-"""What one model layer keeps per token: a file per kind."""
+"""Layer kinds, a file each: the arrays that one model layer keeps per token, and how attention reads them."""

@@ -1,90 +1,212 @@
-"""The layer kind, and the span of positions that it keeps."""
+"""The layer kind: the arrays that a layer keeps of a token, and how attention reads them.
+
+A new kind is a subclass in one file, here or in anybody's program. It says which positions stay (`span`),
+which arrays a block has (`arrays`), what a slot stores of what a model hands in (`encode`), and how attention
+reads stored arrays (`keys_values`). What a subclass does not say is as for plain keys and values.
+"""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kvcache_jax.arrays.masked_updates import quotient
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.layer_kinds.span import Span
+
+if TYPE_CHECKING:  # the state needs the config, which needs the kinds
+    from kvcache_jax.core.state import Control
 
 MAX_INDEX = 2**31
 """One past the largest index that 32 bits reach."""
+STORAGE_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that keys and values may be stored and multiplied in."""
 
 
-def ceil_div(numerator: int, denominator: int) -> int:
-    """Computes the smallest integer not below the quotient."""
-    return -(-numerator // denominator)
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """The positions of a row that stay: all of them, or a window behind some sinks.
+class KeysValues(NamedTuple):
+    """Stored tokens as attention multiplies them.
 
     Attributes:
-      window: Last tokens that a query sees, itself included; None for all.
-      num_sink_tokens: First tokens of a row that stay beside the window.
-      max_rollback: Tokens by which a row beyond its window can be shortened.
+      k: `[..., heads, tokens, key_dim]`, in the dtype to multiply in.
+      v: `[..., heads, tokens, value_dim]`, likewise.
+      k_scale: `[..., heads, tokens]`, multiplies the logits; None for 1.
+      v_scale: `[..., heads, tokens]`, multiplies the weights of values; None for 1.
     """
 
-    window: int | None = None
-    num_sink_tokens: int = 0
-    max_rollback: int = 0
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
-    def num_sink_blocks(self, block_size: int) -> int:
-        """Counts the first table columns that never leave a row; 0 without a window."""
-        return ceil_div(self.num_sink_tokens, block_size)
 
-    def max_held_blocks(self, max_seq_len: int, max_query_len: int, block_size: int) -> int:
-        """Counts the most blocks that one row ever holds at once."""
-        max_blocks = ceil_div(max_seq_len, block_size)
-        if self.window is None:
-            return max_blocks
-        held = ceil_div(self.window + max_query_len + self.max_rollback, block_size) + 1
-        return min(held + self.num_sink_blocks(block_size), max_blocks)
-
-    def max_leaving_blocks(self, max_query_len: int, block_size: int) -> int:
-        """Counts the most blocks that leave a row between two calls of `extend`; 0 without a window."""
-        return 0 if self.window is None else ceil_div(max_query_len, block_size) + 1
-
-    def first_column(self, length: jax.Array, block_size: int, rollback: int = 0) -> jax.Array:
-        """Finds the first column behind the sinks that is read after `length` tokens, i32 like `length`.
-
-        With `rollback`, the first one that is read after up to so many tokens fewer.
-        """
-        if self.window is None:
-            return jnp.zeros_like(length)
-        first_position = jnp.maximum(length + 1 - self.window - rollback, 0)
-        return jnp.maximum(quotient(first_position, block_size), self.num_sink_blocks(block_size))
+_kinds: dict[str, type["LayerKind"]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The contents of one model layer per token; equal kinds share a block table and a pool.
 
+    Subclasses are frozen dataclasses, and override what is not as for keys and values in the cache's dtype.
+    They are known to `jax.export` by their names: a program that loads an export imports them first.
+
     Attributes:
       num_kv_heads: Key and value heads (query heads are a multiple of it).
       head_dim: Width of a key and of a value.
       num_blocks: Blocks of this kind's pool, in place of the config's.
       block_size: Tokens of a block of this kind, in place of the config's.
+      dtype: Of keys and values, in place of the config's: float32, bfloat16 or float16.
     """
 
     num_kv_heads: int
     head_dim: int
     num_blocks: int | None = dataclasses.field(default=None, kw_only=True)
     block_size: int | None = dataclasses.field(default=None, kw_only=True)
+    dtype: Any = dataclasses.field(default=None, kw_only=True)
+
+    is_differentiable = True
+    """Whether a gradient passes through `encode` and `keys_values`; else it is refused by the kind's name."""
+    is_causal = True
+    """Whether a query sees no token behind its own; else all queries see the row's first `length` tokens."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        _kinds[kind_name(cls)] = cls
 
     def __post_init__(self):
         check_positive(self, "num_kv_heads", "head_dim")
         check_positive_or_none(self, "num_blocks", "block_size")
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", storage_dtype(self.dtype))
 
     @property
     def span(self) -> Span:
-        """The positions that stay."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no span, expected a property that returns a Span"
+        """The positions that stay. Default: all."""
+        return Span()
+
+    @property
+    def label(self) -> str:
+        """Name and options as plans and pictures show them."""
+        return type(self).__name__
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of what a model hands in per token, as arguments of `encode`; among "k" and "v"."""
+        return dict.fromkeys(("k", "v"), (self.num_kv_heads, self.head_dim))
+
+    def arrays(self, block_size: int, dtype: Any) -> Mapping[str, BlockArray]:
+        """Returns the arrays of a block by name.
+
+        Args:
+          block_size: Tokens of a block.
+          dtype: The kind's own, else the config's.
+        """
+        array = BlockArray((self.num_kv_heads, block_size, self.head_dim), dtype)
+        return dict.fromkeys(("k", "v"), array)
+
+    def encode(self, **new: jax.Array) -> Mapping[str, jax.Array]:
+        """Computes what slots store of new tokens; floats are cast to the arrays' dtypes afterwards.
+
+        The result for a token must depend on nothing but that token, bit for bit.
+
+        Args:
+          new: `[..., *inputs[name]]` by name.
+
+        Returns:
+          `[..., *token_shape]` by the names of `arrays`.
+        """
+        return new
+
+    def keys_values(self, tile: Mapping[str, jax.Array], weights: Any = None) -> KeysValues | tuple[Any, ...]:
+        """Computes keys and values of stored tokens, as attention multiplies them.
+
+        Slots without a token may hold anything, NaN too, and may give anything.
+
+        Args:
+          tile: By name `[heads, tokens, ...]`, 1 head for an array without an axis of heads.
+          weights: The layer's own, as `attention(weights=)` got them; differentiable.
+
+        Returns:
+          `(k, v, k_scale, v_scale)`, see `KeysValues`.
+        """
+        self.refuse_weights(weights)
+        return KeysValues(tile["k"], tile["v"])
+
+    def queries(self, q: jax.Array) -> jax.Array:
+        """Computes what is multiplied with the keys of `keys_values`, of queries `[..., heads, key_dim]`."""
+        return q
+
+    def outputs(self, out: jax.Array) -> jax.Array:
+        """Computes the results of sums `[..., heads, value_dim]` of the values of `keys_values`."""
+        return out
+
+    def length(self, control: "Control") -> jax.Array:
+        """Returns the tokens that each row holds in layers of this kind, i32[max_seqs]."""
+        return control.context_len
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks hold keys and values as they are multiplied: all that the library's kernels read."""
+        parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal"
+        return all(getattr(type(self), part) is getattr(LayerKind, part) for part in parts)
+
+    def refuse_weights(self, weights: Any) -> None:
+        """Raises for weights that the kind has no use for."""
+        if weights is not None:
+            raise ValueError(
+                f"weights are given and {self.label} layers take none, expected weights=None: keys and "
+                "values are stored as they are read"
+            )
+
+
+def kind_name(cls: type) -> str:
+    """Returns the name by which a kind is exported: a short one for those of the library."""
+    is_ours = cls.__module__.startswith("kvcache_jax.")
+    return cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def kind_to_json(kind: LayerKind) -> dict[str, Any]:
+    """Returns a kind as an object of JSON, the kinds in its fields too."""
+
+    def to_json(value: Any) -> Any:
+        if isinstance(value, LayerKind):
+            return kind_to_json(value)
+        return value.name if isinstance(value, np.dtype) else value
+
+    values = {f.name: to_json(getattr(kind, f.name)) for f in dataclasses.fields(kind) if f.init}
+    return {"layer_kind": kind_name(type(kind)), **values}
+
+
+def kind_from_json(values: dict[str, Any]) -> LayerKind:
+    """Computes the inverse of `kind_to_json`.
+
+    Raises:
+      ValueError: nobody defined a kind of that name.
+    """
+    fields: dict[str, Any] = {
+        name: kind_from_json(value) if isinstance(value, dict) and "layer_kind" in value else value
+        for name, value in values.items()
+    }
+    name = fields.pop("layer_kind")
+    if name not in _kinds:
+        raise ValueError(
+            f"the layer kind is {name!r}, expected one of {', '.join(map(repr, _kinds))}: import the module "
+            "that defines it first"
         )
+    return _kinds[name](**fields)
+
+
+def storage_dtype(value: Any) -> np.dtype:
+    """Returns a dtype that keys and values may have, or raises."""
+    try:
+        name = jnp.dtype(value).name if value is not None else "None"  # NumPy takes it for float64
+    except TypeError:
+        name = repr(value)
+    if name not in STORAGE_DTYPES:
+        raise ValueError(f"dtype is {name}, expected one of {', '.join(STORAGE_DTYPES)}")
+    return jnp.dtype(value)
 
 
 def check_count(owner: Any, name: str, least: int) -> None:

@@ -2,14 +2,9 @@
 
 import dataclasses
 
-from kvcache_jax.core.layer_kinds.base import LayerKind, Span
+from kvcache_jax.core.layer_kinds.base import LayerKind
 
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention(LayerKind):
     """A layer in which every token attends to all tokens before it and to itself."""
-
-    @property
-    def span(self) -> Span:
-        """All positions."""
-        return Span()

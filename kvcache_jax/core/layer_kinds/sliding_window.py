@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from kvcache_jax.core.layer_kinds.base import MAX_INDEX, LayerKind, Span, check_not_negative, check_positive
+from kvcache_jax.core.layer_kinds.base import MAX_INDEX, LayerKind, check_not_negative, check_positive
+from kvcache_jax.core.layer_kinds.span import Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,3 +37,10 @@ class SlidingWindow(LayerKind):
     def span(self) -> Span:
         """The window, the sinks, and what `max_rollback` keeps."""
         return Span(self.window, self.num_sink_tokens, self.max_rollback)
+
+    @property
+    def label(self) -> str:
+        """Name and window, and sinks and rollback where there are any."""
+        sinks = f", sinks {self.num_sink_tokens}" if self.num_sink_tokens else ""
+        rollback = f", rollback {self.max_rollback}" if self.max_rollback else ""
+        return f"SlidingWindow({self.window}{sinks}{rollback})"

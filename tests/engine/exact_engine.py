@@ -1,0 +1,26 @@
+"""An engine of the exact model, whose program several files of tests share, and what is asked of it."""
+
+from typing import Any
+
+import kvcache_jax as kv
+from tests.engine.exact_model import config, decode_alone, forward, make_params
+
+SIZES: dict[str, Any] = {"token_budget": 12, "steps_per_chunk": 8, "max_requests": 7, "max_tokens": 7 * 49}
+
+
+def make_engine(params=None, **options: Any):
+    """An engine with 11 blocks of 4 tokens, which one request may fill."""
+    return kv.Engine(forward, params or make_params(), config(num_blocks=11), **SIZES | options)
+
+
+def ask(prompt, max_new, request_id=None, **options):
+    return kv.GenerationRequest(prompt, max_new, id=request_id, **options)
+
+
+def expect(said, requests, **options):
+    """Every sample says what it says alone."""
+    for request in requests:
+        for i in range(request.num_samples):
+            tokens, _, reason = decode_alone(request, sample_id=i, **options)
+            found, _, why = said[request.id, i]
+            assert (found, why) == (tokens, reason), (request, i)

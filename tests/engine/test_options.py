@@ -1,0 +1,137 @@
+"""What is compiled into the program by choice: the hook, the most probable tokens, drafts, policies."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import EngineCounter
+from kvcache_jax.engine.order import keys_of
+from kvcache_jax.engine.policies import get_policy
+from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_model import (
+    ban_zero,
+    collect,
+    decode_alone,
+    forward,
+    make_params,
+    random_request,
+)
+
+
+def test_a_hook_and_the_most_probable_tokens():
+    """Token 0 is banned; the hook's logits are those that log-probabilities are of."""
+    engine = make_engine(process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2)
+    rng = np.random.default_rng(3)
+    requests = [random_request(rng, i) for i in range(9)]
+    expect(collect(engine, requests), requests, bans_zero=True)
+    assert any(0 in decode_alone(request)[0] for request in requests)
+
+    assert engine.push([ask([1, 2, 3], 4, "greedy"), ask([4], 4, "random", temperature=1.5)]) == 2
+    for event in engine:
+        assert len(event.top_logprobs) == len(event.tokens)
+        for token, logprob, tops in zip(event.tokens, event.logprobs, event.top_logprobs, strict=True):
+            assert (
+                len(tops) == 3 and 0 not in tops and sorted(tops.values(), reverse=True) == [*tops.values()]
+            )
+            assert tops.get(token, logprob) == pytest.approx(logprob, abs=1e-6)
+            if event.id == "greedy":
+                assert logprob == pytest.approx(max(tops.values()), abs=1e-6)
+
+
+def test_the_longest_prefix_goes_first_but_not_for_ever():
+    """One row is left; the cache has what the later requests begin with. Two of them pass the first."""
+    engine = make_engine(process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2)
+    collect(engine, [ask([5] * 9, 1, "begin")])
+    long = [ask([9 + i] * 2, 20, f"row {i}") for i in range(3)]
+    assert engine.push(long) == 3
+    engine.drain(max_steps=1)
+    assert engine.push([ask([8] * 9, 1, "no hit"), *(ask([5] * 9, 1, f"hit {i}") for i in range(3))]) == 4
+    ended = [event.id for event in engine if event.finish_reason and "row" not in str(event.id)]
+    assert ended == ["hit 0", "hit 1", "no hit", "hit 2"]
+
+
+@pytest.mark.slow
+def test_drafts_change_nothing_but_the_number_of_steps():
+    engine = make_engine(num_drafts=3, policy="fair", token_budget=4 * 4 + 8)
+    rng = np.random.default_rng(4)
+    requests = [random_request(rng, i) for i in range(12)]
+    expect(collect(engine, requests), requests)
+    counts = engine.figures().counts
+    assert counts[EngineCounter.DRAFTED] > 0
+
+    engine.set_params(make_params(counts=True))
+    requests = [ask([1, 2, 3, 4, 5, 6, 0, 1, 2], 20, i, stop_tokens=[9]) for i in range(3)]
+    expect(collect(engine, requests), requests, counts=True)
+    after = engine.figures().counts
+    num_steps = after[EngineCounter.STEPS] - counts[EngineCounter.STEPS]
+    assert after[EngineCounter.ACCEPTED] - counts[EngineCounter.ACCEPTED] > 20
+    assert num_steps < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(num_drafts=1, process_logits=ban_zero, token_budget=20),
+            "got num_drafts = 1 and process_log",
+        ),
+        (dict(num_drafts=3), "token_budget is 12, expected more than 16, the next tokens of 4 rows of 4"),
+        (dict(num_drafts=48, token_budget=999), "num_drafts is 48, expected below max_query_len = 48"),
+        (dict(process_logits=3), "process_logits is 3, expected a function, or None"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_engine(**options)
+
+
+def test_a_window_must_take_back_drafts():
+    layers = [kv.FullAttention(1, 8), kv.SlidingWindow(1, 8, window=4)]
+    small = kv.CacheConfig(layers, num_blocks=8, max_seqs=2, max_seq_len=32)
+    with pytest.raises(
+        ValueError, match=r"a window takes back 0 tokens, expected SlidingWindow\(max_rollback=2"
+    ):
+        kv.Engine(forward, make_params(), small, num_drafts=2)
+
+
+def test_a_hook_that_returns_something_else_is_named():
+    engine = make_engine(process_logits=lambda logits, state: logits[:1])
+    engine.push([ask([1], 1)])
+    with pytest.raises(TypeError, match=r"process_logits returned \(1, 24\), expected logits of the shape"):
+        engine.drain()
+
+
+def _metadata(**columns):
+    num = len(next(iter(columns.values())))
+    zeros = jnp.zeros(num, jnp.int32)
+    arrays = {name: zeros for name in kv.RequestMetadata._fields[:8]} | {"uid": jnp.arange(num)}
+    arrays |= {name: jnp.array(values, jnp.int32) for name, values in columns.items()}
+    return kv.RequestMetadata(**arrays, ageing_steps=8, max_bypasses=2)
+
+
+def _order(policy, **columns):
+    keys = keys_of(get_policy(policy).key, _metadata(**columns))
+    return np.lexsort([np.asarray(key) for key in keys[::-1]]).tolist()
+
+
+def test_policies_order_requests():
+    assert _order("fcfs", priority=[0, 9, 3]) == [0, 1, 2]
+    assert _order("priority", priority=[0, 9, 3]) == [1, 2, 0]
+    assert _order("priority", priority=[0, 1, 1], arrival_step=[0, 7, 9]) == [1, 0, 2]
+    assert _order("priority", priority=[1, 1, 1], num_preemptions=[0, 1, 9]) == [2, 1, 0]
+    assert _order("priority", priority=[1, 2], num_preemptions=[99, 0]) == [1, 0]
+    assert _order("longest prefix", num_cached=[0, 8, 4], num_bypassed=[2, 0, 0]) == [0, 1, 2]
+    assert _order("longest prefix", num_cached=[0, 8, 4], num_bypassed=[1, 0, 0]) == [1, 2, 0]
+    assert _order("fair", service=[5, 0, 5]) == [1, 0, 2]
+
+
+def test_policies_of_ones_own():
+    with pytest.raises(ValueError, match="there is a request policy 'fcfs' already"):
+        kv.request_policy("fcfs")
+    with pytest.raises(TypeError, match="name is 3, expected a str"):
+        kv.request_policy(3)  # type: ignore
+    with pytest.raises(TypeError, match="is None, expected a function of RequestMetadata"):
+        kv.request_policy("none")(None)  # type: ignore
+    with pytest.raises(TypeError, match="expected a tuple of i32"):
+        keys_of(lambda requests: (3,), _metadata(uid=[0, 1]))  # type: ignore

@@ -1,0 +1,76 @@
+"""The engine on a mesh: rows over one axis, a scheduler each, heads over the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+import kvcache_jax as kv
+from kvcache_jax import EngineCounter
+from tests.engine.exact_engine import SIZES
+from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
+from tests.engine.exact_model import forward as forward_of_one
+
+
+def forward(params, tokens, cache, step):
+    """The exact model, whose one layer has as many heads; each device's heads attend, and are the same."""
+    num_heads = cache.pools[0].k.shape[1]
+    assert num_heads == 2 // 2, "a device sees its own heads"
+    logits, cache = forward_of_one(params, tokens, cache, step)
+    # What only the second device has: half of the logits.
+    mine = jax.lax.axis_index("heads") == jnp.arange(logits.shape[-1])[None, None] % 2
+    return jax.lax.psum(jnp.where(mine, logits, 0), "heads"), cache
+
+
+def test_rows_over_one_axis_and_heads_over_the_other():
+    """The same tokens as each request alone; every shard had requests, and nothing is left behind."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("rows", "heads"))
+    layers = [kv.FullAttention(2, DIM)]
+    split = kv.CacheConfig(
+        layers,
+        num_blocks=11,
+        block_size=4,
+        max_seqs=4,
+        max_seq_len=48,
+        enable_prefix_caching=True,
+        head_axis="heads",
+    )
+    engine = kv.Engine(forward, make_params(), split, **SIZES, mesh=mesh, row_axis="rows")
+    rng = np.random.default_rng(11)
+    requests, said = [random_request(rng, i) for i in range(24)], {}
+    assert config().max_seqs == split.max_seqs
+    waiting = requests
+    while waiting or engine.num_unfinished:
+        waiting = waiting[engine.push(waiting) :]
+        engine.drain()
+        note(said, engine.take_events())
+    note(said, engine)
+    for request in requests:
+        for i in range(request.num_samples):
+            tokens, _, reason = decode_alone(request, sample_id=i)
+            assert (said[request.id, i][0], said[request.id, i][2]) == (tokens, reason), request
+    state = engine.state
+    sharding = state.cache.pools[0].k.sharding
+    assert isinstance(sharding, NamedSharding) and sharding.spec[:3] == ("rows", None, "heads")
+    for i in range(4):
+        check_state(jax.tree.map(lambda x, i=i: x[i], jax.device_get(state)))
+        counts = np.asarray(state.counters)[i]
+        assert counts[EngineCounter.GENERATED_TOKENS] > 0
+    assert engine.figures().counts[EngineCounter.PREEMPTIONS] > 0
+    assert engine.figures().blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(row_axis="rows"), "row_axis is 'rows' and there is no mesh, expected it among a mesh's axes"),
+        (
+            dict(mesh=Mesh(np.array(jax.devices()[:2]), ("data",)), row_axis="rows"),
+            r"row_axis is 'rows' and there is a mesh with the axes \('data',\)",
+        ),
+    ],
+)
+def test_an_axis_must_be_one_of_the_mesh(options, message):
+    with pytest.raises(ValueError, match=message):
+        kv.Engine(forward, make_params(), config(), **options)
