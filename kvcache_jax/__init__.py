@@ -30,6 +30,7 @@ from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, e
 from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.layer_kinds.full_attention import FullAttention
+from kvcache_jax.core.layer_kinds.latent_attention import LatentAttention
 from kvcache_jax.core.layer_kinds.quantised import Quantised
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
@@ -59,9 +60,12 @@ from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.evict import evict
+from kvcache_jax.operations.eviction_candidates import eviction_candidates
+from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
+from kvcache_jax.operations.import_blocks import import_blocks
 from kvcache_jax.operations.init import init, reset
 from kvcache_jax.operations.lookup import lookup
 from kvcache_jax.operations.preempt import (
@@ -100,6 +104,7 @@ __all__ = [
     "Beam",
     "BeamResult",
     "BlockArray",
+    "BlockContents",
     "BlockMetadata",
     "BlockPool",
     "Cache",
@@ -117,6 +122,7 @@ __all__ = [
     "Generation",
     "GenerationRequest",
     "KeysValues",
+    "LatentAttention",
     "LayerGroup",
     "LayerKind",
     "Quantised",
@@ -146,15 +152,18 @@ __all__ = [
     "donate",
     "draw_block_map",
     "evict",
+    "eviction_candidates",
     "eviction_policies",
     "eviction_policy",
     "explain",
+    "export_blocks",
     "extend",
     "fork",
     "free",
     "gather",
     "generate",
     "idle_seq_ids",
+    "import_blocks",
     "init",
     "item_tokens",
     "lookup",

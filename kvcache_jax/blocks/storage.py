@@ -32,6 +32,13 @@ def block_rows(block_ids: jax.Array, layer: jax.Array | int, num_blocks: int, nu
     return jnp.where(block_ids < num_blocks, layer * num_blocks + block_ids, num_rows)
 
 
+def rows_of_all_layers(pool: KVPool, group: LayerGroup, block_ids: jax.Array) -> jax.Array:
+    """Computes where blocks i32[...] stand in the pool in each layer, i32[..., num_layers]."""
+    layers = jnp.arange(group.num_layers, dtype=jnp.int32)
+    layers = lax.broadcast_to_rank(layers, block_ids.ndim + 1)
+    return block_rows(block_ids[..., None], layers, pool.num_rows // group.num_layers, pool.num_rows)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "group_id"), inline=True)
 def store_tokens(
     pool: KVPool,

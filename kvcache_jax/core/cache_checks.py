@@ -114,3 +114,12 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return checked
+
+
+def require_prefix_index(operation: str, cache: Cache) -> None:
+    """Refuses a cache without prefix caching."""
+    if cache.control.prefix_index is None:
+        raise ValueError(
+            f"{operation} got a cache without prefix caching, expected one built with "
+            "CacheConfig(enable_prefix_caching=True)"
+        )

@@ -31,6 +31,10 @@ class Status(enum.IntEnum):
     """A negative number of tokens, or (allocate, prefix caching) more than `tokens` has."""
     WINDOW_LOST = 9
     """Keys that a sliding window needs at the shorter length may have been given back; see `max_rollback`."""
+    NO_PARENT = 10
+    """The block before an imported one is neither published nor imported before it."""
+    INDEX_FULL = 11
+    """The prefix index has no place for an imported block, or another block has its hash."""
 
 
 def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:

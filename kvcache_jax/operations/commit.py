@@ -28,7 +28,7 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.backends import by_platform
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control, Counter, PrefixIndex, count_events
 from kvcache_jax.core.status import Status, first_failure
@@ -64,7 +64,7 @@ def commit(
     Raises:
       ValueError: the cache has no prefix caching.
     """
-    _require_index("commit", cache)
+    require_prefix_index("commit", cache)
     if seq_ids is not None:
         seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
@@ -81,14 +81,6 @@ def _commit(
 ) -> tuple[Control, jax.Array]:
     control, (seq_ids, final_len) = as_varied((control, (seq_ids, final_len)))
     return commit_rows(control, seq_ids, final_len, config=config)
-
-
-def _require_index(operation: str, cache: Cache) -> None:
-    if cache.control.prefix_index is None:
-        raise ValueError(
-            f"{operation} got a cache without prefix caching, expected one built with "
-            "CacheConfig(enable_prefix_caching=True)"
-        )
 
 
 class _Pending(NamedTuple):

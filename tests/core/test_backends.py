@@ -26,8 +26,8 @@ def noted(name, value):
     return attend
 
 
-def write(pool, k, v, slots, group, *, layer):
-    CALLS.append(("write", k.shape[0]))
+def write(pool, new, slots, group, *, layer):
+    CALLS.append(("write", new["k"].shape[0]))
     return jax.tree.map(lambda x: x.at[layer].set(7), pool)
 
 

@@ -260,6 +260,15 @@ def test_one_row_without_room_does_not_keep_others_from_drafting():
     assert have_room.tolist() == [True, False, False, True]
 
 
+def test_drafts_cost_no_row_a_token():
+    """The pool ends before the row: 16 tokens are stored, and one more is drawn."""
+    sizes = dict(num_blocks=4)
+    result = generate(PROMPTS[4:], sizes, num_drafts=3, max_new_tokens=20)
+    (generation,) = result.generations
+    assert generation.finish_reason == "out_of_blocks" and result.num_drafted > 0
+    assert generation.tokens == greedy(PROMPTS[4], 16 + 1 - len(PROMPTS[4]))[0]
+
+
 def test_speculative_sampling_accepts_everything_from_the_model_itself():
     draft = kv.Draft(forward, PARAMS, config())
     result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)

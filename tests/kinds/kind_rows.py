@@ -57,7 +57,10 @@ def forward(params, tokens, cache, step):
     logits = 0
     for layer in range(cache.config.num_layers):
         q, k, v = jnp.split(vectors[..., layer, :, :], SPLITS, axis=-2)
+        if "v" not in cache.config.layers[layer].inputs:  # a latent is keys and values of all heads
+            k, v = k[..., :1, :], None
         cache, out = kv.attention(cache, layer, q, k, v, step)
+        out = jnp.pad(out, [(0, 0)] * (out.ndim - 1) + [(0, HEAD_DIM - out.shape[-1])])
         logits += out.reshape(*tokens.shape, VOCAB)
     return logits, cache
 

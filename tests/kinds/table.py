@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 import kvcache_jax as kv
 from tests.kinds import rounding
@@ -29,6 +30,7 @@ PROPERTIES = (
     "commit",
     "hit",
     "evict",
+    "transfer",
     "gradient",
     "shard",
     "export",
@@ -93,6 +95,12 @@ def near(window, num_sink_tokens=0):
     return functools.partial(dense, window=window, num_sink_tokens=num_sink_tokens)
 
 
+def latent(q, k, v):
+    """Attention to the first head's keys, of which the first five numbers are values."""
+    k = k[:, :1]
+    return dense(q, k, jnp.where(jnp.arange(HEAD_DIM)[None, None] < 5, k, 0))
+
+
 def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
@@ -108,7 +116,7 @@ FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
 STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
 NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
 NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
-ALONE = dict.fromkeys(("commit", "hit", "evict"), NO_INDEX)
+ALONE = dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
@@ -123,6 +131,7 @@ KINDS = (
     quantised("fp8", rounding.fp8, is_slow=True),
     quantised("int4", rounding.int4, is_slow=True),
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),
+    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS),
     Kind(
         "int8-window",
         (kv.Quantised(window(window=6, max_rollback=5), "int8"), FULL),

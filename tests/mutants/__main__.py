@@ -32,6 +32,7 @@ from tests.mutants.extend import MUTATIONS as EXTEND
 from tests.mutants.gpu_decode import MUTATIONS as GPU_DECODE
 from tests.mutants.kernel_speed import MUTATIONS as KERNEL_SPEED
 from tests.mutants.kernels import MUTATIONS as KERNELS
+from tests.mutants.kinds import MUTATIONS as KINDS
 from tests.mutants.manager import MUTATIONS as MANAGER
 from tests.mutants.mutations import Mutation
 from tests.mutants.operations import MUTATIONS as OPERATIONS
@@ -44,6 +45,7 @@ MUTATIONS = [
     *OPERATIONS,
     *COMMIT,
     *PREFIX,
+    *KINDS,
     *ATTENTION,
     *DECODE,
     *MANAGER,

@@ -162,7 +162,12 @@ MUTATIONS = [
     ),
     *in_module(
         "core/config",
-        ("memory plan without the values", "token_bytes = 2 *", "token_bytes = 1 *", BUDGET),
+        (
+            "memory plan of one array",
+            "return self.num_layers * sum(values)",
+            "return self.num_layers * max(values)",
+            BUDGET,
+        ),
     ),
     *in_module(
         "core/status",

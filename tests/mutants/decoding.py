@@ -127,6 +127,12 @@ MUTATIONS = [
             "drafts cost another row its token",
             "running & _have_room(state.cache, running, count)",
             "running",
+            "decoding/test_generate.py::test_drafts_cost_no_row_a_token",
+        ),
+        (
+            "one row without room keeps others from drafting",
+            "have_room &= (more == 0) | (jnp.cumsum",
+            "have_room &= (jnp.cumsum",
             "decoding/test_generate.py::test_one_row_without_room_does_not_keep_others_from_drafting",
         ),
     ),
@@ -150,7 +156,12 @@ MUTATIONS = [
             "pieces.nth == 0",
             "decoding/test_prefill.py::test_a_prompt_that_failed_is_fed_no_further",
         ),
-        ("prompt's second last logits", "step.query_len - 1, 0)", "step.query_len - 2, 0)", GREEDY),
+        (
+            "prompt's second last logits",
+            "step.query_len - 1, 0)",
+            "step.query_len - 2, 0)",
+            "decoding/test_generate_prefix.py::test_prompts_of_one_call_share_what_they_have_in_common",
+        ),
     ),
     *in_module(
         "decoding/sampling",

@@ -41,9 +41,7 @@ NAMESPACE = "operations/test_scrub.py::test_scrubbing_a_namespace_leaves_nothing
 FORKS = "operations/test_scrub.py::test_the_longest_of_the_forks_that_share_a_last_block_keeps_its_tokens"
 PUBLISHED = "operations/test_scrub.py::test_a_published_last_block_keeps_all_its_tokens"
 ROWS_SCRIPT = "operations/test_scrub_scripts.py::test_scrubbing_rows_overwrites_what_they_alone_hold"
-NAMESPACE_SCRIPT = (
-    "operations/test_scrub_scripts.py::test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other"
-)
+RESERVED = "operations/test_scrub.py::test_what_another_namespace_reserved_is_overwritten_too"
 
 MUTATIONS = [
     *in_module(
@@ -232,7 +230,7 @@ MUTATIONS = [
             "reserved blocks stay",
             "is_other[:, None] & (columns * group.block_size < control.context_len[:, None])",
             "is_other[:, None] & (columns >= 0)",
-            NAMESPACE_SCRIPT,
+            RESERVED,
         ),
     ),
     *in_module(

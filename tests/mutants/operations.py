@@ -244,18 +244,6 @@ ENDED = in_module(
 TRUNCATED = in_module(
     "operations/truncate",
     (
-        "truncate keeps the block behind the last",
-        ">= num_blocks_for(new_len, group.block_size)[:, None]",
-        "> num_blocks_for(new_len, group.block_size)[:, None]",
-        TRUNCATE,
-    ),
-    (
-        "truncate drops the last block",
-        "num_blocks_for(new_len, group.block_size)",
-        "quotient(new_len, group.block_size)",
-        TRUNCATE,
-    ),
-    (
         "truncate to more than there is",
         "(new_len > context_len,",
         "(new_len > 1 + context_len,",
@@ -374,6 +362,12 @@ PREEMPTED = in_module(
 FIGURED = in_module(
     "operations/stats",
     (
+        "copies of published blocks not needed",
+        " | block_pool.is_published(pool, tail)",
+        "",
+        PARTS,
+    ),
+    (
         "copies not needed",
         "+ copies_tail.astype(jnp.int32)",
         "",
@@ -385,6 +379,15 @@ FIGURED = in_module(
 )
 
 OTHERS = [
+    *in_module(
+        "operations/reset_prefix_cache",
+        (
+            "rows count what was forgotten",
+            "num_published=jnp.zeros_like(control.num_published)",
+            "num_published=control.num_published",
+            "prefix/test_prefix_cases.py::test_case_y_reset_keeps_the_blocks_of_active_rows",
+        ),
+    ),
     *in_module(
         "attention/append",
         (
@@ -398,8 +401,8 @@ OTHERS = [
         "attention/gather",
         (
             "gather wraps ids",
-            "control.context_len, seq_id, 0)",
-            "control.context_len, seq_id % 3, 0)",
+            "get_at(group.kind.length(control), seq_id, 0)",
+            "get_at(group.kind.length(control), seq_id % 3, 0)",
             GATHER,
         ),
     ),

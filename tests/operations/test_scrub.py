@@ -146,6 +146,21 @@ def test_the_index_forgets_tokens_behind_the_last_one_of_a_row():
     assert np.count_nonzero(tokens) == 5
 
 
+def test_what_another_namespace_reserved_is_overwritten_too():
+    """Its blocks were the first tenant's, and stay with the row."""
+    user = PrefixUser(CONFIG)
+    for row in range(2):
+        user.admit(row, user.new_text(1 + row, 48), TENANT_A)
+    user.fill(0, 1)
+    user.free(0, 1)
+    user.admit(2, user.new_text(3, 23), TENANT_B)
+    user.append({2: user.targets[2][:5]})
+    reserved = table(user.cache, 2)[2:]
+    assert len(reserved) == 4 and not is_zero(user, reserved)
+    scrub_user(user, namespace=TENANT_A)
+    assert is_zero(user, reserved) and table(user.cache, 2)[2:] == reserved
+
+
 @pytest.mark.parametrize("length", [7, 8, 10])
 def test_the_longest_of_the_forks_that_share_a_last_block_keeps_its_tokens(length):
     user = PrefixUser(CONFIG)

@@ -1,0 +1,206 @@
+"""The operation `import_blocks`: exported blocks are published again, here or in another cache."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, read_first, remainder, set_at
+from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import block_pool
+from kvcache_jax.blocks.storage import rows_of_all_layers
+from kvcache_jax.core import arguments
+from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache, Control, GroupLinks, KVPool, PrefixIndex
+from kvcache_jax.core.status import Status
+from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
+from kvcache_jax.operations.rows import first_failure
+from kvcache_jax.prefix import block_metadata, prefix_index
+from kvcache_jax.prefix.content_hash import block_hashes, root_hash
+from kvcache_jax.prefix.prefix_index import Content
+
+
+@takes_one
+@jax.named_scope("kvcache.import_blocks")
+def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
+    """Publishes exported blocks, shorter prefixes first, so that prompts find them.
+
+    A block goes into a free block of each layer group that it had one in, and is cached there as if a row had
+    just let go of it: `evict` first where no blocks are free. It needs the block before it, published already
+    or by this call. A block that is published already stays as it is. Call it inside a donated jit: called
+    eagerly it copies the pools.
+
+    Args:
+      cache: Not changed, unless donated. Of the layer kinds and block sizes of the cache that was exported.
+      contents: From `export_blocks`.
+
+    Returns:
+      The cache and status i32[n]: OUT_OF_BLOCKS (no free block), NO_PARENT (the block before it is not
+      published), INDEX_FULL (no place where it would be found), BAD_LENGTH, SKIPPED (no block). A block that
+      fails changes nothing; others go on.
+
+    Raises:
+      ValueError, TypeError: the cache has no prefix caching, or the contents are of another cache's shapes.
+    """
+    require_prefix_index("import_blocks", cache)
+    if not isinstance(contents, BlockContents):
+        raise TypeError(
+            f"contents is a {type(contents).__name__}, expected the BlockContents of export_blocks"
+        )
+    _check_shapes(cache, contents)
+    return _import(cache, arguments.owned(contents))
+
+
+def _check_shapes(cache: Cache, contents: BlockContents) -> None:
+    one = jax.ShapeDtypeStruct((contents.num_tokens.shape[0],), jnp.int32)
+    # What this cache would export, without computing it.
+    expected = jax.eval_shape(export_blocks, cache, one)
+    got = jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), contents)
+    want = jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), expected)
+    if got != want and jax.tree.leaves(got) != jax.tree.leaves(want):
+        raise ValueError(
+            f"contents hold {[*map(list, contents.arrays)]} of shapes {jax.tree.leaves(got)}, expected "
+            f"{[*map(list, expected.arrays)]} of {jax.tree.leaves(want)}: export from a cache of the same "
+            "layer kinds, block sizes and max_seq_len"
+        )
+
+
+@jax.jit
+def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
+    cache, contents = as_varied((cache, contents))
+    config = cache.config
+    order = jnp.argsort(contents.num_tokens, stable=True)
+    entries = contents.tokens, contents.num_tokens, contents.namespace, contents.is_held
+
+    def publish_next(control: Control, entry: jax.Array) -> tuple[Control, _Published]:
+        return _publish(control, *jax.tree.map(lambda x: x[entry], entries), config=config)
+
+    control, published = lax.scan(publish_next, cache.control, order)
+    control = _let_go(control, cache.control, published, config)
+    in_place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    published = jax.tree.map(lambda x: x[in_place], published)
+    pools = []
+    for g, (pool, arrays) in enumerate(zip(cache.pools, contents.arrays, strict=True)):
+        rows = rows_of_all_layers(pool, config.groups[g], published.block_ids[g])
+        values = {name: set_at(x, rows, arrays[name]) for name, x in pool.arrays.items()}
+        pools.append(KVPool(arrays=values))
+    return dataclasses.replace(cache, control=control, pools=tuple(pools)), published.status
+
+
+class _Published(NamedTuple):
+    """The outcome for one block, or for several on the first axis.
+
+    Attributes:
+      status: i32[].
+      block_ids: per group i32[m], the blocks that it was given, or nowhere.
+      chain: i32[columns], the block and those before it in the indexed group; nowhere if it was not entered.
+    """
+
+    status: jax.Array
+    block_ids: tuple[jax.Array, ...]
+    chain: jax.Array
+
+
+def _let_go(control: Control, before: Control, published: _Published, config: CacheConfig) -> Control:
+    """Makes the new blocks cached, and those before them more recent than they are.
+
+    As if rows that held the whole prefixes had ended: a block must stand in the queue behind its successors,
+    or it would be evicted first and leave them unreachable.
+    """
+    pools = []
+    for g, (pool, ids) in enumerate(zip(control.block_pools, published.block_ids, strict=True)):
+        ids = ids.reshape(-1)
+        if g == config.indexed_group:
+            pool = block_pool.reuse(pool, published.chain)
+            ids = jnp.concatenate([ids, published.chain[:, ::-1].reshape(-1)])
+        else:
+            pool = block_pool.sweep_queue(pool, (ids < pool.num_blocks).any())
+        pool = block_pool.release(pool, ids)
+        pools.append(dataclasses.replace(pool, peak_used=before.block_pools[g].peak_used))
+    return dataclasses.replace(control, block_pools=tuple(pools))
+
+
+def _publish(
+    control: Control,
+    tokens: jax.Array,
+    num_tokens: jax.Array,
+    namespace: jax.Array,
+    is_held: tuple[jax.Array, ...],
+    config: CacheConfig,
+) -> tuple[Control, _Published]:
+    """Publishes one block, which is held until `_let_go`."""
+    index, group_id = control.prefix_index, config.indexed_group
+    assert index is not None
+    nowhere, block_size = index.block_tokens.shape
+    content, chain, column = _content(control, index, tokens, num_tokens, namespace)
+    is_there = get_at(chain, column, nowhere) < nowhere
+    has_parent = (column == 0) | (content.parent < nowhere)
+    in_bucket = index.buckets[prefix_index.bucket_of(index, content.hashes)]
+    way, has_way = prefix_index.free_way(index, in_bucket[None], jnp.zeros(1, jnp.int32))
+    has_twin = prefix_index.candidates(index, in_bucket, content.hashes) < nowhere
+    is_held = (*is_held[:group_id], jnp.ones_like(is_held[group_id]), *is_held[group_id + 1 :])
+    needs = [num_true(held) for held in is_held]
+    is_short = jnp.stack(
+        [need > pool.num_free for need, pool in zip(needs, control.block_pools, strict=True)]
+    ).any()
+    is_length = (num_tokens >= 0) & (num_tokens <= tokens.shape[0]) & (remainder(num_tokens, block_size) == 0)
+    status = first_failure(
+        (num_tokens == 0, Status.SKIPPED),
+        (~is_length, Status.BAD_LENGTH),
+        (is_there, Status.OK),
+        (~has_parent, Status.NO_PARENT),
+        (~has_way[0] | has_twin, Status.INDEX_FULL),
+        (is_short, Status.OUT_OF_BLOCKS),
+    )
+    enters = (status == Status.OK) & ~is_there
+    pools, block_ids = [], []
+    (content, way), index = read_first((content, way), index)
+    for pool, held in zip(control.block_pools, is_held, strict=True):
+        pool, ids = block_pool.take(pool, held & enters)
+        pools.append(block_pool.mark_published(pool, ids))
+        block_ids.append(ids)
+    new = block_ids[group_id]
+    content = jax.tree.map(lambda x: x[None], content)
+    index = prefix_index.insert(index, enters[None], new, way, content)
+    index = dataclasses.replace(index, block_tokens=set_at(index.block_tokens, new, content.tokens))
+    if index.history is not None:
+        priority = jnp.zeros_like(new)
+        history = block_metadata.note_published(index.history, new, control.clock, priority, column[None])
+        index = dataclasses.replace(index, history=history)
+    links = []
+    for group_links, ids in zip(index.group_links, block_ids, strict=True):
+        if group_links is not None:
+            rows = jnp.where(enters, new, nowhere)
+            group_links = GroupLinks(
+                block_ids=set_at(group_links.block_ids, rows, ids[None]),
+                indexed_ids=set_at(group_links.indexed_ids, ids, jnp.broadcast_to(new, ids.shape)),
+            )
+        links.append(group_links)
+    index = dataclasses.replace(index, group_links=tuple(links))
+    control = dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))
+    chain = jnp.where(enters, set_at(chain, column, new[0]), nowhere)
+    return control, _Published(status, tuple(block_ids), chain)
+
+
+def _content(
+    control: Control, index: PrefixIndex, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
+) -> tuple[Content, jax.Array, jax.Array]:
+    """Finds what a block at the end of `num_tokens` tokens stands for.
+
+    Returns:
+      Its Content; i32[columns], the published blocks of its prefix, nowhere from a miss on; and i32[],
+      its column.
+    """
+    nowhere, block_size = index.block_tokens.shape
+    found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens + 1, namespace)
+    blocks = tokens.reshape(-1, block_size)
+    order = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    column = quotient(jnp.maximum(num_tokens, block_size), block_size) - 1
+    added = block_hashes(control.hash_key, blocks, order * block_size)
+    added = jnp.where((order <= column)[:, None], added, jnp.uint32(0))
+    hashes = root_hash(control.hash_key, namespace) + jnp.sum(added, axis=0, dtype=jnp.uint32)
+    parent = get_at(found, column - 1, nowhere)
+    return Content(get_at(blocks, column), hashes, parent, namespace), found, column

@@ -1,0 +1,156 @@
+"""Blocks that leave a cache and come back: `eviction_candidates`, `export_blocks`, `import_blocks`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.support.helpers import assert_invariants, leaf_bytes, statuses
+
+OK = kv.Status.OK
+BLOCK_SIZE, NUM_BLOCKS, WIDTH = 2, 12, 9
+LAYERS = [kv.FullAttention(1, 4), kv.SlidingWindow(1, 4, window=3, block_size=1, num_blocks=32)]
+CONFIG = kv.CacheConfig(
+    LAYERS,
+    num_blocks=NUM_BLOCKS,
+    block_size=BLOCK_SIZE,
+    max_seqs=3,
+    max_seq_len=WIDTH,
+    enable_prefix_caching=True,
+)
+export = jax.jit(kv.export_blocks)
+import_ = kv.donate(kv.import_blocks)
+
+
+@kv.donate
+def fill(cache, tokens, lengths, namespace):
+    """Writes three prompts as their tokens' codes, and publishes them."""
+    rows = jnp.arange(3, dtype=jnp.int32)
+    cache, admission = kv.allocate(cache, rows, lengths, tokens=tokens, namespace=namespace)
+    left = lengths - admission.num_cached
+    order = jnp.arange(WIDTH, dtype=jnp.int32)[None] + admission.num_cached[:, None]
+    new = jnp.take_along_axis(tokens, jnp.minimum(order, WIDTH - 1), axis=1)
+    cache, step = kv.extend(cache, jnp.where(admission.status == OK, left, 0), max_new=WIDTH, tokens=new)
+    cache = testing.write_tokens(cache, new, step)
+    cache, _ = kv.commit(cache)
+    return cache, admission
+
+
+def prompts(*texts):
+    tokens = np.zeros((3, WIDTH), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    return tokens, np.array([*(len(text) for text in texts), 0, 0, 0][:3], np.int32)
+
+
+def filled(config, *texts, namespace=(0, 0, 0)):
+    words = np.zeros((3, 4), np.uint32)
+    words[:, 0] = namespace
+    cache, admission = fill(kv.init(config), *prompts(*texts), words)
+    assert statuses(admission.status) == [OK] * 3
+    return kv.free(cache, [0, 1, 2])[0]
+
+
+A, B = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 8]
+
+
+@pytest.mark.parametrize("policy", ["lru", pytest.param("lfu", marks=pytest.mark.slow), "hyperbolic"])
+def test_candidates_are_what_eviction_gives_up(policy):
+    cache = filled(dataclasses.replace(CONFIG, eviction_policy=policy), A, B, [5, 5, 5])
+    before = leaf_bytes(cache)
+    published = np.asarray(cache.control.block_pools[0].cached.is_published)
+    for n in (1, 3, 5, NUM_BLOCKS):
+        chosen = np.asarray(kv.eviction_candidates(cache, n))
+        after, num_evicted = kv.evict(cache, n)
+        gone = published & ~np.asarray(after.control.block_pools[0].cached.is_published)
+        assert sorted(chosen[chosen < NUM_BLOCKS]) == np.flatnonzero(gone).tolist()
+        assert int(num_evicted) == (chosen < NUM_BLOCKS).sum() == min(n, 5)
+    assert leaf_bytes(cache) == before
+
+
+def test_what_comes_back_is_what_left():
+    """Read back by rows that hit it: every token of every layer, windows and all; nobody else finds it."""
+    cache = filled(CONFIG, A, B, [5, 5, 5], namespace=(0, 0, 3))
+    contents = export(cache, kv.eviction_candidates(cache, 6))
+    assert sorted(contents.num_tokens.tolist()) == [0, 2, 2, 4, 4, 6]
+    again, status = import_(testing.poison(kv.init(CONFIG)), contents)
+    assert sorted(statuses(status)) == [OK] * 5 + [kv.Status.SKIPPED]
+    assert_invariants(again)
+    tokens, lengths = prompts(A, B, [5, 5, 5])
+    words = np.zeros((3, 4), np.uint32)
+    words[2, 0] = 3
+    assert kv.lookup(again, tokens, lengths, words).tolist() == [6, 4, 2]
+    assert kv.lookup(again, tokens, lengths).tolist() == [6, 4, 0]
+    again, admission = fill(again, tokens, lengths, words)
+    assert admission.num_cached.tolist() == [6, 4, 2]
+    assert testing.check_tokens(again, {0: A, 1: B, 2: [5, 5, 5]}) == []
+    assert_invariants(again)
+
+
+def test_a_block_that_fails_changes_nothing_and_others_go_on():
+    cache = filled(CONFIG, A, B, [5, 5, 5])
+    by_len = {}
+    for block in range(NUM_BLOCKS):
+        contents = export(cache, [block])
+        by_len.setdefault(int(contents.num_tokens[0]), contents)
+    first, second, third = (by_len[n] for n in (2, 4, 6))
+    empty = kv.init(CONFIG)
+    before = leaf_bytes(empty)
+    odd = dataclasses.replace(first, num_tokens=jnp.array([3]))
+    for contents, failure in (
+        (second, kv.Status.NO_PARENT),
+        (odd, kv.Status.BAD_LENGTH),
+        (dataclasses.replace(first, num_tokens=jnp.array([WIDTH + 3])), kv.Status.BAD_LENGTH),
+        (dataclasses.replace(first, num_tokens=jnp.array([-2])), kv.Status.BAD_LENGTH),
+        (by_len[0], kv.Status.SKIPPED),
+    ):
+        after, status = kv.import_blocks(empty, contents)
+        assert statuses(status) == [failure] and leaf_bytes(after) == before
+    both = jax.tree.map(lambda *x: jnp.concatenate(x), third, odd, first)
+    after, status = kv.import_blocks(empty, both)
+    assert statuses(status) == [kv.Status.NO_PARENT, kv.Status.BAD_LENGTH, OK]
+    after, status = kv.import_blocks(after, jax.tree.map(lambda *x: jnp.concatenate(x), third, second, first))
+    assert statuses(status) == [OK] * 3
+    assert_invariants(after)
+    assert leaf_bytes(kv.import_blocks(after, second)[0]) == leaf_bytes(after)  # it is there
+    full, admission = kv.allocate(empty, [0, 1], [8, 8], tokens=prompts([0] * 8, [0] * 8, [])[0][:2])
+    full, _ = kv.allocate(full, [2], [8], tokens=prompts([0] * 8)[0][:1])
+    assert int(kv.num_available_blocks(full, group=0)) == 0
+    after, status = kv.import_blocks(full, first)
+    assert statuses(status) == [kv.Status.OUT_OF_BLOCKS] and leaf_bytes(after) == leaf_bytes(full)
+
+
+def test_an_imported_block_outlives_none_before_it():
+    """Its predecessors, which were cached long before, are evicted after it."""
+    cache = filled(CONFIG, A, [8, 8, 8], [5, 5, 5])
+    contents = export(cache, kv.eviction_candidates(cache, 1))
+    cache, _ = kv.evict(cache, 1)
+    cache, status = kv.import_blocks(cache, contents)
+    assert statuses(status) == [OK]
+    tokens, lengths = prompts(A)
+    found = []
+    while int(kv.lookup(cache, tokens[:1], lengths[:1])[0]):
+        assert_invariants(cache)
+        found.append(int(kv.lookup(cache, tokens[:1], lengths[:1])[0]))
+        cache, _ = kv.evict(cache, 1)
+    assert found == [6, 6, 6, 4, 2]
+
+
+def test_contents_of_another_cache_are_refused():
+    contents = export(filled(CONFIG, A), [0])
+    wider = kv.init(dataclasses.replace(CONFIG, layers=[kv.FullAttention(1, 8), LAYERS[1]]))
+    with pytest.raises(ValueError, match="expected .* export from a cache of the same layer kinds"):
+        kv.import_blocks(wider, contents)
+    with pytest.raises(TypeError, match="contents is a dict, expected the BlockContents"):
+        kv.import_blocks(wider, {})
+    plain = kv.init(dataclasses.replace(CONFIG, enable_prefix_caching=False))
+    for call in (lambda: kv.export_blocks(plain, [0]), lambda: kv.import_blocks(plain, contents)):
+        with pytest.raises(ValueError, match="got a cache without prefix caching"):
+            call()
+    assert kv.eviction_candidates(plain, 2).tolist() == [NUM_BLOCKS] * 2
+    with pytest.raises(ValueError, match="n is 13, expected 1 <= n <= num_blocks = 12"):
+        kv.eviction_candidates(plain, 13)
