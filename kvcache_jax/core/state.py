@@ -347,8 +347,7 @@ class Step:
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
         `num_blocks * block_size`.
       plans: per group AttentionPlan; () for a cache without storage.
-      cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
-        than `num_tokens`), else None.
+      cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
     """
 

@@ -107,12 +107,13 @@ def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
     is_computing &= cache.context_len < jnp.maximum(prompt_len, length - 1)
     is_computing &= (cache.control.namespace == prompts.namespace).all(axis=1)
 
+    _, num_cached = find_hits(cache.control, prompts, config)
+
     def shares() -> jax.Array:
         tokens, mine = tokens_of(state, state.row_request), prompts.tokens
         assert mine is not None
         num_common = first_true(tokens != mine)
         num_common = jnp.minimum(num_common, jnp.minimum(length, prompts.num_tokens - 1))
-        _, num_cached = find_hits(cache.control, prompts, config)
         block_size = config.groups[config.indexed_group].block_size
         num_blocks = jnp.where(is_computing, quotient(jnp.maximum(num_common, 0), block_size), 0)
         return (num_blocks > quotient(num_cached, block_size)).any()

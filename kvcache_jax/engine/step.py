@@ -83,7 +83,10 @@ def _compute_prompts(model: Model, params: Any, state: EngineState, plan: Plan) 
         entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
         lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
         tokens = plan.tokens.reshape(-1)
-        cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
+        if any(group.window is not None for group in cache.config.groups):
+            cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
+        else:  # `allocate` reserved all blocks, and no block of a prompt that is computed is shared
+            cache, step = extend_reserved(cache, lens, tokens, entries)
         step = padded_step(step, 2 * entry, plan.first, plan.num_tokens, plan.tokens.shape)
         step = plan_attention(cache, step)
         result = model.forward(params, plan.tokens, cache, step)

@@ -16,7 +16,7 @@ from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
 from kvcache_jax.operations.extend import copy_tokens, grow, record_tokens, take_blocks
-from kvcache_jax.operations.extend_plan import ExtendPlan, decide, padded_tokens, propose
+from kvcache_jax.operations.extend_plan import ExtendPlan, decide, packed_tokens, padded_tokens, propose
 from kvcache_jax.operations.rows import num_blocks_for
 
 
@@ -101,17 +101,22 @@ def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config
     )
 
 
-def extend_reserved(cache: Cache, num_new: jax.Array, tokens: jax.Array) -> tuple[Cache, Step]:
-    """Does what `extend(cache, num_new, max_new=..., tokens=tokens)` does, of all rows, without a loop.
+def extend_reserved(
+    cache: Cache, num_new: jax.Array, tokens: jax.Array, seq_ids: jax.Array | None = None
+) -> tuple[Cache, Step]:
+    """Does what `extend` does, without a loop, for rows that lack no more than there are free blocks.
 
     Args:
-      cache: Has the free blocks that `needs` counts for all rows together, and no row has to copy.
-      num_new: i32[max_seqs].
-      tokens: i32[max_seqs, max_new].
+      cache: Has the free blocks that all rows need together, and no row has to copy.
+      num_new: i32[max_seqs], or i32[n] with `seq_ids`.
+      tokens: i32[max_seqs, max_new]; with `seq_ids` packed, i32[num_tokens].
+      seq_ids: i32[n]. Default: all rows.
     """
     config, control = cache.config, cache.control
-    layout = padded_tokens(*tokens.shape)
-    control, plan = propose(control, None, num_new, layout, tokens.shape[1], config)
+    is_packed = seq_ids is not None
+    layout = packed_tokens(num_new, tokens.size) if is_packed else padded_tokens(*tokens.shape)
+    most = min(tokens.shape[-1], config.query_len_limit)
+    control, plan = propose(control, seq_ids, num_new, layout, most, config)
     # Nobody copies: said so, XLA drops what would be copied.
     groups = tuple(group._replace(copies_tail=group.copies_tail & False) for group in plan.groups)
     plan = dataclasses.replace(plan, groups=groups)

@@ -1,0 +1,167 @@
+"""Runs of thousands of requests and steps, and the bounds that policies promise."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import EngineCounter
+from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_model import (
+    check_idle,
+    check_state,
+    collect,
+    config,
+    decode_alone,
+    forward,
+    make_params,
+    note,
+    random_request,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def look_up(params, tokens, cache, step):
+    """The next token is one more, modulo 16."""
+    return 9.0 * (jnp.arange(16)[None, None] == (tokens[..., None] + 1) % 16).astype(jnp.float32), cache
+
+
+def test_ten_thousand_requests_through_32_rows_and_a_pool_that_fits_8():
+    """Of 200 different ones, each many times in other company; the state is checked now and then."""
+    rng = np.random.default_rng(0)
+    kinds = [random_request(rng, num_samples=1, stop_tokens=()) for _ in range(150)]
+    kinds += [ask(rng.integers(0, 20, n).tolist(), 44 - n) for n in rng.integers(1, 40, 50)]
+    alone = [decode_alone(kind) for kind in kinds]
+    engine = kv.Engine(
+        forward, make_params(), config(max_seqs=32, num_blocks=8 * 11), token_budget=96, watermark=0.05
+    )
+    which = rng.integers(len(kinds), size=10_000)
+    waiting = [dataclasses.replace(kinds[k], id=i) for i, k in enumerate(which)]
+    said, num_drains = {}, 0
+    while waiting or engine.num_unfinished:
+        waiting = waiting[engine.push(waiting[:200]) :]
+        engine.drain()
+        num_drains += 1
+        if num_drains % 20 == 0:
+            check_state(engine.state)
+        note(said, engine.take_events())
+    note(said, engine)
+    check_idle(engine)
+    assert len(said) == 10_000
+    for i, k in enumerate(which):
+        tokens, _, reason = alone[k]
+        assert (said[i, 0][0], said[i, 0][2]) == (tokens, reason)
+    figures = engine.figures()
+    assert figures.counts[EngineCounter.PREEMPTIONS] > 50
+    assert figures.num_reads <= figures.counts[EngineCounter.STEPS] / 16
+
+
+def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
+    """All requests want all blocks: nobody waits for ever, and no step is lost."""
+    engine = make_engine()
+    rng = np.random.default_rng(1)
+    done, said, number = 0, {}, 0
+    while engine.figures().counts[EngineCounter.STEPS] < 10_000:
+        requests = []
+        for _ in range(7):
+            prompt_len = int(rng.integers(1, 40))
+            requests.append(ask(rng.integers(0, 20, prompt_len).tolist(), 45 - prompt_len, number))
+            number += 1
+        said = collect(engine, requests)
+        expect(said, requests)
+        done += len(said)
+    counts = engine.figures().counts
+    computed = counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.GENERATED_TOKENS]
+    assert done == number and computed >= counts[EngineCounter.STEPS] - number
+    assert counts[EngineCounter.PREEMPTIONS] > 100
+
+
+def test_a_client_who_floods_does_not_slow_another():
+    """Of two clients with work, neither gets more than twice the larger of a prompt and what runs at once."""
+    cache = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=16, block_size=4, max_seqs=4, max_seq_len=32)
+    engine = kv.Engine(look_up, {}, cache, policy="fair", token_budget=12, max_requests=64, steps_per_chunk=4)
+    rng, number = np.random.default_rng(2), 0
+
+    def some(client, num):
+        nonlocal number
+        requests = []
+        for _ in range(num):
+            number += 1
+            prompt = rng.integers(16, size=int(rng.integers(1, 16))).tolist()
+            requests.append(ask(prompt, int(rng.integers(1, 16)), number, client=client))
+        return requests
+
+    # Weighted: 16 of a prompt once, and 2 for each token that the pool holds.
+    bound = 2 * max(16, 2 * 64)
+    service, prompts, started = np.zeros(2), {}, set()
+    flood, fair = some(0, 400), some(1, 100)
+    prompts = {request.id: request for request in flood + fair}
+    waiting_flood, waiting_fair = list(flood), list(fair)
+    engine.push(waiting_flood[:40])
+    waiting_flood = waiting_flood[40:]
+    gaps = []
+    while waiting_fair:
+        # The second always has a few that wait, the first as many as there is room for.
+        waiting_fair = waiting_fair[engine.push(waiting_fair[: max(6 - _num_of(engine, 1), 0)]) :]
+        waiting_flood = waiting_flood[engine.push(waiting_flood[: max(40 - _num_of(engine, 0), 0)]) :]
+        engine.drain()
+        for event in engine.take_events():
+            request = prompts[event.id]
+            if event.id not in started:
+                started.add(event.id)
+                service[request.client] += len(request.prompt)
+            service[request.client] += 2 * len(event.tokens)
+        gaps.append(abs(service[0] - service[1]))
+    assert max(gaps) <= bound and service.min() > 1000
+
+
+def _num_of(engine, client):
+    return sum(sample.request.client == client for table in engine._tables for sample in table)
+
+
+def test_nobody_waits_longer_than_ageing_allows():
+    """P priorities and Q steps each: whoever waited for P * Q steps goes before all that come later."""
+    num_priorities, ageing = 4, 32
+    cache = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, block_size=4, max_seqs=1, max_seq_len=32)
+    engine = kv.Engine(
+        look_up,
+        {},
+        cache,
+        policy="priority",
+        ageing_steps=ageing,
+        token_budget=9,
+        max_requests=320,
+        steps_per_chunk=1,
+    )
+    rng = np.random.default_rng(3)
+    came, ended, step = {}, {}, 0
+    costs = {}
+    for number in range(300):
+        request = ask([1], int(rng.integers(1, 8)), number, priority=int(rng.integers(num_priorities)))
+        came[number], costs[number] = (step, request.priority), request.max_new_tokens
+        assert engine.push([request]) == 1
+        for _ in range(int(rng.integers(1, 6))):
+            engine.drain()
+            step = engine.figures().counts[EngineCounter.STEPS]
+            ended |= {event.id: step for event in engine.take_events() if event.finish_reason}
+    while engine.num_unfinished:
+        engine.drain()
+        step = engine.figures().counts[EngineCounter.STEPS]
+        ended |= {event.id: step for event in engine.take_events() if event.finish_reason}
+    assert len(ended) == 300
+    waits = []
+    for number, (start, priority) in came.items():
+        # Ahead: those that could come before it until it has aged past every priority.
+        ahead = sum(
+            costs[other] + 2
+            for other, (other_start, other_priority) in came.items()
+            if other != number
+            and ended[other] > start
+            and other_start - ageing * other_priority <= start - ageing * priority + 2
+        )
+        waits.append(ended[number] - start)
+        assert waits[-1] <= num_priorities * ageing + ahead + costs[number] + 4
+    assert max(waits) > ageing
