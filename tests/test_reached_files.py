@@ -10,12 +10,8 @@ import pytest
 from tests import reached_files
 from tests.reached_files import FOLDER, Reached, reached_by
 
-WIDE = "it reaches nine: of eviction, the attention plan and copies a file each, beside its own"
 
-
-@pytest.mark.parametrize(
-    "name", ["fork", pytest.param("extend", marks=pytest.mark.xfail(strict=True, reason=WIDE))]
-)
+@pytest.mark.parametrize("name", ["fork", "extend"])
 def test_an_operation_is_read_in_few_files(name):
     """In a process of its own, for whatever jax has traced before is not reached again."""
     command = [sys.executable, "-m", "tests.reached_files", name]

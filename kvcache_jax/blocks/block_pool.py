@@ -74,9 +74,13 @@ def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
     """
     rank, num_taken = rank_true(mask.reshape(-1))
     ids = get_at(pool.free_stack, pool.num_free - 1 - rank).reshape(mask.shape)
-    ids = jnp.where(mask, ids, pool.num_blocks)
+    # What is released next goes onto the stack, in these places.
+    ids, free_stack = read_first(jnp.where(mask, ids, pool.num_blocks), pool.free_stack)
     pool = dataclasses.replace(
-        pool, ref_count=set_at(pool.ref_count, ids, 1), num_free=pool.num_free - num_taken
+        pool,
+        ref_count=set_at(pool.ref_count, ids, 1),
+        free_stack=free_stack,
+        num_free=pool.num_free - num_taken,
     )
     return _note_peak(pool), ids
 

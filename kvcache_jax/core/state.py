@@ -1,12 +1,15 @@
 """The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
 
+import dataclasses
 import enum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 
@@ -344,8 +347,7 @@ class Step:
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
         `num_blocks * block_size`.
       plans: per group AttentionPlan; () for a cache without storage.
-      cu_query_lens: i32[n + 1] in a packed step (as requested, failed rows included, each at most one more
-        than `num_tokens`), else None.
+      cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
     """
 
@@ -380,3 +382,19 @@ def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Arra
     for counter, num_events in events.items():
         counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)
     return counters
+
+
+def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control:
+    """Marks `rows` i32[n], which differ, as just used, and sets further fields of theirs.
+
+    Nowhere is skipped. The clock advances if there is a row.
+    """
+    clock = control.clock + (rows < control.max_seqs).any().astype(jnp.uint32)
+    updated = {name: set_at(getattr(control, name), rows, values) for name, values in fields.items()}
+    return dataclasses.replace(
+        control,
+        clock=clock,
+        last_used=set_at(control.last_used, rows, clock),
+        num_uses=control.num_uses.at[rows].add(jnp.uint32(1), mode="drop"),
+        **updated,
+    )

@@ -1,7 +1,9 @@
-"""Outcomes of an operation per row, and the error that host-side code makes of them."""
+"""Outcomes of an operation per row, the first that applies, and the error that a host makes of them."""
 
 import enum
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -33,6 +35,14 @@ class Status(enum.IntEnum):
     """The block before an imported one is neither published nor imported before it."""
     INDEX_FULL = 11
     """The prefix index has no place for an imported block, or another block has its hash."""
+
+
+def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:
+    """Returns the i32 status of the first check whose condition holds, else OK."""
+    status = jnp.asarray(Status.OK, jnp.int32)
+    for condition, failure in reversed(checks):
+        status = jnp.where(condition, jnp.int32(failure), status)
+    return status
 
 
 class StatusError(RuntimeError):

@@ -31,8 +31,8 @@ from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control, Counter, PrefixIndex, count_events
-from kvcache_jax.core.status import Status
-from kvcache_jax.operations.rows import check_ids, first_failure, partial_tails
+from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations.rows import check_ids, partial_tails
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import Content

@@ -12,6 +12,7 @@ from kvcache_jax.arrays.masked_updates import (
     min_at,
     quotient,
     rank_true,
+    read_first,
     remainder,
     set_at,
 )
@@ -31,10 +32,16 @@ from kvcache_jax.core.state import (
     Counter,
     Step,
     count_events,
+    mark_used,
 )
-from kvcache_jax.operations.extend_plan import ExtendPlan, GroupPlan, decide, propose
-from kvcache_jax.operations.new_tokens import packed_tokens, padded_tokens
-from kvcache_jax.operations.rows import mark_used
+from kvcache_jax.operations.extend_plan import (
+    ExtendPlan,
+    GroupPlan,
+    decide,
+    packed_tokens,
+    padded_tokens,
+    propose,
+)
 from kvcache_jax.prefix import eviction
 
 
@@ -149,7 +156,7 @@ def take_blocks(
     ]
     control = dataclasses.replace(control, block_pools=tuple(pools))
     needs = [jnp.sum(jnp.where(plan.grows, group.need, 0), dtype=jnp.int32) for group in plan.groups]
-    if evicts:
+    if evicts and control.prefix_index is not None:
         control = eviction.make_room(control, needs, config)
     pools, copies = [], []
     for pool, group, planned in zip(control.block_pools, config.groups, plan.groups, strict=True):
@@ -243,8 +250,15 @@ def record_tokens(
     """Notes which tokens the blocks of the indexed group hold; copied blocks hold those of the original."""
     index = control.prefix_index
     assert index is not None
-    originals = get_at(index.block_tokens, copied.src)
-    block_tokens = set_at(index.block_tokens, copied.dst, originals)
-    by_slot = set_at(block_tokens.reshape(-1), step.slots[config.indexed_group], tokens)
-    index = dataclasses.replace(index, block_tokens=by_slot.reshape(block_tokens.shape))
+    block_tokens = copy_tokens(index.block_tokens, copied)
+    slots, block_size = step.slots[config.indexed_group], block_tokens.shape[1]
+    # By block and offset, for XLA would copy the array to see it flat.
+    places = quotient(slots, block_size), remainder(slots, block_size)
+    index = dataclasses.replace(index, block_tokens=set_at(block_tokens, places, tokens))
     return dataclasses.replace(control, prefix_index=index)
+
+
+def copy_tokens(block_tokens: jax.Array, copied: BlockCopies) -> jax.Array:
+    """Gives copied blocks the tokens of their originals, `block_tokens` i32[num_blocks, block_size]."""
+    originals, block_tokens = read_first(get_at(block_tokens, copied.src), block_tokens)
+    return set_at(block_tokens, copied.dst, originals)

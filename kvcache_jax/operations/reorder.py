@@ -12,8 +12,8 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.core.status import Status
-from kvcache_jax.operations.rows import check_ids, first_failure, inherit, on_rows, token_blocks
+from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations.rows import check_ids, inherit, on_rows, token_blocks
 
 
 @takes_one

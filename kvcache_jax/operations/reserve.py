@@ -10,14 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, remainder, set_at
+from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, remainder
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
-from kvcache_jax.operations.extend import grow, record_tokens, take_blocks
-from kvcache_jax.operations.extend_plan import ExtendPlan, decide, propose
-from kvcache_jax.operations.new_tokens import packed_tokens, padded_tokens
+from kvcache_jax.operations.extend import copy_tokens, grow, record_tokens, take_blocks
+from kvcache_jax.operations.extend_plan import ExtendPlan, decide, packed_tokens, padded_tokens, propose
 from kvcache_jax.operations.rows import num_blocks_for
 
 
@@ -93,13 +92,12 @@ def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config
     """Notes that copies hold the tokens of the originals and are not published."""
     index = control.prefix_index
     assert index is not None
-    block_tokens = set_at(index.block_tokens, copied.dst, get_at(index.block_tokens, copied.src))
     num_full = quotient(control.context_len, config.groups[config.indexed_group].block_size)
     copiers = jnp.where(plan.groups[config.indexed_group].copies_tail, plan.seq_ids, control.max_seqs)
     return dataclasses.replace(
         control,
         num_published=min_at(control.num_published, copiers, num_full),
-        prefix_index=dataclasses.replace(index, block_tokens=block_tokens),
+        prefix_index=dataclasses.replace(index, block_tokens=copy_tokens(index.block_tokens, copied)),
     )
 
 

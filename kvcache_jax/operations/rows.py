@@ -1,4 +1,4 @@
-"""Helpers of the row operations: checks of ids, marks of use, tables and lengths, and the jitted call.
+"""Helpers of the row operations: checks of ids, tables and lengths, and the jitted call.
 
 All rows of a call act on the state before it. A row operation is a function of the control state, columns
 i32[n] and the config that returns `(control, result)`.
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, set_at
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
 from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.state import BlockPool, Cache, Control
-from kvcache_jax.core.status import Status
+from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used
+from kvcache_jax.core.status import Status, first_failure
 
 
 def on_rows(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, Any]:
@@ -56,14 +56,6 @@ def _run(control: Control, *columns: Any, operation: Callable, config: CacheConf
     return operation(control, *columns, config=config)
 
 
-def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:
-    """Returns the i32 status of the first check whose condition holds, else OK."""
-    status = jnp.asarray(Status.OK, jnp.int32)
-    for condition, failure in reversed(checks):
-        status = jnp.where(condition, jnp.int32(failure), status)
-    return status
-
-
 def check_ids(
     control: Control, seq_ids: jax.Array, *others: jax.Array, mask: jax.Array | bool = True
 ) -> tuple[tuple[jax.Array, Status], ...]:
@@ -95,22 +87,6 @@ def active_rows(control: Control, seq_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     is_idle = ~get_at(control.is_active, seq_ids)
     status = first_failure(*check_ids(control, seq_ids), (is_idle, Status.SEQ_NOT_ACTIVE))
     return status, jnp.where(status == Status.OK, seq_ids, control.max_seqs)
-
-
-def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control:
-    """Marks `rows` i32[n], which differ, as just used, and sets further fields of theirs.
-
-    Nowhere is skipped. The clock advances if there is a row.
-    """
-    clock = control.clock + (rows < control.max_seqs).any().astype(jnp.uint32)
-    updated = {name: set_at(getattr(control, name), rows, values) for name, values in fields.items()}
-    return dataclasses.replace(
-        control,
-        clock=clock,
-        last_used=set_at(control.last_used, rows, clock),
-        num_uses=control.num_uses.at[rows].add(jnp.uint32(1), mode="drop"),
-        **updated,
-    )
 
 
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:

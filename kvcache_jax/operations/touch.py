@@ -6,8 +6,8 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.operations.rows import active_rows, mark_used, on_rows
+from kvcache_jax.core.state import Cache, Control, mark_used
+from kvcache_jax.operations.rows import active_rows, on_rows
 
 
 @takes_one

@@ -12,8 +12,8 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig, LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
-from kvcache_jax.core.status import Status
-from kvcache_jax.operations.rows import check_ids, first_failure, on_rows, partial_tails
+from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations.rows import check_ids, on_rows, partial_tails
 
 
 @takes_one

@@ -26,8 +26,6 @@ _ENTRIES_ON_CPUS, _ENTRIES_ON_ACCELERATORS = 32, 512
 
 def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig) -> Control:
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
-    if control.prefix_index is None:
-        return control
     # The indexed group goes first: blocks of other groups that are linked to its victims come free with
     # these, so that those groups evict less.
     others = [g for g in range(len(config.groups)) if g != config.indexed_group]

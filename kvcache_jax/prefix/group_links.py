@@ -182,6 +182,7 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     nowhere = links.indexed_ids.shape[0]
     indexed_ids = get_at(links.indexed_ids, block_ids, links.block_ids.shape[0])
     slots = first_true(get_at(links.block_ids, indexed_ids, nowhere) == block_ids[:, None])
+    (indexed_ids, slots), links = read_first((indexed_ids, slots), links)
     links = GroupLinks(
         block_ids=set_at(links.block_ids, (indexed_ids, slots), nowhere),
         indexed_ids=set_at(links.indexed_ids, block_ids, links.block_ids.shape[0]),

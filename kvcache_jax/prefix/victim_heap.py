@@ -38,6 +38,8 @@ def start(is_candidate: jax.Array, key: jax.Array, recency: jax.Array) -> Victim
     missing = (0, -key.shape[0] % _GROUP)
     is_out = jnp.pad(~is_candidate, missing, constant_values=True).reshape(-1, _GROUP)
     key, recency = (jnp.pad(x, missing).reshape(-1, _GROUP) for x in (key, recency))
+    # Kept as they are compared: else the comparison would have arrays of its own.
+    is_out, key, recency = lax.optimization_barrier((is_out, key, recency))
     return VictimHeap(is_out, key, recency, _least(is_out, key, recency))
 
 
@@ -51,6 +53,7 @@ def pop(heap: VictimHeap, is_wanted: jax.Array, nowhere: int) -> tuple[VictimHea
     group = _least(heap.is_out[places], heap.key[places], heap.recency[places])
     block_id = group * _GROUP + heap.least[group]
     is_taken = is_wanted & ~heap.is_out[group, heap.least[group]]
+    (block_id, is_taken), heap = read_first((block_id, is_taken), heap)
     heap = _put(heap, jnp.where(is_taken, block_id, heap.key.size), True)
     return heap, jnp.where(is_taken, block_id, nowhere)
 

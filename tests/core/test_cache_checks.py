@@ -22,6 +22,8 @@ Q, K = np.zeros((3, 2, 4, 8), np.float32), np.zeros((3, 2, 2, 8), np.float32)
 TOKENS = np.zeros((3, 2), np.int32)
 ROWS, ONES = [0, 1, 2], [1, 1, 1]
 
+CONTENTS = kv.export_blocks(kv.init(CONFIG), [0])
+
 # Every public function of a cache; those of the device take `(cache, step)` here, those of the host a cache.
 ON_DEVICE = {
     "active_seq_ids": lambda cache, step: kv.active_seq_ids(cache),
@@ -31,6 +33,9 @@ ON_DEVICE = {
     "attention": lambda cache, step: kv.attention(cache, 0, Q, K, K, step),
     "commit": lambda cache, step: kv.commit(cache, ROWS),
     "evict": lambda cache, step: kv.evict(cache, 1),
+    "eviction_candidates": lambda cache, step: kv.eviction_candidates(cache, 1),
+    "export_blocks": lambda cache, step: kv.export_blocks(cache, [0]),
+    "import_blocks": lambda cache, step: kv.import_blocks(cache, CONTENTS),
     "preempt_to_utilization": lambda cache, step: kv.preempt_to_utilization(cache, 0.5),
     "extend": lambda cache, step: kv.extend(cache, ONES, max_new=2, tokens=TOKENS),
     "fork": lambda cache, step: kv.fork(cache, ROWS, ROWS),

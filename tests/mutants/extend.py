@@ -126,20 +126,20 @@ EXTEND = in_module(
     ),
     (
         "tokens of a copied block forgotten",
-        "set_at(index.block_tokens, copied.dst, originals)",
-        "index.block_tokens",
+        "set_at(block_tokens, copied.dst, originals)",
+        "block_tokens",
         OWN_TOKENS,
     ),
     (
         "tokens not recorded",
-        "step.slots[config.indexed_group], tokens)",
-        "step.slots[config.indexed_group], 0 * tokens)",
+        "set_at(block_tokens, places, tokens)",
+        "set_at(block_tokens, places, 0 * tokens)",
         OWN_TOKENS,
     ),
 )
 
 NEW_TOKENS = in_module(
-    "operations/new_tokens",
+    "operations/extend_plan",
     (
         "packed rows have the next row's last block",
         "per_token, self.starts[:-1]",

@@ -164,6 +164,17 @@ ROWS = in_module(
         "is_idle = seq_ids < 0",
         f"{FAILED_ROW}[free]",
     ),
+    ("forks inherit no priority", '"context_len", "priority", ', '"context_len", ', ROW_FIELDS),
+    (
+        "forks share reserved blocks",
+        "columns[None] < num_held[:, None]",
+        "columns[None] >= 0",
+        RESERVED,
+    ),
+)
+
+USED = in_module(
+    "core/state",
     (
         "clock advances on an empty call",
         "control.clock + (rows < control.max_seqs).any().astype(jnp.uint32)",
@@ -177,13 +188,6 @@ ROWS = in_module(
         ROW_FIELDS,
     ),
     ("uses are not counted", "add(jnp.uint32(1)", "add(jnp.uint32(0)", USES),
-    ("forks inherit no priority", '"context_len", "priority", ', '"context_len", ', ROW_FIELDS),
-    (
-        "forks share reserved blocks",
-        "columns[None] < num_held[:, None]",
-        "columns[None] >= 0",
-        RESERVED,
-    ),
 )
 
 FORKED = in_module(
@@ -414,6 +418,7 @@ OTHERS = [
 MUTATIONS = [
     *ALLOCATE,
     *ROWS,
+    *USED,
     *FORKED,
     *ENDED,
     *TRUNCATED,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.operations.rows import check_ids, first_failure
+from kvcache_jax.core.status import first_failure
+from kvcache_jax.operations.rows import check_ids
 from tests.support.helpers import assert_invariants, num_free, statuses
 
 FULL = kv.FullAttention(2, 5)

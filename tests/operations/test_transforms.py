@@ -16,6 +16,7 @@ import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.arrays import pytree
 from kvcache_jax.core.config import config_from_json, config_to_json
+from kvcache_jax.operations import rows
 from tests.support.helpers import compiled_programs
 
 pytestmark = pytest.mark.contract
@@ -157,13 +158,13 @@ def test_a_stored_config_is_equal_to_one_of_this_process():
 
 def test_prompts_of_any_width_are_one_program_without_prefix_caching():
     cache, _ = kv.allocate(kv.init(GROUPED), [0], [2], tokens=[[1, 2]])
-    num_programs = kv.cache._each_row._cache_size()
+    num_programs = rows._run._cache_size()
     for width in (1, 3, 5):
         cache, _ = kv.free(cache, [0])
         items = [[[0, 1]] * width]
         cache, admission = kv.allocate(cache, [0], [width], tokens=[[7] * width], items=items)
         assert admission.status.tolist() == [kv.Status.OK]
-    assert kv.cache._each_row._cache_size() <= num_programs + 1  # of free
+    assert rows._run._cache_size() <= num_programs + 1  # of free
     cache, admission = kv.allocate(kv.init(GROUPED), [0, 1], [0, 0], tokens=np.zeros((2, 0), np.int32))
     assert admission.status.tolist() == [kv.Status.OK] * 2
 
@@ -180,7 +181,7 @@ def test_nothing_recompiles_whatever_the_lengths():
         cache, _ = kv.truncate(cache, [i % 4, 1], [i // 2, 0])
         cache, _ = kv.reorder(cache, [0, 1], [i % 2, 0])
         cache, _ = kv.free(cache, [(3 * i) % 4, (i + 3) % 4])
-        jitted = [step_fn, kv.cache._each_row, kv.cache._reorder]
+        jitted = [step_fn, rows._run]
         sizes = [fn._cache_size() for fn in jitted]
         programs = programs or sizes
         assert sizes == programs
