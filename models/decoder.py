@@ -16,6 +16,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -130,12 +131,19 @@ class DecoderConfig:
         return layer_runs(self.windows or (None,) * self.num_layers)
 
 
-def cache_config(config: DecoderConfig, *, max_rollback: int = 0, **sizes: Any) -> kv.CacheConfig:
+def cache_config(
+    config: DecoderConfig,
+    *,
+    max_rollback: int = 0,
+    quantise: Callable[[kv.LayerKind], kv.LayerKind] | None = None,
+    **sizes: Any,
+) -> kv.CacheConfig:
     """What the model keeps per token: layers with equal windows form one group.
 
     Args:
       config: The model's.
       max_rollback: Tokens that `kv.truncate` may take back in window layers (speculative decoding).
+      quantise: Turns each layer's kind into one of fewer bits, `lambda kind: kv.Quantised(kind, "int8")`.
       **sizes: Of `kv.CacheConfig`. Default: `dtype` of the computation, `max_seq_len` of the model and at
         most 8192.
     """
@@ -145,6 +153,8 @@ def cache_config(config: DecoderConfig, *, max_rollback: int = 0, **sizes: Any) 
         else kv.SlidingWindow(config.num_kv_heads, config.head_dim, window=window, max_rollback=max_rollback)
         for window in config.windows or (None,) * config.num_layers
     ]
+    if quantise is not None:
+        layers = [quantise(layer) for layer in layers]
     sizes = {"dtype": config.dtype, "max_seq_len": min(config.max_seq_len, 8192)} | sizes
     return kv.CacheConfig(layers, **sizes)
 

@@ -84,10 +84,10 @@ class Side:
     prepare: Callable[[Decoder], Any] = lambda decoder: decoder
 
 
-def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts) -> kv.Cache:
+def _start_paged(config: DecoderConfig, case: Case, contexts: Contexts, **options: Any) -> kv.Cache:
     rows = np.arange(len(case.lens))
     sizes = dict(max_seqs=len(rows), max_seq_len=case.table_len, block_size=BLOCK_SIZE)
-    cache = scattered(kv.init(cache_config(config, **sizes)))
+    cache = scattered(kv.init(cache_config(config, **sizes, **options)))
     cache, admission = kv.allocate(cache, rows, case.start_lens)
     kv.raise_for_status(admission.status, "allocate")
     cache, step = kv.donate(kv.append)(cache, contexts.k, contexts.v, case.start_lens)
@@ -108,6 +108,11 @@ def _step_paged(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> tuple[j
     logits, cache = forward(decoder, tokens[:, None], cache, step)
     # A row that found no room must not look fast.
     return jnp.where(step.status[:, None] == kv.Status.OK, logits[:, 0], jnp.nan), cache
+
+
+def paged_side(name: str, **options: Any) -> Side:
+    """The paged cache, with options of `cache_config`."""
+    return Side(name, functools.partial(_start_paged, **options), _step_paged, _rewind_paged)
 
 
 def _step_extend(decoder: Decoder, tokens: jax.Array, cache: kv.Cache) -> tuple[jax.Array, kv.Cache]:
@@ -140,7 +145,7 @@ def _step_alone(
 
 
 SIDES = (
-    Side(PAGED, _start_paged, _step_paged, _rewind_paged),
+    paged_side(PAGED),
     *(_dense(layout) for layout in dense_decoder.LAYOUTS),
 )
 PARTS = (

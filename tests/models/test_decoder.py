@@ -306,6 +306,10 @@ def test_cache_config_groups_layers_by_window():
     full, window = kv.FullAttention(2, 6), kv.SlidingWindow(2, 6, window=8, max_rollback=3)
     assert sizes.layers == (full, window, window, full)
     assert (sizes.max_seq_len, sizes.max_seqs, sizes.block_size, sizes.dtype) == (99, 2, 4, jnp.float32)
+    small = cache_config(
+        config, max_rollback=3, quantise=lambda kind: kv.Quantised(kind, "int4", rotate=True)
+    )
+    assert small.layers == tuple(kv.Quantised(kind, "int4", rotate=True) for kind in sizes.layers)
     narrow = dataclasses.replace(TINY, dtype=jnp.bfloat16, max_seq_len=100_000)
     assert (cache_config(narrow).dtype, cache_config(narrow).max_seq_len) == (jnp.bfloat16, 8192)
     assert cache_config(narrow, dtype=jnp.float32, max_seq_len=50).max_seq_len == 50

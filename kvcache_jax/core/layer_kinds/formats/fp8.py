@@ -1,9 +1,11 @@
 """The format "fp8": 8-bit floats of 4 bits of exponent (e4m3) and a scale per token and head.
 
 They are widened to the dtype of products on every device, so that chips without such floats convert them too.
+They are stored as bytes: where XLA has no such floats, it writes to an array of them by converting all of it.
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from kvcache_jax.core.layer_kinds.formats.base import Format, finite_or_zero
 
@@ -12,18 +14,19 @@ _MOST, _LEAST_SCALE = 448, 1e-8
 
 
 def _parts(head_dim):
-    return {"": (head_dim, _DTYPE), "scale": (None, jnp.float32)}
+    return {"": (head_dim, jnp.uint8), "scale": (None, jnp.float32)}
 
 
 def _encode(x):
     x, nan = finite_or_zero(x)
     scale = jnp.maximum(jnp.abs(x).max(axis=-1) / _MOST, _LEAST_SCALE)
     # Beyond the largest number of e4m3 there is nothing but NaN.
-    return {"": jnp.clip(x / scale[..., None], -_MOST, _MOST).astype(_DTYPE), "scale": scale + nan}
+    numbers = jnp.clip(x / scale[..., None], -_MOST, _MOST).astype(_DTYPE)
+    return {"": lax.bitcast_convert_type(numbers, jnp.uint8), "scale": scale + nan}
 
 
 def _decode(parts, dtype):
-    return parts[""].astype(dtype), parts["scale"]
+    return lax.bitcast_convert_type(parts[""], _DTYPE).astype(dtype), parts["scale"]
 
 
 FP8 = Format(_parts, _encode, _decode)

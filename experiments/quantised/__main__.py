@@ -1,0 +1,178 @@
+"""Question: what do keys and values in few bits save, and what do they cost?
+
+Command: python -m experiments.quantised [--json] [--picture FILE] [--checkpoint DIR]
+Machine: TODO
+Answer:  TODO
+Record:  experiments/results/quantised.json, docs/quantised.png.
+
+The small model, float32, reads 1,024 bytes each of six held-out files. What a format costs is measured with
+every key and value of every layer stored in it, through the cache: KL divergence to float32 (nats a byte) and
+bits per byte added. Bytes per token are those of `kv.memory_bytes`, scales included, and rows in equal bytes
+follow from them.
+
+Keys per channel are not a format of the library: a step for a group of tokens needs these in full precision
+until the group is full, beside the blocks, and a copy of them at each fork. What that would gain is measured
+by rounding what dense attention reads: keys per token, or per channel in groups of 16 tokens; values per
+token. A group is rounded at once, so its first tokens are read as rounded with those behind them.
+
+A step is timed as `experiments.decode_speed` does it: 8 steps in a jitted scan, rows of 512 tokens at its
+end, the cache donated; the storages take turns.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.common import command, corpus, timing
+from experiments.decode_speed.__main__ import Timing
+from experiments.decode_speed.sides import LOOP, NUM_STEPS, Case, make_contexts, paged_side
+from experiments.quantised.report import draw, show
+from experiments.quantised.storages import (
+    BFLOAT16,
+    FLOAT32,
+    ROTATED,
+    ROUNDINGS,
+    STORAGES,
+    bits_per_byte,
+    compared,
+    rounded_log_p,
+    stored_log_p,
+    token_bytes,
+)
+from models import checkpoint
+from models.decoder import Decoder
+
+NUM_FILES, SKIPPED, LENGTH = 6, 1000, 1024  # what a file begins with is alike in many
+NUM_ROUNDS = 12
+CASE = Case("8 rows of 512 tokens", 512, (512,) * 8)
+
+
+def read_windows(num_files: int = NUM_FILES, length: int = LENGTH) -> np.ndarray:
+    """i32[num_files, length + 1], a piece of each of the first held-out files that are long enough."""
+    files = corpus.held_out_files().values()
+    pieces = [file[SKIPPED : SKIPPED + length + 1] for file in files]
+    pieces = [piece for piece in pieces if len(piece) == length + 1][:num_files]
+    return np.stack([np.frombuffer(piece, np.uint8) for piece in pieces]).astype(np.int32)
+
+
+def measure_quality(decoder: Decoder, windows: np.ndarray) -> dict:
+    """Bytes and losses of all storages and roundings."""
+    exact = stored_log_p(decoder, windows, STORAGES[0])
+    num_bytes = {storage.name: token_bytes(decoder.config, storage) for storage in STORAGES}
+    storages = [
+        {
+            "storage": storage.name,
+            "bytes_per_token": num_bytes[storage.name],
+            "rows_in_bytes_of_bfloat16": num_bytes[BFLOAT16] / num_bytes[storage.name],
+            **compared(stored_log_p(decoder, windows, storage) if i else exact, exact, windows),
+        }
+        for i, storage in enumerate(STORAGES)
+    ]
+    roundings = [
+        {**vars(rounding), **compared(rounded_log_p(decoder, windows, rounding), exact, windows)}
+        for rounding in ROUNDINGS
+    ]
+    return {"bits_per_byte": bits_per_byte(exact, windows), "storages": storages, "roundings": roundings}
+
+
+def measure_steps(decoder: Decoder, case: Case = CASE, num_rounds: int = NUM_ROUNDS) -> list[dict]:
+    """Times a decode step with each storage, and its time in that of float32, round by round."""
+    contexts = make_contexts(decoder, length=case.table_len).cut(case)
+    sides = [paged_side(storage.name, **storage.options) for storage in STORAGES]
+    timings = [Timing(side, case, decoder, contexts, (LOOP,)) for side in sides]
+    for timed in timings:
+        if not bool(jnp.isfinite(timed.logits).all()):  # a row that failed must not look fast
+            raise RuntimeError(f"{timed.side.name}: a step gave logits that are not finite")
+    for _ in range(num_rounds):
+        for timed in timings:
+            timed.round()
+    of_float32 = timings[0].seconds[LOOP]
+    records = []
+    for timed in timings:
+        (record,) = timed.records()
+        times = sorted(a / b for a, b in zip(timed.seconds[LOOP], of_float32, strict=True))
+        low, high = (times[round(share * (len(times) - 1))] for share in (0.1, 0.9))
+        records.append({**record, "times_float32": [low, statistics.median(times), high]})
+    return records
+
+
+def bars_of(quality: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
+    """What must hold, beside what was measured."""
+    storages = {record["storage"]: record for record in quality["storages"]}
+    added = {
+        (record["num_bits"], record["keys"]): record["bits_added"]
+        for record in quality["roundings"]
+        if record["values"] == "per token"
+    }
+    bars = []
+
+    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
+        holds = measured >= limit if is_least else measured <= limit
+        limit_name = "at_least" if is_least else "at_most"
+        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
+
+    for name, least in (("int8", 1.88), ("int4", 3.4)):
+        rows = storages[name]["rows_in_bytes_of_bfloat16"]
+        add(f"rows in the bytes of bfloat16, {name}, head_dim {head_dim}", rows, least, is_least=True)
+    for name, most in (("int8", 1e-4), ("fp8", 2e-3)):
+        add(f"KL to float32, {name}", storages[name]["kl"], most)
+    add(f"bits per byte added, {ROTATED}", storages[ROTATED]["bits_added"], 0.01)
+    for num_bits in (4, 2):
+        channel, token = added[num_bits, "per channel"], added[num_bits, "per token"]
+        add(f"bits per byte added, {num_bits} bits: keys per channel / per token", channel / token, 1.0)
+    (times,) = (record["times_float32"] for record in steps if record["side"] == "int8")
+    add(f"a step, times {FLOAT32}'s, int8, {CASE.lens[0]} tokens a row", times[1], 1.3)
+    return bars
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.quantised", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    parser.add_argument(
+        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
+    except checkpoint.CheckpointError as error:
+        parser.error(str(error))
+    if decoder.config.windows:
+        parser.error(
+            f"{options.checkpoint} has sliding windows, which dense attention to rounded keys does not have"
+        )
+    if decoder.config.vocab_size < 256:
+        parser.error(
+            f"{options.checkpoint} has {decoder.config.vocab_size} tokens, expected one per byte, or more"
+        )
+    start = time.perf_counter()
+    quality = measure_quality(decoder, read_windows())
+    steps = measure_steps(decoder)
+    report = {
+        "machine": timing.machine(),
+        "revision": timing.revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "seconds": time.perf_counter() - start,
+        "model": options.checkpoint.name,
+        "steps_in_a_loop": NUM_STEPS,
+        **quality,
+        "steps": steps,
+        "bars": bars_of(quality, steps, decoder.config.head_dim),
+    }
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    if options.picture:
+        draw(report, options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

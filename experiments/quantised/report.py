@@ -1,0 +1,111 @@
+"""The tables and the figure of `experiments.quantised`."""
+
+from pathlib import Path
+
+from experiments.common import log_axes
+from experiments.common.timing import show_table
+
+
+def show(report: dict) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    host = report["machine"]
+    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    print(f"{report['model']}, {report['bits_per_byte']:.3f} bits per byte in float32")
+    rows = []
+    for record in report["storages"]:
+        each = record["of_each"]
+        rows.append(
+            [
+                record["storage"],
+                f"{record['bytes_per_token']:,}",
+                f"{record['rows_in_bytes_of_bfloat16']:.2f}x",
+                f"{record['kl']:.1e}",
+                f"{record['bits_added']:+.4f}",
+                f"{min(each):+.4f} - {max(each):+.4f}",
+            ]
+        )
+    header = [
+        "storage",
+        "bytes a token",
+        "rows in bf16's bytes",
+        "KL to float32",
+        "bits per byte",
+        "of files",
+    ]
+    show_table("keys and values of all layers in the cache", header, rows)
+    rows = [
+        [
+            f"{record['num_bits']} bits, keys {record['keys']}, values {record['values']}",
+            f"{record['kl']:.1e}",
+            f"{record['bits_added']:+.4f}",
+        ]
+        for record in report["roundings"]
+    ]
+    show_table("rounded without a cache", ["", "KL to float32", "bits per byte"], rows)
+    rows = []
+    for record in report["steps"]:
+        low, median, high = record["times_float32"]
+        rows.append(
+            [
+                record["side"],
+                f"{record['median_us'] / 1e3:.2f}",
+                f"{record['p10_us'] / 1e3:.2f} - {record['p90_us'] / 1e3:.2f}",
+                f"{median:.2f}x",
+                f"{low:.2f} - {high:.2f}",
+                f"{record['first_call_s']:.1f} s",
+            ]
+        )
+    name, num_calls = report["steps"][0]["case"]["name"], report["steps"][0]["num_calls"]
+    title = f"a decode step, {name}, ms; {num_calls} rounds of {report['steps_in_a_loop']} steps"
+    header = ["storage", "median", "p10 - p90", "of float32", "p10 - p90", "first call (compiles)"]
+    show_table(title, header, rows)
+    rows = [
+        [
+            bar["bar"],
+            f"{bar['measured']:.3g}",
+            f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}",
+            "holds" if bar["holds"] else "does not hold",
+        ]
+        for bar in report["bars"]
+    ]
+    show_table("bars", ["bar", "measured", "", ""], rows)
+    num_failed = sum(not bar["holds"] for bar in report["bars"])
+    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+
+
+def draw(report: dict, path: Path) -> None:
+    """Two panels: KL by bytes a token, and what rounding keys per token or per channel costs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    formats, keys = figure.subplots(1, 2)
+    records = [record for record in report["storages"] if record["kl"] > 0]
+    formats.plot([r["bytes_per_token"] for r in records], [r["kl"] for r in records], "o", color="C0")
+    for record in records:
+        place = record["bytes_per_token"], record["kl"]
+        is_below = record["storage"].endswith("rotated")  # beside its neighbour of the same bytes
+        offset = (7, -12) if is_below else (7, 4)
+        formats.annotate(record["storage"], place, xytext=offset, textcoords="offset points")
+    formats.set(yscale="log", xlabel="bytes a token, all layers", ylabel="nats a byte")
+    formats.set_title("KL divergence to float32")
+    formats.set_xlim(0, 1.25 * max(record["bytes_per_token"] for record in records))
+    formats.margins(y=0.15)
+
+    groups: dict[str, dict[str, float]] = {}
+    for record in report["roundings"]:
+        name = f"{record['num_bits']} bits" + ("" if record["values"] == "per token" else ",\nkeys alone")
+        groups.setdefault(name, {})[record["keys"]] = record["bits_added"]
+    for i, way in enumerate(("per token", "per channel")):
+        places = [x + 0.38 * (i - 0.5) for x in range(len(groups))]
+        heights = [group[way] for group in groups.values()]
+        bars = keys.bar(places, heights, width=0.36, color=f"C{i}", label=f"keys {way}")
+        keys.bar_label(bars, [f"{height:+.3f}" for height in heights], fontsize=8, padding=2)
+    keys.set_xticks(range(len(groups)), groups)
+    keys.set(yscale="log", ylabel="bits per byte added", title="rounding keys per token and per channel")
+    keys.margins(y=0.15)
+    keys.legend(frameon=False, loc="upper left")
+    for axes in (formats, keys):
+        axes.grid(alpha=0.3, axis="y")
+        axes.set_axisbelow(True)
+    log_axes.label(keys.yaxis)
+    figure.savefig(path, dpi=120)
