@@ -16,7 +16,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -135,7 +134,7 @@ def cache_config(
     config: DecoderConfig,
     *,
     max_rollback: int = 0,
-    quantise: Callable[[kv.LayerKind], kv.LayerKind] | None = None,
+    quantise: Any = None,
     **sizes: Any,
 ) -> kv.CacheConfig:
     """What the model keeps per token: layers with equal windows form one group.

@@ -44,7 +44,9 @@ def _case(
     )
 
     def function(k_pool, v_pool, control, num_new, q, k, v):
-        cache = kv.Cache(control=control, pools=(kv.state.KVPool(k=k_pool, v=v_pool),), config=config)
+        cache = kv.Cache(
+            control=control, pools=(kv.state.KVPool(arrays={"k": k_pool, "v": v_pool}),), config=config
+        )
         cache, step = kv.extend(cache, num_new, **tokens)
         for layer in range(NUM_LAYERS):
             cache, q = kv.attention(cache, layer, q, k, v, step)
@@ -86,8 +88,8 @@ _UNSPLIT = Budget(
 )
 _SPLIT = dataclasses.replace(_UNSPLIT, min_tma=39, min_fences=6, temporary_bytes=3_300_000)
 # Temporary are, of kernels, the results in float32, as written and as returned, and a MiB of plans; of rows
-# that are split, the parts. Of XLA, a tile of 256 keys a row as stored and in float32, its logits and its
-# weights, and the results. A pool has 268 MB.
+# that are split, the parts. Of XLA, the keys and the values of a tile of 2,048 tokens a row, at most 256 MiB
+# each, its logits and its weights, and the results. A pool has 268 MB.
 CACHE_CASES = (
     _case("step_on_a_mesh", _SPLIT, (_COPY, _DECODE, _MERGE), num_devices=2, max_new=1),
     # The kernel takes 8 queries a row, so of 64 it is given 8 rows.
@@ -98,8 +100,8 @@ CACHE_CASES = (
         max_new=64,
     ),
     _case("packed_step", _UNSPLIT, (_COPY, _DECODE), num_tokens=64),
-    _case("xla_chunk_of_64_tokens", _xla(64_000_000), (), implementation="xla", max_new=64),
-    _case("xla_packed_step", _xla(112_000_000), (), implementation="xla", num_tokens=64),
+    _case("xla_chunk_of_64_tokens", _xla(260_000_000), (), implementation="xla", max_new=64),
+    _case("xla_packed_step", _xla(570_000_000), (), implementation="xla", num_tokens=64),
     _gradient(num_layers=4),
     _gradient(num_layers=16),
 )
