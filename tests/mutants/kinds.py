@@ -1,4 +1,4 @@
-"""The mutations of layer kinds: which positions of a row stay."""
+"""The mutations of layer kinds: which positions of a row stay, and how quantised layers store them."""
 
 from tests.mutants.attention import PADDED, WINDOW
 from tests.mutants.attention import SINKS as SINK_LOGITS
@@ -7,6 +7,10 @@ from tests.mutants.operations import TRUNCATE
 
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
 AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost"
+QUANTISED = "core/test_quantised.py"
+DECODED = f"{QUANTISED}::test_attention_is_that_to_the_decoded_values[padded]"
+HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_at_most"
+NOT_FINITE = f"{QUANTISED}::test_what_is_not_finite_is_nan_in_its_row_and_head_alone"
 
 MUTATIONS = [
     *in_module(
@@ -81,6 +85,56 @@ MUTATIONS = [
             "Span(self.window, self.num_sink_tokens, self.max_rollback)",
             "Span(self.window, self.num_sink_tokens, 0)",
             ROLLBACK,
+        ),
+    ),
+    *in_module(
+        "core/layer_kinds/quantised",
+        (
+            "scales of keys and values swapped",
+            "KeysValues(k, v, k_scale, v_scale)",
+            "KeysValues(k, v, v_scale, k_scale)",
+            DECODED,
+        ),
+        ("results stay rotated", "return self._rotated(out)", "return out", DECODED),
+        ("queries are not rotated", "return self._rotated(q)", "return q", DECODED),
+    ),
+    *in_module(
+        "core/layer_kinds/formats/int8",
+        (
+            "int8 reaches 128",
+            "_MOST, _LEAST_SCALE = 127, 1e-8",
+            "_MOST, _LEAST_SCALE = 128, 1e-8",
+            HALF_A_STEP,
+        ),
+    ),
+    *in_module(
+        "core/layer_kinds/formats/int4",
+        (
+            "the zero of int4 left out",
+            'numbers.astype(dtype) - parts["zero"][..., None].astype(dtype)',
+            "numbers.astype(dtype)",
+            DECODED,
+        ),
+        (
+            "the range of int4 need not hold 0",
+            "jnp.minimum(x.min(axis=-1), 0)",
+            "x.min(axis=-1)",
+            HALF_A_STEP,
+        ),
+        (
+            "nibbles of int4 in the other order",
+            "jnp.stack([packed & 15, packed >> 4], axis=-1)",
+            "jnp.stack([packed >> 4, packed & 15], axis=-1)",
+            DECODED,
+        ),
+    ),
+    *in_module(
+        "core/layer_kinds/formats/base",
+        (
+            "an infinite number is read as 0",
+            "jnp.where(is_finite, 0, jnp.nan)",
+            "jnp.where(is_finite, 0, 0.0)",
+            NOT_FINITE,
         ),
     ),
 ]

@@ -22,7 +22,8 @@ def _parts(head_dim):
 def _encode(x):
     x, nan = finite_or_zero(x)
     low, high = jnp.minimum(x.min(axis=-1), 0), jnp.maximum(x.max(axis=-1), 0)
-    scale = jnp.maximum((high - low) / _MOST, _LEAST_SCALE)
+    # Divided first: the difference of two large numbers may be infinite.
+    scale = jnp.maximum(high / _MOST - low / _MOST, _LEAST_SCALE)
     zero = jnp.clip(jnp.round(-low / scale), 0, _MOST)
     numbers = jnp.clip(jnp.round(x / scale[..., None] + zero[..., None]), 0, _MOST).astype(jnp.uint8)
     packed = numbers[..., 0::2] | (numbers[..., 1::2] << 4)
