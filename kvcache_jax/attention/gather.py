@@ -63,7 +63,7 @@ def _gather(
     length = jnp.where(is_layer, get_at(group.kind.length(control), seq_id, 0), 0)
     ids = get_at(block_pool.block_table, seq_id)
     rows = storage.block_rows(ids, index, block_pool.num_blocks, pool.num_rows)
-    tile = storage.load_blocks(pool, group, rows[None])
+    tile = storage.load_blocks(pool, group, rows[None], is_fenced=False)
     stored = group.kind.keys_values({name: values[:, 0] for name, values in tile.items()})
     k, v, k_scale, v_scale = stored
     k = k if k_scale is None else k * k_scale[..., None].astype(k.dtype)

@@ -232,12 +232,21 @@ def _copied_rows(
     return block_rows(block_ids[None], layers, num_blocks, num_rows).reshape(-1)
 
 
-def load_blocks(pool: KVPool, group: LayerGroup, rows: jax.Array) -> dict[str, jax.Array]:
+def load_blocks(
+    pool: KVPool, group: LayerGroup, rows: jax.Array, *, is_fenced: bool = True
+) -> dict[str, jax.Array]:
     """Reads the blocks `rows` i32[r, b] of a pool; those past its end give any block.
+
+    Args:
+      pool: Of the group.
+      group: The layer group.
+      rows: Places on the first axis.
+      is_fenced: Gather once into a tile that products read. Where it is read once, the tile is not needed.
 
     Returns:
       By name `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads.
     """
+    fence = lax.optimization_barrier if is_fenced else lambda tile: tile
 
     def load(values: jax.Array, array: BlockArray) -> jax.Array:
         rest = array.shape[2:]
@@ -245,9 +254,9 @@ def load_blocks(pool: KVPool, group: LayerGroup, rows: jax.Array) -> dict[str, j
             # A head's part of a block is one run of values, read head by head: none is moved on its own.
             runs = values.reshape(-1, values.shape[1], group.block_size * math.prod(rest))
             tile = jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values))
-            tile = lax.optimization_barrier(tile).reshape(*tile.shape[:3], group.block_size, *rest)
+            tile = fence(tile).reshape(*tile.shape[:3], group.block_size, *rest)
         else:
-            tile = lax.optimization_barrier(get_at(values, rows))  # [r, b, *shape]
+            tile = fence(get_at(values, rows))  # [r, b, *shape]
             if array.head_axis is None:
                 tile, head = tile[None], 0
             else:

@@ -20,8 +20,8 @@ NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
 LRU, OTHER_POLICY = "lru", "hyperbolic"
 SMALL = 500_000
 """Temporary bytes of an operation on control alone; a pool has 268 MB."""
-TILE = 40_000_000
-"""Temporary bytes of attention: a tile of 2,048 tokens of each row as stored, its logits and its weights."""
+TILE = 2 * 2 * NUM_ROWS * NUM_KV_HEADS * 2048 * HEAD_DIM + 5_000_000
+"""Temporary bytes of attention: keys and values of 2,048 tokens of each row, their logits and weights."""
 
 
 def config_of(num_groups: int, policy: str | None, num_layers: int = 1) -> kv.CacheConfig:

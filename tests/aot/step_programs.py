@@ -23,6 +23,7 @@ from kvcache_jax.engine.step import Model
 from kvcache_jax.engine.table import RequestTable
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from tests.aot.budget import i32
+from tests.aot.operation_programs import TILE
 from tests.aot.program import Limits, Program, shapes_of
 
 NUM_ROWS, NUM_ENDED, NUM_DRAFTS, NUM_BEAMS, MAX_NEW_TOKENS = 32, 4, 4, 4, 64
@@ -149,7 +150,7 @@ def _engine(kernels: str, limits: Limits) -> Program:
 
 
 def _limits(waits: int, launches: int) -> Limits:
-    return Limits(waits, launches=launches, temporary_bytes=60_000_000)
+    return Limits(waits, launches=launches, temporary_bytes=TILE + 20_000_000)
 
 
 def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
@@ -161,7 +162,7 @@ def step_programs(kernels: str = "mosaic_gpu") -> list[Program]:
     drafts = f"{NUM_DRAFTS} drafts from the text"
     ending = Limits(2, known_loops=0, launches=100, temporary_bytes=500_000)
     return [
-        _decoding("plain step", "attention by XLA", _limits(by_xla, 200)),
+        _decoding("plain step", "attention by XLA", _limits(by_xla, 210)),
         _decoding("plain step", "attention by kernels", _limits(by_kernels, 200), implementation=kernels),
         _decoding("evicting step", "index, lru", _limits(by_xla + INDEX, 220), enable_prefix_caching=True),
         _decoding("speculative step", drafts, _limits(by_xla, 300), num_drafts=NUM_DRAFTS),

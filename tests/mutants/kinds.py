@@ -7,7 +7,7 @@ from tests.mutants.operations import TRUNCATE
 
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
 AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost"
-QUANTISED = "core/test_quantised.py"
+QUANTISED = "core/test_quantised_kind.py"
 DECODED = f"{QUANTISED}::test_attention_is_that_to_the_decoded_values[padded]"
 HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_at_most"
 NOT_FINITE = f"{QUANTISED}::test_what_is_not_finite_is_nan_in_its_row_and_head_alone"
