@@ -102,10 +102,27 @@ def _store(
         }
         axis = _axis_to_map(group, pool, head_axis)
         return over_heads(local, axis, (heads, new_heads, None, None), heads)(pool, new, slots, layer)
-    arrays = {}
-    for name, places in _places(group, pool, slots, layer).items():
-        arrays[name] = pool.arrays[name].at[places].set(new[name], mode="drop")
+    arrays, places = {}, _places(group, pool, slots, layer)
+    for name, array in group.arrays:
+        arrays[name] = _set_tokens(pool.arrays[name], array, places[name], new[name])
     return KVPool(arrays=arrays)
+
+
+def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], new: jax.Array) -> jax.Array:
+    """Sets what tokens store at their places; `new` is `[n, *token_shape]`."""
+    is_split = axis_of_types({"": values}, {"": 1}) is not None
+    if backends.target_device().platform != "tpu" or not _is_by_head(array) or is_split:
+        return values.at[places].set(new, mode="drop")
+    # A place per head: to write all heads of a token at once, XLA for TPUs would lay out the whole pool with
+    # tokens first, and back for whoever reads blocks.
+    block, _, offset = places
+    heads = jnp.arange(values.shape[1], dtype=jnp.int32)[None]
+    return values.at[block[:, None], heads, offset[:, None]].set(new, mode="drop")
+
+
+def _is_by_head(array: BlockArray) -> bool:
+    """Tells whether a head's part of a block is one run of numbers."""
+    return (array.head_axis, array.token_axis) == (0, 1)
 
 
 def _axis_to_map(group: LayerGroup, pool: KVPool, head_axis: str | None) -> str | None:
@@ -115,7 +132,7 @@ def _axis_to_map(group: LayerGroup, pool: KVPool, head_axis: str | None) -> str 
 
 def _places(
     group: LayerGroup, pool: KVPool, slots: jax.Array, layer: jax.Array
-) -> dict[str, tuple[jax.Array | slice, ...]]:
+) -> dict[str, tuple[Any, ...]]:
     """Finds the slots in the pool's arrays, past the end of the first axis for nowhere: an index by name."""
     block_ids, offset = quotient(slots, group.block_size), remainder(slots, group.block_size)
     block = block_rows(block_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
@@ -246,11 +263,13 @@ def load_blocks(
     Returns:
       By name `[heads, r, b * block_size, ...]`, 1 head for an array without an axis of heads.
     """
+    # On TPUs a reshape of the pool would copy it, tiled as it is there.
+    takes_runs = backends.target_device().platform != "tpu"
     fence = lax.optimization_barrier if is_fenced else lambda tile: tile
 
     def load(values: jax.Array, array: BlockArray) -> jax.Array:
         rest = array.shape[2:]
-        if (array.head_axis, array.token_axis) == (0, 1):
+        if _is_by_head(array) and takes_runs:
             # A head's part of a block is one run of values, read head by head: none is moved on its own.
             runs = values.reshape(-1, values.shape[1], group.block_size * math.prod(rest))
             tile = jax.vmap(get_at, (1, 0))(runs, for_each_head(rows, values))

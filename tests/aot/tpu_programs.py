@@ -52,9 +52,10 @@ class TpuCost(NamedTuple):
     pool_copies: int = 0
 
 
-OPERATION = TpuCost(6 * 2**20, 8_000_000)
+OPERATION = TpuCost(8 * 2**20, 8_000_000)
 ATTENTION = TpuCost(6 * 2**20, 100_000_000)
 STEP = TpuCost(16 * 2**20, 100_000_000)
+ENGINE = TpuCost(26 * 2**20, 100_000_000)
 """Arrays of a few columns take a tile of 128 lanes, so that temporaries are larger than on a GPU."""
 
 
@@ -65,7 +66,8 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
         if program.detail == MOVES_VALUES.get(program.subject, "2 groups, index, lru"):
             chosen.append((program, ATTENTION if program.subject in ATTENDING else OPERATION))
     for program in step_programs("mosaic_tpu"):
-        chosen.append((program, OPERATION if program.subject == "rows end" else STEP))
+        limits = {"rows end": OPERATION, "engine step": ENGINE}.get(program.subject, STEP)
+        chosen.append((program, limits))
     return chosen
 
 

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 
 import kvcache_jax as kv
-from tests.support.helpers import append, poison
+from kvcache_jax import testing
+from kvcache_jax.core import backends
+from tests.support.helpers import append, assert_same, leaf_bytes, poison
 
 HEADS, DIM = 2, 5
 
@@ -44,3 +46,30 @@ def test_a_traced_layer_that_does_not_exist_holds_nothing():
     cache, _ = kv.append(cache, ones, ones, [3])
     gather = jax.jit(lambda layer: kv.gather(cache, 0, layer))
     assert [int(gather(layer)[2]) for layer in (0, 1, 2, -1, 2**31 - 1)] == [3, 3, 0, 0, 0]
+
+
+def test_programs_for_tpus_store_and_read_the_same(monkeypatch):
+    """They write head by head and read whole blocks, for the sake of TPUs' layouts."""
+    config = kv.CacheConfig(
+        [kv.FullAttention(3, 4)] * 2, num_blocks=9, block_size=4, max_seqs=3, max_seq_len=12
+    )
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 2, 3, 5, 3, 4)).astype(np.float32)
+    q = rng.standard_normal((3, 5, 6, 4)).astype(np.float32)
+
+    def run(cache, k, v, q):
+        cache, step = kv.append(cache, k, v, [5, 0, 3])
+        cache, out = kv.attend(cache, 1, q, step)
+        return cache, out, kv.gather(cache, 2, 0)
+
+    def compiled():
+        cache, _ = kv.allocate(kv.init(config), [2, 0], [3, 5])
+        jax.clear_caches()
+        return jax.jit(run)(testing.poison(cache), k, v, q)
+
+    want = compiled()
+    monkeypatch.setattr(backends, "target_device", lambda: backends.TargetDevice("tpu", "TPU v6e"))
+    got = compiled()
+    assert_same(leaf_bytes(got[0]), leaf_bytes(want[0]))
+    for x, y in zip(jax.tree.leaves(got[1:]), jax.tree.leaves(want[1:]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
