@@ -163,10 +163,11 @@ def _filled_cache(model: DecoderConfig, sizes: StepSizes, implementation: str) -
     k_key, v_key = jax.random.split(jax.random.key(0))
     shape, dtype, scale = pool.k.shape, pool.k.dtype, math.sqrt(sizes.context)
     del pool
-    pool = dataclasses.replace(
-        cache.pools[0],
-        k=random_pool(k_key, shape).astype(dtype),
-        v=random_pool(v_key, shape, scale).astype(dtype),
+    pool = kv.state.KVPool(
+        arrays={
+            "k": random_pool(k_key, shape).astype(dtype),
+            "v": random_pool(v_key, shape, scale).astype(dtype),
+        }
     )
     config = dataclasses.replace(cache.config, implementation=implementation)
     return dataclasses.replace(cache, pools=(pool,), config=config)

@@ -10,7 +10,7 @@ from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.empty_state import empty_index, in_place_of
+from kvcache_jax.core.empty_state import empty_index
 from kvcache_jax.core.state import Cache, Control
 
 
@@ -53,6 +53,7 @@ def _reset_index(control: Control, config: CacheConfig) -> tuple[Control, jax.Ar
     return dataclasses.replace(
         control,
         num_published=jnp.zeros_like(control.num_published),
-        prefix_index=in_place_of(index, empty),
+        # What is unspecified in an index without entries stays as it is.
+        prefix_index=jax.tree.map(lambda x, new: jnp.where(num_dropped > 0, new, x), index, empty),
         block_pools=tuple(pools),
     ), num_dropped

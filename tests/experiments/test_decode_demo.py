@@ -221,7 +221,7 @@ def test_a_draft_model_gives_the_same_tokens_through_a_window(capsys, folder):
     assert f"  | {prompt}\n\n{view.visible(sample['text'])}\n[length after 30 tokens]\n" in output
     figures = result["figures"]
     assert 0 <= figures["num_accepted"] <= figures["num_drafted"] and figures["num_drafted"] > 0
-    assert re.search(r"SlidingWindow\(20\) x 1 layer: \d+ blocks of 4 tokens", output)
+    assert re.search(r"SlidingWindow\(20, rollback 3\) x 1 layer: \d+ blocks of 4 tokens", output)
 
 
 def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):

@@ -416,7 +416,8 @@ def test_every_entry_has_a_name_before_anything_is_made():
 
 def test_the_code_that_is_timed_is_told_apart(tmp_path, monkeypatch):
     """By what is in the files, committed or not; results are no code."""
-    monkeypatch.setattr(kernel_speed_jobs, "__file__", str(tmp_path / "experiments" / "kernel_speed_jobs.py"))
+    here = tmp_path / "experiments" / "kernel_speed" / "jobs.py"
+    monkeypatch.setattr(kernel_speed_jobs, "__file__", str(here))
     kernel = tmp_path / "pallas_kernels" / "mosaic_gpu" / "decode.py"
     digests = []
     for path in (kernel, tmp_path / "experiments" / "results" / "gpu.json", kernel):

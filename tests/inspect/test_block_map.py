@@ -130,7 +130,7 @@ def test_random_scripts_over_several_groups():
         "#3",
         r"\[.*\(\d gone\).* \]",
         r"\[ \]",
-        r"Window\(5\) x 1 layer,",
+        r"Window\(5(, \w+ \d)*\) x 1 layer,",
     ):
         assert re.search(mark, seen), f"the script never showed {mark!r}"
 
