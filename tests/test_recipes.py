@@ -1,11 +1,29 @@
-"""docs/recipes.md runs as it stands, in order, in one namespace."""
+"""docs/recipes.md runs as it stands, in order, in one namespace: a test per block."""
 
-from test_readme import README, python_blocks, run_blocks
+import pytest
+from test_readme import README, python_blocks
 
 RECIPES = README.parent / "docs" / "recipes.md"
+BLOCKS = python_blocks(RECIPES.read_text())
 
 
-def test_recipes_run():
-    text = RECIPES.read_text()
-    assert len(python_blocks(text)) == 9
-    run_blocks(text, str(RECIPES))
+@pytest.fixture(scope="module")
+def namespace():
+    return {"__name__": "recipes"}
+
+
+@pytest.fixture(scope="module")
+def done():
+    return []
+
+
+def test_the_recipes_are_found():
+    assert len(BLOCKS) == 9
+
+
+@pytest.mark.parametrize("nth", range(len(BLOCKS)))
+def test_a_recipe_runs(namespace, done, nth):
+    """After those before it; a traceback names the file's own line."""
+    for first_line, source in BLOCKS[len(done) : nth + 1]:
+        exec(compile("\n" * (first_line - 1) + source, str(RECIPES), "exec"), namespace)
+        done.append(first_line)
