@@ -11,7 +11,7 @@ from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control, KVPool
 
 

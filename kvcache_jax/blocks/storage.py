@@ -17,8 +17,10 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
-from kvcache_jax.core.config import BlockArray, CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import KeysValues
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import BlockCopies, Cache, KVPool
 
 _COPIES_PER_TRIP = 16

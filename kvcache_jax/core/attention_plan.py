@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.masked_updates import get_at, quotient
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.core.backends import choose
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 

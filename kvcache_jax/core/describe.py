@@ -7,8 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup, format_bytes, memory_bytes, require_config
+from kvcache_jax.core.config import CacheConfig, format_bytes, memory_bytes, require_config
 from kvcache_jax.core.empty_state import empty_control
+from kvcache_jax.core.layer_group import LayerGroup
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,15 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
     CachedBlocks,
     Control,
-    Counter,
     GroupLinks,
     KVPool,
     PrefixIndex,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.attention_plan import plan_rows
 from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
 
 _PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}

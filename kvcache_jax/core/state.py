@@ -1,46 +1,15 @@
 """The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
 
 import dataclasses
-import enum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
-
-
-class Counter(enum.IntEnum):
-    """Index into `Control.counters`."""
-
-    ALLOCATIONS = 0
-    """Rows started by `allocate`."""
-    FORKS = 1
-    """Rows started by `fork`."""
-    FREES = 2
-    """Rows ended by `free`."""
-    COPIES = 3
-    """Blocks copied because a row wrote into a block that others hold too, or that is published."""
-    EVICTIONS = 4
-    """Cached blocks whose contents were given up; not those of other layer groups that go with them."""
-    ADOPTIONS = 5
-    """Blocks given back by `commit` because their contents were already published."""
-    REQUEST_QUERIES = 6
-    """Rows for which `allocate` looked for a cached prefix."""
-    REQUEST_HITS = 7
-    """Those that found one."""
-    BLOCK_QUERIES = 8
-    """Full blocks of their prompts."""
-    BLOCK_HITS = 9
-    """Those that were reused."""
-    TOKEN_QUERIES = 10
-    """Tokens of their prompts."""
-    TOKEN_HITS = 11
-    """Those in reused blocks."""
 
 
 @pytree_dataclass()
@@ -374,14 +343,6 @@ class BlockCopies(NamedTuple):
     src: jax.Array
     dst: jax.Array
     num_copies: jax.Array
-
-
-def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
-    """Adds each count of `events` to `control.counters`."""
-    counters, order = control.counters, np.arange(len(Counter))
-    for counter, num_events in events.items():
-        counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)
-    return counters
 
 
 def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control:

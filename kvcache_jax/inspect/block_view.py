@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache_jax.core.arguments import group_ids
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache
 
 # One glyph per row; the last one is that of all further rows.

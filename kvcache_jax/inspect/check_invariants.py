@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import (
     ROW_FIELDS,
     BlockHistory,

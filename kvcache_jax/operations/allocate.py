@@ -22,7 +22,8 @@ from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Counter, count_events, mark_used
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, on_rows
 from kvcache_jax.prefix import eviction, group_links, prefix_index

@@ -11,7 +11,8 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Cache, Control, Counter, count_events
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, inherit, on_rows, token_blocks
 

@@ -10,7 +10,8 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import ROW_FIELDS, Cache, Control, Counter, count_events
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import ROW_FIELDS, Cache, Control
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import active_rows, on_rows
 

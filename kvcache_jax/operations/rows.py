@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 

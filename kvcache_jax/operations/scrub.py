@@ -14,7 +14,9 @@ from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import BlockArray, CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.prefix import eviction

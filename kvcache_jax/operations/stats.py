@@ -14,8 +14,9 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import LayerGroup
-from kvcache_jax.core.state import BlockPool, Cache, Counter
+from kvcache_jax.core.counter import Counter
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import BlockPool, Cache
 
 
 @pytree_dataclass()

@@ -17,9 +17,10 @@ import numpy as np
 
 from kvcache_jax.attention.write import write
 from kvcache_jax.core.cache_checks import require_values, takes_one
+from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.layer_kinds.base import LayerKind
 from kvcache_jax.core.mosaic import interpreted
-from kvcache_jax.core.state import Cache, Counter, Step
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.testing.check_forward import check_forward
 from kvcache_jax.testing.oracle import Oracle, OracleRow
 from kvcache_jax.testing.poison import poison
