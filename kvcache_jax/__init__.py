@@ -72,6 +72,7 @@ from kvcache_jax.operations.preempt import (
 )
 from kvcache_jax.operations.reorder import reorder
 from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache
+from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.scrub import scrub
 from kvcache_jax.operations.set_priority import set_priority
 from kvcache_jax.operations.stats import (
@@ -177,6 +178,7 @@ __all__ = [
     "request_policy",
     "reset",
     "reset_prefix_cache",
+    "rewrite",
     "row_policy",
     "score",
     "scrub",

@@ -12,14 +12,18 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 
-def plan_attention(cache: Cache, step: Step) -> Step:
-    """Adds the plans of all layer groups to a step that `extend` reserved in `cache`."""
-    num_queries = 1 if step.cu_query_lens is not None else step.positions.shape[1]
+def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> Step:
+    """Adds the plans of all layer groups to a step whose slots were reserved in `cache`.
+
+    Where a row's tokens do not follow one another (`is_contiguous=False`), each is planned as a row.
+    """
+    is_by_row = is_contiguous and step.cu_query_lens is None
+    num_queries = step.positions.shape[1] if is_by_row else 1
     plans = []
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
         block_pool = cache.control.block_pools[group_id]
         is_query = step.slots[group_id] < block_pool.num_blocks * group.block_size
-        table_row, first_position, num_queries_of_row = _rows_of(step, is_query)
+        table_row, first_position, num_queries_of_row = _rows_of(step, is_query, is_by_row)
         num_keys = None
         if not group.kind.is_causal:
             num_keys = get_at(group.kind.length(cache.control), table_row, 0)
@@ -63,10 +67,13 @@ def plan_rows(
     )
 
 
-def _rows_of(step: Step, is_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists the step's rows, or the tokens of a packed one: row of the table, first position, token count."""
-    if step.cu_query_lens is None:
+def _rows_of(step: Step, is_query: jax.Array, is_by_row: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists the step's rows, or its tokens: row of the table, first position, token count."""
+    if is_by_row:
         return step.seq_ids, step.positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
+    if step.cu_query_lens is None:
+        table_row = jnp.repeat(step.seq_ids, step.positions.shape[1])
+        return table_row, step.positions.reshape(-1), is_query.reshape(-1).astype(jnp.int32)
     order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
     # Compared with all at once: a search would be a loop.
     row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right", method="compare_all")

@@ -296,7 +296,7 @@ class AttentionPlan:
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Step:
-    """The slots that one `extend` reserved: where the new tokens go and what they attend to.
+    """The slots that `extend` or `rewrite` reserved: where tokens are written and what they attend to.
 
     For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
     the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.

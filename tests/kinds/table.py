@@ -26,6 +26,7 @@ PROPERTIES = (
     "fork",
     "copy-on-write",
     "truncate",
+    "rewrite",
     "window",
     "commit",
     "hit",

@@ -42,6 +42,7 @@ STATUSES = {
     "reorder": ("OK", "SEQ_NOT_ACTIVE"),
     "truncate": ("OK", "TOO_LONG", "BAD_LENGTH", "SEQ_NOT_ACTIVE"),
     "free": ("OK", "SEQ_NOT_ACTIVE"),
+    "rewrite": ("OK", "BAD_LENGTH", "SEQ_NOT_ACTIVE"),
 }
 ON_IDS = ("SKIPPED", "BAD_SEQ_ID", "DUPLICATE_SEQ_ID")
 
@@ -92,6 +93,7 @@ operations = st.one_of(
     pairs(rows, ENTRIES).map(lambda args: ("reorder", *args)),
     pairs(lengths, ENTRIES).map(lambda args: ("truncate", *args)),
     st.lists(rows, min_size=2, max_size=2).map(lambda ids: ("free", ids)),
+    pairs(st.lists(st.integers(-1, 12), max_size=WIDTH), ENTRIES).map(lambda args: ("rewrite", *args)),
 )
 
 
