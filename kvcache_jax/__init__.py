@@ -32,6 +32,7 @@ from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.layer_kinds.full_attention import FullAttention
 from kvcache_jax.core.layer_kinds.latent_attention import LatentAttention
 from kvcache_jax.core.layer_kinds.quantised import Quantised
+from kvcache_jax.core.layer_kinds.shared_with import SharedWith
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import (
@@ -130,6 +131,7 @@ __all__ = [
     "RequestMetadata",
     "RowMetadata",
     "ScoreResult",
+    "SharedWith",
     "SlidingWindow",
     "Snapshot",
     "Span",

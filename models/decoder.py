@@ -139,7 +139,8 @@ def _compute(
 ) -> tuple[jax.Array, kv.Cache]:
     """Puts `x` through the layers of a run, a period at a time; `turns` are those of a period.
 
-    On CPUs XLA copies a matrix out of its stack before it multiplies; on other platforms it need not.
+    XLA copies a matrix out of its stack before it multiplies. On GPUs cuBLAS reads it where it is: with
+    `XLA_FLAGS="--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"`.
     """
     places = [cache.config.locate(layer_id) for layer_id in run.layer_ids]  # (group, index in it)
     group_ids = [group_id for group_id, _ in places[: run.period]]

@@ -30,7 +30,8 @@ def append(
 
     Args:
       cache: Not changed, unless donated.
-      k: `[num_layers, n, T, num_kv_heads, head_dim]`; or a sequence, one array per layer.
+      k: `[num_layers, n, T, num_kv_heads, head_dim]`; or a sequence, one array per layer. Of the layers that
+        store keys and values, `cache.config.own_layers`.
       v: Likewise; None if no layer takes values.
       num_new: i32[n], new tokens per row, at most T.
       seq_ids: i32[n]. Default: all rows.
@@ -42,7 +43,7 @@ def append(
     Raises:
       ValueError, TypeError: no `tokens` with prefix caching, or the layers, shapes or dtypes do not fit.
     """
-    num_layers = cache.config.num_layers
+    num_layers = len(cache.config.own_layers)
     arguments.check_layers("k", k, num_layers)
     if v is not None:
         arguments.check_layers("v", v, num_layers)
@@ -53,6 +54,6 @@ def append(
 
 @functools.partial(jax.jit, inline=True)
 def _write_all(cache: Cache, k: Any, v: Any, step: Step) -> Cache:
-    for layer in range(cache.config.num_layers):
-        cache = write(cache, layer, k[layer], None if v is None else v[layer], step)
+    for i, layer in enumerate(cache.config.own_layers):
+        cache = write(cache, layer, k[i], None if v is None else v[i], step)
     return cache

@@ -124,7 +124,7 @@ def attention(
       >>> out.shape, out[:, 0, 0, 0].tolist()
       ((2, 3, 4, 8), [1.0, 0.0])
     """
-    place = arguments.located(cache, layer, step)
+    place = arguments.located_to_store(cache, layer, step)
     cache = store(cache, place, k, v, step)
     place = place._replace(pool=cache.pools[place.group_id])
     return _attend(cache, place, q, step, scale, soft_cap, sink_logits, return_lse, weights, implementation)

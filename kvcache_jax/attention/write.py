@@ -27,7 +27,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array | None, step: S
     Raises:
       ValueError, TypeError: the layer, shapes or dtypes do not fit.
     """
-    return store(cache, arguments.located(cache, layer, step), k, v, step)
+    return store(cache, arguments.located_to_store(cache, layer, step), k, v, step)
 
 
 @jax.named_scope("kvcache.write")

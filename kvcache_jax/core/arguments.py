@@ -187,9 +187,11 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.i
     else:
         group_id, index = 0, layer
         _require_index(layer, index)
-        if len(config.groups) > 1:
+        num_shared = config.num_layers - len(config.own_layers)
+        if len(config.groups) > 1 or num_shared:
+            has = f"{len(config.groups)} layer groups" if not num_shared else f"{num_shared} shared layers"
             raise ValueError(
-                f"layer is an array and the config has {len(config.groups)} layer groups, "
+                f"layer is an array and the config has {has}, "
                 "expected a Python int or (group, index in the group)"
             )
     num_layers = config.groups[group_id].num_layers
@@ -229,6 +231,24 @@ def located(cache: Cache, layer: Any, step: Any) -> Place:
     pool = pool_of(cache, group_id)
     require_step(step, cache)
     return Place(group_id, index, pool)
+
+
+def located_to_store(cache: Cache, layer: Any, step: Any) -> Place:
+    """Finds a layer as `located`, for new keys and values; refuses one that stores none."""
+    place = located(cache, layer, step)
+    require_own(cache.config, layer)
+    return place
+
+
+def require_own(config: CacheConfig, layer: Any) -> None:
+    """Refuses new keys and values of a layer that reads those of another."""
+    is_named = isinstance(layer, int | np.integer)
+    shared_layer = config.layers[int(layer)].shared_layer if is_named else None
+    if shared_layer is not None:
+        raise ValueError(
+            f"got k and v for layer {layer}, which reads those of layer {shared_layer} and stores none, "
+            f"expected none: call attend(cache, {layer}, q, step)"
+        )
 
 
 def group_ids(config: CacheConfig, group: int | None) -> list[int]:
@@ -347,4 +367,6 @@ def check_layers(name: str, values: Any, num_layers: int) -> None:
                 "without the first axis"
             )
     if len(values) != num_layers:
-        raise ValueError(f"{name} has {len(values)} layers, expected num_layers = {num_layers}")
+        raise ValueError(
+            f"{name} has {len(values)} layers, expected {num_layers}, those that store keys and values"
+        )

@@ -223,7 +223,8 @@ class CacheConfig:
                 f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "
                 "expected enable_prefix_caching=True with it"
             )
-        if self.enable_prefix_caching and not any(kind.span.keeps_all for kind in self.layers):
+        _check_shared(self.layers)
+        if self.enable_prefix_caching and not any(group.span.keeps_all for group in self.groups):
             raise ValueError(
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
                 "its blocks are the ones that prefixes are found by"
@@ -236,6 +237,11 @@ class CacheConfig:
         """Model layers."""
         return len(self.layers)
 
+    @functools.cached_property
+    def own_layers(self) -> tuple[int, ...]:
+        """The model layers that store keys and values of new tokens."""
+        return tuple(i for i, kind in enumerate(self.layers) if kind.shared_layer is None)
+
     @property
     def query_len_limit(self) -> int:
         """Most new tokens of one row in one `extend`."""
@@ -245,7 +251,8 @@ class CacheConfig:
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layer groups, in the order of their first layers."""
         layer_ids: dict[LayerKind, list[int]] = {}
-        for i, kind in enumerate(self.layers):
+        for i in self.own_layers:
+            kind = self.layers[i]
             kind = kind if kind.dtype is not None else dataclasses.replace(kind, dtype=self.dtype)
             layer_ids.setdefault(kind, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
@@ -260,11 +267,13 @@ class CacheConfig:
         return keeps_all.index(True) if True in keeps_all else 0
 
     def locate(self, layer: int) -> tuple[int, int]:
-        """Returns a model layer's group and its index in that group."""
-        for g, group in enumerate(self.groups):
-            if layer in group.layer_ids:
-                return g, group.layer_ids.index(layer)
-        raise ValueError(f"layer is {layer}, expected 0 <= layer < {self.num_layers}")
+        """Returns a layer's group and its index in that group; of a shared layer, those of the other."""
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer is {layer}, expected 0 <= layer < {self.num_layers}")
+        shared_layer = self.layers[layer].shared_layer
+        owner = layer if shared_layer is None else shared_layer
+        [place] = [(g, group) for g, group in enumerate(self.groups) if owner in group.layer_ids]
+        return place[0], place[1].layer_ids.index(owner)
 
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size
@@ -347,6 +356,17 @@ def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
             )
         planned[group.kind] = dataclasses.replace(group, num_blocks=num_blocks)
     return [planned.get(group.kind, group) for group in groups]
+
+
+def _check_shared(layers: Sequence[LayerKind]) -> None:
+    for i, kind in enumerate(layers):
+        owner = kind.shared_layer
+        if owner is not None and not (owner < i and layers[owner].shared_layer is None):
+            own = [j for j, other in enumerate(layers[:i]) if other.shared_layer is None]
+            raise ValueError(
+                f"layers[{i}] is {kind.label}, expected one of the layers before it that store keys and "
+                f"values, {own or 'of which there are none'}: name the layer whose keys and values it reads"
+            )
 
 
 def _check_indices(group: LayerGroup) -> None:

@@ -1,5 +1,6 @@
 """The memory plan of a config, which can be read before anything is made."""
 
+import collections
 import functools
 import math
 
@@ -35,12 +36,19 @@ def describe(config: CacheConfig) -> str:
             f"{group.num_blocks} blocks of {group.block_size} tokens, {_arrays(group)}, "
             f"{format_bytes(group.block_bytes)} a block, {format_bytes(group.pool_bytes)}"
         )
+    for layer, num_layers in collections.Counter(_shared_layers(config)).items():
+        lines.append(f"{num_layers} layers that read what layer {layer} stores")
     lines.append(
         f"{config.max_seqs} rows of at most {config.max_seq_len} tokens; "
         f"keys and values {format_bytes(memory_bytes(config))}, "
         f"control state {format_bytes(control_bytes(config))}"
     )
     return "\n".join(lines)
+
+
+def _shared_layers(config: CacheConfig) -> list[int]:
+    """Lists the layers that others read, each as often as one does."""
+    return [kind.shared_layer for kind in config.layers if kind.shared_layer is not None]
 
 
 def _arrays(group: LayerGroup) -> str:

@@ -68,8 +68,8 @@ def write_tokens(cache: Cache, tokens: jax.Array, step: Step) -> Cache:
       tokens: int, shaped like `step.positions`.
       step: From `extend`.
     """
-    for layer, kind in enumerate(cache.config.layers):
-        codes = _layer_codes(kind, tokens, layer)
+    for layer in cache.config.own_layers:
+        codes = _layer_codes(cache.config.layers[layer], tokens, layer)
         cache = write(cache, layer, codes["k"], codes.get("v"), step)
     return cache
 
@@ -98,7 +98,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[st
     tokens = np.concatenate([np.arange(0), *map(np.asarray, expected.values())]).astype(int)
     table = [np.asarray(pool.block_table) for pool in cache.control.block_pools]
     pools = jax.tree.map(np.asarray, cache.pools)
-    for layer in range(cache.config.num_layers):
+    for layer in cache.config.own_layers:
         group_id, index = cache.config.locate(layer)
         group, num_blocks = cache.config.groups[group_id], cache.control.block_pools[group_id].num_blocks
         blocks = table[group_id][rows, positions // group.block_size]

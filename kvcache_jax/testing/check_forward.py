@@ -229,7 +229,9 @@ class _Runner:
             if is_large:
                 num_blocks = max(8 * num_blocks, 2**19 // group.block_size)
             kinds.append(dataclasses.replace(group.kind, num_blocks=num_blocks))
-        layers = [kinds[self.config.locate(layer)[0]] for layer in range(self.config.num_layers)]
+        layers = list(self.config.layers)
+        for layer in self.config.own_layers:
+            layers[layer] = kinds[self.config.locate(layer)[0]]
         return dataclasses.replace(self.config, layers=layers, num_blocks=None, memory_budget=None)
 
     def _bytes_used(self, config: CacheConfig, width: int) -> int:

@@ -46,6 +46,7 @@ class CompileCase:
       in_place: Those of `pools` that are donated, and must be updated where they are.
       num_devices: H200s, on the mesh axis `h200.HEADS`.
       split: Arrays that are split over the devices: from the position of the argument to the axis.
+      compiler_options: For XLA, beyond its defaults.
     """
 
     name: str
@@ -57,6 +58,7 @@ class CompileCase:
     in_place: tuple[int, ...] = ()
     num_devices: int = 1
     split: Mapping[int, int] = MappingProxyType({})
+    compiler_options: Mapping[str, Any] = MappingProxyType({})
 
 
 def pool(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: str = "bfloat16"):

@@ -50,7 +50,8 @@ def compile_case(name: str, folder: pathlib.Path) -> ProgramCost:
     case = next(case for case in CASES if case.name == name)
     arguments = h200.place(case.arguments(), case.num_devices, case.split)
     with h200.lowering(case.num_devices):
-        compiled = jax.jit(case.function, donate_argnums=case.in_place).lower(*arguments).compile()
+        lowered = jax.jit(case.function, donate_argnums=case.in_place).lower(*arguments)
+        compiled = lowered.compile(compiler_options=dict(case.compiler_options))
     hlo = compiled.as_text()
     (folder / "program.hlo").write_text(hlo)
     memory = compiled.memory_analysis()

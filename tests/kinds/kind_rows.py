@@ -57,6 +57,10 @@ def forward(params, tokens, cache, step):
     logits = 0
     for layer in range(cache.config.num_layers):
         q, k, v = jnp.split(vectors[..., layer, :, :], SPLITS, axis=-2)
+        if layer not in cache.config.own_layers:
+            cache, out = kv.attend(cache, layer, q, step)
+            logits += out.reshape(*tokens.shape, VOCAB)
+            continue
         if "v" not in cache.config.layers[layer].inputs:  # a latent is keys and values of all heads
             k, v = k[..., :1, :], None
         cache, out = kv.attention(cache, layer, q, k, v, step)
@@ -80,11 +84,20 @@ def expected_logits(params, text, oracles):
     """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything."""
     params = jax.tree.map(jnp.asarray, params)
     vectors = params["tokens"][text] + params["positions"]
-    layers = (
-        oracle(*jnp.split(vectors[:, layer], SPLITS, axis=-2)).reshape(MAX_LEN, VOCAB)
-        for layer, oracle in enumerate(oracles)
+    logits = 0
+    for layer, (shared_layer, oracle) in enumerate(oracles):
+        q, *own = jnp.split(vectors[:, layer], SPLITS, axis=-2)
+        if shared_layer is not None:
+            _, *own = jnp.split(vectors[:, shared_layer], SPLITS, axis=-2)
+        logits += oracle(q, *own).reshape(MAX_LEN, VOCAB)
+    return logits
+
+
+def oracles_of(kind):
+    """Of each layer: the layer whose keys and values it reads if they are not its own, and its oracle."""
+    return tuple(
+        (layer.shared_layer, oracle) for layer, oracle in zip(kind.layers, kind.oracles, strict=True)
     )
-    return sum(layers)
 
 
 def padded(text, length=MAX_LEN):
@@ -189,7 +202,7 @@ class Rows:
         assert {row: lengths[row] for row in self.texts} == {r: len(text) for r, text in self.texts.items()}
 
     def expected(self, text):
-        return np.asarray(expected_logits(self.params, padded(text), self.kind.oracles))[: len(text)]
+        return np.asarray(expected_logits(self.params, padded(text), oracles_of(self.kind)))[: len(text)]
 
     def fork(self, source, *targets):
         self.cache, status = kv.fork(self.cache, *entries([source] * len(targets), targets))

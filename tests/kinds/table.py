@@ -133,6 +133,12 @@ KINDS = (
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),
     Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS),
     Kind(
+        "shared",
+        (FULL, window(window=6, max_rollback=5), kv.SharedWith(0), kv.SharedWith(1)),
+        (dense, near(6), dense, near(6)),
+        5,
+    ),
+    Kind(
         "int8-window",
         (kv.Quantised(window(window=6, max_rollback=5), "int8"), FULL),
         (rounding.attending(near(6), rounding.int8), dense),

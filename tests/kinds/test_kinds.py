@@ -28,6 +28,7 @@ from tests.kinds.kind_rows import (
     extend_and_attend,
     forward,
     indexed_config,
+    oracles_of,
     padded,
     permuted,
     random_text,
@@ -224,7 +225,7 @@ def gradient(kind):
     of_text = {r: np.concatenate(weights[:, r])[: len(text)] for r, text in texts.items()}
     padded_weights = {r: np.pad(w, [(0, MAX_LEN - len(w)), (0, 0)]) for r, w in of_text.items()}
     expected = [
-        oracle_gradient(rows.params, padded(texts[r]), padded_weights[r], kind.oracles) for r in texts
+        oracle_gradient(rows.params, padded(texts[r]), padded_weights[r], oracles_of(kind)) for r in texts
     ]
     for name, array in found.items():
         np.testing.assert_allclose(array, sum(tree[name] for tree in expected), rtol=2e-4, atol=2e-5)

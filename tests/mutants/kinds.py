@@ -10,6 +10,7 @@ AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_giv
 QUANTISED = "core/test_quantised_kind.py"
 DECODED = f"{QUANTISED}::test_attention_is_that_to_the_decoded_values[padded]"
 HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_at_most"
+SHARED = "core/test_shared_layers.py"
 NOT_FINITE = f"{QUANTISED}::test_what_is_not_finite_is_nan_in_its_row_and_head_alone"
 
 MUTATIONS = [
@@ -85,6 +86,36 @@ MUTATIONS = [
             "Span(self.window, self.num_sink_tokens, self.max_rollback)",
             "Span(self.window, self.num_sink_tokens, 0)",
             ROLLBACK,
+        ),
+    ),
+    *in_module(
+        "core/config",
+        (
+            "shared layers read the first layer",
+            "layer if shared_layer is None else shared_layer",
+            "layer if shared_layer is None else 0",
+            f"{SHARED}::test_they_take_no_memory_and_are_found_where_the_other_layer_is",
+        ),
+        (
+            "a shared layer may read a shared one",
+            "owner < i and layers[owner].shared_layer is None",
+            "owner < i",
+            f"{SHARED}::test_another_layer_than_an_own_one_before_it_is_refused",
+        ),
+        (
+            "a later layer may be read",
+            "owner < i and layers[owner].shared_layer is None",
+            "owner < len(layers) and layers[owner].shared_layer is None",
+            f"{SHARED}::test_another_layer_than_an_own_one_before_it_is_refused",
+        ),
+    ),
+    *in_module(
+        "core/arguments",
+        (
+            "shared layers are overwritten",
+            "if shared_layer is not None:",
+            "if False:",
+            f"{SHARED}::test_new_keys_and_values_are_refused_and_those_of_own_layers_are_read",
         ),
     ),
     *in_module(

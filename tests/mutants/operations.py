@@ -392,7 +392,7 @@ OTHERS = [
         "attention/append",
         (
             "append writes the first layer's keys",
-            "write(cache, layer, k[layer],",
+            "write(cache, layer, k[i],",
             "write(cache, layer, k[0],",
             BRANCHES,
         ),

@@ -87,6 +87,11 @@ class LayerKind:
         return Span()
 
     @property
+    def shared_layer(self) -> int | None:
+        """The layer whose keys and values are read by one that stores none; None for a layer with its own."""
+        return None
+
+    @property
     def label(self) -> str:
         """Name and options as plans and pictures show them."""
         return type(self).__name__
@@ -149,7 +154,7 @@ class LayerKind:
     @property
     def is_plain(self) -> bool:
         """Whether blocks hold keys and values as they are multiplied: all that the library's kernels read."""
-        parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal"
+        parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal", "shared_layer"
         return all(getattr(type(self), part) is getattr(LayerKind, part) for part in parts)
 
     def refuse_weights(self, weights: Any) -> None:
