@@ -1,5 +1,8 @@
 """Gemma and DeepSeek: prompts of 1 to 300 tokens, windows shorter than they, and what else is theirs."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,6 +42,29 @@ def test_a_long_prompt_in_chunks(family):
     for start in range(0, len(tokens), 121):
         piece = tokens[start : start + 121]
         assert_close(driver.feed({ROW: piece}, 128)[ROW], want[start : start + len(piece)])
+
+
+def test_latents_are_expanded_where_a_row_has_room_for_more_than_128_tokens(monkeypatch):
+    """And read as they are elsewhere, also in packed steps of more tokens: each of them is a row there."""
+    decoder, expanded, attention = load("deepseek_v3"), {}, kv.attention
+
+    def spy(*args, weights, **options):
+        expanded[args[-1].positions.shape].add(weights is not None)
+        return attention(*args, weights=weights, **options)
+
+    monkeypatch.setattr(kv, "attention", spy)
+    config = cache_config(decoder.config, max_seqs=1, max_seq_len=160)
+
+    def logits(tokens, **room):
+        cache, _ = kv.allocate(kv.init(config), [0], [1])
+        cache, step = kv.extend(cache, [1], **room)
+        return forward(decoder, tokens, cache, step)
+
+    for shape in ((1, 1), (1, 128), (1, 129), (130,)):
+        room = {"num_tokens": 130} if shape == (130,) else {"max_new": shape[1]}
+        expanded[shape] = set()
+        jax.eval_shape(functools.partial(logits, **room), jax.ShapeDtypeStruct(shape, jnp.int32))
+    assert expanded == {(1, 1): {False}, (1, 128): {False}, (1, 129): {True}, (130,): {False}}
 
 
 @pytest.mark.parametrize("part", ["decode", "prefill"])
