@@ -55,6 +55,7 @@ from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.donate import donate
+from kvcache_jax.operations.drop import drop
 from kvcache_jax.operations.evict import evict
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
@@ -149,6 +150,7 @@ __all__ = [
     "describe",
     "donate",
     "draw_block_map",
+    "drop",
     "evict",
     "eviction_candidates",
     "eviction_policies",

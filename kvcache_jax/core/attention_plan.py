@@ -28,6 +28,8 @@ def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> S
         if not group.kind.is_causal:
             num_keys = get_at(group.kind.length(cache.control), table_row, 0)
         plan = plan_rows(group, table_row, first_position, num_queries_of_row, num_keys)
+        if cache.control.holes is not None:
+            plan = dataclasses.replace(plan, holes=cache.control.holes.of_rows(table_row))
         backend = choose(cache.config, None, pool, group)
         if backend.plan and backend.attend(num_queries):
             work = backend.plan(
@@ -70,14 +72,14 @@ def plan_rows(
 def _rows_of(step: Step, is_query: jax.Array, is_by_row: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists the step's rows, or its tokens: row of the table, first position, token count."""
     if is_by_row:
-        return step.seq_ids, step.positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
+        return step.seq_ids, step.cache_positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
     if step.cu_query_lens is None:
         table_row = jnp.repeat(step.seq_ids, step.positions.shape[1])
-        return table_row, step.positions.reshape(-1), is_query.reshape(-1).astype(jnp.int32)
+        return table_row, step.cache_positions.reshape(-1), is_query.reshape(-1).astype(jnp.int32)
     order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
     # Compared with all at once: a search would be a loop.
     row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right", method="compare_all")
-    return get_at(step.seq_ids, row.astype(jnp.int32), 0), step.positions, is_query.astype(jnp.int32)
+    return get_at(step.seq_ids, row.astype(jnp.int32), 0), step.cache_positions, is_query.astype(jnp.int32)
 
 
 def _local_shapes(pool: KVPool, group: LayerGroup, head_axis: str | None) -> KVPool:

@@ -45,6 +45,7 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
     return dataclasses.replace(
         control,
         **{name: set_at(getattr(control, name), rows, 0) for name in ROW_FIELDS},
+        holes=jax.tree.map(lambda x: set_at(x, rows, 0), control.holes),
         counters=count_events(control, {Counter.FREES: num_true(status == Status.OK)}),
         block_pools=tuple(pools),
     ), status

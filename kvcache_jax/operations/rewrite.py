@@ -47,8 +47,8 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
     Args:
       cache: Not changed, unless donated.
       seq_ids: i32[n], active rows, each at most once.
-      indices: i32[n, T], places in the row, ascending; at the end `max_seq_len` where there are fewer. A row
-        with none is left alone, even an idle one.
+      indices: i32[n, T], places in the row (`Step.cache_positions`), ascending; at the end `max_seq_len`
+        where there are fewer. A row with none is left alone, even an idle one.
 
     Returns:
       The cache and a `Step` with arrays `[n, T]`. `status`: BAD_LENGTH (an index repeats, descends or lies
@@ -112,6 +112,8 @@ def _checked(
     asks = is_token.any(axis=1)
     context_len = get_at(control.context_len, seq_ids, 0)
     is_outside = is_token & ((indices < 0) | (indices >= context_len[:, None]))
+    if control.holes is not None:
+        is_outside |= is_token & control.holes.of_rows(seq_ids).is_hidden(indices)
     descends = is_token[:, 1:] & (indices[:, 1:] <= indices[:, :-1])
     is_lost = any_of(
         [
@@ -230,14 +232,19 @@ def _step(
         )
         slot = block_ids * group.block_size + remainder(places, group.block_size)
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size))
+    positions, shift = indices, None
+    if control.holes is not None:
+        positions = control.holes.of_rows(seq_ids).positions(indices)
+        shift = positions - indices
     return Step(
         status=status,
         seq_ids=jnp.minimum(seq_ids, control.max_seqs),
         query_len=jnp.sum(is_token, axis=1, dtype=jnp.int32),
         context_len=get_at(control.context_len, seq_ids, 0),
-        positions=indices,
+        positions=positions,
         slots=tuple(slots),
         plans=(),
         cu_query_lens=None,
         config=config,
+        shift=shift,
     )

@@ -274,6 +274,8 @@ class Oracle(OracleRows):
         row = self.rows[seq_id]
         if list(places) != sorted({*places}) or not 0 <= places[0] <= places[-1] < len(row.tokens):
             return Status.BAD_LENGTH
+        if any(row.positions[place] in row.dropped for place in places):
+            return Status.BAD_LENGTH
         for group, table in zip(self.config.groups, row.tables, strict=True):
             if (reach := group.kind.span.window) is None:
                 continue

@@ -12,6 +12,7 @@ from tests.support.random_script import (
     ROWS,
     WIDTH,
     Driver,
+    dropping_config,
     full_config,
     grouped_config,
     random_operation,
@@ -45,6 +46,32 @@ STATUSES = {
     "rewrite": ("OK", "BAD_LENGTH", "SEQ_NOT_ACTIVE"),
 }
 ON_IDS = ("SKIPPED", "BAD_SEQ_ID", "DUPLICATE_SEQ_ID")
+
+
+def test_a_random_script_of_rows_that_drop_tokens():
+    run_dropping_script(seed=0, num_steps=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_long_random_script_of_rows_that_drop_tokens(seed):
+    run_dropping_script(seed, num_steps=4_000)
+
+
+def run_dropping_script(seed, num_steps):
+    rng, driver = np.random.default_rng(seed), Driver(dropping_config(num_blocks=NUM_BLOCKS))
+    num_gone = 0
+    for _ in range(num_steps):
+        driver.apply(*random_operation(rng, driver))
+        num_gone += any(row.gone for row in driver.oracle.rows.values())
+    assert num_gone > num_steps // 10
+    for name, status in (
+        ("drop", "OK"),
+        ("drop", "BAD_LENGTH"),
+        ("drop", "SEQ_NOT_ACTIVE"),
+        ("rewrite", "OK"),
+    ):
+        assert driver.statuses[name, status] >= num_steps // 100, (name, status, driver.statuses)
 
 
 @pytest.mark.parametrize("make_config", [full_config, grouped_config])

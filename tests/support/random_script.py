@@ -35,6 +35,14 @@ def grouped_config(**sizes):
     )
 
 
+def dropping_config(**sizes):
+    """A full and a window group whose rows may drop tokens."""
+    full = kv.FullAttention(1, 5)
+    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
+    sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
+    return kv.CacheConfig([window, full, window], max_query_len=9, enable_drop=True, **sizes)
+
+
 # The compiled steps are shared by all drivers of one config.
 @kv.donate
 def append_some(cache, tokens, num_new, seq_ids):
@@ -184,6 +192,10 @@ class Driver:
         )
         return status, self.oracle.rewrite(seq_ids, indices)
 
+    def drop(self, seq_ids, start, length):
+        self.cache, status = kv.drop(self.cache, seq_ids, start, length)
+        return status, self.oracle.drop(seq_ids, start, length)
+
     def fork(self, src_ids, dst_ids):
         self.cache, status = kv.fork(self.cache, src_ids, dst_ids)
         return status, self.oracle.fork(src_ids, dst_ids)
@@ -229,7 +241,7 @@ def control_bytes(cache):
 
 def row_bytes(cache):
     """Per row, all that belongs to it in the control state."""
-    arrays = [getattr(cache.control, name) for name in ROW_FIELDS]
+    arrays = [getattr(cache.control, name) for name in ROW_FIELDS] + jax.tree.leaves(cache.control.holes)
     arrays = [np.asarray(array) for array in (*arrays, *(p.block_table for p in cache.control.block_pools))]
     return [[array[row].tobytes() for array in arrays] for row in range(ROWS)]
 
@@ -248,6 +260,10 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
     active = sorted(driver.oracle.rows)
     idle = sorted({*range(ROWS)} - {*active})
+    if driver.config.enable_drop and rng.random() < 0.15:
+        ids = row_ids(rng, active)
+        runs = [_run(rng, driver, row) for row in ids]
+        return "drop", ids, [start for start, _ in runs], [length for _, length in runs]
     if rng.random() < 0.06:
         ids = row_ids(rng, active)
         if rng.random() < 0.25:
@@ -337,6 +353,17 @@ def _places(rng, driver: Driver, row: int) -> list[int]:
         return places
     outside = [int(rng.choice([-1, length + 1]))] if rng.random() < 0.1 else []
     return sorted(places)[: WIDTH - len(outside)] + outside
+
+
+def _run(rng, driver: Driver, row: int) -> tuple[int, int]:
+    """Start and length of what a row may drop, mostly next to what it dropped before."""
+    held = driver.oracle.rows.get(row)
+    if held is None or rng.random() < 0.2:
+        return int(rng.integers(-1, 9)), int(rng.integers(-1, 9))
+    text_len = len(held.tokens) + len(held.gone)
+    start = min(held.dropped, default=int(rng.integers(3, 6)))
+    end = int(rng.integers(start, max(start, text_len) + 1))
+    return start, end - start
 
 
 def _shorter(rng, driver: Driver, row: int) -> int:
