@@ -29,7 +29,9 @@ made-up requests. Without --data or KVCACHE_DATA_DIR all requests are made up: p
 library, answers and arrivals are drawn to be like the trace's.
 """
 
+import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -58,7 +60,7 @@ from models.decoder import Decoder
 
 FEW_SHOT_LENGTHS = 0.25  # of answers, beside prompts of 4,400 bytes
 SIMULATED = dict(rows=10_000, requests=2_000, arrivals=0.001, lengths=1.0)
-MEASURED = dict(rows=8, requests=64, arrivals=0.25, lengths=2.0)
+MEASURED = dict(rows=8, requests=48, arrivals=0.25, lengths=3.0)  # tokens are bytes here
 DEMO = dict(rows=8, requests=32, arrivals=0.5, lengths=0.5)
 DEMO_POOL = 2.0  # of the longest request's blocks
 
@@ -135,8 +137,18 @@ def make_parser() -> command.Parser:
     parser.add_argument(
         "--markdown", type=command.name, metavar="RECORD", help="print a record's tables and measure nothing"
     )
-    parser.add_argument("--metrics", type=command.name, metavar="FILE", help="also write Prometheus text")
+    parser.add_argument("--metrics", type=metrics_file, metavar="FILE", help="also write Prometheus text")
     return parser
+
+
+def metrics_file(text: str) -> Path:
+    """An argparse `type`: a file for metrics, where there is what writes them."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise argparse.ArgumentTypeError("metrics need prometheus-client: pip install 'kvcache_jax[metrics]'")
+    path = command.name(text)
+    if not os.path.isdir(path.parent):
+        raise argparse.ArgumentTypeError(f"got {text!r}, but there is no folder {path.parent}: make it first")
+    return path
 
 
 def run(options: Any) -> tuple[list[Server], dict[str, Any]]:

@@ -333,6 +333,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
         (["--checkpoint", "/nowhere"], "/nowhere"),
         (["--markdown", "/nowhere"], "expected what --json printed"),
         (["--trace", "/nowhere.csv"], "cannot be read"),
+        (["--metrics", "/nowhere/a.prom"], "there is no folder /nowhere: make it first"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, said, capsys, monkeypatch):
@@ -350,6 +351,9 @@ def test_the_documents_tables_are_those_of_the_record(name):
     document = (ROOT / "docs" / "measured.md").read_text()
     for table in report.markdown(record).split("\n\n"):
         assert table.strip() in document
+    if name == "serve":
+        readme = (ROOT / "README.md").read_text()
+        assert all(line in readme for _, line in report.readme_lines(record))
 
 
 @pytest.mark.slow
