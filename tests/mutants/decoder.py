@@ -111,9 +111,9 @@ MUTATIONS = [
     *_in_models(
         "tensor_names",
         (
-            "the norms behind attention and MLP change places",
-            '"attention_post_norm": "post_attention_layernorm"',
-            '"attention_post_norm": "post_feedforward_layernorm"',
+            "the norms around the sum behind attention change places",
+            '"attention_post_norm": "post_attention_layernorm",\n    "mlp_norm": "pre_feedforward_layernorm"',
+            '"attention_post_norm": "pre_feedforward_layernorm",\n    "mlp_norm": "post_attention_layernorm"',
             GEMMA2,
         ),
     ),
