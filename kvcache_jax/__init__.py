@@ -31,6 +31,7 @@ from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, e
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.layer_kinds.cross_attention import CrossAttention
 from kvcache_jax.core.layer_kinds.full_attention import FullAttention
 from kvcache_jax.core.layer_kinds.latent_attention import LatentAttention
 from kvcache_jax.core.layer_kinds.quantised import Quantised
@@ -88,6 +89,7 @@ from kvcache_jax.operations.stats import (
 )
 from kvcache_jax.operations.touch import touch
 from kvcache_jax.operations.truncate import truncate
+from kvcache_jax.operations.write_source import write_source
 from kvcache_jax.prefix.item_tokens import item_tokens
 from kvcache_jax.prefix.namespace import namespace
 
@@ -110,6 +112,7 @@ __all__ = [
     "CacheManager",
     "Control",
     "Counter",
+    "CrossAttention",
     "Draft",
     "Engine",
     "EngineCounter",
@@ -193,6 +196,7 @@ __all__ = [
     "truncate",
     "utilization",
     "write",
+    "write_source",
 ]
 
 _RENAMED = {

@@ -177,6 +177,9 @@ def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
     """
     config, pools = cache.config, []
     for pool, copied, group in zip(cache.pools, copies, config.groups, strict=True):
+        if group.holds_sources:  # nobody writes into them again
+            pools.append(pool)
+            continue
         name = backends.choose(config, None, pool, group).name
         pools.append(_copy(name, config.head_axis, group, as_varied(pool, copied), *copied))
     return dataclasses.replace(cache, pools=tuple(pools))

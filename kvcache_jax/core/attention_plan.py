@@ -19,11 +19,13 @@ def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> S
     """
     is_by_row = is_contiguous and step.cu_query_lens is None
     num_queries = step.positions.shape[1] if is_by_row else 1
+    group_id, _ = cache.config.locate(cache.config.own_layers[0])
+    num_slots = cache.control.block_pools[group_id].num_blocks * cache.config.groups[group_id].block_size
+    is_query = step.slots[group_id] < num_slots
+    table_row, first_position, num_queries_of_row = _rows_of(step, is_query, is_by_row)
     plans = []
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
         block_pool = cache.control.block_pools[group_id]
-        is_query = step.slots[group_id] < block_pool.num_blocks * group.block_size
-        table_row, first_position, num_queries_of_row = _rows_of(step, is_query, is_by_row)
         num_keys = None
         if not group.kind.is_causal:
             num_keys = get_at(group.kind.length(cache.control), table_row, 0)

@@ -157,6 +157,7 @@ class CacheConfig:
                 "expected enable_prefix_caching=True with it"
             )
         _check_shared(self.layers)
+        self._check_sources()
         if self.enable_prefix_caching and not any(group.span.keeps_all for group in self.groups):
             raise ValueError(
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
@@ -173,7 +174,16 @@ class CacheConfig:
     @functools.cached_property
     def own_layers(self) -> tuple[int, ...]:
         """The model layers that store keys and values of new tokens."""
-        return tuple(i for i, kind in enumerate(self.layers) if kind.shared_layer is None)
+        return tuple(i for i in self._storing_layers if self.layers[i].source_len_limit is None)
+
+    @functools.cached_property
+    def source_layers(self) -> tuple[int, ...]:
+        """The model layers that store keys and values of sources, see `write_source`."""
+        return tuple(i for i in self._storing_layers if self.layers[i].source_len_limit is not None)
+
+    @property
+    def _storing_layers(self) -> list[int]:
+        return [i for i, kind in enumerate(self.layers) if kind.shared_layer is None]
 
     @property
     def query_len_limit(self) -> int:
@@ -184,7 +194,7 @@ class CacheConfig:
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layer groups, in the order of their first layers."""
         layer_ids: dict[LayerKind, list[int]] = {}
-        for i in self.own_layers:
+        for i in self._storing_layers:
             kind = self.layers[i]
             kind = kind if kind.dtype is not None else dataclasses.replace(kind, dtype=self.dtype)
             layer_ids.setdefault(kind, []).append(i)
@@ -196,7 +206,7 @@ class CacheConfig:
     @property
     def indexed_group(self) -> int:
         """The layer group by whose blocks prefixes are found: the first that keeps all positions, else 0."""
-        keeps_all = [group.span.keeps_all for group in self.groups]
+        keeps_all = [group.span.keeps_all and not group.holds_sources for group in self.groups]
         return keeps_all.index(True) if True in keeps_all else 0
 
     def locate(self, layer: int) -> tuple[int, int]:
@@ -208,10 +218,23 @@ class CacheConfig:
         [place] = [(g, group) for g, group in enumerate(self.groups) if owner in group.layer_ids]
         return place[0], place[1].layer_ids.index(owner)
 
+    def _check_sources(self) -> None:
+        if not self.own_layers:
+            raise ValueError(
+                "all layers read sources, expected one that stores its row's tokens, too: FullAttention"
+            )
+        if self.enable_prefix_caching and self.source_layers:
+            layer = self.source_layers[0]
+            raise ValueError(
+                f"enable_prefix_caching is True and layers[{layer}] is {self.layers[layer].label}, expected "
+                "False: what tokens compute depends on their row's source, and prefixes are found by tokens "
+                "alone"
+            )
+
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size
-        max_blocks_per_seq = ceil_div(self.max_seq_len, block_size)
-        max_held_blocks = kind.span.max_held_blocks(self.max_seq_len, self.query_len_limit, block_size)
+        max_len = self.max_seq_len if kind.source_len_limit is None else kind.source_len_limit
+        max_held_blocks = kind.span.max_held_blocks(max_len, self.query_len_limit, block_size)
         arrays = kind.arrays(block_size, kind.dtype)
         check_arrays(kind.label, arrays, block_size)
         return LayerGroup(
@@ -219,8 +242,9 @@ class CacheConfig:
             layer_ids=layer_ids,
             num_blocks=kind.num_blocks or self.num_blocks or self.max_seqs * max_held_blocks,
             block_size=block_size,
-            max_blocks_per_seq=max_blocks_per_seq,
+            max_blocks_per_seq=ceil_div(max_len, block_size),
             max_held_blocks=max_held_blocks,
+            max_len=max_len,
             arrays=tuple(sorted(arrays.items())),
         )
 

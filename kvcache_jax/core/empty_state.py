@@ -48,6 +48,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         counters=numpy.zeros(len(Counter), jnp.uint32),
         hash_key=hash_key,
         num_published=ints(max_seqs),
+        source_len=ints(max_seqs) if config.source_layers else None,
         holes=_no_holes(config, numpy) if config.enable_drop else None,
         prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
         block_pools=tuple(

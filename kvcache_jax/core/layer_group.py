@@ -23,6 +23,8 @@ class LayerGroup:
     max_blocks_per_seq: int
     max_held_blocks: int
     """Most blocks that one row ever holds at once."""
+    max_len: int
+    """Most tokens of one row: `max_seq_len`, or those of a source."""
     arrays: tuple[tuple[str, BlockArray], ...]
     """The arrays of one block of one layer, by name."""
 
@@ -35,6 +37,11 @@ class LayerGroup:
     def span(self) -> Span:
         """The positions that stay."""
         return self.kind.span
+
+    @property
+    def holds_sources(self) -> bool:
+        """Whether the blocks hold sources, which `write_source` writes, in place of the rows' tokens."""
+        return self.kind.source_len_limit is not None
 
     @property
     def window(self) -> int | None:

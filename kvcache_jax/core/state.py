@@ -49,9 +49,9 @@ class BlockPool:
 
     Attributes:
       block_table: i32[max_seqs, max_blocks_per_seq], block that holds tokens
-        `[column * block_size, (column + 1) * block_size)` of the row, or nowhere. Columns past the
-        tokens held are blocks reserved by `allocate`, then nowhere. A window group has a hole of
-        nowhere between its sinks and the tokens in reach.
+        `[column * block_size, (column + 1) * block_size)` of the row, or its source, or nowhere. Columns
+        past the tokens held are blocks reserved by `allocate`, then nowhere. A window group has a
+        hole of nowhere between its sinks and the tokens in reach.
       ref_count: i32[num_blocks], table entries that point at the block; 0 = free or cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
@@ -191,6 +191,7 @@ class Control:
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
         with a last one that `truncate` cut into, whoever published that.
+      source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
       holes: Holes of all rows, 0 for those that dropped nothing; None without `enable_drop`.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
@@ -206,6 +207,7 @@ class Control:
     counters: jax.Array
     hash_key: jax.Array
     num_published: jax.Array
+    source_len: jax.Array | None
     holes: Holes | None
     prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
@@ -216,8 +218,13 @@ class Control:
         return self.is_active.shape[-1]
 
 
-ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
-"""Names of the arrays of `Control` that have an entry per row, 0 for idle ones."""
+_ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
+
+
+def row_fields(control: Control) -> dict[str, jax.Array]:
+    """Returns the arrays of `Control` that have an entry per row, 0 for idle ones, by name."""
+    fields = {name: getattr(control, name) for name in _ROW_FIELDS}
+    return fields if control.source_len is None else fields | {"source_len": control.source_len}
 
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
@@ -318,8 +325,8 @@ class Step:
       query_len: i32[n], new tokens.
       context_len: i32[n], tokens held, the new ones included; in a refused second entry of a row, not.
       positions: i32[tokens], position in the text, which models rotate by; unspecified without a token.
-      slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
-        `num_blocks * block_size`.
+      slots: per group i32[tokens], `block_id * block_size + offset`; nowhere, as in all of a group of
+        sources, is `num_blocks * block_size`.
       plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.

@@ -91,12 +91,12 @@ def drop_rows(
     end = jnp.where(is_plain, start + length, jnp.maximum(end, start + length)) - before.num_dropped
 
     # Blocks go that are dropped whole in every group, so that places stay the same in all of them.
-    unit = math.lcm(*(group.block_size for group in config.groups))
+    unit = math.lcm(*(group.block_size for group in config.groups if not group.holds_sources))
     first_gone = quotient(first + unit - 1, unit) * unit
     num_gone = jnp.maximum(quotient(end, unit) * unit - first_gone, 0)
     holes = Holes(start=first, num_hidden=end - first - num_gone, num_dropped=before.num_dropped + num_gone)
     pools = tuple(
-        _without_columns(pool, group, rows, first_gone, num_gone)
+        pool if group.holds_sources else _without_columns(pool, group, rows, first_gone, num_gone)
         for pool, group in zip(control.block_pools, config.groups, strict=True)
     )
     return dataclasses.replace(

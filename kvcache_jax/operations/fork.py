@@ -61,7 +61,7 @@ def fork_rows(
     rows = jnp.where(ok, dst_ids, control.max_seqs)
     pools = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
-        ids = token_blocks(pool, group, control.context_len, src_ids)
+        ids = token_blocks(pool, group, control, src_ids)
         pool = block_pool.share(pool, jnp.where(ok[:, None], ids, pool.num_blocks))
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, ids)))
     return dataclasses.replace(

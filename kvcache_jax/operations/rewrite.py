@@ -144,6 +144,8 @@ def _is_copied(
 ) -> jax.Array:
     """Tells which of the rows' blocks are copied before they are written, bool[n, max_blocks_per_seq]."""
     blocks = get_at(pool.block_table, rows, pool.num_blocks)
+    if group.holds_sources:  # nobody writes into them again
+        return jnp.zeros_like(blocks, bool)
     order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
     is_written = set_at(jnp.zeros_like(blocks, bool), (order, quotient(places, group.block_size)), True)
     is_published = block_pool.is_published(pool, blocks)
@@ -231,7 +233,9 @@ def _step(
             pool.block_table, (rows[:, None], quotient(places, group.block_size)), pool.num_blocks
         )
         slot = block_ids * group.block_size + remainder(places, group.block_size)
-        slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size))
+        slots.append(
+            jnp.where(is_token & (not group.holds_sources), slot, pool.num_blocks * group.block_size)
+        )
     positions, shift = indices, None
     if control.holes is not None:
         positions = control.holes.of_rows(seq_ids).positions(indices)

@@ -182,6 +182,8 @@ def _num_blocks_needed(
     num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
     needed = jnp.zeros_like(num_new)
     for layer_group, pool in _selected(cache, group_ids):
+        if layer_group.holds_sources:
+            continue
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = layer_group.num_columns(context_len)[:, None]
         end = layer_group.num_columns(context_len + num_new)[:, None]

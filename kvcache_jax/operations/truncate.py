@@ -23,7 +23,7 @@ from kvcache_jax.operations.rows import check_ids, on_rows, partial_tails
 def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, jax.Array]:
     """Drops tokens from the end of rows; blocks left without a token, reserved ones too, go back.
 
-    A row of a window group that is longer than the window can be rolled back by at most
+    A row's source stays. A row of a window group that is longer than the window can be rolled back by at most
     `max_rollback` tokens, and not always into a prefix that it found cached.
 
     Args:
@@ -60,7 +60,9 @@ def truncate_rows(
         control,
         context_len=set_at(control.context_len, rows, new_len),
         holes=_cut(control, rows, new_len),
-        block_pools=tuple(_shortened(pool, group, rows, new_len) for pool, group in pools),
+        block_pools=tuple(
+            pool if group.holds_sources else _shortened(pool, group, rows, new_len) for pool, group in pools
+        ),
     )
     return _count_published(control, rows, config), status
 

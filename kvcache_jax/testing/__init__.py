@@ -134,6 +134,13 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
         for row in active
         if lengths[row] != len(oracle.rows[row].tokens)
     ]
+    if cache.control.source_len is not None:
+        source_len = np.asarray(cache.control.source_len)
+        found += [
+            f"row {row} has a source of {source_len[row]} tokens, expected {oracle.rows[row].source_len}"
+            for row in active
+            if source_len[row] != oracle.rows[row].source_len
+        ]
     if (holes := cache.control.holes) is not None:
         for row in active:
             dropped, gone = oracle.rows[row].dropped, oracle.rows[row].gone

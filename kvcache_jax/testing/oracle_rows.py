@@ -14,7 +14,8 @@ from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
 class OracleRow:
     """A sequence: its tokens, per layer group the block of each table column, and what is published.
 
-    Of the text's positions those that were dropped, and among them those that went with their blocks.
+    Of its source there is the length alone. Of the text's positions there are those that were dropped, and among
+    them those that went with their blocks.
     """
 
     tokens: list[int]
@@ -22,6 +23,7 @@ class OracleRow:
     namespace: tuple[int, ...] = (0, 0, 0, 0)
     num_published: int = 0
     priority: int = 0
+    source_len: int = 0
     dropped: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
 
@@ -77,7 +79,7 @@ class OracleRows(OracleBlocks):
                 if row.dropped and length <= min(row.dropped):
                     row.dropped = row.gone = frozenset()
                 del row.tokens[length:]
-                self._drop_columns(row, first=length)
+                self._drop_columns(row, first=length, keeps_source=True)
                 block_size = self.config.groups[self.config.indexed_group].block_size
                 row.num_published = min(row.num_published, length // block_size)
         return statuses
@@ -124,12 +126,14 @@ class OracleRows(OracleBlocks):
     def _drop_positions(self, row: OracleRow, positions: range) -> None:
         """Hides positions, and lets the blocks go that hold nothing else in any group."""
         row.dropped |= {*positions}
-        unit = math.lcm(*(group.block_size for group in self.config.groups))
+        unit = math.lcm(*(group.block_size for group in self.config.groups if not group.holds_sources))
         for first in range(len(row.tokens) // unit * unit - unit, -1, -unit):
             gone = row.positions[first : first + unit]
             if not row.dropped.issuperset(gone):
                 continue
             for g, group in enumerate(self.config.groups):
+                if group.holds_sources:
+                    continue
                 width, kept = unit // group.block_size, {}
                 for column, block in row.tables[g].items():
                     if first <= column * group.block_size < first + unit:
@@ -250,14 +254,16 @@ class OracleRows(OracleBlocks):
         """Makes a second row on the blocks that hold the tokens of `row`."""
         tables = []
         for g, group in enumerate(self.config.groups):
-            end = ceil_div(len(row.tokens), group.block_size)
+            end = ceil_div(row.source_len if group.holds_sources else len(row.tokens), group.block_size)
             tables.append({column: block for column, block in row.tables[g].items() if column < end})
             self.owners[g].update(tables[g].values())
         return dataclasses.replace(row, tokens=list(row.tokens), tables=tables)
 
-    def _drop_columns(self, row: OracleRow, first: int) -> None:
+    def _drop_columns(self, row: OracleRow, first: int, *, keeps_source: bool = False) -> None:
         """Lets the blocks go that begin at token `first` or behind it, the last one first."""
         for g, group in enumerate(self.config.groups):
+            if group.holds_sources and keeps_source:
+                continue
             for column in sorted(row.tables[g], reverse=True):
                 if column * group.block_size >= first:
                     self._let_go(g, row.tables[g].pop(column))

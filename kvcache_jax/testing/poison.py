@@ -27,7 +27,7 @@ def poison(cache: Cache) -> Cache:
     """
     pools = []
     for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
-        num_tokens = num_tokens_held(cache.control, block_pool, group.block_size)
+        num_tokens = num_tokens_held(cache.control, block_pool, group)
         is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
         pool = pool_of(cache, g)
         pools.append(

@@ -5,6 +5,7 @@ something else than "works" is true. The oracle is a dense reference of what att
 
     python -m tests.kinds.table              # prints each cell that is something else than "works", and why
     python -m tests.kinds.table --markdown   # prints the table of docs/measured.md
+    python -m tests.kinds.table --stored     # prints what a token stores in layers of DeepSeek-V3's size
 """
 
 import argparse
@@ -25,6 +26,7 @@ PROPERTIES = (
     "allocate",
     "fork",
     "copy-on-write",
+    "in-place",
     "truncate",
     "rewrite",
     "window",
@@ -74,7 +76,8 @@ class Kind:
       name: In the names of the tests.
       layers: One entry per model layer.
       oracles: Of each layer: `(q [L, NUM_Q_HEADS, d], k [L, NUM_KV_HEADS, d], v) -> out`, like q. Row `i` of
-        the result must not depend on what comes after token `i`.
+        the result must not depend on what comes after token `i`. Of a layer that reads a source `k` and `v`
+        are those of the source, and its length is a fourth argument.
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
       is_slow: Other lines say in `make test` what this one says.
@@ -102,6 +105,15 @@ def latent(q, k, v):
     return dense(q, k, jnp.where(jnp.arange(HEAD_DIM)[None, None] < 5, k, 0))
 
 
+def whole_source(q, k, v, source_len):
+    """Attention of all queries to the first `source_len` keys."""
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") / q.shape[-1] ** 0.5
+    is_source = jnp.arange(k.shape[0])[None, None] < source_len
+    shares = jax.nn.softmax(jnp.where(is_source, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", shares, v, precision="highest")
+
+
 def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
@@ -117,6 +129,8 @@ FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
 STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
 NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
 NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
+NO_PREFIX = Refused(ValueError, r"layers.*CrossAttention.*, expected False: what tokens compute depends on")
+NO_SOURCE = Refused(NotImplementedError, "generate got CrossAttention.* layers, for whose sources it has no")
 ALONE = dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
@@ -138,6 +152,13 @@ KINDS = (
         (FULL, window(window=6, max_rollback=5), kv.SharedWith(0), kv.SharedWith(1)),
         (dense, near(6), dense, near(6)),
         5,
+    ),
+    Kind(
+        "cross",
+        (FULL, kv.CrossAttention(NUM_KV_HEADS, HEAD_DIM, max_source_len=11), kv.SharedWith(1)),
+        (dense, whole_source, whole_source),
+        None,
+        STAYS | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_PREFIX) | {"generate": NO_SOURCE},
     ),
     Kind(
         "int8-window",
@@ -176,10 +197,35 @@ def reasons() -> list[str]:
     return lines
 
 
+def stored() -> list[str]:
+    """Lists values per token and layer, and the GiB of a row of 131,072 tokens in 61 layers, in bfloat16."""
+    full = kv.FullAttention(128, 128)
+    layers = {
+        "`FullAttention(128, 128)`": [full] * 61,
+        "`FullAttention(8, 128)`": [kv.FullAttention(8, 128)] * 61,
+        "`LatentAttention(512, 64)`": [kv.LatentAttention(512, 64)] * 61,
+        "`FullAttention(8, 128)`, every second layer `SharedWith` the one before": [
+            kv.SharedWith(i - 1) if i % 2 else kv.FullAttention(8, 128) for i in range(61)
+        ],
+    }
+    lines = ["| layers | values per token and layer | GiB |", "| --- | --: | --: |"]
+    for name, kinds in layers.items():
+        sizes = dict(max_seqs=1, max_seq_len=131_072, dtype="bfloat16")
+        num_bytes = kv.memory_bytes(kv.CacheConfig(kinds, **sizes))
+        per_token = num_bytes / (2 * 61 * 131_072)
+        lines.append(f"| {name} | {per_token:,.0f} | {num_bytes / 2**30:.1f} |")
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prints the table of layer kinds and their properties.")
     parser.add_argument("--markdown", action="store_true", help="print the whole table")
-    if parser.parse_args(arguments).markdown:
+    parser.add_argument("--stored", action="store_true", help="print what a token stores")
+    options = parser.parse_args(arguments)
+    if options.stored:
+        print(*stored(), sep="\n")
+        return 0
+    if options.markdown:
         print(f"| kind | {' | '.join(PROPERTIES)} |")
         print("|".join(["", " --- "] + [" :-: "] * len(PROPERTIES) + [""]))
         for kind in KINDS:
