@@ -233,9 +233,8 @@ def _step(
             pool.block_table, (rows[:, None], quotient(places, group.block_size)), pool.num_blocks
         )
         slot = block_ids * group.block_size + remainder(places, group.block_size)
-        slots.append(
-            jnp.where(is_token & (not group.holds_sources), slot, pool.num_blocks * group.block_size)
-        )
+        is_stored = is_token & (not group.holds_sources)
+        slots.append(jnp.where(is_stored, slot, pool.num_blocks * group.block_size))
     positions, shift = indices, None
     if control.holes is not None:
         positions = control.holes.of_rows(seq_ids).positions(indices)

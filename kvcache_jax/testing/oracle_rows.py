@@ -14,8 +14,8 @@ from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
 class OracleRow:
     """A sequence: its tokens, per layer group the block of each table column, and what is published.
 
-    Of its source there is the length alone. Of the text's positions there are those that were dropped, and among
-    them those that went with their blocks.
+    Of its source there is the length alone. Of the text's positions there are those that were dropped, and
+    among them those that went with their blocks.
     """
 
     tokens: list[int]

@@ -188,7 +188,8 @@ def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
     with pytest.raises(ValueError, match="enable_prefix_caching and enable_drop are True, expected one"):
         kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
     with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu' is asked for and enable_drop"):
-        kv.describe(kv.CacheConfig([FULL], enable_drop=True, implementation="mosaic_gpu", **sizes))
+        cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, implementation="mosaic_gpu", **sizes))
+        kv.extend(cache, [1, 1], max_new=1)
 
 
 def test_keep_everything_is_the_same_bit_for_bit():

@@ -1,4 +1,4 @@
-"""The mutations of `rewrite`."""
+"""The mutations of `rewrite` and `drop`."""
 
 from tests.mutants.mutations import in_module
 
@@ -7,6 +7,11 @@ SHARED = f"{TESTS}::test_private_blocks_are_written_in_place_and_shared_ones_cop
 SCARCE = f"{TESTS}::test_scarce_blocks_go_in_the_order_of_the_entries"
 BEHIND = f"{TESTS}::test_published_blocks_behind_a_copied_one_are_copied_too"
 CELL = "kinds/test_kinds.py::test_a_cell[full-rewrite]"
+DROPPED = "attention/test_dropped_tokens.py"
+ENDLESS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[full]"
+IN_WINDOWS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[window]"
+REFUSED = f"{DROPPED}::test_what_cannot_be_dropped"
+CUT = f"{DROPPED}::test_a_row_is_cut_behind_what_it_dropped_or_in_front_of_it"
 LOST = "kinds/test_kinds.py::test_a_cell[window-rewrite]"
 
 MUTATIONS = [
@@ -51,6 +56,66 @@ MUTATIONS = [
             "min_at(control.num_published, rows, first_copied)",
             "control.num_published",
             BEHIND,
+        ),
+    ),
+    *in_module(
+        "operations/drop",
+        (
+            "a drop is not released",
+            "where(is_gone, entries, pool.num_blocks)",
+            "where(is_gone & False, entries, pool.num_blocks)",
+            ENDLESS,
+        ),
+        (
+            "a drop frees blocks that hold other tokens",
+            "quotient(first + unit - 1, unit)",
+            "quotient(first, unit)",
+            ENDLESS,
+        ),
+        ("a drop among the sinks", "start < num_sinks", "start < 0", REFUSED),
+        (
+            "a drop apart from the first",
+            "is_outside, Status.BAD_LENGTH",
+            "is_outside & is_plain, Status.BAD_LENGTH",
+            REFUSED,
+        ),
+        ("a drop leaves the row as long as it was", "context_len - num_gone)", "context_len)", ENDLESS),
+    ),
+    *in_module(
+        "core/holes",
+        (
+            "a token behind a drop is taken for an earlier one",
+            "places >= self.start.reshape(shape), num_dropped, 0",
+            "places < 0, num_dropped, 0",
+            IN_WINDOWS,
+        ),
+        (
+            "the last token of a drop is seen",
+            "(places < self.end.reshape(shape))",
+            "(places < self.end.reshape(shape) - 1)",
+            ENDLESS,
+        ),
+    ),
+    *in_module(
+        "operations/truncate",
+        (
+            "a row that is cut in front of its drop remembers it",
+            "is_plain = new_len <= kept.start",
+            "is_plain = new_len < 0",
+            CUT,
+        ),
+    ),
+    *in_module(
+        "attention/xla",
+        ("a drop is seen", "& ~plan.holes.is_hidden(key_pos)", "", ENDLESS),
+    ),
+    *in_module(
+        "operations/extend",
+        (
+            "positions behind a drop are places",
+            "(positions + shift).reshape",
+            "(positions + 0 * shift).reshape",
+            ENDLESS,
         ),
     ),
 ]
