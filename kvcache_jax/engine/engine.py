@@ -28,7 +28,7 @@ from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
-from kvcache_jax.engine.setup import check_drafts, share, with_budget
+from kvcache_jax.engine.setup import check_drafts, check_fits, check_same_shapes, share, with_budget
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
 from kvcache_jax.engine.step import Model, ProcessLogits
@@ -45,8 +45,8 @@ class Engine:
     """Continuous batching for anybody's model: admission, prefill, decoding and preemption in one program.
 
     Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended; push more at
-    any time between two events. It is for one consumer at a time. After an exception in the consumer it goes
-    on where it was.
+    any time between two events. It is for one consumer at a time. After an exception in the consumer, in the
+    model while it is traced, or an interrupt, it goes on where it was.
 
     Args:
       forward: The model, as for `generate`; must be pure.
@@ -170,7 +170,8 @@ class Engine:
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
         self._events: deque[TokenEvent] = deque()
-        self._lock = threading.RLock()
+        # Of all that the host knows; and of the one who waits for a report, so that reports keep their order.
+        self._lock, self._consumer = threading.RLock(), threading.Lock()
         self.read = Reader()
         self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in self._tables]
@@ -235,12 +236,10 @@ class Engine:
         published any more. A row that is preempted is computed anew, under the new ones.
 
         Args:
-          params: Of the same shapes.
+          params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
-        old, new = jax.tree.structure(self.params), jax.tree.structure(params)
-        if old != new:
-            raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
+        check_same_shapes(params, self.params)
         with self._lock:
             self._num_weights += 1
             if namespace is None:
@@ -287,15 +286,17 @@ class Engine:
         """
         if max_steps is not None:
             max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
-        with self._lock:
-            self._end_late()
-            while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
-                self._dispatch(self._steps if max_steps is None else max_steps)
-            report = self._in_flight.popleft() if self._in_flight else None
-        if report is not None:
-            found = self.read(report)
+        with self._consumer:
             with self._lock:
-                self._take_in(found)
+                self._end_late()
+                while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
+                    self._dispatch(self._steps if max_steps is None else max_steps)
+            if self._in_flight:
+                reports = self.read(self._in_flight[0])
+                with self._lock:
+                    # Not before it was read: whoever is interrupted while waiting for it finds it again.
+                    self._in_flight.popleft()
+                    self._take_in(reports)
 
     def take_events(self) -> list[TokenEvent]:
         """Takes the events that no consumer has got yet; behind `drain`, for a loop of one's own."""
@@ -311,12 +312,16 @@ class Engine:
         return any(request_id in table for table in self._tables)
 
     def _dispatch(self, num_steps: int) -> None:
-        inboxes = [table.fill_inbox(self._weights, self._has_new_weights) for table in self._tables]
+        parcels = [table.pack(self._weights, self._has_new_weights) for table in self._tables]
+        inboxes = [parcel.inbox for parcel in parcels]
         self._state, report = self._shards.run(
             self._model, self._options, self.params, self._state, inboxes, np.int32(num_steps)
         )
-        self._has_new_weights = False
+        # If that raised, nothing was told to the device, and all of it is told again.
         self._in_flight.append(report)
+        self._has_new_weights = False
+        for table, parcel in zip(self._tables, parcels, strict=True):
+            table.mark_sent(parcel)
 
     def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
         if table.end(sample, reason):
@@ -347,24 +352,7 @@ class Engine:
                     "expected one of its own, or none"
                 )
             ids.add(request.id)
-            for what, value, most, name in (
-                ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
-                ("items", len(request.items), sizes.num_items, "max_items"),
-                ("samples", request.num_samples, sizes.num_slots, "max_requests"),
-                ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
-            ):
-                if value > most:
-                    raise ValueError(
-                        f"a request has {value} {what}, expected at most {most}: make the Engine with a "
-                        f"larger {name}"
-                    )
-            is_long = request.num_tokens - 1 > self.config.max_seq_len
-            num_tokens = 0 if is_long else request.num_samples * request.num_tokens
-            if num_tokens > sizes.num_tokens:
-                raise ValueError(
-                    f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
-                    f"{sizes.num_tokens}: make the Engine with a larger max_tokens"
-                )
+            check_fits(request, sizes, self.config.max_seq_len)
         return requests
 
 

@@ -139,7 +139,7 @@ def _engine(kernels: str, limits: Limits) -> Program:
         outbox = 64 * NUM_ROWS, outbox_width(0)
         state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
         table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
-        inbox = jax.eval_shape(lambda: table.fill_inbox(np.zeros(4, np.uint32), False))
+        inbox = jax.eval_shape(lambda: table.pack(np.zeros(4, np.uint32), False).inbox)
         return state, _decoder(), inbox, i32()
 
     def function(state, decoder, inbox, steps):
