@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
@@ -26,12 +26,12 @@ from kvcache_jax.engine.chunk import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
 from kvcache_jax.engine.setup import check_drafts, check_fits, check_same_shapes, share, with_budget
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
-from kvcache_jax.engine.step import Model, ProcessLogits
 from kvcache_jax.engine.table import RequestTable, Sample
 from kvcache_jax.engine.transfers import Reader
 from kvcache_jax.prefix.namespace import namespace as namespace_of
@@ -64,6 +64,8 @@ class Engine:
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans.
+      batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
+        else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
       steps_per_chunk: Steps between two looks of the host.
       watermark: Share of the blocks that an admission leaves free, while a row runs.
       ageing_steps: Steps of waiting that weigh as much as one of priority.
@@ -109,6 +111,7 @@ class Engine:
         num_drafts: int = 0,
         num_top_logprobs: int = 0,
         process_logits: ProcessLogits | None = None,
+        batch_invariant: bool = False,
         steps_per_chunk: int = 32,
         watermark: float = 0.01,
         ageing_steps: int = 256,
@@ -136,6 +139,7 @@ class Engine:
             long_prefill_len=static_count("long_prefill_len", long_prefill_len or config.max_seq_len),
             input_weight=1,
             output_weight=2,
+            batch_invariant=static_flag("batch_invariant", batch_invariant),
         )
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)

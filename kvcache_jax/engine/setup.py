@@ -32,7 +32,7 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
             f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "
             f"{config.max_seqs} rows of {options.width}: raise it, or lower max_seqs"
         )
-    num_pieces, piece_len = piece_sizes(num_prompt)
+    num_pieces, piece_len = (num_prompt, 1) if options.batch_invariant else piece_sizes(num_prompt)
     return dataclasses.replace(options, num_pieces=num_pieces, piece_len=piece_len)
 
 

@@ -126,7 +126,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "engine/step",
+        "engine/parts",
         ("what gave no numbers is published", "is_good & state.may_publish", "state.may_publish", NAN_LOGITS),
     ),
     *in_module(
