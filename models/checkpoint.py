@@ -1,8 +1,9 @@
 """Checkpoints in the Hugging Face layout: config.json, *.safetensors, and tokenizer.json where there is one.
 
-Reads Llama 3.x, Qwen2/2.5, Qwen3 and Mistral as they are published, and writes a model as the one of these
-families that has its options, so that other programs can open it too. What does not fit is a
-`CheckpointError` that names the file, the tensor or the option; nothing is skipped, padded or guessed.
+Reads the models of `models.families` as they are published: Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Gemma 2,
+Gemma 3 (text), DeepSeek-V2 and V3 (dense MLPs). Writes a model as the first of these families that has its
+options, so that other programs can open it too. What does not fit is a `CheckpointError` that names the file,
+the tensor or the option; nothing is skipped, padded or guessed.
 
     decoder = checkpoint.load(folder)
     tokenizer = checkpoint.load_tokenizer(folder)
@@ -25,8 +26,11 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from models.config_json import CheckpointError, JsonObject, read_config, read_dtype, write_config
-from models.decoder import Decoder, DecoderConfig
+from models.config import DecoderConfig
+from models.config_json import read_config, read_dtype, write_config
+from models.decoder import Decoder
+from models.json_object import CheckpointError, JsonObject
+from models.tensor_names import EMBEDDING, OUTER, UNEMBEDDING, layer_names
 from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save", "stored_dtype"]
@@ -36,23 +40,7 @@ _GENERATION = "generation_config.json"
 _TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
 _FLOATS = ("F32", "BF16", "F16")
 
-# Names in the files of what `Decoder` holds, the last part (kernel, scale, bias) left out.
-_EMBEDDING, _UNEMBEDDING = "model.embed_tokens", "lm_head"
-_EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
-_OUTER = {"embedding": _EMBEDDING, "unembedding": _UNEMBEDDING, "norm": "model.norm"}
-_INNER = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+_EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{EMBEDDING}.weight", f"{UNEMBEDDING}.weight"
 # Buffers that older programs stored; they follow from config.json.
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -233,13 +221,13 @@ class _Source(NamedTuple):
 def _source(config: DecoderConfig, path: tuple[Any, ...]) -> _Source:
     *modules, last = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value").split(".")
     if not modules:
-        return _Source((f"{_OUTER[last]}.weight",), False, False)
+        return _Source((f"{OUTER[last]}.weight",), False, False)
     kind = "bias" if last == "bias" else "weight"
     if modules[0] == "layers":
-        run, inner = config.runs[int(modules[1])], _INNER[".".join(modules[2:])]
+        run, inner = config.runs[int(modules[1])], layer_names(config)[".".join(modules[2:])]
         names = tuple(f"model.layers.{layer_id}.{inner}.{kind}" for layer_id in run.layer_ids)
         return _Source(names, True, last == "kernel")
-    return _Source((f"{_OUTER['.'.join(modules)]}.{kind}",), False, last == "kernel")
+    return _Source((f"{OUTER['.'.join(modules)]}.{kind}",), False, last == "kernel")
 
 
 @dataclasses.dataclass(frozen=True)

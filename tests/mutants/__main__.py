@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from tests.mutants.attention import MUTATIONS as ATTENTION
 from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.core import MUTATIONS as CORE
+from tests.mutants.decoder import MUTATIONS as MODELS
 from tests.mutants.decoding import MUTATIONS as DECODE
 from tests.mutants.engine import MUTATIONS as ENGINE
 from tests.mutants.extend import MUTATIONS as EXTEND
@@ -51,6 +52,7 @@ MUTATIONS = [
     *DECODE,
     *ENGINE,
     *MANAGER,
+    *MODELS,
     *GPU_DECODE,
     *KERNELS,
     *TPU,
