@@ -7,7 +7,7 @@ Answer:  ANSWER
 Copies of one prompt go through an engine in a random order among as many other requests, of other lengths, so
 that each is computed in other company, in other pieces, and some are preempted and computed again. Without a
 prefix cache, or all copies would share the first one's keys and values. Once by an engine as it is by
-default, once by one with `batch_invariant=True`; a first round compiles, and is not timed.
+default, once by one with `batch_invariant=True`, in turns; a first round compiles, and is not timed.
 
 Then log-probabilities that were reported with sampled tokens are asked for again: of the same engine, with
 the tokens before each as a prompt, and of the forward pass of training, all tokens at once.
@@ -34,6 +34,7 @@ NUM_ROWS = 16
 NUM_BLOCKS = 64  # of 16 tokens: rows of the longest requests do not all fit
 MAX_LEN = 128
 PROMPT_LEN, NUM_NEW = 40, 32
+ROUND = 200  # requests that one engine answers before it is the other one's turn
 NUM_SCORED = 12  # sampled requests whose tokens are scored again
 MOST_RATIO = 3.0
 MOST_DIFFERENCE = 1e-5
@@ -99,20 +100,34 @@ def requests_of(data: np.ndarray, num_copies: int) -> list[kv.GenerationRequest]
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
-def measure(name: str, engine: kv.Engine, requests: Sequence[kv.GenerationRequest]) -> tuple[Mode, Answers]:
-    """Lets an engine answer all requests."""
-    answers(engine, requests[:NUM_ROWS])  # compiles
-    before = engine.figures().counts
-    start = time.perf_counter()
-    found = answers(engine, requests)
-    seconds = time.perf_counter() - start
+def measure(
+    engines: dict[str, kv.Engine], requests: Sequence[kv.GenerationRequest]
+) -> dict[str, tuple[Mode, Answers]]:
+    """Lets each engine answer all requests; they take turns, for other work may slow the machine down."""
+    found: dict[str, Answers] = {name: {} for name in engines}
+    seconds, before = dict.fromkeys(engines, 0.0), {}
+    for name, engine in engines.items():
+        answers(engine, requests[:NUM_ROWS])  # compiles
+        before[name] = engine.figures().counts
+    for start in range(0, len(requests), ROUND):
+        for name, engine in engines.items():
+            begin = time.perf_counter()
+            found[name] |= answers(engine, requests[start : start + ROUND])
+            seconds[name] += time.perf_counter() - begin
+    return {
+        name: (_mode(name, engine, before[name], seconds[name], found[name]), found[name])
+        for name, engine in engines.items()
+    }
+
+
+def _mode(name: str, engine: kv.Engine, before: dict, seconds: float, found: Answers) -> Mode:
     counts = {counter: num - before[counter] for counter, num in engine.figures().counts.items()}
     computed = kv.EngineCounter.PREFILL_TOKENS, kv.EngineCounter.GENERATED_TOKENS
-    copies = [found[request.id] for request in requests if isinstance(request.id, tuple)]
+    copies = [answer for request_id, answer in found.items() if isinstance(request_id, tuple)]
     tokens = np.array([tokens for tokens, _ in copies])
     bits = [(*tokens, *np.array(logprobs, np.float32).view(np.int32)) for tokens, logprobs in copies]
     differs = (tokens != tokens[0]).any(axis=0)
-    mode = Mode(
+    return Mode(
         name,
         seconds,
         sum(counts[counter] for counter in computed),
@@ -121,7 +136,6 @@ def measure(name: str, engine: kv.Engine, requests: Sequence[kv.GenerationReques
         len(set(bits)),
         int(differs.argmax()) if differs.any() else None,
     )
-    return mode, found
 
 
 def score_again(
@@ -218,10 +232,10 @@ def main(arguments: list[str] | None = None) -> int:
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.dtype(options.dtype))
     data = np.frombuffer(next(iter(corpus.held_out_files().values())), np.uint8).astype(np.int32)
     requests = requests_of(data, options.copies)
-    default, _ = measure("default", make_engine(decoder, False), requests)
-    engine = make_engine(decoder, True)
-    invariant, found = measure("batch-invariant", engine, requests)
-    scores = score_again(decoder, engine, requests, found)
+    engines = {"default": make_engine(decoder, False), "batch-invariant": make_engine(decoder, True)}
+    measured = measure(engines, requests)
+    (default, _), (invariant, found) = measured.values()
+    scores = score_again(decoder, engines["batch-invariant"], requests, found)
     report = {
         "copies": options.copies,
         "dtype": options.dtype,
