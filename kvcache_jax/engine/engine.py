@@ -153,7 +153,7 @@ class Engine:
             num_clients=static_count("num_clients", num_clients),
             num_items=static_count("max_items", max_items, least=0),
         )
-        inbox_sizes = self._inbox_sizes = dataclasses.replace(
+        inbox_sizes = dataclasses.replace(
             self._sizes,
             num_slots=min(num_slots, _MOST_ENTERING),
             num_tokens=max(longest, min(num_tokens, _MOST_ENTERING_TOKENS)),
