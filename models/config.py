@@ -44,6 +44,53 @@ class Latents:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Sizes and options of mixtures of experts, which later layers have in place of an MLP.
+
+    Attributes:
+      first_layer: Layers before it have an MLP.
+      num_experts: Experts of a layer.
+      num_used: Experts that a token uses.
+      expert_size: Width inside an expert.
+      num_shared: How many times as wide the MLP is that all tokens use.
+      is_sigmoid: Whether scores are sigmoids, a learned correction is added to them for the choice, and a
+        group counts as its two best experts (DeepSeek-V3); else a softmax scores, and it counts as its best.
+      num_groups: Groups of experts side by side, equally large.
+      num_used_groups: Groups among whose experts a token chooses.
+      normalizes: Whether the weights of a token's experts are divided by their sum.
+      weight_scale: Multiplies these weights.
+    """
+
+    first_layer: int
+    num_experts: int
+    num_used: int
+    expert_size: int
+    num_shared: int
+    is_sigmoid: bool = False
+    num_groups: int = 1
+    num_used_groups: int = 1
+    normalizes: bool = False
+    weight_scale: float = 1.0
+
+    def __post_init__(self):
+        check_positive(self, "num_experts", "num_used", "expert_size", "num_shared", "num_groups")
+        check_positive(self, "num_used_groups", "weight_scale")
+        least = 2 * self.num_groups if self.is_sigmoid and self.num_groups > 1 else self.num_groups
+        if self.num_experts % self.num_groups or self.num_experts < least:
+            raise ValueError(
+                f"num_experts is {self.num_experts}, expected a multiple of num_groups = {self.num_groups}, "
+                f"at least {least}"
+            )
+        if self.num_used_groups > self.num_groups:
+            raise ValueError(
+                f"num_used_groups is {self.num_used_groups}, expected at most num_groups = {self.num_groups}"
+            )
+        most = self.num_experts // self.num_groups * self.num_used_groups
+        if self.num_used > most:
+            raise ValueError(f"num_used is {self.num_used}, expected at most the {most} of a token's groups")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes and options; hashable, the static part of a `Decoder`.
 
@@ -61,6 +108,7 @@ class DecoderConfig:
       rope: The rotations.
       window_rope: Those of layers with a window, where they differ (Gemma 3); else None.
       latents: Multi-head latent attention (DeepSeek); None for keys and values of their own.
+      experts: Mixtures of experts in place of later layers' MLPs (DeepSeek); None for MLPs everywhere.
       norm_eps: Added to the mean square in every norm.
       norm_offset: Added to every norm's scale (Gemma: 1).
       use_post_norms: Gemma's norms of what attention and MLP add to the residual stream.
@@ -89,6 +137,7 @@ class DecoderConfig:
     rope: Rope = Rope()
     window_rope: Rope | None = None
     latents: Latents | None = None
+    experts: Experts | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     use_post_norms: bool = False
@@ -129,6 +178,9 @@ class DecoderConfig:
             )
         if self.latents is not None:
             self._check_latents(self.latents)
+        first, last = self.experts.first_layer if self.experts else 0, self.num_layers - 1
+        if not 0 <= first <= last:
+            raise ValueError(f"first_layer is {first}, expected 0 to num_layers - 1 = {last}")
 
     def _check_latents(self, latents: Latents) -> None:
         if self.windows:
@@ -161,9 +213,15 @@ class DecoderConfig:
         return tuple(ropes[window is None] for window in self.layer_windows)
 
     @property
+    def layer_experts(self) -> tuple[Experts | None, ...]:
+        """The experts of each layer; None where it has an MLP."""
+        first = self.num_layers if self.experts is None else self.experts.first_layer
+        return tuple(self.experts if layer >= first else None for layer in range(self.num_layers))
+
+    @property
     def runs(self) -> tuple[Run, ...]:
-        """The layers whose windows, and with them all in which layers differ, repeat."""
-        return layer_runs(self.layer_windows)
+        """The layers whose windows, and with them their rotations, repeat; a run has experts or MLPs."""
+        return layer_runs(tuple(zip(self.layer_windows, self.layer_experts, strict=True)))
 
     @property
     def rope_dim(self) -> int:

@@ -23,9 +23,10 @@ from flax import nnx
 
 import kvcache_jax as kv
 from models.attention import Attention, LatentAttention, Place
-from models.config import DecoderConfig
+from models.config import DecoderConfig, Experts
 from models.layer_runs import Run
 from models.layers import MLP, RMSNorm, normal, soft_capped
+from models.mixture import Mixture
 from models.rope import Rotation, rotation
 
 __all__ = ["Decoder", "DecoderConfig", "Layer", "cache_config", "forward", "rotations", "single_layers"]
@@ -91,7 +92,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
-        self.layers = nnx.List([_stacked(config, rngs, len(run.layer_ids)) for run in config.runs])
+        self.layers = nnx.List([_stacked(config, rngs, run) for run in config.runs])
         self.norm = RMSNorm(config, config.hidden_size)
         if not config.tie_embeddings:
             self.unembedding = normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
@@ -127,10 +128,11 @@ def single_layers(decoder: Decoder) -> list["Layer"]:
     ]
 
 
-def _stacked(config: DecoderConfig, rngs: nnx.Rngs, num_layers: int) -> "Layer":
-    """As many new layers in one: every parameter `[num_layers, ...]`."""
-    return jax.vmap(lambda key: Layer(config, nnx.Rngs(params=key)))(
-        jax.random.split(rngs.params(), num_layers)
+def _stacked(config: DecoderConfig, rngs: nnx.Rngs, run: Run) -> "Layer":
+    """The new layers of a run in one: every parameter `[layers, ...]`."""
+    experts = config.layer_experts[run.start]
+    return jax.vmap(lambda key: Layer(config, nnx.Rngs(params=key), experts))(
+        jax.random.split(rngs.params(), len(run.layer_ids))
     )
 
 
@@ -167,15 +169,15 @@ def _compute(
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP or experts, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, experts: Experts | None):
         self.attention_norm = RMSNorm(config, config.hidden_size)
         latents = config.latents
         self.attention = LatentAttention(config, rngs, latents) if latents else Attention(config, rngs)
         self.attention_post_norm = RMSNorm(config, config.hidden_size) if config.use_post_norms else None
         self.mlp_norm = RMSNorm(config, config.hidden_size)
-        self.mlp = MLP(config, rngs)
+        self.mlp = Mixture(config, rngs, experts) if experts else MLP(config, rngs, config.mlp_size)
         self.mlp_post_norm = RMSNorm(config, config.hidden_size) if config.use_post_norms else None
 
     def __call__(

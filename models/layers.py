@@ -56,11 +56,11 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """A gated one: SwiGLU or GeGLU."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, size: int):
         self.activation = config.mlp_activation
-        self.gate = Linear(config, rngs, config.hidden_size, config.mlp_size)
-        self.up = Linear(config, rngs, config.hidden_size, config.mlp_size)
-        self.down = Linear(config, rngs, config.mlp_size, config.hidden_size, gain=residual_gain(config))
+        self.gate = Linear(config, rngs, config.hidden_size, size)
+        self.up = Linear(config, rngs, config.hidden_size, size)
+        self.down = Linear(config, rngs, size, config.hidden_size, gain=residual_gain(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = self.gate(x)

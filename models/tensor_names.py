@@ -29,6 +29,15 @@ _RANKED_QUERIES = {
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.q": "self_attn.q_b_proj",
 }
+_EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.expert_gate": "mlp.experts.{expert}.gate_proj",
+    "mlp.expert_up": "mlp.experts.{expert}.up_proj",
+    "mlp.expert_down": "mlp.experts.{expert}.down_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
 # Gemma calls by the others' name of the norm before the MLP one that stands elsewhere.
 _POST_NORMS = {
     "attention_post_norm": "post_attention_layernorm",
@@ -37,9 +46,15 @@ _POST_NORMS = {
 }
 
 
-def layer_names(config: DecoderConfig) -> dict[str, str]:
-    """Returns the names within a layer, the last part (kernel, scale, bias) left out."""
-    names = _LAYER | (_POST_NORMS if config.use_post_norms else {})
+def layer_tensor(config: DecoderConfig, module: str, parameter: str) -> str:
+    """Returns the name of a module's kernel, scale or bias within a layer; {expert} is each expert."""
+    if (module, parameter) == ("mlp.router", "bias"):
+        return "mlp.gate.e_score_correction_bias"
+    return f"{_layer_names(config)[module]}.{'bias' if parameter == 'bias' else 'weight'}"
+
+
+def _layer_names(config: DecoderConfig) -> dict[str, str]:
+    names = _LAYER | _EXPERTS | (_POST_NORMS if config.use_post_norms else {})
     if config.latents is not None:
         names |= _LATENTS | ({} if config.latents.q_rank is None else _RANKED_QUERIES)
     return names

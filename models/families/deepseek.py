@@ -1,25 +1,20 @@
-"""DeepSeek-V2 and V3, as far as their MLPs are dense."""
+"""DeepSeek-V2 and V3."""
 
 import functools
 from typing import Any
 
-from models.config import DecoderConfig, Latents
+from models.config import DecoderConfig, Experts, Latents
 from models.families import llama
-from models.families.family import Family, read_sizes, write_sizes
+from models.families.family import NUMBER, Family, read_sizes, write_sizes
 from models.families.rope_entries import read_rope, write_rope
 from models.json_object import JsonObject
 from models.rope import Rope, YarnScaling
 
+_GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+
 
 def _read(values: JsonObject, interleaves: bool) -> dict[str, Any]:
     sizes = read_sizes(values)
-    num_dense = values.get("first_k_dense_replace", int)
-    if num_dense < sizes["num_layers"]:
-        raise values.error(
-            "first_k_dense_replace",
-            f"at least num_hidden_layers = {sizes['num_layers']}: the layers from there on are mixtures of "
-            "experts, which are not implemented; load a model whose MLPs are all dense",
-        )
     latents = values.make(
         Latents,
         latent_dim=values.get("kv_lora_rank", int),
@@ -60,29 +55,83 @@ def _write(config: DecoderConfig) -> dict[str, Any] | None:
         "qk_nope_head_dim": latents.nope_dim,
         "v_head_dim": latents.value_dim,
         "q_lora_rank": latents.q_rank,
-        "first_k_dense_replace": config.num_layers,
+        **_written_experts(config.experts, config.num_layers),
     }
 
 
+def _read_v2(values: JsonObject) -> dict[str, Any]:
+    method = values.get("topk_method", str)
+    if method not in (_GREEDY, _GROUPED):
+        raise values.error("topk_method", f"{_GREEDY} or {_GROUPED}: nothing else is implemented")
+    return _read(values, interleaves=True) | {"experts": _experts(values, has_groups=method == _GROUPED)}
+
+
 def _read_v3(values: JsonObject) -> dict[str, Any]:
-    return _read(values, interleaves=values.get("rope_interleave", bool, True))
+    normalizes = values.get("norm_topk_prob", bool)
+    options = _read(values, interleaves=values.get("rope_interleave", bool, True))
+    experts = _experts(values, has_groups=True, is_sigmoid=True, normalizes=normalizes)
+    return options | {"experts": experts}
+
+
+def _experts(values: JsonObject, has_groups: bool, **options: Any) -> Experts | None:
+    """Reads the mixtures of experts of a model that has any."""
+    first_layer = values.get("first_k_dense_replace", int)
+    if first_layer >= values.get("num_hidden_layers", int):
+        return None
+    if has_groups:
+        options |= dict(num_groups=values.get("n_group", int), num_used_groups=values.get("topk_group", int))
+    return values.make(
+        Experts,
+        first_layer=first_layer,
+        num_experts=values.get("n_routed_experts", int),
+        num_used=values.get("num_experts_per_tok", int),
+        expert_size=values.get("moe_intermediate_size", int),
+        num_shared=values.get("n_shared_experts", int),
+        weight_scale=values.get("routed_scaling_factor", NUMBER),
+        **options,
+    )
+
+
+def _write_v2(config: DecoderConfig) -> dict[str, Any] | None:
+    values, experts = _write(config), config.experts
+    if values is None or experts is None:
+        return values
+    return values | {"topk_method": _GROUPED if experts.num_groups > 1 else _GREEDY}
 
 
 def _write_v3(config: DecoderConfig) -> dict[str, Any] | None:
-    values = _write(config)
-    return None if values is None else values | {"rope_interleave": config.rope.is_interleaved}
+    values, experts = _write(config), config.experts
+    if values is None:
+        return None
+    values["rope_interleave"] = config.rope.is_interleaved
+    return values if experts is None else values | {"norm_topk_prob": experts.normalizes}
 
 
-_family = functools.partial(Family, only=llama.ONLY)
+def _written_experts(experts: Experts | None, num_layers: int) -> dict[str, Any]:
+    if experts is None:
+        return {"first_k_dense_replace": num_layers}
+    return {
+        "first_k_dense_replace": experts.first_layer,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_used,
+        "moe_intermediate_size": experts.expert_size,
+        "n_shared_experts": experts.num_shared,
+        "routed_scaling_factor": experts.weight_scale,
+        "n_group": experts.num_groups,
+        "topk_group": experts.num_used_groups,
+    }
+
+
+_family = functools.partial(Family, only=llama.ONLY | {"moe_layer_freq": 1})
 DEEPSEEK_V2 = _family(
     architecture="DeepseekV2ForCausalLM",
-    read=functools.partial(_read, interleaves=True),
-    write=_write,
-    defaults={"first_k_dense_replace": 0},
+    read=_read_v2,
+    write=_write_v2,
+    defaults={"first_k_dense_replace": 0, "topk_method": _GREEDY, "routed_scaling_factor": 1.0},
 )
 DEEPSEEK_V3 = _family(
     architecture="DeepseekV3ForCausalLM",
     read=_read_v3,
     write=_write_v3,
-    defaults={"first_k_dense_replace": 3},
+    defaults={"first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
 )

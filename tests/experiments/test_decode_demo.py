@@ -26,7 +26,7 @@ from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
 from tests.models import driver
-from tests.models.checkpoint_files import LONG
+from tests.models.checkpoint_files import EXPERTS, LONG
 from tests.support.trained_tokenizer import byte_level_bpe
 
 SIZES = dict(
@@ -187,7 +187,7 @@ def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LONG)
+@pytest.mark.parametrize("family", LONG + EXPERTS)
 def test_a_checkpoint_of_another_family_says_what_transformers_says(capsys, copy_checkpoint, family):
     """Its tokens are letters here, so that a text is the fixture's prompt."""
     prompt, greedy = (driver.expected(family)[name].tolist() for name in ("prompt", "greedy"))

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from models import checkpoint
 from models.checkpoint import CheckpointError
-from models.config import Latents
+from models.config import Experts, Latents
 from models.decoder import Decoder, DecoderConfig, single_layers
 from models.rope import LinearScaling, Rope, YarnScaling
 from tests.models.checkpoint_files import (
@@ -123,6 +123,7 @@ GEMMA = dict(
 LATENTS = dict(
     num_kv_heads=4, head_dim=7, latents=Latents(latent_dim=9, rope_dim=4, nope_dim=3, value_dim=5, q_rank=8)
 )
+EXPERTS = dict(first_layer=1, num_experts=4, num_used=2, expert_size=3, num_shared=1, weight_scale=1.5)
 YARN = YarnScaling(factor=4.0, original_max_seq_len=8, attention_factor=1.5, truncate=False)
 WEIGHED = YarnScaling(factor=4.0, original_max_seq_len=8, mscale=0.5, mscale_all_dim=0.7)
 WEIGHT = 7**-0.5 * (1 + 0.07 * math.log(4)) ** 2
@@ -151,6 +152,8 @@ WEIGHT = 7**-0.5 * (1 + 0.07 * math.log(4)) ** 2
             LATENTS | dict(rope=Rope(is_interleaved=True, scaling=WEIGHED), attention_scale=WEIGHT),
         ),
         ("deepseek_v3", LATENTS | dict(param_dtype=jnp.bfloat16)),
+        ("deepseek_v2", LATENTS | dict(rope=Rope(is_interleaved=True), experts=Experts(**EXPERTS))),
+        ("deepseek_v3", LATENTS | dict(experts=Experts(**EXPERTS, is_sigmoid=True, num_groups=2))),
     ],
 )
 def test_an_own_model_comes_back(tmp_path, model_type, options):
@@ -205,6 +208,8 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
         GEMMA | dict(attention_scale=0.3),  # no whole number's root
         GEMMA | dict(use_qk_norm=True, attention_soft_cap=2.0),
         LATENTS | dict(rope=Rope(scaling=WEIGHED)),  # which has a scale of its own
+        LATENTS | dict(experts=Experts(**EXPERTS)),  # as V2 chooses them, with pairs that V3 has
+        dict(experts=Experts(**EXPERTS)),
     ],
 )
 def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):

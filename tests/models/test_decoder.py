@@ -12,7 +12,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from models import attention, checkpoint
-from models.config import Latents
+from models.config import Experts, Latents
 from models.decoder import (
     Decoder,
     DecoderConfig,
@@ -205,6 +205,7 @@ GEMMA = dict(
     attention_soft_cap=1.5,
     final_soft_cap=2.0,
 )
+EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, num_shared=1, weight_scale=2.0)
 LATENTS = dict(
     num_kv_heads=4,
     head_dim=7,
@@ -221,8 +222,9 @@ LATENTS = dict(
         (GEMMA, 13, 0),
         (LATENTS, 12, 128),
         (LATENTS, 12, 0),
+        (dict(experts=EXPERTS), 13, 0),
     ],
-    ids=["qwen", "gemma", "absorbed", "expanded"],
+    ids=["qwen", "gemma", "absorbed", "expanded", "experts"],
 )
 def test_gradients_reach_every_parameter(monkeypatch, options, num_parameters, most_absorbed):
     """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""
@@ -268,8 +270,10 @@ def test_gradients_reach_every_parameter(monkeypatch, options, num_parameters, m
     assert abs(slope - 1) < 0.01
 
 
-def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone():
-    decoder, tokens = load("llama"), all_tokens("llama")[:9]
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3_experts"])
+def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone(family):
+    """Also where tokens of all rows are sorted by their experts."""
+    decoder, tokens = load(family), all_tokens(family)[:9]
     clean = Driver(decoder, {0: 9, ROW: 9, 2: 9}).feed({0: tokens, ROW: tokens, 2: tokens})
     for bad in (97, -1):
         broken = np.where(np.arange(9) == 5, bad, tokens)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import shutil
 
 import jax.numpy as jnp
 import pytest
 
 from models import checkpoint
-from models.config import DecoderConfig, Latents
+from models.config import DecoderConfig, Experts, Latents
 from models.rope import LinearScaling, Rope, YarnScaling
 from tests.models.checkpoint_files import FIXTURES, edit_json, refuses
 
@@ -23,6 +24,9 @@ GEMMA = dict(
     tie_embeddings=True,
 )
 LATENTS = dict(latent_dim=16, rope_dim=8, nope_dim=12, value_dim=10)
+EXPERTS = dict(
+    first_layer=1, num_experts=8, num_used=3, expert_size=12, num_shared=2, num_groups=4, num_used_groups=2
+)
 
 
 def test_configs_of_gemma_and_deepseek_say_what_the_files_say():
@@ -74,6 +78,14 @@ def test_configs_of_gemma_and_deepseek_say_what_the_files_say():
             attention_scale=20**-0.5 * (1 + 0.06 * math.log(8)) ** 2,
         ),
         "deepseek_v3": latents,
+        "deepseek_v2_experts": dataclasses.replace(latents, experts=Experts(**EXPERTS, weight_scale=3.0)),
+        "deepseek_v3_experts": dataclasses.replace(
+            latents,
+            latents=Latents(**LATENTS),
+            experts=Experts(**EXPERTS, weight_scale=2.5, is_sigmoid=True, normalizes=True),
+            rope=Rope(theta=500.0, scaling=yarn, is_interleaved=True),
+            attention_scale=20**-0.5 * (1 + 0.06 * math.log(8)) ** 2,
+        ),
     }
     for family, config in wanted.items():
         assert checkpoint.load_config(FIXTURES / family) == config
@@ -124,9 +136,26 @@ def test_deepseeks_as_they_were_published_are_read(copy_checkpoint):
     assert stretched.attention_scale == pytest.approx(20**-0.5 * (1 + 0.1 * math.log(40)) ** 2)
     edit_json(folder, rope_interleave=False, rope_scaling=None)
     assert checkpoint.load_config(folder) == dataclasses.replace(config, rope=Rope())
-    for broken, num_dense in ((folder, 3), (copy_checkpoint("deepseek_v2"), 0)):
-        edit_json(broken, remove=("first_k_dense_replace",), num_hidden_layers=4)
-        refuses(broken, f"first_k_dense_replace is {num_dense}, expected at least num_hidden_layers = 4")
+    left_out = "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob", "topk_method"
+    sizes = dict(num_experts=64, num_used=2, expert_size=1407, num_shared=2)
+    folder = copy_checkpoint("deepseek_v2")
+    edit_json(folder, remove=left_out, num_experts_per_tok=2)
+    assert checkpoint.load_config(folder).experts == Experts(first_layer=0, **sizes)
+    shutil.copy(FIXTURES / "deepseek_v3" / "config.json", folder)
+    edit_json(folder, remove=left_out, num_hidden_layers=4)
+    experts = checkpoint.load_config(folder).experts
+    assert experts == Experts(
+        first_layer=3,
+        num_experts=256,
+        num_used=8,
+        expert_size=2048,
+        num_shared=1,
+        is_sigmoid=True,
+        num_groups=8,
+        num_used_groups=4,
+        normalizes=True,
+        weight_scale=2.5,
+    )
 
 
 CONFIG_ERRORS = [
@@ -185,11 +214,38 @@ CONFIG_ERRORS = [
         dict(layer_types=None, sliding_window_pattern=0),
         r"sliding_window_pattern is 0, expected a positive number of layers",
     ),
+    ("deepseek_v2", dict(first_k_dense_replace=1), r"config.json has no num_experts_per_tok"),
     (
-        "deepseek_v2",
-        dict(first_k_dense_replace=1),
-        r"first_k_dense_replace is 1, expected at least num_hidden_layers = 2: .* mixtures of experts, which "
-        r"are not implemented; load a model whose MLPs are all dense",
+        "deepseek_v2_experts",
+        dict(first_k_dense_replace=-1),
+        r"first_k_dense_replace is -1, expected 0 to num_hid",
+    ),
+    (
+        "deepseek_v2_experts",
+        dict(topk_method="noaux_tc"),
+        r"topk_method is 'noaux_tc', expected greedy or group",
+    ),
+    (
+        "deepseek_v2_experts",
+        dict(n_routed_experts=9),
+        r"n_routed_experts is 9, expected a multiple of n_group = 4",
+    ),
+    (
+        "deepseek_v3_experts",
+        dict(n_routed_experts=4),
+        r"n_routed_experts is 4, expected .* n_group = 4, at least 8",
+    ),
+    ("deepseek_v3_experts", dict(topk_group=5), r"topk_group is 5, expected at most n_group = 4"),
+    (
+        "deepseek_v3_experts",
+        dict(num_experts_per_tok=5),
+        r"num_experts_per_tok is 5, expected at most the 4 of",
+    ),
+    ("deepseek_v3_experts", dict(n_shared_experts=0), r"n_shared_experts is 0, expected a positive, finite"),
+    (
+        "deepseek_v3_experts",
+        dict(moe_layer_freq=2),
+        r"moe_layer_freq is 2, expected 1: nothing else is implem",
     ),
     ("deepseek_v3", dict(attention_bias=True), r"attention_bias is True, expected False"),
     (

@@ -5,6 +5,7 @@ from tests.mutants.mutations import Mutation
 ONE_CALL = "models/test_decoder.py::test_logits_of_one_call_are_those_of_transformers"
 GEMMA2, GEMMA3 = f"{ONE_CALL}[gemma2]", f"{ONE_CALL}[gemma3]"
 DEEPSEEK_V2, DEEPSEEK_V3 = f"{ONE_CALL}[deepseek_v2]", f"{ONE_CALL}[deepseek_v3]"
+V2_EXPERTS, V3_EXPERTS = f"{ONE_CALL}[deepseek_v2_experts]", f"{ONE_CALL}[deepseek_v3_experts]"
 FAMILIES = "models/test_families.py"
 ABSORBED = f"{FAMILIES}::test_latents_are_expanded_where_a_row_has_room_for_more_than_128_tokens"
 EXPANDED = f"{FAMILIES}::test_prompts_of_other_lengths[deepseek_v2-300]"
@@ -109,11 +110,26 @@ MUTATIONS = [
         ),
     ),
     *_in_models(
+        "mixture",
+        ("experts of all groups are chosen", "if sizes.num_groups > 1:", "if False:", V2_EXPERTS),
+        ("a group counts as its best", "2 if sizes.is_sigmoid else 1", "1", V3_EXPERTS),
+        ("corrections move weights", "take_along_axis(scores,", "take_along_axis(ranks,", V3_EXPERTS),
+        ("weights of experts as they are", "if sizes.normalizes:", "if False:", V3_EXPERTS),
+        ("weights of experts are not enlarged", "sizes.weight_scale * weights", "weights", V2_EXPERTS),
+        ("experts of others' tokens", "tokens[order // num_used]", "tokens[order % len(tokens)]", V2_EXPERTS),
+        (
+            "no MLP for all tokens",
+            "mixed.reshape(x.shape) + self.shared(x)",
+            "mixed.reshape(x.shape)",
+            V2_EXPERTS,
+        ),
+    ),
+    *_in_models(
         "tensor_names",
         (
-            "the norms behind attention and MLP change places",
-            '"attention_post_norm": "post_attention_layernorm"',
-            '"attention_post_norm": "post_feedforward_layernorm"',
+            "the norms around the sum behind attention change places",
+            '"attention_post_norm": "post_attention_layernorm",\n    "mlp_norm": "pre_feedforward_layernorm"',
+            '"attention_post_norm": "pre_feedforward_layernorm",\n    "mlp_norm": "post_attention_layernorm"',
             GEMMA2,
         ),
     ),
@@ -124,12 +140,6 @@ MUTATIONS = [
             "scaling.length(scaling.mscale_all_dim) ** 2",
             "scaling.length(scaling.mscale_all_dim)",
             DEEPSEEK_V2,
-        ),
-        (
-            "mixtures are taken for dense MLPs",
-            'num_dense < sizes["num_layers"]',
-            "num_dense < 0",
-            PUBLISHED_DEEPSEEK,
         ),
     ),
     *_in_models(
