@@ -60,7 +60,7 @@ MUTATIONS = [
             "rows under older weights go on publishing",
             "state.may_publish & ~inbox.has_new_weights",
             "state.may_publish",
-            NEW_WEIGHTS,
+            "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
         ),
         (
             "a request that fills the pool is refused",
