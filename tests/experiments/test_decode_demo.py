@@ -183,6 +183,7 @@ def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp
     np.testing.assert_allclose(sample["logprobs"], logprobs[np.arange(60), sample["tokens"]], atol=0.1)
 
 
+@pytest.mark.slow
 def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
     arguments = (*SAMPLING, "--checkpoint", folder / "plain")
     samples = [sample for prompt in run_json(capsys, *arguments)["prompts"] for sample in prompt["samples"]]
@@ -224,6 +225,7 @@ def test_a_draft_model_gives_the_same_tokens_through_a_window(capsys, folder):
     assert re.search(r"SlidingWindow\(20, rollback 3\) x 1 layer: \d+ blocks of 4 tokens", output)
 
 
+@pytest.mark.slow
 def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
     """The first prompt needs 13 of 12 blocks, alone; the other waits, and gets all that it asks for."""
     prompts = ["def f(x):", "for i"]
@@ -281,6 +283,7 @@ def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder, monkeypatch):
     """One long prompt and five of a token in 16 blocks: 10 + 5, and one that a beam grows into."""
 
