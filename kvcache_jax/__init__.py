@@ -24,25 +24,21 @@ from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
-from kvcache_jax.core.config import CacheConfig, LayerGroup, memory_bytes
+from kvcache_jax.core.config import CacheConfig, memory_bytes
+from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.layer_kinds.cross_attention import CrossAttention
 from kvcache_jax.core.layer_kinds.full_attention import FullAttention
 from kvcache_jax.core.layer_kinds.latent_attention import LatentAttention
 from kvcache_jax.core.layer_kinds.quantised import Quantised
 from kvcache_jax.core.layer_kinds.shared_with import SharedWith
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
-from kvcache_jax.core.state import (
-    Admission,
-    BlockPool,
-    Cache,
-    Control,
-    Counter,
-    Step,
-)
+from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
@@ -91,6 +87,7 @@ from kvcache_jax.operations.stats import (
 )
 from kvcache_jax.operations.touch import touch
 from kvcache_jax.operations.truncate import truncate
+from kvcache_jax.operations.write_source import write_source
 from kvcache_jax.prefix.item_tokens import item_tokens
 from kvcache_jax.prefix.namespace import namespace
 
@@ -113,6 +110,7 @@ __all__ = [
     "CacheManager",
     "Control",
     "Counter",
+    "CrossAttention",
     "Draft",
     "Engine",
     "EngineCounter",
@@ -194,6 +192,7 @@ __all__ = [
     "truncate",
     "utilization",
     "write",
+    "write_source",
 ]
 
 _RENAMED = {

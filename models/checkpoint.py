@@ -1,8 +1,9 @@
 """Checkpoints in the Hugging Face layout: config.json, *.safetensors, and tokenizer.json where there is one.
 
-Reads Llama 3.x, Qwen2/2.5, Qwen3 and Mistral as they are published, and writes a model as the one of these
-families that has its options, so that other programs can open it too. What does not fit is a
-`CheckpointError` that names the file, the tensor or the option; nothing is skipped, padded or guessed.
+Reads the models of `models.families` as they are published: Llama 3.x, Qwen2/2.5, Qwen3, Mistral, Gemma 2,
+Gemma 3 (text), DeepSeek-V2 and V3. Writes a model as the first of these families that has its
+options, so that other programs can open it too. What does not fit is a `CheckpointError` that names the file,
+the tensor or the option; nothing is skipped, padded or guessed.
 
     decoder = checkpoint.load(folder)
     tokenizer = checkpoint.load_tokenizer(folder)
@@ -15,7 +16,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,11 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from models.config_json import CheckpointError, JsonObject, read_config, read_dtype, write_config
-from models.decoder import Decoder, DecoderConfig
+from models.config import DecoderConfig
+from models.config_json import read_config, read_dtype, write_config
+from models.decoder import Decoder
+from models.json_object import CheckpointError, JsonObject
+from models.tensor_names import EMBEDDING, OUTER, UNEMBEDDING, layer_tensor
 from models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = ["CheckpointError", "load", "load_config", "load_tokenizer", "save", "stored_dtype"]
@@ -36,23 +40,7 @@ _GENERATION = "generation_config.json"
 _TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tokenizer.model", "tekken.json", "vocab.json")
 _FLOATS = ("F32", "BF16", "F16")
 
-# Names in the files of what `Decoder` holds, the last part (kernel, scale, bias) left out.
-_EMBEDDING, _UNEMBEDDING = "model.embed_tokens", "lm_head"
-_EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{_EMBEDDING}.weight", f"{_UNEMBEDDING}.weight"
-_OUTER = {"embedding": _EMBEDDING, "unembedding": _UNEMBEDDING, "norm": "model.norm"}
-_INNER = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+_EMBEDDING_TENSOR, _UNEMBEDDING_TENSOR = f"{EMBEDDING}.weight", f"{UNEMBEDDING}.weight"
 # Buffers that older programs stored; they follow from config.json.
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -79,16 +67,17 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
         stored = _open(folder, stack)
         if config.tie_embeddings and _EMBEDDING_TENSOR not in stored and _UNEMBEDDING_TENSOR in stored:
             stored[_EMBEDDING_TENSOR] = stored.pop(_UNEMBEDDING_TENSOR)  # some programs write only the other
-        _check_names(folder, stored, [name for source, _ in wanted for name in source.names], config)
+        names = [name for source, _ in wanted for name in source.tensors.values()]
+        _check_names(folder, stored, names, config)
         for source, shape in wanted:
-            for name in source.names:
+            for name in source.tensors.values():
                 stored[name].check(source.file_shape(shape))
         if config.tie_embeddings and _UNEMBEDDING_TENSOR in stored:
             _check_same(folder, stored[_EMBEDDING_TENSOR], stored[_UNEMBEDDING_TENSOR])
         values = []
         for source, shape in wanted:
             value = np.empty(shape, config.param_dtype)
-            for index, name in source.items():
+            for index, name in source.tensors.items():
                 tensor = stored[name].read()
                 value[index] = tensor.T if source.is_transposed else tensor
             values.append(jnp.asarray(value))
@@ -115,7 +104,7 @@ def save(folder: str | os.PathLike[str], decoder: Decoder, tokenizer: Tokenizer 
     tensors = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(decoder)[0]:
         source, value = _source(decoder.config, path), np.asarray(leaf)
-        for index, name in source.items():
+        for index, name in source.tensors.items():
             # safetensors writes memory as it lies: a transposed view would come back untransposed.
             tensors[name] = np.ascontiguousarray(value[index].T if source.is_transposed else value[index])
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,35 +200,32 @@ class _Source(NamedTuple):
     """Where the files have a leaf of `Decoder`.
 
     Attributes:
-      names: Its tensors: one, or those of all layers that are stacked in the leaf.
-      is_stacked: The latter, also where it is a single layer.
+      tensors: Names by their places in the leaf: `()` for all of it, `(layer,)` or `(layer, expert)` where
+        those of many layers, or of their experts, are stacked in it.
       is_transposed: Stored `[out, in]`.
     """
 
-    names: tuple[str, ...]
-    is_stacked: bool
+    tensors: dict[tuple[int, ...], str]
     is_transposed: bool
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of one tensor, where the leaf has this shape."""
-        shape = shape[1:] if self.is_stacked else shape
+        shape = shape[len(next(iter(self.tensors))) :]
         return shape[::-1] if self.is_transposed else shape
-
-    def items(self) -> Iterator[tuple[Any, str]]:
-        """What to index the leaf by, and the name of the tensor that stands there."""
-        return zip(range(len(self.names)) if self.is_stacked else [...], self.names, strict=True)
 
 
 def _source(config: DecoderConfig, path: tuple[Any, ...]) -> _Source:
     *modules, last = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value").split(".")
     if not modules:
-        return _Source((f"{_OUTER[last]}.weight",), False, False)
-    kind = "bias" if last == "bias" else "weight"
-    if modules[0] == "layers":
-        run, inner = config.runs[int(modules[1])], _INNER[".".join(modules[2:])]
-        names = tuple(f"model.layers.{layer_id}.{inner}.{kind}" for layer_id in run.layer_ids)
-        return _Source(names, True, last == "kernel")
-    return _Source((f"{_OUTER['.'.join(modules)]}.{kind}",), False, last == "kernel")
+        return _Source({(): f"{OUTER[last]}.weight"}, False)
+    if modules[0] != "layers":
+        return _Source({(): f"{OUTER['.'.join(modules)]}.weight"}, False)
+    name, run = layer_tensor(config, ".".join(modules[2:]), last), config.runs[int(modules[1])]
+    tensors = {(i,): f"model.layers.{layer_id}.{name}" for i, layer_id in enumerate(run.layer_ids)}
+    if config.experts is not None and "{expert}" in name:
+        experts = range(config.experts.num_experts)
+        tensors = {(*i, e): each.format(expert=e) for i, each in tensors.items() for e in experts}
+    return _Source(tensors, last == "kernel")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph, row_rgb
 
 MAX_LOOKS, MAX_BLOCKS, MAX_ROWS = 20, 100, 16

@@ -210,9 +210,10 @@ def main(arguments: list[str] | None = None) -> int:
         memory = memory_report(options.data)
     except (checkpoint.CheckpointError, command.InputError) as error:
         parser.error(str(error))
-    if decoder.config.windows:
+    if option := dense_decoder.missing_option(decoder.config):
         parser.error(
-            f"{options.checkpoint} has sliding windows, which the dense cache beside it does not have"
+            f"{options.checkpoint} has {option}, which the dense cache beside it does not have, expected a "
+            "model without: take a Llama, Qwen or Mistral checkpoint whose layers see all tokens"
         )
 
     start = time.perf_counter()

@@ -4,6 +4,7 @@ The layers are those of `models.decoder`; only what stands between a layer's que
 output differs, and that is a function here.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,13 +14,33 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from models.decoder import Attention, Decoder, Layer, Rotation, rotate, rotations, single_layers
+from models.attention import Attention
+from models.config import DecoderConfig
+from models.decoder import Decoder, Layer, rotations, single_layers
+from models.rope import Rotation, rotate
 
 Layout = Literal["[B, S, H, D]", "[B, H, S, D]"]
 LAYOUTS: tuple[Layout, ...] = ("[B, S, H, D]", "[B, H, S, D]")
 
 # (layer, q [b, t, num_q_heads, d], k [b, t, num_kv_heads, d], v) -> out like q
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+_OPTIONS = (
+    "windows",
+    "latents",
+    "use_post_norms",
+    "embedding_scale",
+    "attention_scale",
+    "attention_soft_cap",
+    "final_soft_cap",
+)
+
+
+def missing_option(config: DecoderConfig) -> str | None:
+    """An option that the model has and what stands here does not; None where all is here."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return next((name for name in _OPTIONS if getattr(config, name) != defaults[name]), None)
 
 
 class Unstacked(NamedTuple):
@@ -134,10 +155,11 @@ def run(
     """Logits f32[b, t, vocab_size] of tokens i32[b, t]; `only` one place i32[] of every row, if given."""
     decoder, layers = decoder if isinstance(decoder, Unstacked) else unstacked(decoder)
     x = decoder.embedding[...][tokens].astype(decoder.config.dtype)
-    rotation = rotations(decoder.config, positions)
+    turns = rotations(decoder.config, positions)
     for layer_id, layer in enumerate(layers):
+        assert isinstance(layer.attention, Attention)  # see `missing_option`
         x = x + _attention(
-            layer.attention, layer.attention_norm(x), rotation, functools.partial(attend, layer_id)
+            layer.attention, layer.attention_norm(x), turns[layer_id], functools.partial(attend, layer_id)
         )
         x = x + layer.mlp(layer.mlp_norm(x))
     if only is not None:

@@ -26,7 +26,8 @@ from experiments.kernel_speed.problem import error_of, random_pool
 from experiments.kernel_speed.timing import Contest, Program, Side, compiled
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
 from kvcache_jax.core.mosaic import interpreted
-from models.decoder import Decoder, DecoderConfig, Llama3Scaling, cache_config, forward
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
+from models.rope import Llama3Scaling, Rope
 
 TOLERANCE = 3e-2
 """Of the logits, as norms, from float32's. A rounding to bfloat16 is off by 2^-9 / sqrt(3), as a root of the
@@ -41,9 +42,11 @@ LLAMA_1B = DecoderConfig(
     num_kv_heads=8,
     head_dim=64,
     max_seq_len=131072,
-    rope_theta=500_000.0,
-    rope_scaling=Llama3Scaling(
-        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+    rope=Rope(
+        theta=500_000.0,
+        scaling=Llama3Scaling(
+            factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+        ),
     ),
     norm_eps=1e-5,
     tie_embeddings=True,

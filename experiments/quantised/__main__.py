@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import command, corpus, timing
+from experiments.decode_speed import dense_decoder
 from experiments.decode_speed.__main__ import Timing
 from experiments.decode_speed.sides import LOOP, NUM_STEPS, Case, make_contexts, paged_side
 from experiments.quantised.report import draw, show
@@ -145,9 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
         decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
     except checkpoint.CheckpointError as error:
         parser.error(str(error))
-    if decoder.config.windows:
+    if option := dense_decoder.missing_option(decoder.config):
         parser.error(
-            f"{options.checkpoint} has sliding windows, which dense attention to rounded keys does not have"
+            f"{options.checkpoint} has {option}, which dense attention to rounded keys does not have, "
+            "expected a model without: take a Llama, Qwen or Mistral checkpoint whose layers see all tokens"
         )
     if decoder.config.vocab_size < 256:
         parser.error(

@@ -11,7 +11,7 @@ from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control, KVPool
 
 
@@ -29,7 +29,8 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
       `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length
       and, in a window group, where tokens were given back; length 0 for idle rows, and for ids and
       traced layers out of range. Of a kind that stores something else, keys and values as its `keys_values`
-      gives them without weights, scaled; a rotated kind's keys are those of rotated queries.
+      gives them without weights, scaled; a rotated kind's keys are those of rotated queries. Of a layer that
+      reads sources, the row's source, `[max_source_len, ...]`.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
@@ -43,12 +44,11 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     group_id, index = arguments.locate_layer(cache.config, layer)
     pool = arguments.pool_of(cache, group_id)
     seq_id = arguments.int_scalar("seq_id", seq_id)
-    config = cache.config
-    sizes = dict(group=config.groups[group_id], group_id=group_id, max_seq_len=config.max_seq_len)
-    return _gather(pool, cache.control, seq_id, index, **sizes)
+    group = cache.config.groups[group_id]
+    return _gather(pool, cache.control, seq_id, index, group=group, group_id=group_id)
 
 
-@functools.partial(jax.jit, static_argnames=("group", "group_id", "max_seq_len"))
+@functools.partial(jax.jit, static_argnames=("group", "group_id"))
 def _gather(
     pool: KVPool,
     control: Control,
@@ -56,7 +56,6 @@ def _gather(
     index: jax.Array,
     group: LayerGroup,
     group_id: int,
-    max_seq_len: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     block_pool = control.block_pools[group_id]
     is_layer = index < group.num_layers
@@ -74,6 +73,6 @@ def _gather(
 
     def held(values: jax.Array) -> jax.Array:
         values = jnp.where(is_token[:, None, None], values, jnp.zeros((), values.dtype))
-        return values[:max_seq_len]
+        return values[: group.max_len]
 
     return held(jnp.moveaxis(k, 0, 1)), held(v), length

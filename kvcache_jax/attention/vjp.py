@@ -13,7 +13,8 @@ from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.attention import xla
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import backends
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
 
 

@@ -33,7 +33,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array | None, step: S
 @jax.named_scope("kvcache.write")
 def store(cache: Cache, place: Place, k: jax.Array, v: jax.Array | None, step: Step) -> Cache:
     """Stores keys and values in the slots of a step that was checked."""
-    new = arguments.layer_inputs(cache, place, {"k": k, "v": v}, step)
+    new = arguments.layer_inputs(cache, place, {"k": k, "v": v}, step.positions.shape)
     slots = step.slots[place.group_id]
     pool = storage.store_tokens(place.pool, place.layer, new, slots, cache.config, place.group_id)
     return storage.with_pool(cache, place.group_id, pool)

@@ -24,7 +24,8 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.blocks.storage import block_rows, keys_values_of, keys_values_shapes, load_blocks
 from kvcache_jax.core.backends import target_device
-from kvcache_jax.core.config import BlockArray, LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import AttentionPlan, KVPool
 
 # On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.

@@ -17,8 +17,10 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
-from kvcache_jax.core.config import BlockArray, CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import KeysValues
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import BlockCopies, Cache, KVPool
 
 _COPIES_PER_TRIP = 16
@@ -175,6 +177,9 @@ def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
     """
     config, pools = cache.config, []
     for pool, copied, group in zip(cache.pools, copies, config.groups, strict=True):
+        if group.holds_sources:  # nobody writes into them again
+            pools.append(pool)
+            continue
         name = backends.choose(config, None, pool, group).name
         pools.append(_copy(name, config.head_axis, group, as_varied(pool, copied), *copied))
     return dataclasses.replace(cache, pools=tuple(pools))

@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import as_integer
 from kvcache_jax.arrays.sharding import axis_of_types, check_split
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, KVPool, Step
 
 IntRows = ArrayLike | Sequence[int]
@@ -187,7 +188,7 @@ def locate_layer(config: CacheConfig, layer: Any) -> tuple[int, jax.Array | np.i
     else:
         group_id, index = 0, layer
         _require_index(layer, index)
-        num_shared = config.num_layers - len(config.own_layers)
+        num_shared = sum(kind.shared_layer is not None for kind in config.layers)
         if len(config.groups) > 1 or num_shared:
             has = f"{len(config.groups)} layer groups" if not num_shared else f"{num_shared} shared layers"
             raise ValueError(
@@ -236,18 +237,24 @@ def located(cache: Cache, layer: Any, step: Any) -> Place:
 def located_to_store(cache: Cache, layer: Any, step: Any) -> Place:
     """Finds a layer as `located`, for new keys and values; refuses one that stores none."""
     place = located(cache, layer, step)
-    require_own(cache.config, layer)
+    require_own(cache.config, layer, place.group_id)
     return place
 
 
-def require_own(config: CacheConfig, layer: Any) -> None:
-    """Refuses new keys and values of a layer that reads those of another."""
+def require_own(config: CacheConfig, layer: Any, group_id: int) -> None:
+    """Refuses new keys and values of a layer that reads those of another, or of a source."""
     is_named = isinstance(layer, int | np.integer)
     shared_layer = config.layers[int(layer)].shared_layer if is_named else None
     if shared_layer is not None:
         raise ValueError(
             f"got k and v for layer {layer}, which reads those of layer {shared_layer} and stores none, "
             f"expected none: call attend(cache, {layer}, q, step)"
+        )
+    group = config.groups[group_id]
+    if group.holds_sources:
+        raise ValueError(
+            f"got k and v for layer {layer}, {group.kind.label}, whose rows read a source, expected none: "
+            f"write_source stores it once, then call attend(cache, {layer}, q, step)"
         )
 
 
@@ -318,8 +325,17 @@ def require_floats(name: str, values: Any) -> None:
         raise TypeError(f"{name} has dtype {values.dtype}, expected a floating dtype")
 
 
-def layer_inputs(cache: Cache, place: Place, given: Mapping[str, Any], step: Step) -> dict[str, jax.Array]:
-    """Checks what a model hands in for one layer, by the names of the kind's inputs, and returns it."""
+def layer_inputs(
+    cache: Cache, place: Place, given: Mapping[str, Any], tokens: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """Checks what a model hands in for one layer, by the names of the kind's inputs, and returns it.
+
+    Args:
+      cache: Not changed.
+      place: The layer.
+      given: `[*tokens, *inputs[name]]` by name; None where the kind takes nothing.
+      tokens: Shape of the tokens, a step's or a source's.
+    """
     group, inputs = cache.config.groups[place.group_id], {}
     expected = group.kind.inputs
     axis = axis_of_types(place.pool.arrays, group.head_positions)
@@ -334,11 +350,10 @@ def layer_inputs(cache: Cache, place: Place, given: Mapping[str, Any], step: Ste
             continue
         require_floats(name, values)
         num_heads, *width = expected[name]
-        shape = (*step.positions.shape, num_heads // num_shards, *width)
+        shape = (*tokens, num_heads // num_shards, *width)
         if values.shape != shape:
             raise ValueError(
-                f"{name} has shape {values.shape}, expected {shape}: "
-                "the step's tokens, num_kv_heads, head_dim"
+                f"{name} has shape {values.shape}, expected {shape}: the tokens, num_kv_heads, head_dim"
             )
         check_split(name, values, axis)
         refuse_shared_cache(name, values, cache)

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.masked_updates import get_at, quotient
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.core.backends import choose
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 
 def plan_attention(cache: Cache, step: Step) -> Step:
     """Adds the plans of all layer groups to a step that `extend` reserved in `cache`."""
     num_queries = 1 if step.cu_query_lens is not None else step.positions.shape[1]
+    group_id, _ = cache.config.locate(cache.config.own_layers[0])
+    num_slots = cache.control.block_pools[group_id].num_blocks * cache.config.groups[group_id].block_size
+    table_row, first_position, num_queries_of_row = _rows_of(step, step.slots[group_id] < num_slots)
     plans = []
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
         block_pool = cache.control.block_pools[group_id]
-        is_query = step.slots[group_id] < block_pool.num_blocks * group.block_size
-        table_row, first_position, num_queries_of_row = _rows_of(step, is_query)
         num_keys = None
         if not group.kind.is_causal:
             num_keys = get_at(group.kind.length(cache.control), table_row, 0)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 if TYPE_CHECKING:  # these need the names of the backends
-    from kvcache_jax.core.config import CacheConfig, LayerGroup
+    from kvcache_jax.core.config import CacheConfig
+    from kvcache_jax.core.layer_group import LayerGroup
     from kvcache_jax.core.state import KVPool
 
 XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"

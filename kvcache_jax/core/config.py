@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import (
     MAX_INDEX,
     LayerKind,
@@ -23,82 +22,8 @@ from kvcache_jax.core.layer_kinds.base import (
     kind_to_json,
     storage_dtype,
 )
-from kvcache_jax.core.layer_kinds.block_array import BlockArray, check_arrays
-from kvcache_jax.core.layer_kinds.span import Span, ceil_div
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerGroup:
-    """The model layers of one kind, with the sizes of the pool and the block table they share."""
-
-    kind: LayerKind
-    """With its dtype, where that was left to the config."""
-    layer_ids: tuple[int, ...]
-    num_blocks: int
-    block_size: int
-    max_blocks_per_seq: int
-    max_held_blocks: int
-    """Most blocks that one row ever holds at once."""
-    arrays: tuple[tuple[str, BlockArray], ...]
-    """The arrays of one block of one layer, by name."""
-
-    @property
-    def num_layers(self) -> int:
-        """Model layers that share the pool."""
-        return len(self.layer_ids)
-
-    @property
-    def span(self) -> Span:
-        """The positions that stay."""
-        return self.kind.span
-
-    @property
-    def window(self) -> int | None:
-        """Last tokens that a query sees, itself included; None for all."""
-        return self.span.window
-
-    @property
-    def max_rollback(self) -> int:
-        """Tokens by which a row beyond its window can be shortened; 0 without a window, where it is any."""
-        return self.span.max_rollback
-
-    @property
-    def num_sink_tokens(self) -> int:
-        """First tokens that queries see beside the window; 0 without a window."""
-        return self.span.num_sink_tokens
-
-    @property
-    def num_sink_blocks(self) -> int:
-        """First table columns that never leave the row."""
-        return self.span.num_sink_blocks(self.block_size)
-
-    def first_column(self, length: jax.Array, rollback: int = 0) -> jax.Array:
-        """Finds the first column behind the sinks that is in reach after `length` tokens; see `Span`."""
-        return self.span.first_column(length, self.block_size, rollback)
-
-    def num_columns(self, length: jax.Array) -> jax.Array:
-        """Counts the columns of `length` tokens; see `Span`."""
-        return self.span.num_columns(length, self.block_size)
-
-    def tail_column(self, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Finds the column that is written next, and whether it holds tokens already; see `Span`."""
-        return self.span.tail_column(length, self.block_size)
-
-    @property
-    def head_positions(self) -> dict[str, int | None]:
-        """The axes of heads in the pool's arrays, by name; None for none."""
-        return {name: None if array.head_axis is None else 1 + array.head_axis for name, array in self.arrays}
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, all layers of the group."""
-        values = (math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for _, array in self.arrays)
-        return self.num_layers * sum(values)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_blocks * self.block_bytes
+from kvcache_jax.core.layer_kinds.block_array import check_arrays
+from kvcache_jax.core.layer_kinds.span import ceil_div
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +149,7 @@ class CacheConfig:
                 "expected enable_prefix_caching=True with it"
             )
         _check_shared(self.layers)
+        self._check_sources()
         if self.enable_prefix_caching and not any(group.span.keeps_all for group in self.groups):
             raise ValueError(
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
@@ -240,7 +166,16 @@ class CacheConfig:
     @functools.cached_property
     def own_layers(self) -> tuple[int, ...]:
         """The model layers that store keys and values of new tokens."""
-        return tuple(i for i, kind in enumerate(self.layers) if kind.shared_layer is None)
+        return tuple(i for i in self._storing_layers if self.layers[i].source_len_limit is None)
+
+    @functools.cached_property
+    def source_layers(self) -> tuple[int, ...]:
+        """The model layers that store keys and values of sources, see `write_source`."""
+        return tuple(i for i in self._storing_layers if self.layers[i].source_len_limit is not None)
+
+    @property
+    def _storing_layers(self) -> list[int]:
+        return [i for i, kind in enumerate(self.layers) if kind.shared_layer is None]
 
     @property
     def query_len_limit(self) -> int:
@@ -251,7 +186,7 @@ class CacheConfig:
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layer groups, in the order of their first layers."""
         layer_ids: dict[LayerKind, list[int]] = {}
-        for i in self.own_layers:
+        for i in self._storing_layers:
             kind = self.layers[i]
             kind = kind if kind.dtype is not None else dataclasses.replace(kind, dtype=self.dtype)
             layer_ids.setdefault(kind, []).append(i)
@@ -263,7 +198,7 @@ class CacheConfig:
     @property
     def indexed_group(self) -> int:
         """The layer group by whose blocks prefixes are found: the first that keeps all positions, else 0."""
-        keeps_all = [group.span.keeps_all for group in self.groups]
+        keeps_all = [group.span.keeps_all and not group.holds_sources for group in self.groups]
         return keeps_all.index(True) if True in keeps_all else 0
 
     def locate(self, layer: int) -> tuple[int, int]:
@@ -275,10 +210,23 @@ class CacheConfig:
         [place] = [(g, group) for g, group in enumerate(self.groups) if owner in group.layer_ids]
         return place[0], place[1].layer_ids.index(owner)
 
+    def _check_sources(self) -> None:
+        if not self.own_layers:
+            raise ValueError(
+                "all layers read sources, expected one that stores its row's tokens, too: FullAttention"
+            )
+        if self.enable_prefix_caching and self.source_layers:
+            layer = self.source_layers[0]
+            raise ValueError(
+                f"enable_prefix_caching is True and layers[{layer}] is {self.layers[layer].label}, expected "
+                "False: what tokens compute depends on their row's source, and prefixes are found by tokens "
+                "alone"
+            )
+
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size
-        max_blocks_per_seq = ceil_div(self.max_seq_len, block_size)
-        max_held_blocks = kind.span.max_held_blocks(self.max_seq_len, self.query_len_limit, block_size)
+        max_len = self.max_seq_len if kind.source_len_limit is None else kind.source_len_limit
+        max_held_blocks = kind.span.max_held_blocks(max_len, self.query_len_limit, block_size)
         arrays = kind.arrays(block_size, kind.dtype)
         check_arrays(kind.label, arrays, block_size)
         return LayerGroup(
@@ -286,8 +234,9 @@ class CacheConfig:
             layer_ids=layer_ids,
             num_blocks=kind.num_blocks or self.num_blocks or self.max_seqs * max_held_blocks,
             block_size=block_size,
-            max_blocks_per_seq=max_blocks_per_seq,
+            max_blocks_per_seq=ceil_div(max_len, block_size),
             max_held_blocks=max_held_blocks,
+            max_len=max_len,
             arrays=tuple(sorted(arrays.items())),
         )
 

@@ -7,8 +7,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup, format_bytes, memory_bytes, require_config
+from kvcache_jax.core.config import CacheConfig, format_bytes, memory_bytes, require_config
 from kvcache_jax.core.empty_state import empty_control
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.base import LayerKind
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,7 +56,7 @@ def _shared_layers(config: CacheConfig) -> list[int]:
 def _arrays(group: LayerGroup) -> str:
     """Says what a token stores in each array of a block."""
     kind = group.kind
-    if kind.is_plain:
+    if type(kind).arrays is LayerKind.arrays:
         return f"{kind.num_kv_heads} heads x {kind.head_dim}, {kind.dtype.name}"
     return ", ".join(
         f"{name} {jnp.dtype(array.dtype).name}{list(array.token_shape)}" for name, array in group.arrays

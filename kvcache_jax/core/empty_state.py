@@ -5,15 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
     CachedBlocks,
     Control,
-    Counter,
     GroupLinks,
     KVPool,
     PrefixIndex,
@@ -46,6 +47,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         counters=numpy.zeros(len(Counter), jnp.uint32),
         hash_key=hash_key,
         num_published=ints(max_seqs),
+        source_len=ints(max_seqs) if config.source_layers else None,
         prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.attention_plan import plan_rows
 from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
 
 _PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
@@ -61,9 +61,15 @@ def _supports(
     from pallas_kernels.versions import untested_jax
 
     reason = untested_jax() or _why_not_here(name, device)
-    if not reason and not group.kind.is_plain:
+    kind = group.kind
+    if not reason and not (kind.is_causal and kind.source_len_limit is None):
         reason = (
-            f"its kernels read keys and values as they are stored, and {group.kind.label} layers store "
+            "its kernels attend to a row's tokens up to the query's, and all queries of "
+            f"{kind.label} layers see the same tokens"
+        )
+    if not reason and not kind.is_plain:
+        reason = (
+            f"its kernels read keys and values as they are stored, and {kind.label} layers store "
             "something else"
         )
     return reason or _kernels(name).why_not(pool.k, group_size)

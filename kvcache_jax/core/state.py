@@ -1,46 +1,15 @@
 """The cache as a value: one immutable pytree, control state beside the pools of keys and values."""
 
 import dataclasses
-import enum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
-
-
-class Counter(enum.IntEnum):
-    """Index into `Control.counters`."""
-
-    ALLOCATIONS = 0
-    """Rows started by `allocate`."""
-    FORKS = 1
-    """Rows started by `fork`."""
-    FREES = 2
-    """Rows ended by `free`."""
-    COPIES = 3
-    """Blocks copied because a row wrote into a block that others hold too, or that is published."""
-    EVICTIONS = 4
-    """Cached blocks whose contents were given up; not those of other layer groups that go with them."""
-    ADOPTIONS = 5
-    """Blocks given back by `commit` because their contents were already published."""
-    REQUEST_QUERIES = 6
-    """Rows for which `allocate` looked for a cached prefix."""
-    REQUEST_HITS = 7
-    """Those that found one."""
-    BLOCK_QUERIES = 8
-    """Full blocks of their prompts."""
-    BLOCK_HITS = 9
-    """Those that were reused."""
-    TOKEN_QUERIES = 10
-    """Tokens of their prompts."""
-    TOKEN_HITS = 11
-    """Those in reused blocks."""
 
 
 @pytree_dataclass()
@@ -79,9 +48,9 @@ class BlockPool:
 
     Attributes:
       block_table: i32[max_seqs, max_blocks_per_seq], block that holds tokens
-        `[column * block_size, (column + 1) * block_size)` of the row, or nowhere. Columns past the
-        tokens held are blocks reserved by `allocate`, then nowhere. A window group has a hole of
-        nowhere between its sinks and the tokens in reach.
+        `[column * block_size, (column + 1) * block_size)` of the row, or its source, or nowhere. Columns
+        past the tokens held are blocks reserved by `allocate`, then nowhere. A window group has a
+        hole of nowhere between its sinks and the tokens in reach.
       ref_count: i32[num_blocks], table entries that point at the block; 0 = free or cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
@@ -221,6 +190,7 @@ class Control:
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
         with a last one that `truncate` cut into, whoever published that.
+      source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
     """
@@ -235,6 +205,7 @@ class Control:
     counters: jax.Array
     hash_key: jax.Array
     num_published: jax.Array
+    source_len: jax.Array | None
     prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
 
@@ -244,8 +215,13 @@ class Control:
         return self.is_active.shape[-1]
 
 
-ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
-"""Names of the arrays of `Control` that have an entry per row, 0 for idle ones."""
+_ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_published", "last_used", "num_uses"
+
+
+def row_fields(control: Control) -> dict[str, jax.Array]:
+    """Returns the arrays of `Control` that have an entry per row, 0 for idle ones, by name."""
+    fields = {name: getattr(control, name) for name in _ROW_FIELDS}
+    return fields if control.source_len is None else fields | {"source_len": control.source_len}
 
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
@@ -344,8 +320,8 @@ class Step:
       query_len: i32[n], new tokens.
       context_len: i32[n], tokens held, the new ones included; in a refused second entry of a row, not.
       positions: i32[tokens], position in the sequence; unspecified where there is no token.
-      slots: per group i32[tokens], `block_id * block_size + offset`; nowhere is
-        `num_blocks * block_size`.
+      slots: per group i32[tokens], `block_id * block_size + offset`; nowhere, as in all of a group of
+        sources, is `num_blocks * block_size`.
       plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
@@ -374,14 +350,6 @@ class BlockCopies(NamedTuple):
     src: jax.Array
     dst: jax.Array
     num_copies: jax.Array
-
-
-def count_events(control: Control, events: dict[Counter, jax.Array]) -> jax.Array:
-    """Adds each count of `events` to `control.counters`."""
-    counters, order = control.counters, np.arange(len(Counter))
-    for counter, num_events in events.items():
-        counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)
-    return counters
 
 
 def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control:

@@ -17,7 +17,8 @@ class Status(enum.IntEnum):
     OUT_OF_BLOCKS = 2
     """Some layer group has too few blocks that are free or can be evicted."""
     TOO_LONG = 3
-    """More tokens than `max_seq_len`, than the call has room for, or (truncate) than the row holds."""
+    """More tokens than `max_seq_len` (or `max_source_len`), than the call has room for, or (truncate) than
+    the row holds."""
     SEQ_IN_USE = 4
     """The row to start is active; free it first."""
     SEQ_NOT_ACTIVE = 5
@@ -35,6 +36,8 @@ class Status(enum.IntEnum):
     """The block before an imported one is neither published nor imported before it."""
     INDEX_FULL = 11
     """The prefix index has no place for an imported block, or another block has its hash."""
+    HAS_SOURCE = 12
+    """The row has a source, which is written once; free the row first."""
 
 
 def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:

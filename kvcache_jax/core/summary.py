@@ -4,7 +4,8 @@ import numpy as np
 
 from kvcache_jax.core.cache_checks import is_batched, is_donated, missing_values
 from kvcache_jax.core.config import format_bytes, memory_bytes
-from kvcache_jax.core.state import Cache, Counter
+from kvcache_jax.core.counter import Counter
+from kvcache_jax.core.state import Cache
 
 
 def summary(cache: Cache) -> str:

@@ -38,6 +38,12 @@ def check_model(caller: str, forward: Any, config: Any, *values: Any) -> None:
       values: Pytrees that are handed to compiled programs; the first are the parameters.
     """
     require_config(caller, config)
+    if config.source_layers:
+        label = config.layers[config.source_layers[0]].label
+        raise NotImplementedError(
+            f"{caller} got {label} layers, for whose sources it has no argument, expected a loop of your "
+            "own: kv.allocate, kv.write_source, then kv.extend and the model for each step"
+        )
     if not callable(forward):
         raise TypeError(
             f"forward is {forward!r}, expected a model: (params, tokens, cache, step) -> (logits, cache)"

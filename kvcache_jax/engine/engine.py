@@ -149,17 +149,14 @@ class Engine:
             num_clients=static_count("num_clients", num_clients),
             num_items=static_count("max_items", max_items, least=0),
         )
-        inbox_sizes = dataclasses.replace(
+        inbox_sizes = self._inbox_sizes = dataclasses.replace(
             self._sizes,
             num_slots=min(num_slots, _MOST_ENTERING),
             num_tokens=max(longest, min(num_tokens, _MOST_ENTERING_TOKENS)),
         )
         self._steps = static_count("steps_per_chunk", steps_per_chunk)
         self._shards = Shards(mesh, row_axis, config, params_spec)
-        self._tables = [
-            RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
-            for _ in range(self._shards.num_shards)
-        ]
+        self._tables = self._new_tables()
         self._width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(
             self._options, config.max_seqs, self._steps, inbox_sizes.num_slots, _MOST_ENDED
@@ -303,6 +300,24 @@ class Engine:
             events = list(self._events)
             self._events.clear()
             return events
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers the engine's program, to be compiled ahead or looked into; runs nothing.
+
+        Returns:
+          The only program that it has, whatever its requests; `.compile()` says what memory it takes.
+        """
+        with self._lock:
+            inboxes = [table.fill_inbox(self._weights, False) for table in self._new_tables()]
+            steps = np.int32(self._steps)
+            return self._shards.lower(self._model, self._options, self.params, self._state, inboxes, steps)
+
+    def _new_tables(self) -> list[RequestTable]:
+        sizes, max_seq_len = self._sizes, self.config.max_seq_len
+        return [
+            RequestTable(sizes, self._inbox_sizes, _MOST_ENDED, max_seq_len)
+            for _ in range(self._shards.num_shards)
+        ]
 
     def _has_news(self) -> bool:
         return bool(self._events or self.num_unfinished or self._in_flight)

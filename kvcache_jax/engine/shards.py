@@ -84,10 +84,26 @@ class Shards:
         """Runs a chunk on all shards; the reports are i32[shards, any]."""
         if self._mesh is None:
             return _run(params, state, inboxes[0], max_steps, model=model, options=options)
+        return self._on_mesh(model, options)(params, state, _stacked(inboxes), max_steps)
+
+    def lower(
+        self,
+        model: Model,
+        options: Options,
+        params: Any,
+        state: EngineState,
+        inboxes: Sequence[Inbox],
+        max_steps: np.int32,
+    ) -> jax.stages.Lowered:
+        """Lowers the program that `run` runs."""
+        if self._mesh is None:
+            return _run.lower(params, state, inboxes[0], max_steps, model=model, options=options)
+        return self._on_mesh(model, options).lower(params, state, _stacked(inboxes), max_steps)
+
+    def _on_mesh(self, model: Model, options: Options) -> Any:
         if (model, options) not in self._programs:
             self._programs[model, options] = self._program(model, options)
-        inbox = jax.tree.map(lambda *columns: np.stack(columns), *inboxes)
-        return self._programs[model, options](params, state, inbox, max_steps)
+        return self._programs[model, options]
 
     def _program(self, model: Model, options: Options) -> Any:
         """Builds the program on the mesh."""
@@ -113,6 +129,10 @@ class Shards:
             )(params, state, inbox, max_steps)
 
         return jax.jit(run, donate_argnums=1)
+
+
+def _stacked(inboxes: Sequence[Inbox]) -> Inbox:
+    return jax.tree.map(lambda *columns: np.stack(columns), *inboxes)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")

@@ -125,12 +125,12 @@ def _row_lines(view: GroupView, paint: Paint) -> list[str]:
     name_len = max(map(len, names.values()), default=0)
     lines = [] if rows else ["  no row is active"]
     for row, name in names.items():
-        length = int(view.context_len[row])
-        tokens = f"{length:>{len(str(view.context_len.max()))}} {'token ' if length == 1 else 'tokens'}"
+        length = int(view.length[row])
+        tokens = f"{length:>{len(str(view.length.max()))}} {'token ' if length == 1 else 'tokens'}"
         entries = " ".join(f" {paint(text, style)}" for text, style in _row_entries(view, row))
         lines.append(f"  {paint(name, _row_style(row))}{'':{name_len - len(name)}}  {tokens}  [{entries} ]")
     if left_out := rows[_MAX_ROWS:]:
-        num_tokens = view.context_len[left_out].sum()
+        num_tokens = view.length[left_out].sum()
         lines.append(f"  ... {len(left_out):,} more rows with {num_tokens:,} tokens")
     return lines
 
@@ -141,7 +141,7 @@ def _row_entries(view: GroupView, row: int) -> list[tuple[str, str]]:
     What is no block is shown with a question mark.
     """
     nowhere, block_ids = len(view.state), view.block_table[row].tolist()
-    num_token_columns = max(ceil_div(int(view.context_len[row]), view.group.block_size), 0)
+    num_token_columns = max(ceil_div(int(view.length[row]), view.group.block_size), 0)
     while len(block_ids) > num_token_columns and block_ids[-1] == nowhere:
         block_ids.pop()
     entries = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache_jax.core.arguments import group_ids
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache
 
 # One glyph per row; the last one is that of all further rows.
@@ -26,7 +26,7 @@ class GroupView(NamedTuple):
       title: Kind, layers and blocks of the group.
       group: LayerGroup.
       is_active: bool[max_seqs].
-      context_len: i32[max_seqs].
+      length: i32[max_seqs], tokens of each row, or of its source.
       block_table: i32[max_seqs, max_blocks_per_seq].
       ref_count: i32[num_blocks].
       owner: i64[num_blocks], the lowest row that holds the block; `max_seqs` for none.
@@ -37,7 +37,7 @@ class GroupView(NamedTuple):
     title: str
     group: LayerGroup
     is_active: np.ndarray
-    context_len: np.ndarray
+    length: np.ndarray
     block_table: np.ndarray
     ref_count: np.ndarray
     owner: np.ndarray
@@ -53,22 +53,22 @@ def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]
 def _group_view(cache: Cache, group_id: int) -> GroupView:
     pool, group = cache.control.block_pools[group_id], cache.config.groups[group_id]
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
-    context_len = np.asarray(cache.control.context_len)
+    length = np.asarray(group.kind.length(cache.control))
     rows, columns = np.nonzero((table >= 0) & (table < pool.num_blocks))
     held = table[rows, columns]
-    owner = np.full(pool.num_blocks, len(context_len))
+    owner = np.full(pool.num_blocks, len(length))
     np.minimum.at(owner, held, rows)
     state = np.where(ref_count > 0, "own", "free").astype("<U8")
     if pool.cached is not None:
         state[(ref_count == 0) & np.asarray(pool.cached.is_published)] = "cached"
-    state[held[columns * group.block_size >= context_len[rows]]] = "reserved"
+    state[held[columns * group.block_size >= length[rows]]] = "reserved"
     state[ref_count > 1] = "shared"
     layers = f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}"
     return GroupView(
         title=f"group {group_id}: {layers}, {pool.num_blocks:,} blocks of {group.block_size} tokens",
         group=group,
         is_active=np.asarray(cache.control.is_active),
-        context_len=context_len,
+        length=length,
         block_table=table,
         ref_count=ref_count,
         owner=owner,

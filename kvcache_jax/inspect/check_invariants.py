@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.config import LayerGroup
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import (
-    ROW_FIELDS,
     BlockHistory,
     BlockPool,
     Cache,
     CachedBlocks,
     GroupLinks,
     PrefixIndex,
+    row_fields,
 )
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
@@ -47,8 +47,8 @@ def check_invariants(cache: Cache) -> list[str]:
     is_active = np.asarray(cache.control.is_active)
     context_len = np.asarray(cache.control.context_len)
     violations = []
-    for name in ROW_FIELDS:
-        is_set = np.asarray(getattr(cache.control, name)).reshape(len(is_active), -1).any(axis=1)
+    for name, values in row_fields(cache.control).items():
+        is_set = np.asarray(values).reshape(len(is_active), -1).any(axis=1)
         violations += [
             f"row {row} is idle and its {name} is not 0" for row in np.flatnonzero(is_set & ~is_active)
         ]
@@ -56,14 +56,21 @@ def check_invariants(cache: Cache) -> list[str]:
         f"row {row} has context_len {context_len[row]}, outside [0, {cache.config.max_seq_len}]"
         for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len))
     ]
+    for group in cache.config.groups:
+        length = np.asarray(group.kind.length(cache.control))
+        if group.holds_sources:
+            unusable += [
+                f"row {row} has a source of {length[row]} tokens, outside [0, {group.max_len}]"
+                for row in np.flatnonzero((length < 0) | (length > group.max_len))
+            ]
     unusable += _check_ids(cache)
     if unusable:
         return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [f"group {g}: {violation}" for violation in _check_counts(pool)]
-        table = np.asarray(pool.block_table)
+        table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
         for row in range(len(is_active)):
-            length = int(context_len[row]) if is_active[row] else None
+            length = int(lengths[row]) if is_active[row] else None
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length)
             ]
@@ -325,6 +332,8 @@ def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: 
     if is_held.sum() > group.max_held_blocks:
         violations.append(f"holds {is_held.sum()} blocks, above the bound {group.max_held_blocks}")
     ref_count = np.asarray(pool.ref_count)
+    if group.holds_sources and is_held[num_token_columns:].any():
+        violations.append(f"holds {is_held.sum()} blocks of a source of {length} tokens")
     for column in np.flatnonzero(is_held[num_token_columns:]) + num_token_columns:
         if ref_count[entries[column]] != 1:
             violations.append(f"reserves block {entries[column]} that others hold")

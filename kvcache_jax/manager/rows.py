@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
-from kvcache_jax.core.state import Counter
+from kvcache_jax.core.counter import Counter
 from kvcache_jax.manager import errors
 
 _REQUESTS_OF_HIT_RATE = 1000

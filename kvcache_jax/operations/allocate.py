@@ -22,7 +22,8 @@ from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Counter, count_events, mark_used
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, on_rows
 from kvcache_jax.prefix import eviction, group_links, prefix_index
@@ -43,7 +44,8 @@ def allocate(
 ) -> tuple[Cache, Admission]:
     """Starts rows and reserves the blocks of their whole prompts.
 
-    `extend` uses the reserved blocks first. A window group reserves no more than a row may hold.
+    `extend` uses the reserved blocks first. A window group reserves no more than a row may hold, and for a
+    source nothing is reserved: `write_source` takes its blocks.
     `context_len` is then `num_cached`; nothing is written yet. Prompts are looked up before the call, so that
     equal ones of one call do not find each other. All hits of successful rows are held before anything is
     evicted.
@@ -157,6 +159,9 @@ def allocate_rows(
         control = eviction.make_room(control, needs, config)
     pools = []
     for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, num_new, strict=True):
+        if group.holds_sources:
+            pools.append(pool)
+            continue
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = quotient(num_cached, group.block_size)[:, None]
         pool, new = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks[:, None]))
@@ -215,6 +220,9 @@ def _num_new(
     """Counts the blocks to take, per group i32[n]; a window group reserves no more than a row may hold."""
     num_new = []
     for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
+        if group.holds_sources:  # which come later
+            num_new.append(jnp.zeros_like(num_cached))
+            continue
         num_hits = jnp.sum(ids < pool.num_blocks, axis=1, dtype=jnp.int32)
         num_blocks = group.num_columns(prompts.num_tokens)
         num_blocks -= quotient(num_cached, group.block_size)

@@ -30,7 +30,8 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import BlockPool, Cache, Control, Counter, PrefixIndex, count_events
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import BlockPool, Cache, Control, PrefixIndex
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, partial_tails
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index

@@ -23,17 +23,10 @@ from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.state import (
-    BlockCopies,
-    BlockPool,
-    Cache,
-    Control,
-    Counter,
-    Step,
-    count_events,
-    mark_used,
-)
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, Step, mark_used
 from kvcache_jax.operations.extend_plan import (
     ExtendPlan,
     GroupPlan,
@@ -160,7 +153,10 @@ def take_blocks(
         control = eviction.make_room(control, needs, config)
     pools, copies = [], []
     for pool, group, planned in zip(control.block_pools, config.groups, plan.groups, strict=True):
-        pool, copied = _take_group(pool, group, planned, plan)
+        if group.holds_sources:
+            copied = BlockCopies(planned.tail, planned.tail, jnp.zeros_like(planned.num_blocks[0]))
+        else:
+            pool, copied = _take_group(pool, group, planned, plan)
         pools.append(pool)
         copies.append(copied)
     num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
@@ -219,6 +215,10 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
     # Tokens of rows that fail, and padding, have their slot nowhere: they are written into no row's block.
     slots = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
+        if group.holds_sources:
+            nowhere = jnp.full_like(positions, pool.num_blocks * group.block_size)
+            slots.append(nowhere.reshape(tokens.shape))
+            continue
         column = quotient(positions, group.block_size)
         block_ids = get_at(pool.block_table, (token_rows, column), pool.num_blocks)
         slot = block_ids * group.block_size + remainder(positions, group.block_size)

@@ -22,7 +22,8 @@ from kvcache_jax.arrays.masked_updates import (
     remainder,
 )
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids
@@ -185,6 +186,8 @@ def _propose_group(
     pool: BlockPool, group: LayerGroup, plan: ExtendPlan, config: CacheConfig
 ) -> tuple[BlockPool, GroupPlan]:
     tokens, nowhere, block_size = plan.tokens, pool.num_blocks, group.block_size
+    if group.holds_sources:
+        return pool, _nothing(plan, nowhere)
     rows = jnp.where(plan.grows, plan.seq_ids, pool.block_table.shape[0])
     token_rows = tokens.spread(rows, pool.block_table.shape[0])
     is_token = tokens.offset < tokens.spread(plan.num_new, 0)
@@ -215,6 +218,14 @@ def _propose_group(
         opens_block, tokens.count(opens_block), tail, is_published, copies_tail, leaving, columns, num_back
     )
     return dataclasses.replace(pool, ref_count=ref_count), proposal
+
+
+def _nothing(plan: ExtendPlan, nowhere: int) -> GroupPlan:
+    """Plans for a group in which new tokens change nothing."""
+    none, no_row = jnp.zeros_like(plan.tokens.offset, bool), jnp.zeros_like(plan.grows)
+    zeros = jnp.zeros_like(plan.num_new)
+    empty = jnp.zeros_like(plan.num_new, shape=(zeros.shape[0], 0))
+    return GroupPlan(none, zeros, jnp.full_like(zeros, nowhere), no_row, no_row, empty, empty, zeros)
 
 
 def required_blocks(plan: ExtendPlan) -> jax.Array:

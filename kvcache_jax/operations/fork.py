@@ -11,7 +11,8 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Cache, Control, Counter, count_events
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, inherit, on_rows, token_blocks
 
@@ -60,7 +61,7 @@ def fork_rows(
     rows = jnp.where(ok, dst_ids, control.max_seqs)
     pools = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
-        ids = token_blocks(pool, group, control.context_len, src_ids)
+        ids = token_blocks(pool, group, control, src_ids)
         pool = block_pool.share(pool, jnp.where(ok[:, None], ids, pool.num_blocks))
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, ids)))
     return dataclasses.replace(

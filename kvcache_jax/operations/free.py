@@ -10,7 +10,8 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import ROW_FIELDS, Cache, Control, Counter, count_events
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import Cache, Control, row_fields
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import active_rows, on_rows
 
@@ -43,7 +44,7 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, pool.num_blocks)))
     return dataclasses.replace(
         control,
-        **{name: set_at(getattr(control, name), rows, 0) for name in ROW_FIELDS},
+        **{name: set_at(values, rows, 0) for name, values in row_fields(control).items()},
         counters=count_events(control, {Counter.FREES: num_true(status == Status.OK)}),
         block_pools=tuple(pools),
     ), status

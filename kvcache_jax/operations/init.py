@@ -15,9 +15,10 @@ from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
 from kvcache_jax.core import backends
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import CacheConfig, LayerGroup, require_config
+from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control, KVPool
 
 _log = logging.getLogger("kvcache_jax")

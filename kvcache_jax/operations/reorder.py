@@ -52,7 +52,7 @@ def reorder_rows(
     rows = jnp.where(moves, seq_ids, control.max_seqs)
     pools = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
-        new_ids = token_blocks(pool, group, control.context_len, parent_ids)
+        new_ids = token_blocks(pool, group, control, parent_ids)
         old_ids = get_at(pool.block_table, rows, pool.num_blocks)
         pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))
         pool = block_pool.release(pool, old_ids[:, ::-1])

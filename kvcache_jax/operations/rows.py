@@ -17,8 +17,9 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
-from kvcache_jax.core.config import CacheConfig, LayerGroup
-from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used, row_fields
 from kvcache_jax.core.status import Status, first_failure
 
 
@@ -91,8 +92,9 @@ def active_rows(control: Control, seq_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
     """Marks `rows` as used and gives them what their parents have, except the blocks."""
-    names = "context_len", "priority", "namespace", "num_published"
-    inherited = {name: get_at(getattr(control, name), parent_ids) for name in names}
+    names = "context_len", "priority", "namespace", "num_published", "source_len"
+    held = row_fields(control)
+    inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
     return mark_used(control, rows, **inherited, **fields)
 
 
@@ -101,9 +103,9 @@ def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
     return quotient(num_tokens + block_size - 1, block_size)
 
 
-def token_blocks(pool: BlockPool, group: LayerGroup, context_len: jax.Array, seq_ids: jax.Array) -> jax.Array:
+def token_blocks(pool: BlockPool, group: LayerGroup, control: Control, seq_ids: jax.Array) -> jax.Array:
     """Reads the rows' blocks that hold tokens, i32[n, max_blocks_per_seq]; nowhere for reserved ones."""
-    num_held = group.num_columns(get_at(context_len, seq_ids))
+    num_held = group.num_columns(get_at(group.kind.length(control), seq_ids))
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
     return jnp.where(columns[None] < num_held[:, None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 

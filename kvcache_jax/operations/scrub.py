@@ -14,7 +14,9 @@ from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import BlockArray, CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.prefix import eviction
@@ -128,7 +130,8 @@ def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> 
     is_other = control.is_active & ~is_row
     for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
-        is_filled = is_other[:, None] & (columns * group.block_size < control.context_len[:, None])
+        length = group.kind.length(control)
+        is_filled = is_other[:, None] & (columns * group.block_size < length[:, None])
         kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
         is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
         if index is not None and pool.cached is not None:
@@ -191,7 +194,7 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     if index is None:
         return control
     block_size = config.groups[g].block_size
-    num_tokens = num_tokens_held(control, control.block_pools[g], block_size)
+    num_tokens = num_tokens_held(control, control.block_pools[g], config.groups[g])
     is_token = jnp.arange(block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
     index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
     return dataclasses.replace(control, prefix_index=index)
@@ -200,10 +203,10 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
 def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, group: LayerGroup) -> KVPool:
     """Overwrites with zeros behind the last token of every row, except what others use or is published."""
     block_size = group.block_size
-    columns, _ = group.tail_column(control.context_len)
+    columns, _ = group.tail_column(group.kind.length(control))
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
-    num_tokens = num_tokens_held(control, blocks, block_size)
+    num_tokens = num_tokens_held(control, blocks, group)
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 
     def clear(values: jax.Array, array: BlockArray) -> jax.Array:
@@ -220,10 +223,11 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, group: LayerG
     return KVPool(arrays={name: clear(pool.arrays[name], array) for name, array in group.arrays})
 
 
-def num_tokens_held(control: Control, pool: BlockPool, block_size: int) -> jax.Array:
+def num_tokens_held(control: Control, pool: BlockPool, group: LayerGroup) -> jax.Array:
     """Counts the tokens that each block of a group holds for a row, or published; i32[num_blocks]."""
+    block_size = group.block_size
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
-    filled = jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)
+    filled = jnp.clip(group.kind.length(control)[:, None] - starts[None], 0, block_size)
     # A last block may be shared by a longer fork, for which it is not the last.
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
     if pool.cached is None:

@@ -14,8 +14,9 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import LayerGroup
-from kvcache_jax.core.state import BlockPool, Cache, Counter
+from kvcache_jax.core.counter import Counter
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import BlockPool, Cache
 
 
 @pytree_dataclass()
@@ -181,6 +182,8 @@ def _num_blocks_needed(
     num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
     needed = jnp.zeros_like(num_new)
     for layer_group, pool in _selected(cache, group_ids):
+        if layer_group.holds_sources:
+            continue
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = layer_group.num_columns(context_len)[:, None]
         end = layer_group.num_columns(context_len + num_new)[:, None]

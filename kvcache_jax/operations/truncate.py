@@ -10,7 +10,8 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, on_rows, partial_tails
@@ -21,7 +22,7 @@ from kvcache_jax.operations.rows import check_ids, on_rows, partial_tails
 def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, jax.Array]:
     """Drops tokens from the end of rows; blocks left without a token, reserved ones too, go back.
 
-    A row of a window group that is longer than the window can be rolled back by at most
+    A row's source stays. A row of a window group that is longer than the window can be rolled back by at most
     `max_rollback` tokens, and not always into a prefix that it found cached.
 
     Args:
@@ -56,7 +57,9 @@ def truncate_rows(
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, new_len),
-        block_pools=tuple(_shortened(pool, group, rows, new_len) for pool, group in pools),
+        block_pools=tuple(
+            pool if group.holds_sources else _shortened(pool, group, rows, new_len) for pool, group in pools
+        ),
     )
     return _count_published(control, rows, config), status
 

@@ -16,7 +16,8 @@ from kvcache_jax.arrays.masked_updates import first_true, get_at, num_true, rank
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.backends import by_platform
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import BlockPool, Control, Counter, count_events
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.state import BlockPool, Control
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index, victim_heap
 
 # Entries of the queue per trip, all looked at where one block is wanted. CPUs pay for each; on a GPU the host

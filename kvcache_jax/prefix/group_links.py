@@ -22,7 +22,8 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Control, GroupLinks, PrefixIndex
 
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from kvcache_jax.attention.write import write
 from kvcache_jax.core.cache_checks import require_values, takes_one
+from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.layer_kinds.base import LayerKind
 from kvcache_jax.core.mosaic import interpreted
-from kvcache_jax.core.state import Cache, Counter, Step
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.testing.check_forward import check_forward
 from kvcache_jax.testing.oracle import Oracle, OracleRow
 from kvcache_jax.testing.poison import poison
@@ -133,6 +134,13 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
         for row in active
         if lengths[row] != len(oracle.rows[row].tokens)
     ]
+    if cache.control.source_len is not None:
+        source_len = np.asarray(cache.control.source_len)
+        found += [
+            f"row {row} has a source of {source_len[row]} tokens, expected {oracle.rows[row].source_len}"
+            for row in active
+            if source_len[row] != oracle.rows[row].source_len
+        ]
     counters = np.asarray(cache.control.counters)
     for counter, expected in (
         (Counter.COPIES, oracle.num_copies),

@@ -9,7 +9,8 @@ import dataclasses
 from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
 
-from kvcache_jax.core.config import CacheConfig, LayerGroup
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock
@@ -163,6 +164,38 @@ class Oracle(OracleRows):
             row = OracleRow(tokens, tables, entry.namespace, len(entry.hits), entry.priority)
             self.rows[entry.seq_id] = row
 
+    def write_source(self, seq_ids: Sequence[int], source_len: Sequence[int]) -> list[Status]:
+        """Stores sources like `kvcache_jax.write_source`, with room for the longest that its kind allows."""
+        statuses = self._check_ids(seq_ids)
+        groups = {g: group for g, group in enumerate(self.config.groups) if group.holds_sources}
+        available = {g: self.num_available(g) for g in groups}
+        started = []
+        for i, (seq_id, length) in enumerate(zip(seq_ids, source_len, strict=True)):
+            statuses[i] = statuses[i] or self._check_source(seq_id, length)
+            if statuses[i]:
+                continue
+            needs = {g: ceil_div(length, group.block_size) for g, group in groups.items()}
+            if any(needs[g] > available[g] for g in groups):
+                statuses[i] = Status.OUT_OF_BLOCKS
+                continue
+            available = {g: available[g] - needs[g] for g in groups}
+            started.append((self.rows[seq_id], length, needs))
+        for row, length, needs in started:
+            row.source_len = length
+            for g, need in needs.items():
+                row.tables[g] = {column: self._take(g) for column in range(need)}
+        return statuses
+
+    def _check_source(self, seq_id: int, length: int) -> Status:
+        if seq_id not in self.rows:
+            return Status.SEQ_NOT_ACTIVE
+        if self.rows[seq_id].source_len:
+            return Status.HAS_SOURCE
+        if length < 0:
+            return Status.BAD_LENGTH
+        most = min(group.max_len for group in self.config.groups if group.holds_sources)
+        return Status.TOO_LONG if length > most else Status.OK
+
     def extend(self, seq_ids: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[Status]:
         """Extends rows like `kvcache_jax.extend`; takes the tokens themselves."""
         statuses = self._check_ids(seq_ids, names=[len(tokens) > 0 for tokens in new_tokens])
@@ -204,6 +237,8 @@ class Oracle(OracleRows):
     def _plan(self, g: int, row: OracleRow, tokens: Sequence[int], copied: Multiset[int]) -> _Growth:
         """Lists the columns that change; `copied` counts earlier writers of the call that copy a block."""
         group, table = self.config.groups[g], row.tables[g]
+        if group.holds_sources:
+            return _Growth([], [], [])
         old_len, new_len = len(row.tokens), len(row.tokens) + len(tokens)
         kept = first_kept(group, old_len)
         left = [column for column in sorted(table) if group.num_sink_blocks <= column < kept]
@@ -244,6 +279,8 @@ class Oracle(OracleRows):
 
 def num_reserved(group: LayerGroup, num_tokens: int) -> int:
     """Counts the blocks that a prompt reserves, hits included."""
+    if group.holds_sources:
+        return 0
     return min(ceil_div(num_tokens, group.block_size), group.max_held_blocks)
 
 

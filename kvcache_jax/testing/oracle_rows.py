@@ -11,13 +11,17 @@ from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
 
 @dataclasses.dataclass
 class OracleRow:
-    """A sequence: its tokens, per layer group the block of each table column, and what is published."""
+    """A sequence: its tokens, per layer group the block of each table column, and what is published.
+
+    Of its source there is the length alone.
+    """
 
     tokens: list[int]
     tables: list[dict[int, int]]
     namespace: tuple[int, ...] = (0, 0, 0, 0)
     num_published: int = 0
     priority: int = 0
+    source_len: int = 0
 
 
 class OracleRows(OracleBlocks):
@@ -64,7 +68,7 @@ class OracleRows(OracleBlocks):
             if not statuses[i]:
                 row = self.rows[seq_id]
                 del row.tokens[length:]
-                self._drop_columns(row, first=length)
+                self._drop_columns(row, first=length, keeps_source=True)
                 block_size = self.config.groups[self.config.indexed_group].block_size
                 row.num_published = min(row.num_published, length // block_size)
         return statuses
@@ -198,14 +202,16 @@ class OracleRows(OracleBlocks):
         """Makes a second row on the blocks that hold the tokens of `row`."""
         tables = []
         for g, group in enumerate(self.config.groups):
-            end = ceil_div(len(row.tokens), group.block_size)
+            end = ceil_div(row.source_len if group.holds_sources else len(row.tokens), group.block_size)
             tables.append({column: block for column, block in row.tables[g].items() if column < end})
             self.owners[g].update(tables[g].values())
-        return OracleRow(list(row.tokens), tables, row.namespace, row.num_published, row.priority)
+        return dataclasses.replace(row, tokens=list(row.tokens), tables=tables)
 
-    def _drop_columns(self, row: OracleRow, first: int) -> None:
+    def _drop_columns(self, row: OracleRow, first: int, *, keeps_source: bool = False) -> None:
         """Lets the blocks go that begin at token `first` or behind it, the last one first."""
         for g, group in enumerate(self.config.groups):
+            if group.holds_sources and keeps_source:
+                continue
             for column in sorted(row.tables[g], reverse=True):
                 if column * group.block_size >= first:
                     self._let_go(g, row.tables[g].pop(column))

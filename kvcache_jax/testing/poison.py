@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.arguments import pool_of
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.config import BlockArray
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import Cache, KVPool
 from kvcache_jax.operations.scrub import num_tokens_held
 
@@ -27,7 +27,7 @@ def poison(cache: Cache) -> Cache:
     """
     pools = []
     for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
-        num_tokens = num_tokens_held(cache.control, block_pool, group.block_size)
+        num_tokens = num_tokens_held(cache.control, block_pool, group)
         is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
         pool = pool_of(cache, g)
         pools.append(

@@ -9,6 +9,7 @@ from jax import lax
 
 import kvcache_jax as kv
 from models.decoder import Decoder, DecoderConfig, cache_config
+from models.rope import Rope
 from tests.aot.budget import Budget, CompileCase, i32
 
 NUM_ROWS, NUM_STEPS = 32, 16
@@ -21,7 +22,7 @@ DECODER = DecoderConfig(
     num_q_heads=32,
     num_kv_heads=8,
     head_dim=64,
-    rope_theta=500_000.0,
+    rope=Rope(theta=500_000.0),
     dtype=jnp.bfloat16,
     param_dtype=jnp.bfloat16,
 )

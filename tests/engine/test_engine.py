@@ -278,3 +278,17 @@ def test_random_mixes_under_cancellation():
             tokens, _, reason = decode_alone(request, sample_id=i)
             found, _, why = said[request.id, i]
             assert found == tokens[: len(found)] and why in ("cancelled", reason)
+
+
+def test_the_program_can_be_lowered_at_any_time():
+    """That runs nothing and takes no request; all of the cache is donated."""
+    engine = make_engine()
+    request = ask([1, 2, 3], 9, "a")
+    assert engine.push([request]) == 1
+    program = engine.lower().compile()
+    assert engine.num_unfinished == 1 and engine.figures().num_reads == 0
+    said = {}
+    note(said, engine)
+    expect(said, [request])
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= kv.memory_bytes(engine.config) > 0

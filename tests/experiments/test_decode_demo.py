@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 pytest.importorskip("flax")
 pytest.importorskip("rich")
@@ -24,6 +25,8 @@ from kvcache_jax import testing
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
+from tests.models import driver
+from tests.models.checkpoint_files import EXPERTS, LONG
 from tests.support.trained_tokenizer import byte_level_bpe
 
 SIZES = dict(
@@ -181,6 +184,23 @@ def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp
     logprobs = np.asarray(all_logprobs(checkpoint.load(tmp_path, dtype=jnp.float32), tokens))
     logprobs = logprobs[len(known) - 1 :]
     np.testing.assert_allclose(sample["logprobs"], logprobs[np.arange(60), sample["tokens"]], atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", LONG + EXPERTS)
+def test_a_checkpoint_of_another_family_says_what_transformers_says(capsys, copy_checkpoint, family):
+    """Its tokens are letters here, so that a text is the fixture's prompt."""
+    prompt, greedy = (driver.expected(family)[name].tolist() for name in ("prompt", "greedy"))
+    letters = {chr(0x4E00 + token): token for token in range(97)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token=chr(0x4E00)))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    checkpoint_folder = copy_checkpoint(family)
+    tokenizer.save(str(checkpoint_folder / "tokenizer.json"))
+    text = "".join(chr(0x4E00 + token) for token in prompt)
+    result = run_json(capsys, text, "--greedy", "--max-new", 32, "--checkpoint", checkpoint_folder)
+    (sample,) = result["prompts"][0]["samples"]
+    assert result["prompts"][0]["num_prompt_tokens"] == len(prompt)
+    assert sample["tokens"] == greedy
 
 
 @pytest.mark.slow

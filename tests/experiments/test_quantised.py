@@ -157,7 +157,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder, tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (dict(windows=(4, 4)), "has sliding windows"),
+        (dict(windows=(4, 4)), "has windows, which dense attention to rounded keys does not have, expected"),
         (dict(vocab_size=99), "has 99 tokens, expected one per byte"),
     ],
 )

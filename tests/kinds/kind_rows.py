@@ -18,6 +18,7 @@ from tests.kinds.table import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, Refused
 from tests.support.helpers import assert_invariants, statuses
 
 MAX_LEN, WIDTH, BLOCK_SIZE, NUM_BLOCKS, NUM_ROWS = 32, 5, 4, 13, 4
+SOURCE_WIDTH = 12
 SPLITS = np.cumsum([NUM_Q_HEADS, NUM_KV_HEADS]).tolist()
 VOCAB = NUM_Q_HEADS * HEAD_DIM
 OK = kv.Status.OK
@@ -79,25 +80,44 @@ def extend_and_attend(params, cache, tokens, num_new):
 run_step = jax.jit(extend_and_attend)
 
 
+def write_sources(params, cache, rows, sources, lengths):
+    """Stores `sources i32[n, SOURCE_WIDTH]`, in each layer as keys and values that follow from the tokens."""
+    params = jax.tree.map(jnp.asarray, params)
+    vectors = params["tokens"][sources] + params["positions"][None, :SOURCE_WIDTH]
+    parts = [jnp.split(vectors[..., layer, :, :], SPLITS, axis=-2) for layer in cache.config.source_layers]
+    return kv.write_source(cache, rows, [k for _, k, _ in parts], [v for _, _, v in parts], lengths)
+
+
+store_sources = kv.donate(lambda cache, params, *sources: write_sources(params, cache, *sources))
+
+
 @functools.partial(jax.jit, static_argnames="oracles")
-def expected_logits(params, text, oracles):
+def expected_logits(params, text, source, source_len, oracles):
     """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything."""
     params = jax.tree.map(jnp.asarray, params)
     vectors = params["tokens"][text] + params["positions"]
+    of_source = params["tokens"][source] + params["positions"][:SOURCE_WIDTH]
     logits = 0
-    for layer, (shared_layer, oracle) in enumerate(oracles):
-        q, *own = jnp.split(vectors[:, layer], SPLITS, axis=-2)
-        if shared_layer is not None:
-            _, *own = jnp.split(vectors[:, shared_layer], SPLITS, axis=-2)
-        logits += oracle(q, *own).reshape(MAX_LEN, VOCAB)
+    for layer, (owner, reads_source, oracle) in enumerate(oracles):
+        q, _, _ = jnp.split(vectors[:, layer], SPLITS, axis=-2)
+        _, k, v = jnp.split((of_source if reads_source else vectors)[:, owner], SPLITS, axis=-2)
+        out = oracle(q, k, v, source_len) if reads_source else oracle(q, k, v)
+        logits += out.reshape(MAX_LEN, VOCAB)
     return logits
 
 
 def oracles_of(kind):
-    """Of each layer: the layer whose keys and values it reads if they are not its own, and its oracle."""
-    return tuple(
-        (layer.shared_layer, oracle) for layer, oracle in zip(kind.layers, kind.oracles, strict=True)
-    )
+    """Of each layer: whose keys and values it reads, whether those are of a source, and its oracle."""
+    found = []
+    for i, oracle in enumerate(kind.oracles):
+        owner = i if kind.layers[i].shared_layer is None else kind.layers[i].shared_layer
+        found.append((owner, kind.layers[owner].source_len_limit is not None, oracle))
+    return tuple(found)
+
+
+def source_of(row):
+    """The source that a row starts with: another one, of another length, for each."""
+    return random_text(1 + (7 * row + 3) % (SOURCE_WIDTH - 1), 50 + row)
 
 
 def padded(text, length=MAX_LEN):
@@ -133,15 +153,16 @@ class Rows:
     Attributes:
       cache: Its free blocks are in no order at first.
       texts: From row to tokens.
+      sources: From row to the tokens of its source, where there are layers that read one.
     """
 
     def __init__(self, kind, cache=None):
         self.kind = kind
         self.cache = permuted(kv.init(config_of(kind))) if cache is None else cache
         self.params = make_params(len(kind.layers))
-        self.texts = {}
+        self.texts, self.sources = {}, {}
 
-    def allocate(self, texts):
+    def allocate(self, texts, *, writes_sources=True):
         """Starts rows without computing anything; returns status and cached tokens of each."""
         rows, lengths = entries(list(texts), [len(text) for text in texts.values()])
         tokens = np.zeros((NUM_ROWS, MAX_LEN), np.int32)
@@ -154,7 +175,27 @@ class Rows:
             if status == OK:
                 self.texts[row] = list(texts[row][:cached])
         assert_invariants(self.cache)
+        started = [row for row, status in zip(texts, found, strict=True) if status == OK]
+        self.sources |= {row: source_of(row) for row in started}
+        if writes_sources:
+            self.write_sources(started)
         return found, num_cached
+
+    def write_sources(self, rows):
+        if not rows or not self.cache.config.source_layers:
+            return
+        arguments = self.source_arguments(rows)
+        self.cache, status = store_sources(testing.poison(self.cache), self.params, *arguments)
+        assert statuses(status)[: len(rows)] == [OK] * len(rows)
+        assert_invariants(self.cache)
+
+    def source_arguments(self, rows):
+        """`seq_ids`, `sources` and `lengths` of `write_sources`."""
+        seq_ids, lengths = entries(rows, [len(self.sources[row]) for row in rows])
+        sources = np.zeros((NUM_ROWS, SOURCE_WIDTH), np.int32)
+        for i, row in enumerate(rows):
+            sources[i] = padded(self.sources[row], SOURCE_WIDTH)
+        return np.array(seq_ids), sources, np.array(lengths)
 
     def start(self, texts):
         """Starts rows and computes all that is not cached; returns how much was."""
@@ -193,7 +234,7 @@ class Rows:
             self.texts[row] = self.texts[row] + list(text)
             np.testing.assert_allclose(
                 logits[row, : len(text)],
-                self.expected(self.texts[row])[start:],
+                self.expected(self.texts[row], self.sources[row])[start:],
                 rtol=2e-5,
                 atol=2e-5,
                 err_msg=f"row {row} of {self.kind.name}, tokens from {start} on",
@@ -201,10 +242,13 @@ class Rows:
         lengths = np.asarray(self.cache.context_len)
         assert {row: lengths[row] for row in self.texts} == {r: len(text) for r, text in self.texts.items()}
 
-    def expected(self, text):
-        return np.asarray(expected_logits(self.params, padded(text), oracles_of(self.kind)))[: len(text)]
+    def expected(self, text, source=()):
+        of_source = padded(source, SOURCE_WIDTH), len(source)
+        logits = expected_logits(self.params, padded(text), *of_source, oracles_of(self.kind))
+        return np.asarray(logits)[: len(text)]
 
     def fork(self, source, *targets):
+        self.sources |= dict.fromkeys([row for row in targets if row not in self.texts], self.sources[source])
         self.cache, status = kv.fork(self.cache, *entries([source] * len(targets), targets))
         return self.took(status, {target: self.texts[source] for target in targets})
 

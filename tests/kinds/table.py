@@ -25,6 +25,7 @@ PROPERTIES = (
     "allocate",
     "fork",
     "copy-on-write",
+    "in-place",
     "truncate",
     "window",
     "commit",
@@ -73,7 +74,8 @@ class Kind:
       name: In the names of the tests.
       layers: One entry per model layer.
       oracles: Of each layer: `(q [L, NUM_Q_HEADS, d], k [L, NUM_KV_HEADS, d], v) -> out`, like q. Row `i` of
-        the result must not depend on what comes after token `i`.
+        the result must not depend on what comes after token `i`. Of a layer that reads a source `k` and `v`
+        are those of the source, and its length is a fourth argument.
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
       is_slow: Other lines say in `make test` what this one says.
@@ -101,6 +103,15 @@ def latent(q, k, v):
     return dense(q, k, jnp.where(jnp.arange(HEAD_DIM)[None, None] < 5, k, 0))
 
 
+def whole_source(q, k, v, source_len):
+    """Attention of all queries to the first `source_len` keys."""
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") / q.shape[-1] ** 0.5
+    is_source = jnp.arange(k.shape[0])[None, None] < source_len
+    shares = jax.nn.softmax(jnp.where(is_source, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", shares, v, precision="highest")
+
+
 def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
@@ -116,6 +127,8 @@ FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
 STAYS = {"window": NoMeaning("All tokens stay in sight, so no block is given back.")}
 NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttention layer")
 NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
+NO_PREFIX = Refused(ValueError, r"layers.*CrossAttention.*, expected False: what tokens compute depends on")
+NO_SOURCE = Refused(NotImplementedError, "generate got CrossAttention.* layers, for whose sources it has no")
 ALONE = dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
@@ -137,6 +150,13 @@ KINDS = (
         (FULL, window(window=6, max_rollback=5), kv.SharedWith(0), kv.SharedWith(1)),
         (dense, near(6), dense, near(6)),
         5,
+    ),
+    Kind(
+        "cross",
+        (FULL, kv.CrossAttention(NUM_KV_HEADS, HEAD_DIM, max_source_len=11), kv.SharedWith(1)),
+        (dense, whole_source, whole_source),
+        None,
+        STAYS | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_PREFIX) | {"generate": NO_SOURCE},
     ),
     Kind(
         "int8-window",

@@ -1,6 +1,8 @@
 """Every kind of layer in every property: a cell of the table in `table.py` each."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.export
@@ -19,6 +21,7 @@ from tests.kinds.kind_rows import (
     NUM_BLOCKS,
     NUM_ROWS,
     OK,
+    SOURCE_WIDTH,
     VOCAB,
     WIDTH,
     Rows,
@@ -28,11 +31,15 @@ from tests.kinds.kind_rows import (
     extend_and_attend,
     forward,
     indexed_config,
+    make_params,
     oracles_of,
     padded,
     permuted,
     random_text,
     run_step,
+    source_of,
+    store_sources,
+    write_sources,
 )
 from tests.kinds.table import KINDS, PROPERTIES, NoMeaning, Refused
 from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_copies, statuses
@@ -41,13 +48,17 @@ from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, nu
 def allocate(kind):
     """Whole prompts are reserved: as many rows as fit get them, the others are as they were."""
     rows = Rows(kind)
-    limits = [min(MAX_LEN // BLOCK_SIZE, group.max_held_blocks) for group in rows.groups]
-    num_fit = min(NUM_BLOCKS // limit for limit in limits)
+    limits = [
+        0 if group.holds_sources else min(MAX_LEN // BLOCK_SIZE, group.max_held_blocks)
+        for group in rows.groups
+    ]
+    num_fit = min(NUM_BLOCKS // limit for limit in limits if limit)
     texts = {row: random_text(MAX_LEN, row) for row in (2, 0, 3, 1)}
-    found, num_cached = rows.allocate(texts)
+    found, num_cached = rows.allocate(texts, writes_sources=False)
     assert found == [OK] * num_fit + [kv.Status.OUT_OF_BLOCKS] * (NUM_ROWS - num_fit)
     assert num_cached == [0] * NUM_ROWS
     assert rows.num_available() == [NUM_BLOCKS - num_fit * limit for limit in limits]
+    rows.write_sources(list(rows.texts))
     rows.feed({row: texts[row] for row in rows.texts})
     for row in set(texts) - set(rows.texts):
         assert not rows.cache.is_active[row] and rows.num_held(row) == [0] * len(limits)
@@ -78,10 +89,29 @@ def copy_on_write(kind):
     held = [np.asarray(x) for x in kv.gather(rows.cache, 2, 0)]
     for row, num_expected in ((0, 1), (1, 2), (2, 2)):
         rows.step({row: [row, 20 + row, 7]})
-        assert num_copies(rows.cache) == num_expected * len(rows.groups)
+        assert num_copies(rows.cache) == num_expected * sum(not group.holds_sources for group in rows.groups)
         if row != 2:
             for old, new in zip(held, kv.gather(rows.cache, 2, 0), strict=True):
                 np.testing.assert_array_equal(old, new)
+
+
+def in_place(kind):
+    """A donated step, sources stored in it too, needs less memory beside the pools than any array of them."""
+
+    def step(cache, params, sources, tokens, num_new):
+        if cache.config.source_layers:
+            cache, _ = write_sources(params, cache, *sources)
+        return extend_and_attend(params, cache, tokens, num_new)
+
+    config = dataclasses.replace(config_of(kind), num_blocks=2**15)
+    cache = jax.eval_shape(functools.partial(kv.init, config))
+    ones = np.ones(NUM_ROWS, np.int32)
+    sources = np.arange(NUM_ROWS), np.zeros((NUM_ROWS, SOURCE_WIDTH), np.int32), ones
+    arguments = make_params(len(kind.layers)), sources, np.zeros((NUM_ROWS, WIDTH), np.int32), ones
+    program = kv.donate(step).lower(cache, *arguments).compile()
+    memory = program.memory_analysis()
+    used = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert used < min(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.pools))
 
 
 def truncate(kind):
@@ -195,8 +225,10 @@ run_import = kv.donate(kv.import_blocks)
 
 
 @functools.partial(jax.jit, static_argnames="step")
-def two_steps(params, cache, tokens, num_new, weights, step):
-    """A weighted sum of what two steps in a scan attend to."""
+def two_steps(params, cache, sources, tokens, num_new, weights, step):
+    """A weighted sum of what two steps in a scan attend to, behind sources that are stored first."""
+    if cache.config.source_layers:
+        cache, _ = write_sources(params, cache, *sources)
 
     def body(cache, inputs):
         cache, logits, status = step(params, cache, *inputs)
@@ -214,26 +246,40 @@ def gradient(kind):
     """Gradients through cached attention, over two steps of rows of odd lengths, are the oracle's."""
     rows = Rows(kind)
     texts = {2: random_text(8), 0: random_text(6)}
-    rows.allocate(texts)
+    rows.allocate(texts, writes_sources=False)
+    sources = rows.source_arguments(list(texts))
     steps = [rows.arguments({r: text[at] for r, text in texts.items()}) for at in (slice(5), slice(5, 10))]
     tokens, num_new = map(np.stack, zip(*steps, strict=True))
     weights = np.random.default_rng(5).standard_normal((2, NUM_ROWS, WIDTH, VOCAB), np.float32)
     cache = testing.poison(rows.cache)
-    found, status = two_steps_gradient(rows.params, cache, tokens, num_new, weights, extend_and_attend)
+    found, status = two_steps_gradient(
+        rows.params, cache, sources, tokens, num_new, weights, extend_and_attend
+    )
     assert {int(code) for code in status[:, [0, 2]].reshape(-1)} == {OK}
 
     of_text = {r: np.concatenate(weights[:, r])[: len(text)] for r, text in texts.items()}
     padded_weights = {r: np.pad(w, [(0, MAX_LEN - len(w)), (0, 0)]) for r, w in of_text.items()}
     expected = [
-        oracle_gradient(rows.params, padded(texts[r]), padded_weights[r], oracles_of(kind)) for r in texts
+        oracle_gradient(
+            rows.params,
+            padded(texts[r]),
+            padded(rows.sources[r], SOURCE_WIDTH),
+            len(rows.sources[r]),
+            padded_weights[r],
+            oracles_of(kind),
+        )
+        for r in texts
     ]
     for name, array in found.items():
         np.testing.assert_allclose(array, sum(tree[name] for tree in expected), rtol=2e-4, atol=2e-5)
 
 
 @functools.partial(jax.jit, static_argnames="oracles")
-def oracle_gradient(params, text, weights, oracles):
-    return jax.grad(lambda params: (expected_logits(params, text, oracles) * weights).sum())(params)
+def oracle_gradient(params, text, source, source_len, weights, oracles):
+    def loss(params):
+        return (expected_logits(params, text, source, source_len, oracles) * weights).sum()
+
+    return jax.grad(loss)(params)
 
 
 def shard(kind):
@@ -301,22 +347,26 @@ def manager(kind):
     """Requests by id come out as rows do."""
     rows = Rows(kind)
     params = jax.tree.map(jnp.asarray, rows.params)
-    texts = {}
+    texts, sources = {}, {"a": source_of(0), "b": source_of(1)}
 
     def feed(new):
         logits = owner.run(manager_step, owner.append_tokens(new), params)
         for i, (name, text) in enumerate(new.items()):
             texts[name] = texts[name] + text
-            want = rows.expected(texts[name])[-len(text) :]
+            want = rows.expected(texts[name], sources[name])[-len(text) :]
             np.testing.assert_allclose(logits[i, : len(text)], want, rtol=2e-5, atol=2e-5)
 
     with kv.CacheManager(rows.cache, widths=[WIDTH]) as owner:
         for name in ("a", "b"):
             assert owner.allocate_request(name, random_text(3)) == 0
             texts[name] = []
+        if rows.cache.config.source_layers:
+            rows.sources = {owner.request(name).seq_id: source for name, source in sources.items()}
+            status = owner.run(store_sources, params, *rows.source_arguments(list(rows.sources)))
+            assert statuses(status)[:2] == [OK, OK]
         feed({"b": random_text(4), "a": random_text(3)})
         owner.fork_request("b", "c")
-        texts["c"] = texts["b"]
+        texts["c"], sources["c"] = texts["b"], sources["b"]
         feed({"c": [1], "b": [2, 3, 4, 5, 6]})
         owner.truncate_request("a", 1)
         texts["a"] = texts["a"][:1]
@@ -344,6 +394,7 @@ CHECKS = (
     allocate,
     fork,
     copy_on_write,
+    in_place,
     truncate,
     window,
     commit,

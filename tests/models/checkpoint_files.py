@@ -10,7 +10,10 @@ from models import checkpoint
 from models.checkpoint import CheckpointError
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows")
+LONG = ("gemma2", "gemma3", "deepseek_v2", "deepseek_v3")
+"""Families with prompts of 1 and of 300 tokens too."""
+EXPERTS = ("deepseek_v2_experts", "deepseek_v3_experts")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows", *LONG, *EXPERTS)
 
 
 def read_json(folder, name="config.json"):

@@ -14,7 +14,9 @@ from safetensors.numpy import load_file
 
 from models import checkpoint
 from models.checkpoint import CheckpointError
+from models.config import Experts, Latents
 from models.decoder import Decoder, DecoderConfig, single_layers
+from models.rope import LinearScaling, Rope, YarnScaling
 from tests.models.checkpoint_files import (
     FAMILIES,
     FIXTURES,
@@ -42,10 +44,11 @@ def test_every_tensor_arrives_bit_for_bit(family):
     assert decoder.config.dtype == decoder.config.param_dtype == stored_dtype
     first, second = (layer.attention for layer in single_layers(decoder)[:2])
     np.testing.assert_array_equal(decoder.embedding[...], tensors[EMBEDDING])
-    np.testing.assert_array_equal(
-        first.k.kernel[...], tensors[QUERY.replace("1.self_attn.q", "0.self_attn.k")].T
-    )
-    np.testing.assert_array_equal(second.q.kernel[...], tensors[QUERY].T)
+    has_latents = decoder.config.latents is not None
+    keys, name = (first.kv, "kv_b") if has_latents else (first.k, "k")
+    np.testing.assert_array_equal(keys.kernel[...], tensors[f"model.layers.0.self_attn.{name}_proj.weight"].T)
+    query = QUERY if QUERY in tensors else QUERY.replace("q_proj", "q_b_proj")
+    np.testing.assert_array_equal(second.q.kernel[...], tensors[query].T)
     num_values = sum(leaf.size for leaf in jax.tree.leaves(decoder))
     assert num_values == sum(tensor.size for tensor in tensors.values())
 
@@ -90,7 +93,12 @@ def test_a_saved_model_is_the_file_it_came_from(family, tmp_path):
     assert_same(decoder, again)
     # Every entry that we write is the one that transformers wrote, where it wrote one.
     theirs, ours = read_json(FIXTURES / family), read_json(tmp_path / "deep" / family)
+    if family == "deepseek_v3":  # with dense MLPs it is the layout of V2: the first is taken
+        theirs |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
     rope = theirs.pop("rope_parameters")
+    if "full_attention" in rope:  # a set for each kind of layer
+        theirs["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     theirs["rope_theta"] = rope.pop("rope_theta")
     assert (ours.pop("rope_scaling") or {"rope_type": "default"}) == rope
     assert {name: ours[name] for name in ours if name in theirs} == {
@@ -104,15 +112,48 @@ OWN = DecoderConfig(
 )
 
 
+GEMMA = dict(
+    windows=(5, None),
+    norm_offset=1.0,
+    use_post_norms=True,
+    mlp_activation="gelu_tanh",
+    embedding_scale=12**0.5,
+    attention_scale=24**-0.5,
+)
+LATENTS = dict(
+    num_kv_heads=4, head_dim=7, latents=Latents(latent_dim=9, rope_dim=4, nope_dim=3, value_dim=5, q_rank=8)
+)
+EXPERTS = dict(first_layer=1, num_experts=4, num_used=2, expert_size=3, num_shared=1, weight_scale=1.5)
+YARN = YarnScaling(factor=4.0, original_max_seq_len=8, attention_factor=1.5, truncate=False)
+WEIGHED = YarnScaling(factor=4.0, original_max_seq_len=8, mscale=0.5, mscale_all_dim=0.7)
+WEIGHT = 7**-0.5 * (1 + 0.07 * math.log(4)) ** 2
+
+
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
         ("llama", {}),
-        ("llama", dict(tie_embeddings=True, param_dtype=jnp.bfloat16, rope_theta=123.0, norm_eps=0.5)),
+        ("llama", dict(tie_embeddings=True, param_dtype=jnp.bfloat16, rope=Rope(theta=123.0), norm_eps=0.5)),
         ("mistral", dict(windows=(5, 5))),
         ("qwen2", dict(use_qkv_bias=True, windows=(5, 5))),
         ("qwen2", dict(use_qkv_bias=True, dtype=jnp.bfloat16)),
         ("qwen3", dict(use_qk_norm=True, windows=(5, None), max_seq_len=7)),
+        ("qwen3", dict(use_qk_norm=True, rope=Rope(scaling=YARN))),
+        ("llama", dict(rope=Rope(theta=50.0, scaling=LinearScaling(factor=3.0)))),
+        ("gemma2", GEMMA | dict(attention_soft_cap=4.0, final_soft_cap=3.0)),
+        ("gemma2", GEMMA | dict(attention_scale=0.25, windows=())),
+        (
+            "gemma3_text",
+            GEMMA | dict(use_qk_norm=True, window_rope=Rope(theta=9.0), tie_embeddings=True),
+        ),
+        ("deepseek_v2", LATENTS | dict(rope=Rope(is_interleaved=True, scaling=YARN))),
+        (
+            "deepseek_v2",
+            LATENTS | dict(rope=Rope(is_interleaved=True, scaling=WEIGHED), attention_scale=WEIGHT),
+        ),
+        ("deepseek_v3", LATENTS | dict(param_dtype=jnp.bfloat16)),
+        ("deepseek_v2", LATENTS | dict(rope=Rope(is_interleaved=True), experts=Experts(**EXPERTS))),
+        ("deepseek_v3", LATENTS | dict(experts=Experts(**EXPERTS, is_sigmoid=True, num_groups=2))),
     ],
 )
 def test_an_own_model_comes_back(tmp_path, model_type, options):
@@ -164,11 +205,16 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
         dict(use_qkv_bias=True, use_qk_norm=True),
         dict(windows=(5, None)),
         dict(use_qk_norm=True, windows=(5, 6)),
+        GEMMA | dict(attention_scale=0.3),  # no whole number's root
+        GEMMA | dict(use_qk_norm=True, attention_soft_cap=2.0),
+        LATENTS | dict(rope=Rope(scaling=WEIGHED)),  # which has a scale of its own
+        LATENTS | dict(experts=Experts(**EXPERTS)),  # as V2 chooses them, with pairs that V3 has
+        dict(experts=Experts(**EXPERTS)),
     ],
 )
 def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):
     decoder = Decoder(dataclasses.replace(OWN, **options), rngs=nnx.Rngs(0))
-    with pytest.raises(CheckpointError, match=r"the model has use_qkv_bias=.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match=r"the model has \w+=.*, expected the options .*llama"):
         checkpoint.save(tmp_path / "new", decoder)
     assert not (tmp_path / "new").exists()
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from models import checkpoint
-from models.decoder import DecoderConfig, Llama3Scaling
+from models.config import DecoderConfig
+from models.rope import Llama3Scaling, Rope
 from tests.models.checkpoint_files import (
     FIXTURES,
     edit_json,
@@ -32,10 +33,10 @@ def test_configs_say_what_the_files_say():
     scaling = Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_seq_len=64)
     wanted = {
         "llama": dataclasses.replace(
-            narrow, head_dim=16, rope_theta=500, rope_scaling=scaling, norm_eps=1e-3
+            narrow, head_dim=16, rope=Rope(theta=500, scaling=scaling), norm_eps=1e-3
         ),
         "qwen2": dataclasses.replace(sizes, num_kv_heads=1, use_qkv_bias=True, tie_embeddings=True),
-        "qwen3": dataclasses.replace(sizes, head_dim=16, use_qk_norm=True, rope_theta=1e6),
+        "qwen3": dataclasses.replace(sizes, head_dim=16, use_qk_norm=True, rope=Rope(theta=1e6)),
         "mistral": dataclasses.replace(narrow, num_layers=3, windows=(11, 11, 11)),
         "qwen2_windows": dataclasses.replace(narrow, num_layers=3, windows=(None, 9, 9), use_qkv_bias=True),
     }
@@ -81,9 +82,9 @@ def test_the_spelling_of_published_configs_is_read(copy_checkpoint):
     edit_json(folder, rope_scaling=scaling | {"type": rope_type})
     assert checkpoint.load_config(folder) == config
     edit_json(folder, rope_scaling=None)
-    assert checkpoint.load_config(folder) == dataclasses.replace(config, rope_scaling=None)
+    assert checkpoint.load_config(folder) == dataclasses.replace(config, rope=Rope(theta=theta))
     edit_json(folder, remove=("rope_theta",))
-    assert checkpoint.load_config(folder).rope_theta == 10_000
+    assert checkpoint.load_config(folder).rope.theta == 10_000
 
 
 def test_windows_are_those_of_the_published_code(copy_checkpoint):
@@ -119,7 +120,7 @@ def test_the_original_length_of_the_whole_goes_before_that_of_the_scaling(copy_c
     """As in transformers 5."""
     folder = copy_checkpoint("llama")
     edit_json(folder, rope_scaling=LLAMA3, rope_parameters=None, original_max_position_embeddings=32)
-    assert checkpoint.load_config(folder).rope_scaling.original_max_seq_len == 32
+    assert checkpoint.load_config(folder).rope.scaling.original_max_seq_len == 32
 
 
 LLAMA3 = {
@@ -129,11 +130,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 CONFIG_ERRORS = [
     (
         "llama",
         dict(model_type="gemma3"),
-        r"model_type is 'gemma3', expected one of llama, mistral, qwen2, qwen3",
+        r"model_type is 'gemma3', expected one of llama, .*gemma2, gemma3_text, deepseek_v2, deepseek_v3",
     ),
     ("llama", dict(model_type=None), r"config.json has no model_type"),
     ("llama", dict(model_type=["llama"]), r"model_type is \['llama'\], expected str"),
@@ -176,11 +178,33 @@ CONFIG_ERRORS = [
         dict(num_attention_heads=5),
         r"hidden_size is 32, expected a multiple of num_attention_heads = 5",
     ),
-    ("llama", dict(rope_parameters={"rope_type": "yarn"}), r"rope_parameters.rope_type is 'yarn', .*llama3"),
     (
         "llama",
-        dict(rope_scaling={"type": "linear"}),
-        r"rope_scaling.type is 'linear', expected default or llama3",
+        dict(rope_parameters={"rope_type": "longrope"}),
+        r"rope_parameters.rope_type is 'longrope', expected default, linear, llama3 or yarn: nothing else",
+    ),
+    (
+        "llama",
+        dict(rope_scaling={"type": "dynamic"}),
+        r"rope_scaling.type is 'dynamic', expected default, lin",
+    ),
+    ("llama", dict(rope_scaling={"type": "linear"}), r"has no rope_scaling.factor"),
+    (
+        "llama",
+        dict(rope_scaling={"type": "linear", "factor": -1}),
+        r"rope_scaling.factor is -1, expected a pos",
+    ),
+    (
+        "llama",
+        dict(rope_scaling={"type": "yarn", "factor": 2}),
+        r"no rope_scaling.original_max_position_embed",
+    ),
+    ("llama", dict(rope_scaling=YARN | {"beta_fast": 1}), r"beta_fast is 1, expected above beta_slow = 1.0"),
+    ("llama", dict(rope_scaling=YARN | {"mscale": -1}), r"rope_scaling.mscale is -1, expected a positive"),
+    (
+        "llama",
+        dict(rope_scaling=YARN | {"rope_theta": 1}),
+        r"rope_theta is 1, expected above 1 where rotations are scaled",
     ),
     ("llama", dict(rope_scaling={"rope_type": "llama3"}), r"has no rope_scaling.factor"),
     ("llama", dict(rope_scaling={"factor": 8.0}), r"has no rope_scaling.rope_type"),

@@ -3,86 +3,31 @@
 import dataclasses
 import functools
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 import kvcache_jax as kv
-from models import checkpoint
+from models import attention, checkpoint
+from models.config import Experts, Latents
 from models.decoder import (
     Decoder,
     DecoderConfig,
-    Llama3Scaling,
     cache_config,
     forward,
     rotations,
     single_layers,
 )
+from models.rope import LinearScaling, Llama3Scaling, Rope
+from tests.models.checkpoint_files import FAMILIES, FIXTURES
+from tests.models.driver import NUM_ROWS, ROW, WIDTH, Driver, all_tokens, assert_close, expected, load
 
-FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen2_windows")
-ATOL = 1e-4
-NUM_ROWS, ROW = 3, 1
-WIDTH = 59  # holds all tokens of a fixture: one program of a model takes prompts, chunks and single tokens
 TINY = DecoderConfig(
     vocab_size=13, hidden_size=12, mlp_size=10, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=6
 )
-
-
-@functools.cache
-def load(family: str, dtype=jnp.float32) -> Decoder:
-    return checkpoint.load(FIXTURES / family, dtype=dtype)
-
-
-@functools.cache
-def expected(family: str) -> dict[str, np.ndarray]:
-    return load_file(FIXTURES / family / "expected.safetensors")
-
-
-def all_tokens(family: str) -> np.ndarray:
-    return np.concatenate([expected(family)["prompt"], expected(family)["greedy"]])
-
-
-@functools.partial(jax.jit, donate_argnums=1)
-def step_fn(decoder, cache, tokens, num_new):
-    cache, step = kv.extend(kv.testing.poison(cache), num_new, max_new=tokens.shape[1], tokens=tokens)
-    logits, cache = forward(decoder, tokens, cache, step)
-    return cache, logits, step.status
-
-
-class Driver:
-    """Feeds pieces of sequences to rows of one cache; every slot without a token holds NaN."""
-
-    def __init__(
-        self, decoder: Decoder, lengths: dict[int, int], block_size: int = 16, max_seq_len: int = 64
-    ):
-        sizes = dict(max_seqs=NUM_ROWS, max_seq_len=max_seq_len, block_size=block_size)
-        self.decoder = decoder
-        cache = kv.init(cache_config(decoder.config, **sizes))
-        # One program whatever the rows: the others are skipped.
-        seq_ids = np.array([row if row in lengths else NUM_ROWS for row in range(NUM_ROWS)], np.int32)
-        num_tokens = np.array([lengths.get(row, 0) for row in range(NUM_ROWS)], np.int32)
-        self.cache, admission = kv.allocate(cache, seq_ids, num_tokens)
-        kv.raise_for_status(admission.status, "allocate")
-
-    def feed(self, pieces: dict[int, np.ndarray], width: int = WIDTH) -> dict[int, np.ndarray]:
-        tokens, num_new = np.zeros((NUM_ROWS, width), np.int32), np.zeros(NUM_ROWS, np.int32)
-        for row, piece in pieces.items():
-            tokens[row, : len(piece)], num_new[row] = piece, len(piece)
-        self.cache, logits, status = step_fn(self.decoder, self.cache, tokens, num_new)
-        kv.raise_for_status(status, "extend")
-        return {row: np.asarray(logits)[row, : len(piece)] for row, piece in pieces.items()}
-
-
-def assert_close(got: np.ndarray, want: np.ndarray) -> None:
-    assert got.dtype == np.float32 and got.shape == want.shape
-    difference = np.abs(got - want).max()
-    assert difference <= ATOL, f"logits differ by {difference}"  # NaN fails too
 
 
 # --- parity ---
@@ -120,10 +65,11 @@ def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block
     assert chosen == greedy.tolist()
 
 
-def test_packed_tokens_give_the_same_logits():
-    """With full layers and windows."""
-    decoder, tokens = load("qwen2_windows"), all_tokens("qwen2_windows")
-    want = expected("qwen2_windows")["logits"]
+@pytest.mark.parametrize("family", ["qwen2_windows", "deepseek_v3"])
+def test_packed_tokens_give_the_same_logits(family):
+    """With full layers and windows, and with latents, which are read as they are."""
+    decoder, tokens = load(family), all_tokens(family)
+    want = expected(family)["logits"]
     cache = kv.init(cache_config(decoder.config, max_seqs=NUM_ROWS, max_seq_len=64, block_size=4))
     cache, _ = kv.allocate(cache, [0, 1, 2], [0, 0, 0])
 
@@ -145,8 +91,9 @@ def test_packed_tokens_give_the_same_logits():
 
 
 @pytest.mark.slow
-def test_forward_computes_the_same_however_tokens_reach_the_cache():
-    decoder = load("qwen2_windows")
+@pytest.mark.parametrize("family", ["qwen2_windows", "gemma3", "deepseek_v3"])
+def test_forward_computes_the_same_however_tokens_reach_the_cache(family):
+    decoder = load(family)
     config = cache_config(decoder.config, max_seqs=3, max_seq_len=32, block_size=4)
     step = functools.partial(forward, decoder)
     kv.testing.check_forward(step, config, vocab_size=decoder.config.vocab_size)
@@ -165,9 +112,9 @@ def test_layers_in_periods_are_computed_one_after_the_other():
     def both(decoder, cache):
         cache, step = kv.extend(cache, [9, 6], max_new=9)
         got, scanned = forward(decoder, tokens, cache, step)
-        x, rotation = decoder.embedding[...][tokens], rotations(config, step.positions)
+        x, turns = decoder.embedding[...][tokens], rotations(config, step.positions)
         for layer_id, layer in enumerate(single_layers(decoder)):
-            x, cache = layer(x, cache, cache.config.locate(layer_id), step, rotation)
+            x, cache = layer(x, cache, cache.config.locate(layer_id), step, turns[layer_id])
         return (got, scanned.pools), (decoder.norm(x) @ decoder.unembedding[...].T, cache.pools)
 
     got, want = jax.device_get(both(decoder, cache))
@@ -190,12 +137,12 @@ def test_a_cache_whose_layers_do_not_repeat_like_the_model_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "deepseek_v2", "deepseek_v3"])
 def test_bfloat16_runs_and_stays_near(family):
     decoder, tokens = load(family, jnp.bfloat16), all_tokens(family)
     assert {leaf.dtype for leaf in jax.tree.leaves(decoder)} == {jnp.dtype(jnp.bfloat16)}
     driver = Driver(decoder, {ROW: len(tokens)})
-    assert {pool.k.dtype for pool in driver.cache.pools} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(driver.cache.pools)} == {jnp.dtype(jnp.bfloat16)}
     logits, want = driver.feed({ROW: tokens})[ROW], expected(family)["logits"]
     assert logits.dtype == np.float32
     # One rounding is 2**-9 = 0.2% of a value; measured: 1.3 to 1.6% of the logits' spread.
@@ -245,10 +192,44 @@ def test_a_new_model_predicts_about_evenly(param_dtype):
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 
 
+GEMMA = dict(
+    windows=(3, None),
+    rope=Rope(theta=100.0, scaling=LinearScaling(factor=2.0)),
+    window_rope=Rope(theta=20.0),
+    norm_offset=1.0,
+    use_post_norms=True,
+    use_qk_norm=True,
+    mlp_activation="gelu_tanh",
+    embedding_scale=12**0.5,
+    attention_scale=0.3,
+    attention_soft_cap=1.5,
+    final_soft_cap=2.0,
+)
+EXPERTS = Experts(first_layer=0, num_experts=5, num_used=2, expert_size=7, num_shared=1, weight_scale=2.0)
+LATENTS = dict(
+    num_kv_heads=4,
+    head_dim=7,
+    latents=Latents(latent_dim=9, rope_dim=4, nope_dim=3, value_dim=5, q_rank=8),
+    rope=Rope(is_interleaved=True),
+)
+
+
 @pytest.mark.slow
-def test_gradients_reach_every_parameter():
+@pytest.mark.parametrize(
+    ("options", "num_parameters", "most_absorbed"),
+    [
+        (dict(use_qkv_bias=True, use_qk_norm=True, windows=(None, 3)), 14, 0),
+        (GEMMA, 13, 0),
+        (LATENTS, 12, 128),
+        (LATENTS, 12, 0),
+        (dict(experts=EXPERTS), 13, 0),
+    ],
+    ids=["qwen", "gemma", "absorbed", "expanded", "experts"],
+)
+def test_gradients_reach_every_parameter(monkeypatch, options, num_parameters, most_absorbed):
     """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""
-    config = dataclasses.replace(TINY, use_qkv_bias=True, use_qk_norm=True, windows=(None, 3))
+    monkeypatch.setattr(attention, "MOST_ABSORBED", most_absorbed)
+    config = dataclasses.replace(TINY, **options)
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     # As they are made, scores are so small that the rotations, queries and keys hardly matter.
     decoder = jax.tree.map(
@@ -277,7 +258,7 @@ def test_gradients_reach_every_parameter():
         jax.tree_util.keystr(path): float(np.vdot(leaf, leaf))
         for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]
     }
-    assert len(squared) == 3 + 2 * 14
+    assert len(squared) == 3 + len(config.runs) * num_parameters
     # A bias added to all keys moves all scores of a query alike, but for its rotation and norm here.
     assert min(squared.values()) > 1e-8, min(squared, key=lambda name: squared[name])
     rate = 1e-3 / sum(squared.values())
@@ -289,8 +270,10 @@ def test_gradients_reach_every_parameter():
     assert abs(slope - 1) < 0.01
 
 
-def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone():
-    decoder, tokens = load("llama"), all_tokens("llama")[:9]
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3_experts"])
+def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone(family):
+    """Also where tokens of all rows are sorted by their experts."""
+    decoder, tokens = load(family), all_tokens(family)[:9]
     clean = Driver(decoder, {0: 9, ROW: 9, 2: 9}).feed({0: tokens, ROW: tokens, 2: tokens})
     for bad in (97, -1):
         broken = np.where(np.arange(9) == 5, bad, tokens)
@@ -326,7 +309,16 @@ def test_cache_config_groups_layers_by_window():
         (dict(num_q_heads=3), "num_q_heads is 3, expected a multiple of num_kv_heads = 2"),
         (dict(head_dim=7), "head_dim is 7, expected an even number"),
         (dict(windows=(4,)), "windows has 1 entries, expected 2 or none"),
-        (dict(rope_theta=0.0), "rope_theta is 0.0, expected a positive, finite number"),
+        (dict(mlp_activation="relu"), "mlp_activation is 'relu', expected one of silu, gelu_tanh"),
+        (dict(attention_soft_cap=0.0), "attention_soft_cap is 0.0, expected a positive, finite number"),
+        (dict(final_soft_cap=math.inf), "final_soft_cap is inf, expected a positive, finite number"),
+        (
+            LATENTS | dict(windows=(4, None)),
+            r"windows is \(4, None\) with latents, expected none: no layer kind .*; let all layers see all",
+        ),
+        (LATENTS | dict(num_kv_heads=2), "num_kv_heads is 2 with latents, expected num_q_heads = 4"),
+        (LATENTS | dict(head_dim=6), "head_dim is 6, expected nope_dim \\+ rope_dim = 7"),
+        (LATENTS | dict(use_qk_norm=True), "use_qk_norm is True with latents, expected False"),
     ],
 )
 def test_an_impossible_config_is_refused(changes, message):
@@ -334,7 +326,16 @@ def test_an_impossible_config_is_refused(changes, message):
         dataclasses.replace(TINY, **changes)
 
 
-def test_an_impossible_scaling_is_refused():
+def test_impossible_latents_are_refused():
+    with pytest.raises(ValueError, match="rope_dim is 3, expected an even number: pairs are rotated"):
+        Latents(latent_dim=9, rope_dim=3, nope_dim=3, value_dim=5)
+    with pytest.raises(ValueError, match="value_dim is 0, expected a positive, finite number"):
+        Latents(latent_dim=9, rope_dim=4, nope_dim=3, value_dim=0)
+
+
+def test_impossible_rotations_are_refused():
+    with pytest.raises(ValueError, match="rope_theta is 0.0, expected a positive, finite number"):
+        Rope(theta=0.0)
     with pytest.raises(ValueError, match="high_freq_factor is 1.0, expected above low_freq_factor = 1.0"):
         Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=64)
     with pytest.raises(ValueError, match="factor is 0.0, expected a positive, finite number"):

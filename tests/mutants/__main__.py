@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from tests.mutants.attention import MUTATIONS as ATTENTION
 from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.core import MUTATIONS as CORE
+from tests.mutants.decoder import MUTATIONS as MODELS
 from tests.mutants.decoding import MUTATIONS as DECODE
 from tests.mutants.extend import MUTATIONS as EXTEND
 from tests.mutants.gpu_decode import MUTATIONS as GPU_DECODE
@@ -49,6 +50,7 @@ MUTATIONS = [
     *ATTENTION,
     *DECODE,
     *MANAGER,
+    *MODELS,
     *GPU_DECODE,
     *KERNELS,
     *TPU,

@@ -161,7 +161,7 @@ MUTATIONS = [
         ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ),
     *in_module(
-        "core/config",
+        "core/layer_group",
         (
             "memory plan of one array",
             "return self.num_layers * sum(values)",

@@ -10,6 +10,11 @@ AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_giv
 QUANTISED = "core/test_quantised_kind.py"
 DECODED = f"{QUANTISED}::test_attention_is_that_to_the_decoded_values[padded]"
 HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_at_most"
+SOURCES = "operations/test_sources.py"
+ONE_BEHIND = f"{SOURCES}::test_a_row_without_blocks_is_as_it_was_and_a_smaller_one_behind_it_fits"
+READ_BACK = f"{SOURCES}::test_sources_are_read_back_and_take_their_blocks_alone"
+KEPT = f"{SOURCES}::test_a_row_takes_over_its_parent_s_source_and_keeps_it_when_it_is_cut"
+SOURCE_STATUS = f"{SOURCES}::test_each_status"
 SHARED = "core/test_shared_layers.py"
 NOT_FINITE = f"{QUANTISED}::test_what_is_not_finite_is_nan_in_its_row_and_head_alone"
 
@@ -110,7 +115,109 @@ MUTATIONS = [
         ),
     ),
     *in_module(
+        "core/layer_kinds/cross_attention",
+        (
+            "cross attention is causal",
+            "is_causal = False",
+            "is_causal = True",
+            f"{SOURCES}::test_every_query_sees_the_whole_source_padded_and_packed",
+        ),
+        (
+            "cross attention reads as many tokens as the row has",
+            "return control.source_len",
+            "return control.context_len",
+            READ_BACK,
+        ),
+    ),
+    *in_module(
+        "operations/write_source",
+        ("a source is overwritten", "> 0, Status.HAS_SOURCE)", "> 99, Status.HAS_SOURCE)", SOURCE_STATUS),
+        (
+            "a source may be longer than its kind allows",
+            "(source_len > min(group.max_len for group in groups.values()), Status.TOO_LONG)",
+            "(source_len > 99, Status.TOO_LONG)",
+            SOURCE_STATUS,
+        ),
+        (
+            "a source may be longer than its array",
+            "(source_len > width, Status.BAD_LENGTH)",
+            "(source_len > 99, Status.BAD_LENGTH)",
+            SOURCE_STATUS,
+        ),
+        (
+            "sources take blocks that there are not",
+            "jnp.where(is_short, 0, num_rows), available, wants",
+            "jnp.where(is_short, num_rows, num_rows), available, wants",
+            ONE_BEHIND,
+        ),
+        (
+            "a source that fails keeps blocks from others",
+            "jnp.where(fits, left, free)",
+            "left",
+            ONE_BEHIND,
+        ),
+        (
+            "one group's blocks are enough for a source",
+            "(left >= 0).all()",
+            "(left >= 0).any()",
+            ONE_BEHIND,
+        ),
+    ),
+    *in_module(
+        "operations/truncate",
+        (
+            "a row that is cut loses its source",
+            "pool if group.holds_sources else _shortened",
+            "_shortened",
+            KEPT,
+        ),
+    ),
+    *in_module(
+        "operations/rows",
+        ("forks have no source", '"num_published", "source_len"', '"num_published"', KEPT),
+        (
+            "forks share as many blocks of a source as they have tokens",
+            "group.kind.length(control), seq_ids",
+            "control.context_len, seq_ids",
+            KEPT,
+        ),
+    ),
+    *in_module(
+        "operations/allocate",
+        (
+            "prompts take blocks of sources",
+            "if group.holds_sources:  # which come later",
+            "if False:",
+            f"{SOURCES}::test_random_scripts_against_the_oracle",
+        ),
+    ),
+    *in_module(
+        "operations/scrub",
+        (
+            "sources of others are scrubbed beyond their rows' tokens",
+            "columns * group.block_size < length[:, None]",
+            "columns * group.block_size < control.context_len[:, None]",
+            f"{SOURCES}::test_scrubbing_a_namespace_leaves_the_sources_of_others",
+        ),
+        (
+            "slots of sources are counted by their rows' tokens",
+            "jnp.clip(group.kind.length(control)[:, None]",
+            "jnp.clip(control.context_len[:, None]",
+            READ_BACK,
+        ),
+    ),
+    *in_module(
+        "operations/stats",
+        ("tokens take blocks of sources", "if layer_group.holds_sources:", "if False:", READ_BACK),
+    ),
+    *in_module(
         "core/arguments",
+        (
+            "new tokens overwrite a source",
+            "if group.holds_sources:",
+            "if False:",
+            f"{SOURCES}::test_calls_that_do_not_fit_are_refused",
+        ),
         (
             "shared layers are overwritten",
             "if shared_layer is not None:",

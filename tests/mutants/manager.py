@@ -228,7 +228,7 @@ MUTATIONS = [
         ("the rests of last blocks stay", "pool = _zero_rests(pool", "_ = _zero_rests(pool", NAMESPACE),
         (
             "reserved blocks stay",
-            "is_other[:, None] & (columns * group.block_size < control.context_len[:, None])",
+            "is_other[:, None] & (columns * group.block_size < length[:, None])",
             "is_other[:, None] & (columns >= 0)",
             RESERVED,
         ),
@@ -243,8 +243,8 @@ MUTATIONS = [
         "operations/scrub",
         (
             "longer forks are cut",
-            "jnp.clip(control.context_len[:, None] - starts[None], 0, block_size)",
-            "(control.context_len[:, None] - starts[None]) % block_size",
+            "jnp.clip(group.kind.length(control)[:, None] - starts[None], 0, block_size)",
+            "(group.kind.length(control)[:, None] - starts[None]) % block_size",
             FORKS,
         ),
         (

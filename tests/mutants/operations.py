@@ -223,8 +223,8 @@ ENDED = in_module(
     "operations/free",
     (
         "freed row keeps its length",
-        "rows, 0) for name in ROW_FIELDS",
-        'rows, int(name == "context_len")) for name in ROW_FIELDS',
+        "set_at(values, rows, 0) for name,",
+        'set_at(values, rows, int(name == "context_len")) for name,',
         FREED,
     ),
     (

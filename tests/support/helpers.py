@@ -16,7 +16,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from kvcache_jax.core.state import ROW_FIELDS
+from kvcache_jax.core.state import row_fields
 
 # ---------------------------------------------------------------------------------------
 # what many tests begin with
@@ -79,7 +79,7 @@ def statuses(status):
 def row_state(cache, seq_id):
     """Everything the control plane holds for one row, as bytes."""
     control = cache.control
-    per_row = {name: getattr(control, name) for name in ROW_FIELDS}
+    per_row = row_fields(control)
     for group, pool in enumerate(control.block_pools):
         per_row[f"block_table[{group}]"] = pool.block_table
     return {name: np.asarray(array)[seq_id].tobytes() for name, array in per_row.items()}

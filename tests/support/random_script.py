@@ -8,7 +8,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from kvcache_jax.core.state import ROW_FIELDS
+from kvcache_jax.core.state import row_fields
 from tests.support.helpers import append_donated
 
 ROWS, WIDTH, NUM_PACKED = 6, 5, 9
@@ -207,7 +207,7 @@ def control_bytes(cache):
 
 def row_bytes(cache):
     """Per row, all that belongs to it in the control state."""
-    arrays = [getattr(cache.control, name) for name in ROW_FIELDS]
+    arrays = row_fields(cache.control).values()
     arrays = [np.asarray(array) for array in (*arrays, *(p.block_table for p in cache.control.block_pools))]
     return [[array[row].tobytes() for array in arrays] for row in range(ROWS)]
 

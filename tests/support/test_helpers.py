@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.state import ROW_FIELDS
+from kvcache_jax.core.state import row_fields
 from tests.support.helpers import TokenDriver, changed_leaves, owned_slots, poison, row_state
 
 CONFIG = kv.CacheConfig([kv.FullAttention(2, 3)] * 2, num_blocks=12, block_size=4, max_seqs=3, max_seq_len=30)
@@ -37,7 +37,7 @@ def test_a_row_s_state_has_all_that_the_control_holds_per_row(driver):
     per_row = [
         name for name, array in arrays.items() if getattr(array, "shape", ())[:1] == (CONFIG.max_seqs,)
     ]
-    assert sorted(ROW_FIELDS) == sorted(per_row)
+    assert sorted(row_fields(control)) == sorted(per_row)
     assert row_state(driver.cache, 2).keys() == {*per_row, "block_table[0]"}
 
 

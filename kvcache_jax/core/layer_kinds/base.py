@@ -92,6 +92,11 @@ class LayerKind:
         return None
 
     @property
+    def source_len_limit(self) -> int | None:
+        """Most tokens of the source that the layer reads; None for a layer that reads its row's tokens."""
+        return None
+
+    @property
     def label(self) -> str:
         """Name and options as plans and pictures show them."""
         return type(self).__name__
@@ -154,8 +159,9 @@ class LayerKind:
     @property
     def is_plain(self) -> bool:
         """Whether blocks hold keys and values as they are multiplied: all that the library's kernels read."""
-        parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal", "shared_layer"
-        return all(getattr(type(self), part) is getattr(LayerKind, part) for part in parts)
+        parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal"
+        is_own = self.shared_layer is None and self.source_len_limit is None
+        return is_own and all(getattr(type(self), part) is getattr(LayerKind, part) for part in parts)
 
     def refuse_weights(self, weights: Any) -> None:
         """Raises for weights that the kind has no use for."""

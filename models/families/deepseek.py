@@ -1,0 +1,137 @@
+"""DeepSeek-V2 and V3."""
+
+import functools
+from typing import Any
+
+from models.config import DecoderConfig, Experts, Latents
+from models.families import llama
+from models.families.family import NUMBER, Family, read_sizes, write_sizes
+from models.families.rope_entries import read_rope, write_rope
+from models.json_object import JsonObject
+from models.rope import Rope, YarnScaling
+
+_GREEDY, _GROUPED = "greedy", "group_limited_greedy"
+
+
+def _read(values: JsonObject, interleaves: bool) -> dict[str, Any]:
+    sizes = read_sizes(values)
+    latents = values.make(
+        Latents,
+        latent_dim=values.get("kv_lora_rank", int),
+        rope_dim=values.get("qk_rope_head_dim", int),
+        nope_dim=values.get("qk_nope_head_dim", int),
+        value_dim=values.get("v_head_dim", int),
+        q_rank=values.get("q_lora_rank", int, None),
+    )
+    head_dim = latents.nope_dim + latents.rope_dim
+    rope = read_rope(values, is_interleaved=interleaves)
+    return sizes | dict(
+        num_kv_heads=values.get("num_key_value_heads", int, sizes["num_q_heads"]),
+        head_dim=head_dim,
+        latents=latents,
+        attention_scale=_attention_scale(head_dim, rope),
+        rope=rope,
+    )
+
+
+def _attention_scale(head_dim: int, rope: Rope) -> float | None:
+    """The whole head is longer for a stretched context, not only what is rotated: queries and keys both."""
+    scaling = rope.scaling
+    if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
+        return None
+    return head_dim**-0.5 * scaling.length(scaling.mscale_all_dim) ** 2
+
+
+def _write(config: DecoderConfig) -> dict[str, Any] | None:
+    latents = config.latents
+    if latents is None:
+        return None
+    return {
+        **write_sizes(config),
+        **write_rope(config.rope),
+        "hidden_act": llama.ONLY["hidden_act"],
+        "kv_lora_rank": latents.latent_dim,
+        "qk_rope_head_dim": latents.rope_dim,
+        "qk_nope_head_dim": latents.nope_dim,
+        "v_head_dim": latents.value_dim,
+        "q_lora_rank": latents.q_rank,
+        **_written_experts(config.experts, config.num_layers),
+    }
+
+
+def _read_v2(values: JsonObject) -> dict[str, Any]:
+    method = values.get("topk_method", str)
+    if method not in (_GREEDY, _GROUPED):
+        raise values.error("topk_method", f"{_GREEDY} or {_GROUPED}: nothing else is implemented")
+    return _read(values, interleaves=True) | {"experts": _experts(values, has_groups=method == _GROUPED)}
+
+
+def _read_v3(values: JsonObject) -> dict[str, Any]:
+    normalizes = values.get("norm_topk_prob", bool)
+    options = _read(values, interleaves=values.get("rope_interleave", bool, True))
+    experts = _experts(values, has_groups=True, is_sigmoid=True, normalizes=normalizes)
+    return options | {"experts": experts}
+
+
+def _experts(values: JsonObject, has_groups: bool, **options: Any) -> Experts | None:
+    """Reads the mixtures of experts of a model that has any."""
+    first_layer = values.get("first_k_dense_replace", int)
+    if first_layer >= values.get("num_hidden_layers", int):
+        return None
+    if has_groups:
+        options |= dict(num_groups=values.get("n_group", int), num_used_groups=values.get("topk_group", int))
+    return values.make(
+        Experts,
+        first_layer=first_layer,
+        num_experts=values.get("n_routed_experts", int),
+        num_used=values.get("num_experts_per_tok", int),
+        expert_size=values.get("moe_intermediate_size", int),
+        num_shared=values.get("n_shared_experts", int),
+        weight_scale=values.get("routed_scaling_factor", NUMBER),
+        **options,
+    )
+
+
+def _write_v2(config: DecoderConfig) -> dict[str, Any] | None:
+    values, experts = _write(config), config.experts
+    if values is None or experts is None:
+        return values
+    return values | {"topk_method": _GROUPED if experts.num_groups > 1 else _GREEDY}
+
+
+def _write_v3(config: DecoderConfig) -> dict[str, Any] | None:
+    values, experts = _write(config), config.experts
+    if values is None:
+        return None
+    values["rope_interleave"] = config.rope.is_interleaved
+    return values if experts is None else values | {"norm_topk_prob": experts.normalizes}
+
+
+def _written_experts(experts: Experts | None, num_layers: int) -> dict[str, Any]:
+    if experts is None:
+        return {"first_k_dense_replace": num_layers}
+    return {
+        "first_k_dense_replace": experts.first_layer,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_used,
+        "moe_intermediate_size": experts.expert_size,
+        "n_shared_experts": experts.num_shared,
+        "routed_scaling_factor": experts.weight_scale,
+        "n_group": experts.num_groups,
+        "topk_group": experts.num_used_groups,
+    }
+
+
+_family = functools.partial(Family, only=llama.ONLY | {"moe_layer_freq": 1})
+DEEPSEEK_V2 = _family(
+    architecture="DeepseekV2ForCausalLM",
+    read=_read_v2,
+    write=_write_v2,
+    defaults={"first_k_dense_replace": 0, "topk_method": _GREEDY, "routed_scaling_factor": 1.0},
+)
+DEEPSEEK_V3 = _family(
+    architecture="DeepseekV3ForCausalLM",
+    read=_read_v3,
+    write=_write_v3,
+    defaults={"first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+)

@@ -1,0 +1,71 @@
+"""Mixtures of experts: MLPs of which each token uses a few."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.config import DecoderConfig, Experts
+from models.layers import MLP, Linear, residual_gain
+
+
+class Mixture(nnx.Module):
+    """Experts of which each token uses those that its router scores best, and an MLP that all tokens use."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, experts: Experts):
+        self.experts, hidden_size = experts, config.hidden_size
+        num_experts, size = experts.num_experts, experts.expert_size
+        # Its bias moves the choice and not the weights, see `_routed`.
+        self.router = Linear(config, rngs, hidden_size, num_experts, use_bias=experts.is_sigmoid)
+        self.expert_gate = Matrices(config, rngs, num_experts, hidden_size, size)
+        self.expert_up = Matrices(config, rngs, num_experts, hidden_size, size)
+        self.expert_down = Matrices(config, rngs, num_experts, size, hidden_size, residual_gain(config))
+        self.shared = MLP(config, rngs, experts.num_shared * size)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens, num_used = x.reshape(-1, x.shape[-1]), self.experts.num_used
+        expert_ids, weights = self._routed(tokens)
+        order = jnp.argsort(expert_ids.reshape(-1))  # the tokens of one expert side by side
+        lengths = jnp.zeros(self.experts.num_experts, jnp.int32).at[expert_ids.reshape(-1)].add(1)
+        rows = tokens[order // num_used]
+        inner = jax.nn.silu(self.expert_gate(rows, lengths)) * self.expert_up(rows, lengths)
+        rows = self.expert_down(inner, lengths).astype(jnp.float32)
+        outs = jnp.zeros_like(rows).at[order].set(rows).reshape(*expert_ids.shape, -1)
+        mixed = (outs * weights[..., None]).sum(axis=1).astype(x.dtype)
+        return mixed.reshape(x.shape) + self.shared(x)
+
+    def _routed(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of tokens `[t, hidden_size]`, i32[t, num_used], and their weights f32[t, num_used]."""
+        sizes = self.experts
+        logits = tokens.astype(jnp.float32) @ self.router.kernel[...].astype(jnp.float32)
+        scores = jax.nn.sigmoid(logits) if sizes.is_sigmoid else jax.nn.softmax(logits)
+        ranks = scores
+        if self.router.bias is not None:
+            ranks += jax.lax.broadcast_to_rank(self.router.bias[...].astype(jnp.float32), ranks.ndim)
+        if sizes.num_groups > 1:
+            groups = ranks.reshape(len(tokens), sizes.num_groups, -1)
+            best = jax.lax.top_k(groups, 2 if sizes.is_sigmoid else 1)[0].sum(axis=-1)
+            group_ids = jax.lax.top_k(best, sizes.num_used_groups)[1]
+            is_used = (group_ids[..., None] == jnp.arange(sizes.num_groups)[None, None]).any(axis=1)
+            ranks = jnp.where(is_used[..., None], groups, -jnp.inf).reshape(ranks.shape)
+        expert_ids = jax.lax.top_k(ranks, sizes.num_used)[1]
+        weights = jnp.take_along_axis(scores, expert_ids, axis=1)
+        if sizes.normalizes:
+            weights /= weights.sum(axis=1, keepdims=True) + 1e-20
+        return expert_ids, sizes.weight_scale * weights
+
+
+class Matrices(nnx.Module):
+    """A matrix per expert, `kernel [experts, in, out]`."""
+
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, num_experts: int, in_size: int, out_size: int, gain=1.0
+    ):
+        self.dtype = config.dtype if config.matmul_dtype is None else config.matmul_dtype
+        shape = num_experts, in_size, out_size
+        std = gain * in_size**-0.5
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, config.param_dtype))
+
+    def __call__(self, rows: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Multiplies the first `lengths[0]` rows by the first matrix, and so on."""
+        kernel = self.kernel[...].astype(self.dtype)
+        return jax.lax.ragged_dot(rows.astype(self.dtype), kernel, lengths).astype(rows.dtype)

@@ -1,0 +1,68 @@
+"""The decoder on a cache, fed piece by piece, beside what transformers computed: committed fixtures."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+import kvcache_jax as kv
+from models import checkpoint
+from models.decoder import Decoder, cache_config, forward
+from tests.models.checkpoint_files import FIXTURES
+
+ATOL = 1e-4
+NUM_ROWS, ROW = 3, 1
+WIDTH = 59  # holds all tokens of a fixture: one program of a model takes prompts, chunks and single tokens
+
+
+@functools.cache
+def load(family: str, dtype=jnp.float32) -> Decoder:
+    return checkpoint.load(FIXTURES / family, dtype=dtype)
+
+
+@functools.cache
+def expected(family: str) -> dict[str, np.ndarray]:
+    return load_file(FIXTURES / family / "expected.safetensors")
+
+
+def all_tokens(family: str, prompt: str = "") -> np.ndarray:
+    return np.concatenate([expected(family)[f"{part}{prompt}"] for part in ("prompt", "greedy")])
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def step_fn(decoder, cache, tokens, num_new):
+    cache, step = kv.extend(kv.testing.poison(cache), num_new, max_new=tokens.shape[1], tokens=tokens)
+    logits, cache = forward(decoder, tokens, cache, step)
+    return cache, logits, step.status
+
+
+class Driver:
+    """Feeds pieces of sequences to rows of one cache; every slot without a token holds NaN."""
+
+    def __init__(
+        self, decoder: Decoder, lengths: dict[int, int], block_size: int = 16, max_seq_len: int = 64
+    ):
+        sizes = dict(max_seqs=NUM_ROWS, max_seq_len=max_seq_len, block_size=block_size)
+        self.decoder = decoder
+        cache = kv.init(cache_config(decoder.config, **sizes))
+        # One program whatever the rows: the others are skipped.
+        seq_ids = np.array([row if row in lengths else NUM_ROWS for row in range(NUM_ROWS)], np.int32)
+        num_tokens = np.array([lengths.get(row, 0) for row in range(NUM_ROWS)], np.int32)
+        self.cache, admission = kv.allocate(cache, seq_ids, num_tokens)
+        kv.raise_for_status(admission.status, "allocate")
+
+    def feed(self, pieces: dict[int, np.ndarray], width: int = WIDTH) -> dict[int, np.ndarray]:
+        tokens, num_new = np.zeros((NUM_ROWS, width), np.int32), np.zeros(NUM_ROWS, np.int32)
+        for row, piece in pieces.items():
+            tokens[row, : len(piece)], num_new[row] = piece, len(piece)
+        self.cache, logits, status = step_fn(self.decoder, self.cache, tokens, num_new)
+        kv.raise_for_status(status, "extend")
+        return {row: np.asarray(logits)[row, : len(piece)] for row, piece in pieces.items()}
+
+
+def assert_close(got: np.ndarray, want: np.ndarray) -> None:
+    assert got.dtype == np.float32 and got.shape == want.shape
+    difference = np.abs(got - want).max()
+    assert difference <= ATOL, f"logits differ by {difference}"  # NaN fails too

@@ -1,0 +1,352 @@
+"""Sources: written once, read by all tokens of their rows, shared by forks and beams, never copied."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from kvcache_jax.core.config import config_from_json, config_to_json
+from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_copies, statuses
+
+OK, ROWS, WIDTH, MOST = kv.Status.OK, 4, 14, 11
+FULL = kv.FullAttention(2, 4)
+CROSS = kv.CrossAttention(1, 3, max_source_len=MOST)
+# Two layers of one group, and one of another: the source of a row has blocks in both.
+LAYERS = [FULL, CROSS, kv.CrossAttention(2, 4, max_source_len=MOST, block_size=3), CROSS]
+CONFIG = kv.CacheConfig(LAYERS, num_blocks=9, block_size=4, max_seqs=ROWS, max_seq_len=16)
+
+
+def source_arrays(rows, width=WIDTH, seed=0):
+    """Keys and values of the source layers, another number in each place."""
+    rng = np.random.default_rng(seed)
+    heads = [(1, 3), (2, 4), (1, 3)]
+    return [[rng.standard_normal((rows, width, *shape), np.float32) for shape in heads] for _ in "kv"]
+
+
+write = kv.donate(kv.write_source)
+
+
+def store(cache, rows, lengths, seed=0):
+    """Stores sources in a poisoned cache; returns it, the statuses, and what each row ought to hold."""
+    k, v = source_arrays(len(rows), seed=seed)
+    cache, status = write(testing.poison(cache), np.array(rows), k, v, np.array(lengths))
+    held = {
+        row: [(a[i, :n], b[i, :n]) for a, b in zip(k, v, strict=True)]
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
+    }
+    return cache, statuses(status), held
+
+
+def started(rows=(0, 1, 2), lengths=(3, 5, 2)):
+    cache, admission = kv.allocate(kv.init(CONFIG), list(rows), list(lengths))
+    assert set(statuses(admission.status)) == {OK}
+    return cache
+
+
+def assert_held(cache, held):
+    """Row by row, `gather` reads the source back, bit for bit, and zeros behind it."""
+    for row, layers in held.items():
+        for layer, (k, v) in zip(CONFIG.source_layers, layers, strict=True):
+            *found, length = kv.gather(cache, row, layer)
+            assert int(length) == len(k)
+            for got, want in zip(found, (k, v), strict=True):
+                assert got.shape[0] == MOST
+                np.testing.assert_array_equal(got[: len(want)], want)
+                assert not np.asarray(got[len(want) :]).any()
+
+
+def test_sources_are_read_back_and_take_their_blocks_alone():
+    cache, found, held = store(started(), [2, 0, 1], [11, 1, 4])
+    assert found == [OK] * 3
+    assert_held(testing.poison(cache), held)
+    assert_invariants(cache)
+    assert cache.control.source_len.tolist() == [1, 4, 11, 0]
+    assert [int(kv.num_available_blocks(cache, group=g)) for g in (1, 2)] == [9 - 5, 9 - 7]
+    assert kv.num_blocks_needed(cache, [12] * ROWS).tolist() == [2, 1, 2, 0]
+
+
+def test_each_status():
+    cache, found, _ = store(started((0, 1, 2)), [0], [5])
+    before = leaf_bytes(cache)
+    rows, lengths = [0, 1, 2, 3, 4, 5, 1], [2, 12, -1, 1, 1, 1, 1]
+    cache, found, _ = store(cache, rows, lengths)
+    names = (
+        "HAS_SOURCE",
+        "TOO_LONG",
+        "BAD_LENGTH",
+        "SEQ_NOT_ACTIVE",
+        "SKIPPED",
+        "BAD_SEQ_ID",
+        "DUPLICATE_SEQ_ID",
+    )
+    assert found == [kv.Status[name] for name in names]
+    assert leaf_bytes(testing.poison(cache).control) == {
+        path.removeprefix(".control"): leaf for path, leaf in before.items() if path.startswith(".control")
+    }
+    k, v = source_arrays(1, width=3)
+    assert statuses(kv.write_source(cache, [1], k, v, [4])[1]) == [kv.Status.BAD_LENGTH]
+    assert statuses(kv.write_source(cache, [1], k, v, [0])[1]) == [OK]
+
+
+def test_a_row_without_blocks_is_as_it_was_and_a_smaller_one_behind_it_fits():
+    cache, found, _ = store(started((0, 1, 2, 3), (1, 1, 1, 1)), [0], [11])  # 3 and 4 of the 9 blocks
+    cache, found, held = store(cache, [3, 1, 2], [10, 11, 3])
+    assert found == [OK, kv.Status.OUT_OF_BLOCKS, OK]
+    assert_invariants(cache)
+    assert_held(cache, {row: held[row] for row in (3, 2)})
+    assert cache.control.source_len.tolist() == [11, 0, 3, 10]
+    for pool, group in zip(cache.control.block_pools, CONFIG.groups, strict=True):
+        assert not group.holds_sources or (np.asarray(pool.block_table[1]) == group.num_blocks).all()
+    again = leaf_bytes(cache)
+    cache, found, _ = store(cache, [1], [11])
+    assert found == [kv.Status.OUT_OF_BLOCKS]
+    assert_same(again, testing.poison(cache))
+
+
+def test_forks_and_beams_share_a_source_and_nothing_is_copied():
+    """Four beams of 1,500 frames: 94 blocks, not 376."""
+    layers = [FULL, kv.CrossAttention(1, 2, max_source_len=1500)]
+    cache = kv.init(kv.CacheConfig(layers, num_blocks=400, block_size=16, max_seqs=5, max_seq_len=32))
+    cache, _ = kv.allocate(cache, [0], [3])
+    frames = jnp.ones((1, 1, 1500, 1, 2))
+    cache, status = write(cache, jnp.array([0]), frames, frames, jnp.array([1500]))
+    assert statuses(status) == [OK]
+    cache, _ = kv.fork(cache, [0, 0, 0], [1, 2, 3])
+    used = 400 - int(kv.num_available_blocks(cache, group=1))
+    pools = jax.tree.leaves(cache.pools)
+    cache, _ = kv.reorder(cache, [0, 1, 2, 3], [2, 2, 0, 1])
+    assert used == 94 == 400 - int(kv.num_available_blocks(cache, group=1))
+    assert [x.unsafe_buffer_pointer() for x in pools] == [
+        x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.pools)
+    ]
+    cache, step = kv.extend(cache, [1, 1, 1, 1, 0], max_new=1)
+    assert statuses(step.status) == [OK] * 5 and num_copies(cache) == 0
+    cache, _ = kv.free(cache, [0, 1, 2])
+    assert int(kv.num_available_blocks(cache, group=1)) == 400 - 94
+    cache, _ = kv.free(cache, [3])
+    assert int(kv.num_available_blocks(cache, group=1)) == 400
+    assert not cache.control.source_len.any()
+
+
+def test_a_row_takes_over_its_parent_s_source_and_keeps_it_when_it_is_cut():
+    cache, _, held = store(started(), [0, 1], [7, 9])
+    cache, _ = kv.extend(cache, [3, 5, 2, 0], max_new=5)
+    cache, status = kv.reorder(cache, [0, 2], [1, 0])
+    assert statuses(status) == [OK, OK]
+    cache, status = kv.truncate(cache, [0, 2, 1], [0, 1, 4])
+    assert statuses(status) == [OK] * 3
+    assert cache.control.source_len.tolist() == [9, 9, 7, 0]
+    assert_held(cache, {0: held[1], 1: held[1], 2: held[0]})
+    assert_invariants(cache)
+    cache, count = kv.scrub(cache, [2])
+    assert int(count) >= 2 + 3 and cache.control.source_len.tolist() == [9, 9, 0, 0]
+    assert_held(cache, {0: held[1], 1: held[1]})
+    cache, _ = kv.scrub(cache, namespace=np.zeros(4, np.uint32))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(cache.pools))
+    assert_invariants(cache)
+
+
+def test_scrubbing_a_namespace_leaves_the_sources_of_others():
+    cache, _ = kv.allocate(kv.init(CONFIG), [0], [2])
+    cache, _ = kv.allocate(cache, [1], [2], namespace=kv.namespace(tenant="b"))
+    cache, _, held = store(cache, [0, 1], [6, 7])
+    cache, _ = kv.scrub(cache, namespace=np.zeros(4, np.uint32))
+    assert cache.control.source_len.tolist() == [0, 7, 0, 0]
+    assert_held(cache, {1: held[1]})
+    for pool, group in zip(cache.pools, CONFIG.groups, strict=True):
+        table = np.asarray(cache.control.block_pools[CONFIG.groups.index(group)].block_table[1])
+        kept = {*table[table < group.num_blocks].tolist()}
+        for array in jax.tree.leaves(pool):
+            layers = np.asarray(array).reshape(group.num_layers, group.num_blocks, -1)
+            others = [block for block in range(group.num_blocks) if block not in kept]
+            assert not layers[:, others].any()
+
+
+def test_preemption_counts_the_blocks_of_sources():
+    cache, _, _ = store(started(), [0, 1], [3, 11])
+    assert kv.select_rows_to_preempt(cache, "longest", 3).tolist()[0] == 1
+    cache, dropped = kv.preempt_to_utilization(cache, 0.2, "longest")
+    assert dropped.tolist()[0] == 1
+    assert_invariants(cache)
+
+
+@functools.partial(jax.jit, static_argnames="is_packed")
+def attended(cache, q, num_new, is_packed):
+    if not is_packed:
+        cache, step = kv.extend(cache, num_new, max_new=3)
+        return kv.attend(cache, 2, q, step, return_lse=True)[1]
+    cache, step = kv.extend(cache, num_new, num_tokens=7)
+    return kv.attend(cache, 2, q, step, return_lse=True)[1]
+
+
+def test_every_query_sees_the_whole_source_padded_and_packed():
+    cache, _, held = store(started(), [1, 2], [9, 4])  # row 0 has none
+    q = np.random.default_rng(2).standard_normal((7, 4, 4)).astype(np.float32)
+    num_new, at = [2, 1, 3, 0], {0: [(0, 0), (0, 1)], 1: [(1, 0)], 2: [(2, 0), (2, 1), (2, 2)]}
+    padded = np.full((4, 3, 4, 4), np.nan, np.float32)
+    places = [place for row in at.values() for place in row]
+    for token, place in enumerate(places):
+        padded[place] = q[token]
+    out, lse = attended(cache, padded, np.array(num_new), is_packed=False)
+    packed_out, packed_lse = attended(cache, q, np.array(num_new), is_packed=True)
+    for token, (row, i) in enumerate(places):
+        if row == 0:
+            want, want_lse = np.zeros((4, 4)), np.full(4, -np.inf)
+        else:
+            k, v = (np.repeat(x, 2, axis=1).astype(np.float64) for x in held[row][1])
+            logits = np.einsum("hd,khd->hk", q[token], k) / 2
+            shares = np.exp(logits)
+            want_lse = np.log(shares.sum(axis=1))
+            want = np.einsum("hk,khd->hd", shares / shares.sum(axis=1, keepdims=True), v)
+        for got, got_lse in ((out[row, i], lse[row, i]), (packed_out[token], packed_lse[token])):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_random_scripts_against_the_oracle():
+    rng = np.random.default_rng(11)
+    cache, oracle = kv.init(CONFIG), testing.Oracle(CONFIG)
+    k, v = source_arrays(3, width=12)
+    for _ in range(120):
+        name = rng.choice(["allocate", "write_source", "extend", "fork", "reorder", "truncate", "free"])
+        ids, lengths = rng.integers(0, ROWS + 2, 3).tolist(), rng.integers(-1, 13, 3).tolist()
+        others = rng.integers(0, ROWS + 1, 3).tolist()
+        if name == "allocate":
+            cache, admission = kv.allocate(cache, ids, lengths)
+            status, want = admission.status, oracle.allocate(ids, lengths)
+        elif name == "write_source":
+            cache, status = kv.write_source(cache, ids, k, v, lengths)
+            want = oracle.write_source(ids, lengths)
+        elif name == "extend":
+            num_new = rng.integers(0, 5, 3).tolist()
+            cache, step = kv.extend(cache, num_new, max_new=4, seq_ids=ids)
+            status, want = step.status, oracle.extend(ids, [[7] * n for n in num_new])
+        elif name in ("fork", "reorder"):
+            cache, status = getattr(kv, name)(cache, ids, others)
+            want = getattr(oracle, name)(ids, others)
+        elif name == "truncate":
+            cache, status = kv.truncate(cache, ids, lengths)
+            want = oracle.truncate(ids, lengths)
+        else:
+            cache, status = kv.free(cache, ids[:1])
+            want = oracle.free(ids[:1])
+        assert statuses(status) == want, name
+        assert testing.check_against_oracle(cache, oracle) == [], name
+        assert_invariants(cache)
+
+
+def test_invariants_know_sources():
+    cache, _, _ = store(started(), [0], [9])
+
+    def violations(**control):
+        return kv.check_invariants(
+            dataclasses.replace(cache, control=dataclasses.replace(cache.control, **control))
+        )
+
+    assert "row 0 has a source of 12 tokens, outside [0, 11]" in violations(
+        source_len=jnp.array([12, 0, 0, 0])
+    )
+    assert "row 3 is idle and its source_len is not 0" in violations(source_len=jnp.array([9, 0, 0, 1]))
+    assert any(
+        "of 11 tokens lacks the block" in what for what in violations(source_len=jnp.array([11, 0, 0, 0]))
+    )
+    assert any(
+        "blocks of a source of 2 tokens" in what for what in violations(source_len=jnp.array([2, 0, 0, 0]))
+    )
+
+
+def test_a_donated_step_copies_no_pool_of_sources():
+    def step(cache, seq_ids, k, v, lengths, num_new, q):
+        cache, _ = kv.write_source(cache, seq_ids, k, v, lengths)
+        cache, step = kv.extend(cache, num_new, max_new=1)
+        for layer in CONFIG.source_layers[::2]:
+            cache, _ = kv.attend(cache, layer, q, step)
+        return cache, step.status
+
+    def temporary_bytes(num_blocks):
+        cache = kv.init(dataclasses.replace(CONFIG, num_blocks=num_blocks))
+        k, v = source_arrays(ROWS)
+        rows, ones = np.arange(ROWS), np.ones(ROWS, np.int32)
+        arguments = cache, rows, k, v, ones, ones, np.ones((ROWS, 1, 2, 3), np.float32)
+        return kv.donate(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    small, large = (kv.memory_bytes(dataclasses.replace(CONFIG, num_blocks=n)) for n in (2048, 16384))
+    assert temporary_bytes(16384) - temporary_bytes(2048) < 0.01 * (large - small)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(layers=[CROSS]), "all layers read sources, expected one that stores its row's tokens"),
+        (
+            dict(layers=LAYERS, enable_prefix_caching=True),
+            r"enable_prefix_caching is True and layers\[1\] is CrossAttention\(11\), expected False: what",
+        ),
+    ],
+)
+def test_configs_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        kv.CacheConfig(**options)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="max_source_len is 0, expected at least 1"):
+        kv.CrossAttention(1, 4, max_source_len=0)
+    cache = started()
+    k, v = source_arrays(1)
+    with pytest.raises(ValueError, match="k has 2 layers, expected 3"):
+        kv.write_source(cache, [0], k[:2], v, [1])
+    with pytest.raises(ValueError, match=r"k has shape \(2, 14, 1, 3\), expected \(1, 14, 1, 3\)"):
+        kv.write_source(cache, [0], source_arrays(2)[0], v, [1])
+    with pytest.raises(
+        TypeError, match=r"v is a NoneType, expected an array: CrossAttention\(11\) layers take"
+    ):
+        kv.write_source(cache, [0], k, None, [1])
+    with pytest.raises(ValueError, match="write_source got a cache without layers that read sources"):
+        kv.write_source(kv.init(kv.CacheConfig([FULL])), [0], k, v, [1])
+    with pytest.raises(ValueError, match="built with storage=False"):
+        kv.write_source(kv.init(CONFIG, storage=False), [0], k, v, [1])
+    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
+    x = jnp.ones((ROWS, 1, 1, 3))
+    message = (
+        r"got k and v for layer .*, CrossAttention\(11\), whose rows read a source, expected none: write"
+    )
+    for layer in (3, (1, 0)):
+        with pytest.raises(ValueError, match=message):
+            kv.write(cache, layer, x, x, step)
+        with pytest.raises(ValueError, match=message):
+            kv.attention(cache, layer, x, x, x, step)
+    with pytest.raises(TypeError, match="kind is CrossAttention.*, expected a layer kind that stores"):
+        kv.Quantised(CROSS, "int8")
+
+
+def forward(params, tokens, cache, step):
+    raise AssertionError("nothing is computed")
+
+
+@pytest.mark.parametrize("caller", ["generate", "score", "beam_search", "Engine"])
+def test_loops_without_an_argument_for_sources_refuse_them(caller):
+    with pytest.raises(
+        NotImplementedError, match=rf"{caller} got CrossAttention\(11\) layers, for whose sources"
+    ):
+        if caller == "Engine":
+            kv.Engine(forward, {}, CONFIG)
+        elif caller == "score":
+            kv.score(forward, {}, [1], [[2]], CONFIG)
+        else:
+            getattr(kv, caller)(forward, {}, [[1]], CONFIG, max_new_tokens=2)
+
+
+def test_a_config_with_sources_goes_through_json_and_is_described():
+    assert config_from_json(config_to_json(CONFIG)) == CONFIG
+    line = kv.describe(CONFIG).splitlines()[1]
+    assert line.startswith("CrossAttention(11) x 2 layers: 9 blocks of 4 tokens, 1 heads x 3, float32")
+    plan = kv.CacheConfig(LAYERS, max_seqs=3, max_seq_len=64, block_size=4)
+    assert [group.num_blocks for group in plan.groups] == [48, 9, 12]
+    cache, _, _ = store(started(), [0], [9])
+    assert "row 0  9 tokens" in kv.block_map(cache, group=1)
