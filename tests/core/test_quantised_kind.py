@@ -443,6 +443,7 @@ def test_a_config_is_described_and_comes_back_from_json():
     assert [group.block_bytes for group in config.groups[:3]] == [vectors * n for n in (12, 12, 9)]
 
 
+@pytest.mark.slow
 def test_a_donated_step_copies_no_pool():
     def beside_and_pools(num_blocks):
         layers = [dataclasses.replace(kind, num_blocks=num_blocks) for kind in LAYERS]

@@ -329,6 +329,7 @@ def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
     assert (captured.out, captured.err) == ("", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_model_that_gives_no_numbers_ends_with_what_there_is(capsys, folder, tmp_path, as_json):
     decoder = checkpoint.load(folder / "plain")
