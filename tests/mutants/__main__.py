@@ -38,6 +38,7 @@ from tests.mutants.manager import MUTATIONS as MANAGER
 from tests.mutants.mutations import Mutation
 from tests.mutants.operations import MUTATIONS as OPERATIONS
 from tests.mutants.prefix import MUTATIONS as PREFIX
+from tests.mutants.serve import MUTATIONS as SERVE
 from tests.mutants.tpu import MUTATIONS as TPU
 
 MUTATIONS = [
@@ -55,6 +56,7 @@ MUTATIONS = [
     *KERNELS,
     *TPU,
     *KERNEL_SPEED,
+    *SERVE,
 ]
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 WORKERS = 2
