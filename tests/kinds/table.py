@@ -137,7 +137,7 @@ KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
     Kind("window", (window(window=6),), (near(6),), 0, ALONE),
     Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE),
-    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE),
+    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5),
     # A kind defined outside of the library.
     Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
@@ -166,6 +166,7 @@ KINDS = (
         (rounding.attending(near(6), rounding.int8), dense),
         5,
         {"gradient": NO_GRADIENT},
+        is_slow=True,
     ),
 )
 

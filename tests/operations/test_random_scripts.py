@@ -74,6 +74,7 @@ def run_dropping_script(seed, num_steps):
         assert driver.statuses[name, status] >= num_steps // 100, (name, status, driver.statuses)
 
 
+@pytest.mark.quick_cases("grouped_config")
 @pytest.mark.parametrize("make_config", [full_config, grouped_config])
 def test_a_random_script(make_config):
     run_long_script(make_config, seed=2, num_steps=800)
@@ -124,6 +125,7 @@ operations = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_a_full_group(script):
     run_script(full_config(num_blocks=9), script)
