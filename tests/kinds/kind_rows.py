@@ -287,7 +287,7 @@ class Rows:
         assert_invariants(self.cache)
         for i, (row, line) in enumerate(places.items()):
             if is_right and expects == OK:
-                want = self.expected(self.texts[row])[line]
+                want = self.expected(self.texts[row], self.sources[row])[line]
                 np.testing.assert_allclose(logits[i, : len(line)], want, rtol=2e-5, atol=2e-5)
 
     def free(self, *rows):
