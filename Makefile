@@ -36,6 +36,7 @@ help:
 demo: .venv
 	$(PY) -m experiments.decode
 	$(PY) -m experiments.prefix_prompts
+	$(PY) -m experiments.serve --demo
 
 block-map: .venv
 	$(PY) -m experiments.block_map_demo

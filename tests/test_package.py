@@ -339,7 +339,14 @@ def test_wheel_ships_two_typed_packages_that_need_jax_and_numpy():
     assert project["requires-python"] == ">=3.12"
     assert project["license"] == "Apache-2.0"
     assert project["dependencies"] == ["jax>=0.11.2", "numpy"]
-    assert set(project["optional-dependencies"]) == {"models", "training", "tests", "pictures", "dev"}
+    assert set(project["optional-dependencies"]) == {
+        "models",
+        "training",
+        "tests",
+        "pictures",
+        "metrics",
+        "dev",
+    }
     assert pyproject["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": sorted(SHIPPED)}
     for package in SHIPPED:
         assert (ROOT / package / "__init__.py").is_file()

@@ -29,6 +29,7 @@ from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.core import MUTATIONS as CORE
 from tests.mutants.decoder import MUTATIONS as MODELS
 from tests.mutants.decoding import MUTATIONS as DECODE
+from tests.mutants.engine import MUTATIONS as ENGINE
 from tests.mutants.extend import MUTATIONS as EXTEND
 from tests.mutants.gpu_decode import MUTATIONS as GPU_DECODE
 from tests.mutants.kernel_speed import MUTATIONS as KERNEL_SPEED
@@ -38,6 +39,7 @@ from tests.mutants.manager import MUTATIONS as MANAGER
 from tests.mutants.mutations import Mutation
 from tests.mutants.operations import MUTATIONS as OPERATIONS
 from tests.mutants.prefix import MUTATIONS as PREFIX
+from tests.mutants.serve import MUTATIONS as SERVE
 from tests.mutants.tpu import MUTATIONS as TPU
 
 MUTATIONS = [
@@ -49,12 +51,14 @@ MUTATIONS = [
     *KINDS,
     *ATTENTION,
     *DECODE,
+    *ENGINE,
     *MANAGER,
     *MODELS,
     *GPU_DECODE,
     *KERNELS,
     *TPU,
     *KERNEL_SPEED,
+    *SERVE,
 ]
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 WORKERS = 2

@@ -1,0 +1,203 @@
+"""Question: what does continuous batching inside one program give, beside batches and beside a host's loop?
+
+Command: python -m experiments.serve [--data DIR] [--interference] [--simulate] [--demo] [--json]
+  [--picture FILE] [--metrics FILE] [--markdown RECORD]
+Machine: 2 virtual cores of an AMD EPYC; jax 0.12.0.1
+Answer:  see docs/measured.md.
+Record:  experiments/results/serve.json (--interference), serve_simulated.json (--simulate), docs/serve.png.
+
+The small model, float32, serves two workloads: programming problems, whose prompts have little in common, and
+eight-shot questions, nine tenths of which are the same. Prompts are as they are; arrivals and the lengths of
+answers are those of a trace, each times a factor that is printed. Answers go on to that length (no stop
+tokens), and no side knows it: requests are served in the order in which they come.
+
+On the same requests, model, rows and compiled forward:
+  static batches            as many requests as there are rows, those of the shortest prompts that are there;
+                            the next batch comes when all have ended
+  continuous                a row is another request's as soon as it is free
+  continuous, prefix cache  and what the cache has is not computed again
+  a dispatch per token      continuous, but the host dispatches each step and reads its tokens; what a host's
+                            own scheduler would take is not counted, for the schedule stays in the program
+  a table for the model     continuous, prefix cache, with a look-up in place of the forward: the scheduler
+They take turns of as many tokens, and a side's clock stands still while it is not its turn: whatever else the
+machine does meanwhile meets them alike. A token comes when the host has it: deliveries are 32 steps long.
+
+--interference measures what is between two deliveries while a thread of the process runs Python and another
+process burns a core, beside what it is without. --simulate is about a machine that is only named: the forward
+is a table, and the clock goes by bytes and FLOPs. --demo is a short run of an engine that lacks blocks, on
+made-up requests. Without --data or KVCACHE_DATA_DIR all requests are made up: prompts are pieces of Python's
+library, answers and arrivals are drawn to be like the trace's.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kvcache_jax as kv
+from experiments.common import command, timing
+from experiments.common.command import InputError
+from experiments.common.corpus import MODEL
+from experiments.serve import report as reports
+from experiments.serve.compare import compare
+from experiments.serve.machines import MACHINES
+from experiments.serve.program import warm_up
+from experiments.serve.server import Server
+from experiments.serve.sides import BLOCK_SIZE, PREFIX, Sizes, make_engine, make_server
+from experiments.serve.simulate import holds_one, simulate
+from experiments.serve.view import Board
+from experiments.serve.workload import Workload, alike, few_shot, human_eval
+from models import checkpoint
+from models.decoder import Decoder
+
+FEW_SHOT_LENGTHS = 0.25  # of answers, beside prompts of 4,400 bytes
+SIMULATED = dict(rows=10_000, requests=2_000, arrivals=0.001, lengths=1.0)
+MEASURED = dict(rows=8, requests=48, arrivals=0.25, lengths=3.0)  # tokens are bytes here
+DEMO = dict(rows=8, requests=32, arrivals=0.5, lengths=0.5)
+DEMO_POOL = 2.0  # of the longest request's blocks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        try:
+            print(reports.markdown(json.loads(options.markdown.read_text())), end="")
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"got --markdown {options.markdown}, expected what --json printed: {error!r}")
+        return 0
+    defaults = SIMULATED if options.simulate else DEMO if options.demo else MEASURED
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    start = time.perf_counter()
+    try:
+        servers, found = run(options)
+    except (InputError, checkpoint.CheckpointError) as error:
+        parser.error(str(error))
+    report = {
+        "machine": timing.machine(),
+        "load": os.getloadavg()[0],
+        "revision": timing.revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "model": options.checkpoint.name,
+        "seconds": time.perf_counter() - start,
+        **found,
+    }
+    if options.json:
+        print(json.dumps(report))
+    else:
+        reports.show(report)
+    if options.picture:
+        reports.draw(report, options.picture)
+    if options.metrics:
+        write_metrics(options.metrics, servers, options.checkpoint.name)
+    return 0
+
+
+def make_parser() -> command.Parser:
+    parser = command.Parser("experiments.serve", __doc__)
+    command.add_data_folder(parser, "text/ and traces/, see experiments/serve/workload.py")
+    parser.add_argument(
+        "--trace", type=command.name, metavar="FILE", help="of Azure (.csv) or Mooncake (.jsonl)"
+    )
+    parser.add_argument("--checkpoint", type=command.name, default=MODEL, metavar="DIR")
+    parser.add_argument("--rows", type=command.integer(1), metavar="N", help="of the cache")
+    parser.add_argument("--requests", type=command.integer(1), metavar="N", help="of the first workload")
+    parser.add_argument(
+        "--few-shot", type=command.integer(1, 1000), default=16, metavar="N", help="of the second"
+    )
+    parser.add_argument("--arrivals", type=command.number(0), metavar="F", help="factor on the trace's")
+    parser.add_argument(
+        "--lengths", type=command.number(0, is_above=True), metavar="F", help="factor on the trace's answers"
+    )
+    parser.add_argument("--interference", action="store_true", help="also measure with a busy host")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--demo", action="store_true", help="one engine, a short pool, a minute")
+    modes.add_argument(
+        "--simulate",
+        nargs="?",
+        const="H200",
+        choices=[*MACHINES],
+        metavar="MACHINE",
+        help=f"by a cost model alone: {', '.join(MACHINES)}; default: H200",
+    )
+    parser.add_argument("--chips", type=command.integer(1), default=8, metavar="N", help="of that machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    parser.add_argument(
+        "--markdown", type=command.name, metavar="RECORD", help="print a record's tables and measure nothing"
+    )
+    parser.add_argument("--metrics", type=metrics_file, metavar="FILE", help="also write Prometheus text")
+    return parser
+
+
+def metrics_file(text: str) -> Path:
+    """An argparse `type`: a file for metrics, where there is what writes them."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise argparse.ArgumentTypeError("metrics need prometheus-client: pip install 'kvcache_jax[metrics]'")
+    path = command.name(text)
+    if not os.path.isdir(path.parent):
+        raise argparse.ArgumentTypeError(f"got {text!r}, but there is no folder {path.parent}: make it first")
+    return path
+
+
+def run(options: Any) -> tuple[list[Server], dict[str, Any]]:
+    """Does what is asked for: servers, and their part of the report."""
+    board = Board()
+    factors = options.arrivals, options.lengths
+    if options.demo:
+        return demo(alike(options.requests, *factors), load(options), options.rows, board)
+    problems = human_eval(options.data, options.trace, options.requests, *factors)
+    if options.simulate:
+        machine = dataclasses.replace(MACHINES[options.simulate], num_chips=options.chips)
+        if not holds_one(problems, machine):
+            raise InputError(f"{options.chips} {machine.name} hold no model and request: raise --chips")
+        return [], {"simulated": simulate(problems, machine, options.rows, board)}
+    questions = few_shot(options.data, options.trace, options.few_shot, options.arrivals, FEW_SHOT_LENGTHS)
+    return compare(problems, questions, load(options), options.rows, board, options.interference)
+
+
+def load(options: Any) -> Decoder:
+    return checkpoint.load(options.checkpoint, dtype=jnp.float32)
+
+
+def demo(work: Workload, decoder: Decoder, rows: int, board: Board) -> tuple[list[Server], dict[str, Any]]:
+    """Serves by one engine, in a pool that cannot hold what its rows want."""
+    num_blocks = math.ceil(DEMO_POOL * -(-work.longest // BLOCK_SIZE))
+    engine = make_engine(PREFIX, decoder, Sizes(rows, work.longest, num_blocks))
+    warm_up(engine)
+    server = make_server(PREFIX, engine, work.jobs)
+    with board.showing([server], work.name) as show:
+        server.clock.start()
+        while not server.is_done:
+            server.step()
+            show()
+        server.clock.stop()
+    if problems := kv.check_invariants(engine.state.cache):
+        raise RuntimeError("; ".join(problems))
+    sides = [server.record() | {"timeline": server.timeline()}]
+    workload = {"name": work.name, "source": work.source, "sides": sides}
+    return [server], {"rows": rows, "workloads": [workload]}
+
+
+def write_metrics(path: Path, servers: list[Server], model_name: str) -> None:
+    """Writes the metrics of the side with the prefix cache."""
+    from experiments.serve import prometheus
+
+    for server in servers:
+        if server.name == PREFIX:
+            prometheus.write(path, server, model_name)
+
+
+if __name__ == "__main__":
+    command.run(main)

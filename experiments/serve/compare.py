@@ -1,0 +1,114 @@
+"""The sides beside each other on the same requests, and what must hold."""
+
+from typing import Any
+
+from experiments.serve import interference
+from experiments.serve.interference import STEPS_PER_DELIVERY
+from experiments.serve.program import program_cost, warm_up
+from experiments.serve.server import Server
+from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC, TABLE, Sizes, make_engine, make_server
+from experiments.serve.view import Board
+from experiments.serve.workload import Workload
+from models.decoder import Decoder
+
+NUM_TURNS = 24
+NUM_ROUNDS, STEPS_PER_TURN = 6, 96
+
+
+def serve(
+    work: Workload, names: tuple[str, ...], decoder: Decoder, sizes: Sizes, board: Board
+) -> tuple[list[Server], list[dict[str, Any]]]:
+    """Serves a workload by all sides, which take turns of as many tokens each.
+
+    So whatever else the machine does meanwhile meets all of them alike. The table comes at a table's speed:
+    its requests are all there at once, so that its rows are as full as the others'.
+    """
+    servers, num_programs = [], []
+    for name in names:
+        engine = make_engine(name, decoder, sizes)
+        num_programs.append(warm_up(engine))
+        jobs = [job._replace(arrival=0.0) for job in work.jobs] if name == TABLE else work.jobs
+        servers.append(make_server(name, engine, jobs))
+    with board.showing(servers, work.name) as show:
+        for i in range(1, NUM_TURNS + 1):
+            for server in servers:
+                server.turn(work.num_tokens * i // NUM_TURNS)
+            show()
+            if all(server.is_done for server in servers):  # tokens come several at once
+                break
+    for server in servers:
+        wrong = [job for job, num in zip(work.jobs, server.num_tokens, strict=True) if num != job.num_tokens]
+        if wrong:  # a side that loses tokens must not look fast
+            raise RuntimeError(f"{server.name}: {len(wrong)} requests did not get all of their tokens")
+    records = [
+        server.record() | {"programs": num, "timeline": server.timeline()}
+        for server, num in zip(servers, num_programs, strict=True)
+    ]
+    return servers, records
+
+
+def compare(
+    problems: Workload, few_shot: Workload, decoder: Decoder, rows: int, board: Board, is_disturbed: bool
+) -> tuple[list[Server], dict[str, Any]]:
+    """Measures all that the bars ask for; returns the servers of the first workload, and the report."""
+    disturbed_len = interference.num_tokens(NUM_ROUNDS, STEPS_PER_TURN) if is_disturbed else 0
+    longest_prompt = max(len(job.prompt) for job in problems.jobs[:rows])
+    longest = max(problems.longest, few_shot.longest, longest_prompt + disturbed_len)
+    sizes = Sizes(rows, longest)
+    cost = program_cost(make_engine(CONTINUOUS, decoder, sizes))
+    servers, first = serve(problems, (STATIC, CONTINUOUS, PREFIX, HOST, TABLE), decoder, sizes, board)
+    _, second = serve(few_shot, (CONTINUOUS, PREFIX), decoder, sizes, board)
+    report: dict[str, Any] = {
+        "rows": rows,
+        "steps_per_delivery": sizes.steps_per_chunk,
+        "program": cost,
+        "workloads": [
+            {"name": work.name, "source": work.source, "sides": records}
+            for work, records in ((problems, first), (few_shot, second))
+        ],
+    }
+    if is_disturbed:
+        jobs = interference.endless(problems.jobs, rows, disturbed_len)
+        sides = [
+            Server(name, make_engine(name, decoder, sizes), jobs, max_steps=steps)
+            for name, steps in ((CONTINUOUS, STEPS_PER_DELIVERY), (HOST, 1))
+        ]
+        report["interference"] = interference.measure(sides, NUM_ROUNDS, STEPS_PER_TURN)
+    return servers, report | {"bars": bars_of(report)}
+
+
+def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lists what must hold, beside what was measured."""
+    problems, few_shot = (
+        {record["side"]: record for record in work["sides"]} for work in report["workloads"]
+    )
+    bars = []
+
+    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
+        holds = measured >= limit if is_least else measured <= limit
+        bars.append(
+            {"bar": bar, "measured": measured, "at_least" if is_least else "at_most": limit, "holds": holds}
+        )
+
+    def speed_up(sides: dict, side: str, other: str) -> float:
+        return sides[side]["tokens_per_s"] / sides[other]["tokens_per_s"]
+
+    add("continuous, times the tokens/s of static batches", speed_up(problems, CONTINUOUS, STATIC), 1.3, True)
+    add("prefix cache, times none, 8-shot GSM8K", speed_up(few_shot, PREFIX, CONTINUOUS), 2.0, True)
+    add(
+        "a step without a model, of a full step",
+        problems[TABLE]["step_ms"] / problems[PREFIX]["step_ms"],
+        0.1,
+    )
+    add(
+        "transfers a step", max(problems[side]["transfers_per_step"] for side in (CONTINUOUS, PREFIX)), 1 / 16
+    )
+    cost = report["program"]
+    add("compiling the engine's program, s", cost["compile_s"], 20.0)
+    add("programs of an engine", max(record["programs"] for record in problems.values()), 1)
+    add("temporaries of the program, of the pools' bytes", cost["temporary_bytes"] / cost["pool_bytes"], 0.25)
+    if "interference" in report:
+        engine, host = report["interference"]
+        ratio = engine["slow_down_p99"] / host["slow_down_p99"]
+        add("p99 between deliveries, disturbed / idle: engine's / host loop's", ratio, 1.0)
+    return bars

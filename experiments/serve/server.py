@@ -1,0 +1,192 @@
+"""One side of a comparison: an engine, the requests that come to it, and what came of them."""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import kvcache_jax as kv
+from experiments.serve.clock import Clock
+from experiments.serve.workload import Job
+from kvcache_jax import EngineCounter, EngineFigures
+
+MOST_LOOKS = 240  # of a record
+
+
+class Look(NamedTuple):
+    """A side at one of its seconds.
+
+    Attributes:
+      second: Of its clock.
+      running: Rows with a request.
+      waiting: Requests that have come and have no row.
+      blocks: Referenced blocks.
+      tokens: Generated so far.
+      preemptions: So far.
+    """
+
+    second: float
+    running: int
+    waiting: int
+    blocks: int
+    tokens: int
+    preemptions: int
+
+
+class Server:
+    """Serves jobs, a turn at a time.
+
+    Args:
+      name: As printed.
+      engine: With no requests.
+      jobs: In the order of their arrival.
+      max_steps: Of a chunk. Default: the engine's.
+      is_static: Requests come in batches of `max_seqs`: those with the shortest prompts of all that are
+        there, and none until the whole batch has ended.
+      clock: Its seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: kv.Engine,
+        jobs: list[Job],
+        *,
+        max_steps: int | None = None,
+        is_static: bool = False,
+        clock: Clock | None = None,
+    ):
+        self.name, self.engine, self.jobs = name, engine, jobs
+        self.max_steps, self.is_static, self.clock = max_steps, is_static, clock or Clock()
+        self.looks: list[Look] = []
+        self.first_at = np.full(len(jobs), np.nan)
+        self.last_at = np.full(len(jobs), np.nan)
+        self.num_tokens = np.zeros(len(jobs), int)
+        self.num_ended = 0
+        self._to_come = deque(range(len(jobs)))
+        self._here: list[int] = []  # came, and is not pushed yet
+        self._start: EngineFigures = engine.figures()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request has ended."""
+        return self.num_ended == len(self.jobs)
+
+    @property
+    def figures(self) -> EngineFigures:
+        """The engine's figures, with those requests as waiting that it has not taken yet."""
+        return self.engine.figures()
+
+    @property
+    def counts(self) -> dict[EngineCounter, int]:
+        """Events since this server was made."""
+        return {name: num - self._start.counts[name] for name, num in self.figures.counts.items()}
+
+    @property
+    def num_reads(self) -> int:
+        """Reads of the device since this server was made."""
+        return self.figures.num_reads - self._start.num_reads
+
+    def turn(self, num_tokens: int) -> None:
+        """Serves until so many tokens are generated in all, or every request has ended."""
+        self.clock.start()
+        while not self.is_done and self.num_tokens.sum() < num_tokens:
+            self.step()
+        jax.block_until_ready(self.engine.state.outbox_len)  # what is under way is this side's
+        self.clock.stop()
+
+    def step(self) -> float:
+        """Hands over what has come, waits for one delivery, and returns its second."""
+        self._push()
+        if not self.engine.num_unfinished and self._to_come:
+            self.clock.skip_to(self.jobs[self._to_come[0]].arrival)
+            self._push()
+        self.engine.drain(self.max_steps)
+        figures = self.figures
+        self.clock.count(figures)
+        now = self.clock.now()
+        for event in self.engine.take_events():
+            self._note(event, now)
+        waiting = figures.waiting + len(self._here)
+        counts = self.counts
+        self.looks.append(
+            Look(
+                now,
+                figures.running,
+                waiting,
+                figures.blocks_used,
+                counts[EngineCounter.GENERATED_TOKENS],
+                counts[EngineCounter.PREEMPTIONS],
+            )
+        )
+        return now
+
+    def _push(self) -> None:
+        now = self.clock.now()
+        while self._to_come and self.jobs[self._to_come[0]].arrival <= now:
+            self._here.append(self._to_come.popleft())
+        ready = self._here
+        if self.is_static:
+            if self.engine.num_unfinished:
+                return
+            ready = sorted(self._here, key=lambda i: len(self.jobs[i].prompt))[: self.engine.config.max_seqs]
+        requests = (kv.GenerationRequest(self.jobs[i].prompt, self.jobs[i].num_tokens, id=i) for i in ready)
+        taken = set(ready[: self.engine.push(requests)]) if ready else set()
+        if taken:
+            self._here = [i for i in self._here if i not in taken]
+
+    def _note(self, event: kv.TokenEvent, now: float) -> None:
+        i: Any = event.id
+        if event.tokens:
+            if not self.num_tokens[i]:
+                self.first_at[i] = now
+            self.last_at[i] = now
+            self.num_tokens[i] += len(event.tokens)
+        if event.finish_reason is not None:
+            if event.finish_reason != "length":
+                raise RuntimeError(
+                    f"{self.name}: request {i} ended by {event.finish_reason!r}, not its length"
+                )
+            self.num_ended += 1
+
+    def record(self) -> dict[str, Any]:
+        """Figures of the run so far, of what has ended."""
+        counts, seconds = self.counts, self.clock.now()
+        arrival = np.array([job.arrival for job in self.jobs])
+        is_there = self.num_tokens > 0
+        several = self.num_tokens > 1
+        per_token = (self.last_at - self.first_at)[several] / (self.num_tokens - 1)[several]
+        num_tokens, num_steps = int(self.num_tokens.sum()), counts[EngineCounter.STEPS]
+        cached = counts[EngineCounter.CACHED_TOKENS]
+        prompts = cached + counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.ADMISSIONS]
+        return {
+            "side": self.name,
+            "num_requests": self.num_ended,
+            "num_tokens": num_tokens,
+            "seconds": seconds,
+            "tokens_per_s": num_tokens / seconds if seconds else 0.0,
+            "first_token_s": _percentiles((self.first_at - arrival)[is_there]),
+            "per_token_ms": _percentiles(1e3 * per_token),
+            "num_steps": num_steps,
+            "step_ms": 1e3 * seconds / max(num_steps, 1),
+            "rows_per_step": num_tokens / max(num_steps, 1),
+            "transfers": self.num_reads,
+            "transfers_per_token": self.num_reads / max(num_tokens, 1),
+            "transfers_per_step": self.num_reads / max(num_steps, 1),
+            "hit_rate": cached / max(prompts, 1),
+            "preemptions": counts[EngineCounter.PREEMPTIONS],
+            "peak_blocks": max((look.blocks for look in self.looks), default=0),
+            "num_blocks": sum(group.num_blocks for group in self.engine.config.groups),
+        }
+
+    def timeline(self) -> list[list[float]]:
+        """Looks, as many as a picture needs: [second, running, waiting, blocks, tokens, preemptions]."""
+        every = -(-len(self.looks) // MOST_LOOKS) or 1
+        return [[round(look.second, 3), *look[1:]] for look in self.looks[::every]]
+
+
+def _percentiles(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {"p50": 0.0, "p99": 0.0}
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}

@@ -1,0 +1,89 @@
+"""The sides: how requests are scheduled, on the same model, rows, blocks and compiled forward."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kvcache_jax as kv
+from experiments.serve.clock import Clock
+from experiments.serve.server import Server
+from experiments.serve.workload import Job
+from models import decoder as models
+from models.decoder import Decoder
+
+STATIC = "static batches"
+CONTINUOUS = "continuous"
+PREFIX = "continuous, prefix cache"
+HOST = "a dispatch per token"
+TABLE = "a table for the model"
+BLOCK_SIZE = 16
+STEPS_PER_CHUNK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What all sides have alike.
+
+    Attributes:
+      rows: Of the cache.
+      max_seq_len: Of a row.
+      num_blocks: Of the pool. None: as many as all rows may hold.
+      steps_per_chunk: Between two deliveries.
+      token_budget: Of a step. None: the engine's default.
+    """
+
+    rows: int
+    max_seq_len: int
+    num_blocks: int | None = None
+    steps_per_chunk: int = STEPS_PER_CHUNK
+    token_budget: int | None = None
+
+    def config(self, layers: Any, has_prefix_cache: bool) -> kv.CacheConfig:
+        """Makes the cache's configuration."""
+        max_seq_len = -(-self.max_seq_len // BLOCK_SIZE) * BLOCK_SIZE
+        return kv.CacheConfig(
+            layers,
+            block_size=BLOCK_SIZE,
+            max_seqs=self.rows,
+            max_seq_len=max_seq_len,
+            num_blocks=self.num_blocks or self.rows * (max_seq_len // BLOCK_SIZE),
+            enable_prefix_caching=has_prefix_cache,
+        )
+
+    def engine(self, forward: Any, params: Any, layers: Any, has_prefix_cache: bool) -> kv.Engine:
+        """Makes an engine; those of equal sizes share one program."""
+        return kv.Engine(
+            forward,
+            params,
+            self.config(layers, has_prefix_cache),
+            steps_per_chunk=self.steps_per_chunk,
+            token_budget=self.token_budget,
+        )
+
+
+def look_up(
+    table: jax.Array, tokens: jax.Array, cache: kv.Cache, step: kv.Step
+) -> tuple[jax.Array, kv.Cache]:
+    """A model that is a table f32[vocab, vocab] of what follows each token."""
+    return table[tokens], cache
+
+
+def table_of(vocab_size: int) -> jax.Array:
+    """A table in which token i + 1 follows token i."""
+    return jax.nn.one_hot((jnp.arange(vocab_size) + 1) % vocab_size, vocab_size)
+
+
+def make_engine(name: str, decoder: Decoder, sizes: Sizes) -> kv.Engine:
+    """Makes the engine of a side."""
+    layers = models.cache_config(decoder.config).layers
+    if name == TABLE:
+        return sizes.engine(look_up, table_of(decoder.config.vocab_size), layers, True)
+    return sizes.engine(models.forward, decoder, layers, name == PREFIX)
+
+
+def make_server(name: str, engine: kv.Engine, jobs: list[Job], clock: Clock | None = None) -> Server:
+    """Makes the server of a side on its engine."""
+    max_steps = 1 if name == HOST else None
+    return Server(name, engine, jobs, max_steps=max_steps, is_static=name == STATIC, clock=clock)

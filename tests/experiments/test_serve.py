@@ -1,0 +1,392 @@
+"""The study of the engine at work: its requests, its clocks and sides, its verdicts, and what it writes."""
+
+import gzip
+import json
+import math
+import pathlib
+import threading
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from experiments.common.command import InputError
+from experiments.serve import __main__ as command
+from experiments.serve import interference, report, workload
+from experiments.serve.interference import DISTURBED, IDLE
+from experiments.serve.machines import LLAMA, MACHINES, Machine, ModelSizes, SimulatedClock
+from experiments.serve.server import Server
+from experiments.serve.sides import (
+    CONTINUOUS,
+    HOST,
+    PREFIX,
+    STATIC,
+    TABLE,
+    Sizes,
+    look_up,
+    make_server,
+    table_of,
+)
+from experiments.serve.workload import Answer, Job
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+ROWS, VOCAB = 2, 8
+LAYERS = [kv.FullAttention(1, 4)]
+SECOND = Machine("a second a token", 1e30, 2.0, 1e12)  # two FLOPs a parameter
+ONE = ModelSizes("one number", 1.0, layers=0, q_heads=1, kv_heads=1, head_dim=1)
+JOBS = [Job([1] * n, num_tokens, 0.0) for n, num_tokens in ((30, 3), (4, 20), (20, 3), (5, 3), (9, 2))]
+SIZES = Sizes(ROWS, 64, num_blocks=8, steps_per_chunk=4, token_budget=ROWS + 8)
+
+
+def make(name, jobs, clock=None):
+    """A side whose model is a table, on a clock that counts a second for every token of a step."""
+    engine = SIZES.engine(look_up, table_of(VOCAB), LAYERS, True)
+    return make_server(name, engine, jobs, clock or SimulatedClock(SECOND, ONE, engine))
+
+
+# --- requests ---
+
+
+def test_traces_of_both_kinds_are_read(tmp_path):
+    csv, lines = tmp_path / "a.csv", tmp_path / "b.jsonl"
+    csv.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    lines.write_text('{"timestamp": 3000, "output_length": 5}\n{"timestamp": 4500, "output_length": 6}\n')
+    assert workload.read_answers(csv, 2) == [Answer(0.0, 44), Answer(pytest.approx(4.314579), 109)]
+    assert workload.read_answers(lines, 2) == [Answer(0.0, 5), Answer(1.5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests, expected 1: lower --requests"),
+        ("TIMESTAMP,GeneratedTokens\nnever,4\n", "cannot be read"),
+        ("TIME\n4\n", "cannot be read"),
+    ],
+)
+def test_a_trace_of_another_kind_is_refused(tmp_path, text, said):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(InputError, match=said):
+        workload.read_answers(tmp_path / "a.csv", 1)
+
+
+def test_prompts_are_taken_as_they_are_and_answers_by_their_factors(tmp_path):
+    for folder in ("text", "traces"):
+        (tmp_path / folder).mkdir()
+    with gzip.open(tmp_path / workload.HUMAN_EVAL, "wt") as file:
+        file.write('{"prompt": "def é():"}\n{"prompt": "x"}\n')
+    (tmp_path / workload.TRACE).write_text(
+        "TIMESTAMP,GeneratedTokens\n2023-11-16 18:15:46,10\n2023-11-16 18:15:50,1\n2023-11-16 18:15:51,7\n"
+    )
+    work = workload.human_eval(tmp_path, None, 3, arrivals=0.5, lengths=0.25)
+    assert [bytes(job.prompt).decode() for job in work.jobs] == ["def é():", "x", "def é():"]
+    assert [(job.num_tokens, job.arrival) for job in work.jobs] == [(2, 0.0), (1, 2.0), (2, 2.5)]
+    assert (work.num_tokens, work.longest) == (5, 11)
+    assert "conv.csv, its arrivals times 0.5, lengths of answers times 0.25" in work.source
+    (tmp_path / workload.HUMAN_EVAL).write_bytes(b"no gzip")
+    with pytest.raises(InputError, match=r"expected openai's HumanEval\.jsonl\.gz"):
+        workload.human_eval(tmp_path, None, 3, 1.0, 1.0)
+
+
+def test_without_data_requests_are_made_up_and_the_source_says_so():
+    work = workload.few_shot(None, None, 40, 2.0, 0.5)
+    assert "made-up prompts (no --data); made-up answers" in work.source
+    assert len({tuple(job.prompt[:4000]) for job in work.jobs}) == 1
+    assert len({tuple(job.prompt[4000:]) for job in work.jobs}) == 40
+    arrivals = [job.arrival for job in work.jobs]
+    assert arrivals == sorted(arrivals) and arrivals[0] >= 0
+    mean = np.mean([answer.num_tokens for answer in workload.made_up_answers(5000)])
+    assert mean == pytest.approx(211, rel=0.1)  # the trace's
+    own = workload.human_eval(None, None, 40, 1.0, 1.0)
+    assert len({tuple(job.prompt) for job in own.jobs}) == 40
+
+
+# --- clocks and machines ---
+
+
+def test_a_step_takes_the_longer_of_bytes_and_flops():
+    machine = Machine("m", bytes_per_s=100.0, flops_per_s=1000.0, memory=5e4)
+    model = ModelSizes("m", num_params=50.0, layers=2, q_heads=4, kv_heads=1, head_dim=3)
+    assert model.bytes_per_token == 2 * 2 * 1 * 3 * 2
+    assert model.step_seconds(machine, 1, 0) == pytest.approx(1.0)  # 100 bytes of parameters
+    assert model.step_seconds(machine, 1, 10) == pytest.approx(1.0 + 10 * 24 / 100)
+    flops = 2 * 50 * 100 + 4 * 2 * 4 * 3 * 10
+    assert model.step_seconds(machine, 100, 10) == pytest.approx(flops / 1000)
+    assert model.num_blocks(machine, 16, share=0.5) == (25_000 - 100) // (24 * 16)
+    assert LLAMA.bytes_per_token == 131_072
+    two = Machine("m", 100.0, 1000.0, 5e4, num_chips=2)
+    assert model.step_seconds(two, 100, 10) == pytest.approx(flops / 2000)
+    assert LLAMA.num_blocks(MACHINES["v5e"], 16) == 0  # its parameters alone are as much as the memory
+
+
+# --- sides ---
+
+
+def test_a_side_serves_every_request_to_its_length():
+    """Its seconds are the tokens that went through the model, for each takes one."""
+    server = make(CONTINUOUS, JOBS)
+    server.turn(7)
+    assert 7 <= server.num_tokens.sum() < 31 and not server.is_done
+    server.turn(31)
+    assert server.is_done and server.num_tokens.tolist() == [3, 20, 3, 3, 2]
+    record = server.record()
+    assert record["num_requests"] == 5 and record["num_tokens"] == 31
+    counts = server.counts
+    computed = counts[kv.EngineCounter.PREFILL_TOKENS] + counts[kv.EngineCounter.GENERATED_TOKENS]
+    assert server.clock.now() == pytest.approx(computed)
+    prompts = sum(len(job.prompt) for job in JOBS)
+    assert counts[kv.EngineCounter.CACHED_TOKENS] > 0
+    assert record["hit_rate"] == counts[kv.EngineCounter.CACHED_TOKENS] / prompts
+    assert (server.first_at <= server.last_at).all() and server.last_at.max() <= server.clock.now()
+    assert record["transfers_per_token"] == server.num_reads / 31
+    seconds, *_ = zip(*server.timeline(), strict=True)
+    assert list(seconds) == sorted(seconds) and server.timeline()[-1][4] == 31
+
+
+def test_static_batches_wait_for_their_longest_and_begin_with_the_shortest_prompts():
+    static, continuous = (make(name, JOBS) for name in (STATIC, CONTINUOUS))
+    running = []
+    while not static.is_done:
+        static.step()
+        running.append(set(np.flatnonzero((static.num_tokens > 0) & np.isfinite(static.first_at)).tolist()))
+    order = sorted(range(5), key=lambda i: static.first_at[i])
+    assert set(order[:2]) == {1, 3} and set(order[2:4]) == {4, 2} and order[4] == 0  # by their prompts
+    assert static.first_at[[4, 2]].min() >= static.last_at[[1, 3]].max()
+    continuous.turn(31)
+    assert static.record()["num_steps"] > continuous.record()["num_steps"]
+
+
+def test_who_comes_later_is_not_served_before_and_idle_time_is_skipped():
+    jobs = [JOBS[0], JOBS[1]._replace(arrival=1000.0)]
+    server = make(CONTINUOUS, jobs)
+    server.turn(23)
+    assert server.last_at[0] < 1000 <= server.first_at[1] < 1100
+    assert server.record()["first_token_s"]["p99"] < 100
+
+
+def test_a_dispatch_per_token_is_one_transfer_per_step():
+    server = make(HOST, JOBS[1:2])
+    server.turn(20)
+    record = server.record()
+    assert record["transfers_per_step"] >= 1 and record["num_steps"] == record["num_tokens"] == 20
+
+
+# --- a busy host ---
+
+
+def test_the_disturbance_is_there_and_ends():
+    before = threading.active_count()
+    with interference.disturbance():
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+
+
+def test_deliveries_are_timed_in_turns(monkeypatch):
+    """The delivery that was under way when a turn began is not counted."""
+    states = []
+
+    class Fake(Server):
+        def __init__(self, name, max_steps, engine):
+            super().__init__(name, engine, JOBS[:1], max_steps=max_steps)
+            self.num_tokens[:] = 1
+            self.second = 0.0
+
+        def step(self):
+            self.second += self.max_steps * (2.0 if threading.active_count() > num_threads else 1.0)
+            states.append(self.name)
+            return self.second
+
+    engine = SIZES.engine(look_up, table_of(VOCAB), LAYERS, True)
+    num_threads = threading.active_count()
+    records = interference.measure([Fake("a", 16, engine), Fake("b", 1, engine)], 3, 32)
+    assert [record["deliveries"] for record in records] == [6, 96]
+    assert records[0]["idle_ms"]["p50"] == 16e3 and records[1]["disturbed_ms"]["p99"] == 2e3
+    assert [record["slow_down_p99"] for record in records] == [2, 2]
+    assert states[:4] == ["a"] * 3 + ["b"] and len(states) == 6 * (3 + 33)
+    jobs = interference.endless(JOBS, 2, interference.num_tokens(3, 32))
+    assert [job.num_tokens for job in jobs] == [640] * 2 and jobs[0].prompt == JOBS[0].prompt
+
+
+# --- Prometheus ---
+
+
+def test_prometheus_text_has_the_names_of_vllm(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser")
+    from experiments.serve import prometheus
+
+    server = make(PREFIX, JOBS)
+    server.turn(31)
+    path = tmp_path / "metrics.prom"
+    prometheus.write(path, server, "a model")
+    families = {family.name: family for family in parser.text_string_to_metric_families(path.read_text())}
+    samples = {
+        sample.name: sample.value
+        for family in families.values()
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+    counts = server.counts
+    assert samples["vllm:num_requests_running"] == samples["vllm:num_requests_waiting"] == 0
+    assert samples["vllm:kv_cache_usage_perc"] == 0
+    assert samples["vllm:prompt_tokens_total"] == samples["vllm:prefix_cache_queries_total"] == 68
+    assert samples["vllm:prefix_cache_hits_total"] == counts[kv.EngineCounter.CACHED_TOKENS] > 0
+    assert samples["vllm:generation_tokens_total"] == samples["vllm:request_generation_tokens_sum"] == 31
+    assert samples["vllm:request_success_total"] == 5
+    assert samples["vllm:num_preemptions_total"] == counts[kv.EngineCounter.PREEMPTIONS]
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert families[f"vllm:{name}"].type == "histogram" and samples[f"vllm:{name}_count"] == 5
+    assert samples["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(server.last_at.sum())
+    (success,) = families["vllm:request_success"].samples[:1]
+    assert success.labels == {"model_name": "a model", "engine": PREFIX, "finished_reason": "length"}
+    assert [*tmp_path.iterdir()] == [path]
+
+
+# --- verdicts, tables, the record ---
+
+
+def made_up_record(side, **figures):
+    percentiles = {"p50": 1.0, "p99": 2.0}
+    return {
+        "side": side,
+        "tokens_per_s": 100.0,
+        "first_token_s": percentiles,
+        "per_token_ms": percentiles,
+        "transfers_per_token": 0.01,
+        "transfers_per_step": 0.03,
+        "rows_per_step": 7.5,
+        "step_ms": 10.0,
+        "hit_rate": 0.5,
+        "peak_blocks": 5,
+        "num_blocks": 9,
+        "preemptions": 1,
+        "programs": 1,
+        "timeline": [[0.0, 1, 2, 3, 4, 0], [1.0, 2, 0, 5, 9, 1]],
+    } | figures
+
+
+def made_up_report():
+    sides = [
+        made_up_record(STATIC),
+        made_up_record(CONTINUOUS, tokens_per_s=131.0),
+        made_up_record(PREFIX, tokens_per_s=150.0),
+        made_up_record(HOST, transfers_per_step=1.0),
+        made_up_record(TABLE, step_ms=0.9, programs=2),
+    ]
+    questions = [made_up_record(CONTINUOUS), made_up_record(PREFIX, tokens_per_s=190.0)]
+    pair = {"p50": 1.0, "p99": 2.0}
+    times = {"idle_ms": pair, "disturbed_ms": pair, "slow_down_p50": 1.0, "deliveries": 9}
+    return {
+        "rows": 8,
+        "program": {"compile_s": 9.0, "temporary_bytes": 10, "pool_bytes": 100},
+        "workloads": [
+            {"name": "HumanEval", "source": "s", "sides": sides},
+            {"name": "8-shot GSM8K", "source": "s", "sides": questions},
+        ],
+        "interference": [
+            times | {"side": "e", "slow_down_p99": 2.2},
+            times | {"side": "h", "slow_down_p99": 2.0},
+        ],
+    }
+
+
+def test_verdicts_can_be_either():
+    from experiments.serve.compare import bars_of
+
+    verdicts = {bar["bar"]: bar["holds"] for bar in bars_of(made_up_report())}
+    assert [*verdicts.values()] == [True, False, True, True, True, False, True, False]
+    assert [bar["measured"] for bar in bars_of(made_up_report())][:2] == [1.31, 1.9]
+
+
+def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
+    from experiments.serve.compare import bars_of
+
+    found = made_up_report() | {"bars": bars_of(made_up_report())}
+    monkeypatch.setattr(command, "run", lambda options: ([], found))
+    assert command.main(["--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["workloads"] == found["workloads"] and record["revision"] is not None
+    assert command.main([]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 8 bars do not hold" in said and "HumanEval, 8 rows" in said and "1.00 - 2.00" in said
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert command.main(["--markdown", str(tmp_path / "record.json")]) == 0
+    assert (
+        "| prefix cache, times none, 8-shot GSM8K | 1.9 | at least 2 | does not hold |"
+        in capsys.readouterr().out
+    )
+    pytest.importorskip("matplotlib")
+    report.draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--simulate", "v5e", "--chips", "1", "--requests", "4"],
+            "1 v5e hold no model and request: raise --chips",
+        ),
+        (["--simulate", "abacus"], "invalid choice: 'abacus'"),
+        (["--simulate", "--demo"], "not allowed with"),
+        (["--checkpoint", "/nowhere"], "/nowhere"),
+        (["--markdown", "/nowhere"], "expected what --json printed"),
+        (["--trace", "/nowhere.csv"], "cannot be read"),
+        (["--metrics", "/nowhere/a.prom"], "there is no folder /nowhere: make it first"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(arguments, said, capsys, monkeypatch):
+    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["serve", "serve_simulated"])
+def test_the_documents_tables_are_those_of_the_record(name):
+    """`python -m experiments.serve --markdown experiments/results/NAME.json` prints them."""
+    record = json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text())
+    document = (ROOT / "docs" / "measured.md").read_text()
+    for table in report.markdown(record).split("\n\n"):
+        assert table.strip() in document
+    if name == "serve":
+        readme = (ROOT / "README.md").read_text()
+        assert all(line in readme for _, line in report.readme_lines(record))
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_only_named_serves_all(monkeypatch, capsys):
+    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+    arguments = ["--simulate", "--rows", "4", "--requests", "12", "--lengths", "0.1", "--json"]
+    assert command.main(arguments) == 0
+    simulated = json.loads(capsys.readouterr().out)["simulated"]
+    assert [side["num_requests"] for side in simulated["sides"]] == [12, 12]
+    static, continuous = simulated["sides"]
+    assert continuous["tokens_per_s"] > static["tokens_per_s"] and static["most_rows"] <= 4
+    assert all(math.isfinite(side["here_step_ms"]) for side in simulated["sides"])
+
+
+@pytest.mark.slow
+def test_a_small_run_measures_all(monkeypatch, capsys):
+    from experiments.serve import compare
+
+    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+    for name, value in (("NUM_TURNS", 2), ("NUM_ROUNDS", 1), ("STEPS_PER_TURN", 32)):
+        monkeypatch.setattr(compare, name, value)
+    arguments = ["--rows", "2", "--requests", "3", "--few-shot", "2", "--lengths", "0.05", "--interference"]
+    assert command.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [side["num_requests"] for side in found["workloads"][0]["sides"]] == [3] * 5
+    assert found["workloads"][1]["sides"][1]["hit_rate"] > 0.3
+    assert {IDLE + "_ms", DISTURBED + "_ms"} <= found["interference"][0].keys()
+    assert found["program"]["temporary_bytes"] < found["program"]["pool_bytes"]
+    assert all(side["programs"] == 1 for side in found["workloads"][0]["sides"] if side["side"] == STATIC)
+
+
+@pytest.mark.slow
+def test_the_demo_serves_all_in_a_pool_that_is_too_small(monkeypatch, capsys):
+    assert command.main(["--demo", "--requests", "12", "--rows", "4", "--json"]) == 0
+    (side,) = json.loads(capsys.readouterr().out)["workloads"][0]["sides"]
+    assert side["num_requests"] == 12 and side["hit_rate"] > 0.3
