@@ -44,21 +44,23 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100
 hypothesis.settings.load_profile("ci")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
-def pytest_collection_modifyitems(config, items):
-    """Marks as slow those cases of a test that its `quick_cases` does not name."""
-    cases, found = {}, set()
-    for item in items:
-        for mark in item.iter_markers("quick_cases"):
-            test, case = item.nodeid.partition("[")[0], item.callspec.id
-            cases[test] = mark.args
-            found.add((test, case))
-            if case not in mark.args:
-                item.add_marker("slow")
-    if not any("::" in argument for argument in config.args):  # whole files, so all cases are here
-        for test, names in cases.items():
-            if missing := [name for name in names if (test, name) not in found]:
-                raise pytest.UsageError(f"{test}: quick_cases names {missing}, expected cases of the test")
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Marks as slow those cases of a test that its `quick_cases` does not name.
+
+    All cases of the test are here, also where a command line chooses one of them.
+    """
+    collected = yield
+    cases = collected if isinstance(collected, list) else []
+    quick = {name for case in cases for mark in case.iter_markers("quick_cases") for name in mark.args}
+    if quick:
+        found = {case.callspec.id: case for case in cases}
+        if missing := sorted(quick - found.keys()):
+            test = cases[0].nodeid.partition("[")[0]
+            raise pytest.UsageError(f"{test}: quick_cases names {missing}, expected cases of the test")
+        for name in found.keys() - quick:
+            found[name].add_marker("slow")
+    return collected
 
 
 @pytest.fixture(autouse=True, scope="module")

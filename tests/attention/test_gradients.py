@@ -244,6 +244,7 @@ def test_the_gradient_needs_at_most_three_pools_that_the_rows_fill(
     assert pools <= 3, f"{pools:.2f} pools of temporary memory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns_cache, most", [(False, 4), (True, 3)])
 def test_the_gradient_of_a_decoder_needs_at_most_four_pools(returns_cache, most):
     """Its layers are always under `lax.scan`: on CPUs a cache that is thrown away takes the fourth."""

@@ -248,12 +248,13 @@ def assert_equal_slots(found, row, length=13):
             assert want[name][:length].tobytes() == got[name][:length].tobytes(), (layer, name)
 
 
+@pytest.mark.quick_cases("packed pieces")
 @pytest.mark.parametrize(
     ("row", "cuts", "options"),
     [
         (2, [5, 6, 11], dict(is_busy=True)),
         (1, [5, 10], dict(is_busy=True, is_packed=True)),
-        pytest.param(0, [4, 8], dict(block_size=8), marks=pytest.mark.slow),
+        (0, [4, 8], dict(block_size=8)),
     ],
     ids=["padded pieces", "packed pieces", "other blocks"],
 )
@@ -323,6 +324,7 @@ def expected(cache, row, layer, q, **options):
     return out @ turn
 
 
+@pytest.mark.quick_cases("packed, soft cap, sinks")
 @pytest.mark.parametrize(
     ("is_packed", "options"),
     [(False, ()), (True, (("scale", 0.3), ("soft_cap", 2.5)))],
@@ -441,6 +443,7 @@ def test_a_config_is_described_and_comes_back_from_json():
     assert [group.block_bytes for group in config.groups[:3]] == [vectors * n for n in (12, 12, 9)]
 
 
+@pytest.mark.slow
 def test_a_donated_step_copies_no_pool():
     def beside_and_pools(num_blocks):
         layers = [dataclasses.replace(kind, num_blocks=num_blocks) for kind in LAYERS]

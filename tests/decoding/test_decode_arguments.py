@@ -99,6 +99,7 @@ def test_a_beam_search_refuses_bad_input(options, message):
         kv.beam_search(forward, PARAMS, options.pop("prompts"), config(), **options)
 
 
+@pytest.mark.slow
 def test_texts_to_stop_at_may_be_iterated_over_once():
     plain = generate().generations[0].tokens
     texts = (str(token) for token in plain[2:3])
@@ -146,6 +147,7 @@ def test_what_is_refused_leaves_the_callers_cache_alone(options, message):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
+@pytest.mark.slow
 def test_another_call_traces_neither_model_again():
     traces = []
 

@@ -236,6 +236,7 @@ def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
     check_idle(result)
 
 
+@pytest.mark.quick_cases("tight")
 @pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
 def test_drafts_from_the_text_change_no_drawn_token(num_new):
     """Nor does a short pool, that leaves no room for drafts."""

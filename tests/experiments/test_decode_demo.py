@@ -203,6 +203,7 @@ def test_a_checkpoint_of_another_family_says_what_transformers_says(capsys, copy
     assert sample["tokens"] == greedy
 
 
+@pytest.mark.slow
 def test_text_figures_and_blocks_over_time_are_shown(capsys, folder, tmp_path):
     arguments = (*SAMPLING, "--checkpoint", folder / "plain")
     samples = [sample for prompt in run_json(capsys, *arguments)["prompts"] for sample in prompt["samples"]]
@@ -244,6 +245,7 @@ def test_a_draft_model_gives_the_same_tokens_through_a_window(capsys, folder):
     assert re.search(r"SlidingWindow\(20, rollback 3\) x 1 layer: \d+ blocks of 4 tokens", output)
 
 
+@pytest.mark.slow
 def test_too_few_blocks_end_rows_with_what_they_have(capsys, folder):
     """The first prompt needs 13 of 12 blocks, alone; the other waits, and gets all that it asks for."""
     prompts = ["def f(x):", "for i"]
@@ -301,6 +303,7 @@ def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     assert "\x1b" not in output and re.search(r"^ +0 +\d+ #+\.+$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folder, monkeypatch):
     """One long prompt and five of a token in 16 blocks: 10 + 5, and one that a beam grows into."""
 
@@ -326,6 +329,7 @@ def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
     assert (captured.out, captured.err) == ("", expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_model_that_gives_no_numbers_ends_with_what_there_is(capsys, folder, tmp_path, as_json):
     decoder = checkpoint.load(folder / "plain")

@@ -64,6 +64,7 @@ def test_every_side_is_timed_on_the_same_steps(records):
     assert {record["num_calls"] for record in records[:-1]} == {5}
 
 
+@pytest.mark.slow
 def test_a_round_leaves_the_rows_where_they_were(decoder, contexts):
     timed = decode_speed.Timing(SIDES[0], CASE, decoder, contexts.cut(CASE), (LOOP,))
     before = np.asarray(timed.logits)

@@ -5,6 +5,7 @@ something else than "works" is true. The oracle is a dense reference of what att
 
     python -m tests.kinds.table              # prints each cell that is something else than "works", and why
     python -m tests.kinds.table --markdown   # prints the table of docs/measured.md
+    python -m tests.kinds.table --stored     # prints what a token stores in layers of DeepSeek-V3's size
 """
 
 import argparse
@@ -135,7 +136,7 @@ KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
     Kind("window", (window(window=6),), (near(6),), 0, ALONE),
     Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE),
-    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE),
+    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5),
     # A kind defined outside of the library.
     Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
@@ -164,6 +165,7 @@ KINDS = (
         (rounding.attending(near(6), rounding.int8), dense),
         5,
         {"gradient": NO_GRADIENT},
+        is_slow=True,
     ),
 )
 
@@ -195,10 +197,35 @@ def reasons() -> list[str]:
     return lines
 
 
+def stored() -> list[str]:
+    """Lists values per token and layer, and the GiB of a row of 131,072 tokens in 61 layers, in bfloat16."""
+    full = kv.FullAttention(128, 128)
+    layers = {
+        "`FullAttention(128, 128)`": [full] * 61,
+        "`FullAttention(8, 128)`": [kv.FullAttention(8, 128)] * 61,
+        "`LatentAttention(512, 64)`": [kv.LatentAttention(512, 64)] * 61,
+        "`FullAttention(8, 128)`, every second layer `SharedWith` the one before": [
+            kv.SharedWith(i - 1) if i % 2 else kv.FullAttention(8, 128) for i in range(61)
+        ],
+    }
+    lines = ["| layers | values per token and layer | GiB |", "| --- | --: | --: |"]
+    for name, kinds in layers.items():
+        sizes = dict(max_seqs=1, max_seq_len=131_072, dtype="bfloat16")
+        num_bytes = kv.memory_bytes(kv.CacheConfig(kinds, **sizes))
+        per_token = num_bytes / (2 * 61 * 131_072)
+        lines.append(f"| {name} | {per_token:,.0f} | {num_bytes / 2**30:.1f} |")
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prints the table of layer kinds and their properties.")
     parser.add_argument("--markdown", action="store_true", help="print the whole table")
-    if parser.parse_args(arguments).markdown:
+    parser.add_argument("--stored", action="store_true", help="print what a token stores")
+    options = parser.parse_args(arguments)
+    if options.stored:
+        print(*stored(), sep="\n")
+        return 0
+    if options.markdown:
         print(f"| kind | {' | '.join(PROPERTIES)} |")
         print("|".join(["", " --- "] + [" :-: "] * len(PROPERTIES) + [""]))
         for kind in KINDS:

@@ -14,6 +14,13 @@ def test_the_table_in_the_documents_is_what_the_command_prints(capsys):
     assert printed in MEASURED.read_text(), "paste what `python -m tests.kinds.table --markdown` prints"
 
 
+def test_what_a_token_stores_is_in_the_documents(capsys):
+    assert table.main(["--stored"]) == 0
+    printed = capsys.readouterr().out
+    assert "| `LatentAttention(512, 64)` | 576 | 8.6 |" in printed
+    assert printed in MEASURED.read_text(), "paste what `python -m tests.kinds.table --stored` prints"
+
+
 def test_each_reason_is_printed_with_its_cells(capsys, monkeypatch):
     refused, nothing = table.Refused(ValueError, "got .* and more"), table.NoMeaning("There is none.")
     kinds = (

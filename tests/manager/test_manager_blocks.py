@@ -111,6 +111,7 @@ def test_as_many_blocks_as_are_needed_are_enough_and_one_less_is_not():
     assert min(num_errors.values()) > 10, num_errors
 
 
+@pytest.mark.slow
 def test_rows_of_one_call_help_each_other():
     """A last owner that writes in place; a published block behind its copy helps from the next call on."""
     manager = kv.CacheManager(kv.init(CONFIG, storage=False), widths=[8])

@@ -188,7 +188,7 @@ MUTATIONS = [
             "prompts take blocks of sources",
             "if group.holds_sources:  # which come later",
             "if False:",
-            f"{SOURCES}::test_random_scripts_against_the_oracle",
+            f"{SOURCES}::test_prompts_start_without_blocks_for_sources",
         ),
     ),
     *in_module(

@@ -296,6 +296,7 @@ def test_failed_copy_in_one_group_leaves_both():
         assert_invariants(cache)
 
 
+@pytest.mark.slow
 def test_window_lost_leaves_both_groups():
     cache = kv.init(two_groups(20, 40))
     cache, _ = kv.allocate(cache, [3, 1], [17, 5])

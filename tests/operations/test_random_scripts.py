@@ -46,6 +46,7 @@ STATUSES = {
 ON_IDS = ("SKIPPED", "BAD_SEQ_ID", "DUPLICATE_SEQ_ID")
 
 
+@pytest.mark.quick_cases("grouped_config")
 @pytest.mark.parametrize("make_config", [full_config, grouped_config])
 def test_a_random_script(make_config):
     run_long_script(make_config, seed=0, num_steps=800)
@@ -95,6 +96,7 @@ operations = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_a_full_group(script):
     run_script(full_config(num_blocks=9), script)

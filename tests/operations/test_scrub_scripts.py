@@ -46,6 +46,7 @@ def residue(cache, script, space):
     return count
 
 
+@pytest.mark.slow
 def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
     script, num_before, num_beside = WindowScript(6, 2, CONFIG), 0, 0
     for i in range(600):
@@ -83,6 +84,7 @@ def free_blocks(cache):
     ]
 
 
+@pytest.mark.slow
 def test_scrubbing_rows_overwrites_what_they_alone_hold():
     script, num_own, num_behind = WindowScript(7, config=CONFIG), 0, 0
     for i in range(600):

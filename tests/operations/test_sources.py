@@ -108,6 +108,15 @@ def test_a_row_without_blocks_is_as_it_was_and_a_smaller_one_behind_it_fits():
     assert_same(again, testing.poison(cache))
 
 
+def test_prompts_start_without_blocks_for_sources():
+    cache, found, _ = store(started((0, 1, 2), (1, 1, 1)), [0, 1, 2], [11, 11, 3])
+    assert found == [OK] * 3 and int(kv.num_available_blocks(cache, group=2)) == 0
+    cache, admission = kv.allocate(cache, [3], [16])
+    assert statuses(admission.status) == [OK] and int(kv.num_available_blocks(cache, group=0)) == 2
+    cache, step = kv.extend(cache, [0, 0, 0, 16], max_new=16)
+    assert statuses(step.status) == [OK] * 4
+
+
 def test_forks_and_beams_share_a_source_and_nothing_is_copied():
     """Four beams of 1,500 frames: 94 blocks, not 376."""
     layers = [FULL, kv.CrossAttention(1, 2, max_source_len=1500)]

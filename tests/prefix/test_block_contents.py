@@ -58,7 +58,8 @@ def filled(config, *texts, namespace=(0, 0, 0)):
 A, B = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 8]
 
 
-@pytest.mark.parametrize("policy", ["lru", pytest.param("lfu", marks=pytest.mark.slow), "hyperbolic"])
+@pytest.mark.quick_cases("lru")
+@pytest.mark.parametrize("policy", ["lru", "lfu", "hyperbolic"])
 def test_candidates_are_what_eviction_gives_up(policy):
     cache = filled(dataclasses.replace(CONFIG, eviction_policy=policy), A, B, [5, 5, 5])
     before = leaf_bytes(cache)

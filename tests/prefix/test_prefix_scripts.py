@@ -33,7 +33,7 @@ EVENTS = {
 
 
 def test_a_short_random_script():
-    """What `make mutants` runs."""
+    """Runs in `make test` and in `make mutants`, by the programs of the tests below."""
     rng, driver = np.random.default_rng(3), PrefixDriver(prefix_config(num_blocks=17))
     for _ in range(900):
         driver.apply(*random_prefix_operation(rng, driver))
@@ -108,6 +108,7 @@ def test_a_long_random_script(seed):
     run_script(seed, 7_000)
 
 
+@pytest.mark.slow
 def test_a_random_script():
     run_script(0, 1_750)
 

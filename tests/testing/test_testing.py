@@ -36,6 +36,7 @@ def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
     check(model, config=least, num_tokens=9)
 
 
+@pytest.mark.slow
 def test_a_good_model_may_rule_a_token_out_and_need_room_beside_its_cache():
     def masked(tokens, cache, step):
         logits, cache = model(tokens, cache, step)
