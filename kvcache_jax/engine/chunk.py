@@ -17,10 +17,12 @@ from kvcache_jax.blocks.block_pool import num_used
 from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.decoding.sampling import SamplingParams
 from kvcache_jax.engine import outbox
+from kvcache_jax.engine.invariant import take_invariant_step
 from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.parts import Model
 from kvcache_jax.engine.schedule import finish
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, Phase, count
-from kvcache_jax.engine.step import Model, take_step
+from kvcache_jax.engine.step import take_step
 
 
 class Report(enum.IntEnum):
@@ -104,7 +106,8 @@ def run_chunk(
 
     def step(loop: tuple[EngineState, jax.Array]) -> tuple[EngineState, jax.Array]:
         state, num_steps = loop
-        return take_step(model, params, state, options), num_steps + 1
+        take = take_invariant_step if options.batch_invariant else take_step
+        return take(model, params, state, options), num_steps + 1
 
     state, _ = lax.while_loop(goes_on, step, (state, jnp.zeros_like(max_steps)))
     state = finish(state)

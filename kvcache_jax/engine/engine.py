@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
@@ -26,12 +26,12 @@ from kvcache_jax.engine.chunk import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
-from kvcache_jax.engine.setup import check_drafts, share, with_budget
+from kvcache_jax.engine.setup import check_drafts, check_fits, check_same_shapes, share, with_budget
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
-from kvcache_jax.engine.step import Model, ProcessLogits
 from kvcache_jax.engine.table import RequestTable, Sample
 from kvcache_jax.engine.transfers import Reader
 from kvcache_jax.prefix.namespace import namespace as namespace_of
@@ -45,8 +45,8 @@ class Engine:
     """Continuous batching for anybody's model: admission, prefill, decoding and preemption in one program.
 
     Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended; push more at
-    any time between two events. It is for one consumer at a time. After an exception in the consumer it goes
-    on where it was.
+    any time between two events. It is for one consumer at a time. After an exception in the consumer, in the
+    model while it is traced, or an interrupt, it goes on where it was.
 
     Args:
       forward: The model, as for `generate`; must be pure.
@@ -64,6 +64,8 @@ class Engine:
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans.
+      batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
+        else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
       steps_per_chunk: Steps between two looks of the host.
       watermark: Share of the blocks that an admission leaves free, while a row runs.
       ageing_steps: Steps of waiting that weigh as much as one of priority.
@@ -109,6 +111,7 @@ class Engine:
         num_drafts: int = 0,
         num_top_logprobs: int = 0,
         process_logits: ProcessLogits | None = None,
+        batch_invariant: bool = False,
         steps_per_chunk: int = 32,
         watermark: float = 0.01,
         ageing_steps: int = 256,
@@ -136,6 +139,7 @@ class Engine:
             long_prefill_len=static_count("long_prefill_len", long_prefill_len or config.max_seq_len),
             input_weight=1,
             output_weight=2,
+            batch_invariant=static_flag("batch_invariant", batch_invariant),
         )
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)
@@ -149,14 +153,17 @@ class Engine:
             num_clients=static_count("num_clients", num_clients),
             num_items=static_count("max_items", max_items, least=0),
         )
-        inbox_sizes = self._inbox_sizes = dataclasses.replace(
+        inbox_sizes = dataclasses.replace(
             self._sizes,
             num_slots=min(num_slots, _MOST_ENTERING),
             num_tokens=max(longest, min(num_tokens, _MOST_ENTERING_TOKENS)),
         )
         self._steps = static_count("steps_per_chunk", steps_per_chunk)
         self._shards = Shards(mesh, row_axis, config, params_spec)
-        self._tables = self._new_tables()
+        self._tables = [
+            RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
+            for _ in range(self._shards.num_shards)
+        ]
         self._width = outbox_width(self._options.num_top_logprobs)
         num_entries = outbox_len(
             self._options, config.max_seqs, self._steps, inbox_sizes.num_slots, _MOST_ENDED
@@ -167,7 +174,8 @@ class Engine:
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
         self._events: deque[TokenEvent] = deque()
-        self._lock = threading.RLock()
+        # Of all that the host knows; and of the one who waits for a report, so that reports keep their order.
+        self._lock, self._consumer = threading.RLock(), threading.Lock()
         self.read = Reader()
         self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in self._tables]
@@ -232,12 +240,10 @@ class Engine:
         published any more. A row that is preempted is computed anew, under the new ones.
 
         Args:
-          params: Of the same shapes.
+          params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
-        old, new = jax.tree.structure(self.params), jax.tree.structure(params)
-        if old != new:
-            raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
+        check_same_shapes(params, self.params)
         with self._lock:
             self._num_weights += 1
             if namespace is None:
@@ -284,15 +290,17 @@ class Engine:
         """
         if max_steps is not None:
             max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
-        with self._lock:
-            self._end_late()
-            while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
-                self._dispatch(self._steps if max_steps is None else max_steps)
-            report = self._in_flight.popleft() if self._in_flight else None
-        if report is not None:
-            found = self.read(report)
+        with self._consumer:
             with self._lock:
-                self._take_in(found)
+                self._end_late()
+                while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
+                    self._dispatch(self._steps if max_steps is None else max_steps)
+            if self._in_flight:
+                reports = self.read(self._in_flight[0])
+                with self._lock:
+                    # Not before it was read: whoever is interrupted while waiting for it finds it again.
+                    self._in_flight.popleft()
+                    self._take_in(reports)
 
     def take_events(self) -> list[TokenEvent]:
         """Takes the events that no consumer has got yet; behind `drain`, for a loop of one's own."""
@@ -308,16 +316,9 @@ class Engine:
           The only program that it has, whatever its requests; `.compile()` says what memory it takes.
         """
         with self._lock:
-            inboxes = [table.fill_inbox(self._weights, False) for table in self._new_tables()]
+            inboxes = [table.pack(self._weights, False).inbox for table in self._tables]
             steps = np.int32(self._steps)
             return self._shards.lower(self._model, self._options, self.params, self._state, inboxes, steps)
-
-    def _new_tables(self) -> list[RequestTable]:
-        sizes, max_seq_len = self._sizes, self.config.max_seq_len
-        return [
-            RequestTable(sizes, self._inbox_sizes, _MOST_ENDED, max_seq_len)
-            for _ in range(self._shards.num_shards)
-        ]
 
     def _has_news(self) -> bool:
         return bool(self._events or self.num_unfinished or self._in_flight)
@@ -326,12 +327,16 @@ class Engine:
         return any(request_id in table for table in self._tables)
 
     def _dispatch(self, num_steps: int) -> None:
-        inboxes = [table.fill_inbox(self._weights, self._has_new_weights) for table in self._tables]
+        parcels = [table.pack(self._weights, self._has_new_weights) for table in self._tables]
+        inboxes = [parcel.inbox for parcel in parcels]
         self._state, report = self._shards.run(
             self._model, self._options, self.params, self._state, inboxes, np.int32(num_steps)
         )
-        self._has_new_weights = False
+        # If that raised, nothing was told to the device, and all of it is told again.
         self._in_flight.append(report)
+        self._has_new_weights = False
+        for table, parcel in zip(self._tables, parcels, strict=True):
+            table.mark_sent(parcel)
 
     def _end(self, table: RequestTable, sample: Sample, reason: Finish) -> None:
         if table.end(sample, reason):
@@ -362,24 +367,7 @@ class Engine:
                     "expected one of its own, or none"
                 )
             ids.add(request.id)
-            for what, value, most, name in (
-                ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
-                ("items", len(request.items), sizes.num_items, "max_items"),
-                ("samples", request.num_samples, sizes.num_slots, "max_requests"),
-                ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
-            ):
-                if value > most:
-                    raise ValueError(
-                        f"a request has {value} {what}, expected at most {most}: make the Engine with a "
-                        f"larger {name}"
-                    )
-            is_long = request.num_tokens - 1 > self.config.max_seq_len
-            num_tokens = 0 if is_long else request.num_samples * request.num_tokens
-            if num_tokens > sizes.num_tokens:
-                raise ValueError(
-                    f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
-                    f"{sizes.num_tokens}: make the Engine with a larger max_tokens"
-                )
+            check_fits(request, sizes, self.config.max_seq_len)
         return requests
 
 

@@ -23,6 +23,8 @@ class Options:
       long_prefill_len: Most tokens of one prompt in one step.
       input_weight: Service of a token of a prompt.
       output_weight: Service of a generated token.
+      batch_invariant: Whether a token's logits may not depend on its company, to the bit; pieces are then of
+        one token.
     """
 
     policy: str
@@ -37,6 +39,7 @@ class Options:
     long_prefill_len: int
     input_weight: int
     output_weight: int
+    batch_invariant: bool = False
 
     @property
     def width(self) -> int:

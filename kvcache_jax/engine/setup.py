@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.engine.chunk import piece_sizes
 from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.requests import GenerationRequest, TableSizes
 
 
 def share(name: str, value: Any) -> float:
@@ -29,7 +32,7 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
             f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "
             f"{config.max_seqs} rows of {options.width}: raise it, or lower max_seqs"
         )
-    num_pieces, piece_len = piece_sizes(num_prompt)
+    num_pieces, piece_len = (num_prompt, 1) if options.batch_invariant else piece_sizes(num_prompt)
     return dataclasses.replace(options, num_pieces=num_pieces, piece_len=piece_len)
 
 
@@ -52,3 +55,40 @@ def check_drafts(options: Options, config: CacheConfig, process_logits: Callable
                 f"num_drafts is {options.num_drafts} and a window takes back {group.max_rollback} tokens, "
                 f"expected SlidingWindow(max_rollback={options.num_drafts})"
             )
+
+
+def check_same_shapes(params: Any, like: Any) -> None:
+    """Refuses parameters that the engine's program was not compiled for."""
+    new, old = jax.tree.structure(params), jax.tree.structure(like)
+    if new != old:
+        raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
+    leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(like), strict=True)
+    for (path, leaf), old_leaf in leaves:
+        found, expected = (f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, (leaf, old_leaf)))
+        if found != expected:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {found}, expected {expected} like the engine's: its "
+                "program is compiled for these"
+            )
+
+
+def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:
+    """Refuses a request that has more of something than the table takes of any."""
+    for what, value, most, name in (
+        ("stop tokens", len(request.stop_tokens), sizes.num_stops, "max_stop_tokens"),
+        ("items", len(request.items), sizes.num_items, "max_items"),
+        ("samples", request.num_samples, sizes.num_slots, "max_requests"),
+        ("as its client", request.client, sizes.num_clients - 1, "num_clients"),
+    ):
+        if value > most:
+            raise ValueError(
+                f"a request has {value} {what}, expected at most {most}: make the Engine with a larger {name}"
+            )
+    # Nothing is stored of what the device will refuse.
+    is_long = request.num_tokens - 1 > max_seq_len
+    num_tokens = 0 if is_long else request.num_samples * request.num_tokens
+    if num_tokens > sizes.num_tokens:
+        raise ValueError(
+            f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
+            f"{sizes.num_tokens}: make the Engine with a larger max_tokens"
+        )

@@ -1,4 +1,4 @@
-"""One step of the engine, and the loop around it.
+"""One step of the engine.
 
     finish -> admit -> prompts -> fork -> preempt -> reserve      behind one guard, a loop of 0 or 1 trips
     next tokens -> draw -> write down -> publish                  in every step
@@ -12,43 +12,17 @@ with prompts the budget.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import add_at, run_if
+from kvcache_jax.arrays.masked_updates import run_if
 from kvcache_jax.core.attention_plan import plan_attention
-from kvcache_jax.core.state import Step
-from kvcache_jax.decoding.forward import Forward, width_of
-from kvcache_jax.decoding.prefill import padded_step
-from kvcache_jax.decoding.sampling import are_numbers
-from kvcache_jax.engine.admit import fork_samples
-from kvcache_jax.engine.draw import draw, next_tokens, write_down
+from kvcache_jax.decoding.forward import width_of
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.preempt import preempt
+from kvcache_jax.engine.parts import Model, draw_next, make_room, reserve_next, reserve_prompts
 from kvcache_jax.engine.schedule import Plan, is_unusual, schedule
-from kvcache_jax.engine.state import EngineState, count
-from kvcache_jax.operations.commit import commit_rows
-from kvcache_jax.operations.extend import extend
-from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
-
-ProcessLogits = Callable[[jax.Array, EngineState], jax.Array]
-"""`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i is that of request `state.row_request[i]`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """The functions that the program is made of (static).
-
-    Attributes:
-      forward: The model.
-      process_logits: Changes logits before a token is drawn; or None.
-    """
-
-    forward: Forward
-    process_logits: ProcessLogits | None = None
+from kvcache_jax.engine.state import EngineState
 
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
@@ -58,95 +32,24 @@ def take_step(model: Model, params: Any, state: EngineState, options: Options) -
         state, _ = carry
         state, plan = schedule(state, options)
         state = _compute_prompts(model, params, state, plan)
-        state = fork_samples(state)
-        state, is_stalled = preempt(state, options)
-        wanted = ((state.num_to_compute > 0) & ~is_stalled).astype(jnp.int32)
-        return dataclasses.replace(state, cache=reserve(state.cache, wanted, 1)), is_stalled
+        return make_room(state, options)
 
     none = jnp.zeros(state.cache.max_seqs, bool)
     state, is_stalled = run_if(is_unusual(state), rare, (state, none))
-    return _compute_next(model, params, state, is_stalled, options)
+    state, tokens, step = reserve_next(state, is_stalled, options)
+    result = model.forward(params, tokens, state.cache, step)
+    width_of(result, *tokens.shape)
+    state = dataclasses.replace(state, cache=result[1])
+    return draw_next(model, state, step, tokens, result[0], options)
 
 
 def _compute_prompts(model: Model, params: Any, state: EngineState, plan: Plan) -> EngineState:
     """Computes pieces of prompts, if there are any; what the model says of them is not looked at."""
 
     def compute(state: EngineState) -> EngineState:
-        num_pieces, piece_len = plan.tokens.shape
-        cache, nobody = state.cache, state.cache.max_seqs
-        begins = (plan.nth == 0) & (plan.num_tokens > 0)
-        # Each piece's entry is that at which its row begins.
-        entry = jnp.arange(num_pieces, dtype=jnp.int32) - plan.nth
-        num_new = add_at(jnp.zeros(num_pieces, jnp.int32), entry, plan.num_tokens)
-        rows = jnp.where(begins, plan.rows, nobody)
-        # Behind each piece stands what it leaves empty, which is nobody's.
-        entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
-        lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
-        tokens = plan.tokens.reshape(-1)
-        if any(group.window is not None for group in cache.config.groups):
-            cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
-        else:  # `allocate` reserved all blocks, and no block of a prompt that is computed is shared
-            cache, step = extend_reserved(cache, lens, tokens, entries)
-        step = padded_step(step, 2 * entry, plan.first, plan.num_tokens, plan.tokens.shape)
-        step = plan_attention(cache, step)
-        result = model.forward(params, plan.tokens, cache, step)
-        width_of(result, num_pieces, piece_len)
-        state = dataclasses.replace(state, cache=result[1])
-        num_tokens = jnp.sum(step.query_len, dtype=jnp.int32)
-        return count(state, prefill_steps=(num_tokens > 0)[None], prefill_tokens=num_tokens)
+        state, step = reserve_prompts(state, plan)
+        result = model.forward(params, plan.tokens, state.cache, plan_attention(state.cache, step))
+        width_of(result, *plan.tokens.shape)
+        return dataclasses.replace(state, cache=result[1])
 
     return run_if((plan.num_tokens > 0).any(), compute, state)
-
-
-def _compute_next(
-    model: Model, params: Any, state: EngineState, is_stalled: jax.Array, options: Options
-) -> EngineState:
-    """Computes the next token of every running row, draws what follows it, and publishes full blocks."""
-    cache, config = state.cache, state.cache.config
-    wanted = (state.num_to_compute > 0) & ~is_stalled
-    tokens, num_new = next_tokens(state, wanted, options)
-    free = num_free(cache.control)
-    if options.num_drafts:
-        # Drafts never cost a row its next token, nor another row a block in reach.
-        is_short = jnp.sum(needs(cache.control, num_new, config).num_blocks, axis=1) > free
-        num_new = jnp.where(is_short.any(), jnp.minimum(num_new, 1), num_new)
-    need = needs(cache.control, num_new, config)
-    fits = (jnp.cumsum(need.num_blocks, axis=1, dtype=jnp.int32) <= free[:, None]) | (need.num_blocks == 0)
-    num_new = jnp.where(fits.all(axis=0) & ~need.copies.any(axis=0), num_new, 0)
-    cache, step = extend_reserved(cache, num_new, tokens)
-    result = model.forward(params, tokens, cache, step)
-    width_of(result, *tokens.shape)
-    logits, cache = result[0].astype(jnp.float32), result[1]
-    state = count(dataclasses.replace(state, cache=cache), steps=jnp.ones(1, bool))
-    if model.process_logits is not None:
-        logits = _processed(model.process_logits, logits, state)
-    is_good = _all_numbers(logits, step)
-    state, drawn = draw(state, step, logits, tokens, options)
-    state = write_down(state, drawn, options)
-    return _publish(state, is_good)
-
-
-def _processed(process: ProcessLogits, logits: jax.Array, state: EngineState) -> jax.Array:
-    processed = process(logits[:, 0], state)
-    if not (isinstance(processed, jax.Array) and processed.shape == logits[:, 0].shape):
-        raise TypeError(
-            f"process_logits returned {getattr(processed, 'shape', processed)!r}, expected logits of the "
-            f"shape that it got, {logits[:, 0].shape}"
-        )
-    return processed.astype(jnp.float32)[:, None]
-
-
-def _all_numbers(logits: jax.Array, step: Step) -> jax.Array:
-    """Tells whose tokens of this step have logits that are numbers, bool[max_seqs]; not who computed none."""
-    order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
-    is_good = are_numbers(logits) | (order >= step.query_len[:, None])
-    return is_good.all(axis=1) & (step.query_len > 0)
-
-
-def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
-    """Publishes the full blocks of rows whose latest logits are numbers."""
-    if state.cache.control.prefix_index is None:
-        return state
-    final_len = jnp.where(is_good & state.may_publish, state.cache.context_len, 0)
-    control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))

@@ -6,9 +6,10 @@ the device never reuses what the host still believes to be a request's.
 
 import bisect
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,20 @@ class Sample:
     ends_at: float | None
     is_sent: bool = False
     is_ending: bool = False
+
+
+class Parcel(NamedTuple):
+    """An inbox, and how much of what the table has to tell is in it.
+
+    Attributes:
+      inbox: Inbox.
+      num_samples: Samples that the device has not heard of, the first ones.
+      num_ends: Ends that it has not heard of, likewise.
+    """
+
+    inbox: Inbox
+    num_samples: int
+    num_ends: int
 
 
 class TokenRuns:
@@ -171,16 +186,18 @@ class RequestTable:
         self._free_slots.append(sample.slot)
         self._runs.give_back(*sample.run)
 
-    def fill_inbox(self, weights: np.ndarray, has_new_weights: bool) -> Inbox:
-        """Packs what the device is to be told next, as much as one inbox takes."""
+    def pack(self, weights: np.ndarray, has_new_weights: bool) -> Parcel:
+        """Packs what the device is to be told next, as much as one inbox takes; changes nothing.
+
+        Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
+        """
         sizes = self._inbox_sizes
         columns: Requests = empty_requests(sizes)
         slots = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
         parents = np.full(sizes.num_slots, self._sizes.num_slots, np.int32)
         places = np.full(sizes.num_tokens, self._sizes.num_tokens, np.int32)
         num_sent = num_tokens = 0
-        while self._to_send and num_sent < sizes.num_slots:
-            sample = self._to_send[0]
+        for sample in itertools.islice(self._to_send, sizes.num_slots):
             prompt = sample.request.prompt if sample.run[1] else sample.request.prompt[:0]
             if num_sent and sample.parent is None:  # samples go together, where an inbox takes them all
                 is_full = num_sent + sample.request.num_samples > sizes.num_slots
@@ -189,8 +206,6 @@ class RequestTable:
                     break
             if num_tokens + len(prompt) > sizes.num_tokens:
                 break
-            self._to_send.popleft()
-            sample.is_sent = True
             slots[num_sent] = sample.slot
             _write(columns, num_sent, sample)
             if sample.parent is not None:
@@ -200,8 +215,8 @@ class RequestTable:
             num_sent, num_tokens = num_sent + 1, num_tokens + len(prompt)
         ended = np.full(self._most_ended, self._sizes.num_slots, np.int32)
         ended_uid, reason = np.full_like(ended, -1), np.zeros_like(ended)
-        for i in range(min(len(self._to_end), self._most_ended)):
-            sample, why = self._to_end.popleft()
+        num_ends = min(len(self._to_end), self._most_ended)
+        for i, (sample, why) in enumerate(itertools.islice(self._to_end, num_ends)):
             ended[i], ended_uid[i], reason[i] = sample.slot, sample.uid, why
         arrays: dict[str, Any] = {
             name: getattr(columns, name)
@@ -211,7 +226,15 @@ class RequestTable:
         }
         arrays |= {"slots": slots, "parent": parents, "places": places}
         arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
-        return Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
+        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
+        return Parcel(inbox, num_sent, num_ends)
+
+    def mark_sent(self, parcel: Parcel) -> None:
+        """Notes that the device has a parcel, the latest that was packed."""
+        for _ in range(parcel.num_samples):
+            self._to_send.popleft().is_sent = True
+        for _ in range(parcel.num_ends):
+            self._to_end.popleft()
 
     @property
     def num_tokens(self) -> int:

@@ -17,9 +17,9 @@ from kvcache_jax.decoding import beam_search, generate, loop
 from kvcache_jax.engine.chunk import run_chunk
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
+from kvcache_jax.engine.parts import Model
 from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.state import empty_state
-from kvcache_jax.engine.step import Model
 from kvcache_jax.engine.table import RequestTable
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from tests.aot.budget import i32
@@ -139,7 +139,7 @@ def _engine(kernels: str, limits: Limits) -> Program:
         outbox = 64 * NUM_ROWS, outbox_width(0)
         state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
         table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
-        inbox = jax.eval_shape(lambda: table.fill_inbox(np.zeros(4, np.uint32), False))
+        inbox = jax.eval_shape(lambda: table.pack(np.zeros(4, np.uint32), False).inbox)
         return state, _decoder(), inbox, i32()
 
     def function(state, decoder, inbox, steps):

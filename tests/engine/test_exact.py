@@ -23,6 +23,10 @@ ENGINES: dict[str, tuple[dict, dict]] = {
         dict(token_budget=4 * 4 + 12, num_drafts=3, policy="fair"),
     ),
     "no index": (dict(num_blocks=11, enable_prefix_caching=False), dict(token_budget=11)),
+    "batch invariant": (
+        dict(num_layers=2, num_blocks=14, max_query_len=8),
+        dict(token_budget=4 * 3 + 40, num_drafts=2, batch_invariant=True),
+    ),
     "long blocks": (dict(num_blocks=7, block_size=8), dict(token_budget=40, policy="priority")),
 }
 

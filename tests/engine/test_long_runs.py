@@ -59,6 +59,19 @@ def test_ten_thousand_requests_through_32_rows_and_a_pool_that_fits_8():
     assert figures.num_reads <= figures.counts[EngineCounter.STEPS] / 16
 
 
+@pytest.mark.parametrize("num_requests", [1, 64])
+def test_reads_of_the_host_at_1_and_at_64_rows(num_requests, reads_are_refused):
+    """At most one per 16 steps, however many rows run."""
+    cache = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=1024, max_seqs=64, max_seq_len=256)
+    engine, said = kv.Engine(look_up, {}, cache, token_budget=96), {}
+    with reads_are_refused():
+        assert engine.push([ask([i % 16], 250, i) for i in range(num_requests)]) == num_requests
+        note(said, engine)
+        figures = engine.figures()
+    assert [len(tokens) for tokens, *_ in said.values()] == [250] * num_requests
+    assert 0 < figures.num_reads <= figures.counts[EngineCounter.STEPS] / 16
+
+
 def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
     """All requests want all blocks: nobody waits for ever, and no step is lost."""
     engine = make_engine()

@@ -1,5 +1,7 @@
 """What is compiled into the program by choice: the hook, the most probable tokens, drafts, policies."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,10 +20,14 @@ from tests.engine.exact_model import (
     random_request,
 )
 
+HOOKED: dict[str, Any] = dict(
+    process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2, max_items=2
+)
+
 
 def test_a_hook_and_the_most_probable_tokens():
     """Token 0 is banned; the hook's logits are those that log-probabilities are of."""
-    engine = make_engine(process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2)
+    engine = make_engine(**HOOKED)
     rng = np.random.default_rng(3)
     requests = [random_request(rng, i) for i in range(9)]
     expect(collect(engine, requests), requests, bans_zero=True)
@@ -41,7 +47,7 @@ def test_a_hook_and_the_most_probable_tokens():
 
 def test_the_longest_prefix_goes_first_but_not_for_ever():
     """One row is left; the cache has what the later requests begin with. Two of them pass the first."""
-    engine = make_engine(process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2)
+    engine = make_engine(**HOOKED)
     collect(engine, [ask([5] * 9, 1, "begin")])
     long = [ask([9 + i] * 2, 20, f"row {i}") for i in range(3)]
     assert engine.push(long) == 3
@@ -49,6 +55,30 @@ def test_the_longest_prefix_goes_first_but_not_for_ever():
     assert engine.push([ask([8] * 9, 1, "no hit"), *(ask([5] * 9, 1, f"hit {i}") for i in range(3))]) == 4
     ended = [event.id for event in engine if event.finish_reason and "row" not in str(event.id)]
     assert ended == ["hit 0", "hit 1", "no hit", "hit 2"]
+
+
+def test_hits_never_end_inside_an_item():
+    """Blocks of 4 tokens: an item at 2 to 9 is reused whole or not at all, also by who was preempted."""
+    engine = make_engine(**HOOKED)
+    image, other = kv.item_tokens(b"an image", 7), kv.item_tokens(b"another", 7)
+
+    def with_image(item, end, request_id, max_new=3):
+        items = [(2, 9)] if len(end) else []
+        return ask([1, 2, *item, *end], max_new, request_id, items=items)
+
+    def num_cached(request):
+        before = engine.figures().counts[EngineCounter.CACHED_TOKENS]
+        expect(collect(engine, [request]), [request], bans_zero=True)
+        return engine.figures().counts[EngineCounter.CACHED_TOKENS] - before
+
+    assert num_cached(with_image(image, [3, 4, 5, 6, 7], "first")) == 0
+    assert num_cached(with_image(image, [3, 4, 5, 9], "the same, and 3 tokens behind it")) == 12
+    assert num_cached(with_image(image, [8, 8, 8, 8], "two blocks are equal, and end inside it")) == 0
+    assert num_cached(with_image(other, [3, 4, 5, 6], "another image")) == 0
+    assert num_cached(ask([1, 2, *image, 8], 2, "no item, but its words", items=[])) == 8
+    crowd = [with_image(image, [i] * 5, i, 20) for i in range(5)]
+    expect(collect(engine, crowd), crowd, bans_zero=True)
+    assert engine.figures().counts[EngineCounter.PREEMPTIONS] > 0
 
 
 @pytest.mark.slow

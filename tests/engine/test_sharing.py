@@ -22,6 +22,9 @@ def test_samples_fork_the_prompt():
     assert [said["a", i][0] for i in range(4)] == expected
     assert len(set(map(tuple, expected))) > 1
     assert counted(engine, "ADMISSIONS", "FORKS", "PREFILL_TOKENS", "CACHED_TOKENS") == (1, 3, 17, 0)
+    for tokens in expected:  # 23 were computed, and the sixth block was never full
+        text = [[*request.prompt, *tokens]]
+        assert kv.lookup(engine.state.cache, text, [24]).tolist() == [20]
 
 
 def test_samples_without_a_row_find_the_prompt_in_the_cache():

@@ -29,6 +29,7 @@ from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.core import MUTATIONS as CORE
 from tests.mutants.decoder import MUTATIONS as MODELS
 from tests.mutants.decoding import MUTATIONS as DECODE
+from tests.mutants.engine import MUTATIONS as ENGINE
 from tests.mutants.extend import MUTATIONS as EXTEND
 from tests.mutants.gpu_decode import MUTATIONS as GPU_DECODE
 from tests.mutants.kernel_speed import MUTATIONS as KERNEL_SPEED
@@ -50,6 +51,7 @@ MUTATIONS = [
     *KINDS,
     *ATTENTION,
     *DECODE,
+    *ENGINE,
     *MANAGER,
     *MODELS,
     *GPU_DECODE,
