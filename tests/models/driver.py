@@ -1,4 +1,7 @@
-"""The decoder on a cache, fed piece by piece, beside what transformers computed: committed fixtures."""
+"""The decoder on a cache, fed piece by piece, beside what transformers computed: committed fixtures.
+
+python -m tests.models.driver    # by family and number of tokens, how far logits are from transformers'
+"""
 
 import functools
 
@@ -10,7 +13,7 @@ from safetensors.numpy import load_file
 import kvcache_jax as kv
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
-from tests.models.checkpoint_files import FIXTURES
+from tests.models.checkpoint_files import FAMILIES, FIXTURES, LONG
 
 ATOL = 1e-4
 NUM_ROWS, ROW = 3, 1
@@ -66,3 +69,21 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == np.float32 and got.shape == want.shape
     difference = np.abs(got - want).max()
     assert difference <= ATOL, f"logits differ by {difference}"  # NaN fails too
+
+
+def differences(family: str) -> dict[int, float]:
+    """The largest difference of a logit, by the number of tokens that one call took."""
+    found = {}
+    for prompt in ("", "_1", "_300") if family in LONG else ("",):
+        tokens, want = all_tokens(family, prompt), expected(family)[f"logits{prompt}"]
+        driver = Driver(load(family), {ROW: len(tokens)}, max_seq_len=320)
+        logits = driver.feed({ROW: tokens}, max(len(tokens), WIDTH))[ROW]
+        found[len(tokens)] = float(np.abs(logits - want).max())
+    return found
+
+
+if __name__ == "__main__":
+    for name in FAMILIES:
+        print(
+            f"{name:20}", *(f"{length:4} tokens {worst:.1e}" for length, worst in differences(name).items())
+        )

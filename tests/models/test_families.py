@@ -67,6 +67,7 @@ def test_latents_are_expanded_where_a_row_has_room_for_more_than_128_tokens(monk
     assert expanded == {(1, 1): {False}, (1, 128): {False}, (1, 129): {True}, (130,): {False}}
 
 
+@pytest.mark.quick_cases("prefill")
 @pytest.mark.parametrize("part", ["decode", "prefill"])
 def test_an_implementation_without_soft_caps_says_so(part):
     """Each half of a backend is told of the cap by name, and what it raises comes through."""

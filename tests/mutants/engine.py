@@ -77,12 +77,6 @@ MUTATIONS = [
             "is_one & False",
             "engine/test_sharing.py::test_of_equal_prompts_in_one_batch_one_is_computed",
         ),
-        (
-            "of other namespaces one waits for what it cannot have",
-            "is_computing &= (cache.control.namespace == prompts.namespace).all(axis=1)",
-            "pass",
-            "engine/test_sharing.py::test_only_those_of_one_namespace_wait_for_each_other",
-        ),
     ),
     *in_module(
         "engine/order",
