@@ -75,8 +75,8 @@ MUTATIONS = [
         ("a drop among the sinks", "start < num_sinks", "start < 0", REFUSED),
         (
             "a drop apart from the first",
-            "is_outside, Status.BAD_LENGTH",
-            "is_outside & is_plain, Status.BAD_LENGTH",
+            "is_apart = ~is_plain & (",
+            "is_apart = ~is_plain & is_plain & (",
             REFUSED,
         ),
         ("a drop leaves the row as long as it was", "context_len - num_gone)", "context_len)", ENDLESS),
