@@ -56,6 +56,7 @@ from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.donate import donate
+from kvcache_jax.operations.drop import drop
 from kvcache_jax.operations.evict import evict
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
@@ -73,6 +74,7 @@ from kvcache_jax.operations.preempt import (
 )
 from kvcache_jax.operations.reorder import reorder
 from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache
+from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.scrub import scrub
 from kvcache_jax.operations.set_priority import set_priority
 from kvcache_jax.operations.stats import (
@@ -151,6 +153,7 @@ __all__ = [
     "describe",
     "donate",
     "draw_block_map",
+    "drop",
     "evict",
     "eviction_candidates",
     "eviction_policies",
@@ -180,6 +183,7 @@ __all__ = [
     "request_policy",
     "reset",
     "reset_prefix_cache",
+    "rewrite",
     "row_policy",
     "score",
     "scrub",

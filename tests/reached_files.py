@@ -28,6 +28,8 @@ APART = (
     "core/arguments.py",
     "core/cache_checks.py",
     "core/config.py",
+    "core/counter.py",
+    "core/layer_group.py",
     "core/layer_kinds/",
     "core/state.py",
     "core/status.py",

@@ -157,7 +157,8 @@ def _attend(
     arguments.refuse_shared_cache("q", q, cache)
 
     backend = backends.choose(config, implementation, pool, group, q.shape[-2] // num_kv_heads)
-    if backend.attend(_num_queries(step)) is None:  # others are mapped over the heads
+    num_queries = _num_queries(step, plan)
+    if backend.attend(num_queries) is None:  # others are mapped over the heads
         check_split("q", q, axis_of_types(pool.arrays, group.head_positions))
     if plan.work and backend is not backends.choose(config, None, pool, group):
         plan = dataclasses.replace(plan, work=())  # cut for the cache's own backend
@@ -170,15 +171,15 @@ def _attend(
         num_kv_heads=num_kv_heads,
     )
     block_table = cache.control.block_pools[group_id].block_table
-    q, num_queries = arguments.owned(q), _num_queries(step)
+    q = arguments.owned(q)
     pool, out, lse = _read(call, pool, q, weights, sink_logits, block_table, plan, layer, num_queries)
     cache = storage.with_pool(cache, group_id, pool)
     return cache, (out, lse) if return_lse else out
 
 
-def _num_queries(step: Step) -> int:
+def _num_queries(step: Step, plan: AttentionPlan) -> int:
     """Queries of a row of the plan, room for them at least."""
-    return 1 if step.cu_query_lens is not None else step.positions.shape[1]
+    return step.positions.size // plan.table_row.shape[0]
 
 
 # Called eagerly it is one program; within another it is part of that.

@@ -26,11 +26,11 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
       layer: As in `attention`.
 
     Returns:
-      `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length
-      and, in a window group, where tokens were given back; length 0 for idle rows, and for ids and
-      traced layers out of range. Of a kind that stores something else, keys and values as its `keys_values`
-      gives them without weights, scaled; a rotated kind's keys are those of rotated queries. Of a layer that
-      reads sources, the row's source, `[max_source_len, ...]`.
+      `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length,
+      where dropped tokens are hidden and, in a window group, where tokens were given back; length 0 for idle
+      rows, and for ids and traced layers out of range. Of a kind that stores something else, keys and
+      values as its `keys_values` gives them without weights, scaled; a rotated kind's keys are those of
+      rotated queries. Of a layer that reads sources, the row's source, `[max_source_len, ...]`.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
@@ -69,7 +69,10 @@ def _gather(
     v = v if v_scale is None else v * v_scale[..., None].astype(v.dtype)
     v = group.kind.outputs(jnp.moveaxis(v, 0, 1))
     is_token = jnp.repeat(ids < block_pool.num_blocks, group.block_size)
-    is_token &= jnp.arange(is_token.shape[0], dtype=jnp.int32) < length
+    places = jnp.arange(is_token.shape[0], dtype=jnp.int32)
+    is_token &= places < length
+    if control.holes is not None:
+        is_token &= ~control.holes.of_rows(seq_id[None]).is_hidden(places[None])[0]
 
     def held(values: jax.Array) -> jax.Array:
         values = jnp.where(is_token[:, None, None], values, jnp.zeros((), values.dtype))

@@ -77,7 +77,11 @@ def _tiles(
         """Tells which keys any of the queries at positions `first` to `last` sees."""
         if plan.num_keys is not None:
             return key_pos < plan.num_keys[:, None, None]
-        return group.span.sees(first, last, key_pos)
+        if plan.holes is None:
+            return group.span.sees(first, last, key_pos)
+        # Distances are those of the text, of what is still there.
+        first, last, in_text = (plan.holes.positions(place) for place in (first, last, key_pos))
+        return group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
 
     def load(i: jax.Array) -> Tile:
         nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]

@@ -12,12 +12,17 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 
-def plan_attention(cache: Cache, step: Step) -> Step:
-    """Adds the plans of all layer groups to a step that `extend` reserved in `cache`."""
-    num_queries = 1 if step.cu_query_lens is not None else step.positions.shape[1]
+def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> Step:
+    """Adds the plans of all layer groups to a step whose slots were reserved in `cache`.
+
+    Where a row's tokens do not follow one another (`is_contiguous=False`), each is planned as a row.
+    """
+    is_by_row = is_contiguous and step.cu_query_lens is None
+    num_queries = step.positions.shape[1] if is_by_row else 1
     group_id, _ = cache.config.locate(cache.config.own_layers[0])
     num_slots = cache.control.block_pools[group_id].num_blocks * cache.config.groups[group_id].block_size
-    table_row, first_position, num_queries_of_row = _rows_of(step, step.slots[group_id] < num_slots)
+    is_query = step.slots[group_id] < num_slots
+    table_row, first_position, num_queries_of_row = _rows_of(step, is_query, is_by_row)
     plans = []
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
         block_pool = cache.control.block_pools[group_id]
@@ -25,6 +30,8 @@ def plan_attention(cache: Cache, step: Step) -> Step:
         if not group.kind.is_causal:
             num_keys = get_at(group.kind.length(cache.control), table_row, 0)
         plan = plan_rows(group, table_row, first_position, num_queries_of_row, num_keys)
+        if cache.control.holes is not None:
+            plan = dataclasses.replace(plan, holes=cache.control.holes.of_rows(table_row))
         backend = choose(cache.config, None, pool, group)
         if backend.plan and backend.attend(num_queries):
             work = backend.plan(
@@ -64,14 +71,17 @@ def plan_rows(
     )
 
 
-def _rows_of(step: Step, is_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists the step's rows, or the tokens of a packed one: row of the table, first position, token count."""
+def _rows_of(step: Step, is_query: jax.Array, is_by_row: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists the step's rows, or its tokens: row of the table, first position, token count."""
+    if is_by_row:
+        return step.seq_ids, step.cache_positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
     if step.cu_query_lens is None:
-        return step.seq_ids, step.positions[:, 0], is_query.sum(axis=1, dtype=jnp.int32)
+        table_row = jnp.repeat(step.seq_ids, step.positions.shape[1])
+        return table_row, step.cache_positions.reshape(-1), is_query.reshape(-1).astype(jnp.int32)
     order = jnp.arange(step.positions.shape[0], dtype=jnp.int32)
     # Compared with all at once: a search would be a loop.
     row = jnp.searchsorted(step.cu_query_lens[1:], order, side="right", method="compare_all")
-    return get_at(step.seq_ids, row.astype(jnp.int32), 0), step.positions, is_query.astype(jnp.int32)
+    return get_at(step.seq_ids, row.astype(jnp.int32), 0), step.cache_positions, is_query.astype(jnp.int32)
 
 
 def _local_shapes(pool: KVPool, group: LayerGroup, head_axis: str | None) -> KVPool:

@@ -44,6 +44,8 @@ class CacheConfig:
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
+      enable_drop: Rows may let tokens go from anywhere, by `drop`. XLA then does all attention: no kernel
+        knows tokens that are hidden. Not with prefix caching.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
@@ -80,6 +82,7 @@ class CacheConfig:
     dtype: Any = jnp.float32
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
+    enable_drop: bool = False
     eviction_policy: str = LRU
     eviction_batch: int = 1
     implementation: str | None = None
@@ -121,8 +124,13 @@ class CacheConfig:
                     f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
                 )
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
-        caches_prefixes = static_flag("enable_prefix_caching", self.enable_prefix_caching)
-        object.__setattr__(self, "enable_prefix_caching", caches_prefixes)
+        for name in ("enable_prefix_caching", "enable_drop"):
+            object.__setattr__(self, name, static_flag(name, getattr(self, name)))
+        if self.enable_prefix_caching and self.enable_drop:
+            raise ValueError(
+                "enable_prefix_caching and enable_drop are True, expected one of them: what a row holds "
+                "behind dropped tokens cannot be found by its tokens"
+            )
         check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:

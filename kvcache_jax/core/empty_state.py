@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import (
@@ -48,6 +49,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         hash_key=hash_key,
         num_published=ints(max_seqs),
         source_len=ints(max_seqs) if config.source_layers else None,
+        holes=_no_holes(config, numpy) if config.enable_drop else None,
         prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(
@@ -62,6 +64,11 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
             for group in config.groups
         ),
     )
+
+
+def _no_holes(config: CacheConfig, numpy: Any) -> Holes:
+    none = numpy.zeros(config.max_seqs, jnp.int32)
+    return Holes(start=none, num_hidden=none, num_dropped=none)
 
 
 def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:

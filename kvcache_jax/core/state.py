@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
+from kvcache_jax.core.holes import Holes
 
 
 @pytree_dataclass()
@@ -180,7 +181,7 @@ class Control:
 
     Attributes:
       is_active: bool[max_seqs], the row holds a sequence.
-      context_len: i32[max_seqs], tokens held; 0 for idle rows.
+      context_len: i32[max_seqs], tokens held, hidden ones too; 0 for idle rows.
       priority: i32[max_seqs], higher is worth more to eviction policies; 0 for idle rows.
       namespace: u32[max_seqs, 4], who may share the row's blocks; 0 for idle rows.
       last_used: u32[max_seqs], clock of the last allocate, extend, fork or reorder into the row, or touch.
@@ -191,6 +192,7 @@ class Control:
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
         with a last one that `truncate` cut into, whoever published that.
       source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
+      holes: Holes of all rows, 0 for those that dropped nothing; None without `enable_drop`.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
     """
@@ -206,6 +208,7 @@ class Control:
     hash_key: jax.Array
     num_published: jax.Array
     source_len: jax.Array | None
+    holes: Holes | None
     prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
 
@@ -289,6 +292,7 @@ class AttentionPlan:
       first_position: i32[r], position of the first query; the others follow it.
       num_queries: i32[r], queries that count; 0 for failed rows and padding.
       num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
+      holes: Holes of the rows; None without `enable_drop`.
       work: From the backend's `plan`; () for a backend without one.
     """
 
@@ -298,12 +302,13 @@ class AttentionPlan:
     first_position: jax.Array
     num_queries: jax.Array
     num_keys: jax.Array | None = None
+    holes: Holes | None = None
     work: tuple[jax.Array, ...] = ()
 
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Step:
-    """The slots that one `extend` reserved: where the new tokens go and what they attend to.
+    """The slots that `extend` or `rewrite` reserved: where tokens are written and what they attend to.
 
     For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
     the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.
@@ -319,12 +324,13 @@ class Step:
       seq_ids: i32[n], rows of the block table; `max_seqs` where there is none.
       query_len: i32[n], new tokens.
       context_len: i32[n], tokens held, the new ones included; in a refused second entry of a row, not.
-      positions: i32[tokens], position in the sequence; unspecified where there is no token.
+      positions: i32[tokens], position in the text, which models rotate by; unspecified without a token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere, as in all of a group of
         sources, is `num_blocks * block_size`.
       plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
+      shift: i32[tokens], by how many places the text is ahead of the row; None without `enable_drop`.
     """
 
     status: jax.Array
@@ -336,6 +342,12 @@ class Step:
     plans: tuple[AttentionPlan, ...]
     cu_query_lens: jax.Array | None
     config: CacheConfig
+    shift: jax.Array | None = None
+
+    @property
+    def cache_positions(self) -> jax.Array:
+        """i32[tokens], place in the row; the position, but for rows that dropped tokens."""
+        return self.positions if self.shift is None else self.positions - self.shift
 
 
 class BlockCopies(NamedTuple):

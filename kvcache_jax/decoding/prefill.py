@@ -248,6 +248,7 @@ def padded_step(
         query_len=query_len,
         context_len=jnp.where(query_len > 0, jnp.asarray(first) + query_len, step.context_len[entry]),
         positions=step.positions.reshape(shape),
+        shift=None if step.shift is None else step.shift.reshape(shape),
         slots=tuple(slots.reshape(shape) for slots in step.slots),
         plans=(),
         cu_query_lens=None,

@@ -63,7 +63,7 @@ def check_invariants(cache: Cache) -> list[str]:
                 f"row {row} has a source of {length[row]} tokens, outside [0, {group.max_len}]"
                 for row in np.flatnonzero((length < 0) | (length > group.max_len))
             ]
-    unusable += _check_ids(cache)
+    unusable += _check_ids(cache) + _check_holes(cache)
     if unusable:
         return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
@@ -71,10 +71,32 @@ def check_invariants(cache: Cache) -> list[str]:
         table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
         for row in range(len(is_active)):
             length = int(lengths[row]) if is_active[row] else None
+            hole = _hole_of(cache, row)
             violations += [
-                f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length)
+                f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
             ]
     return violations + _check_index(cache)
+
+
+def _hole_of(cache: Cache, row: int) -> tuple[int, int, int]:
+    """Reads the first place of what a row dropped, how much of it is hidden, and how much is gone."""
+    if (holes := cache.control.holes) is None:
+        return 0, 0, 0
+    return int(holes.start[row]), int(holes.num_hidden[row]), int(holes.num_dropped[row])
+
+
+def _check_holes(cache: Cache) -> list[str]:
+    """Checks that dropped tokens lie within their rows, and that idle rows have none."""
+    violations = []
+    for row, length in enumerate(np.asarray(cache.control.context_len).tolist()):
+        hole = start, num_hidden, num_dropped = _hole_of(cache, row)
+        if min(hole) < 0 or start + num_hidden > length:
+            violations.append(
+                f"row {row} of {length} tokens hides {num_hidden} from {start} on, and dropped {num_dropped}"
+            )
+        if any(hole) and not cache.control.is_active[row]:
+            violations.append(f"row {row} is idle and dropped tokens")
+    return violations
 
 
 def _check_ids(cache: Cache) -> list[str]:
@@ -303,7 +325,9 @@ def _check_published_rows(
     return violations
 
 
-def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None) -> list[str]:
+def _check_row(
+    entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None, hole: tuple[int, int, int]
+) -> list[str]:
     """Checks one row of the block table; `length` is None for an idle row."""
     is_held = entries < pool.num_blocks
     if length is None:
@@ -313,15 +337,17 @@ def _check_row(entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: 
     if len({*held.tolist()}) != len(held):
         violations.append("holds a block twice")
     num_token_columns = -(-length // group.block_size)
-    num_sinks, first_needed = group.num_sink_blocks, 0
-    window = group.kind.span.window
-    if window is not None:
-        first_needed = max(length - window + 1, 0) // group.block_size
-        if first_needed * group.block_size >= length:
-            first_needed = num_token_columns
+    num_sinks, window = group.num_sink_blocks, group.kind.span.window
     needed = np.zeros_like(is_held)
     needed[: min(num_sinks, num_token_columns)] = True
-    needed[first_needed:num_token_columns] = True
+    if window is None:
+        needed[:num_token_columns] = True
+    else:
+        start, num_hidden, num_dropped = hole
+        places = np.arange(length)
+        age = length - places + num_dropped * (places < start)  # in the text
+        is_seen = (age < window) & ((places < start) | (places >= start + num_hidden))
+        needed[places[is_seen] // group.block_size] = True
     for column in np.flatnonzero(needed & ~is_held):
         violations.append(f"of {length} tokens lacks the block of column {column}")
     behind_sinks = np.flatnonzero(is_held[num_sinks:])

@@ -100,7 +100,7 @@ def _has_moved(step: Step, cache: Cache, fetch: Callable[[Any], Any]) -> np.ndar
     """Tells which rows have their tokens elsewhere than where the padded step would write them, bool[n]."""
     pools = cache.control.block_pools
     tables = [pool.block_table for pool in pools]
-    tables, slots, positions, seq_ids = fetch((tables, step.slots, step.positions, step.seq_ids))
+    tables, slots, positions, seq_ids = fetch((tables, step.slots, step.cache_positions, step.seq_ids))
     rows = np.minimum(seq_ids, cache.max_seqs - 1)[:, None]
     has_moved = np.zeros(len(rows), bool)
     for group, pool, table, written in zip(cache.config.groups, pools, tables, slots, strict=True):

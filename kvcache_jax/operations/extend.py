@@ -223,6 +223,10 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
         block_ids = get_at(pool.block_table, (token_rows, column), pool.num_blocks)
         slot = block_ids * group.block_size + remainder(positions, group.block_size)
         slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
+    shift = None
+    if control.holes is not None:
+        shift = tokens.spread(get_at(control.holes.num_dropped, plan.seq_ids, 0), 0)
+        positions, shift = (positions + shift).reshape(tokens.shape), shift.reshape(tokens.shape)
     control = mark_used(control, rows, context_len=new_len)
     if control.prefix_index is not None:
         # A row that copied its last block does not hold a published one any more behind those that are full.
@@ -241,6 +245,7 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
         plans=(),
         cu_query_lens=tokens.starts if tokens.is_packed else None,
         config=config,
+        shift=shift,
     )
 
 

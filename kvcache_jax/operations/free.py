@@ -45,6 +45,7 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
     return dataclasses.replace(
         control,
         **{name: set_at(values, rows, 0) for name, values in row_fields(control).items()},
+        holes=jax.tree.map(lambda x: set_at(x, rows, 0), control.holes),
         counters=count_events(control, {Counter.FREES: num_true(status == Status.OK)}),
         block_pools=tuple(pools),
     ), status

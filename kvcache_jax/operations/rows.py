@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
 from kvcache_jax.core.config import CacheConfig
@@ -95,7 +95,8 @@ def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: 
     names = "context_len", "priority", "namespace", "num_published", "source_len"
     held = row_fields(control)
     inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
-    return mark_used(control, rows, **inherited, **fields)
+    holes = jax.tree.map(lambda x: set_at(x, rows, get_at(x, parent_ids)), control.holes)
+    return dataclasses.replace(mark_used(control, rows, **inherited, **fields), holes=holes)
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:

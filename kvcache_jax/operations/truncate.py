@@ -11,6 +11,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
@@ -28,7 +29,7 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
     Args:
       cache: Not changed.
       seq_ids: i32[n], active rows, each at most once.
-      new_len: i32[n], tokens to keep.
+      new_len: i32[n], tokens to keep, hidden ones counted; a row that dropped some cannot end among them.
 
     Returns:
       The cache and status i32[n]: TOO_LONG (`new_len` exceeds the row), BAD_LENGTH, WINDOW_LOST,
@@ -50,6 +51,7 @@ def truncate_rows(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (new_len < 0, Status.BAD_LENGTH),
+        (_ends_hidden(control, seq_ids, new_len), Status.BAD_LENGTH),
         (new_len > context_len, Status.TOO_LONG),
         (is_lost, Status.WINDOW_LOST),
     )
@@ -57,11 +59,29 @@ def truncate_rows(
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, new_len),
+        holes=_cut(control, rows, new_len),
         block_pools=tuple(
             pool if group.holds_sources else _shortened(pool, group, rows, new_len) for pool, group in pools
         ),
     )
     return _count_published(control, rows, config), status
+
+
+def _ends_hidden(control: Control, seq_ids: jax.Array, new_len: jax.Array) -> jax.Array:
+    """Tells which rows would end among tokens that they dropped."""
+    if control.holes is None:
+        return jnp.zeros_like(new_len, bool)
+    holes = control.holes.of_rows(seq_ids)
+    return (new_len > holes.start) & (new_len < holes.end)
+
+
+def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
+    """Forgets what `rows` dropped where only tokens in front of it are left."""
+    if control.holes is None:
+        return None
+    kept = control.holes.of_rows(rows)
+    is_plain = new_len <= kept.start
+    return jax.tree.map(lambda x, new: set_at(x, rows, jnp.where(is_plain, 0, new)), control.holes, kept)
 
 
 def _is_lost(

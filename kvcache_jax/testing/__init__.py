@@ -141,6 +141,13 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
             for row in active
             if source_len[row] != oracle.rows[row].source_len
         ]
+    if (holes := cache.control.holes) is not None:
+        for row in active:
+            dropped, gone = oracle.rows[row].dropped, oracle.rows[row].gone
+            want = min(dropped, default=0), len(dropped) - len(gone), len(gone)
+            got = int(holes.start[row]), int(holes.num_hidden[row]), int(holes.num_dropped[row])
+            if got != want:
+                found.append(f"row {row} dropped (start, hidden, gone) {got}, expected {want}")
     counters = np.asarray(cache.control.counters)
     for counter, expected in (
         (Counter.COPIES, oracle.num_copies),

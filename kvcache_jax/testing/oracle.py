@@ -271,6 +271,68 @@ class Oracle(OracleRows):
         for g, block in originals:
             self._let_go(g, block)
 
+    def rewrite(self, seq_ids: Sequence[int], indices: Sequence[Sequence[int]]) -> list[Status]:
+        """Copies what is written anew like `kvcache_jax.rewrite`; takes places without padding."""
+        statuses = self._check_ids(seq_ids, names=[len(places) > 0 for places in indices])
+        available = [self.num_available(g) for g in range(len(self.config.groups))]
+        rewritten = []
+        for i, (seq_id, places) in enumerate(zip(seq_ids, indices, strict=True)):
+            if statuses[i] or not places:
+                continue
+            statuses[i] = self._check_places(seq_id, places)
+            if statuses[i]:
+                continue
+            copied = [self._rewritten_columns(g, self.rows[seq_id], places) for g in range(len(available))]
+            room = [left - len(columns) for left, columns in zip(available, copied, strict=True)]
+            if min(room) < 0:
+                statuses[i] = Status.OUT_OF_BLOCKS
+                continue
+            available = room
+            rewritten.append((self.rows[seq_id], copied))
+        self.clock += bool(rewritten)
+        self._make_room([sum(len(copied[g]) for _, copied in rewritten) for g in range(len(available))])
+        originals = []
+        for row, copied in rewritten:
+            for g, columns in enumerate(copied):
+                originals += [(g, row.tables[g][column]) for column in reversed(columns)]
+                row.tables[g].update({column: self._take(g) for column in columns})
+            row.num_published = min([row.num_published, *copied[self.config.indexed_group]])
+        self.num_copies += len(originals)
+        for g, block in originals:
+            self._let_go(g, block)
+        return statuses
+
+    def _check_places(self, seq_id: int, places: Sequence[int]) -> Status:
+        if seq_id not in self.rows:
+            return Status.SEQ_NOT_ACTIVE
+        row = self.rows[seq_id]
+        if list(places) != sorted({*places}) or not 0 <= places[0] <= places[-1] < len(row.tokens):
+            return Status.BAD_LENGTH
+        if any(row.positions[place] in row.dropped for place in places):
+            return Status.BAD_LENGTH
+        for group, table in zip(self.config.groups, row.tables, strict=True):
+            if (reach := group.kind.span.window) is None:
+                continue
+            for place in places:
+                read = range(max(place - reach + 1, 0), place + 1)
+                if any(position // group.block_size not in table for position in read):
+                    return Status.WINDOW_LOST
+        return Status.OK
+
+    def _rewritten_columns(self, g: int, row: OracleRow, places: Sequence[int]) -> list[int]:
+        """Lists the columns whose blocks are copied before they are written."""
+        if self.config.groups[g].holds_sources:
+            return []
+        table, written = row.tables[g], {place // self.config.groups[g].block_size for place in places}
+        columns = [
+            column
+            for column in written
+            if self.is_published(g, table[column]) or self.owners[g][table[column]] > 1
+        ]
+        published = [column for column in table if self.is_published(g, table[column])]
+        broken = [column for column in columns if column in published]
+        return sorted({*columns, *(column for column in published if broken and column > min(broken))})
+
     def _make_room(self, num_new: Sequence[int]) -> None:
         """Evicts until as many blocks are free; only the indexed group has cached ones."""
         group_id = self.config.indexed_group

@@ -1,6 +1,7 @@
 """The operations of the oracle that take no block: rows share, shrink and end, and prefixes are published."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from kvcache_jax.core.config import CacheConfig
@@ -13,7 +14,8 @@ from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
 class OracleRow:
     """A sequence: its tokens, per layer group the block of each table column, and what is published.
 
-    Of its source there is the length alone.
+    Of its source there is the length alone. Of the text's positions there are those that were dropped, and
+    among them those that went with their blocks.
     """
 
     tokens: list[int]
@@ -22,6 +24,13 @@ class OracleRow:
     num_published: int = 0
     priority: int = 0
     source_len: int = 0
+    dropped: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions in the text of the tokens that it holds."""
+        return [i for i in range(len(self.tokens) + len(self.gone)) if i not in self.gone]
 
 
 class OracleRows(OracleBlocks):
@@ -67,6 +76,8 @@ class OracleRows(OracleBlocks):
             statuses[i] = statuses[i] or self._check_cut(seq_id, length)
             if not statuses[i]:
                 row = self.rows[seq_id]
+                if row.dropped and length <= min(row.dropped):
+                    row.dropped = row.gone = frozenset()
                 del row.tokens[length:]
                 self._drop_columns(row, first=length, keeps_source=True)
                 block_size = self.config.groups[self.config.indexed_group].block_size
@@ -81,6 +92,9 @@ class OracleRows(OracleBlocks):
             return Status.BAD_LENGTH
         if new_len > len(row.tokens):
             return Status.TOO_LONG
+        if row.dropped and min(row.dropped) < new_len < len(row.positions):
+            if row.positions[new_len] in row.dropped:
+                return Status.BAD_LENGTH
         for group, table in zip(self.config.groups, row.tables, strict=True):
             span = group.kind.span
             if span.window is not None:
@@ -91,6 +105,44 @@ class OracleRows(OracleBlocks):
                 if any(position // group.block_size not in table for position in reach):
                     return Status.WINDOW_LOST
         return Status.OK
+
+    def drop(self, seq_ids: Sequence[int], start: Sequence[int], length: Sequence[int]) -> list[Status]:
+        """Drops tokens like `kvcache_jax.drop`."""
+        statuses = self._check_rows(seq_ids)
+        for i, (seq_id, first, num) in enumerate(zip(seq_ids, start, length, strict=True)):
+            statuses[i] = statuses[i] or self._check_drop(self.rows[seq_id], first, num)
+            if not statuses[i] and num:
+                self._drop_positions(self.rows[seq_id], range(first, first + num))
+        return statuses
+
+    def _check_drop(self, row: OracleRow, first: int, num: int) -> Status:
+        text_len, dropped = len(row.positions) + len(row.gone), row.dropped.union(range(first, first + num))
+        if min(first, num) < 0 or first + num > text_len:
+            return Status.BAD_LENGTH
+        is_among_sinks = first < max(group.kind.span.num_sink_tokens for group in self.config.groups)
+        is_one_run = not dropped or max(dropped) - min(dropped) + 1 == len(dropped)
+        return Status.BAD_LENGTH if num and (is_among_sinks or not is_one_run) else Status.OK
+
+    def _drop_positions(self, row: OracleRow, positions: range) -> None:
+        """Hides positions, and lets the blocks go that hold nothing else in any group."""
+        row.dropped |= {*positions}
+        unit = math.lcm(*(group.block_size for group in self.config.groups if not group.holds_sources))
+        for first in range(len(row.tokens) // unit * unit - unit, -1, -unit):
+            gone = row.positions[first : first + unit]
+            if not row.dropped.issuperset(gone):
+                continue
+            for g, group in enumerate(self.config.groups):
+                if group.holds_sources:
+                    continue
+                width, kept = unit // group.block_size, {}
+                for column, block in row.tables[g].items():
+                    if first <= column * group.block_size < first + unit:
+                        self._let_go(g, block)
+                    else:
+                        kept[column - width * (column * group.block_size > first)] = block
+                row.tables[g] = kept
+            del row.tokens[first : first + unit]
+            row.gone |= {*gone}
 
     def free(self, seq_ids: Sequence[int]) -> list[Status]:
         """Ends rows like `kvcache_jax.free`."""

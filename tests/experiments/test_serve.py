@@ -8,11 +8,13 @@ import threading
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common.command import InputError
 from experiments.serve import __main__ as command
-from experiments.serve import interference, report, workload
+from experiments.serve import compare, interference, program, report, workload
+from experiments.serve.compare import bars_of
 from experiments.serve.interference import DISTURBED, IDLE
 from experiments.serve.machines import LLAMA, MACHINES, Machine, ModelSizes, SimulatedClock
 from experiments.serve.server import Server
@@ -28,6 +30,7 @@ from experiments.serve.sides import (
     table_of,
 )
 from experiments.serve.workload import Answer, Job
+from models.decoder import Decoder, DecoderConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ROWS, VOCAB = 2, 8
@@ -292,16 +295,12 @@ def made_up_report():
 
 
 def test_verdicts_can_be_either():
-    from experiments.serve.compare import bars_of
-
     verdicts = {bar["bar"]: bar["holds"] for bar in bars_of(made_up_report())}
     assert [*verdicts.values()] == [True, False, True, True, True, False, True, False]
     assert [bar["measured"] for bar in bars_of(made_up_report())][:2] == [1.31, 1.9]
 
 
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
-    from experiments.serve.compare import bars_of
-
     found = made_up_report() | {"bars": bars_of(made_up_report())}
     monkeypatch.setattr(command, "run", lambda options: ([], found))
     assert command.main(["--json"]) == 0
@@ -369,24 +368,45 @@ def test_a_machine_that_is_only_named_serves_all(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_small_run_measures_all(monkeypatch, capsys):
-    from experiments.serve import compare
+def test_a_program_is_compiled_anew_and_then_is_the_only_one():
+    engine = Sizes(3, 32, steps_per_chunk=2).engine(look_up, table_of(VOCAB), LAYERS, False)
+    with program.counted() as programs:
+        cost = program.program_cost(engine)
+    assert len(programs) == 1 and cost["pool_bytes"] == kv.memory_bytes(engine.config)
+    assert cost["compile_s"] > 0.1 and cost["temporary_bytes"] > 0
+    assert program.warm_up(engine) <= 1 and program.warm_up(engine) == 0
 
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    """A model of two small layers, in place of the trained one, and no data."""
+    sizes = dict(hidden_size=16, mlp_size=16, num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8)
+    decoder = Decoder(DecoderConfig(vocab_size=256, **sizes), rngs=nnx.Rngs(0))
+    monkeypatch.setattr(command, "load", lambda options: decoder)
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    for name, value in (("NUM_TURNS", 2), ("NUM_ROUNDS", 1), ("STEPS_PER_TURN", 32)):
-        monkeypatch.setattr(compare, name, value)
-    arguments = ["--rows", "2", "--requests", "3", "--few-shot", "2", "--lengths", "0.05", "--interference"]
-    assert command.main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [side["num_requests"] for side in found["workloads"][0]["sides"]] == [3] * 5
-    assert found["workloads"][1]["sides"][1]["hit_rate"] > 0.3
-    assert {IDLE + "_ms", DISTURBED + "_ms"} <= found["interference"][0].keys()
-    assert found["program"]["temporary_bytes"] < found["program"]["pool_bytes"]
-    assert all(side["programs"] == 1 for side in found["workloads"][0]["sides"] if side["side"] == STATIC)
 
 
 @pytest.mark.slow
-def test_the_demo_serves_all_in_a_pool_that_is_too_small(monkeypatch, capsys):
+def test_a_small_run_measures_all(tiny_model, monkeypatch, capsys):
+    monkeypatch.setattr(command, "few_shot", lambda data, trace, *rest: workload.alike(*rest))
+    cost = {"compile_s": 1.0, "temporary_bytes": 1, "pool_bytes": 8}  # compiled anew it takes long
+    monkeypatch.setattr(compare, "program_cost", lambda engine: cost)
+    for name, value in (("NUM_TURNS", 2), ("NUM_ROUNDS", 1), ("STEPS_PER_TURN", 32)):
+        monkeypatch.setattr(compare, name, value)
+    arguments = ["--rows", "2", "--requests", "3", "--few-shot", "3", "--lengths", "0.05", "--interference"]
+    assert command.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    problems, questions = ({side["side"]: side for side in work["sides"]} for work in found["workloads"])
+    assert [side["num_requests"] for side in problems.values()] == [3] * 5
+    assert problems[STATIC]["num_steps"] >= problems[CONTINUOUS]["num_steps"]
+    assert questions[PREFIX]["hit_rate"] > 0.3 and questions[CONTINUOUS]["hit_rate"] == 0
+    assert {IDLE + "_ms", DISTURBED + "_ms"} <= found["interference"][0].keys()
+    assert found["program"] == cost and len(found["bars"]) == 8
+    assert problems[PREFIX]["programs"] == 1 and questions[PREFIX]["programs"] == 0
+
+
+@pytest.mark.slow
+def test_the_demo_serves_all_in_a_pool_that_is_too_small(tiny_model, capsys):
     assert command.main(["--demo", "--requests", "12", "--rows", "4", "--json"]) == 0
     (side,) = json.loads(capsys.readouterr().out)["workloads"][0]["sides"]
     assert side["num_requests"] == 12 and side["hit_rate"] > 0.3

@@ -76,6 +76,13 @@ def extend_and_attend(params, cache, tokens, num_new):
     return cache, logits, step.status
 
 
+@kv.donate
+def rewrite_and_attend(cache, params, rows, tokens, indices):
+    cache, step = kv.rewrite(cache, rows, indices)
+    logits, cache = forward(params, tokens, cache, step)
+    return cache, logits, step.status
+
+
 # Of all kinds and properties.
 run_step = jax.jit(extend_and_attend)
 
@@ -264,6 +271,24 @@ class Rows:
                 self.texts[row] = list(text)
         assert_invariants(self.cache)
         return found
+
+    def rewrite(self, places, *, is_right=True, expects=OK):
+        """Computes tokens again, with the right parameters or with others."""
+        (rows,) = entries(list(places))
+        tokens, indices = np.zeros((NUM_ROWS, WIDTH), np.int32), np.full((NUM_ROWS, WIDTH), MAX_LEN)
+        for i, (row, line) in enumerate(places.items()):
+            indices[i, : len(line)] = line
+            tokens[i, : len(line)] = np.take(self.texts[row], line, mode="clip")
+        params = self.params if is_right else {name: -values for name, values in self.params.items()}
+        self.cache, logits, status = rewrite_and_attend(
+            testing.poison(self.cache), params, np.array(rows), tokens, indices.astype(np.int32)
+        )
+        assert set(statuses(status)[: len(places)]) == {expects}
+        assert_invariants(self.cache)
+        for i, (row, line) in enumerate(places.items()):
+            if is_right and expects == OK:
+                want = self.expected(self.texts[row], self.sources[row])[line]
+                np.testing.assert_allclose(logits[i, : len(line)], want, rtol=2e-5, atol=2e-5)
 
     def free(self, *rows):
         self.cache, status = kv.free(self.cache, *entries(rows))

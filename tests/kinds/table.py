@@ -28,6 +28,7 @@ PROPERTIES = (
     "copy-on-write",
     "in-place",
     "truncate",
+    "rewrite",
     "window",
     "commit",
     "hit",

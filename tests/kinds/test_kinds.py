@@ -130,6 +130,26 @@ def truncate(kind):
         rows.feed({2: [7, 8]})
 
 
+def rewrite(kind):
+    """Tokens are computed again in place: what was wrong there is right, and a fork sees neither."""
+    rows = Rows(kind)
+    rows.start({2: random_text(13), 3: random_text(7)})
+    rows.fork(2, 0)
+    places = {2: [9, 10, 12], 3: [5]}
+    rows.rewrite(places, is_right=False)
+    assert num_copies(rows.cache) == 2 * sum(not group.holds_sources for group in rows.groups)
+    rows.feed({0: [1, 2]})
+    rows.rewrite(places)
+    rows.feed({2: [3, 4, 5], 3: [6]})
+    before = jax.tree.map(jnp.copy, rows.cache)
+    refused = [(2, line, kv.Status.BAD_LENGTH) for line in ([15, 15], [15, 14], [16], [-1])]
+    if kind.rollback == 0:
+        refused.append((2, [4, 15], kv.Status.WINDOW_LOST))
+    for row, line, status in refused:
+        rows.rewrite({row: line}, expects=status)
+    assert leaf_bytes(testing.poison(rows.cache)) == leaf_bytes(testing.poison(before))
+
+
 def window(kind):
     """However long a row gets, it holds no more blocks than the bound says, and its sinks stay."""
     rows = Rows(kind)
@@ -396,6 +416,7 @@ CHECKS = (
     copy_on_write,
     in_place,
     truncate,
+    rewrite,
     window,
     commit,
     hit,

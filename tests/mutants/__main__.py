@@ -39,6 +39,7 @@ from tests.mutants.manager import MUTATIONS as MANAGER
 from tests.mutants.mutations import Mutation
 from tests.mutants.operations import MUTATIONS as OPERATIONS
 from tests.mutants.prefix import MUTATIONS as PREFIX
+from tests.mutants.rewrite import MUTATIONS as REWRITE
 from tests.mutants.serve import MUTATIONS as SERVE
 from tests.mutants.tpu import MUTATIONS as TPU
 
@@ -48,6 +49,7 @@ MUTATIONS = [
     *OPERATIONS,
     *COMMIT,
     *PREFIX,
+    *REWRITE,
     *KINDS,
     *ATTENTION,
     *DECODE,

@@ -30,7 +30,6 @@ MUTATIONS = [
     *in_benchmark(
         "serve/prometheus",
         ("tokens that were found are not asked for", "cached + computed)", "computed)", METRICS),
-        ("a file that is not whole can be read", "    beside.replace(path)\n", "", METRICS),
     ),
     *in_benchmark(
         "serve/compare",

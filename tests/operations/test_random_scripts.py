@@ -12,6 +12,7 @@ from tests.support.random_script import (
     ROWS,
     WIDTH,
     Driver,
+    dropping_config,
     full_config,
     grouped_config,
     random_operation,
@@ -42,14 +43,41 @@ STATUSES = {
     "reorder": ("OK", "SEQ_NOT_ACTIVE"),
     "truncate": ("OK", "TOO_LONG", "BAD_LENGTH", "SEQ_NOT_ACTIVE"),
     "free": ("OK", "SEQ_NOT_ACTIVE"),
+    "rewrite": ("OK", "BAD_LENGTH", "SEQ_NOT_ACTIVE"),
 }
 ON_IDS = ("SKIPPED", "BAD_SEQ_ID", "DUPLICATE_SEQ_ID")
+
+
+def test_a_random_script_of_rows_that_drop_tokens():
+    run_dropping_script(seed=0, num_steps=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_long_random_script_of_rows_that_drop_tokens(seed):
+    run_dropping_script(seed, num_steps=4_000)
+
+
+def run_dropping_script(seed, num_steps):
+    rng, driver = np.random.default_rng(seed), Driver(dropping_config(num_blocks=NUM_BLOCKS))
+    num_gone = 0
+    for _ in range(num_steps):
+        driver.apply(*random_operation(rng, driver))
+        num_gone += any(row.gone for row in driver.oracle.rows.values())
+    assert num_gone > num_steps // 10
+    for name, status in (
+        ("drop", "OK"),
+        ("drop", "BAD_LENGTH"),
+        ("drop", "SEQ_NOT_ACTIVE"),
+        ("rewrite", "OK"),
+    ):
+        assert driver.statuses[name, status] >= num_steps // 100, (name, status, driver.statuses)
 
 
 @pytest.mark.quick_cases("grouped_config")
 @pytest.mark.parametrize("make_config", [full_config, grouped_config])
 def test_a_random_script(make_config):
-    run_long_script(make_config, seed=0, num_steps=800)
+    run_long_script(make_config, seed=2, num_steps=800)
 
 
 # Together 12,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
@@ -93,6 +121,7 @@ operations = st.one_of(
     pairs(rows, ENTRIES).map(lambda args: ("reorder", *args)),
     pairs(lengths, ENTRIES).map(lambda args: ("truncate", *args)),
     st.lists(rows, min_size=2, max_size=2).map(lambda ids: ("free", ids)),
+    pairs(st.lists(st.integers(-1, 12), max_size=WIDTH), ENTRIES).map(lambda args: ("rewrite", *args)),
 )
 
 

@@ -265,16 +265,25 @@ def extend_one_row(cache):
     return cache, step.status
 
 
+def rewrite_some(cache):
+    cache, step = kv.rewrite(cache, jnp.arange(4), jnp.arange(8).reshape(4, 2))
+    x = jnp.ones((4, 2, 2, 8))
+    for layer in range(2):
+        cache, x = kv.attention(cache, layer, x, x, x, step)
+    return cache, x, step.status
+
+
 @pytest.mark.parametrize(
     ("kinds", "step_fn"),
     [
         ([KIND] * 2, decode),
+        ([KIND] * 2, rewrite_some),
         ([KIND, WINDOW], extend_one_row),
         ([KIND, WINDOW], decode),
         ([KIND] * 2, decode_scan),
         ([KIND, WINDOW], decode_loop),
     ],
-    ids=["full", "one row", "grouped", "scan", "loop"],
+    ids=["full", "rewrite", "one row", "grouped", "scan", "loop"],
 )
 def test_the_compiled_step_copies_no_pool_and_no_array_of_blocks(kinds, step_fn):
     num_bytes, pool_bytes = compiled_bytes(kinds, step_fn)

@@ -35,6 +35,14 @@ def grouped_config(**sizes):
     )
 
 
+def dropping_config(**sizes):
+    """A full and a window group whose rows may drop tokens."""
+    full = kv.FullAttention(1, 5)
+    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
+    sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
+    return kv.CacheConfig([window, full, window], max_query_len=9, enable_drop=True, **sizes)
+
+
 # The compiled steps are shared by all drivers of one config.
 @kv.donate
 def append_some(cache, tokens, num_new, seq_ids):
@@ -45,6 +53,12 @@ def append_some(cache, tokens, num_new, seq_ids):
 @kv.donate
 def append_packed(cache, tokens, num_new, seq_ids):
     cache, step = kv.extend(cache, num_new, num_tokens=tokens.shape[0], seq_ids=seq_ids, tokens=tokens)
+    return testing.write_tokens(cache, tokens, step), step.status
+
+
+@kv.donate
+def rewrite_some(cache, tokens, indices, seq_ids):
+    cache, step = kv.rewrite(cache, seq_ids, indices)
     return testing.write_tokens(cache, tokens, step), step.status
 
 
@@ -164,6 +178,24 @@ class Driver:
         self.cache, status = append_packed(self.cache, flat, np.array(num_new), np.array(seq_ids))
         return status, self.oracle.extend(seq_ids, tokens)
 
+    def rewrite(self, seq_ids, indices):
+        """The tokens that the rows hold there, so that nothing but who holds what may change."""
+        rows = [self.oracle.rows[row].tokens if row in self.oracle.rows else [] for row in seq_ids]
+        tokens = [
+            [text[place] if 0 <= place < len(text) else 5 for place in places]
+            for text, places in zip(rows, indices, strict=True)
+        ]
+        max_seq_len = self.config.max_seq_len
+        places = [[*row, *[max_seq_len] * WIDTH][:WIDTH] for row in indices]
+        self.cache, status = rewrite_some(
+            self.cache, padded(tokens, WIDTH), np.array(places, np.int32), np.array(seq_ids)
+        )
+        return status, self.oracle.rewrite(seq_ids, indices)
+
+    def drop(self, seq_ids, start, length):
+        self.cache, status = kv.drop(self.cache, seq_ids, start, length)
+        return status, self.oracle.drop(seq_ids, start, length)
+
     def fork(self, src_ids, dst_ids):
         self.cache, status = kv.fork(self.cache, src_ids, dst_ids)
         return status, self.oracle.fork(src_ids, dst_ids)
@@ -198,6 +230,8 @@ def changed_rows(name: str, args: tuple) -> tuple[list[int], list[int]]:
         return list(range(ROWS)), args[0]
     ids = args[1] if name == "fork" else args[0]
     ids = list(range(ROWS)) if ids is None else ids
+    if name == "rewrite":
+        return ids, [len(places) for places in args[1]]
     return ids, args[1] if name in ("extend_some", "extend_packed") else [1] * len(ids)
 
 
@@ -207,7 +241,7 @@ def control_bytes(cache):
 
 def row_bytes(cache):
     """Per row, all that belongs to it in the control state."""
-    arrays = row_fields(cache.control).values()
+    arrays = [*row_fields(cache.control).values(), *jax.tree.leaves(cache.control.holes)]
     arrays = [np.asarray(array) for array in (*arrays, *(p.block_table for p in cache.control.block_pools))]
     return [[array[row].tobytes() for array in arrays] for row in range(ROWS)]
 
@@ -226,6 +260,15 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
     active = sorted(driver.oracle.rows)
     idle = sorted({*range(ROWS)} - {*active})
+    if driver.config.enable_drop and rng.random() < 0.15:
+        ids = row_ids(rng, active)
+        runs = [_run(rng, driver, row) for row in ids]
+        return "drop", ids, [start for start, _ in runs], [length for _, length in runs]
+    if rng.random() < 0.06:
+        ids = row_ids(rng, active)
+        if rng.random() < 0.25:
+            ids[-1] = ids[0]
+        return "rewrite", ids, [_places(rng, driver, row) for row in ids]
     if shares_a_tail(driver.oracle) and idle and rng.random() < 0.15:
         # A row that leaves few blocks for copies.
         group_id = driver.config.indexed_group
@@ -299,6 +342,28 @@ def source_ids(rng: np.random.Generator, likely: list[int]) -> list[int]:
     if rng.random() < 0.2:
         ids[rng.integers(ENTRIES)] = int(rng.choice([-1, ROWS, ROWS + 1, *range(ROWS)]))
     return ids
+
+
+def _places(rng, driver: Driver, row: int) -> list[int]:
+    """Places of a row to compute again, near its end for windows, at times in a wrong order or outside."""
+    length = len(driver.oracle.rows[row].tokens) if row in driver.oracle.rows else 5
+    first = int(rng.integers(max(length - 4, 0), length + 1)) if rng.random() < 0.6 else 0
+    places = rng.permutation(np.arange(first, length))[:WIDTH].tolist()
+    if rng.random() < 0.1:
+        return places
+    outside = [int(rng.choice([-1, length + 1]))] if rng.random() < 0.1 else []
+    return sorted(places)[: WIDTH - len(outside)] + outside
+
+
+def _run(rng, driver: Driver, row: int) -> tuple[int, int]:
+    """Start and length of what a row may drop, mostly next to what it dropped before."""
+    held = driver.oracle.rows.get(row)
+    if held is None or rng.random() < 0.2:
+        return int(rng.integers(-1, 9)), int(rng.integers(-1, 9))
+    text_len = len(held.tokens) + len(held.gone)
+    start = min(held.dropped, default=int(rng.integers(3, 6)))
+    end = int(rng.integers(start, max(start, text_len) + 1))
+    return start, end - start
 
 
 def _shorter(rng, driver: Driver, row: int) -> int:

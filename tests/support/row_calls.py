@@ -49,6 +49,12 @@ def allocate_call(cache, seq_ids, num_tokens):
     return cache, admission.status
 
 
+def rewrite_call(cache, seq_ids, indices):
+    """One place of each row."""
+    cache, step = kv.rewrite(cache, seq_ids, np.array(indices)[:, None])
+    return cache, step.status
+
+
 CALLS = {
     "allocate": allocate_call,
     "extend": extend_call,
@@ -57,6 +63,7 @@ CALLS = {
     "fork": lambda cache, targets, sources: kv.fork(cache, sources, targets),
     "reorder": kv.reorder,
     "truncate": kv.truncate,
+    "rewrite": rewrite_call,
     "free": lambda cache, seq_ids, _: kv.free(cache, seq_ids),
     "touch": lambda cache, seq_ids, _: kv.touch(cache, seq_ids),
     "set_priority": kv.set_priority,
@@ -69,6 +76,7 @@ PARTNERS = {
     "fork": ((1, 0), (5, 4)),
     "reorder": ((0, 4), (2, 2)),
     "truncate": ((0, 6), (2, 3)),
+    "rewrite": ((0, 6), (2, 3)),
     "free": ((0, 0), (2, 0)),
     "touch": ((0, 0), (2, 0)),
     "set_priority": ((0, 7), (2, -3)),
@@ -82,6 +90,7 @@ VALID_ARGUMENT = {
     "fork": 0,
     "reorder": 0,
     "truncate": 3,
+    "rewrite": 3,
     "free": 0,
     "touch": 0,
     "set_priority": 1,
@@ -115,6 +124,10 @@ FAILURES: list[Any] = [
     ("truncate", 3, 2**31 - 1, Status.TOO_LONG),
     ("truncate", 4, -1, Status.BAD_LENGTH),
     ("truncate", 4, -(2**31), Status.BAD_LENGTH),
+    ("rewrite", 6, 0, Status.SEQ_NOT_ACTIVE),
+    ("rewrite", 4, 5, Status.BAD_LENGTH),
+    ("rewrite", 4, -1, Status.BAD_LENGTH),
+    ("rewrite", 4, 2**31 - 1, Status.BAD_LENGTH),
     ("free", 6, 0, Status.SEQ_NOT_ACTIVE),
     ("touch", 6, 0, Status.SEQ_NOT_ACTIVE),
     ("set_priority", 6, 5, Status.SEQ_NOT_ACTIVE),

@@ -1,0 +1,253 @@
+"""The operation `rewrite`: tokens that rows hold are computed again, in their places."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import (
+    any_of,
+    first_true,
+    get_at,
+    min_at,
+    num_true,
+    quotient,
+    rank_true,
+    remainder,
+    set_at,
+)
+from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.attention_plan import plan_attention
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.counter import Counter, count_events
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, Step, mark_used
+from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations.extend import copy_tokens
+from kvcache_jax.operations.rows import check_ids
+from kvcache_jax.prefix import eviction
+
+
+@takes_one
+@jax.named_scope("kvcache.rewrite")
+def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
+    """Reserves the slots of tokens that rows hold, so that the same tokens are computed again in place.
+
+    The token at index `i` attends to places 0 to `i` of its row, with what the step writes there.
+    Blocks that others hold, or that are published, are copied first; behind a published one the row's other
+    published ones too, for they are found by what stands before them. Rows of one call that share a block get
+    a copy each. Call it inside a donated jit: called eagerly it copies the pools.
+
+    Args:
+      cache: Not changed, unless donated.
+      seq_ids: i32[n], active rows, each at most once.
+      indices: i32[n, T], places in the row (`Step.cache_positions`), ascending; at the end `max_seq_len`
+        where there are fewer. A row with none is left alone, even an idle one.
+
+    Returns:
+      The cache and a `Step` with arrays `[n, T]`. `status`: BAD_LENGTH (an index repeats, descends or lies
+      outside the row), WINDOW_LOST (a window group gave back what the token reads), OUT_OF_BLOCKS,
+      SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [1], [20])
+      >>> cache, _ = kv.extend(cache, [0, 20], max_new=20)
+      >>> cache, step = kv.rewrite(cache, [1], [[3, 17, 64]])
+      >>> step.positions[0, :2].tolist(), step.slots[0].tolist(), step.query_len.tolist()
+      ([3, 17], [[3, 17, 64]], [2])
+    """
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    indices = arguments.saturated("indices", indices)
+    if indices.ndim != 2 or indices.shape[0] != seq_ids.shape[0]:
+        raise ValueError(
+            f"indices has shape {indices.shape}, expected ({seq_ids.shape[0]}, T), a line of places per row, "
+            "padded with max_seq_len"
+        )
+    return _rewrite(cache, seq_ids, indices)
+
+
+@jax.jit
+def _rewrite(cache: Cache, seq_ids: jax.Array, indices: jax.Array) -> tuple[Cache, Step]:
+    config = cache.config
+    control, (seq_ids, indices) = as_varied((cache.control, (seq_ids, indices)))
+    seq_ids = jnp.where(seq_ids < 0, control.max_seqs + 1, seq_ids)  # outside, at the other end
+    is_token = indices != config.max_seq_len
+    status = _checked(control, seq_ids, indices, is_token, config)
+    rows = jnp.where((status == Status.OK) & is_token.any(axis=1), seq_ids, control.max_seqs)
+    places = jnp.where(is_token, indices, config.max_seq_len)
+    groups = list(zip(control.block_pools, config.groups, strict=True))
+    is_copied = [
+        _is_copied(pool, group, rows, places, is_indexed=g == config.indexed_group)
+        for g, (pool, group) in enumerate(groups)
+    ]
+    ok = _with_blocks(control, rows < control.max_seqs, is_copied)
+    status = jnp.where((rows < control.max_seqs) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    rows = jnp.where(ok, rows, control.max_seqs)
+    is_copied = [mask & ok[:, None] for mask in is_copied]
+
+    control, copies = _take_copies(control, rows, is_copied, config)
+    step = _step(control, seq_ids, rows, indices, is_token & ok[:, None], status, config)
+    cache = dataclasses.replace(cache, control=control)
+    if cache.pools:
+        step = plan_attention(cache, step, is_contiguous=False)
+        cache = storage.copy_all(cache, copies)
+    return cache, step
+
+
+def _checked(
+    control: Control, seq_ids: jax.Array, indices: jax.Array, is_token: jax.Array, config: CacheConfig
+) -> jax.Array:
+    """Computes the status of each entry as far as blocks do not matter, i32[n]."""
+    asks = is_token.any(axis=1)
+    context_len = get_at(control.context_len, seq_ids, 0)
+    is_outside = is_token & ((indices < 0) | (indices >= context_len[:, None]))
+    if control.holes is not None:
+        is_outside |= is_token & control.holes.of_rows(seq_ids).is_hidden(indices)
+    descends = is_token[:, 1:] & (indices[:, 1:] <= indices[:, :-1])
+    is_lost = any_of(
+        [
+            _is_lost(pool, group, seq_ids, indices)
+            for pool, group in zip(control.block_pools, config.groups, strict=True)
+        ]
+    )
+    return first_failure(
+        *check_ids(control, seq_ids, mask=asks),
+        (asks & ~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
+        (is_outside.any(axis=1) | descends.any(axis=1), Status.BAD_LENGTH),
+        ((is_token & is_lost).any(axis=1), Status.WINDOW_LOST),
+    )
+
+
+def _is_lost(pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, indices: jax.Array) -> jax.Array:
+    """Tells for which tokens a window group gave back what they read, bool like `indices`."""
+    if group.span.keeps_all:
+        return jnp.zeros_like(indices, bool)
+    # Behind the sinks a token reads from here on, and what is held is contiguous up to the row's end.
+    column = group.first_column(jnp.maximum(indices, 0))
+    entries = get_at(pool.block_table, (seq_ids[:, None], column), pool.num_blocks)
+    return (column * group.block_size <= indices) & (entries == pool.num_blocks)
+
+
+def _is_copied(
+    pool: BlockPool, group: LayerGroup, rows: jax.Array, places: jax.Array, *, is_indexed: bool
+) -> jax.Array:
+    """Tells which of the rows' blocks are copied before they are written, bool[n, max_blocks_per_seq]."""
+    blocks = get_at(pool.block_table, rows, pool.num_blocks)
+    if group.holds_sources:  # nobody writes into them again
+        return jnp.zeros_like(blocks, bool)
+    order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
+    is_written = set_at(jnp.zeros_like(blocks, bool), (order, quotient(places, group.block_size)), True)
+    is_published = block_pool.is_published(pool, blocks)
+    is_copied = is_written & (is_published | (block_pool.ref_counts(pool, blocks) > 1))
+    if is_indexed:
+        # A published block behind one that the row let go could be found when its parent is another's.
+        has_broken = lax.cummax((is_copied & is_published).astype(jnp.int32), axis=1) > 0
+        is_copied |= is_published & has_broken
+    return is_copied & (blocks < pool.num_blocks)
+
+
+def _with_blocks(control: Control, wants: jax.Array, is_copied: list[jax.Array]) -> jax.Array:
+    """Keeps the rows of bool[n] for which there are blocks, in entry order."""
+    needs = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in is_copied]
+    needs = jnp.stack([jnp.where(wants, need, 0) for need in needs], axis=1)  # [n, groups]
+    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+    is_short = (jnp.sum(needs, axis=0, dtype=jnp.int32) > available).any()
+
+    def admit_row(state):
+        row, free, ok = state
+        left = free - needs[row]
+        row_ok = wants[row] & (left >= 0).all()
+        return row + 1, jnp.where(row_ok, left, free), ok.at[row].set(row_ok)
+
+    num_rows = wants.shape[0]
+    state = jnp.where(is_short, 0, num_rows), available, wants
+    return lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)[2]
+
+
+def _take_copies(
+    control: Control, rows: jax.Array, is_copied: list[jax.Array], config: CacheConfig
+) -> tuple[Control, list[BlockCopies]]:
+    """Takes a block for each copy, and releases the originals; the caller copies the contents."""
+    if control.prefix_index is not None:
+        control = eviction.make_room(control, [num_true(mask) for mask in is_copied], config)
+    pools, copies = [], []
+    for pool, mask in zip(control.block_pools, is_copied, strict=True):
+        blocks = get_at(pool.block_table, rows, pool.num_blocks)
+        originals = jnp.where(mask, blocks, pool.num_blocks)
+        pool, new = block_pool.take(pool, mask)
+        table = set_at(pool.block_table, rows, jnp.where(mask, new, blocks))
+        copies.append(_listed(mask, originals, new, pool.num_blocks))
+        pool = block_pool.release(pool, originals[:, ::-1])
+        pools.append(dataclasses.replace(pool, block_table=table))
+    num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
+    control = dataclasses.replace(
+        mark_used(control, rows),
+        block_pools=tuple(pools),
+        counters=count_events(control, {Counter.COPIES: num_copies}),
+    )
+    if (index := control.prefix_index) is not None:
+        first_copied = first_true(is_copied[config.indexed_group])
+        block_tokens = copy_tokens(index.block_tokens, copies[config.indexed_group])
+        control = dataclasses.replace(
+            control,
+            num_published=min_at(control.num_published, rows, first_copied),
+            prefix_index=dataclasses.replace(index, block_tokens=block_tokens),
+        )
+    return control, copies
+
+
+def _listed(mask: jax.Array, originals: jax.Array, new: jax.Array, nowhere: int) -> BlockCopies:
+    """Lists the masked copies one behind the other."""
+    mask, originals, new = (x.reshape(-1) for x in (mask, originals, new))
+    rank, num_copies = rank_true(mask)
+    place = jnp.where(mask, rank, rank.shape[0])
+    empty = jnp.full_like(originals, nowhere)
+    return BlockCopies(set_at(empty, place, originals), set_at(empty, place, new), num_copies)
+
+
+def _step(
+    control: Control,
+    seq_ids: jax.Array,
+    rows: jax.Array,
+    indices: jax.Array,
+    is_token: jax.Array,
+    status: jax.Array,
+    config: CacheConfig,
+) -> Step:
+    """Builds the step of the tokens bool[n, T], whose blocks are those of the tables as they are now."""
+    slots = []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        places = jnp.where(is_token, indices, 0)
+        block_ids = get_at(
+            pool.block_table, (rows[:, None], quotient(places, group.block_size)), pool.num_blocks
+        )
+        slot = block_ids * group.block_size + remainder(places, group.block_size)
+        is_stored = is_token & (not group.holds_sources)
+        slots.append(jnp.where(is_stored, slot, pool.num_blocks * group.block_size))
+    positions, shift = indices, None
+    if control.holes is not None:
+        positions = control.holes.of_rows(seq_ids).positions(indices)
+        shift = positions - indices
+    return Step(
+        status=status,
+        seq_ids=jnp.minimum(seq_ids, control.max_seqs),
+        query_len=jnp.sum(is_token, axis=1, dtype=jnp.int32),
+        context_len=get_at(control.context_len, seq_ids, 0),
+        positions=positions,
+        slots=tuple(slots),
+        plans=(),
+        cu_query_lens=None,
+        config=config,
+        shift=shift,
+    )

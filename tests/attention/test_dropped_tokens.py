@@ -1,0 +1,208 @@
+"""Attention of rows that dropped tokens, against a dense reference with explicit positions and masks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.support.helpers import assert_invariants, statuses
+
+ROWS, WIDTH, MAX_LEN, HEADS, DIM = 3, 4, 24, 2, 8
+FULL = kv.FullAttention(1, DIM)
+WINDOW = kv.SlidingWindow(1, DIM, window=9, num_sink_tokens=2, block_size=2)
+OK = kv.Status.OK
+
+
+@kv.donate
+def step(cache, q, k, v, num_new):
+    cache, reserved = kv.extend(cache, num_new, max_new=WIDTH)
+    return attended(cache, q, k, v, reserved)
+
+
+@kv.donate
+def step_again(cache, q, k, v, rows, places):
+    cache, reserved = kv.rewrite(cache, rows, places)
+    return attended(cache, q, k, v, reserved)
+
+
+def attended(cache, q, k, v, reserved):
+    outs = []
+    for layer in range(cache.config.num_layers):
+        cache, out = kv.attention(cache, layer, q, k, v, reserved)
+        outs.append(out)
+    return cache, jnp.stack(outs), reserved
+
+
+class Texts:
+    """Rows beside their texts: of each position its key and value, and whether it was dropped."""
+
+    def __init__(self, layers, seed=0, **sizes):
+        sizes = dict(num_blocks=30, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN) | sizes
+        self.cache = kv.init(kv.CacheConfig(layers, max_query_len=WIDTH, enable_drop=True, **sizes))
+        self.cache, _ = kv.allocate(self.cache, range(ROWS), [0] * ROWS)
+        self.rng = np.random.default_rng(seed)
+        self.k = {row: np.zeros((0, 1, DIM), np.float32) for row in range(ROWS)}
+        self.v = dict(self.k)
+        self.dropped = {row: np.zeros(0, bool) for row in range(ROWS)}
+
+    def draw(self, *shape):
+        return self.rng.standard_normal(shape, np.float32)
+
+    def expected(self, row, position, q):
+        """What the query at `position` sees in each layer, f32[layers, heads, d]."""
+        keys = np.arange(len(self.k[row]))
+        outs = []
+        for layer in self.cache.config.layers:
+            seen = (keys <= position) & ~self.dropped[row]
+            if layer.span.window is not None:
+                is_near = keys > position - layer.span.window
+                seen &= is_near | (keys < layer.span.num_sink_tokens)
+            logits = q @ self.k[row][seen, 0].T.astype(np.float64) / np.sqrt(DIM)
+            shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            outs.append(shares / shares.sum(axis=-1, keepdims=True) @ self.v[row][seen, 0])
+        return np.stack(outs)
+
+    def grow(self, num_new):
+        q, k, v = (self.draw(ROWS, WIDTH, heads, DIM) for heads in (HEADS, 1, 1))
+        self.cache, out, reserved = step(testing.poison(self.cache), q, k, v, np.array(num_new))
+        assert statuses(reserved.status) == [OK] * ROWS
+        for row, num in enumerate(num_new):
+            first = len(self.k[row])
+            self.k[row] = np.concatenate([self.k[row], k[row, :num]])
+            self.v[row] = np.concatenate([self.v[row], v[row, :num]])
+            self.dropped[row] = np.concatenate([self.dropped[row], np.zeros(num, bool)])
+            assert reserved.positions[row, :num].tolist() == list(range(first, first + num))
+            for i in range(num):
+                self.check(row, first + i, q[row, i], out[:, row, i])
+        assert_invariants(self.cache)
+
+    def check(self, row, position, q, out):
+        want = self.expected(row, position, q)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5, err_msg=f"row {row} at {position}")
+
+    def drop(self, row, start, length):
+        self.cache, status = kv.drop(self.cache, [row], [start], [length])
+        if statuses(status) == [OK]:
+            self.dropped[row][start : start + length] = True
+        assert_invariants(self.cache)
+        return statuses(status)[0]
+
+    def again(self, row, positions):
+        """Other keys and values of tokens that the row holds."""
+        gone = np.flatnonzero(self.dropped[row])
+        num_gone = int(self.cache.control.holes.num_dropped[row])
+        places = [p - num_gone * (len(gone) > 0 and p > gone[0]) for p in positions]
+        padded = np.array([[*places, *[MAX_LEN] * WIDTH][:WIDTH]])
+        q, k, v = (self.draw(1, WIDTH, heads, DIM) for heads in (HEADS, 1, 1))
+        self.cache, out, reserved = step_again(self.cache, q, k, v, np.array([row]), padded)
+        assert statuses(reserved.status) == [OK]
+        assert reserved.positions[0, : len(positions)].tolist() == list(positions)
+        self.k[row], self.v[row] = self.k[row].copy(), self.v[row].copy()
+        for i, position in enumerate(positions):
+            self.k[row][position], self.v[row][position] = k[0, i], v[0, i]
+        for i, position in enumerate(positions):
+            self.check(row, position, q[0, i], out[:, 0, i])
+        assert_invariants(self.cache)
+
+
+@pytest.mark.parametrize("layers", [[FULL], [WINDOW, FULL]], ids=["full", "window"])
+def test_an_endless_text_in_fixed_memory(layers):
+    """Sinks and a window of odd lengths: seen is exactly what is not dropped, whatever the block edges."""
+    texts = Texts(layers)
+    sinks, window = 3, 11
+    for i in range(17):
+        texts.grow([1 + i % WIDTH, 2, 1])
+        for row in (0, 1):
+            num_tokens = len(texts.k[row])
+            if num_tokens > sinks + window:
+                assert texts.drop(row, sinks, num_tokens - sinks - window) == OK
+                assert int((~texts.dropped[row]).sum()) == sinks + window
+                held = int((texts.cache.control.block_pools[-1].block_table[row] < 30).sum())
+                assert held <= -(-(sinks + window) // 4) + 2
+    assert len(texts.k[0]) > MAX_LEN < len(texts.k[1])
+    again = [len(texts.k[0]) - n for n in ((6, 4, 1) if layers == [FULL] else (1,))]
+    texts.again(0, again)
+    texts.grow([3, 1, 2])
+
+
+def test_forks_of_rows_that_dropped_tokens_go_their_own_ways():
+    texts = Texts([FULL])
+    for _ in range(4):
+        texts.grow([4, 1, 0])
+    before = [np.asarray(x) for x in kv.gather(texts.cache, 0, 0)]
+    texts.cache, _ = kv.free(texts.cache, [2])
+    texts.cache, status = kv.fork(texts.cache, [0], [2])
+    for held in (texts.k, texts.v, texts.dropped):
+        held[2] = held[0].copy()
+    num_free = int(kv.num_available_blocks(texts.cache))
+    assert texts.drop(2, 2, 9) == OK  # tokens 4 to 7 are a whole block, which the source keeps
+    assert int(kv.num_available_blocks(texts.cache)) == num_free
+    for now, then in zip(kv.gather(texts.cache, 0, 0), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    texts.grow([1, 1, 3])
+    assert texts.drop(2, 2, 12) == OK
+    texts.grow([2, 0, 4])
+
+
+def test_what_cannot_be_dropped():
+    texts = Texts([WINDOW, FULL])
+    for _ in range(4):
+        texts.grow([4, 1, 0])
+    before = [
+        np.asarray(leaf).tobytes() for leaf in (texts.cache.context_len, texts.cache.control.holes.start)
+    ]
+    for start, length in ((1, 3), (-1, 2), (3, -1), (3, 14), (17, 1), (2**31 - 1, 1)):
+        assert texts.drop(0, start, length) == kv.Status.BAD_LENGTH
+    assert texts.drop(0, 3, 0) == OK
+    after = [
+        np.asarray(leaf).tobytes() for leaf in (texts.cache.context_len, texts.cache.control.holes.start)
+    ]
+    assert after == before
+    assert texts.drop(0, 6, 3) == OK
+    assert texts.drop(0, 2, 3) == texts.drop(0, 10, 2) == kv.Status.BAD_LENGTH  # apart from the first
+    assert texts.drop(0, 9, 2) == texts.drop(0, 4, 2) == texts.drop(0, 5, 4) == OK
+    texts.grow([2, 2, 2])
+
+
+def test_a_row_is_cut_behind_what_it_dropped_or_in_front_of_it():
+    texts = Texts([FULL])
+    for _ in range(4):
+        texts.grow([4, 4, 0])
+    for row in (0, 1):
+        assert texts.drop(row, 3, 7) == OK  # of which 4 are gone, 3 hidden
+    refused = kv.truncate(texts.cache, [0, 1], [4, 5])[1]
+    assert statuses(refused) == [kv.Status.BAD_LENGTH] * 2
+    texts.cache, status = kv.truncate(texts.cache, [0, 1], [7, 2])
+    assert statuses(status) == [OK] * 2
+    for row, length in ((0, 11), (1, 2)):
+        texts.k[row], texts.v[row] = texts.k[row][:length], texts.v[row][:length]
+        texts.dropped[row] = texts.dropped[row][:length]
+    texts.grow([3, 4, 1])
+
+
+def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
+    sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
+    with pytest.raises(ValueError, match="expected CacheConfig\\(enable_drop=True\\)"):
+        kv.drop(kv.init(kv.CacheConfig([FULL], **sizes)), [0], [1], [1])
+    with pytest.raises(ValueError, match="enable_prefix_caching and enable_drop are True, expected one"):
+        kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
+    with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu' is asked for and enable_drop"):
+        cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, implementation="mosaic_gpu", **sizes))
+        kv.extend(cache, [1, 1], max_new=1)
+
+
+def test_keep_everything_is_the_same_bit_for_bit():
+    """A cache that may drop and does not computes what one does that cannot."""
+    q, k, v = (np.random.default_rng(i).standard_normal((2, 5, 1, DIM), np.float32) for i in range(3))
+    outs = []
+    for enable_drop in (False, True):
+        cache = kv.init(
+            kv.CacheConfig([FULL], num_blocks=4, max_seqs=2, max_seq_len=32, enable_drop=enable_drop)
+        )
+        cache, _ = kv.allocate(cache, [0, 1], [5, 3])
+        if enable_drop:
+            cache, _ = kv.drop(cache, [0, 1], [0, 0], [0, 0])
+        cache, reserved = kv.extend(cache, [5, 3], max_new=5)
+        outs.append(np.asarray(kv.attention(cache, 0, q, k, v, reserved)[1]))
+    np.testing.assert_array_equal(*outs)

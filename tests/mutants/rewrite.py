@@ -1,0 +1,121 @@
+"""The mutations of `rewrite` and `drop`."""
+
+from tests.mutants.mutations import in_module
+
+TESTS = "operations/test_rewrite.py"
+SHARED = f"{TESTS}::test_private_blocks_are_written_in_place_and_shared_ones_copied"
+SCARCE = f"{TESTS}::test_scarce_blocks_go_in_the_order_of_the_entries"
+BEHIND = f"{TESTS}::test_published_blocks_behind_a_copied_one_are_copied_too"
+CELL = "kinds/test_kinds.py::test_a_cell[full-rewrite]"
+DROPPED = "attention/test_dropped_tokens.py"
+ENDLESS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[full]"
+IN_WINDOWS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[window]"
+REFUSED = f"{DROPPED}::test_what_cannot_be_dropped"
+CUT = f"{DROPPED}::test_a_row_is_cut_behind_what_it_dropped_or_in_front_of_it"
+LOST = "kinds/test_kinds.py::test_a_cell[window-rewrite]"
+
+MUTATIONS = [
+    *in_module(
+        "operations/rewrite",
+        ("a shared block is written anew", "block_pool.ref_counts(pool, blocks) > 1", "False", SHARED),
+        ("a published block is written anew", "is_written & (is_published |", "is_written & (", BEHIND),
+        (
+            "children of a copied block stay published",
+            "is_published & has_broken",
+            "False & has_broken",
+            BEHIND,
+        ),
+        (
+            "a private block is copied before it is written anew",
+            "_pool.ref_counts(pool, blocks) > 1",
+            "_pool.ref_counts(pool, blocks) > 0",
+            SHARED,
+        ),
+        ("rows that rewrite take no block in turn", "jnp.where(row_ok, left, free)", "free", SCARCE),
+        ("a repeated index is written anew", "indices[:, 1:] <= indices", "indices[:, 1:] < indices", CELL),
+        (
+            "an index outside is written anew",
+            "(indices >= context_len[:, None])",
+            "(indices > context_len[:, None])",
+            CELL,
+        ),
+        (
+            "a token whose window left is written anew",
+            "<= indices) & (entries",
+            "< indices - 99) & (entries",
+            LOST,
+        ),
+        (
+            "tokens that are written anew are taken for a run",
+            "is_contiguous=False",
+            "is_contiguous=True",
+            CELL,
+        ),
+        (
+            "a row that rewrites keeps its count of published blocks",
+            "min_at(control.num_published, rows, first_copied)",
+            "control.num_published",
+            BEHIND,
+        ),
+    ),
+    *in_module(
+        "operations/drop",
+        (
+            "a drop is not released",
+            "where(is_gone, entries, pool.num_blocks)",
+            "where(is_gone & False, entries, pool.num_blocks)",
+            ENDLESS,
+        ),
+        (
+            "a drop frees blocks that hold other tokens",
+            "quotient(first + unit - 1, unit)",
+            "quotient(first, unit)",
+            ENDLESS,
+        ),
+        ("a drop among the sinks", "start < num_sinks", "start < 0", REFUSED),
+        (
+            "a drop apart from the first",
+            "is_outside, Status.BAD_LENGTH",
+            "is_outside & is_plain, Status.BAD_LENGTH",
+            REFUSED,
+        ),
+        ("a drop leaves the row as long as it was", "context_len - num_gone)", "context_len)", ENDLESS),
+    ),
+    *in_module(
+        "core/holes",
+        (
+            "a token behind a drop is taken for an earlier one",
+            "places >= self.start.reshape(shape), num_dropped, 0",
+            "places < 0, num_dropped, 0",
+            IN_WINDOWS,
+        ),
+        (
+            "the last token of a drop is seen",
+            "(places < self.end.reshape(shape))",
+            "(places < self.end.reshape(shape) - 1)",
+            ENDLESS,
+        ),
+    ),
+    *in_module(
+        "operations/truncate",
+        (
+            "a row that is cut in front of its drop remembers it",
+            "is_plain = new_len <= kept.start",
+            "is_plain = new_len < 0",
+            CUT,
+        ),
+    ),
+    *in_module(
+        "attention/xla",
+        ("a drop is seen", "& ~plan.holes.is_hidden(key_pos)", "", ENDLESS),
+    ),
+    *in_module(
+        "operations/extend",
+        (
+            "positions behind a drop are places",
+            "(positions + shift).reshape",
+            "(positions + 0 * shift).reshape",
+            ENDLESS,
+        ),
+    ),
+]

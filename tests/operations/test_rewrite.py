@@ -1,0 +1,83 @@
+"""`rewrite`: who copies which block, what a copy costs, and what stays findable."""
+
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import Status
+from tests.support.helpers import assert_invariants, num_copies, statuses
+from tests.support.prefix_user import PrefixUser, commit
+from tests.support.row_calls import make_crowded
+
+NOWHERE = 24  # of the crowded cache's rows
+
+
+def rewritten(cache, rows, indices):
+    cache, step = kv.rewrite(cache, rows, np.array(indices))
+    assert_invariants(cache)
+    return cache, statuses(step.status)
+
+
+def test_private_blocks_are_written_in_place_and_shared_ones_copied():
+    cache = make_crowded().cache
+    tables = np.asarray(cache.control.block_pools[0].block_table)
+    cache, found = rewritten(cache, [4, 2], [[0, 4], [6, NOWHERE]])
+    assert found == [Status.OK] * 2 and num_copies(cache) == 1
+    after = np.asarray(cache.control.block_pools[0].block_table)
+    assert (after[4] == tables[4]).all() and (after != tables).nonzero() == ([2], [1])
+
+
+def test_scarce_blocks_go_in_the_order_of_the_entries():
+    cache = make_crowded().cache  # 3 of 13 blocks are free; rows 0 and 2 share two
+    cache, found = rewritten(cache, [2, 0, 4], [[0, 4], [1, 5], [1, 2]])
+    assert found == [Status.OK, Status.OUT_OF_BLOCKS, Status.OK] and num_copies(cache) == 2
+    cache, found = rewritten(cache, [0], [[1, 5]])  # the only owner by now
+    assert found == [Status.OK] and num_copies(cache) == 2
+
+
+def test_a_row_without_indices_is_left_alone():
+    cache = make_crowded().cache
+    after, step = kv.rewrite(cache, [6, 0], np.full((2, 3), NOWHERE))
+    assert statuses(step.status) == [Status.OK] * 2 and step.query_len.tolist() == [0, 0]
+    assert after.control.clock == cache.control.clock
+
+
+def published_row():
+    layers = [kv.FullAttention(1, 8)]
+    sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=32)
+    user = PrefixUser(kv.CacheConfig(layers, enable_prefix_caching=True, **sizes))
+    text = user.new_text(1, 15)
+    user.admit(0, text)
+    user.append({0: text})
+    user.cache, _ = commit(user.cache)
+    return user, text
+
+
+def test_published_blocks_behind_a_copied_one_are_copied_too():
+    user, text = published_row()
+    user.cache, found = rewritten(user.cache, [0], [[5, 32]])
+    assert found == [Status.OK] and num_copies(user.cache) == 2  # of columns 1 and 2, not of the private tail
+    assert user.cache.control.num_published.tolist() == [1, 0, 0]
+    assert user.admit(1, text) == 12  # what was published is as it was
+    user.cache, num_evicted = kv.evict(user.cache, 12)
+    assert int(num_evicted) == 0
+    user.check()
+
+
+def test_what_was_copied_is_given_back_when_it_is_committed():
+    user, text = published_row()
+    num_free = int(kv.stats(user.cache).num_blocks_free)
+    user.cache, _ = rewritten(user.cache, [0], [[5, 32]])
+    user.cache, _ = commit(user.cache)
+    user.check()
+    assert user.cache.control.num_published.tolist() == [3, 0, 0]
+    assert int(kv.stats(user.cache).num_blocks_free) == num_free
+
+
+def test_wrong_shapes_are_refused():
+    cache = make_crowded().cache
+    for indices in ([1, 2], [[1], [2], [3]]):
+        with pytest.raises(ValueError, match=r"expected \(2, T\), a line of places per row"):
+            kv.rewrite(cache, [0, 2], indices)
+    with pytest.raises(TypeError, match="indices has dtype float"):
+        kv.rewrite(cache, [0], [[1.5]])
