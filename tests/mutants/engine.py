@@ -10,7 +10,6 @@ SAMPLES = "engine/test_sharing.py::test_samples_fork_the_prompt"
 POLICIES = "engine/test_options.py::test_policies_order_requests"
 DRAFTS = "engine/test_faults.py::test_nan_logits_behind_drafts_hurt_no_other_row"
 
-INVARIANT = "engine/test_exact.py::test_random_mixes[batch invariant]"
 
 MUTATIONS = [
     *in_module(
@@ -128,24 +127,6 @@ MUTATIONS = [
             "is_good & state.may_publish",
             "state.may_publish",
             NAN_LOGITS,
-        ),
-    ),
-    *in_module(
-        "engine/invariant",
-        (
-            "the first part of prompts is computed again and again",
-            "_part_of((prompts.tokens, prompts.step), part * length, length)",
-            "_part_of((prompts.tokens, prompts.step), part * 0, length)",
-            INVARIANT,
-        ),
-    ),
-    *in_module(
-        "engine/chunk",
-        (
-            "the batch-invariant mode is not chosen",
-            "take_invariant_step if options.batch_invariant else take_step",
-            "take_step",
-            "engine/test_batch_invariance.py::test_bits_are_those_of_the_request_alone",
         ),
     ),
     *in_module(
