@@ -222,10 +222,10 @@ def test_donation_reuses_the_pools_and_reset_keeps_them():
 NUM_BLOCKS = 2**18  # an array of so many entries would be seen beside all that has other sizes
 
 
-def compiled_bytes(kinds, step_fn):
+def compiled_bytes(kinds, step_fn, **options):
     """Bytes that a compiled step needs beside its donated cache, and bytes of its pools."""
     scaled = [dataclasses.replace(kind, num_blocks=NUM_BLOCKS) for kind in kinds]
-    config = kv.CacheConfig(scaled, block_size=4, max_seqs=4, max_seq_len=40)
+    config = kv.CacheConfig(scaled, block_size=4, max_seqs=4, max_seq_len=40, **options)
     cache = jax.eval_shape(lambda: kv.init(config))
     memory = kv.donate(step_fn).lower(cache).compile().memory_analysis()
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -304,6 +304,16 @@ def test_control_operations_copy_no_array_of_blocks(name):
 
     num_bytes, _ = compiled_bytes([KIND], lambda cache: getattr(kv, name)(cache, *args))
     assert num_bytes < 4 * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("kinds", [[KIND] * 2, [KIND, WINDOW]], ids=["full", "grouped"])
+def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks(kinds):
+    def stream(cache):
+        cache, _ = kv.drop(cache, jnp.arange(4), jnp.full(4, 2), jnp.full(4, 7))
+        return decode(cache)
+
+    num_bytes, pool_bytes = compiled_bytes(kinds, stream, enable_drop=True)
+    assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
 
 
 def test_a_step_and_a_cache_survive_export():
