@@ -50,6 +50,7 @@ ON_DEVICE = {
     "reorder": lambda cache, step: kv.reorder(cache, ROWS, ROWS),
     "reset": lambda cache, step: kv.reset(cache),
     "reset_prefix_cache": lambda cache, step: kv.reset_prefix_cache(cache),
+    "rewrite": lambda cache, step: kv.rewrite(cache, ROWS, np.zeros((3, 1), np.int32)),
     "scrub": lambda cache, step: kv.scrub(cache, ROWS),
     "select_rows_to_preempt": lambda cache, step: kv.select_rows_to_preempt(cache, "lru", 2),
     "set_priority": lambda cache, step: kv.set_priority(cache, ROWS, ONES),
@@ -68,6 +69,18 @@ ON_HOST = {
     "check_tokens": lambda cache: testing.check_tokens(cache, {}),
     "draw_block_map": kv.draw_block_map,
     "explain": lambda cache: kv.explain(cache, [1, 2]),
+}
+# Those of other caches: a config, and a call.
+SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
+OF_OTHERS = {
+    "drop": (
+        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, enable_drop=True),
+        lambda cache: kv.drop(cache, ROWS, ONES, ONES),
+    ),
+    "write_source": (
+        kv.CacheConfig([kv.FullAttention(2, 8), kv.CrossAttention(2, 8, max_source_len=2)], **SIZES),
+        lambda cache: kv.write_source(cache, ROWS, K[None], K[None], ONES),
+    ),
 }
 
 
@@ -102,7 +115,7 @@ def test_no_function_is_forgotten():
         if inspect.isroutine(inspect.unwrap(function))
         and [*inspect.signature(function).parameters][:1] == ["cache"]
     }
-    assert takes_cache | {"CacheManager"} == ON_DEVICE.keys() | ON_HOST.keys()
+    assert takes_cache | {"CacheManager"} == ON_DEVICE.keys() | ON_HOST.keys() | OF_OTHERS.keys()
 
 
 @pytest.mark.parametrize("name", [*ON_DEVICE, *ON_HOST])
@@ -134,6 +147,25 @@ def test_what_is_refused_works_under_vmap_and_scan(stacked, step, name):
 
     mapped, scanned = jax.eval_shape(both, stacked, step)
     assert jax.tree.leaves(mapped) == jax.tree.leaves(scanned)
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_operations_of_other_caches_refuse_and_take_the_same(name):
+    config, operation = OF_OTHERS[name]
+    stacked = jax.tree.map(lambda x: np.stack([x, x]), kv.init(config))
+    with pytest.raises(ValueError, match=f"^{name} got a batched cache"):
+        operation(stacked)
+    with pytest.raises(TypeError, match=f"^{name} got a object, expected a Cache"):
+        operation(object())
+    with pytest.raises(TypeError, match=f"^{name} got a ShapeDtypeStruct in the cache, expected arrays"):
+        operation(jax.eval_shape(lambda: kv.init(config)))
+    mapped = jax.eval_shape(jax.vmap(operation), stacked)
+    _, scanned = jax.eval_shape(lambda x: jax.lax.scan(lambda _, x: (None, operation(x)), None, x), stacked)
+    assert jax.tree.leaves(mapped) == jax.tree.leaves(scanned)
+    donated = kv.init(config)
+    kv.donate(lambda cache: cache)(donated)
+    with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):
+        operation(donated)
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
