@@ -29,7 +29,14 @@ from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
-from kvcache_jax.engine.setup import check_drafts, check_fits, check_same_shapes, share, with_budget
+from kvcache_jax.engine.setup import (
+    check_batch_invariant,
+    check_drafts,
+    check_fits,
+    check_same_shapes,
+    share,
+    with_budget,
+)
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
@@ -66,6 +73,7 @@ class Engine:
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans.
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
         else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
+        Attention is XLA's then: kernels are refused.
       steps_per_chunk: Steps between two looks of the host.
       watermark: Share of the blocks that an admission leaves free, while a row runs.
       ageing_steps: Steps of waiting that weigh as much as one of priority.
@@ -143,6 +151,7 @@ class Engine:
         )
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)
+        check_batch_invariant(self._options, config)
         num_slots = static_count("max_requests", max_requests or max(4 * config.max_seqs, 64))
         longest = config.max_seq_len + 1
         num_tokens = max_tokens or max(num_slots // 4, config.max_seqs, 2) * longest

@@ -57,6 +57,15 @@ def check_drafts(options: Options, config: CacheConfig, process_logits: Callable
             )
 
 
+def check_batch_invariant(options: Options, config: CacheConfig) -> None:
+    """Refuses the batch-invariant mode with kernels, whose splits of a row depend on the other rows."""
+    if options.batch_invariant and config.implementation not in (None, "xla"):
+        raise ValueError(
+            f"batch_invariant is True and implementation {config.implementation!r}, expected 'xla': how a "
+            "kernel splits a row, and so how it rounds, may depend on the other rows"
+        )
+
+
 def check_same_shapes(params: Any, like: Any) -> None:
     """Refuses parameters that the engine's program was not compiled for."""
     new, old = jax.tree.structure(params), jax.tree.structure(like)

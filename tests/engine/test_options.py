@@ -125,6 +125,13 @@ def test_a_window_must_take_back_drafts():
         kv.Engine(forward, make_params(), small, num_drafts=2)
 
 
+def test_kernels_are_not_batch_invariant():
+    layers = [kv.FullAttention(1, 64, dtype=jnp.bfloat16)]
+    small = kv.CacheConfig(layers, num_blocks=8, max_seqs=2, max_seq_len=32, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="batch_invariant is True and implementation 'mosaic_gpu', expected"):
+        kv.Engine(forward, make_params(), small, batch_invariant=True)
+
+
 def test_a_hook_that_returns_something_else_is_named():
     engine = make_engine(process_logits=lambda logits, state: logits[:1])
     engine.push([ask([1], 1)])
