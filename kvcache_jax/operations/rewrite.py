@@ -40,9 +40,9 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
     """Reserves the slots of tokens that rows hold, so that the same tokens are computed again in place.
 
     The token at index `i` attends to places 0 to `i` of its row, with what the step writes there.
-    Blocks that others hold, or that are published, are copied first; behind a published one the row's other
-    published ones too, for they are found by what stands before them. Rows of one call that share a block get
-    a copy each. Call it inside a donated jit: called eagerly it copies the pools.
+    Blocks that others hold, or that are published, are copied first; with prefix caching those behind a
+    copied one too, for a published block stands behind its parent in every row. Rows of one call that share
+    a block get a copy each. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated.
@@ -88,7 +88,9 @@ def _rewrite(cache: Cache, seq_ids: jax.Array, indices: jax.Array) -> tuple[Cach
     places = jnp.where(is_token, indices, config.max_seq_len)
     groups = list(zip(control.block_pools, config.groups, strict=True))
     is_copied = [
-        _is_copied(pool, group, rows, places, is_indexed=g == config.indexed_group)
+        _is_copied(
+            pool, group, rows, places, is_indexed=config.enable_prefix_caching and g == config.indexed_group
+        )
         for g, (pool, group) in enumerate(groups)
     ]
     ok = _with_blocks(control, rows < control.max_seqs, is_copied)
@@ -148,12 +150,11 @@ def _is_copied(
         return jnp.zeros_like(blocks, bool)
     order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
     is_written = set_at(jnp.zeros_like(blocks, bool), (order, quotient(places, group.block_size)), True)
-    is_published = block_pool.is_published(pool, blocks)
-    is_copied = is_written & (is_published | (block_pool.ref_counts(pool, blocks) > 1))
+    is_kept = block_pool.is_published(pool, blocks) | (block_pool.ref_counts(pool, blocks) > 1)
+    is_copied = is_written & is_kept
     if is_indexed:
-        # A published block behind one that the row let go could be found when its parent is another's.
-        has_broken = lax.cummax((is_copied & is_published).astype(jnp.int32), axis=1) > 0
-        is_copied |= is_published & has_broken
+        # Behind a block that the row let go stands no block that is published, or that others may publish.
+        is_copied |= is_kept & (lax.cummax(is_copied.astype(jnp.int32), axis=1) > 0)
     return is_copied & (blocks < pool.num_blocks)
 
 

@@ -324,14 +324,11 @@ class Oracle(OracleRows):
         if self.config.groups[g].holds_sources:
             return []
         table, written = row.tables[g], {place // self.config.groups[g].block_size for place in places}
-        columns = [
-            column
-            for column in written
-            if self.is_published(g, table[column]) or self.owners[g][table[column]] > 1
-        ]
-        published = [column for column in table if self.is_published(g, table[column])]
-        broken = [column for column in columns if column in published]
-        return sorted({*columns, *(column for column in published if broken and column > min(broken))})
+        kept = [c for c, block in table.items() if self.is_published(g, block) or self.owners[g][block] > 1]
+        copied = [column for column in kept if column in written]
+        if self.config.enable_prefix_caching and g == self.config.indexed_group and copied:
+            copied = [column for column in kept if column >= min(copied)]
+        return sorted(copied)
 
     def _make_room(self, num_new: Sequence[int]) -> None:
         """Evicts until as many blocks are free; only the indexed group has cached ones."""

@@ -6,6 +6,7 @@ TESTS = "operations/test_rewrite.py"
 SHARED = f"{TESTS}::test_private_blocks_are_written_in_place_and_shared_ones_copied"
 SCARCE = f"{TESTS}::test_scarce_blocks_go_in_the_order_of_the_entries"
 BEHIND = f"{TESTS}::test_published_blocks_behind_a_copied_one_are_copied_too"
+BEHIND_SHARED = f"{TESTS}::test_shared_blocks_behind_a_copied_one_are_copied_too"
 CELL = "kinds/test_kinds.py::test_a_cell[full-rewrite]"
 DROPPED = "attention/test_dropped_tokens.py"
 ENDLESS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[full]"
@@ -18,12 +19,23 @@ MUTATIONS = [
     *in_module(
         "operations/rewrite",
         ("a shared block is written anew", "block_pool.ref_counts(pool, blocks) > 1", "False", SHARED),
-        ("a published block is written anew", "is_written & (is_published |", "is_written & (", BEHIND),
+        (
+            "a published block is written anew",
+            "is_published(pool, blocks) |",
+            "is_published(pool, blocks) & False |",
+            BEHIND,
+        ),
         (
             "children of a copied block stay published",
-            "is_published & has_broken",
-            "False & has_broken",
+            "is_kept & (lax",
+            "False & (lax",
             BEHIND,
+        ),
+        (
+            "children of a copied block stay shared",
+            "is_kept & (lax",
+            "block_pool.is_published(pool, blocks) & (lax",
+            BEHIND_SHARED,
         ),
         (
             "a private block is copied before it is written anew",

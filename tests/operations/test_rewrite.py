@@ -42,13 +42,18 @@ def test_a_row_without_indices_is_left_alone():
     assert after.control.clock == cache.control.clock
 
 
-def published_row():
+def row_of_text():
     layers = [kv.FullAttention(1, 8)]
     sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=32)
     user = PrefixUser(kv.CacheConfig(layers, enable_prefix_caching=True, **sizes))
     text = user.new_text(1, 15)
     user.admit(0, text)
     user.append({0: text})
+    return user, text
+
+
+def published_row():
+    user, text = row_of_text()
     user.cache, _ = commit(user.cache)
     return user, text
 
@@ -62,6 +67,15 @@ def test_published_blocks_behind_a_copied_one_are_copied_too():
     user.cache, num_evicted = kv.evict(user.cache, 12)
     assert int(num_evicted) == 0
     user.check()
+
+
+def test_shared_blocks_behind_a_copied_one_are_copied_too():
+    """Another row may publish them, behind a parent that this row does not hold."""
+    cache, _ = kv.fork(row_of_text()[0].cache, [0], [1])
+    cache, found = rewritten(cache, [1], [[5, 32]])
+    assert found == [Status.OK] and num_copies(cache) == 3  # of columns 1 to 3, not of column 0
+    cache, _ = kv.commit(cache, [0])
+    assert_invariants(cache)
 
 
 def test_what_was_copied_is_given_back_when_it_is_committed():
