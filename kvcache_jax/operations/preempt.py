@@ -21,7 +21,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
-from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.streaming import Streaming, require_streaming
 from kvcache_jax.operations.drop import drop_rows
 from kvcache_jax.operations.free import free_rows
@@ -265,9 +265,8 @@ def _droppable(
     for pool, group, counts in zip(control.block_pools, config.groups, is_above, strict=True):
         if group.holds_sources:
             continue
-        is_own = block_pool.ref_counts(pool, pool.block_table) == 1
         per_unit = unit // group.block_size
-        is_own = jnp.pad(is_own, ((0, 0), (0, num_units * per_unit - is_own.shape[1])))
+        is_own = jnp.pad(_is_own(pool), ((0, 0), (0, num_units * per_unit - pool.max_blocks_per_seq)))
         num_own = is_own.reshape(-1, num_units, per_unit).sum(axis=2, dtype=jnp.int32)
         freed = jnp.cumsum(jnp.where(is_droppable, num_own, 0), axis=1)
         num_freed += jnp.where(counts, freed[:, -1], 0)
@@ -280,9 +279,13 @@ def _num_freed(control: Control, counts: list[jax.Array]) -> jax.Array:
     """Counts the blocks that each row alone holds, i32[max_seqs], in the groups where `counts` is true."""
     num_freed = jnp.zeros_like(control.context_len)
     for pool, is_counted in zip(control.block_pools, counts, strict=True):
-        is_own = block_pool.ref_counts(pool, pool.block_table) == 1
-        num_freed += jnp.where(is_counted, jnp.sum(is_own, axis=1, dtype=jnp.int32), 0)
+        num_freed += jnp.where(is_counted, jnp.sum(_is_own(pool), axis=1, dtype=jnp.int32), 0)
     return num_freed
+
+
+def _is_own(pool: BlockPool) -> jax.Array:
+    """Tells which entries of the table are blocks that their row alone holds, bool like the table."""
+    return block_pool.ref_counts(pool, pool.block_table) == 1
 
 
 def _in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:

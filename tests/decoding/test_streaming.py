@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.decoding import loop, prefill
 from tests.support import tiny_model
 from tests.support.dense_reference import dense_attention
@@ -147,3 +148,36 @@ def test_a_streaming_is_checked():
     cfg = kv.CacheConfig(layers, max_seqs=4, max_seq_len=48, enable_drop=True)
     with pytest.raises(ValueError, match="has num_sink_tokens = 3, expected at least 5: the sinks of"):
         kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=2, streaming=STREAMING)
+
+
+@pytest.mark.slow
+def test_a_step_that_streams_is_exported():
+    """What its queries may see goes along."""
+
+    @jax.jit
+    def attend(cache, q):
+        cache, step = kv.extend(cache, [6, 0, 0, 0], max_new=6)
+        return cache, plan_attention(cache, step, within=STREAMING.span), q
+
+    @jax.jit
+    def attended(cache, step, q):
+        return kv.attention(cache, 0, q, q[:, :, :2], q[:, :, :2], step)[1]
+
+    cache, _ = kv.allocate(kv.init(config()), [0], [6])
+    q = np.random.default_rng(0).standard_normal((4, 6, 4, 4), np.float32)
+    cache, step, q = attend(cache, q)
+    restored = jax.export.deserialize(jax.export.export(attended)(cache, step, q).serialize())
+    plan = jax.tree.unflatten(restored.in_tree, jax.tree.leaves(((cache, step, q), {})))[0][1].plans[0]
+    assert plan.within == STREAMING.span
+    np.testing.assert_array_equal(attended(cache, step, q), restored.call(cache, step, q))
+
+
+@pytest.mark.slow
+def test_a_piece_behind_dropped_tokens_tells_its_place_in_the_row():
+    cache, _ = kv.allocate(kv.init(config(), storage=False), [2], [14])
+    cache, _ = kv.extend(cache, [0, 0, 14, 0], max_new=14)
+    cache, _ = kv.drop(cache, [2], [3], [7])  # of which 4 to 7 are a block
+    cache, step = kv.extend(cache, [5], num_tokens=6, seq_ids=[2])
+    pieces = prefill.padded_step(step, np.array([0, 0]), np.array([14, 17]), np.array([3, 2]), (2, 3))
+    assert pieces.context_len.tolist() == [14 - 4 + 3, 14 - 4 + 5]
+    assert pieces.positions[0].tolist() == [14, 15, 16]
