@@ -87,7 +87,7 @@ def record_of(side: Side, reading: Reading, parts: Sequence[tuple[int, int]]) ->
     starts = np.arange(len(reading.seconds)) * STEP_LEN
     records = []
     for start, end in parts:
-        steps = (starts >= start) & (starts < end)
+        steps = (starts < end) & (starts + STEP_LEN > start)  # that have a token of it
         if end <= num_read:
             times = timing.summary(reading.seconds[steps].tolist())
             bits = float(reading.bits[start:end].mean())
