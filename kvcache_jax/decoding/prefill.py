@@ -157,7 +157,8 @@ def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> i
     """
     pieces = _nobody(chunk_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
-    return _feed_pieces.eval_shape(forward, params, cache, status, pieces, is_scoring=False)[2].shape[1]
+    options: dict[str, Any] = dict(is_scoring=False, streaming=None)
+    return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
 
 
 def _calls(
@@ -205,7 +206,7 @@ def _feed_pieces(
     pieces: Pieces,
     *,
     is_scoring: bool,
-    streaming: Streaming | None = None,
+    streaming: Streaming | None,
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
     """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
