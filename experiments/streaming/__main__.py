@@ -1,8 +1,10 @@
 """Question: what does a text of any length cost in the memory of 512 tokens?
 
 Command: python -m experiments.streaming [--json] [--picture FILE] [--checkpoint DIR]
-Machine: 2 virtual cores of an AMD EPYC; jax 0.12.0.1
-Answer:  -
+Machine: 2 virtual cores of an Intel Xeon, busy with other work; jax 0.12.0.1
+Answer:  35 blocks of 16 tokens, and as many bits per byte as by a mask over all tokens, within 0.04 %. A step
+  of the last tenth takes 0.83 times one of the first. Attention to all tokens spends 4.7 bits per byte
+  where its table of 8,192 tokens ends.
 Record:  experiments/results/streaming.json, docs/streaming.png.
 
 The small model, float32, reads 100,000 bytes of held-out files, one behind the other, in one row. Before each
