@@ -18,7 +18,7 @@ from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.state import Cache
+from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations import kept_tokens, moved_columns
 from kvcache_jax.operations.kept_tokens import Kept

@@ -39,12 +39,22 @@ def find(
     pool: BlockPool,
     group: LayerGroup,
     seq_ids: jax.Array,
+    first: jax.Array,
     context_len: jax.Array,
     new_len: jax.Array,
-    first: jax.Array,
     same_len: jax.Array,
 ) -> MovedColumns:
-    """Finds the columns that are written, and the blocks that may be."""
+    """Finds the columns that are written, and the blocks that may be.
+
+    Args:
+      pool: Of the group.
+      group: The layer group.
+      seq_ids: i32[n].
+      first: i32[n], first place with a token afterwards.
+      context_len: i32[n], tokens before.
+      new_len: i32[n], places afterwards.
+      same_len: i32[n], tokens in front whose blocks stay.
+    """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
     num_before, num_after = group.num_columns(context_len), group.num_columns(new_len)
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
