@@ -210,10 +210,9 @@ def _plan(
     unit = math.lcm(*(group.block_size for _, group in groups))
     same_len = jnp.min(jnp.stack([of_group.same_len for of_group in kept]), axis=0)
     same_len = quotient(same_len, unit) * unit
+    lens = context_len, new_len, same_len
     columns = [
-        moved_columns.find(
-            control.block_pools[g], group, seq_ids, context_len, new_len, of_group.first, same_len
-        )
+        moved_columns.find(control.block_pools[g], group, seq_ids, of_group.first, *lens)
         for (g, group), of_group in zip(groups, kept, strict=True)
     ]
     needs = jnp.stack([jnp.where(wants, of_group.need, 0) for of_group in columns])
