@@ -100,14 +100,14 @@ MUTATIONS = [
         "core/holes",
         (
             "a token behind a drop is taken for an earlier one",
-            "places >= self.start.reshape(shape), num_dropped, 0",
+            "places >= _spread(self.start, places), num_dropped, 0",
             "places < 0, num_dropped, 0",
             IN_WINDOWS,
         ),
         (
             "the last token of a drop is seen",
-            "(places < self.end.reshape(shape))",
-            "(places < self.end.reshape(shape) - 1)",
+            "(places < _spread(self.end, places))",
+            "(places < _spread(self.end, places) - 1)",
             ENDLESS,
         ),
     ),
