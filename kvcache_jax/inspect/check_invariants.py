@@ -80,7 +80,7 @@ def check_invariants(cache: Cache) -> list[str]:
 
 
 class _Hole(NamedTuple):
-    """What a row let go, and what it kept; see `Holes`."""
+    """The hole of a row in a layer group; see `Holes`."""
 
     start: int = 0
     num_hidden: int = 0

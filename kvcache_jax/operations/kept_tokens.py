@@ -13,7 +13,7 @@ from kvcache_jax.core.layer_group import LayerGroup
 
 
 class Kept(NamedTuple):
-    """What rows of one layer group keep.
+    """The tokens that rows of one layer group keep.
 
     Attributes:
       sources: As in `TokenMoves`.

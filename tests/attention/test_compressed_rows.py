@@ -301,6 +301,3 @@ def test_what_cannot_be_compressed():
         kv.compress(cache, [0], scores, [3, 4])
     with pytest.raises(ValueError, match="num_keep has a number per layer, and the layers are one group"):
         kv.compress(cache, [0], scores, [[3, 4]])
-    published = kv.init(kv.CacheConfig([WIDE], enable_drop=True, enable_prefix_caching=True, **sizes))
-    with pytest.raises(ValueError, match="drop got a cache with enable_prefix_caching=True, expected False"):
-        kv.drop(published, [0], [1], [1])
