@@ -63,7 +63,7 @@ def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:
     if config.enable_prefix_caching:
         raise ValueError(
             f"{caller} got streaming and a cache with enable_prefix_caching=True, expected "
-            "CacheConfig(enable_drop=True), which excludes it"
+            "CacheConfig(enable_drop=True) without it: what is behind dropped tokens is not found by its own"
         )
     if not config.enable_drop:
         raise ValueError(f"{caller} got streaming, expected CacheConfig(enable_drop=True) with it")

@@ -254,8 +254,7 @@ def _droppable(
     """
     assert control.holes is not None
     holes, unit = control.holes, config.drop_unit
-    has_hole = holes.end + holes.num_dropped > holes.start
-    start = jnp.where(has_hole, holes.start, ceil_div(kept.num_sink_tokens, unit) * unit)
+    start = jnp.where(holes.is_plain, ceil_div(kept.num_sink_tokens, unit) * unit, holes.start)
     first = quotient(start + unit - 1, unit)  # in units, like the following
     end = jnp.maximum(quotient(control.context_len - kept.window, unit), first)
     num_units = ceil_div(config.max_seq_len, unit)

@@ -103,13 +103,15 @@ store_sources = kv.donate(lambda cache, params, *sources: write_sources(params, 
 
 
 @functools.partial(jax.jit, static_argnames="oracles")
-def expected_logits(params, text, source, source_len, is_hidden, oracles):
+def expected_logits(params, text, source, source_len, oracles, positions=None, is_hidden=False):
     """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything.
 
-    Tokens that are hidden, `bool[MAX_LEN]`, nobody sees; what they see themselves is not meant.
+    Its tokens are one behind the other, unless `positions` says where they stand. Those that are hidden,
+    `bool[MAX_LEN]`, nobody sees; what they see themselves is not meant.
     """
     params = jax.tree.map(jnp.asarray, params)
-    vectors = params["tokens"][text] + params["positions"]
+    stand = params["positions"] if positions is None else params["positions"][positions]
+    vectors = params["tokens"][text] + stand
     of_source = params["tokens"][source] + params["positions"][:SOURCE_WIDTH]
     logits = 0
     for layer, (owner, reads_source, oracle) in enumerate(oracles):
@@ -249,7 +251,7 @@ class Rows:
             self.texts[row] = self.texts[row] + list(text)
             np.testing.assert_allclose(
                 logits[row, : len(text)],
-                self.expected(self.texts[row], self.sources[row], self.dropped.get(row, ()))[start:],
+                self.expected(self.texts[row], self.sources[row], dropped=self.dropped.get(row, ()))[start:],
                 rtol=2e-5,
                 atol=2e-5,
                 err_msg=f"row {row} of {self.kind.name}, tokens from {start} on",
@@ -259,10 +261,13 @@ class Rows:
             lengths = lengths + np.asarray(holes.num_dropped)
         assert {row: lengths[row] for row in self.texts} == {r: len(text) for r, text in self.texts.items()}
 
-    def expected(self, text, source=(), dropped=()):
+    def expected(self, text, source=(), positions=None, dropped=()):
         of_source = padded(source, SOURCE_WIDTH), len(source)
+        positions = np.arange(MAX_LEN) if positions is None else padded(positions)
         is_hidden = np.isin(np.arange(MAX_LEN), list(dropped))
-        logits = expected_logits(self.params, padded(text), *of_source, is_hidden, oracles_of(self.kind))
+        logits = expected_logits(
+            self.params, padded(text), *of_source, oracles_of(self.kind), positions, is_hidden
+        )
         return np.asarray(logits)[: len(text)]
 
     def fork(self, source, *targets):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.aot.hlo import COLLECTIVE
+from tests.kinds.compressed_rows import compress
 from tests.kinds.kind_rows import (
     BLOCK_SIZE,
     MAX_LEN,
@@ -319,8 +320,7 @@ def gradient(kind):
 @functools.partial(jax.jit, static_argnames="oracles")
 def oracle_gradient(params, text, source, source_len, weights, oracles):
     def loss(params):
-        is_hidden = jnp.zeros(MAX_LEN, bool)
-        return (expected_logits(params, text, source, source_len, is_hidden, oracles) * weights).sum()
+        return (expected_logits(params, text, source, source_len, oracles) * weights).sum()
 
     return jax.grad(loss)(params)
 
@@ -441,6 +441,7 @@ CHECKS = (
     truncate,
     rewrite,
     drop,
+    compress,
     window,
     commit,
     hit,
@@ -464,6 +465,8 @@ def is_slow(kind, name):
     if kind.is_slow or name == "drop":  # another step, of which `make test` has tests of its own
         return True
     works = name not in kind.cells
+    if works and name == "compress":  # as attention/test_compressed_rows.py says of plain layers
+        return True
     return works and name in AROUND_THE_STEP and kind.name not in LINES_AROUND_THE_STEP
 
 
