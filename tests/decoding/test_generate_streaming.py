@@ -1,6 +1,7 @@
 """`generate` past `max_seq_len` in fixed memory, against the model without a cache and an explicit mask."""
 
 import functools
+import re
 import types
 
 import jax
@@ -13,6 +14,7 @@ from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.decoding import loop, prefill
 from tests.support import tiny_model
 from tests.support.dense_reference import dense_attention
+from tests.support.helpers import first_program
 from tests.support.tiny_model import VOCAB, forward, make_params
 
 PARAMS = make_params()
@@ -101,6 +103,16 @@ def test_other_texts_compile_nothing():
     sizes = [fn._cache_size() for fn in (prefill._feed_pieces, loop.begin, loop.decode)]
     generate([[1, 2, 3], PROMPTS[1][:50]], max_new_tokens=70)
     assert [fn._cache_size() for fn in (prefill._feed_pieces, loop.begin, loop.decode)] == sizes
+
+
+@pytest.mark.slow
+def test_no_program_of_a_stream_copies_a_pool(monkeypatch):
+    names = ["decoding.prefill._feed_pieces", "decoding.loop.begin", "decoding.loop.decode"]
+    texts = [first_program(monkeypatch, name) for name in names]
+    generate(PROMPTS[1:2], dict(num_blocks=31))
+    shape = ",".join(map(str, kv.init(config(num_blocks=31)).pools[0].k.shape))
+    for [text] in texts:
+        assert f"[{shape}]" in text and not re.findall(rf"\[{shape}\]\S* copy\(", text)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,7 +11,8 @@ import kvcache_jax as kv
 from experiments.streaming import __main__ as streaming
 from experiments.streaming import report, sides
 from experiments.streaming.sides import STEP_LEN, Reading, Side
-from models.decoder import Decoder, DecoderConfig
+from models import checkpoint
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from tests.support.dense_reference import dense_attention
 
 TINY = DecoderConfig(
@@ -83,6 +85,20 @@ def test_sides_read_what_they_hold(decoder):
     exact = sides.masked_bits(one_layer, text, KEPT, 0, length)
     np.testing.assert_allclose(bits[::STEP_LEN], exact[::STEP_LEN], atol=2e-5)
     assert np.abs(bits - exact)[STEP_LEN:].max() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_small_model_generates_as_the_mask_says():
+    """In the memory of 4 + 60 tokens, of which a prompt alone has twice as many, and drawn at random."""
+    decoder = checkpoint.load(streaming.corpus.MODEL, dtype=jnp.float32)
+    kept, prompt = kv.Streaming(window=60, num_sink_tokens=4), sides.read_text(130)
+    config = cache_config(decoder.config, max_seqs=1, max_seq_len=128, enable_drop=True)
+    options = dict(max_new_tokens=80, chunk_len=32, temperature=0.8, streaming=kept)
+    [generation] = kv.generate(forward, decoder, [prompt.tolist()], config, **options).generations
+    text = np.concatenate([prompt, generation.tokens]).astype(np.int32)
+    assert len(text) == 131 + 80
+    bits = sides.masked_bits(decoder, text, kept, len(prompt) - 1, len(text) - 1)
+    np.testing.assert_allclose(generation.logprobs, -np.log(2) * bits, atol=1e-3)
 
 
 def test_parts_are_cut_at_what_was_read():
