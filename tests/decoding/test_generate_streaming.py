@@ -145,6 +145,7 @@ def test_no_program_of_a_stream_copies_a_pool(monkeypatch):
         ),
         (dict(num_blocks=4), {}, ValueError, "prompt 1 has 61 tokens and needs 5 blocks"),
     ],
+    ids=["no Streaming", "no drops", "prefixes", "drafts", "short rows", "few blocks"],
 )
 def test_what_cannot_stream_is_refused(sizes, options, error, said):
     with pytest.raises(error, match=said):
