@@ -127,6 +127,7 @@ def test_a_step_takes_the_longer_of_bytes_and_flops():
 # --- sides ---
 
 
+@pytest.mark.slow
 def test_a_side_serves_every_request_to_its_length():
     """Its seconds are the tokens that went through the model, for each takes one."""
     server = make(CONTINUOUS, JOBS)
@@ -148,6 +149,7 @@ def test_a_side_serves_every_request_to_its_length():
     assert list(seconds) == sorted(seconds) and server.timeline()[-1][4] == 31
 
 
+@pytest.mark.slow
 def test_static_batches_wait_for_their_longest_and_begin_with_the_shortest_prompts():
     static, continuous = (make(name, JOBS) for name in (STATIC, CONTINUOUS))
     running = []
