@@ -4,6 +4,7 @@ A group is the layers of one kind; the second one has a window. The host is wait
 short, and once for each group that copies, hits, publishes or evicts.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,28 @@ def _halves_of_attention(num_layers: int = 3) -> Program:
     return Program("write, attend", f"{num_layers} layers", config, _write_and_attend, arguments, limits)
 
 
+def _compress(policy: str | None, num_layers: int = 3) -> Program:
+    """`kv.compress` of some rows, by a score per layer and head; layers are a loop of known trips."""
+    config = dataclasses.replace(config_of(1, policy, num_layers), enable_drop=True)
+
+    def arguments() -> tuple:
+        shape = NUM_LISTED, num_layers, NUM_KV_HEADS, config.max_seq_len
+        scores = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return shapes_of(config), i32(NUM_LISTED), scores, i32(NUM_LISTED)
+
+    # Shortage, and eviction with an index. Keys and values of the rows in one layer, and the sorted scores.
+    rows = 2 * 2 * NUM_LISTED * NUM_KV_HEADS * config.max_seq_len * HEAD_DIM
+    limits = Limits(1 + (policy is not None), known_loops=1, temporary_bytes=rows + 20_000_000)
+    words = [f"{num_layers} layers", *(["index", policy] if policy else [])]
+    return Program("compress", ", ".join(words), config, kv.compress, arguments, limits)
+
+
 def operation_programs() -> list[Program]:
     """Returns all of them, in the order of the table."""
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
-    return [*(program for cache in caches for program in _programs_of(*cache)), _halves_of_attention()]
+    return [
+        *(program for cache in caches for program in _programs_of(*cache)),
+        _halves_of_attention(),
+        _compress(None),
+        _compress(LRU),
+    ]

@@ -187,8 +187,9 @@ def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
     with pytest.raises(ValueError, match="expected CacheConfig\\(enable_drop=True\\)"):
         kv.drop(kv.init(kv.CacheConfig([FULL], **sizes)), [0], [1], [1])
-    with pytest.raises(ValueError, match="enable_prefix_caching and enable_drop are True, expected one"):
-        kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
+    with pytest.raises(ValueError, match="drop got a cache with enable_prefix_caching=True, expected False"):
+        published = kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
+        kv.drop(kv.init(published), [0], [1], [1])
     with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu' is asked for and enable_drop"):
         cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, implementation="mosaic_gpu", **sizes))
         kv.extend(cache, [1, 1], max_new=1)

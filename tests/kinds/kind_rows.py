@@ -99,10 +99,14 @@ store_sources = kv.donate(lambda cache, params, *sources: write_sources(params, 
 
 
 @functools.partial(jax.jit, static_argnames="oracles")
-def expected_logits(params, text, source, source_len, oracles):
-    """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything."""
+def expected_logits(params, text, source, source_len, oracles, positions=None):
+    """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything.
+
+    Its tokens are one behind the other, unless `positions` says where they stand.
+    """
     params = jax.tree.map(jnp.asarray, params)
-    vectors = params["tokens"][text] + params["positions"]
+    stand = params["positions"] if positions is None else params["positions"][positions]
+    vectors = params["tokens"][text] + stand
     of_source = params["tokens"][source] + params["positions"][:SOURCE_WIDTH]
     logits = 0
     for layer, (owner, reads_source, oracle) in enumerate(oracles):
@@ -249,9 +253,10 @@ class Rows:
         lengths = np.asarray(self.cache.context_len)
         assert {row: lengths[row] for row in self.texts} == {r: len(text) for r, text in self.texts.items()}
 
-    def expected(self, text, source=()):
+    def expected(self, text, source=(), positions=None):
         of_source = padded(source, SOURCE_WIDTH), len(source)
-        logits = expected_logits(self.params, padded(text), *of_source, oracles_of(self.kind))
+        positions = np.arange(MAX_LEN) if positions is None else padded(positions)
+        logits = expected_logits(self.params, padded(text), *of_source, oracles_of(self.kind), positions)
         return np.asarray(logits)[: len(text)]
 
     def fork(self, source, *targets):

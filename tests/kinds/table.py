@@ -29,6 +29,7 @@ PROPERTIES = (
     "in-place",
     "truncate",
     "rewrite",
+    "compress",
     "window",
     "commit",
     "hit",
@@ -131,14 +132,16 @@ NO_INDEX = Refused(ValueError, "all layers have windows, expected a FullAttentio
 NO_GRADIENT = Refused(NotImplementedError, "got a gradient through Quantised.* layers, which have none")
 NO_PREFIX = Refused(ValueError, r"layers.*CrossAttention.*, expected False: what tokens compute depends on")
 NO_SOURCE = Refused(NotImplementedError, "generate got CrossAttention.* layers, for whose sources it has no")
-ALONE = dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
+NO_WINDOW = Refused(NotImplementedError, "compress got .* layers, expected layers that keep all tokens")
+IN_WINDOW = {"compress": NO_WINDOW}
+ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
     Kind("window", (window(window=6),), (near(6),), 0, ALONE, True),
     Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, True),
     Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
-    Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5),
+    Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5, IN_WINDOW),
     # A kind defined outside of the library.
     Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
     Kind("outside-window", (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),), (near(6),), 0, ALONE, True),
@@ -152,6 +155,7 @@ KINDS = (
         (FULL, window(window=6, max_rollback=5), kv.SharedWith(0), kv.SharedWith(1)),
         (dense, near(6), dense, near(6)),
         5,
+        IN_WINDOW,
     ),
     Kind(
         "cross",
@@ -165,7 +169,7 @@ KINDS = (
         (kv.Quantised(window(window=6, max_rollback=5), "int8"), FULL),
         (rounding.attending(near(6), rounding.int8), dense),
         5,
-        {"gradient": NO_GRADIENT},
+        IN_WINDOW | {"gradient": NO_GRADIENT},
         is_slow=True,
     ),
 )

@@ -43,7 +43,6 @@ MUTATIONS = [
             "_pool.ref_counts(pool, blocks) > 0",
             SHARED,
         ),
-        ("rows that rewrite take no block in turn", "jnp.where(row_ok, left, free)", "free", SCARCE),
         ("a repeated index is written anew", "indices[:, 1:] <= indices", "indices[:, 1:] < indices", CELL),
         (
             "an index outside is written anew",
@@ -94,17 +93,21 @@ MUTATIONS = [
         ("a drop leaves the row as long as it was", "context_len - num_gone)", "context_len)", ENDLESS),
     ),
     *in_module(
+        "operations/rows",
+        ("rows that rewrite take no block in turn", "jnp.where(fits, left, free)", "free", SCARCE),
+    ),
+    *in_module(
         "core/holes",
         (
             "a token behind a drop is taken for an earlier one",
-            "places >= self.start.reshape(shape), num_dropped, 0",
+            "places >= _spread(self.start, places), num_dropped, 0",
             "places < 0, num_dropped, 0",
             IN_WINDOWS,
         ),
         (
             "the last token of a drop is seen",
-            "(places < self.end.reshape(shape))",
-            "(places < self.end.reshape(shape) - 1)",
+            "(places < _spread(self.end, places))",
+            "(places < _spread(self.end, places) - 1)",
             ENDLESS,
         ),
     ),
@@ -112,13 +115,13 @@ MUTATIONS = [
         "operations/truncate",
         (
             "a row that is cut in front of its drop remembers it",
-            "is_plain = new_len <= kept.start",
-            "is_plain = new_len < 0",
+            "kept.forgotten(new_len <= kept.plain_len)",
+            "kept",
             CUT,
         ),
     ),
     *in_module(
-        "attention/xla",
+        "attention/tiles",
         ("a drop is seen", "& ~plan.holes.is_hidden(key_pos)", "", ENDLESS),
     ),
     *in_module(

@@ -320,6 +320,20 @@ def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks(kinds):
 
 
 @pytest.mark.slow
+def test_compressing_copies_no_pool_and_no_array_of_blocks():
+    """Beside the pool it takes the memory of the rows in one layer, and of their scores."""
+
+    def compress(cache):
+        scores = jnp.ones((4, 2, 2, 40))
+        return kv.compress(cache, jnp.arange(4), scores, jnp.full(4, 7))
+
+    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, compress, enable_drop=True)
+    assert num_bytes < 0.01 * pool_bytes
+    of_rows = 4 * 40 * 2 * 2 * 8 * 4
+    assert num_bytes < 4 * NUM_BLOCKS + of_rows
+
+
+@pytest.mark.slow
 def test_a_step_and_a_cache_survive_export():
     cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [5, 9])
     tokens, num_new = jnp.asarray(TOKENS), jnp.array([2, 1, 0, 0])
