@@ -207,6 +207,7 @@ def test_shapes_are_no_cache(step):
             operation(shapes, step)
 
 
+@pytest.mark.slow
 def test_donated_caches_say_so(step):
     cache = kv.init(CONFIG)
     kept = kv.donate(lambda cache: cache)(cache)

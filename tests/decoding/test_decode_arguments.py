@@ -115,6 +115,7 @@ def test_a_detokenize_that_returns_no_text_is_refused(kind, detokenize):
         generate(stop_strings=["x"], detokenize=detokenize)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look_every", [1, 2, 3])
 def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
     """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""

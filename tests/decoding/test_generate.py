@@ -285,6 +285,7 @@ def test_speculative_sampling_accepts_everything_from_the_model_itself():
     assert 0 < result.num_accepted < 0.9 * result.num_drafted
 
 
+@pytest.mark.slow
 def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
     draft = kv.Draft(forward, PARAMS, config())
     prompts = [PROMPTS[0], PROMPTS[3]]

@@ -59,6 +59,7 @@ def test_the_longest_prefix_goes_first_but_not_for_ever():
     assert ended == ["hit 0", "hit 1", "no hit", "hit 2"]
 
 
+@pytest.mark.slow
 def test_hits_never_end_inside_an_item():
     """Blocks of 4 tokens: an item at 2 to 9 is reused whole or not at all, also by who was preempted."""
     engine = make_engine(**HOOKED)

@@ -136,6 +136,7 @@ def test_more_rows_copy_than_a_trip_has_places():
     driver.check()
 
 
+@pytest.mark.slow
 def test_who_copies_when_blocks_are_short():
     """Three owners of a last block. A writer that failed still owns: nobody after it is alone."""
     for num_spare, expected in enumerate(([NONE, NONE, NONE], [OK, NONE, NONE], [OK, OK, OK])):

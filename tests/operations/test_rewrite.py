@@ -80,6 +80,7 @@ def test_shared_blocks_behind_a_copied_one_are_copied_too():
     assert_invariants(cache)
 
 
+@pytest.mark.slow
 def test_what_was_copied_is_given_back_when_it_is_committed():
     user, text = published_row()
     num_free = int(kv.stats(user.cache).num_blocks_free)

@@ -127,6 +127,7 @@ def test_a_block_that_fails_changes_nothing_and_others_go_on():
     assert statuses(status) == [kv.Status.OUT_OF_BLOCKS] and leaf_bytes(after) == leaf_bytes(full)
 
 
+@pytest.mark.slow
 def test_an_imported_block_outlives_none_before_it():
     """Its predecessors, which were cached long before, are evicted after it."""
     cache = filled(CONFIG, A, [8, 8, 8], [5, 5, 5])

@@ -212,6 +212,7 @@ def test_wide_numbers_of_blocks_mean_all_or_none(num_blocks, expected):
     assert int(kv.evict(cache, num_blocks)[1]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_parent_counts_as_its_most_valuable_child(batch):
     """The beginning of the prompt has priority 0, as others have; its continuation has 9."""

@@ -87,6 +87,7 @@ def test_case_q_a_hit_is_never_evicted_underneath_itself():
     assert user.texts[0] == older + other
 
 
+@pytest.mark.slow
 def test_case_r_revived_hits_are_not_counted_as_room():
     user = PrefixUser(TEN)
     text = user.new_text(1, 144)
@@ -178,6 +179,7 @@ def test_case_u_keys_built_in_chunks_equal_keys_built_at_once(chunk):
     assert table(user.cache, 0)[:10] == table(user.cache, 1)[:10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
 def test_case_v_of_two_equal_computations_one_copy_remains(together):
     user = PrefixUser(SMALL)

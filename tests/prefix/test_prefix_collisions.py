@@ -177,6 +177,7 @@ def test_a_block_behind_one_that_collides_is_not_followed(four_bits):
     assert int(kv.stats(cache).num_adoptions) == 1
 
 
+@pytest.mark.slow
 def test_equal_rows_of_namespaces_that_collide_stay_apart(four_bits):
     """Committed together, and one after the other."""
     names = [kv.namespace(tenant=str(i)) for i in range(20)]

@@ -71,6 +71,7 @@ def test_reuse_can_be_declined():
     assert int(kv.stats(cache).num_request_queries) == 2
 
 
+@pytest.mark.slow
 def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
     driver = FreshDriver(prefix_config(num_blocks=17))
     first, second, _ = map(list, driver.start({0: 4, 1: 4, 3: 2}))

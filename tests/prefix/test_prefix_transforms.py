@@ -208,6 +208,7 @@ def test_operations_hand_the_pools_on_by_reference():
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == before, name
 
 
+@pytest.mark.slow
 def test_lookup_has_no_side_effect():
     """Asking neither counts as a use nor holds anything: the state and what goes next are the same."""
     cache, _ = play(kv.init(CONFIG), ROUNDS)
