@@ -41,6 +41,7 @@ from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
@@ -141,6 +142,7 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "Streaming",
     "TargetDevice",
     "TokenEvent",
     "active_seq_ids",
