@@ -141,6 +141,7 @@ WEIGHED = YarnScaling(factor=4.0, original_max_seq_len=8, mscale=0.5, mscale_all
 WEIGHT = 7**-0.5 * (1 + 0.07 * math.log(4)) ** 2
 
 
+@pytest.mark.quick_cases("qwen2-options3", "qwen3-options6", "gemma3_text-options10", "deepseek_v2-options11")
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
