@@ -211,6 +211,7 @@ def test_a_table_is_aligned():
     assert table.line(["extend", None, "a\nb"]) == "extend             a b"
 
 
+@pytest.mark.slow
 def test_operations_wait_for_the_host_no_more_than_allowed():
     """Before XLA simplifies, which so far changed no count. Two groups have all that one has."""
     programs = [program for program in all_programs() if program.name.startswith(COUNTED)]

@@ -140,14 +140,14 @@ ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_IND
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
-    Kind("window", (window(window=6),), (near(6),), 0, ALONE),
-    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE),
+    Kind("window", (window(window=6),), (near(6),), 0, ALONE, True),
+    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, True),
     Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5, IN_WINDOW),
     # A kind defined outside of the library.
     Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
     Kind("outside-window", (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),), (near(6),), 0, ALONE, True),
-    quantised("int8", rounding.int8),
+    quantised("int8", rounding.int8, is_slow=True),
     quantised("fp8", rounding.fp8, is_slow=True),
     quantised("int4", rounding.int4, is_slow=True),
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),

@@ -456,9 +456,9 @@ CHECKS = (
 )
 TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 # These compile loops, other programs for devices, or programs backwards, around the step that the other cells
-# compile. They know of a kind what the step knows, so in `make test` two lines say it for all.
-AROUND_THE_STEP = {"gradient", "shard", "export", "manager", "generate"}
-LINES_AROUND_THE_STEP = {"full", "mix"}
+# compile. They know of a kind what the step knows, so in `make test` one line says it for all.
+AROUND_THE_STEP = {"gradient", "shard", "export", "manager", "generate", "rewrite", "in-place", "transfer"}
+LINE_AROUND_THE_STEP = "mix"
 
 
 def is_slow(kind, name):
@@ -467,7 +467,7 @@ def is_slow(kind, name):
     works = name not in kind.cells
     if works and name == "compress":  # as attention/test_compressed_rows.py says of plain layers
         return True
-    return works and name in AROUND_THE_STEP and kind.name not in LINES_AROUND_THE_STEP
+    return works and name in AROUND_THE_STEP and kind.name != LINE_AROUND_THE_STEP
 
 
 CELLS = [
