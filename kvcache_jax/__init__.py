@@ -25,10 +25,12 @@ from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
+from kvcache_jax.core.chunks import Chunks, StoredChunks
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
+from kvcache_jax.core.key_rotation import key_rotation
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
@@ -57,6 +59,7 @@ from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.commit import commit
+from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.compress import compress
 from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.drop import drop
@@ -64,8 +67,10 @@ from kvcache_jax.operations.evict import evict
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
 from kvcache_jax.operations.extend import extend
+from kvcache_jax.operations.find_chunks import find_chunks
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
+from kvcache_jax.operations.free_chunks import free_chunks
 from kvcache_jax.operations.import_blocks import import_blocks
 from kvcache_jax.operations.init import init, reset
 from kvcache_jax.operations.lookup import lookup
@@ -90,6 +95,7 @@ from kvcache_jax.operations.stats import (
     stats,
     utilization,
 )
+from kvcache_jax.operations.store_chunk import store_chunk
 from kvcache_jax.operations.touch import touch
 from kvcache_jax.operations.truncate import truncate
 from kvcache_jax.operations.write_source import write_source
@@ -113,6 +119,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheManager",
+    "Chunks",
     "Control",
     "Counter",
     "CrossAttention",
@@ -142,6 +149,7 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "StoredChunks",
     "Streaming",
     "TargetDevice",
     "TokenEvent",
@@ -155,6 +163,7 @@ __all__ = [
     "block_map",
     "check_invariants",
     "commit",
+    "compose",
     "compress",
     "describe",
     "donate",
@@ -167,14 +176,17 @@ __all__ = [
     "explain",
     "export_blocks",
     "extend",
+    "find_chunks",
     "fork",
     "free",
+    "free_chunks",
     "gather",
     "generate",
     "idle_seq_ids",
     "import_blocks",
     "init",
     "item_tokens",
+    "key_rotation",
     "lookup",
     "manager",
     "memory_bytes",
@@ -197,6 +209,7 @@ __all__ = [
     "set_priority",
     "state",
     "stats",
+    "store_chunk",
     "testing",
     "touch",
     "truncate",

@@ -44,7 +44,7 @@ def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
         ids = get_at(moves.table, (order, columns), num_blocks)
         rows = block_rows(ids, layer, num_blocks, pool.num_rows)
         tiles = {
-            name: as_blocks(_read(pool.arrays[name], array, rows, offsets), array, group.block_size)
+            name: as_blocks(read_tokens(pool.arrays[name], array, rows, offsets), array, group.block_size)
             for name, array in group.arrays
         }
         # Without the fence XLA may write where it has yet to read (openxla/xla#49176).
@@ -55,7 +55,7 @@ def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
     return lax.fori_loop(0, group.num_layers, move_layer, pool)
 
 
-def _read(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: jax.Array) -> jax.Array:
+def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: jax.Array) -> jax.Array:
     """Reads tokens `[n, heads, t]` of an array's blocks, `[heads, n, t, ...]`; 1 head where it has none."""
     if array.head_axis is None:
         places = (rows[:, 0], *[slice(None)] * array.token_axis, offsets[:, 0])

@@ -47,6 +47,9 @@ class CacheConfig:
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
       enable_drop: Rows may let tokens go from anywhere, by `compress`, and without prefix caching by `drop`.
         XLA then does all attention: no kernel knows tokens that are hidden.
+      num_chunks: Chunks that `store_chunk` keeps at the same time. Default: none; then no program knows of
+        chunks. All layers must keep plain keys and values of all tokens.
+      max_chunk_len: Most tokens of a chunk, given together with `num_chunks`.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
@@ -84,6 +87,8 @@ class CacheConfig:
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
     enable_drop: bool = False
+    num_chunks: int | None = None
+    max_chunk_len: int | None = None
     eviction_policy: str = LRU
     eviction_batch: int = 1
     implementation: str | None = None
@@ -127,7 +132,9 @@ class CacheConfig:
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         for name in ("enable_prefix_caching", "enable_drop"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
-        check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
+        check_positive_or_none(
+            self, "num_blocks", "max_query_len", "memory_budget", "num_chunks", "max_chunk_len"
+        )
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(
@@ -161,6 +168,7 @@ class CacheConfig:
             )
         for group in self.groups:
             _check_indices(group)
+        self._check_chunks()
 
     @property
     def num_layers(self) -> int:
@@ -231,6 +239,26 @@ class CacheConfig:
                 "False: what tokens compute depends on their row's source, and prefixes are found by tokens "
                 "alone"
             )
+
+    def _check_chunks(self) -> None:
+        if (self.num_chunks is None) != (self.max_chunk_len is None):
+            raise ValueError(
+                f"got num_chunks = {self.num_chunks} and max_chunk_len = {self.max_chunk_len}, expected both "
+                "or none: the store of chunks has static sizes"
+            )
+        if self.max_chunk_len is None:
+            return
+        if self.max_chunk_len > self.max_seq_len:
+            raise ValueError(
+                f"max_chunk_len is {self.max_chunk_len}, expected at most max_seq_len = {self.max_seq_len}"
+            )
+        for group in self.groups:
+            if not (group.span.keeps_all and group.kind.is_plain):
+                raise NotImplementedError(
+                    f"num_chunks is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
+                    "layers that keep plain keys and values of all tokens, as FullAttention: other keys are "
+                    "not rotated to another position"
+                )
 
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvcache_jax.core.chunks import empty_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
@@ -50,6 +51,8 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         num_published=ints(max_seqs),
         source_len=ints(max_seqs) if config.source_layers else None,
         holes=_no_holes(config, numpy) if config.enable_drop else None,
+        chunks=empty_chunks(config, numpy) if config.num_chunks else None,
+        first_composed=ints(max_seqs) if config.num_chunks else None,
         prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
+from kvcache_jax.core.chunks import Chunks
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_kinds.span import Span, span_from_json, span_to_json
@@ -53,7 +54,8 @@ class BlockPool:
         `[column * block_size, (column + 1) * block_size)` of the row, or its source, or nowhere. Columns
         past the tokens held are blocks reserved by `allocate`, then nowhere. A window group has a
         hole of nowhere between its sinks and the tokens in reach.
-      ref_count: i32[num_blocks], table entries that point at the block; 0 = free or cached.
+      ref_count: i32[num_blocks], entries of the table and of chunks that point at the block; 0 = free or
+        cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
       num_free: i32[], free blocks.
@@ -194,6 +196,9 @@ class Control:
         with a last one that `truncate` cut into, whoever published that.
       source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
       holes: Holes of all rows, 0 for those that dropped nothing; None without `enable_drop`.
+      chunks: Chunks, those that are stored; None without `num_chunks`.
+      first_composed: i32[max_seqs], first place that `compose` wrote, counted from 1; 0 for rows without
+        chunks. None without `num_chunks`.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
     """
@@ -210,6 +215,8 @@ class Control:
     num_published: jax.Array
     source_len: jax.Array | None
     holes: Holes | None
+    chunks: Chunks | None
+    first_composed: jax.Array | None
     prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
 
@@ -225,7 +232,8 @@ _ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_publishe
 def row_fields(control: Control) -> dict[str, jax.Array]:
     """Returns the arrays of `Control` that have an entry per row, 0 for idle ones, by name."""
     fields = {name: getattr(control, name) for name in _ROW_FIELDS}
-    return fields if control.source_len is None else fields | {"source_len": control.source_len}
+    more = {"source_len": control.source_len, "first_composed": control.first_composed}
+    return fields | {name: values for name, values in more.items() if values is not None}
 
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))

@@ -38,6 +38,10 @@ class Status(enum.IntEnum):
     """The prefix index has no place for an imported block, or another block has its hash."""
     HAS_SOURCE = 12
     """The row has a source, which is written once; free the row first."""
+    BAD_CHUNK_ID = 13
+    """No chunk is stored there, or not in the row's namespace."""
+    OUT_OF_CHUNKS = 14
+    """All places for chunks are taken; free some first."""
 
 
 def first_failure(*checks: tuple[jax.Array, Status]) -> jax.Array:

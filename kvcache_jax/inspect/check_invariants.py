@@ -21,6 +21,7 @@ from kvcache_jax.core.state import (
     PrefixIndex,
     row_fields,
 )
+from kvcache_jax.inspect.chunk_invariants import blocks_of_chunks, check_chunks, plain_len_of
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
 
@@ -68,7 +69,9 @@ def check_invariants(cache: Cache) -> list[str]:
     if unusable:
         return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
-        violations += [f"group {g}: {violation}" for violation in _check_counts(pool)]
+        violations += [
+            f"group {g}: {violation}" for violation in _check_counts(pool, blocks_of_chunks(cache, g))
+        ]
         table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
         for row in range(len(is_active)):
             length = int(lengths[row]) if is_active[row] else None
@@ -76,7 +79,7 @@ def check_invariants(cache: Cache) -> list[str]:
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
             ]
-    return violations + _check_index(cache)
+    return violations + check_chunks(cache) + _check_index(cache)
 
 
 class _Hole(NamedTuple):
@@ -123,6 +126,8 @@ def _check_ids(cache: Cache) -> list[str]:
     found = []
     for g, pool in enumerate(control.block_pools):
         found.append((f"group {g}: the block table", pool.block_table, pool.num_blocks))
+        if control.chunks is not None:
+            found.append((f"group {g}: the chunks", control.chunks.block_ids[g], pool.num_blocks))
         if pool.cached is not None:
             found.append((f"group {g}: the queue", pool.cached.queue, pool.num_blocks))
     if index is not None:
@@ -143,16 +148,15 @@ def _check_ids(cache: Cache) -> list[str]:
     return violations
 
 
-def _check_counts(pool: BlockPool) -> list[str]:
+def _check_counts(pool: BlockPool, of_chunks: np.ndarray) -> list[str]:
     """Checks references, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
     num_free, nowhere = int(pool.num_free), pool.num_blocks
-    entries = np.bincount(table[table < nowhere], minlength=nowhere)
+    held = np.concatenate([table[table < nowhere], of_chunks])
+    entries = np.bincount(held, minlength=nowhere)
     for block in np.flatnonzero(entries != ref_count):
-        violations.append(
-            f"block {block} has ref_count {ref_count[block]} and {entries[block]} table entries"
-        )
+        violations.append(f"block {block} has ref_count {ref_count[block]} and {entries[block]} entries")
     if not 0 <= num_free <= nowhere:
         return [*violations, f"num_free is {num_free}, outside [0, {nowhere}]"]
     free_ids = np.asarray(pool.free_stack)[:num_free]
@@ -330,6 +334,8 @@ def _check_published_rows(
         if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
         hole = _hole_of(cache, row, group_id)
+        if num_published[row] * block_size > plain_len_of(cache, row):
+            violations.append(f"row {row} has blocks published that were composed")
         if hole.num_dropped and num_published[row] * block_size > hole.start - hole.num_kept:
             violations.append(f"row {row} has blocks published that are no prefix")
         if not is_published[blocks[: num_published[row]]].all():

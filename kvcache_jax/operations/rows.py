@@ -114,13 +114,21 @@ def fitting_rows(available: jax.Array, needs: jax.Array, wants: jax.Array) -> ja
 
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
     """Marks `rows` as used and gives them what their parents have, except the blocks."""
-    names = "context_len", "priority", "namespace", "num_published", "source_len"
+    names = "context_len", "priority", "namespace", "num_published", "source_len", "first_composed"
     held = row_fields(control)
     inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
     control = mark_used(control, rows, **inherited, **fields)
     if (holes := control.holes) is not None:
         control = dataclasses.replace(control, holes=holes.with_rows(rows, holes.of_rows(parent_ids)))
     return control
+
+
+def plain_len(control: Control, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
+    """Counts the tokens of rows before the first that `compose` wrote, i32[n], at most `length` i32[n]."""
+    if control.first_composed is None:
+        return length
+    first = get_at(control.first_composed, seq_ids, 0)
+    return jnp.where(first > 0, jnp.minimum(length, first - 1), length)
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:

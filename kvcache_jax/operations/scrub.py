@@ -19,6 +19,7 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
 from kvcache_jax.operations.free import free_rows
+from kvcache_jax.operations.free_chunks import forget
 from kvcache_jax.prefix import eviction
 
 
@@ -30,9 +31,9 @@ def scrub(
     """Ends rows and overwrites what they own with zeros: keys, values and recorded tokens.
 
     With `seq_ids`: the blocks that these rows hold and no other row does, published or not, and the cached
-    blocks that continue them. Blocks that another row holds stay as they are, findable if they were.
+    blocks that continue them. Blocks that another row or a chunk holds stay as they are, findable if they were.
 
-    With `namespace`: all its rows end, and all their blocks go, and all that is cached in it. A free block
+    With `namespace`: all its rows end, and all their blocks go, its chunks, and all that is cached in it. A free block
     does not know whose it was, nor does the part of a block behind a row's last token: so every free block,
     every reserved one and the empty rest of last blocks is overwritten too. Nothing of the namespace is left
     in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
@@ -79,6 +80,8 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         assert words is not None
         is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
     masks = _blocks_of_rows(cache, is_row) if words is None else _blocks_not_of_others(cache, is_row, words)
+    if words is not None and control.chunks is not None:
+        control = _forget_chunks(control, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:
         control = _forget_rests(control, cache.config)
@@ -86,7 +89,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     for g, pool in enumerate(cache.pools):
         pool = jax.tree.map(functools.partial(_zero_blocks, mask=masks[g]), pool)
         if words is not None:
-            pool = _zero_rests(pool, control, control.block_pools[g], cache.config.groups[g])
+            pool = _zero_rests(pool, control, g, cache.config.groups[g])
         pools.append(pool)
     num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
@@ -139,8 +142,21 @@ def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> 
             if links is not None:
                 namespace = get_at(namespace, links.indexed_ids)
             is_kept |= pool.cached.is_published & (namespace != words[None]).any(axis=-1)
+        if (chunks := control.chunks) is not None:
+            is_of_other = (chunks.namespace != words[None]).any(axis=-1)
+            of_chunks = jnp.where(is_of_other[:, None], chunks.block_ids[g], pool.num_blocks)
+            is_kept = is_kept.at[of_chunks].set(True, mode="drop")
         masks.append(~is_kept)
     return masks
+
+
+def _forget_chunks(control: Control, words: jax.Array) -> Control:
+    """Forgets the chunks of a namespace u32[4]."""
+    chunks = control.chunks
+    assert chunks is not None
+    order = jnp.arange(chunks.num_chunks, dtype=jnp.int32)
+    is_its = (chunks.namespace == words[None]).all(axis=-1) & (chunks.length > 0)
+    return forget(control, jnp.where(is_its, order, chunks.num_chunks))
 
 
 def _end_rows(control: Control, is_row: jax.Array, config: CacheConfig) -> Control:
@@ -194,19 +210,19 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     if index is None:
         return control
     block_size = config.groups[g].block_size
-    num_tokens = num_tokens_held(control, control.block_pools[g], config.groups[g])
+    num_tokens = num_tokens_held(control, g, config.groups[g])
     is_token = jnp.arange(block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
     index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, group: LayerGroup) -> KVPool:
+def _zero_rests(pool: KVPool, control: Control, group_id: int, group: LayerGroup) -> KVPool:
     """Overwrites with zeros behind the last token of every row, except what others use or is published."""
-    block_size = group.block_size
+    blocks, block_size = control.block_pools[group_id], group.block_size
     columns, _ = group.tail_column(group.kind.length(control))
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
-    num_tokens = num_tokens_held(control, blocks, group)
+    num_tokens = num_tokens_held(control, group_id, group)
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 
     def clear(values: jax.Array, array: BlockArray) -> jax.Array:
@@ -223,13 +239,15 @@ def _zero_rests(pool: KVPool, control: Control, blocks: BlockPool, group: LayerG
     return KVPool(arrays={name: clear(pool.arrays[name], array) for name, array in group.arrays})
 
 
-def num_tokens_held(control: Control, pool: BlockPool, group: LayerGroup) -> jax.Array:
-    """Counts the tokens that each block of a group holds for a row, or published; i32[num_blocks]."""
-    block_size = group.block_size
+def num_tokens_held(control: Control, group_id: int, group: LayerGroup) -> jax.Array:
+    """Counts the tokens that each block of a group holds for a row or a chunk, or published; i32[num_blocks]."""
+    pool, block_size = control.block_pools[group_id], group.block_size
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
     filled = jnp.clip(group.kind.length(control)[:, None] - starts[None], 0, block_size)
     # A last block may be shared by a longer fork, for which it is not the last.
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
+    if control.chunks is not None:
+        num_tokens = max_at(num_tokens, control.chunks.block_ids[group_id], block_size)
     if pool.cached is None:
         return num_tokens
     return jnp.where(pool.cached.is_published, block_size, num_tokens)

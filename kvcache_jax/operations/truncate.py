@@ -61,6 +61,7 @@ def truncate_rows(
         control,
         context_len=set_at(control.context_len, rows, new_len),
         holes=_cut(control, rows, new_len),
+        first_composed=_cut_chunks(control, rows, new_len),
         block_pools=tuple(
             pool if group.holds_sources else _shortened(pool, group, rows, new_len) for pool, group in pools
         ),
@@ -82,6 +83,14 @@ def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
         return None
     kept = control.holes.of_rows(rows)
     return control.holes.with_rows(rows, kept.forgotten(new_len <= kept.plain_len))
+
+
+def _cut_chunks(control: Control, rows: jax.Array, new_len: jax.Array) -> jax.Array | None:
+    """Forgets that `rows` were composed where only tokens in front of their chunks are left."""
+    if control.first_composed is None:
+        return None
+    first = get_at(control.first_composed, rows, 0)
+    return set_at(control.first_composed, rows, jnp.where(new_len < first, 0, first))
 
 
 def _is_lost(

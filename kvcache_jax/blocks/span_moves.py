@@ -1,0 +1,69 @@
+"""Moving spans of tokens between blocks of anybody, keys rotated on the way."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import read_first, set_at
+from kvcache_jax.blocks.storage import as_blocks, block_rows
+from kvcache_jax.blocks.token_moves import read_tokens
+from kvcache_jax.core.key_rotation import Rotate
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.state import KVPool
+
+
+class SpanMoves(NamedTuple):
+    """The tokens that are written into blocks of one layer group, `n` times `C` blocks of `s` tokens.
+
+    Attributes:
+      blocks: i32[n, C * s], block that the token at each place comes from; nowhere writes zeros.
+      offsets: i32[n, C * s], its place in that block.
+      distance: i32[n, C * s], positions that its key moves by; None for 0.
+      destination: i32[n, C], blocks that are written; nowhere for those that are not.
+    """
+
+    blocks: jax.Array
+    offsets: jax.Array
+    distance: jax.Array | None
+    destination: jax.Array
+
+
+def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate | None = None) -> KVPool:
+    """Moves tokens in all layers, one layer after the other, in place under donation.
+
+    All that a layer moves is read before any of it is written. Keys that move by 0 keep their bits.
+    """
+    num_blocks = pool.num_rows // group.num_layers
+    is_token = moves.blocks < num_blocks
+
+    def moved(pool: KVPool, name: str, array: BlockArray, rows: jax.Array) -> jax.Array:
+        tile = read_tokens(pool.arrays[name], array, rows[:, None], moves.offsets[:, None])
+        if rotate is not None and moves.distance is not None and name == "k":
+            tile = _rotated(tile, moves.distance, rotate)
+        mask = is_token.reshape(1, *is_token.shape, *[1] * (tile.ndim - 3))
+        # What no token is in must not stay: it may be another namespace's, or NaN.
+        return as_blocks(jnp.where(mask, tile, jnp.zeros_like(tile)), array, group.block_size)
+
+    def move_layer(layer: jax.Array, pool: KVPool) -> KVPool:
+        layer = layer.astype(jnp.int32)
+        rows = block_rows(moves.blocks, layer, num_blocks, pool.num_rows)
+        tiles = {name: moved(pool, name, array, rows) for name, array in group.arrays}
+        # Without the fence XLA may write where it has yet to read (openxla/xla#49176).
+        tiles, arrays = read_first(tiles, pool.arrays)
+        written = block_rows(moves.destination, layer, num_blocks, pool.num_rows)
+        return KVPool(arrays={name: set_at(arrays[name], written, tiles[name]) for name in arrays})
+
+    return lax.fori_loop(0, group.num_layers, move_layer, pool)
+
+
+def _rotated(tile: jax.Array, distance: jax.Array, rotate: Rotate) -> jax.Array:
+    """Rotates keys `[heads, n, t, head_dim]` by `distance` i32[n, t], in float32."""
+    keys = jnp.moveaxis(tile, 0, 2)
+    rotated = rotate(keys.astype(jnp.float32), distance)
+    if rotated.shape != keys.shape:
+        raise ValueError(f"rotate returned shape {rotated.shape}, expected that of its keys, {keys.shape}")
+    stays = (distance == 0)[..., None, None]
+    return jnp.moveaxis(jnp.where(stays, keys, rotated.astype(keys.dtype)), 2, 0)

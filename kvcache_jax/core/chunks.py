@@ -1,0 +1,118 @@
+"""The store of chunks: passages that were computed once and can be put into rows at any position.
+
+A chunk is named by its namespace and its tokens, all of which are compared: there is no hash to collide.
+Invariants, which `check_invariants` looks for:
+
+* A chunk of `length` tokens that began at `start` holds the blocks of columns `start // block_size` to
+  `(start + length - 1) // block_size` of its row as they were, in the same order and with the same offsets.
+  The keys in them are the original ones, rotated by the positions from `start` on: what `compose` rotates
+  starts from these, never from keys that were rotated before.
+* Each entry counts as an owner in `ref_count`, so that whoever writes into a shared block copies it first.
+  Nobody writes into the blocks of chunks.
+* No two chunks have the same name.
+* With prefix caching no block of a chunk is published: a published block stands behind its parent, which a
+  chunk does not hold. Chunks then hold copies alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.pytree import pytree_dataclass
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.span import ceil_div
+
+
+@pytree_dataclass()
+class Chunks:
+    """Chunks by id; nowhere is `num_chunks`.
+
+    Attributes:
+      tokens: i32[num_chunks, max_chunk_len], 0 behind the last one.
+      length: i32[num_chunks], tokens; 0 where no chunk is stored.
+      start: i32[num_chunks], position of the first token when it was computed.
+      namespace: u32[num_chunks, 4], of the row that the chunk came from.
+      block_ids: per group i32[num_chunks, columns], blocks that hold the tokens, from the first one's on;
+        then nowhere.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    start: jax.Array
+    namespace: jax.Array
+    block_ids: tuple[jax.Array, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """Places for chunks; also the id that means nowhere."""
+        return self.length.shape[-1]
+
+    def find(self, tokens: jax.Array, length: jax.Array, namespace: jax.Array) -> jax.Array:
+        """Finds chunks by name, i32[n], or nowhere.
+
+        Args:
+          tokens: i32[n, max_chunk_len], 0 behind the last one.
+          length: i32[n].
+          namespace: u32[n, 4].
+        """
+        is_equal = (self.tokens[None] == tokens[:, None]).all(axis=-1)
+        is_equal &= (self.namespace[None] == namespace[:, None]).all(axis=-1)
+        is_equal &= (self.length[None] == length[:, None]) & (self.length > 0)[None]
+        ids = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        return jnp.min(jnp.where(is_equal, ids[None], self.num_chunks), axis=1)
+
+    def owned_by(self, chunk_ids: jax.Array, namespace: jax.Array) -> jax.Array:
+        """Tells which of `chunk_ids` i32[n, ...] are chunks of `namespace` u32[n, 4], bool like them."""
+        of_chunks = get_at(self.namespace, chunk_ids)
+        namespace = namespace.reshape(namespace.shape[0], *[1] * (chunk_ids.ndim - 1), 4)
+        return (get_at(self.length, chunk_ids, 0) > 0) & (of_chunks == namespace).all(axis=-1)
+
+
+@pytree_dataclass()
+class StoredChunks:
+    """The result of `store_chunk`, per entry of the call.
+
+    Attributes:
+      status: i32[n], see `Status`.
+      chunk_ids: i32[n], the chunk with these tokens, which may have been there before; `num_chunks` for an
+        entry that failed.
+    """
+
+    status: jax.Array
+    chunk_ids: jax.Array
+
+
+def num_chunk_columns(group: LayerGroup, max_chunk_len: int) -> int:
+    """Counts the most blocks that a chunk has tokens in, wherever in a block it begins."""
+    return min(ceil_div(max_chunk_len + group.block_size - 1, group.block_size), group.max_blocks_per_seq)
+
+
+def empty_chunks(config: CacheConfig, numpy: Any = jnp) -> Chunks:
+    """Builds a store without chunks; `numpy` makes its arrays."""
+    assert config.num_chunks is not None and config.max_chunk_len is not None
+    num_chunks, max_chunk_len = config.num_chunks, config.max_chunk_len
+
+    def block_ids(group: LayerGroup) -> Any:
+        shape = num_chunks, num_chunk_columns(group, max_chunk_len)
+        return numpy.full(shape, group.num_blocks, jnp.int32)
+
+    return Chunks(
+        tokens=numpy.zeros((num_chunks, max_chunk_len), jnp.int32),
+        length=numpy.zeros(num_chunks, jnp.int32),
+        start=numpy.zeros(num_chunks, jnp.int32),
+        namespace=numpy.zeros((num_chunks, 4), jnp.uint32),
+        block_ids=tuple(block_ids(group) for group in config.groups),
+    )
+
+
+def require_chunks(operation: str, chunks: Chunks | None) -> Chunks:
+    """Refuses a cache without a store of chunks."""
+    if chunks is None:
+        raise ValueError(
+            f"{operation} got a cache without a store of chunks, expected one built with "
+            "CacheConfig(num_chunks=..., max_chunk_len=...)"
+        )
+    return chunks
