@@ -17,7 +17,7 @@ from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
-from kvcache_jax.core.state import BlockPool, Cache, Control, KVPool
+from kvcache_jax.core.state import Cache, Control, KVPool
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.free_chunks import forget
 from kvcache_jax.prefix import eviction
@@ -31,13 +31,14 @@ def scrub(
     """Ends rows and overwrites what they own with zeros: keys, values and recorded tokens.
 
     With `seq_ids`: the blocks that these rows hold and no other row does, published or not, and the cached
-    blocks that continue them. Blocks that another row or a chunk holds stay as they are, findable if they were.
+    blocks that continue them. Blocks that another row or a chunk holds stay as they are, findable if they
+    were.
 
-    With `namespace`: all its rows end, and all their blocks go, its chunks, and all that is cached in it. A free block
-    does not know whose it was, nor does the part of a block behind a row's last token: so every free block,
-    every reserved one and the empty rest of last blocks is overwritten too. Nothing of the namespace is left
-    in the pools, nor of its tokens in the index. What rows of other namespaces hold, and what is cached in
-    them, is not touched.
+    With `namespace`: all its rows end, and all their blocks go, its chunks, and all that is cached in it. A
+    free block does not know whose it was, nor does the part of a block behind a row's last token: so every
+    free block, every reserved one and the empty rest of last blocks is overwritten too. Nothing of the
+    namespace is left in the pools, nor of its tokens in the index. What rows of other namespaces hold, and
+    what is cached in them, is not touched.
 
     Overwritten blocks are free, except those that other rows have reserved. Call it inside a donated jit:
     called eagerly it copies the pools.
@@ -240,7 +241,7 @@ def _zero_rests(pool: KVPool, control: Control, group_id: int, group: LayerGroup
 
 
 def num_tokens_held(control: Control, group_id: int, group: LayerGroup) -> jax.Array:
-    """Counts the tokens that each block of a group holds for a row or a chunk, or published; i32[num_blocks]."""
+    """Counts the tokens that each block of a group holds for rows, for chunks, or published; i32[any]."""
     pool, block_size = control.block_pools[group_id], group.block_size
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
     filled = jnp.clip(group.kind.length(control)[:, None] - starts[None], 0, block_size)

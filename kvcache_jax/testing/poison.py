@@ -26,8 +26,8 @@ def poison(cache: Cache) -> Cache:
       cache: Not changed, unless donated. Built with `storage=True`.
     """
     pools = []
-    for g, (group, block_pool) in enumerate(zip(cache.config.groups, cache.control.block_pools, strict=True)):
-        num_tokens = num_tokens_held(cache.control, block_pool, group)
+    for g, group in enumerate(cache.config.groups):
+        num_tokens = num_tokens_held(cache.control, g, group)
         is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
         pool = pool_of(cache, g)
         pools.append(

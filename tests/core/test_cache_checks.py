@@ -73,7 +73,15 @@ ON_HOST = {
 }
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
+CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, num_chunks=2, max_chunk_len=4)
 OF_OTHERS = {
+    "compose": (
+        CHUNKS,
+        lambda cache: kv.compose(cache, ROWS, ROWS[:, None], ROWS[:, None], rotate=None),
+    ),
+    "find_chunks": (CHUNKS, lambda cache: kv.find_chunks(cache, TOKENS, ONES)),
+    "free_chunks": (CHUNKS, lambda cache: kv.free_chunks(cache, ONES)),
+    "store_chunk": (CHUNKS, lambda cache: kv.store_chunk(cache, ROWS, ONES, ONES, TOKENS)),
     "compress": (
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, enable_drop=True),
         lambda cache: kv.compress(cache, ROWS, np.ones((len(ROWS), 20), np.float32), ONES),

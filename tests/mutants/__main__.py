@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 
 from tests.mutants.attention import MUTATIONS as ATTENTION
+from tests.mutants.chunks import MUTATIONS as CHUNKS
 from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.compress import MUTATIONS as COMPRESS
 from tests.mutants.core import MUTATIONS as CORE
@@ -52,6 +53,7 @@ MUTATIONS = [
     *PREFIX,
     *REWRITE,
     *COMPRESS,
+    *CHUNKS,
     *KINDS,
     *ATTENTION,
     *DECODE,

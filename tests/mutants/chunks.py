@@ -1,0 +1,85 @@
+"""The mutations of `store_chunk`, `find_chunks`, `compose` and what they rest on."""
+
+from tests.mutants.mutations import in_module
+
+ROWS, ARGUMENTS = "operations/test_chunks.py", "core/test_chunk_arguments.py"
+PLACES = f"{ROWS}::test_chunks_stand_at_any_place_of_a_row[group]"
+IN_PLACE = f"{ROWS}::test_chunks_that_stay_in_place_are_the_same_bit_for_bit"
+SHARED = f"{ROWS}::test_a_chunk_shares_the_whole_blocks_of_its_span"
+REFUSED = f"{ROWS}::test_what_cannot_be_composed_is_said_and_changes_nothing"
+PUBLISHED = f"{ROWS}::test_a_composed_row_publishes_what_is_in_front_alone"
+FOUND = f"{ROWS}::test_chunks_are_found_by_all_their_tokens_in_their_namespace"
+SCARCE = f"{ROWS}::test_scarce_blocks_and_places_go_in_entry_order"
+SCRUBBED = f"{ROWS}::test_scrubbing_a_namespace_forgets_its_chunks_and_no_others[group]"
+ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
+
+MUTATIONS = [
+    *in_module(
+        "operations/compose",
+        ("composed keys move back", "starts - get_at(chunks.start", "get_at(chunks.start", PLACES),
+        (
+            "a chunk begins where its first block does",
+            "remainder(first, group.block_size) + places",
+            "places",
+            PLACES,
+        ),
+        (
+            "chunks of another namespace are composed",
+            "(is_chunk & chunks.owned_by(",
+            "(is_chunk | chunks.owned_by(",
+            REFUSED,
+        ),
+        ("chunks may overlap", "is_bad = overlaps.any(axis=(1, 2)) | ", "is_bad = ", REFUSED),
+        (
+            "chunks are written into blocks of others",
+            "is_written & ~is_own)",
+            "is_written & (entries == pool.num_blocks))",
+            PLACES,
+        ),
+        ("a composed row is a plain text", "first_composed=first)", "first_composed=0 * first)", PLACES),
+    ),
+    *in_module(
+        "operations/store_chunk",
+        ("a chunk does not own what it shares", "block_pool.share(pool, shared)", "pool", SHARED),
+        ("edges of chunks are shared", "is_in & is_whole & ", "is_in & ", SHARED),
+        ("composed tokens become chunks", "most = plain_len(control, seq_ids, most)", "", IN_PLACE),
+        ("equal chunks of a call are two", "is_new & (first == order)", "is_new", SCARCE),
+    ),
+    *in_module(
+        "core/chunks",
+        (
+            "chunks are found in any namespace",
+            "is_equal &= (self.namespace[None]",
+            "(self.namespace[None]",
+            FOUND,
+        ),
+        (
+            "chunks are found by some token",
+            "tokens[:, None]).all(axis=-1)",
+            "tokens[:, None]).any(axis=-1)",
+            FOUND,
+        ),
+    ),
+    *in_module(
+        "operations/commit",
+        (
+            "composed tokens are published",
+            "context_len = plain_len(control, rows, context_len)",
+            "",
+            PUBLISHED,
+        ),
+    ),
+    *in_module(
+        "operations/scrub",
+        (
+            "scrubbing takes blocks of chunks",
+            "is_kept.at[of_chunks].set(True",
+            "is_kept.at[of_chunks].min(True",
+            SCRUBBED,
+        ),
+    ),
+    *in_module(
+        "core/key_rotation",
+        ("keys never move back", "jnp.where((distance < 0)", "jnp.where((distance > 2**30)", ROTATED),
+    ),
+]
