@@ -10,6 +10,7 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.host import Host, Requests
 from kvcache_jax.decoding.loop import DecodeState
 from kvcache_jax.operations.allocate import allocate
@@ -21,7 +22,8 @@ def admit(
     requests: Requests,
     host: Host,
     max_new_tokens: int,
-    max_held_len: int | None = None,
+    streaming: Streaming | None,
+    chunk_len: int,
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
@@ -34,7 +36,8 @@ def admit(
       requests: The prompts that wait.
       host: The continuation of each row.
       max_new_tokens: Per continuation.
-      max_held_len: Most tokens that rows hold which stream; None for rows that keep all.
+      streaming: The tokens that rows keep; None for all.
+      chunk_len: Prompt tokens in one call of the model.
 
     Returns:
       The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
@@ -58,7 +61,9 @@ def admit(
         tokens[0, : len(prompt)] = prompt
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
-        num_held = len(prompt) if max_held_len is None else min(len(prompt), max_held_len)
+        num_held = len(prompt)
+        if streaming is not None:
+            num_held = min(num_held, streaming.max_held_len(host.config, chunk_len))
         with_prompt, admission = allocate(cache, [idle[0]], [num_held], tokens=tokens, namespace=words)
         if int(admission.status[0]) != Status.OK:
             break
@@ -67,7 +72,7 @@ def admit(
         max_len[rows] = min(len(prompt) + max_new_tokens, width)
         forks = {row: group[0] for group in [*admitted.values(), rows] for row in group[1:]}
         started = [*host.running, *rows]
-        if host.running and not _fits(with_prompt, started, max_len, forks, prompt_len, max_held_len):
+        if host.running and not _fits(with_prompt, started, max_len, forks, prompt_len, streaming):
             break
         cache, idle = with_prompt, others_idle
         num_cached += int(admission.num_cached[0])
@@ -104,7 +109,7 @@ def _fits(
     max_len: np.ndarray,
     forks: Mapping[int, int],
     prompt_len: np.ndarray,
-    max_held_len: int | None,
+    streaming: Streaming | None,
 ) -> bool:
     """Tells whether `rows` can all go on to `max_len` i32[max_seqs] together.
 
@@ -114,18 +119,17 @@ def _fits(
       max_len: i32[max_seqs], where each ends.
       forks: {row to be forked: row with its prompt}.
       prompt_len: i32[max_seqs].
-      max_held_len: As in `admit`.
+      streaming: As in `admit`.
     """
     context_len = np.asarray(cache.context_len)
     forked = [row for row in rows if row not in forks]
     for group, pool in zip(cache.config.groups, cache.control.block_pools, strict=True):
         table, num_cached = np.asarray(pool.block_table), 0 if pool.cached is None else pool.cached.num_cached
-        if max_held_len is not None:
-            # What rows share they drop one by one: in the end nearly all of a row's blocks are its own.
-            most = [_most_blocks(group, min(int(max_len[row]) - 1, max_held_len)) for row in rows]
-            shared = np.unique(table[forked])
-            num_to_come = sum(most) - (shared < pool.num_blocks).sum()
-            if num_to_come > int(pool.num_free):
+        if streaming is not None:
+            # Before any row grows all drop what they do not need, so what each may come to is what counts.
+            held_len = streaming.max_held_len(cache.config, 1)
+            most = [_most_blocks(group, min(int(max_len[row]) - 1, held_len)) for row in rows]
+            if sum(most) > pool.num_blocks:
                 return False
             continue
         num_held = (table < pool.num_blocks).sum(axis=1)

@@ -185,7 +185,7 @@ def generate(
         )
     while requests.waiting or host.running:
         while True:
-            state, admitted, num_cached = admit(state, requests, host, max_new_tokens, max_held_len)
+            state, admitted, num_cached = admit(state, requests, host, max_new_tokens, streaming, chunk_len)
             if not admitted:
                 break
             state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len, streaming)

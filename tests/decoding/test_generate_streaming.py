@@ -75,12 +75,13 @@ def test_a_text_goes_on_past_what_a_row_holds():
 
 @pytest.mark.slow
 def test_samples_stream_from_the_prompt_that_they_share():
-    """As many rows as there are blocks for, each of which comes to hold nearly all of its own."""
+    """As many rows at a time as there are blocks for, each of which comes to hold nearly all of its own."""
     prompts = [PROMPTS[1], PROMPTS[0]]
-    result = generate(prompts, dict(num_blocks=4 * MOST_BLOCKS - 1), num_samples=2)
-    for i, generation in enumerate(result.generations):
-        check(generation, prompts[i // 2])
-    assert [look.num_active_seqs for look in result.timeline[:2]] == [2, 2]  # one prompt at a time
+    for num_blocks, active in ((4 * (MOST_BLOCKS - 1), [4, 4]), (4 * (MOST_BLOCKS - 1) - 1, [2, 2])):
+        result = generate(prompts, dict(num_blocks=num_blocks), num_samples=2)
+        for i, generation in enumerate(result.generations):
+            check(generation, prompts[i // 2])
+        assert [look.num_active_seqs for look in result.timeline[:2]] == active
     drawn = generate(prompts, num_samples=2, temperature=1.5, top_k=9).generations
     assert drawn[0].tokens != drawn[1].tokens
 

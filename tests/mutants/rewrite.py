@@ -193,9 +193,9 @@ MUTATIONS = [
     *in_module(
         "decoding/admission",
         (
-            "samples that stream are thought to share all that they share now",
-            "num_to_come = sum(most) - (shared < pool.num_blocks).sum()",
-            "num_to_come = sum(most) - 2 * (shared < pool.num_blocks).sum()",
+            "rows stream without blocks for all that they may come to",
+            "if sum(most) > pool.num_blocks",
+            "if sum(most) > 2 * pool.num_blocks",
             f"{STREAM}::test_samples_stream_from_the_prompt_that_they_share",
         ),
     ),
