@@ -45,6 +45,8 @@ class CacheConfig:
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
+      partial_hits: With prefix caching, `allocate` also shares the published block whose first tokens alone
+        are the prompt's; the next `extend` copies it. All layer groups then have one block size.
       enable_drop: Rows may let tokens go from anywhere, by `compress`, and without prefix caching by `drop`.
         XLA then does all attention: no kernel knows tokens that are hidden.
       num_chunks: Chunks that `store_chunk` keeps at the same time. Default: none; then no program knows of
@@ -86,6 +88,7 @@ class CacheConfig:
     dtype: Any = jnp.float32
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
+    partial_hits: bool = False
     enable_drop: bool = False
     num_chunks: int | None = None
     max_chunk_len: int | None = None
@@ -130,7 +133,7 @@ class CacheConfig:
                     f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
                 )
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
-        for name in ("enable_prefix_caching", "enable_drop"):
+        for name in ("enable_prefix_caching", "partial_hits", "enable_drop"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(
             self, "num_blocks", "max_query_len", "memory_budget", "num_chunks", "max_chunk_len"
@@ -166,6 +169,7 @@ class CacheConfig:
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
                 "its blocks are the ones that prefixes are found by"
             )
+        self._check_partial_hits()
         for group in self.groups:
             _check_indices(group)
         self._check_chunks()
@@ -259,6 +263,19 @@ class CacheConfig:
                     "layers that keep plain keys and values of all tokens, as FullAttention: other keys are "
                     "not rotated to another position"
                 )
+
+    def _check_partial_hits(self) -> None:
+        if self.partial_hits and not self.enable_prefix_caching:
+            raise ValueError(
+                "partial_hits is True and there is no prefix cache to hit, expected "
+                "enable_prefix_caching=True with it"
+            )
+        sizes = {group.block_size for group in self.groups}
+        if self.partial_hits and len(sizes) > 1:
+            raise ValueError(
+                f"partial_hits is True and blocks have {sorted(sizes)} tokens, expected one block size: what "
+                "is shared of a block is the same tokens in every layer group"
+            )
 
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size

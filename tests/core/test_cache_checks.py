@@ -77,7 +77,7 @@ CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, num_chunks=2, max_chu
 OF_OTHERS = {
     "compose": (
         CHUNKS,
-        lambda cache: kv.compose(cache, ROWS, ROWS[:, None], ROWS[:, None], rotate=None),
+        lambda cache: kv.compose(cache, ROWS, [[0]] * 3, [[0]] * 3, rotate=None),
     ),
     "find_chunks": (CHUNKS, lambda cache: kv.find_chunks(cache, TOKENS, ONES)),
     "free_chunks": (CHUNKS, lambda cache: kv.free_chunks(cache, ONES)),
