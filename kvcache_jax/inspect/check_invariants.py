@@ -21,7 +21,7 @@ from kvcache_jax.core.state import (
     PrefixIndex,
     row_fields,
 )
-from kvcache_jax.inspect.chunk_invariants import blocks_of_chunks, check_chunks, plain_len_of
+from kvcache_jax.inspect.chunk_invariants import blocks_of_chunks, check_chunks, is_composed, plain_len_of
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
 
@@ -156,7 +156,9 @@ def _check_counts(pool: BlockPool, of_chunks: np.ndarray) -> list[str]:
     held = np.concatenate([table[table < nowhere], of_chunks])
     entries = np.bincount(held, minlength=nowhere)
     for block in np.flatnonzero(entries != ref_count):
-        violations.append(f"block {block} has ref_count {ref_count[block]} and {entries[block]} entries")
+        violations.append(
+            f"block {block} has ref_count {ref_count[block]} and {entries[block]} table or chunk entries"
+        )
     if not 0 <= num_free <= nowhere:
         return [*violations, f"num_free is {num_free}, outside [0, {nowhere}]"]
     free_ids = np.asarray(pool.free_stack)[:num_free]
@@ -334,7 +336,7 @@ def _check_published_rows(
         if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
         hole = _hole_of(cache, row, group_id)
-        if num_published[row] * block_size > plain_len_of(cache, row):
+        if is_composed(cache, row) and num_published[row] * block_size > plain_len_of(cache, row):
             violations.append(f"row {row} has blocks published that were composed")
         if hole.num_dropped and num_published[row] * block_size > hole.start - hole.num_kept:
             violations.append(f"row {row} has blocks published that are no prefix")

@@ -13,10 +13,17 @@ def blocks_of_chunks(cache: Cache, group_id: int) -> np.ndarray:
     return ids[ids < cache.control.block_pools[group_id].num_blocks]
 
 
+def is_composed(cache: Cache, row: int) -> bool:
+    """Tells whether chunks were put into a row."""
+    return cache.control.first_composed is not None and int(cache.control.first_composed[row]) > 0
+
+
 def plain_len_of(cache: Cache, row: int) -> int:
     """Counts the tokens of a row in front of its first chunk."""
-    first = 0 if cache.control.first_composed is None else int(cache.control.first_composed[row])
-    return first - 1 if first else int(cache.control.context_len[row])
+    if not is_composed(cache, row):
+        return int(cache.control.context_len[row])
+    assert cache.control.first_composed is not None
+    return int(cache.control.first_composed[row]) - 1
 
 
 def check_chunks(cache: Cache) -> list[str]:

@@ -152,6 +152,7 @@ class Texts:
             for id_, start in sorted(placed[row], key=lambda pair: pair[1]):
                 tokens, raw, values = self.texts[row]
                 gap = start - len(tokens)
+                assert gap >= 0
                 empty = np.zeros((self.num_layers, gap, KV_HEADS, DIM), np.float32)
                 self.append(row, (np.zeros(gap, int), empty, empty))
                 self.append(row, self.chunks[id_])
@@ -337,11 +338,11 @@ def test_scarce_blocks_and_places_go_in_entry_order():
     assert_same(cache, texts.cache)
 
     names = 100 + np.arange(4)[:, None] * [1] * MAX_CHUNK
-    names[2] = names[1]
-    spans = np.array([(0, 4, 4), (0, 8, 4), (0, 8, 4), (0, 12, 4)])  # of which the third is the second
+    names[1] = names[0]
+    spans = np.array([(0, 4, 4), (0, 4, 4), (0, 8, 4), (0, 12, 4)])  # of which the second is the first
     texts.cache, stored = store(texts.cache, *spans.T, names)
     assert statuses(stored.status) == [OK, OK, OK, kv.Status.OUT_OF_CHUNKS]
-    assert stored.chunk_ids.tolist() == [3, 4, 4, NUM_CHUNKS]
+    assert stored.chunk_ids.tolist() == [3, 3, 4, NUM_CHUNKS]
     texts.check()
 
 
