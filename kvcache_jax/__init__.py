@@ -7,7 +7,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `blocks`: who holds which block, and the movement of keys and values
 * `prefix`: blocks found by their contents: hashes, the index, eviction
 * `operations`: `allocate`, `extend`, `fork`, `commit` and the others, a file each
-* `attention`: `write`, `attend`, `attention`, `append`, `gather`; XLA, gradients, the way to the kernels
+* `attention`: `write`, `attend`, `attention`, `append`, `gather`, `attention_scores`; XLA, gradients, kernels
 * `inspect`: invariants, block maps, reasons for a miss
 * `decoding`: `generate`, `beam_search`, `score`, speculation, for anybody's model
 * `engine`: continuous batching inside one compiled program
@@ -20,6 +20,7 @@ import logging as _logging
 from kvcache_jax import manager, testing
 from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
+from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
@@ -40,6 +41,7 @@ from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
@@ -55,6 +57,7 @@ from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.commit import commit
+from kvcache_jax.operations.compress import compress
 from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.drop import drop
 from kvcache_jax.operations.evict import evict
@@ -139,6 +142,7 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "Streaming",
     "TargetDevice",
     "TokenEvent",
     "active_seq_ids",
@@ -146,10 +150,12 @@ __all__ = [
     "append",
     "attend",
     "attention",
+    "attention_scores",
     "beam_search",
     "block_map",
     "check_invariants",
     "commit",
+    "compress",
     "describe",
     "donate",
     "draw_block_map",

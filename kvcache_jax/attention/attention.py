@@ -149,10 +149,10 @@ def _attend(
     stored = storage.keys_values_shapes(pool, group, weights)
     num_kv_heads, _, key_dim = stored.k.shape
     arguments.require_floats("q", q)
-    _check_queries(q, step, num_kv_heads, key_dim)
+    check_queries(q, step, num_kv_heads, key_dim)
     if sink_logits is not None:
         sink_logits = arguments.as_array("sink_logits", sink_logits)
-    _check_options(scale, soft_cap, sink_logits, q.shape[-2])
+    check_options(scale, soft_cap, sink_logits, q.shape[-2])
     return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
@@ -211,7 +211,8 @@ def _read(
     return read, out.astype(q.dtype), lse.reshape(shape[:-1])
 
 
-def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
+def check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) -> None:
+    """Refuses queries of another shape than the step's tokens and the layer's keys ask for."""
     tokens = step.positions.shape
     heads_divide = q.ndim >= 2 and q.shape[-2] > 0 and q.shape[-2] % num_kv_heads == 0
     if q.shape[:-2] != tokens or q.shape[-1] != key_dim or not heads_divide:
@@ -221,7 +222,8 @@ def _check_queries(q: jax.Array, step: Step, num_kv_heads: int, key_dim: int) ->
         )
 
 
-def _check_options(scale: Any, soft_cap: Any, sink_logits: arguments.Array | None, num_q_heads: int) -> None:
+def check_options(scale: Any, soft_cap: Any, sink_logits: arguments.Array | None, num_q_heads: int) -> None:
+    """Refuses options of attention that are no numbers, or traced where they are part of the program."""
     for name, value in (("scale", scale), ("soft_cap", soft_cap)):
         if isinstance(value, Tracer):
             raise TypeError(f"{name} is traced, expected a Python number; multiply q by it instead")

@@ -72,7 +72,7 @@ def _gather(
     places = jnp.arange(is_token.shape[0], dtype=jnp.int32)
     is_token &= places < length
     if control.holes is not None:
-        is_token &= ~control.holes.of_rows(seq_id[None]).is_hidden(places[None])[0]
+        is_token &= ~control.holes.of_rows(seq_id[None]).of_group(group_id).is_hidden(places[None])[0]
 
     def held(values: jax.Array) -> jax.Array:
         values = jnp.where(is_token[:, None, None], values, jnp.zeros((), values.dtype))

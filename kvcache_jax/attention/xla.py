@@ -14,7 +14,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,142 +22,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.blocks.storage import block_rows, keys_values_of, keys_values_shapes, load_blocks
-from kvcache_jax.core.backends import target_device
+from kvcache_jax.attention.tiles import (
+    MASKED,
+    by_head,
+    by_query,
+    product,
+    query_mask,
+    scaled_logits,
+    tiles,
+)
+from kvcache_jax.blocks.storage import as_blocks, block_rows, keys_values_of, keys_values_shapes
 from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import AttentionPlan, KVPool
-
-# On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.
-_TILE_TOKENS = 2048
-_TILE_BYTES = 256 * 1024 * 1024
-# On a CPU, bytes of a tile's keys or of its logits: as much as stays in a core's cache until it was used.
-_CPU_TILE_BYTES = 2 * 1024 * 1024
-_MIN_TILE_TOKENS = 256
-_MASKED = -1e30
-
-
-class Tile(NamedTuple):
-    """A run of blocks of every row.
-
-    Attributes:
-      rows: i32[r, b], where the blocks stand in the pool, or past its end.
-      stored: By name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`.
-      is_held: bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
-      is_seen: bool[1, r, m, n], the query sees the key.
-    """
-
-    rows: jax.Array
-    stored: dict[str, jax.Array]
-    is_held: jax.Array
-    is_seen: jax.Array
-
-
-def _tiles(
-    pool: KVPool,
-    block_table: jax.Array,
-    plan: AttentionPlan,
-    group: LayerGroup,
-    layer: jax.Array,
-    num_blocks: int,
-    q_shape: tuple[int, ...],
-    tile_tokens: int | None,
-) -> tuple[jax.Array, Callable[[jax.Array], Tile]]:
-    """Cuts what is read into tiles: their number, and the function that loads the one of an index."""
-    num_queries, group_size, block_size = q_shape[1], q_shape[3], group.block_size
-    tokens = tile_tokens or _default_tile_tokens(group, q_shape)
-    tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))
-    num_tiles = (plan.num_columns.max() + tile_blocks - 1) // tile_blocks
-    query = jnp.repeat(jnp.arange(num_queries, dtype=jnp.int32), group_size)[None, :, None]
-    first, num_rows_queries = plan.first_position[:, None, None], plan.num_queries[:, None, None]
-    last, position, is_query = first + num_rows_queries - 1, first + query, query < num_rows_queries
-    offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
-
-    def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
-        """Tells which keys any of the queries at positions `first` to `last` sees."""
-        if plan.num_keys is not None:
-            return key_pos < plan.num_keys[:, None, None]
-        if plan.holes is None:
-            return group.span.sees(first, last, key_pos)
-        # Distances are those of the text, of what is still there.
-        first, last, in_text = (plan.holes.positions(place) for place in (first, last, key_pos))
-        return group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
-
-    def load(i: jax.Array) -> Tile:
-        nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]
-        behind_sinks = plan.first_column[:, None] + nth - group.num_sink_blocks
-        column = jnp.where(nth < group.num_sink_blocks, nth, behind_sinks)
-        is_read = nth < plan.num_columns[:, None]
-        block_ids = get_at(block_table, (plan.table_row[:, None], column))
-        block_ids = jnp.where(is_read, block_ids, num_blocks)
-        rows = block_rows(block_ids, layer, num_blocks, pool.num_rows)
-
-        def per_key(values: jax.Array) -> jax.Array:
-            return jnp.repeat(values, block_size, axis=1)
-
-        key_pos, is_stored = per_key(column * block_size) + offset, per_key(block_ids < num_blocks)
-        is_held = sees(first, last, key_pos[:, :, None]) & is_stored[:, :, None]
-        is_seen = sees(position, position, key_pos[:, None]) & is_stored[:, None] & is_query
-        # Computed once: without the fence XLA computes them again for every value that is read or compared.
-        rows, is_held, is_seen = lax.optimization_barrier((rows, is_held, is_seen))
-        return Tile(rows, load_blocks(pool, group, rows), is_held[None], is_seen[None])
-
-    return num_tiles, load
-
-
-def _default_tile_tokens(group: LayerGroup, q_shape: tuple[int, ...]) -> int:
-    """Chooses the tokens of a row in a tile, by the platform that the program is for."""
-    num_rows, num_queries, num_heads, group_size, key_dim = q_shape
-    num_logits, itemsize = num_queries * group_size, jnp.dtype(group.kind.dtype).itemsize
-    token_bytes = num_rows * num_heads * max(4 * num_logits, itemsize * key_dim)
-    if target_device().platform == "cpu":
-        return max(_MIN_TILE_TOKENS, _CPU_TILE_BYTES // token_bytes)
-    return max(_MIN_TILE_TOKENS, min(_TILE_TOKENS, _TILE_BYTES // token_bytes))
-
-
-def _as_blocks(tile: jax.Array, array: BlockArray, block_size: int) -> jax.Array:
-    """Turns a tile `[h', r, n, ...]` into blocks as the pool has them, `[r, b, *array.shape]`."""
-    num_heads, num_rows = tile.shape[:2]
-    tile = tile.reshape(num_heads, num_rows, -1, block_size, *tile.shape[3:])
-    if array.head_axis is None:
-        return jnp.moveaxis(tile[0], 2, 2 + array.token_axis)
-    return jnp.moveaxis(tile, (0, 3), (2 + array.head_axis, 2 + array.token_axis))
-
-
-def _by_head(x: jax.Array) -> jax.Array:
-    """Turns `[r, t, h, g, ...]` into `[h, r, m, ...]`."""
-    x = jnp.moveaxis(x, 2, 0)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-
-def _by_query(x: jax.Array, num_queries: int) -> jax.Array:
-    """Computes the inverse of `_by_head`, for `t = num_queries`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 0, 2)
-
-
-def _is_query(plan: AttentionPlan, q_shape: tuple[int, ...]) -> jax.Array:
-    """Tells queries from padding and failed rows, bool[r, t, 1, 1]."""
-    is_query = jnp.arange(q_shape[1], dtype=jnp.int32)[None] < plan.num_queries[:, None]
-    return is_query[:, :, None, None]
-
-
-def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Computes `jnp.einsum` of two arrays of one dtype, added up in float32; rounds no float32 first."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _logits(
-    scale: float, soft_cap: float | None, q: jax.Array, k: jax.Array, k_scale: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Computes scaled (and capped) logits f32[h, r, m, n], and their derivative by the scaled product."""
-    logits = _product("hrmd,hrnd->hrmn", q, k) * scale
-    if k_scale is not None:
-        logits *= k_scale[:, :, None].astype(jnp.float32)
-    if soft_cap is None:
-        return logits, jnp.ones((), jnp.float32)
-    capped = jnp.tanh(logits / soft_cap)
-    return soft_cap * capped, 1 - capped * capped
 
 
 def forward(
@@ -176,21 +52,21 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the results f32[r, t, h, g, e] and lse f32[r, t, h, g]; see `Backend.decode`."""
     num_queries, num_blocks = q.shape[1], pool.num_rows // group.num_layers
-    num_tiles, load = _tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
+    num_tiles, _, load = tiles(pool, block_table, plan, group, layer, num_blocks, q.shape, tile_tokens)
     read = keys_values_shapes(pool, group, weights)
-    peak = jnp.full_like(q[..., 0], _MASKED, jnp.float32)
+    peak = jnp.full_like(q[..., 0], MASKED, jnp.float32)
     if sink_logits is not None:
         peak = peak * 0 + sink_logits[None, None]
     # A layer that does not exist reads NaN.
     is_layer = (layer >= 0) & (layer < group.num_layers)
-    is_query = _by_head(jnp.broadcast_to(_is_query(plan, q.shape), peak.shape))
-    q, peak = _by_head(jnp.where(is_layer, q.astype(read.k.dtype), jnp.nan)), _by_head(peak)
+    is_query = by_head(jnp.broadcast_to(query_mask(plan, q.shape), peak.shape))
+    q, peak = by_head(jnp.where(is_layer, q.astype(read.k.dtype), jnp.nan)), by_head(peak)
 
     def add_tile(i, state):
         peak, total, out = state  # [h, r, m], [h, r, m], [h, r, m, e]
         tile = load(i)
         k, v, k_scale, v_scale = keys_values_of(group, tile.stored, weights)
-        logits = jnp.where(tile.is_seen, _logits(scale, soft_cap, q, k, k_scale)[0], _MASKED)
+        logits = jnp.where(tile.is_seen, scaled_logits(scale, soft_cap, q, k, k_scale)[0], MASKED)
         new_peak = jnp.maximum(peak, logits.max(axis=-1))
         # Before a query's first key all of these are 1, and then decay to 0.
         shares = jnp.exp(logits - new_peak[..., None])
@@ -199,17 +75,17 @@ def forward(
         v = jnp.where(tile.is_held, v, 0)
         if v_scale is not None:
             shares = shares * jnp.where(tile.is_held[..., 0], v_scale, 0)[:, :, None].astype(jnp.float32)
-        added = _product("hrmn,hrne->hrme", shares.astype(v.dtype), v)
+        added = product("hrmn,hrne->hrme", shares.astype(v.dtype), v)
         return new_peak, total, out * decay[..., None] + added
 
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     out = _zeros_of_width(q, read.v.shape[-1])
     peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, out))
-    is_empty = (peak <= _MASKED) | ~is_query
+    is_empty = (peak <= MASKED) | ~is_query
     total = jnp.where(is_empty, 1, total)
     out = jnp.where(is_empty[..., None], 0, out / total[..., None])
     lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
-    return _by_query(out, num_queries), _by_query(lse, num_queries)
+    return by_query(out, num_queries), by_query(lse, num_queries)
 
 
 def _zeros_of_width(q: jax.Array, width: int) -> jax.Array:
@@ -305,14 +181,14 @@ def backward(
     pool_grads, grad_out, grad_lse = grads
     num_queries, num_blocks, arrays = q.shape[1], saved.rows.shape[0], dict(group.arrays)
     plan, layer = saved.plan, jnp.int32(0)
-    num_tiles, load = _tiles(
+    num_tiles, _, load = tiles(
         saved.pool, saved.block_table, plan, group, layer, num_blocks, q.shape, tile_tokens
     )
     key_dtype = keys_values_shapes(saved.pool, group, weights).k.dtype
     # Padding may hold anything, and 0 * NaN would poison the keys' gradient.
-    stored_q = jnp.where(_is_query(plan, q.shape)[..., None], q, 0).astype(key_dtype)
+    stored_q = jnp.where(query_mask(plan, q.shape)[..., None], q, 0).astype(key_dtype)
     stored_q, out, lse, grad_out, grad_lse = (
-        _by_head(x) for x in (stored_q, *(x.astype(jnp.float32) for x in (out, lse, grad_out, grad_lse)))
+        by_head(x) for x in (stored_q, *(x.astype(jnp.float32) for x in (out, lse, grad_out, grad_lse)))
     )
     q32 = stored_q.astype(jnp.float32)
     is_empty = jnp.isneginf(lse)
@@ -330,20 +206,20 @@ def backward(
         k, _, k_scale, _ = keys_values_of(group, stored, weights)
         # What unseen values give is masked below; the product of a share of 0 and an unseen key is not.
         k = jnp.where(tile.is_held, k, 0)
-        logits, slope = _logits(scale, soft_cap, stored_q, k, k_scale)
+        logits, slope = scaled_logits(scale, soft_cap, stored_q, k, k_scale)
         (k, v), pull = jax.vjp(functools.partial(_scaled, group), *_in_float32((stored, weights)))
         k = jnp.where(tile.is_held, k, 0)
         shares = jnp.where(is_seen, jnp.exp(logits - safe_lse[..., None]), 0)
-        grad_logits = shares * (_product("hrme,hrne->hrmn", grad_out, v) - delta[..., None])
+        grad_logits = shares * (product("hrme,hrne->hrmn", grad_out, v) - delta[..., None])
         grad_logits = jnp.where(is_seen, grad_logits * slope * scale, 0)
-        grad_q += _product("hrmn,hrnd->hrmd", grad_logits, k)
-        tile_k = _product("hrmn,hrmd->hrnd", grad_logits, q32)
-        tile_v = _product("hrmn,hrme->hrne", shares, grad_out)
+        grad_q += product("hrmn,hrnd->hrmd", grad_logits, k)
+        tile_k = product("hrmn,hrmd->hrnd", grad_logits, q32)
+        tile_v = product("hrmn,hrme->hrne", shares, grad_out)
         tile_grads, more = pull((tile_k, tile_v))
         if adds_to_pool:
             rows = get_at(saved.rows, rows, pool_grads.num_rows)
         sums = {
-            name: grad.at[rows].add(_as_blocks(tile_grads[name], arrays[name], group.block_size), mode="drop")
+            name: grad.at[rows].add(as_blocks(tile_grads[name], arrays[name], group.block_size), mode="drop")
             for name, grad in sums.items()
         }
         return grad_q, jax.tree.map(jnp.add, grad_weights, more), sums
@@ -366,10 +242,10 @@ def backward(
     grad_weights = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grad_weights, weights)
     grad_sinks = None
     if sink_logits is not None:
-        lse, delta = (_by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
+        lse, delta = (by_query(x, num_queries) for x in (safe_lse, delta))  # delta is 0 where lse was -inf
         shares = jnp.exp(sink_logits[None, None] - lse)
         grad_sinks = -jnp.sum(shares * delta, axis=(0, 1)).astype(sink_logits.dtype)
-    grad_q = _by_query(grad_q, num_queries).astype(q.dtype)
+    grad_q = by_query(grad_q, num_queries).astype(q.dtype)
     return KVPool(arrays=sums), grad_q, grad_weights, grad_sinks
 
 

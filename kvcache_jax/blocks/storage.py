@@ -293,6 +293,15 @@ def load_blocks(
     return {name: load(pool.arrays[name], array) for name, array in group.arrays}
 
 
+def as_blocks(tile: jax.Array, array: BlockArray, block_size: int) -> jax.Array:
+    """Turns a tile `[heads, r, tokens, ...]` into blocks as the pool has them, `[r, b, *array.shape]`."""
+    num_heads, num_rows = tile.shape[:2]
+    tile = tile.reshape(num_heads, num_rows, -1, block_size, *tile.shape[3:])
+    if array.head_axis is None:
+        return jnp.moveaxis(tile[0], 2, 2 + array.token_axis)
+    return jnp.moveaxis(tile, (0, 3), (2 + array.head_axis, 2 + array.token_axis))
+
+
 def keys_values_of(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
     """Computes keys and values of a tile from `load_blocks`, as `[heads, r, tokens, ...]`."""
 

@@ -8,14 +8,22 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.masked_updates import get_at, quotient
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.core.backends import choose
+from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 
-def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> Step:
+def plan_attention(
+    cache: Cache, step: Step, *, is_contiguous: bool = True, within: Span | None = None
+) -> Step:
     """Adds the plans of all layer groups to a step whose slots were reserved in `cache`.
 
-    Where a row's tokens do not follow one another (`is_contiguous=False`), each is planned as a row.
+    Args:
+      cache: After the reservation.
+      step: Padded or packed.
+      is_contiguous: Whether a row's tokens follow one another; else each is planned as a row.
+      within: Positions that no query sees beyond, for caches with `enable_drop`.
     """
     is_by_row = is_contiguous and step.cu_query_lens is None
     num_queries = step.positions.shape[1] if is_by_row else 1
@@ -29,9 +37,11 @@ def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> S
         num_keys = None
         if not group.kind.is_causal:
             num_keys = get_at(group.kind.length(cache.control), table_row, 0)
-        plan = plan_rows(group, table_row, first_position, num_queries_of_row, num_keys)
-        if cache.control.holes is not None:
-            plan = dataclasses.replace(plan, holes=cache.control.holes.of_rows(table_row))
+        holes = cache.control.holes
+        if holes is not None:
+            holes = holes.of_rows(table_row).of_group(group_id)
+        plan = plan_rows(group, table_row, first_position, num_queries_of_row, num_keys, holes)
+        plan = dataclasses.replace(plan, within=within)
         backend = choose(cache.config, None, pool, group)
         if backend.plan and backend.attend(num_queries):
             work = backend.plan(
@@ -52,6 +62,7 @@ def plan_rows(
     first_position: jax.Array,
     num_queries: jax.Array,
     num_keys: jax.Array | None = None,
+    holes: Holes | None = None,
 ) -> AttentionPlan:
     """Plans which columns are read by rows of `num_queries` tokens each, from `first_position` on."""
     if num_keys is None:
@@ -59,6 +70,8 @@ def plan_rows(
     else:
         end = group.num_columns(num_keys)
     first = group.first_column(first_position)
+    if holes is not None and group.span.keeps_all and not group.holds_sources:
+        first = jnp.maximum(first, quotient(holes.first, group.block_size))
     # The sinks' columns, fewer where the row ends among them, and those from the first in reach.
     num_columns = jnp.minimum(group.num_sink_blocks, end) + jnp.maximum(end - first, 0)
     return AttentionPlan(
@@ -68,6 +81,7 @@ def plan_rows(
         first_position=first_position,
         num_queries=num_queries,
         num_keys=num_keys,
+        holes=holes,
     )
 
 

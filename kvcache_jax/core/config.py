@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -44,8 +45,8 @@ class CacheConfig:
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
-      enable_drop: Rows may let tokens go from anywhere, by `drop`. XLA then does all attention: no kernel
-        knows tokens that are hidden. Not with prefix caching.
+      enable_drop: Rows may let tokens go from anywhere, by `compress`, and without prefix caching by `drop`.
+        XLA then does all attention: no kernel knows tokens that are hidden.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
@@ -126,11 +127,6 @@ class CacheConfig:
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         for name in ("enable_prefix_caching", "enable_drop"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
-        if self.enable_prefix_caching and self.enable_drop:
-            raise ValueError(
-                "enable_prefix_caching and enable_drop are True, expected one of them: what a row holds "
-                "behind dropped tokens cannot be found by its tokens"
-            )
         check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
@@ -189,6 +185,11 @@ class CacheConfig:
     def query_len_limit(self) -> int:
         """Most new tokens of one row in one `extend`."""
         return self.max_query_len or self.max_seq_len
+
+    @property
+    def drop_unit(self) -> int:
+        """Tokens whose blocks `drop` gives back together: whole blocks of every group."""
+        return math.lcm(*(group.block_size for group in self.groups if not group.holds_sources))
 
     @functools.cached_property
     def groups(self) -> tuple[LayerGroup, ...]:

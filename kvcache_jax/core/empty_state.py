@@ -68,7 +68,8 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
 
 def _no_holes(config: CacheConfig, numpy: Any) -> Holes:
     none = numpy.zeros(config.max_seqs, jnp.int32)
-    return Holes(start=none, num_hidden=none, num_dropped=none)
+    first = numpy.zeros((config.max_seqs, len(config.groups)), jnp.int32)
+    return Holes(start=none, num_hidden=none, num_dropped=none, num_kept=none, first=first)
 
 
 def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:

@@ -4,6 +4,7 @@ Only the hash of a block and the bucket that it belongs into are computed by the
 """
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,31 +72,48 @@ def check_invariants(cache: Cache) -> list[str]:
         table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
         for row in range(len(is_active)):
             length = int(lengths[row]) if is_active[row] else None
-            hole = _hole_of(cache, row)
+            hole = _hole_of(cache, row, g)
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
             ]
     return violations + _check_index(cache)
 
 
-def _hole_of(cache: Cache, row: int) -> tuple[int, int, int]:
-    """Reads the first place of what a row dropped, how much of it is hidden, and how much is gone."""
+class _Hole(NamedTuple):
+    """The hole of a row in a layer group; see `Holes`."""
+
+    start: int = 0
+    num_hidden: int = 0
+    num_dropped: int = 0
+    num_kept: int = 0
+    first: int = 0
+
+
+def _hole_of(cache: Cache, row: int, group_id: int) -> _Hole:
+    """Reads what a row let go, in a layer group."""
     if (holes := cache.control.holes) is None:
-        return 0, 0, 0
-    return int(holes.start[row]), int(holes.num_hidden[row]), int(holes.num_dropped[row])
+        return _Hole()
+    of_row = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept, holes.first[:, group_id]
+    return _Hole(*(int(values[row]) for values in of_row))
 
 
 def _check_holes(cache: Cache) -> list[str]:
-    """Checks that dropped tokens lie within their rows, and that idle rows have none."""
-    violations = []
+    """Checks that what rows let go lies within them, and that idle rows and those of windows have none."""
+    violations, groups = [], cache.config.groups
     for row, length in enumerate(np.asarray(cache.control.context_len).tolist()):
-        hole = start, num_hidden, num_dropped = _hole_of(cache, row)
-        if min(hole) < 0 or start + num_hidden > length:
-            violations.append(
-                f"row {row} of {length} tokens hides {num_hidden} from {start} on, and dropped {num_dropped}"
-            )
-        if any(hole) and not cache.control.is_active[row]:
-            violations.append(f"row {row} is idle and dropped tokens")
+        of_groups = [_hole_of(cache, row, g) for g in range(len(groups))]
+        hole, firsts = of_groups[0], [hole.first for hole in of_groups]
+        if min(map(min, of_groups)) < 0 or hole.start + hole.num_hidden > length:
+            violations.append(f"row {row} of {length} tokens has the impossible {hole}")
+        if hole.num_kept > hole.start or max(firsts) > (hole.start if hole.num_kept else 0):
+            violations.append(f"row {row} keeps {hole.num_kept} tokens, from {firsts} to {hole.start}")
+        if hole.num_kept and not hole.num_dropped:
+            violations.append(f"row {row} keeps {hole.num_kept} tokens and dropped none")
+        if any(map(any, of_groups)) and not cache.control.is_active[row]:
+            violations.append(f"row {row} is idle and let tokens go")
+        is_in_window = not all(group.span.keeps_all for group in groups)
+        if hole.num_kept and is_in_window:
+            violations.append(f"row {row} keeps tokens at positions that a window does not know")
     return violations
 
 
@@ -311,6 +329,9 @@ def _check_published_rows(
             violations.append(f"row {row} does not count its published last block")
         if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
+        hole = _hole_of(cache, row, group_id)
+        if hole.num_dropped and num_published[row] * block_size > hole.start - hole.num_kept:
+            violations.append(f"row {row} has blocks published that are no prefix")
         if not is_published[blocks[: num_published[row]]].all():
             violations.append(f"row {row} holds an unpublished block among its published ones")
         for block in blocks[is_published[blocks] & (namespaces[blocks] != row_namespaces[row]).any(axis=1)]:
@@ -326,7 +347,7 @@ def _check_published_rows(
 
 
 def _check_row(
-    entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None, hole: tuple[int, int, int]
+    entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None, hole: _Hole
 ) -> list[str]:
     """Checks one row of the block table; `length` is None for an idle row."""
     is_held = entries < pool.num_blocks
@@ -341,20 +362,22 @@ def _check_row(
     needed = np.zeros_like(is_held)
     needed[: min(num_sinks, num_token_columns)] = True
     if window is None:
-        needed[:num_token_columns] = True
+        needed[hole.first // group.block_size : num_token_columns] = True
     else:
-        start, num_hidden, num_dropped = hole
         places = np.arange(length)
-        age = length - places + num_dropped * (places < start)  # in the text
-        is_seen = (age < window) & ((places < start) | (places >= start + num_hidden))
+        age = length - places + hole.num_dropped * (places < hole.start)  # in the text
+        is_seen = (age < window) & ((places < hole.start) | (places >= hole.start + hole.num_hidden))
         needed[places[is_seen] // group.block_size] = True
     for column in np.flatnonzero(needed & ~is_held):
         violations.append(f"of {length} tokens lacks the block of column {column}")
     behind_sinks = np.flatnonzero(is_held[num_sinks:])
     if len(behind_sinks) and len(behind_sinks) != behind_sinks[-1] - behind_sinks[0] + 1:
         violations.append(f"holds columns {(behind_sinks + num_sinks).tolist()} with a gap")
-    if len(behind_sinks) and behind_sinks[0] > 0 and window is None:
-        violations.append(f"holds no block of column {num_sinks}")
+    first_column = hole.first // group.block_size
+    if window is None and len(behind_sinks) and behind_sinks[0] > first_column:
+        violations.append(f"holds no block of column {first_column}")
+    if window is None and is_held[:first_column].any():
+        violations.append(f"holds blocks before column {first_column}, the first with tokens")
     if is_held.sum() > group.max_held_blocks:
         violations.append(f"holds {is_held.sum()} blocks, above the bound {group.max_held_blocks}")
     ref_count = np.asarray(pool.ref_count)

@@ -157,6 +157,9 @@ def commit_rows(
         is_idle = ~get_at(control.is_active, rows)
         id_checks = (*check_ids(control, rows), (is_idle, Status.SEQ_NOT_ACTIVE))
     status = first_failure(*id_checks, (final_len < 0, Status.BAD_LENGTH))
+    if control.holes is not None:  # what a row holds behind what it let go is no prefix
+        holes = control.holes.of_rows(rows)
+        context_len = jnp.where(holes.is_plain, context_len, jnp.minimum(holes.plain_len, context_len))
     num_full = quotient(jnp.maximum(jnp.minimum(final_len, context_len), 0), block_size)
     num_pending = jnp.where(status == Status.OK, jnp.maximum(num_full - num_published, 0), 0)
     ends = jnp.cumsum(num_pending, dtype=jnp.int32)

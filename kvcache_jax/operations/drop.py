@@ -1,7 +1,6 @@
 """The operation `drop`: rows let tokens go from anywhere, and go on with the others."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
@@ -38,11 +36,11 @@ def drop(cache: Cache, seq_ids: IntRows, start: IntRows, length: IntRows) -> tup
 
     Returns:
       The cache and status i32[n]: BAD_LENGTH (the run ends outside of the row, begins among the sinks of a
-      layer kind, or leaves tokens between it and those dropped before), SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
-      SKIPPED, BAD_SEQ_ID.
+      layer kind or among what `compress` kept, or leaves tokens between it and those dropped before),
+      SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError: the cache has no `enable_drop`.
+      ValueError: the cache has no `enable_drop`, or has prefix caching.
 
     Example:
       >>> import kvcache_jax as kv
@@ -61,6 +59,11 @@ def drop(cache: Cache, seq_ids: IntRows, start: IntRows, length: IntRows) -> tup
         raise ValueError(
             "drop needs a cache that may have dropped tokens, expected CacheConfig(enable_drop=True)"
         )
+    if cache.config.enable_prefix_caching:
+        raise ValueError(
+            "drop got a cache with enable_prefix_caching=True, expected False: what a row holds behind "
+            "dropped tokens cannot be found by its tokens"
+        )
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     start = arguments.int_column("start", start, seq_ids.shape[0])
     length = arguments.int_column("length", length, seq_ids.shape[0])
@@ -78,23 +81,26 @@ def drop_rows(
     first, end = before.start, before.end + before.num_dropped  # in the text
     is_plain = first == end
     is_apart = ~is_plain & ((start > end) | (start + length < first))
+    is_kept = (before.num_kept > 0) & (start < before.start)
     is_outside = (length < 0) | (start < 0) | (length > text_len - start)
     num_sinks = max(group.span.num_sink_tokens for group in config.groups)
     status = first_failure(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (is_outside, Status.BAD_LENGTH),
-        ((length > 0) & ((start < num_sinks) | is_apart), Status.BAD_LENGTH),
+        ((length > 0) & ((start < num_sinks) | is_apart | is_kept), Status.BAD_LENGTH),
     )
     rows = jnp.where((status == Status.OK) & (length > 0), seq_ids, control.max_seqs)
     first = jnp.where(is_plain, start, jnp.minimum(first, start))
     end = jnp.where(is_plain, start + length, jnp.maximum(end, start + length)) - before.num_dropped
 
     # Blocks go that are dropped whole in every group, so that places stay the same in all of them.
-    unit = math.lcm(*(group.block_size for group in config.groups if not group.holds_sources))
+    unit = config.drop_unit
     first_gone = quotient(first + unit - 1, unit) * unit
     num_gone = jnp.maximum(quotient(end, unit) * unit - first_gone, 0)
-    holes = Holes(start=first, num_hidden=end - first - num_gone, num_dropped=before.num_dropped + num_gone)
+    holes = dataclasses.replace(
+        before, start=first, num_hidden=end - first - num_gone, num_dropped=before.num_dropped + num_gone
+    )
     pools = tuple(
         pool if group.holds_sources else _without_columns(pool, group, rows, first_gone, num_gone)
         for pool, group in zip(control.block_pools, config.groups, strict=True)
@@ -102,7 +108,7 @@ def drop_rows(
     return dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, context_len - num_gone),
-        holes=jax.tree.map(lambda x, new: set_at(x, rows, new), control.holes, holes),
+        holes=control.holes.with_rows(rows, holes),
         block_pools=pools,
     ), status
 

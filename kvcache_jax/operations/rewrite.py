@@ -30,7 +30,7 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, Step, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.extend import copy_tokens
-from kvcache_jax.operations.rows import check_ids
+from kvcache_jax.operations.rows import check_ids, fitting_rows
 from kvcache_jax.prefix import eviction
 
 
@@ -51,9 +51,10 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
         where there are fewer. A row with none is left alone, even an idle one.
 
     Returns:
-      The cache and a `Step` with arrays `[n, T]`. `status`: BAD_LENGTH (an index repeats, descends or lies
-      outside the row), WINDOW_LOST (a window group gave back what the token reads), OUT_OF_BLOCKS,
-      SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
+      The cache and a `Step` with arrays `[n, T]`. `status`: BAD_LENGTH (an index repeats, descends, lies
+      outside the row or is that of a token that `compress` kept, whose position is not known), WINDOW_LOST
+      (a window group gave back what the token reads), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
+      BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
 
     Raises:
       ValueError, TypeError: shapes or dtypes that do not fit.
@@ -93,8 +94,11 @@ def _rewrite(cache: Cache, seq_ids: jax.Array, indices: jax.Array) -> tuple[Cach
         )
         for g, (pool, group) in enumerate(groups)
     ]
-    ok = _with_blocks(control, rows < control.max_seqs, is_copied)
-    status = jnp.where((rows < control.max_seqs) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    wants = rows < control.max_seqs
+    needs = jnp.stack([jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in is_copied])
+    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
+    ok = fitting_rows(available, jnp.where(wants, needs, 0), wants)
+    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows = jnp.where(ok, rows, control.max_seqs)
     is_copied = [mask & ok[:, None] for mask in is_copied]
 
@@ -115,7 +119,8 @@ def _checked(
     context_len = get_at(control.context_len, seq_ids, 0)
     is_outside = is_token & ((indices < 0) | (indices >= context_len[:, None]))
     if control.holes is not None:
-        is_outside |= is_token & control.holes.of_rows(seq_ids).is_hidden(indices)
+        holes = control.holes.of_rows(seq_ids)
+        is_outside |= is_token & (holes.of_group(0).is_hidden(indices) | holes.is_kept(indices))
     descends = is_token[:, 1:] & (indices[:, 1:] <= indices[:, :-1])
     is_lost = any_of(
         [
@@ -156,24 +161,6 @@ def _is_copied(
         # Behind a block that the row let go stands no block that is published, or that others may publish.
         is_copied |= is_kept & (lax.cummax(is_copied.astype(jnp.int32), axis=1) > 0)
     return is_copied & (blocks < pool.num_blocks)
-
-
-def _with_blocks(control: Control, wants: jax.Array, is_copied: list[jax.Array]) -> jax.Array:
-    """Keeps the rows of bool[n] for which there are blocks, in entry order."""
-    needs = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in is_copied]
-    needs = jnp.stack([jnp.where(wants, need, 0) for need in needs], axis=1)  # [n, groups]
-    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
-    is_short = (jnp.sum(needs, axis=0, dtype=jnp.int32) > available).any()
-
-    def admit_row(state):
-        row, free, ok = state
-        left = free - needs[row]
-        row_ok = wants[row] & (left >= 0).all()
-        return row + 1, jnp.where(row_ok, left, free), ok.at[row].set(row_ok)
-
-    num_rows = wants.shape[0]
-    state = jnp.where(is_short, 0, num_rows), available, wants
-    return lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)[2]
 
 
 def _take_copies(

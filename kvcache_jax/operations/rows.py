@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, set_at
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
 from kvcache_jax.core.config import CacheConfig
@@ -90,13 +91,36 @@ def active_rows(control: Control, seq_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     return status, jnp.where(status == Status.OK, seq_ids, control.max_seqs)
 
 
+def fitting_rows(available: jax.Array, needs: jax.Array, wants: jax.Array) -> jax.Array:
+    """Keeps the rows of bool[n] for which there are blocks in all layer groups, in entry order.
+
+    Args:
+      available: i32[groups].
+      needs: i32[groups, n], 0 where nothing is wanted.
+      wants: bool[n].
+    """
+    num_rows = wants.shape[0]
+    is_short = (jnp.sum(needs, axis=1, dtype=jnp.int32) > available).any()
+
+    def admit_row(state):
+        row, free, ok = state
+        left = free - needs[:, row]
+        fits = ok[row] & (left >= 0).all()
+        return row + 1, jnp.where(fits, left, free), ok.at[row].set(fits)
+
+    state = jnp.where(is_short, 0, num_rows), available, wants
+    return lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)[2]
+
+
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
     """Marks `rows` as used and gives them what their parents have, except the blocks."""
     names = "context_len", "priority", "namespace", "num_published", "source_len"
     held = row_fields(control)
     inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
-    holes = jax.tree.map(lambda x: set_at(x, rows, get_at(x, parent_ids)), control.holes)
-    return dataclasses.replace(mark_used(control, rows, **inherited, **fields), holes=holes)
+    control = mark_used(control, rows, **inherited, **fields)
+    if (holes := control.holes) is not None:
+        control = dataclasses.replace(control, holes=holes.with_rows(rows, holes.of_rows(parent_ids)))
+    return control
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:

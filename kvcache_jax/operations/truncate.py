@@ -29,7 +29,8 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
     Args:
       cache: Not changed.
       seq_ids: i32[n], active rows, each at most once.
-      new_len: i32[n], tokens to keep, hidden ones counted; a row that dropped some cannot end among them.
+      new_len: i32[n], tokens to keep, hidden ones counted; a row cannot end among tokens that it dropped, nor
+        among those that `compress` kept.
 
     Returns:
       The cache and status i32[n]: TOO_LONG (`new_len` exceeds the row), BAD_LENGTH, WINDOW_LOST,
@@ -68,11 +69,11 @@ def truncate_rows(
 
 
 def _ends_hidden(control: Control, seq_ids: jax.Array, new_len: jax.Array) -> jax.Array:
-    """Tells which rows would end among tokens that they dropped."""
+    """Tells which rows would end among tokens that they dropped, or that `compress` kept."""
     if control.holes is None:
         return jnp.zeros_like(new_len, bool)
     holes = control.holes.of_rows(seq_ids)
-    return (new_len > holes.start) & (new_len < holes.end)
+    return (new_len > holes.plain_len) & (new_len < holes.end)
 
 
 def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
@@ -80,8 +81,7 @@ def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
     if control.holes is None:
         return None
     kept = control.holes.of_rows(rows)
-    is_plain = new_len <= kept.start
-    return jax.tree.map(lambda x, new: set_at(x, rows, jnp.where(is_plain, 0, new)), control.holes, kept)
+    return control.holes.with_rows(rows, kept.forgotten(new_len <= kept.plain_len))
 
 
 def _is_lost(

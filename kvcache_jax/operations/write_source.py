@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
@@ -17,7 +16,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids
+from kvcache_jax.operations.rows import check_ids, fitting_rows
 
 
 @takes_one
@@ -111,7 +110,7 @@ def _take(
     wants = status == Status.OK
     needs = jnp.stack([jnp.where(wants, group.num_columns(source_len), 0) for group in groups.values()])
     available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g in groups])
-    ok = _keep_fitting(available, needs, wants)
+    ok = fitting_rows(available, needs, wants)
     status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows, length = jnp.where(ok, seq_ids, control.max_seqs), jnp.where(ok, source_len, 0)
     pools, slots = list(control.block_pools), {}
@@ -121,27 +120,6 @@ def _take(
         control, source_len=set_at(control.source_len, rows, length), block_pools=tuple(pools)
     )
     return control, slots, status
-
-
-def _keep_fitting(available: jax.Array, needs: jax.Array, wants: jax.Array) -> jax.Array:
-    """Keeps the rows of bool[n] for which there are blocks in all groups, in entry order.
-
-    Args:
-      available: i32[groups].
-      needs: i32[groups, n], 0 where nothing is wanted.
-      wants: bool[n].
-    """
-    num_rows = wants.shape[0]
-    is_short = (jnp.sum(needs, axis=1, dtype=jnp.int32) > available).any()
-
-    def admit_row(state):
-        row, free, ok = state
-        left = free - needs[:, row]
-        fits = ok[row] & (left >= 0).all()
-        return row + 1, jnp.where(fits, left, free), ok.at[row].set(fits)
-
-    state = jnp.where(is_short, 0, num_rows), available, wants
-    return lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)[2]
 
 
 def _take_group(

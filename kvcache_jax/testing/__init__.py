@@ -144,10 +144,10 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
     if (holes := cache.control.holes) is not None:
         for row in active:
             dropped, gone = oracle.rows[row].dropped, oracle.rows[row].gone
-            want = min(dropped, default=0), len(dropped) - len(gone), len(gone)
-            got = int(holes.start[row]), int(holes.num_hidden[row]), int(holes.num_dropped[row])
-            if got != want:
-                found.append(f"row {row} dropped (start, hidden, gone) {got}, expected {want}")
+            want = min(dropped, default=0), len(dropped) - len(gone), len(gone), oracle.rows[row].num_kept
+            of_row = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept
+            if (got := tuple(int(values[row]) for values in of_row)) != want:
+                found.append(f"row {row} dropped (start, hidden, gone, kept) {got}, expected {want}")
     counters = np.asarray(cache.control.counters)
     for counter, expected in (
         (Counter.COPIES, oracle.num_copies),

@@ -14,7 +14,8 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock
-from kvcache_jax.testing.oracle_rows import OracleRow, OracleRows
+from kvcache_jax.testing.oracle_compression import OracleCompression
+from kvcache_jax.testing.oracle_rows import OracleRow
 
 
 @dataclasses.dataclass
@@ -44,7 +45,7 @@ class _Growth:
     copied: list[int]
 
 
-class Oracle(OracleRows):
+class Oracle(OracleCompression):
     """Dict-of-lists model of a cache.
 
     Operations take the arguments of their namesakes as Python lists and return a list of `Status`, or how
@@ -310,6 +311,8 @@ class Oracle(OracleRows):
             return Status.BAD_LENGTH
         if any(row.positions[place] in row.dropped for place in places):
             return Status.BAD_LENGTH
+        if row.num_kept and any(row.plain_len <= place < min(row.dropped) for place in places):
+            return Status.BAD_LENGTH
         for group, table in zip(self.config.groups, row.tables, strict=True):
             if (reach := group.kind.span.window) is None:
                 continue
@@ -329,11 +332,6 @@ class Oracle(OracleRows):
         if self.config.enable_prefix_caching and g == self.config.indexed_group and copied:
             copied = [column for column in kept if column >= min(copied)]
         return sorted(copied)
-
-    def _make_room(self, num_new: Sequence[int]) -> None:
-        """Evicts until as many blocks are free; only the indexed group has cached ones."""
-        group_id = self.config.indexed_group
-        self._evict(num_new[group_id] - self.num_free(group_id))
 
 
 def num_reserved(group: LayerGroup, num_tokens: int) -> int:

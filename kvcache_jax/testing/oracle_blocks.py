@@ -92,6 +92,11 @@ class OracleBlocks:
     def _forget_all(self) -> None:
         self.published, self.cached, self._prefix_of, self.history = {}, {}, {}, {}
 
+    def _make_room(self, num_new: Sequence[int]) -> None:
+        """Evicts until as many blocks are free; only the indexed group has cached ones."""
+        group_id = self.config.indexed_group
+        self._evict(num_new[group_id] - self.num_free(group_id))
+
     def _evict(self, num_blocks: int) -> None:
         """Gives up the least valuable cached blocks, of equal ones that released longest ago."""
         block_size = self.config.groups[self.config.indexed_group].block_size

@@ -15,7 +15,8 @@ class OracleRow:
     """A sequence: its tokens, per layer group the block of each table column, and what is published.
 
     Of its source there is the length alone. Of the text's positions there are those that were dropped, and
-    among them those that went with their blocks.
+    among them those that went with their blocks. Of a row that was compressed the last `num_kept` tokens in
+    front of these count as if they had stood there from the start.
     """
 
     tokens: list[int]
@@ -26,11 +27,17 @@ class OracleRow:
     source_len: int = 0
     dropped: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
+    num_kept: int = 0
 
     @property
     def positions(self) -> list[int]:
         """The positions in the text of the tokens that it holds."""
         return [i for i in range(len(self.tokens) + len(self.gone)) if i not in self.gone]
+
+    @property
+    def plain_len(self) -> int:
+        """The first tokens that stand in the text where they do in the row."""
+        return min(self.dropped, default=len(self.tokens)) - self.num_kept
 
 
 class OracleRows(OracleBlocks):
@@ -76,8 +83,8 @@ class OracleRows(OracleBlocks):
             statuses[i] = statuses[i] or self._check_cut(seq_id, length)
             if not statuses[i]:
                 row = self.rows[seq_id]
-                if row.dropped and length <= min(row.dropped):
-                    row.dropped = row.gone = frozenset()
+                if row.dropped and length <= row.plain_len:
+                    row.dropped, row.gone, row.num_kept = frozenset(), frozenset(), 0
                 del row.tokens[length:]
                 self._drop_columns(row, first=length, keeps_source=True)
                 block_size = self.config.groups[self.config.indexed_group].block_size
@@ -92,7 +99,9 @@ class OracleRows(OracleBlocks):
             return Status.BAD_LENGTH
         if new_len > len(row.tokens):
             return Status.TOO_LONG
-        if row.dropped and min(row.dropped) < new_len < len(row.positions):
+        if row.dropped and row.plain_len < new_len < min(row.dropped):
+            return Status.BAD_LENGTH
+        if row.dropped and row.plain_len < new_len < len(row.positions):
             if row.positions[new_len] in row.dropped:
                 return Status.BAD_LENGTH
         for group, table in zip(self.config.groups, row.tables, strict=True):
@@ -120,6 +129,7 @@ class OracleRows(OracleBlocks):
         if min(first, num) < 0 or first + num > text_len:
             return Status.BAD_LENGTH
         is_among_sinks = first < max(group.kind.span.num_sink_tokens for group in self.config.groups)
+        is_among_sinks |= row.num_kept > 0 and first < min(row.dropped)  # or among what was kept
         is_one_run = not dropped or max(dropped) - min(dropped) + 1 == len(dropped)
         return Status.BAD_LENGTH if num and (is_among_sinks or not is_one_run) else Status.OK
 
@@ -182,7 +192,7 @@ class OracleRows(OracleBlocks):
     def _publish_row(self, row: OracleRow, final_len: int) -> None:
         group_id = self.config.indexed_group
         block_size = self.config.groups[group_id].block_size
-        for column in range(row.num_published, min(final_len, len(row.tokens)) // block_size):
+        for column in range(row.num_published, min(final_len, len(row.tokens), row.plain_len) // block_size):
             prefix = row.namespace, tuple(row.tokens[: (column + 1) * block_size])
             private = row.tables[group_id][column]
             if prefix not in self.published:

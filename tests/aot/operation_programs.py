@@ -4,6 +4,7 @@ A group is the layers of one kind; the second one has a window. The host is wait
 short, and once for each group that copies, hits, publishes or evicts.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,18 @@ def config_of(num_groups: int, policy: str | None, num_layers: int = 1) -> kv.Ca
         implementation="xla",
         **index,
     )
+
+
+def dropping_config(num_groups: int) -> kv.CacheConfig:
+    """Returns a cache of so many groups whose rows may drop tokens."""
+    return dataclasses.replace(config_of(num_groups, None), enable_drop=True)
+
+
+def source_config() -> kv.CacheConfig:
+    """Returns a cache of a layer that stores tokens and one that reads sources."""
+    source = kv.CrossAttention(NUM_KV_HEADS, HEAD_DIM, max_source_len=PROMPT_LEN)
+    config = config_of(1, None)
+    return dataclasses.replace(config, layers=[*config.layers, source])
 
 
 def _extend(cache, num_new, tokens):
@@ -108,6 +121,8 @@ def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
         ),
         program("allocate", _allocate, listed, listed, known(prompts), **waits(shortage + hits + evictions)),
     ]
+    rewriting = listed, i32(NUM_LISTED, PROMPT_LEN)
+    programs.append(program("rewrite", kv.rewrite, *rewriting, **waits(shortage + copies + evictions)))
     if has_index:
         publications = num_groups
         programs += [
@@ -142,6 +157,26 @@ def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
     return programs
 
 
+def _drop(num_groups: int) -> Program:
+    config = dropping_config(num_groups)
+    listed = i32(NUM_LISTED)
+    limits = Limits(0, known_loops=0, launches=20 + 40 * num_groups, temporary_bytes=SMALL)
+    detail = f"{num_groups} group{'s' * (num_groups > 1)}"
+    return Program("drop", detail, config, kv.drop, lambda: (shapes_of(config), *[listed] * 3), limits)
+
+
+def _write_source() -> Program:
+    """Takes blocks, and looks at one source after the other only where they are short."""
+    config = source_config()
+    values = jax.ShapeDtypeStruct((1, NUM_LISTED, PROMPT_LEN, NUM_KV_HEADS, HEAD_DIM), jnp.bfloat16)
+
+    def arguments() -> tuple:
+        return shapes_of(config), i32(NUM_LISTED), values, values, i32(NUM_LISTED)
+
+    limits = Limits(1, temporary_bytes=SMALL)
+    return Program("write_source", "2 groups, one of sources", config, kv.write_source, arguments, limits)
+
+
 def _halves_of_attention(num_layers: int = 3) -> Program:
     """`kv.write` and `kv.attend` in turn; a read behind a write of the same array must not copy it."""
     config = config_of(1, None, num_layers)
@@ -154,7 +189,31 @@ def _halves_of_attention(num_layers: int = 3) -> Program:
     return Program("write, attend", f"{num_layers} layers", config, _write_and_attend, arguments, limits)
 
 
+def _compress(policy: str | None, num_layers: int = 3) -> Program:
+    """`kv.compress` of some rows, by a score per layer and head; layers are a loop of known trips."""
+    config = dataclasses.replace(config_of(1, policy, num_layers), enable_drop=True)
+
+    def arguments() -> tuple:
+        shape = NUM_LISTED, num_layers, NUM_KV_HEADS, config.max_seq_len
+        scores = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return shapes_of(config), i32(NUM_LISTED), scores, i32(NUM_LISTED)
+
+    # Shortage, and eviction with an index. Keys and values of the rows in one layer, and the sorted scores.
+    rows = 2 * 2 * NUM_LISTED * NUM_KV_HEADS * config.max_seq_len * HEAD_DIM
+    limits = Limits(1 + (policy is not None), known_loops=1, temporary_bytes=rows + 20_000_000)
+    words = [f"{num_layers} layers", *(["index", policy] if policy else [])]
+    return Program("compress", ", ".join(words), config, kv.compress, arguments, limits)
+
+
 def operation_programs() -> list[Program]:
     """Returns all of them, in the order of the table."""
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
-    return [*(program for cache in caches for program in _programs_of(*cache)), _halves_of_attention()]
+    return [
+        *(program for cache in caches for program in _programs_of(*cache)),
+        _drop(1),
+        _drop(2),
+        _write_source(),
+        _halves_of_attention(),
+        _compress(None),
+        _compress(LRU),
+    ]

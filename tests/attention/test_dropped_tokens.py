@@ -106,6 +106,7 @@ class Texts:
         assert_invariants(self.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [[FULL], [WINDOW, FULL]], ids=["full", "window"])
 def test_an_endless_text_in_fixed_memory(layers):
     """Sinks and a window of odd lengths: seen is exactly what is not dropped, whatever the block edges."""
@@ -126,6 +127,7 @@ def test_an_endless_text_in_fixed_memory(layers):
     texts.grow([3, 1, 2])
 
 
+@pytest.mark.slow
 def test_forks_of_rows_that_dropped_tokens_go_their_own_ways():
     texts = Texts([FULL])
     for _ in range(4):
@@ -185,13 +187,15 @@ def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
     with pytest.raises(ValueError, match="expected CacheConfig\\(enable_drop=True\\)"):
         kv.drop(kv.init(kv.CacheConfig([FULL], **sizes)), [0], [1], [1])
-    with pytest.raises(ValueError, match="enable_prefix_caching and enable_drop are True, expected one"):
-        kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
+    with pytest.raises(ValueError, match="drop got a cache with enable_prefix_caching=True, expected False"):
+        published = kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
+        kv.drop(kv.init(published), [0], [1], [1])
     with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu' is asked for and enable_drop"):
         cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, implementation="mosaic_gpu", **sizes))
         kv.extend(cache, [1, 1], max_new=1)
 
 
+@pytest.mark.slow
 def test_keep_everything_is_the_same_bit_for_bit():
     """A cache that may drop and does not computes what one does that cannot."""
     q, k, v = (np.random.default_rng(i).standard_normal((2, 5, 1, DIM), np.float32) for i in range(3))

@@ -30,6 +30,7 @@ ON_DEVICE = {
     "allocate": lambda cache, step: kv.allocate(cache, ROWS, ONES, tokens=TOKENS),
     "append": lambda cache, step: kv.append(cache, [K, K], [K, K], ONES, tokens=TOKENS),
     "attend": lambda cache, step: kv.attend(cache, 0, Q, step),
+    "attention_scores": lambda cache, step: kv.attention_scores(cache, 0, K, step),
     "attention": lambda cache, step: kv.attention(cache, 0, Q, K, K, step),
     "commit": lambda cache, step: kv.commit(cache, ROWS),
     "evict": lambda cache, step: kv.evict(cache, 1),
@@ -73,6 +74,10 @@ ON_HOST = {
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
 OF_OTHERS = {
+    "compress": (
+        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, enable_drop=True),
+        lambda cache: kv.compress(cache, ROWS, np.ones((len(ROWS), 20), np.float32), ONES),
+    ),
     "drop": (
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, enable_drop=True),
         lambda cache: kv.drop(cache, ROWS, ONES, ONES),
@@ -176,6 +181,7 @@ def test_a_trace_leaves_no_tracer_behind(step, name):
         jax.eval_shape(ON_DEVICE[name], cache, dataclasses.replace(step, config=cache.config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_a_cache_that_was_fetched_to_the_host_is_taken(started, name):
     got, expected = (ON_DEVICE[name](*args) for args in (jax.device_get(started), started))
@@ -201,6 +207,7 @@ def test_shapes_are_no_cache(step):
             operation(shapes, step)
 
 
+@pytest.mark.slow
 def test_donated_caches_say_so(step):
     cache = kv.init(CONFIG)
     kept = kv.donate(lambda cache: cache)(cache)

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from tests.mutants.attention import MUTATIONS as ATTENTION
 from tests.mutants.commit import MUTATIONS as COMMIT
+from tests.mutants.compress import MUTATIONS as COMPRESS
 from tests.mutants.core import MUTATIONS as CORE
 from tests.mutants.decoder import MUTATIONS as MODELS
 from tests.mutants.decoding import MUTATIONS as DECODE
@@ -50,6 +51,7 @@ MUTATIONS = [
     *COMMIT,
     *PREFIX,
     *REWRITE,
+    *COMPRESS,
     *KINDS,
     *ATTENTION,
     *DECODE,

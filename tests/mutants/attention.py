@@ -75,18 +75,12 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "attention/xla",
+        "attention/tiles",
         (
             "sink columns not read",
             "jnp.where(nth < group.num_sink_blocks, nth,",
             "jnp.where(False, nth,",
             SINKS,
-        ),
-        (
-            "NaN of unowned slots read",
-            "        v = jnp.where(tile.is_held,",
-            "        v = jnp.where(True,",
-            PADDED,
         ),
         (
             "what lies behind the row's last token is read",
@@ -95,18 +89,29 @@ MUTATIONS = [
             PADDED,
         ),
         (
+            "scale left out",
+            'product("hrmd,hrnd->hrmn", q, k) * scale',
+            'product("hrmd,hrnd->hrmn", q, k)',
+            PADDED,
+        ),
+        ("soft cap left out", "if soft_cap is None:", "if True:", GROUPED_HEADS),
+        ("first tile read again and again", "nth = (i * tile_blocks", "nth = (0 * tile_blocks", TILES),
+        ("last tile not read", "+ tile_blocks - 1) //", ") //", TILES),
+    ),
+    *in_module(
+        "attention/xla",
+        (
+            "NaN of unowned slots read",
+            "        v = jnp.where(tile.is_held,",
+            "        v = jnp.where(True,",
+            PADDED,
+        ),
+        (
             "a layer that does not exist is read",
             "is_layer = (layer >= 0) & (layer < group.num_layers)",
             "is_layer = layer == layer",
             "operations/test_transforms.py::test_a_traced_layer_that_does_not_exist_writes_nowhere_and_reads_nan",
         ),
-        (
-            "scale left out",
-            '_product("hrmd,hrnd->hrmn", q, k) * scale',
-            '_product("hrmd,hrnd->hrmn", q, k)',
-            PADDED,
-        ),
-        ("soft cap left out", "if soft_cap is None:", "if True:", GROUPED_HEADS),
         ("sink logits left out", "peak = peak * 0 + sink_logits[None, None]", "pass", SINKS),
         (
             "log-sum-exp of half the weights",
@@ -116,12 +121,10 @@ MUTATIONS = [
         ),
         (
             "log-sum-exp of padding from the sinks",
-            "is_empty = (peak <= _MASKED) | ~is_query",
-            "is_empty = peak <= _MASKED",
+            "is_empty = (peak <= MASKED) | ~is_query",
+            "is_empty = peak <= MASKED",
             SINKS,
         ),
-        ("first tile read again and again", "nth = (i * tile_blocks", "nth = (0 * tile_blocks", TILES),
-        ("last tile not read", "+ tile_blocks - 1) //", ") //", TILES),
         ("weights of earlier tiles not rescaled", "total = total * decay +", "total = total +", TILES),
         ("values of earlier tiles not rescaled", "out * decay[..., None] +", "out +", TILES),
         (
@@ -149,10 +152,10 @@ MUTATIONS = [
             "_ = get_at(saved.rows, rows,",
             PREFIX_GRADIENTS,
         ),
-        ("backward: only the last tile counts", "grad_q += _product", "grad_q = _product", TILE_GRADIENTS),
+        ("backward: only the last tile counts", "grad_q += product", "grad_q = product", TILE_GRADIENTS),
         (
             "backward: padding of the queries counts",
-            "jnp.where(_is_query(plan, q.shape)[..., None], q, 0)",
+            "jnp.where(query_mask(plan, q.shape)[..., None], q, 0)",
             "q",
             "attention/test_gradients.py::test_padding_of_the_queries_changes_no_gradient",
         ),

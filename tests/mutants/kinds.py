@@ -144,6 +144,9 @@ MUTATIONS = [
             "(source_len > 99, Status.BAD_LENGTH)",
             SOURCE_STATUS,
         ),
+    ),
+    *in_module(
+        "operations/rows",
         (
             "sources take blocks that there are not",
             "jnp.where(is_short, 0, num_rows), available, wants",

@@ -32,6 +32,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_short_random_script():
     """Runs in `make test` and in `make mutants`, by the programs of the tests below."""
     rng, driver = np.random.default_rng(3), PrefixDriver(prefix_config(num_blocks=17))
@@ -59,6 +60,7 @@ class FreshDriver(PrefixDriver):
         return [self.oracle.rows[row].tokens for row in lengths]
 
 
+@pytest.mark.slow
 def test_reuse_can_be_declined():
     driver = FreshDriver(prefix_config(num_blocks=17))
     prompts = np.tile(driver.start({0: 9})[0], (3, 1))
@@ -69,6 +71,7 @@ def test_reuse_can_be_declined():
     assert int(kv.stats(cache).num_request_queries) == 2
 
 
+@pytest.mark.slow
 def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
     driver = FreshDriver(prefix_config(num_blocks=17))
     first, second, _ = map(list, driver.start({0: 4, 1: 4, 3: 2}))
@@ -83,6 +86,7 @@ def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
         assert found == [[n] for n in expected]
 
 
+@pytest.mark.slow
 def test_lookup_finds_nothing_where_the_length_is_refused():
     """Fewer tokens than the prompt's length, or more of them than a row holds."""
     driver = FreshDriver(prefix_config(num_blocks=17))
@@ -106,6 +110,21 @@ def test_lookup_finds_nothing_where_the_length_is_refused():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_random_script(seed):
     run_script(seed, 7_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_random_script_of_rows_that_are_compressed(seed):
+    """They share prefixes with others, before and after, and publish no more than what still is one."""
+    num_steps = 2_000
+    rng, driver = np.random.default_rng(seed), PrefixDriver(prefix_config(num_blocks=15, enable_drop=True))
+    num_published = 0
+    for _ in range(num_steps):
+        driver.apply(*random_prefix_operation(rng, driver))
+        num_published += any(row.num_kept and row.num_published for row in driver.oracle.rows.values())
+    assert driver.num_hits > num_steps // 60 and num_published > num_steps // 40
+    assert driver.statuses["compress", "OK"] > num_steps // 40
+    assert min(driver.oracle.num_evictions, driver.oracle.num_adoptions) > num_steps // 100
 
 
 @pytest.mark.slow

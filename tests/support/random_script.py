@@ -36,11 +36,18 @@ def grouped_config(**sizes):
 
 
 def dropping_config(**sizes):
-    """A full and a window group whose rows may drop tokens."""
+    """A full and a window group whose rows may drop tokens, and cannot be compressed."""
     full = kv.FullAttention(1, 5)
     window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
     sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
     return kv.CacheConfig([window, full, window], max_query_len=9, enable_drop=True, **sizes)
+
+
+def compressing_config(**sizes):
+    """Two full groups with blocks of 4 and 2 tokens, whose rows may drop tokens and be compressed."""
+    layers = [kv.FullAttention(1, 5), kv.FullAttention(2, 5, block_size=2, num_blocks=40)]
+    sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
+    return kv.CacheConfig(layers, enable_drop=True, **sizes)
 
 
 # The compiled steps are shared by all drivers of one config.
@@ -60,6 +67,11 @@ def append_packed(cache, tokens, num_new, seq_ids):
 def rewrite_some(cache, tokens, indices, seq_ids):
     cache, step = kv.rewrite(cache, seq_ids, indices)
     return testing.write_tokens(cache, tokens, step), step.status
+
+
+@kv.donate
+def compress_some(cache, scores, num_keep, seq_ids):
+    return kv.compress(cache, seq_ids, scores, num_keep)
 
 
 @dataclasses.dataclass
@@ -196,6 +208,14 @@ class Driver:
         self.cache, status = kv.drop(self.cache, seq_ids, start, length)
         return status, self.oracle.drop(seq_ids, start, length)
 
+    def compress(self, seq_ids, seeds, num_keep):
+        """Scores of few levels, so that many are equal; recent tokens are worth more."""
+        width = self.config.max_seq_len
+        noise = [np.random.default_rng(seed).integers(3, size=width) for seed in seeds]
+        scores = np.float32(noise) + np.float32(np.arange(width) // 8)[None]
+        self.cache, status = compress_some(self.cache, scores, np.array(num_keep), np.array(seq_ids))
+        return status, self.oracle.compress(seq_ids, scores.tolist(), num_keep)
+
     def fork(self, src_ids, dst_ids):
         self.cache, status = kv.fork(self.cache, src_ids, dst_ids)
         return status, self.oracle.fork(src_ids, dst_ids)
@@ -260,7 +280,15 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
     active = sorted(driver.oracle.rows)
     idle = sorted({*range(ROWS)} - {*active})
-    if driver.config.enable_drop and rng.random() < 0.15:
+    if driver.config.enable_drop and keeps_all(driver.config) and rng.random() < 0.12:
+        ids = row_ids(rng, active)
+        return (
+            "compress",
+            ids,
+            rng.integers(1000, size=ENTRIES).tolist(),
+            [_num_keep(rng, driver, r) for r in ids],
+        )
+    if driver.config.enable_drop and not driver.config.enable_prefix_caching and rng.random() < 0.15:
         ids = row_ids(rng, active)
         runs = [_run(rng, driver, row) for row in ids]
         return "drop", ids, [start for start, _ in runs], [length for _, length in runs]
@@ -353,6 +381,17 @@ def _places(rng, driver: Driver, row: int) -> list[int]:
         return places
     outside = [int(rng.choice([-1, length + 1]))] if rng.random() < 0.1 else []
     return sorted(places)[: WIDTH - len(outside)] + outside
+
+
+def keeps_all(config):
+    """Whether rows can be compressed."""
+    return all(group.span.keeps_all for group in config.groups)
+
+
+def _num_keep(rng, driver: Driver, row: int) -> int:
+    """How many tokens a row is to keep, at times none or more than it has."""
+    length = len(driver.oracle.rows[row].tokens) if row in driver.oracle.rows else 5
+    return int(rng.integers(0, length + 2))
 
 
 def _run(rng, driver: Driver, row: int) -> tuple[int, int]:

@@ -1,0 +1,156 @@
+"""The tiles in which attention reads stored blocks: what they hold, who sees it, and its logits.
+
+Shapes: `r` rows of the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per
+key/value head, `m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block,
+`n = b * s` keys of a tile, `d` the width of a key.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.blocks.storage import block_rows, load_blocks
+from kvcache_jax.core.backends import target_device
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import AttentionPlan, KVPool
+
+# On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.
+_TILE_TOKENS = 2048
+_TILE_BYTES = 256 * 1024 * 1024
+# On a CPU, bytes of a tile's keys or of its logits: as much as stays in a core's cache until it was used.
+_CPU_TILE_BYTES = 2 * 1024 * 1024
+_MIN_TILE_TOKENS = 256
+MASKED = -1e30
+
+
+class Tile(NamedTuple):
+    """A run of blocks of every row.
+
+    Attributes:
+      rows: i32[r, b], where the blocks stand in the pool, or past its end.
+      stored: By name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`.
+      is_held: bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
+      is_seen: bool[1, r, m, n], the query sees the key.
+    """
+
+    rows: jax.Array
+    stored: dict[str, jax.Array]
+    is_held: jax.Array
+    is_seen: jax.Array
+
+
+class Tiles(NamedTuple):
+    """The tiles of a call.
+
+    Attributes:
+      num_tiles: i32[], as many as the longest row needs.
+      tile_len: Tokens of a row in a tile (static).
+      load: Reads the tile of an index i32[].
+    """
+
+    num_tiles: jax.Array
+    tile_len: int
+    load: Callable[[jax.Array], Tile]
+
+
+def tiles(
+    pool: KVPool,
+    block_table: jax.Array,
+    plan: AttentionPlan,
+    group: LayerGroup,
+    layer: jax.Array,
+    num_blocks: int,
+    q_shape: tuple[int, ...],
+    tile_tokens: int | None,
+) -> Tiles:
+    """Cuts what the queries of a plan, of shape `q_shape` = `[r, t, h, g, d]`, read into tiles."""
+    num_queries, group_size, block_size = q_shape[1], q_shape[3], group.block_size
+    tokens = tile_tokens or _default_tile_tokens(group, q_shape)
+    tile_blocks = max(1, min(tokens // block_size, block_table.shape[-1]))
+    num_tiles = (plan.num_columns.max() + tile_blocks - 1) // tile_blocks
+    query = jnp.repeat(jnp.arange(num_queries, dtype=jnp.int32), group_size)[None, :, None]
+    first, num_rows_queries = plan.first_position[:, None, None], plan.num_queries[:, None, None]
+    last, position, is_query = first + num_rows_queries - 1, first + query, query < num_rows_queries
+    offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
+
+    def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
+        """Tells which keys any of the queries at positions `first` to `last` sees."""
+        if plan.num_keys is not None:
+            return key_pos < plan.num_keys[:, None, None]
+        if plan.holes is None:
+            return group.span.sees(first, last, key_pos)
+        # Distances are those of the text, of what is still there.
+        first, last, in_text = (plan.holes.positions(place) for place in (first, last, key_pos))
+        seen = group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
+        return seen if plan.within is None else seen & plan.within.sees(first, last, in_text)
+
+    def load(i: jax.Array) -> Tile:
+        nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]
+        behind_sinks = plan.first_column[:, None] + nth - group.num_sink_blocks
+        column = jnp.where(nth < group.num_sink_blocks, nth, behind_sinks)
+        is_read = nth < plan.num_columns[:, None]
+        block_ids = get_at(block_table, (plan.table_row[:, None], column))
+        block_ids = jnp.where(is_read, block_ids, num_blocks)
+        rows = block_rows(block_ids, layer, num_blocks, pool.num_rows)
+
+        def per_key(values: jax.Array) -> jax.Array:
+            return jnp.repeat(values, block_size, axis=1)
+
+        key_pos, is_stored = per_key(column * block_size) + offset, per_key(block_ids < num_blocks)
+        is_held = sees(first, last, key_pos[:, :, None]) & is_stored[:, :, None]
+        is_seen = sees(position, position, key_pos[:, None]) & is_stored[:, None] & is_query
+        # Computed once: without the fence XLA computes them again for every value that is read or compared.
+        rows, is_held, is_seen = lax.optimization_barrier((rows, is_held, is_seen))
+        return Tile(rows, load_blocks(pool, group, rows), is_held[None], is_seen[None])
+
+    return Tiles(num_tiles, tile_blocks * block_size, load)
+
+
+def _default_tile_tokens(group: LayerGroup, q_shape: tuple[int, ...]) -> int:
+    """Chooses the tokens of a row in a tile, by the platform that the program is for."""
+    num_rows, num_queries, num_heads, group_size, key_dim = q_shape
+    num_logits, itemsize = num_queries * group_size, jnp.dtype(group.kind.dtype).itemsize
+    token_bytes = num_rows * num_heads * max(4 * num_logits, itemsize * key_dim)
+    if target_device().platform == "cpu":
+        return max(_MIN_TILE_TOKENS, _CPU_TILE_BYTES // token_bytes)
+    return max(_MIN_TILE_TOKENS, min(_TILE_TOKENS, _TILE_BYTES // token_bytes))
+
+
+def by_head(x: jax.Array) -> jax.Array:
+    """Turns `[r, t, h, g, ...]` into `[h, r, m, ...]`."""
+    x = jnp.moveaxis(x, 2, 0)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def by_query(x: jax.Array, num_queries: int) -> jax.Array:
+    """Computes the inverse of `by_head`, for `t = num_queries`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_queries, -1, *x.shape[3:]), 0, 2)
+
+
+def query_mask(plan: AttentionPlan, q_shape: tuple[int, ...]) -> jax.Array:
+    """Tells queries from padding and failed rows, bool[r, t, 1, 1]."""
+    is_query = jnp.arange(q_shape[1], dtype=jnp.int32)[None] < plan.num_queries[:, None]
+    return is_query[:, :, None, None]
+
+
+def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Computes `jnp.einsum` of two arrays of one dtype, added up in float32; rounds no float32 first."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def scaled_logits(
+    scale: float, soft_cap: float | None, q: jax.Array, k: jax.Array, k_scale: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Computes scaled (and capped) logits f32[h, r, m, n], and their derivative by the scaled product."""
+    logits = product("hrmd,hrnd->hrmn", q, k) * scale
+    if k_scale is not None:
+        logits *= k_scale[:, :, None].astype(jnp.float32)
+    if soft_cap is None:
+        return logits, jnp.ones((), jnp.float32)
+    capped = jnp.tanh(logits / soft_cap)
+    return soft_cap * capped, 1 - capped * capped

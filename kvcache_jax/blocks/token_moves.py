@@ -1,0 +1,71 @@
+"""Moving single tokens within rows: read from the blocks where they are, written into blocks of the row."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
+from kvcache_jax.blocks.storage import as_blocks, block_rows
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.core.state import KVPool
+
+
+class TokenMoves(NamedTuple):
+    """The tokens that rows of one layer group move, `C` columns of `s` tokens each.
+
+    Attributes:
+      sources: i32[n, layers, heads, C * s], place that the token at each place comes from; outside of the row
+        for none. One layer, or one head, stands for all.
+      table: i32[n, C], blocks that hold the rows before.
+      destination: i32[n, C], blocks that are written; nowhere for those that are not.
+    """
+
+    sources: jax.Array
+    table: jax.Array
+    destination: jax.Array
+
+
+def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
+    """Moves tokens in all layers, one layer after the other, in place under donation.
+
+    All that a layer moves is read before any of it is written, so a block may be both source and destination.
+    Beside the pool that takes the memory of the rows in one layer.
+    """
+    num_blocks = pool.num_rows // group.num_layers
+
+    def move_layer(layer: jax.Array, pool: KVPool) -> KVPool:
+        layer = layer.astype(jnp.int32)
+        sources = get_at(jnp.moveaxis(moves.sources, 1, 0), layer)  # [n, heads, C * s]; clips to the one
+        columns, offsets = quotient(sources, group.block_size), remainder(sources, group.block_size)
+        order = lax.broadcasted_iota(jnp.int32, sources.shape, 0)
+        ids = get_at(moves.table, (order, columns), num_blocks)
+        rows = block_rows(ids, layer, num_blocks, pool.num_rows)
+        tiles = {
+            name: as_blocks(_read(pool.arrays[name], array, rows, offsets), array, group.block_size)
+            for name, array in group.arrays
+        }
+        # Without the fence XLA may write where it has yet to read (openxla/xla#49176).
+        tiles, arrays = read_first(tiles, pool.arrays)
+        written = block_rows(moves.destination, layer, num_blocks, pool.num_rows)
+        return KVPool(arrays={name: set_at(arrays[name], written, tiles[name]) for name in arrays})
+
+    return lax.fori_loop(0, group.num_layers, move_layer, pool)
+
+
+def _read(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Reads tokens `[n, heads, t]` of an array's blocks, `[heads, n, t, ...]`; 1 head where it has none."""
+    if array.head_axis is None:
+        places = (rows[:, 0], *[slice(None)] * array.token_axis, offsets[:, 0])
+        return values.at[places].get(mode="clip")[None]
+    token_axis = array.token_axis - (array.head_axis < array.token_axis)
+
+    def of_head(values: jax.Array, rows: jax.Array, offsets: jax.Array) -> jax.Array:
+        return values.at[(rows, *[slice(None)] * token_axis, offsets)].get(mode="clip")
+
+    index_axis = None if rows.shape[1] == 1 else 1
+    if index_axis is None:
+        rows, offsets = rows[:, 0], offsets[:, 0]
+    return jax.vmap(of_head, (1 + array.head_axis, index_axis, index_axis))(values, rows, offsets)

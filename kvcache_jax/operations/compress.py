@@ -1,0 +1,246 @@
+"""The operation `compress`: rows keep their best tokens, and give back the blocks of the others."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
+from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks.token_moves import TokenMoves, move_tokens
+from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import IntRows
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.holes import Holes
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations import kept_tokens, moved_columns
+from kvcache_jax.operations.kept_tokens import Kept
+from kvcache_jax.operations.moved_columns import MovedColumns
+from kvcache_jax.operations.rows import check_ids, fitting_rows
+from kvcache_jax.prefix import eviction
+
+
+@takes_one
+@jax.named_scope("kvcache.compress")
+def compress(
+    cache: Cache, seq_ids: IntRows, scores: ArrayLike, num_keep: ArrayLike
+) -> tuple[Cache, jax.Array]:
+    """Keeps the tokens of rows with the highest scores, and gives back the blocks of the others.
+
+    The tokens kept move to the front of the row, in their order; new ones follow at the positions of the text
+    as if nothing had happened. Nothing is attended to differently: a token that is kept has its position in
+    its key. Scores may differ by layer and head, and so may what is kept, as many tokens in each.
+
+    Tokens move within blocks that the row alone holds. Where it has too few of them, for its blocks are
+    shared or published, it takes others; nobody else's blocks change. A row that was compressed publishes no
+    more than the blocks in front that stayed as they were. Scarce blocks go in entry order, before any is
+    given back. Call it inside a donated jit: called eagerly it copies the pools.
+
+    Args:
+      cache: Not changed, unless donated; built with `CacheConfig(enable_drop=True)`.
+      seq_ids: i32[n], active rows, each at most once.
+      scores: f32[n, max_seq_len]; or `[n, layers, max_seq_len]`, or `[n, layers, heads, max_seq_len]`, of the
+        layers `cache.config.own_layers` in this order. Of equal scores the earlier token's counts more; NaN
+        counts least. What the row does not hold may have any score.
+      num_keep: i32[n], tokens to keep; as many as the row shows change nothing. Where layers are in several
+        groups also i32[n, layers], the same in all layers of a group.
+
+    Returns:
+      The cache and status i32[n]: BAD_LENGTH (below 1, beyond the row, or not the same within a group),
+      OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
+
+    Raises:
+      ValueError, TypeError: the cache has no `enable_drop`, or shapes or dtypes do not fit.
+      NotImplementedError: a layer has a window, whose distances need the position of every token.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> layers, sizes = [kv.FullAttention(1, 8)], dict(num_blocks=8, max_seqs=2, max_seq_len=64)
+      >>> cache = kv.init(kv.CacheConfig(layers, enable_drop=True, **sizes))
+      >>> cache, _ = kv.allocate(cache, [0], [60])
+      >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
+      >>> latest = jnp.arange(64.0)[None]
+      >>> cache, status = kv.compress(cache, [0], latest, [20])
+      >>> status.tolist(), cache.context_len.tolist(), kv.stats(cache).num_blocks_free.tolist()
+      ([0], [20, 0], 6)
+      >>> kv.extend(cache, [1, 0], max_new=1)[1].positions.tolist()[0]
+      [60]
+
+    References:
+      SnapKV (Li et al.; arXiv:2404.14469) and H2O (Zhang et al.; arXiv:2306.14048), for what to keep.
+    """
+    config = cache.config
+    _require_compressible(config)
+    seq_ids = arguments.int_column("seq_ids", seq_ids)
+    num_layers = len(config.own_layers)
+    num_keep = arguments.saturated("num_keep", num_keep)
+    if num_keep.shape not in ((seq_ids.shape[0],), (seq_ids.shape[0], num_layers)):
+        raise ValueError(
+            f"num_keep has shape {num_keep.shape}, expected ({seq_ids.shape[0]},), a number per row, or "
+            f"({seq_ids.shape[0]}, {num_layers}), one per layer"
+        )
+    if num_keep.ndim == 2 and len(_groups(config)) == 1:
+        raise ValueError(
+            "num_keep has a number per layer, and the layers are one group, which share a row's places, "
+            "expected one per row: give layers sizes of their own, such as num_blocks, and they form groups"
+        )
+    scores = _checked_scores(cache, scores, seq_ids.shape[0])
+    return _compress(cache, seq_ids, scores, num_keep)
+
+
+def _require_compressible(config: CacheConfig) -> None:
+    if not config.enable_drop:
+        raise ValueError(
+            "compress needs a cache that may let tokens go, expected CacheConfig(enable_drop=True)"
+        )
+    for group in config.groups:
+        if not (group.span.keeps_all or group.holds_sources):
+            raise NotImplementedError(
+                f"compress got {group.kind.label} layers, expected layers that keep all tokens: how far a "
+                "window reaches depends on the positions of tokens, which differ by layer once some are gone"
+            )
+
+
+def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments.Array:
+    """Returns the scores as they are, after a look at their shape."""
+    config = cache.config
+    scores = arguments.as_array("scores", scores)
+    arguments.require_floats("scores", scores)
+    *middle, width = scores.shape[1:] or [0]
+    if scores.shape[:1] != (num_rows,) or width != config.max_seq_len or len(middle) > 2:
+        raise ValueError(
+            f"scores has shape {scores.shape}, expected ({num_rows}, {config.max_seq_len}), a score per "
+            "token of each row, with layers, or layers and heads, between"
+        )
+    if middle and middle[0] != len(config.own_layers):
+        raise ValueError(
+            f"scores has shape {scores.shape} and {middle[0]} layers, expected {len(config.own_layers)}, "
+            "those that store their row's tokens"
+        )
+    for group_id, group in _groups(config) if len(middle) == 2 and cache.pools else ():
+        for name, position in group.head_positions.items():
+            num_heads = 1 if position is None else cache.pools[group_id].arrays[name].shape[position]
+            if num_heads != middle[1]:
+                raise ValueError(
+                    f"scores has {middle[1]} heads, expected {num_heads}, as the array {name!r} of "
+                    f"{group.kind.label} layers: leave the heads out, and all keep the same tokens"
+                )
+    return scores
+
+
+def _groups(config: CacheConfig) -> list[tuple[int, LayerGroup]]:
+    """Lists the groups of layers that store their rows' tokens."""
+    return [(g, group) for g, group in enumerate(config.groups) if not group.holds_sources]
+
+
+class _Plan(NamedTuple):
+    """The rows of a call and what becomes of them; lists are per group of `_groups`.
+
+    Attributes:
+      status: i32[n].
+      rows: i32[n], those that are compressed, else nowhere.
+      new_len: i32[n], places of the row afterwards.
+      same_len: i32[n], tokens in front whose blocks stay as they are.
+      kept: What each group keeps.
+      columns: Its columns.
+    """
+
+    status: jax.Array
+    rows: jax.Array
+    new_len: jax.Array
+    same_len: jax.Array
+    kept: list[Kept]
+    columns: list[MovedColumns]
+
+
+@jax.jit
+def _compress(
+    cache: Cache, seq_ids: jax.Array, scores: jax.Array, num_keep: jax.Array
+) -> tuple[Cache, jax.Array]:
+    config, groups = cache.config, _groups(cache.config)
+    control, (seq_ids, scores, num_keep) = as_varied((cache.control, (seq_ids, scores, num_keep)))
+    plan = _plan(control, seq_ids, scores, num_keep, config)
+    if control.prefix_index is not None:
+        num_new = [jnp.zeros_like(control.context_len[0])] * len(config.groups)
+        for (g, _), columns in zip(groups, plan.columns, strict=True):
+            num_new[g] = jnp.sum(jnp.where(plan.rows < control.max_seqs, columns.need, 0), dtype=jnp.int32)
+        control = eviction.make_room(control, num_new, config)
+    pools = list(control.block_pools)
+    for (g, group), kept, columns in zip(groups, plan.kept, plan.columns, strict=True):
+        pools[g], destination = moved_columns.replace(pools[g], plan.rows, columns)
+        if cache.pools:
+            moves = TokenMoves(kept.sources, columns.entries, destination)
+            cache = storage.with_pool(cache, g, move_tokens(cache.pools[g], group, moves))
+    control = dataclasses.replace(_note(control, seq_ids, plan, config), block_pools=tuple(pools))
+    return dataclasses.replace(cache, control=control), plan.status
+
+
+def _plan(
+    control: Control, seq_ids: jax.Array, scores: jax.Array, num_keep: jax.Array, config: CacheConfig
+) -> _Plan:
+    """Decides what rows keep and which of them are compressed, in entry order where blocks are scarce."""
+    assert control.holes is not None
+    holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
+    groups, counts = _groups(config), []
+    is_bad, is_same = jnp.zeros_like(seq_ids, bool), jnp.ones_like(seq_ids, bool)
+    for g, group in groups:
+        count, is_uneven = kept_tokens.counts_of(num_keep, group, config)
+        num_shown = context_len - holes.num_hidden - holes.first[:, g]
+        is_bad |= (count < max(group.span.num_sink_tokens, 1)) | (count > num_shown) | is_uneven
+        is_same &= count == num_shown
+        counts.append(count)
+    status = first_failure(
+        *check_ids(control, seq_ids),
+        (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
+        (is_bad, Status.BAD_LENGTH),
+    )
+    wants = (status == Status.OK) & ~is_same
+
+    new_len, kept = jnp.max(jnp.stack(counts), axis=0), []
+    for (g, group), count in zip(groups, counts, strict=True):
+        of_group = kept_tokens.scores_of(scores, group, config)
+        kept.append(kept_tokens.keep(of_group, context_len, holes.of_group(g), count, new_len, group))
+    unit = math.lcm(*(group.block_size for _, group in groups))
+    same_len = jnp.min(jnp.stack([of_group.same_len for of_group in kept]), axis=0)
+    same_len = quotient(same_len, unit) * unit
+    lens = context_len, new_len, same_len
+    columns = [
+        moved_columns.find(control.block_pools[g], group, seq_ids, of_group.first, *lens)
+        for (g, group), of_group in zip(groups, kept, strict=True)
+    ]
+    needs = jnp.stack([jnp.where(wants, of_group.need, 0) for of_group in columns])
+    available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g, _ in groups])
+    ok = fitting_rows(available, needs, wants)
+    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    return _Plan(status, jnp.where(ok, seq_ids, control.max_seqs), new_len, same_len, kept, columns)
+
+
+def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig) -> Control:
+    """Notes the lengths of the rows, and what is no prefix any more."""
+    assert control.holes is not None
+    holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
+    plain_len = jnp.where(holes.is_plain, plan.same_len, jnp.minimum(plan.same_len, holes.plain_len))
+    first = holes.first
+    for (g, _), kept in zip(_groups(config), plan.kept, strict=True):
+        first = first.at[:, g].set(kept.first)
+    new_holes = Holes(
+        start=plan.new_len,
+        num_hidden=jnp.zeros_like(plan.new_len),
+        num_dropped=holes.num_dropped + context_len - plan.new_len,
+        num_kept=plan.new_len - plain_len,
+        first=first,
+    )
+    num_plain = quotient(plain_len, config.groups[config.indexed_group].block_size)
+    return dataclasses.replace(
+        control,
+        context_len=set_at(control.context_len, plan.rows, plan.new_len),
+        num_published=min_at(control.num_published, plan.rows, num_plain),
+        holes=control.holes.with_rows(plan.rows, new_holes),
+    )

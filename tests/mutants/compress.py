@@ -1,0 +1,149 @@
+"""The mutations of `compress` and `attention_scores`."""
+
+from tests.mutants.mutations import in_module
+
+ROWS = "attention/test_compressed_rows.py"
+KEPT = f"{ROWS}::test_each_layer_and_head_keeps_its_own_tokens[group]"
+PUBLISHED = f"{ROWS}::test_each_layer_and_head_keeps_its_own_tokens[groups]"
+BUDGETS = f"{ROWS}::test_groups_of_layers_keep_as_many_as_their_budgets_say[0]"
+PLAIN = f"{ROWS}::test_private_blocks_serve_again_and_the_others_go_back"
+BEHIND = f"{ROWS}::test_what_was_compressed_is_dropped_from_behind_only"
+WEIGHTS = "attention/test_attention_scores.py::test_weights_times_values_are_what_attention_gives"
+MIX, ROTATED = f"{WEIGHTS}[mix]", f"{WEIGHTS}[int4-rotated]"
+
+MUTATIONS = [
+    *in_module(
+        "operations/compress",
+        ("a row may keep nothing", "group.span.num_sink_tokens, 1)", "group.span.num_sink_tokens, 0)", KEPT),
+        ("a row may keep more than it has", "(count > num_shown)", "(count > num_shown + 1)", KEPT),
+        ("hidden tokens can be kept", "context_len - holes.num_hidden - ", "context_len - ", BEHIND),
+        ("keeping everything is a compression", "& ~is_same\n", "\n", KEPT),
+        (
+            "layers of a group keep different numbers",
+            "(count > num_shown) | is_uneven",
+            "(count > num_shown)",
+            BUDGETS,
+        ),
+        (
+            "the text goes on where the row ends",
+            "holes.num_dropped + context_len - plan.new_len",
+            "holes.num_dropped",
+            KEPT,
+        ),
+        (
+            "kept tokens are taken for the text's first",
+            "num_kept=plan.new_len - plain_len",
+            "num_kept=0 * plain_len",
+            PLAIN,
+        ),
+        (
+            "blocks in front are published that are no prefix",
+            "min_at(control.num_published, plan.rows, num_plain)",
+            "control.num_published",
+            PUBLISHED,
+        ),
+    ),
+    *in_module(
+        "operations/kept_tokens",
+        ("the lowest scores are kept", "(is_less, -scores, places)", "(is_less, scores, places)", KEPT),
+        ("tokens behind the row are kept", "(row_places < context_len[:, None]) &", "", KEPT),
+        (
+            "what is kept is not in order",
+            "jnp.sort(jnp.where(places < num_keep, best, width), axis=-1)",
+            "best",
+            KEPT,
+        ),
+        (
+            "all groups keep their tokens in front",
+            "num_keep, first = num_keep[:, None, None, None], new_len - num_keep",
+            "num_keep, first = num_keep[:, None, None, None], 0 * new_len",
+            BUDGETS,
+        ),
+    ),
+    *in_module(
+        "operations/moved_columns",
+        (
+            "a shared block is written",
+            "(block_pool.ref_counts(pool, entries) == 1)",
+            "(block_pool.ref_counts(pool, entries) >= 1)",
+            KEPT,
+        ),
+        ("a published block is written", "& ~block_pool.is_published(pool, entries)", "", PUBLISHED),
+        ("private blocks are not used again", "(nth_own < num_written)", "False", KEPT),
+        (
+            "reserved blocks are forgotten",
+            "columns + num_before - num_after",
+            "columns + num_before + 99",
+            PLAIN,
+        ),
+    ),
+    *in_module(
+        "blocks/token_moves",
+        ("all heads keep what the first one does", "rows.shape[1] == 1", "rows.shape[1] > 0", KEPT),
+        (
+            "all layers keep what the first one does",
+            "jnp.moveaxis(moves.sources, 1, 0), layer)",
+            "jnp.moveaxis(moves.sources, 1, 0), 0 * layer)",
+            KEPT,
+        ),
+        ("the first layer alone moves", "fori_loop(0, group.num_layers,", "fori_loop(0, 1,", KEPT),
+    ),
+    *in_module(
+        "core/holes",
+        (
+            "a group sees what it did not keep",
+            "return is_dropped | (places < _spread(self.first, places))",
+            "return is_dropped",
+            BUDGETS,
+        ),
+    ),
+    *in_module(
+        "operations/rewrite",
+        ("kept tokens are computed again", " | holes.is_kept(indices)", "", PLAIN),
+    ),
+    *in_module(
+        "operations/drop",
+        ("kept tokens are dropped", "(before.num_kept > 0) & (start < before.start)", "start < -1", BEHIND),
+    ),
+    *in_module(
+        "operations/commit",
+        (
+            "a compressed row publishes what is no prefix",
+            "jnp.where(holes.is_plain, context_len, jnp.minimum(holes.plain_len, context_len))",
+            "context_len",
+            PLAIN,
+        ),
+    ),
+    *in_module(
+        "operations/truncate",
+        (
+            "a row ends among kept tokens",
+            "(new_len > holes.plain_len)",
+            "(new_len > holes.start)",
+            PLAIN,
+        ),
+    ),
+    *in_module(
+        "attention/attention_scores",
+        ("sinks take no part", "+ jnp.exp(sinks - peak)", "", MIX),
+        (
+            "weights of a window stand in the order read",
+            "if group.span.keeps_all and",
+            "if True or",
+            MIX,
+        ),
+        (
+            "the first queries are taken for the last",
+            "num_before = jnp.maximum(plan.num_queries - num_last, 0)",
+            "num_before = 0 * plan.num_queries",
+            MIX,
+        ),
+        ("queries are not rotated as keys are", "q = group.kind.queries(q)", "", ROTATED),
+        (
+            "each tile is written where the first one is",
+            "i * tile_len, axis=3",
+            "0 * tile_len, axis=3",
+            MIX,
+        ),
+    ),
+]
