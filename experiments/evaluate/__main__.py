@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.evaluate", __doc__)
     command.add_data_folder(parser, "text/, see experiments/evaluate/items.py")
     parser.add_argument(
-        "--items", type=command.integer(1), default=24, metavar="N", help="of each task; default: 24"
+        "--items", type=command.integer(1), default=20, metavar="N", help="of each task; default: 20"
     )
     parser.add_argument(
         "--seed", type=command.integer(0), default=0, metavar="N", help="of the choices; default: 0"

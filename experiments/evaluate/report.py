@@ -23,7 +23,7 @@ def bars_of(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
             add(
                 f"{task['task']}: time of each choice alone, in times",
                 times["alone"] / times["cached"],
-                2,
+                2 if task["prefix"] else 1.5,
                 True,
             )
             add(
