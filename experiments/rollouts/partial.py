@@ -7,6 +7,7 @@ they become a batch; the engine gets the new parameters between two chunks, and 
 from collections import deque
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
@@ -107,7 +108,7 @@ class Sampler:
         self.num_asked, self.num_prompt_tokens = 0, 0
         self._seed, self._group_size, self._num_ahead = seed, group_size, num_ahead
         self._open: dict[Any, Group] = {}
-        self._ended: deque[int] = deque()
+        self._ended: deque[Any] = deque()
 
     def collect(self, num_groups: int) -> Batch:
         """Waits for so many groups to end."""
@@ -129,13 +130,13 @@ class Sampler:
         )
         mask = np.arange(MAX_ANSWER) < num_tokens[:, None]
         prompts = Prompts(*map(np.concatenate, zip(*(group.question for group in groups), strict=True)))
-        return Batch(prompts, Rollouts(tokens, logprobs, mask), version, ids)
+        return Batch(prompts, Rollouts(*map(jnp.asarray, (tokens, logprobs, mask))), version, ids)
 
     def _ask(self) -> None:
         while len(self._open) - len(self._ended) < self._num_ahead:
             question = questions(np.random.default_rng([self._seed, 1, self.num_asked]), 1)
             request = kv.GenerationRequest(
-                question.tokens[0, : question.length[0]],
+                np.asarray(question.tokens)[0, : int(question.length[0])],
                 MAX_ANSWER,
                 id=self.num_asked,
                 temperature=1.0,

@@ -128,7 +128,8 @@ def train_beside_engine(decoder: Decoder, sizes: Sizes) -> dict[str, Any]:
 def compare_sharing(decoder: Decoder, sizes: Sizes, steps: Steps) -> dict[str, Any]:
     """Times a step whose groups share their prompt, and one whose answers each compute it, in turns."""
     state, key, prompts = OPTIMIZER.init(decoder), jax.random.key(sizes.seed), sizes.batch(0)  # type: ignore
-    seconds, answers, states = Steps([], []), [], []
+    seconds: list[list[float]] = [[], []]
+    answers, states = [], []
     for _ in range(NUM_ROUNDS + 1):  # the first is not counted
         answers, states = [], []
         for program, times in zip(steps, seconds, strict=True):
@@ -139,15 +140,17 @@ def compare_sharing(decoder: Decoder, sizes: Sizes, steps: Steps) -> dict[str, A
             states.append(after)
     ways = []
     each = without_sharing(prompts, sizes.group)
-    for name, read, group_size in (("shared", prompts, sizes.group), ("apart", each, 1)):
-        memory = getattr(steps, name).memory_analysis()
+    sides = ("shared", prompts, sizes.group), ("apart", each, 1)
+    for (name, read, group_size), program, times in zip(sides, steps, seconds, strict=True):
+        memory = program.memory_analysis()
+        assert memory is not None
         ways.append(
             {
                 "way": name,
                 "prompt_tokens": int(np.asarray(read.length).sum()),
                 "pool_bytes": kv.memory_bytes(cache_sizes(decoder.config, read, group_size)),
                 "temporary_bytes": memory.temp_size_in_bytes,
-                "ms": [1e3 * x for x in getattr(seconds, name)[1:]],
+                "ms": [1e3 * x for x in times[1:]],
             }
         )
     # Adam's mean of one gradient.
