@@ -206,7 +206,7 @@ def test_answers_go_on_under_new_weights_and_none_is_lost(decoder):
             batch = sampler.collect(SIZES.prompts)
             seen += batch.ids
             partial += batch.num_partial
-            drawn_at, mask = batch.version, batch.rollouts.mask
+            drawn_at, mask = batch.version, np.asarray(batch.rollouts.mask)
             assert ((drawn_at >= 0) == mask).all() and drawn_at.max() <= number
             assert (np.diff(drawn_at, axis=1)[mask[:, 1:]] >= 0).all()
             scores = np.asarray(check(params, batch.prompts, batch.rollouts))
