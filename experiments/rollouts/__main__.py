@@ -1,13 +1,16 @@
 """Question: can a model be trained by its own samples without leaving JAX, each prompt computed once?
 
 Command: python -m experiments.rollouts [--updates N] [--seed N] [--json] [--picture FILE]
-Machine:
-Answer:
+Machine: 2 cores of an Intel Xeon, busy with other work; jax 0.12.0.1
+Answer:  yes. In 200 updates the share of right answers rises from 0.34 to 0.91 within a step, and from 0.31 to
+  0.90 beside an engine that goes on under new weights, as do 16% of its answers. A step takes 5.6 times as long
+  where each answer computes its prompt, and 5.7 times the memory. The sampler's log-probabilities are off the
+  trainer's by 1.7e-5 at most (bar 1e-5: missed).
 Record:  experiments/results/rollouts.json, docs/rollouts.png.
 
-A model of 130,000 parameters reads texts that look like the task, sums of two digits, and of which one in ten
-is right. From there it learns by reward alone, 1 for a right answer and 0 for any other: GRPO with optax, 16
-questions and 8 answers to each per update, each question behind twelve worked examples. In two ways:
+The task is to put two or three digits in order. A small model of bytes reads texts that look like it, with
+digits in any order. From there it learns by reward alone, 1 for a right answer and 0 for any other: GRPO with
+optax, 16 questions and 8 answers to each per update, each question behind twelve examples. In two ways:
   in a step         questions in, parameters out: answers are drawn, judged and learned from in one program
   beside an engine  a `kv.Engine` draws all the time, and goes on under new weights between two chunks: rows
                     that run keep their place, so an answer may begin under one set of weights and end under

@@ -109,7 +109,7 @@ def draw(report: dict, path: Path) -> None:
         smooth = np.convolve(rewards, np.full(width, 1 / width), "valid")
         curves.plot(np.arange(len(smooth)) + width, smooth, color=f"C{i}", label=way["way"])
     curves.set(xlabel="updates", ylabel="share of right answers", ylim=(0, 1.02))
-    curves.set_title("Sums of two digits, learned by reward alone")
+    curves.set_title("Digits put in order, learned by reward alone")
     curves.legend(frameon=False, loc="lower right")
 
     shared, apart = report["sharing"]["ways"]
@@ -118,7 +118,7 @@ def draw(report: dict, path: Path) -> None:
     bars = costs.bar(names, [*ratios, report["sharing"]["times_faster"]], color="C2", width=0.6)
     costs.bar_label(bars, fmt="%.1fx", padding=2)
     costs.axhline(1, color="black", linewidth=0.8)
-    costs.set_title("A step with prompts apart, in times of a shared one")
+    costs.set_title("Prompts apart, in times of shared ones")
     costs.margins(y=0.12)
     for axes in (curves, costs):
         axes.grid(alpha=0.3, axis="y")
