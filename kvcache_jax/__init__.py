@@ -42,6 +42,7 @@ from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.core.token_scorer import (
     TokenMetadata,
     future_queries,
@@ -149,6 +150,7 @@ __all__ = [
     "Status",
     "StatusError",
     "Step",
+    "Streaming",
     "TargetDevice",
     "TokenEvent",
     "TokenMetadata",

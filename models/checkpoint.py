@@ -51,7 +51,8 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     Args:
       folder: Has config.json and model.safetensors, or model.safetensors.index.json and its shards.
       dtype: Of the computation. Default: what config.json says, else float32.
-      param_dtype: Of the parameters, which are converted to it. Default: `dtype`.
+      param_dtype: Of the parameters, which are converted to it, but for the corrections of routers, which are
+        float32. Default: `dtype`.
 
     Raises:
       CheckpointError: a file is missing, truncated or no such file; a tensor is missing, misshapen or
@@ -62,21 +63,21 @@ def load(folder: str | os.PathLike[str], *, dtype: Any = None, param_dtype: Any 
     config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
     abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    wanted = [(_source(config, path), leaf.shape) for path, leaf in leaves]
+    wanted = [(_source(config, path), leaf) for path, leaf in leaves]
     with contextlib.ExitStack() as stack:
         stored = _open(folder, stack)
         if config.tie_embeddings and _EMBEDDING_TENSOR not in stored and _UNEMBEDDING_TENSOR in stored:
             stored[_EMBEDDING_TENSOR] = stored.pop(_UNEMBEDDING_TENSOR)  # some programs write only the other
         names = [name for source, _ in wanted for name in source.tensors.values()]
         _check_names(folder, stored, names, config)
-        for source, shape in wanted:
+        for source, leaf in wanted:
             for name in source.tensors.values():
-                stored[name].check(source.file_shape(shape))
+                stored[name].check(source.file_shape(leaf.shape))
         if config.tie_embeddings and _UNEMBEDDING_TENSOR in stored:
             _check_same(folder, stored[_EMBEDDING_TENSOR], stored[_UNEMBEDDING_TENSOR])
         values = []
-        for source, shape in wanted:
-            value = np.empty(shape, config.param_dtype)
+        for source, leaf in wanted:
+            value = np.empty(leaf.shape, leaf.dtype)
             for index, name in source.tensors.items():
                 tensor = stored[name].read()
                 value[index] = tensor.T if source.is_transposed else tensor

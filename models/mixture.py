@@ -14,8 +14,10 @@ class Mixture(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, experts: Experts):
         self.experts, hidden_size = experts, config.hidden_size
         num_experts, size = experts.num_experts, experts.expert_size
-        # Its bias moves the choice and not the weights, see `_routed`.
         self.router = Linear(config, rngs, hidden_size, num_experts, use_bias=experts.is_sigmoid)
+        if experts.is_sigmoid:
+            # It moves the choice and not the weights, see `_routed`: by less than what bfloat16 tells apart.
+            self.router.bias = nnx.Param(jnp.zeros(num_experts, jnp.float32))
         self.expert_gate = Matrices(config, rngs, num_experts, hidden_size, size)
         self.expert_up = Matrices(config, rngs, num_experts, hidden_size, size)
         self.expert_down = Matrices(config, rngs, num_experts, size, hidden_size, residual_gain(config))
@@ -40,7 +42,7 @@ class Mixture(nnx.Module):
         scores = jax.nn.sigmoid(logits) if sizes.is_sigmoid else jax.nn.softmax(logits)
         ranks = scores
         if self.router.bias is not None:
-            ranks += jax.lax.broadcast_to_rank(self.router.bias[...].astype(jnp.float32), ranks.ndim)
+            ranks += jax.lax.broadcast_to_rank(self.router.bias[...], ranks.ndim)
         if sizes.num_groups > 1:
             groups = ranks.reshape(len(tokens), sizes.num_groups, -1)
             best = jax.lax.top_k(groups, 2 if sizes.is_sigmoid else 1)[0].sum(axis=-1)

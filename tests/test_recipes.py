@@ -18,10 +18,10 @@ def done():
 
 
 def test_the_recipes_are_found():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
 
 
-@pytest.mark.quick_cases("0", "1")
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", range(len(BLOCKS)))
 def test_a_recipe_runs(namespace, done, nth):
     """After those before it; a traceback names the file's own line."""

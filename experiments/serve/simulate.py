@@ -41,7 +41,7 @@ def simulate(work: Workload, machine: Machine, rows: int, board: Board) -> dict:
         max_seq_len=work.longest,
         num_blocks=LLAMA.num_blocks(machine, BLOCK_SIZE),
         steps_per_chunk=STEPS_PER_CHUNK,
-        token_budget=rows + min(MOST_PROMPT_TOKENS, work.longest),
+        token_budget=rows + MOST_PROMPT_TOKENS,
     )
     records = []
     for name in names:  # one after the other: their states are large, and nobody's clock is this machine's

@@ -85,7 +85,8 @@ def tiles(
             return group.span.sees(first, last, key_pos)
         # Distances are those of the text, of what is still there.
         first, last, in_text = (plan.holes.positions(place) for place in (first, last, key_pos))
-        return group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
+        seen = group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
+        return seen if plan.within is None else seen & plan.within.sees(first, last, in_text)
 
     def load(i: jax.Array) -> Tile:
         nth = (i * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32))[None]

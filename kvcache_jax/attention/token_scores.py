@@ -64,7 +64,7 @@ def token_scores(
     for name, given in (("key", key), ("queries", queries)):
         if name in found.needs and given is None:
             raise ValueError(f"{name} is None, expected a value: the scorer {scorer!r} needs it")
-    group_id, index, pool = arguments.located(cache, layer, step)
+    group_id, _, pool = arguments.located(cache, layer, step)
     group = cache.config.groups[group_id]
     num_kv_heads = keys_values_shapes(pool, group, options.get("weights")).k.shape[0]
     places = jnp.arange(group.max_len, dtype=jnp.int32)
@@ -79,7 +79,7 @@ def token_scores(
     num_queries = step.query_len if num_last is None else jnp.minimum(step.query_len, num_last)
     k = v = None
     if found.needs & {"k", "v"}:
-        k, v, _ = jax.vmap(lambda row: gather(cache, row, (group_id, index)))(step.seq_ids)
+        k, v, _ = jax.vmap(lambda row: gather(cache, row, layer))(step.seq_ids)
         k, v = (jnp.moveaxis(x, 1, 2).astype(jnp.float32) for x in (k, v))
     tokens = TokenMetadata(
         is_token=is_token,

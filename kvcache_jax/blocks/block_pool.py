@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import (
     add_at,
@@ -37,9 +38,14 @@ def num_used(pool: BlockPool) -> jax.Array:
     return pool.num_blocks - num_available(pool)
 
 
-def utilization(pool: BlockPool) -> jax.Array:
-    """Computes the share of the blocks that is referenced, f32[] from 0 to 1."""
-    used = num_used(pool)
+def utilization(pool: BlockPool, num_fewer: ArrayLike = 0) -> jax.Array:
+    """Computes the share of the blocks that is referenced, f32 from 0 to 1, or would be with fewer of them.
+
+    Args:
+      pool: The pool.
+      num_fewer: i32[...], blocks that are not counted.
+    """
+    used = num_used(pool) - num_fewer
     # XLA would multiply by the inverse of a constant, and so have 9 of 10 blocks be more than 0.9.
     num_blocks = jnp.maximum(used, pool.num_blocks)
     return used.astype(jnp.float32) / num_blocks.astype(jnp.float32)

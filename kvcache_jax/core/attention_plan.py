@@ -10,13 +10,20 @@ from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.core.backends import choose
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 
-def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> Step:
+def plan_attention(
+    cache: Cache, step: Step, *, is_contiguous: bool = True, within: Span | None = None
+) -> Step:
     """Adds the plans of all layer groups to a step whose slots were reserved in `cache`.
 
-    Where a row's tokens do not follow one another (`is_contiguous=False`), each is planned as a row.
+    Args:
+      cache: After the reservation.
+      step: Padded or packed.
+      is_contiguous: Whether a row's tokens follow one another; else each is planned as a row.
+      within: Positions that no query sees beyond, for caches with `enable_drop`.
     """
     is_by_row = is_contiguous and step.cu_query_lens is None
     num_queries = step.positions.shape[1] if is_by_row else 1
@@ -34,6 +41,7 @@ def plan_attention(cache: Cache, step: Step, *, is_contiguous: bool = True) -> S
         if holes is not None:
             holes = holes.of_rows(table_row).of_group(group_id)
         plan = plan_rows(group, table_row, first_position, num_queries_of_row, num_keys, holes)
+        plan = dataclasses.replace(plan, within=within)
         backend = choose(cache.config, None, pool, group)
         if backend.plan and backend.attend(num_queries):
             work = backend.plan(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -184,6 +185,11 @@ class CacheConfig:
     def query_len_limit(self) -> int:
         """Most new tokens of one row in one `extend`."""
         return self.max_query_len or self.max_seq_len
+
+    @property
+    def drop_unit(self) -> int:
+        """Tokens whose blocks `drop` gives back together: whole blocks of every group."""
+        return math.lcm(*(group.block_size for group in self.groups if not group.holds_sources))
 
     @functools.cached_property
     def groups(self) -> tuple[LayerGroup, ...]:

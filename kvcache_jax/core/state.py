@@ -11,6 +11,7 @@ from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.core.holes import Holes
+from kvcache_jax.core.layer_kinds.span import Span, span_from_json, span_to_json
 
 
 @pytree_dataclass()
@@ -278,7 +279,7 @@ class Admission:
     num_items_cached: jax.Array
 
 
-@pytree_dataclass()
+@pytree_dataclass(Static("within", span_to_json, span_from_json))
 class AttentionPlan:
     """The columns of a group's block table that a step's queries read; shared by all its layers.
 
@@ -293,6 +294,7 @@ class AttentionPlan:
       num_queries: i32[r], queries that count; 0 for failed rows and padding.
       num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
       holes: Holes of the rows; None without `enable_drop`.
+      within: Span (static) that queries do not see beyond, whatever that of the kind; None for no other.
       work: From the backend's `plan`; () for a backend without one.
     """
 
@@ -303,6 +305,7 @@ class AttentionPlan:
     num_queries: jax.Array
     num_keys: jax.Array | None = None
     holes: Holes | None = None
+    within: Span | None = None
     work: tuple[jax.Array, ...] = ()
 
 

@@ -1,7 +1,7 @@
 """Scorers by name, which say what each token of a row is worth to `compress`, and a decorator for one's own.
 
-A scorer is a pure function from what is known of a layer's tokens to a score per token, or per head and token:
-the highest stay. Definitions are those of kvpress, an open collection of such methods.
+A scorer is a pure function from what is known of a layer's tokens to a score per token, or per head and
+token: the highest stay. Definitions are those of kvpress, an open collection of such methods.
 
 References:
   kvpress (NVIDIA; github.com/NVIDIA/kvpress), and the papers that the functions name.
@@ -107,8 +107,9 @@ def token_scorer(
         raise TypeError(f"name is {name!r}, expected a str: write @token_scorer('name', needs=[...])")
     if name in _scorers:
         raise ValueError(f"there is a token scorer {name!r} already, expected a new name")
-    fields = list(needs) if isinstance(needs, Iterable) and not isinstance(needs, str) else [None]
-    if not all(field in OPTIONAL_METADATA for field in fields):
+    fields = list(needs) if isinstance(needs, Iterable) else []
+    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
+    if not is_list or not all(field in OPTIONAL_METADATA for field in fields):
         raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
     if num_last is not None:
         num_last = static_count("num_last", num_last)
@@ -281,7 +282,7 @@ def _knorm(tokens: TokenMetadata) -> jax.Array:
 
 @token_scorer("expected attention", needs=["k", "v", "queries"])
 def _expected_attention(tokens: TokenMetadata) -> jax.Array:
-    """Scores by the weight that queries to come will give, times the value (Devoto et al., arXiv:2510.00636)."""
+    """Scores by the weight that queries to come give, times the value (Devoto et al., arXiv:2510.00636)."""
     assert tokens.k is not None and tokens.v is not None and tokens.queries is not None
     mean, covariance = tokens.queries
     group_size, dim = mean.shape[1] // tokens.num_kv_heads, tokens.k.shape[-1]
@@ -297,7 +298,7 @@ def _expected_attention(tokens: TokenMetadata) -> jax.Array:
 
 @token_scorer("recency")
 def _recency(tokens: TokenMetadata) -> jax.Array:
-    """Scores later tokens higher, and the first four highest (StreamingLLM, Xiao et al., arXiv:2309.17453)."""
+    """Scores later tokens higher, and the first four highest (Xiao et al., arXiv:2309.17453)."""
     places = jnp.broadcast_to(tokens.places[:, 0], tokens.is_token.shape).astype(jnp.float32)
     return jnp.where(places < _SINKS, jnp.inf, places)
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.host import Host, Requests
 from kvcache_jax.decoding.loop import DecodeState
 from kvcache_jax.operations.allocate import allocate
@@ -16,13 +18,26 @@ from kvcache_jax.operations.lookup import lookup
 
 
 def admit(
-    state: DecodeState, requests: Requests, host: Host, max_new_tokens: int
+    state: DecodeState,
+    requests: Requests,
+    host: Host,
+    max_new_tokens: int,
+    streaming: Streaming | None,
+    chunk_len: int,
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
     A prompt waits until there are blocks for all that its samples and the running rows may still store. If
     the whole cache has too few blocks for a prompt, the prompt waits until it is alone. If a prompt can share
     more with another one that was just admitted, it waits until the other one is computed.
+
+    Args:
+      state: With the rows that run.
+      requests: The prompts that wait.
+      host: The continuation of each row.
+      max_new_tokens: Per continuation.
+      streaming: The tokens that rows keep; None for all.
+      chunk_len: Prompt tokens in one call of the model.
 
     Returns:
       The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
@@ -35,24 +50,29 @@ def admit(
         return state, {}, 0
     history, seeds = np.array(state.history), np.array(state.sampling.seed)
     prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
+    width = history.shape[1]
     while requests.waiting and len(idle) >= requests.num_samples:
         prompt_id = requests.waiting[0]
         prompt = requests.prompts[prompt_id]
         words = requests.namespaces[prompt_id]
         just_admitted = [host.running[row][0] for row in admitted]
         others = [requests.prompts[i] for i in just_admitted if np.array_equal(requests.namespaces[i], words)]
-        tokens = np.zeros((1, host.config.max_seq_len), np.int32)
+        tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(prompt)] = prompt
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
-        with_prompt, admission = allocate(cache, [idle[0]], [len(prompt)], tokens=tokens, namespace=words)
+        num_held = len(prompt)
+        if streaming is not None:
+            num_held = min(num_held, streaming.max_held_len(host.config, chunk_len))
+        with_prompt, admission = allocate(cache, [idle[0]], [num_held], tokens=tokens, namespace=words)
         if int(admission.status[0]) != Status.OK:
             break
         rows, others_idle = idle[: requests.num_samples], idle[requests.num_samples :]
         prompt_len[rows] = len(prompt)
-        max_len[rows] = min(len(prompt) + max_new_tokens, host.config.max_seq_len)
+        max_len[rows] = min(len(prompt) + max_new_tokens, width)
         forks = {row: group[0] for group in [*admitted.values(), rows] for row in group[1:]}
-        if host.running and not _fits(with_prompt, [*host.running, *rows], max_len, forks, prompt_len):
+        started = [*host.running, *rows]
+        if host.running and not _fits(with_prompt, started, max_len, forks, prompt_len, streaming):
             break
         cache, idle = with_prompt, others_idle
         num_cached += int(admission.num_cached[0])
@@ -89,6 +109,7 @@ def _fits(
     max_len: np.ndarray,
     forks: Mapping[int, int],
     prompt_len: np.ndarray,
+    streaming: Streaming | None,
 ) -> bool:
     """Tells whether `rows` can all go on to `max_len` i32[max_seqs] together.
 
@@ -98,16 +119,24 @@ def _fits(
       max_len: i32[max_seqs], where each ends.
       forks: {row to be forked: row with its prompt}.
       prompt_len: i32[max_seqs].
+      streaming: As in `admit`.
     """
     context_len = np.asarray(cache.context_len)
     forked = [row for row in rows if row not in forks]
     for group, pool in zip(cache.config.groups, cache.control.block_pools, strict=True):
         table, num_cached = np.asarray(pool.block_table), 0 if pool.cached is None else pool.cached.num_cached
+        if streaming is not None:
+            # Before any row grows all drop what they do not need, so what each may come to is what counts.
+            held_len = streaming.max_held_len(cache.config, 1)
+            most = [_most_blocks(group, min(int(max_len[row]) - 1, held_len)) for row in rows]
+            if sum(most) > pool.num_blocks:
+                return False
+            continue
         num_held = (table < pool.num_blocks).sum(axis=1)
         num_to_come = 0
         for row in rows:
             # The last token of a row is drawn and not stored.
-            most = min(ceil_div(int(max_len[row]) - 1, group.block_size), group.max_held_blocks)
+            most = _most_blocks(group, int(max_len[row]) - 1)
             held = num_held[forks.get(row, row)]
             if row in forks and prompt_len[row] % group.block_size:
                 held -= 1  # the prompt's last block, which is copied
@@ -120,6 +149,11 @@ def _fits(
         if num_to_come > int(pool.num_free) + int(num_cached):
             return False
     return True
+
+
+def _most_blocks(group: LayerGroup, num_tokens: int) -> int:
+    """Counts the most blocks that a row of up to `num_tokens` tokens holds."""
+    return min(ceil_div(num_tokens, group.block_size), group.max_held_blocks)
 
 
 def _shares_more(

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -17,6 +18,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding import arguments, loop
 from kvcache_jax.decoding.admission import admit
 from kvcache_jax.decoding.forward import Forward
@@ -24,6 +26,7 @@ from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stop
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
 from kvcache_jax.decoding.prefill import prefill, vocab_size
 from kvcache_jax.decoding.sampling import sampling_params
+from kvcache_jax.decoding.streaming import streaming_chunk_len, streaming_width
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.init import init
@@ -93,6 +96,7 @@ def generate(
     draft: Draft | None = None,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
+    streaming: Streaming | None = None,
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
@@ -112,7 +116,8 @@ def generate(
       params: Passed on to `forward`.
       prompts: Token ids, each prompt at least one.
       config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
-      max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`.
+      max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless they
+        stream.
       num_samples: Continuations per prompt, at most `max_seqs`.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
@@ -130,8 +135,11 @@ def generate(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4] or u32[prompts, 4], who may share the prompts' blocks. A cache that served other
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
+      streaming: The tokens that each token sees, of prompts and continuations; a row drops the others, and
+        goes on past `max_seq_len` in blocks for these, the tokens of a call and two more. The cache needs
+        `enable_drop`; there are no drafts then. Default: all tokens.
       chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
-        left. More of them keep an accelerator busier.
+        left. More of them keep an accelerator busier. Rows that stream compute fewer if they hold no more.
       look_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
@@ -151,8 +159,13 @@ def generate(
     num_drafts = static_count("num_drafts", num_drafts, least=0)
     stop_strings = arguments.texts_to_stop_at(stop_strings, detokenize)
     arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_look=on_look)
-    _check(requests, config, num_drafts, draft)
     chunk_len = arguments.usable_chunk_len(chunk_len, config)
+    max_held_len, width = None, config.max_seq_len
+    if streaming is not None:
+        chunk_len = streaming_chunk_len(streaming, config, num_drafts, chunk_len)
+        max_held_len = streaming.max_held_len(config, chunk_len)
+        width = streaming_width(requests.prompts, max_new_tokens)
+    _check(requests, config, num_drafts, draft, max_held_len)
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
     look_every = arguments.steps_between_looks(look_every, is_watched)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
@@ -164,7 +177,7 @@ def generate(
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: arguments.one_number(name, value) for name, value in options.items()}
     cache = idle_cache("generate", cache, config)
-    state = _empty_state(cache, draft.config if draft else None, stops, options)
+    state = _empty_state(cache, width, draft.config if draft else None, stops, options)
     if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
         _check_vocabularies(
             vocab_size(forward, params, cache, chunk_len),
@@ -172,10 +185,10 @@ def generate(
         )
     while requests.waiting or host.running:
         while True:
-            state, admitted, num_cached = admit(state, requests, host, max_new_tokens)
+            state, admitted, num_cached = admit(state, requests, host, max_new_tokens, streaming, chunk_len)
             if not admitted:
                 break
-            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len)
+            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len, streaming)
             num_tokens = sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
             num_prompt_tokens += num_tokens - num_cached
             num_cached_tokens += num_cached
@@ -188,6 +201,7 @@ def generate(
             state,
             jnp.int32(look_every),
             draft_source=draft_source,
+            streaming=streaming,
         )
         state = host.check_in(state)
     return GenerateResult(
@@ -204,18 +218,25 @@ def generate(
     )
 
 
-def _check(requests: Requests, config: CacheConfig, num_drafts: int, draft: Draft | None) -> None:
+def _check(
+    requests: Requests,
+    config: CacheConfig,
+    num_drafts: int,
+    draft: Draft | None,
+    max_held_len: int | None,
+) -> None:
     if requests.num_samples > config.max_seqs:
         raise ValueError(
             f"num_samples is {requests.num_samples}, expected at most max_seqs = {config.max_seqs}"
         )
     for i, prompt in enumerate(requests.prompts):
-        if len(prompt) >= config.max_seq_len:
+        if max_held_len is None and len(prompt) >= config.max_seq_len:
             raise ValueError(
                 f"prompt {i} has {len(prompt)} tokens, expected fewer than max_seq_len = {config.max_seq_len}"
             )
+        held_len = len(prompt) if max_held_len is None else min(len(prompt), max_held_len)
         for group in config.groups:
-            need = min(ceil_div(len(prompt), group.block_size), group.max_held_blocks)
+            need = min(ceil_div(held_len, group.block_size), group.max_held_blocks)
             if need > group.num_blocks:
                 raise ValueError(
                     f"prompt {i} has {len(prompt)} tokens and needs {need} blocks, "
@@ -254,8 +275,10 @@ def _check_vocabularies(target: int, draft: int) -> None:
         )
 
 
-def _empty_state(cache: Cache, draft_config: CacheConfig | None, stops, options) -> DecodeState:
-    rows, width = cache.max_seqs, cache.config.max_seq_len
+def _empty_state(
+    cache: Cache, width: int, draft_config: CacheConfig | None, stops: jax.Array, options: dict[str, Any]
+) -> DecodeState:
+    rows = cache.max_seqs
     return DecodeState(
         cache=cache,
         draft_cache=init(draft_config) if draft_config else None,
@@ -281,14 +304,17 @@ def _prefill(
     host: Host,
     admitted: dict[int, list[int]],
     chunk_len: int,
+    streaming: Streaming | None,
 ) -> DecodeState:
     """Computes the admitted prompts, forks their samples and draws the first tokens."""
-    max_seqs, max_seq_len = host.config.max_seqs, host.config.max_seq_len
-    prompts, lengths = np.zeros((max_seqs, max_seq_len), np.int32), np.zeros(max_seqs, np.int32)
+    max_seqs, width = state.history.shape
+    prompts, lengths = np.zeros((max_seqs, width), np.int32), np.zeros(max_seqs, np.int32)
     for row in admitted:
         prompt = host.requests.prompts[host.running[row][0]]
         prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-    cache, fed = prefill(forward, params, state.cache, prompts, lengths, chunk_len=chunk_len)
+    cache, fed = prefill(
+        forward, params, state.cache, prompts, lengths, chunk_len=chunk_len, streaming=streaming
+    )
     draft_cache = state.draft_cache
     if draft is not None and draft_cache is not None:
         draft_lengths = np.zeros_like(lengths)

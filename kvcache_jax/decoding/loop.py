@@ -16,9 +16,11 @@ from kvcache_jax.arrays.masked_updates import first_true
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
+from kvcache_jax.decoding.streaming import drop_unseen
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
 from kvcache_jax.operations.truncate import truncate
@@ -48,11 +50,12 @@ class DecodeState:
     Attributes:
       cache: The target model's.
       draft_cache: The draft model's; None without one.
-      history: i32[max_seqs, max_seq_len], each row's prompt and what was generated.
+      history: i32[max_seqs, width], each row's prompt and what was generated; `width` is `max_seq_len`, but
+        of rows that stream that of the longest text.
       prompt_len: i32[max_seqs].
       length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
       max_len: i32[max_seqs], length at which the row ends.
-      logprobs: f32[max_seqs, max_seq_len], of each generated token, under the model's own distribution.
+      logprobs: f32[max_seqs, width], of each generated token, under the model's own distribution.
       phase: i32[max_seqs], each row's `Phase`.
       sampling: SamplingParams of each row.
       stop_tokens: i32[any], ids that end a row; -1 for none.
@@ -116,7 +119,7 @@ def begin(
     return _end_undrawn(state, starts & ~is_drawn)
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "draft_source"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("forward", "draft_source", "streaming"), donate_argnames="state")
 def decode(
     forward: Forward,
     params: Any,
@@ -125,6 +128,7 @@ def decode(
     max_steps: jax.Array,
     *,
     draft_source: DraftSource | None,
+    streaming: Streaming | None = None,
 ) -> DecodeState:
     """Decodes until a row has ended, so that its blocks can go to others, or for `max_steps` steps.
 
@@ -137,6 +141,7 @@ def decode(
       state: Donated.
       max_steps: i32[].
       draft_source: For speculative decoding, or None (static).
+      streaming: The tokens that rows keep, or None for all (static); without drafts.
     """
     first_step = state.num_steps
 
@@ -147,17 +152,23 @@ def decode(
 
     def body(state: DecodeState) -> DecodeState:
         if draft_source is None:
-            return _decode_one(forward, params, state)
+            return _decode_one(forward, params, state, streaming)
         return _decode_drafted(forward, params, draft_params, state, draft_source)
 
     return lax.while_loop(goes_on, body, state)
 
 
-def _decode_one(forward: Forward, params: Any, state: DecodeState) -> DecodeState:
+def _decode_one(
+    forward: Forward, params: Any, state: DecodeState, streaming: Streaming | None
+) -> DecodeState:
     """Decodes one token for every running row."""
     tokens = _last_token(state)[:, None]
-    num_new = (state.phase == Phase.RUNNING).astype(jnp.int32)
-    cache, step = extend(state.cache, num_new, max_new=1, tokens=tokens)
+    cache, is_running = state.cache, state.phase == Phase.RUNNING
+    num_new = is_running.astype(jnp.int32)
+    if streaming is not None:
+        rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+        cache = drop_unseen(cache, jnp.where(is_running, rows, cache.max_seqs), streaming)
+    cache, step = extend(cache, num_new, max_new=1, tokens=tokens)
     logits, cache = forward(params, tokens, cache, step)
     logits = logits[:, 0].astype(jnp.float32)
     token, logprob = sample(logits, state.sampling, state.length)

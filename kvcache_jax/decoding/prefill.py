@@ -20,9 +20,11 @@ from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.host import row_list
 from kvcache_jax.decoding.sampling import are_numbers
+from kvcache_jax.decoding.streaming import drop_unseen
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.extend import extend
 
@@ -88,6 +90,7 @@ def prefill(
     *,
     chunk_len: int,
     is_scoring: bool = False,
+    streaming: Streaming | None = None,
 ) -> tuple[Cache, FeedResult]:
     """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
 
@@ -99,8 +102,10 @@ def prefill(
       length: Likewise.
       chunk_len: Likewise.
       is_scoring: Likewise.
+      streaming: Likewise.
     """
-    cache, fed = feed(forward, params, cache, history, length, chunk_len=chunk_len, is_scoring=is_scoring)
+    options: dict[str, Any] = dict(chunk_len=chunk_len, is_scoring=is_scoring, streaming=streaming)
+    cache, fed = feed(forward, params, cache, history, length, **options)
     if cache.config.enable_prefix_caching and length.any():
         rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
         cache, _ = commit(cache, _with_numbers(fed.logits, rows))
@@ -116,6 +121,7 @@ def feed(
     *,
     chunk_len: int,
     is_scoring: bool = False,
+    streaming: Streaming | None = None,
 ) -> tuple[Cache, FeedResult]:
     """Feeds rows from their `context_len` to their `length`, by calls of at most `chunk_len` tokens together.
 
@@ -127,12 +133,13 @@ def feed(
       length: i32[max_seqs]; rows that are already there take no part.
       chunk_len: Tokens of all rows in one call.
       is_scoring: Scores the tokens too, each by the logits before it.
+      streaming: The tokens that a token sees, the others are dropped; None for all. Rows start empty then.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
     for pieces in _calls(np.asarray(cache.context_len), history, length, chunk_len):
         cache, status, ends, scored = _feed_pieces(
-            forward, params, cache, status, pieces, is_scoring=is_scoring
+            forward, params, cache, status, pieces, is_scoring=is_scoring, streaming=streaming
         )
         if not logits.size:
             logits = np.zeros((max_seqs, ends.shape[1]), np.float32)
@@ -150,7 +157,8 @@ def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> i
     """
     pieces = _nobody(chunk_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
-    return _feed_pieces.eval_shape(forward, params, cache, status, pieces, is_scoring=False)[2].shape[1]
+    options: dict[str, Any] = dict(is_scoring=False, streaming=None)
+    return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
 
 
 def _calls(
@@ -189,9 +197,16 @@ def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
     return Pieces(tokens, tokens.copy(), nobody, zeros.copy(), zeros.copy(), zeros.copy(), nobody.copy())
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "is_scoring"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("forward", "is_scoring", "streaming"), donate_argnames="cache")
 def _feed_pieces(
-    forward: Forward, params: Any, cache: Cache, status: jax.Array, pieces: Pieces, *, is_scoring: bool
+    forward: Forward,
+    params: Any,
+    cache: Cache,
+    status: jax.Array,
+    pieces: Pieces,
+    *,
+    is_scoring: bool,
+    streaming: Streaming | None,
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
     """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
@@ -208,13 +223,16 @@ def _feed_pieces(
     rows = jnp.where(begins, pieces.rows, nobody)
     entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - pieces.num_tokens], axis=1).reshape(-1)
+    if streaming is not None:
+        cache = drop_unseen(cache, rows, streaming)
     cache, step = extend(
         cache, lens, num_tokens=pieces.tokens.size, seq_ids=entries, tokens=pieces.tokens.reshape(-1)
     )
     status = jnp.asarray(status).at[rows].set(step.status[::2], mode="drop")
 
     step = padded_step(step, 2 * (order - pieces.nth), pieces.first, pieces.num_tokens, pieces.tokens.shape)
-    step = plan_attention(cache, step)
+    # Of the first token's window the others of a call do not see all.
+    step = plan_attention(cache, step, within=None if streaming is None else streaming.span)
     result = forward(params, jnp.asarray(pieces.tokens), cache, step)
     width_of(result, num_pieces, piece_len)
     logits, cache = result
@@ -236,19 +254,23 @@ def padded_step(
     Args:
       step: Has the pieces' rows end to end.
       entry: i32[P], the entry of each piece's row.
-      first: i32[P], position of each piece's first token.
+      first: i32[P], position of each piece's first token in the text.
       num_tokens: i32[P].
       shape: `(P, T)`.
     """
     query_len = jnp.where(step.query_len[entry] > 0, jnp.asarray(num_tokens), 0)
+    shift = None if step.shift is None else step.shift.reshape(shape)
+    place = jnp.asarray(first)
+    if shift is not None:
+        place -= shift[:, 0]
     return dataclasses.replace(
         step,
         status=step.status[entry],
         seq_ids=step.seq_ids[entry],
         query_len=query_len,
-        context_len=jnp.where(query_len > 0, jnp.asarray(first) + query_len, step.context_len[entry]),
+        context_len=jnp.where(query_len > 0, place + query_len, step.context_len[entry]),
         positions=step.positions.reshape(shape),
-        shift=None if step.shift is None else step.shift.reshape(shape),
+        shift=shift,
         slots=tuple(slots.reshape(shape) for slots in step.slots),
         plans=(),
         cu_query_lens=None,

@@ -14,7 +14,7 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks.block_pool import num_used
-from kvcache_jax.core.config import CacheConfig, ceil_div
+from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.sampling import SamplingParams
 from kvcache_jax.engine import outbox
 from kvcache_jax.engine.invariant import take_invariant_step
@@ -233,9 +233,3 @@ def _lifted(state: EngineState) -> jax.Array:
 def outbox_len(options: Options, max_seqs: int, steps: int, num_entering: int, num_ended: int) -> int:
     """Counts the entries that `steps` steps and a full inbox may need."""
     return steps * max_seqs * options.width + num_entering + num_ended
-
-
-def piece_sizes(num_tokens: int, most_pieces: int = 4) -> tuple[int, int]:
-    """Cuts `num_tokens` of a step into pieces: how many, and tokens of each."""
-    piece_len = ceil_div(num_tokens, most_pieces)
-    return max(num_tokens // piece_len, 1), piece_len

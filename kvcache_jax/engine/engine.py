@@ -34,6 +34,8 @@ from kvcache_jax.engine.setup import (
     check_drafts,
     check_fits,
     check_same_shapes,
+    most_admissions,
+    most_entering,
     share,
     with_budget,
 )
@@ -61,7 +63,8 @@ class Engine:
       config: Of the cache that the engine makes.
       policy: "fcfs", "priority" (higher first, with ageing), "longest prefix" (most cached first), "fair"
         (the client who got least first), or a name registered with `request_policy`.
-      token_budget: Most tokens of a step. Default: those of all rows, and 256 of prompts.
+      token_budget: Most tokens of a step. Default: those of all rows, and as many of prompts as there are
+        rows, at least 256.
       max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
       max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
         `max_requests`, or all rows, have at most.
@@ -143,7 +146,7 @@ class Engine:
             watermark=share("watermark", watermark),
             ageing_steps=static_count("ageing_steps", ageing_steps, least=4),
             max_bypasses=static_count("max_bypasses", max_bypasses),
-            most_admissions=_MOST_ADMISSIONS,
+            most_admissions=most_admissions(config.max_seqs),
             long_prefill_len=static_count("long_prefill_len", long_prefill_len or config.max_seq_len),
             input_weight=1,
             output_weight=2,
@@ -164,8 +167,8 @@ class Engine:
         )
         inbox_sizes = dataclasses.replace(
             self._sizes,
-            num_slots=min(num_slots, _MOST_ENTERING),
-            num_tokens=max(longest, min(num_tokens, _MOST_ENTERING_TOKENS)),
+            num_slots=min(num_slots, most_entering(config.max_seqs)),
+            num_tokens=max(longest, min(num_tokens, 256 * most_entering(config.max_seqs))),
         )
         self._steps = static_count("steps_per_chunk", steps_per_chunk)
         self._shards = Shards(mesh, row_axis, config, params_spec)
@@ -378,8 +381,3 @@ class Engine:
             ids.add(request.id)
             check_fits(request, sizes, self.config.max_seq_len)
         return requests
-
-
-_MOST_ADMISSIONS = 4
-_MOST_ENTERING = 64
-_MOST_ENTERING_TOKENS = 16_384

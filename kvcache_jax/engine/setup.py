@@ -7,10 +7,15 @@ from typing import Any
 import jax
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
-from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.engine.chunk import piece_sizes
+from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
+
+_LEAST_PROMPT_TOKENS = 256
+"""Of a step, if nobody says otherwise; with more rows as many as there are, for what ends makes room."""
+_LEAST_PIECES = 4
+_PIECE_LEN = 128
+"""Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
 
 
 def share(name: str, value: Any) -> float:
@@ -21,11 +26,21 @@ def share(name: str, value: Any) -> float:
     return value
 
 
+def most_admissions(max_seqs: int) -> int:
+    """Returns how many requests a step looks at for admission: rows are full within some dozens of steps."""
+    return max(4, max_seqs // 64)
+
+
+def most_entering(max_seqs: int) -> int:
+    """Returns how many requests a chunk takes in, enough for its steps to admit."""
+    return max(64, max_seqs // 4)
+
+
 def with_budget(options: Options, config: CacheConfig, token_budget: int | None) -> Options:
     """Shares a step's tokens between the rows' next ones and prompts."""
     num_next = config.max_seqs * options.width
     if token_budget is None:
-        token_budget = num_next + min(256, config.max_seq_len)
+        token_budget = num_next + max(min(_LEAST_PROMPT_TOKENS, config.max_seq_len), config.max_seqs)
     num_prompt = static_count("token_budget", token_budget) - num_next
     if num_prompt < 1:
         raise ValueError(
@@ -101,3 +116,9 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
             f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
             f"{sizes.num_tokens}: make the Engine with a larger max_tokens"
         )
+
+
+def piece_sizes(num_tokens: int) -> tuple[int, int]:
+    """Cuts `num_tokens` of a step into pieces: how many, and tokens of each."""
+    piece_len = ceil_div(num_tokens, max(_LEAST_PIECES, num_tokens // _PIECE_LEN))
+    return max(num_tokens // piece_len, 1), piece_len

@@ -1,7 +1,6 @@
 """The operation `drop`: rows let tokens go from anywhere, and go on with the others."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,7 @@ def drop_rows(
     end = jnp.where(is_plain, start + length, jnp.maximum(end, start + length)) - before.num_dropped
 
     # Blocks go that are dropped whole in every group, so that places stay the same in all of them.
-    unit = math.lcm(*(group.block_size for group in config.groups if not group.holds_sources))
+    unit = config.drop_unit
     first_gone = quotient(first + unit - 1, unit) * unit
     num_gone = jnp.maximum(quotient(end, unit) * unit - first_gone, 0)
     holes = dataclasses.replace(

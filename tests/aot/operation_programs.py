@@ -41,6 +41,18 @@ def config_of(num_groups: int, policy: str | None, num_layers: int = 1) -> kv.Ca
     )
 
 
+def dropping_config(num_groups: int) -> kv.CacheConfig:
+    """Returns a cache of so many groups whose rows may drop tokens."""
+    return dataclasses.replace(config_of(num_groups, None), enable_drop=True)
+
+
+def source_config() -> kv.CacheConfig:
+    """Returns a cache of a layer that stores tokens and one that reads sources."""
+    source = kv.CrossAttention(NUM_KV_HEADS, HEAD_DIM, max_source_len=PROMPT_LEN)
+    config = config_of(1, None)
+    return dataclasses.replace(config, layers=[*config.layers, source])
+
+
 def _extend(cache, num_new, tokens):
     return kv.extend(cache, num_new, max_new=1, tokens=tokens)
 
@@ -109,6 +121,8 @@ def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
         ),
         program("allocate", _allocate, listed, listed, known(prompts), **waits(shortage + hits + evictions)),
     ]
+    rewriting = listed, i32(NUM_LISTED, PROMPT_LEN)
+    programs.append(program("rewrite", kv.rewrite, *rewriting, **waits(shortage + copies + evictions)))
     if has_index:
         publications = num_groups
         programs += [
@@ -141,6 +155,26 @@ def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
             program("gather", _gather, i32(), donated=None, **waits(0)),
         ]
     return programs
+
+
+def _drop(num_groups: int) -> Program:
+    config = dropping_config(num_groups)
+    listed = i32(NUM_LISTED)
+    limits = Limits(0, known_loops=0, launches=20 + 40 * num_groups, temporary_bytes=SMALL)
+    detail = f"{num_groups} group{'s' * (num_groups > 1)}"
+    return Program("drop", detail, config, kv.drop, lambda: (shapes_of(config), *[listed] * 3), limits)
+
+
+def _write_source() -> Program:
+    """Takes blocks, and looks at one source after the other only where they are short."""
+    config = source_config()
+    values = jax.ShapeDtypeStruct((1, NUM_LISTED, PROMPT_LEN, NUM_KV_HEADS, HEAD_DIM), jnp.bfloat16)
+
+    def arguments() -> tuple:
+        return shapes_of(config), i32(NUM_LISTED), values, values, i32(NUM_LISTED)
+
+    limits = Limits(1, temporary_bytes=SMALL)
+    return Program("write_source", "2 groups, one of sources", config, kv.write_source, arguments, limits)
 
 
 def _halves_of_attention(num_layers: int = 3) -> Program:
@@ -176,6 +210,9 @@ def operation_programs() -> list[Program]:
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
     return [
         *(program for cache in caches for program in _programs_of(*cache)),
+        _drop(1),
+        _drop(2),
+        _write_source(),
         _halves_of_attention(),
         _compress(None),
         _compress(LRU),

@@ -190,15 +190,15 @@ def test_the_waits_allowed_are_those_of_the_design():
 
 
 def test_what_is_wrong_is_printed_for_all_programs_at_once(monkeypatch, capsys):
-    programs = [program for program in all_programs() if program.subject == "write"]
+    programs = [program for program in all_programs() if program.subject == "gather"]
     assert len(programs) == 2
     monkeypatch.setattr(loops, "costs", lambda *_: iter([COST, ValueError("no such chip")]))
-    assert loops.main(["write_1_group", "write_2_groups", "--markdown"]) == 1
+    assert loops.main(["gather_1_group", "gather_2_groups", "--markdown"]) == 1
     *lines, end = capsys.readouterr().out.splitlines()[2:]
     assert end.startswith("0 passed, 2 failed in")
     heading, rule, first, second, _ = lines
     assert {line.count("|") for line in (heading, rule, first, second)} == {len(loops.HEADINGS) + 1}
-    assert first.startswith("| write | 1 group | 1 | 1 | 0 | 1 | 5 | 0 | 0 | 7 | FAILED: 2 waits")
+    assert first.startswith("| gather | 1 group | 1 | 1 | 0 | 1 | 5 | 0 | 0 | 7 | FAILED: 2 waits")
     assert second.endswith("FAILED: ValueError: no such chip |")
     with pytest.raises(SystemExit):
         loops.main(["nothing"])
@@ -211,6 +211,7 @@ def test_a_table_is_aligned():
     assert table.line(["extend", None, "a\nb"]) == "extend             a b"
 
 
+@pytest.mark.slow
 def test_operations_wait_for_the_host_no_more_than_allowed():
     """Before XLA simplifies, which so far changed no count. Two groups have all that one has."""
     programs = [program for program in all_programs() if program.name.startswith(COUNTED)]

@@ -84,10 +84,7 @@ def prefill(driver, lengths, width):
 
 
 @pytest.mark.quick_cases(
-    "float32-2-8-4-7-None-False-None-None-True-True",
-    "float32-8-8-16-3-None-False-2.5-0.3-True-False",
-    "float16-1-64-4-3-(9, 3)-True-None-0.3-False-True",
-    "bfloat16-2-8-4-3-(5, 0)-False-None-None-True-True",
+    "float32-8-8-16-3-None-False-2.5-0.3-True-False", "bfloat16-2-8-4-3-(5, 0)-False-None-None-True-True"
 )
 @pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
 def test_attention_against_dense_float64(case):
@@ -130,6 +127,7 @@ def test_attention_against_dense_float64(case):
     driver.step({6: 1, 5: 1, 3: 1}, expected={5: Status.SEQ_NOT_ACTIVE})
 
 
+@pytest.mark.slow
 def test_rows_that_fail_for_want_of_blocks():
     """Two rows want the last block: the second's output is zero and its context stays readable."""
     config = kv.CacheConfig(
@@ -178,6 +176,7 @@ def state_and_step(config, num_q_heads, seed=3):
     return driver, new_lens, cache, step, q, k, v
 
 
+@pytest.mark.slow
 def test_write_and_attend_are_the_halves_of_attention():
     _, _, cache, step, q, k, v = state_and_step(config_of(), 4)
     whole, (out, lse) = kv.attention(cache, 1, q[1], k[1], v[1], step, return_lse=True)

@@ -12,6 +12,7 @@ HEADS, GROUP, DIM = 2, 2, 5
 FULL = kv.FullAttention(HEADS, DIM)
 
 
+@pytest.mark.quick_cases("kind1")
 @pytest.mark.parametrize("kind", [FULL, kv.SlidingWindow(HEADS, DIM, window=300, num_sink_tokens=20)])
 def test_attention_over_several_tiles(kind):
     config = kv.CacheConfig(
@@ -30,6 +31,7 @@ def test_attention_over_several_tiles(kind):
         driver.step(new_lens)
 
 
+@pytest.mark.slow
 def test_gradients_over_several_tiles():
     num_tokens = 520
     config = kv.CacheConfig(

@@ -106,6 +106,7 @@ class Texts:
         assert_invariants(self.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [[FULL], [WINDOW, FULL]], ids=["full", "window"])
 def test_an_endless_text_in_fixed_memory(layers):
     """Sinks and a window of odd lengths: seen is exactly what is not dropped, whatever the block edges."""
@@ -126,6 +127,7 @@ def test_an_endless_text_in_fixed_memory(layers):
     texts.grow([3, 1, 2])
 
 
+@pytest.mark.slow
 def test_forks_of_rows_that_dropped_tokens_go_their_own_ways():
     texts = Texts([FULL])
     for _ in range(4):
@@ -193,6 +195,7 @@ def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
         kv.extend(cache, [1, 1], max_new=1)
 
 
+@pytest.mark.slow
 def test_keep_everything_is_the_same_bit_for_bit():
     """A cache that may drop and does not computes what one does that cannot."""
     q, k, v = (np.random.default_rng(i).standard_normal((2, 5, 1, DIM), np.float32) for i in range(3))

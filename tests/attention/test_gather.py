@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
@@ -48,6 +49,7 @@ def test_a_traced_layer_that_does_not_exist_holds_nothing():
     assert [int(gather(layer)[2]) for layer in (0, 1, 2, -1, 2**31 - 1)] == [3, 3, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_programs_for_tpus_store_and_read_the_same(monkeypatch):
     """They write head by head and read whole blocks, for the sake of TPUs' layouts."""
     config = kv.CacheConfig(

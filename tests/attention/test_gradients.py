@@ -112,6 +112,7 @@ def test_gradients_equal_a_dense_reference(kinds, soft_cap):
         np.testing.assert_allclose(got, want, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_flow_into_the_pools_through_forks_and_copies():
     """A learned prefix: two rows share it by fork, one of them copies its last block on write."""
     config = kv.CacheConfig([FULL] * 2, num_blocks=8, block_size=BLOCK, max_seqs=3, max_seq_len=16)

@@ -79,6 +79,7 @@ def started():
     return testing.poison(cache)
 
 
+@pytest.mark.quick_cases("absorbed")
 @pytest.mark.parametrize("is_absorbed", [True, False], ids=["absorbed", "expanded"])
 def test_it_is_dense_attention(is_absorbed):
     out = jax.jit(functools.partial(run, is_absorbed=is_absorbed))(numbers(), started())
@@ -86,6 +87,7 @@ def test_it_is_dense_attention(is_absorbed):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_absorbed", [True, False], ids=["absorbed", "expanded"])
 def test_its_gradients_are_those_of_dense_attention(is_absorbed):
     """Of queries, latents and the layer's own weights."""

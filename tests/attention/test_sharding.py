@@ -68,7 +68,7 @@ def expected():
     return run(kv.donate(forward), testing.poison(kv.init(CONFIG)))[1]
 
 
-@pytest.mark.quick_cases("explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "is_set"),
     [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
@@ -157,6 +157,7 @@ def test_rows_split_over_an_automatic_axis_beside_the_heads(has_index, head_type
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache.control), jax.device_get(alone.control))
 
 
+@pytest.mark.slow
 def test_inside_shard_map(expected):
     """The local pool has one head, though the config says eight: sizes come from the arrays."""
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
@@ -236,6 +237,7 @@ def test_head_axis_must_be_in_the_current_mesh():
         kv.init(config)
 
 
+@pytest.mark.slow
 def test_gradients_of_what_all_devices_share_inside_shard_map():
     """Each device reads the same cache, or makes one of its own, and forks it."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -274,7 +276,7 @@ def test_gradients_of_what_all_devices_share_inside_shard_map():
     assert all(abs(x).max() > 0 for x in jax.tree.leaves(want))
 
 
-@pytest.mark.quick_cases("1-lru")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_groups, policy", [(1, "lru"), (2, "lru"), (1, "lfu"), (2, "hyperbolic")])
 def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, policy):
     """JAX follows what differs between devices when it traces a loop."""

@@ -65,6 +65,7 @@ def run(config, num_new, width):
     return cache, outputs
 
 
+@pytest.mark.quick_cases("8-decode-1.5", "9-prefill-2.5")
 @pytest.mark.parametrize(
     ("width", "name", "value"), [(1, "decode", 1.5), (8, "decode", 1.5), (9, "prefill", 2.5)]
 )
@@ -102,6 +103,7 @@ def test_xla_does_what_a_backend_leaves_to_it():
     assert any(np.asarray(out).any() for out in expected[1])
 
 
+@pytest.mark.slow
 def test_a_call_may_name_another_backend_than_the_cache():
     """Whose plan it does not get."""
     cache, _ = kv.allocate(kv.init(config_of("test: nothing", 1)), [0, 1], [0, 0])

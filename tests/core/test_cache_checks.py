@@ -181,6 +181,7 @@ def test_a_trace_leaves_no_tracer_behind(step, name):
         jax.eval_shape(ON_DEVICE[name], cache, dataclasses.replace(step, config=cache.config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_a_cache_that_was_fetched_to_the_host_is_taken(started, name):
     got, expected = (ON_DEVICE[name](*args) for args in (jax.device_get(started), started))
@@ -206,6 +207,7 @@ def test_shapes_are_no_cache(step):
             operation(shapes, step)
 
 
+@pytest.mark.slow
 def test_donated_caches_say_so(step):
     cache = kv.init(CONFIG)
     kept = kv.donate(lambda cache: cache)(cache)

@@ -248,7 +248,7 @@ def assert_equal_slots(found, row, length=13):
             assert want[name][:length].tobytes() == got[name][:length].tobytes(), (layer, name)
 
 
-@pytest.mark.quick_cases("packed pieces")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "cuts", "options"),
     [
@@ -262,6 +262,7 @@ def test_equal_vectors_are_stored_as_equal_bits(row, cuts, options):
     assert_equal_slots(written(row, cuts, **options), row)
 
 
+@pytest.mark.slow
 def test_a_hit_is_what_recomputation_would_write():
     cache, _ = kv.commit(written(1, [5, 10]))
     cache, admission = kv.allocate(cache, [2], [13], tokens=np.arange(13, dtype=np.int32)[None])
@@ -324,7 +325,7 @@ def expected(cache, row, layer, q, **options):
     return out @ turn
 
 
-@pytest.mark.quick_cases("packed, soft cap, sinks")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_packed", "options"),
     [(False, ()), (True, (("scale", 0.3), ("soft_cap", 2.5)))],
@@ -348,6 +349,7 @@ def test_attention_is_that_to_the_decoded_values(is_packed, options):
     assert not np.asarray(out)[:, 2].any() or is_packed  # an idle row's padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_what_is_not_finite_is_nan_in_its_row_and_head_alone(name, bad):
@@ -408,6 +410,7 @@ def test_what_does_not_fit_is_a_sentence(make, error, sentence):
         make()
 
 
+@pytest.mark.slow
 def test_weights_and_kernels_are_refused_by_the_kinds_name():
     x = jnp.ones((4, 1, 2, HEAD_DIM))
     cache, step = kv.extend(kv.init(config_of(LAYERS)), [0] * 4, max_new=1)

@@ -80,6 +80,7 @@ def test_new_keys_and_values_are_refused_and_those_of_own_layers_are_read():
             np.testing.assert_array_equal(there, here)
 
 
+@pytest.mark.slow
 def test_append_takes_those_of_own_layers():
     cache, _ = kv.allocate(kv.init(config()), [1], [3])
     new = jnp.broadcast_to(jnp.arange(1.0, 4)[:, None, None, None, None], (3, 2, 3, 2, 4))

@@ -134,6 +134,7 @@ def test_what_is_no_layer_is_named(small, layer):
         kv.attend(cache, layer, zeros(*Q), step)
 
 
+@pytest.mark.slow
 def test_what_stands_in_the_wrong_place_is_named(small):
     cache, step = small
     admission = kv.allocate(kv.init(SMALL), [0], [1])[1]
@@ -187,6 +188,7 @@ def test_what_stands_in_the_wrong_place_is_named(small):
         kv.extend(cache, [[1], [1, 2]], max_new=2)
 
 
+@pytest.mark.slow
 def test_lists_may_hold_numbers_that_are_traced():
     cache = kv.init(dataclasses.replace(SMALL, enable_prefix_caching=True))
     cache, _ = kv.allocate(cache, [0], [3], tokens=[[1, 2, 3]])
@@ -241,6 +243,7 @@ def test_layer_out_of_range(small, layer):
         kv.gather(cache, 0, layer)
 
 
+@pytest.mark.slow
 def test_traced_layer_with_several_groups():
     cache = started(MIXED)
     cache, step = kv.extend(cache, [1, 1, 1], max_new=2)
@@ -465,6 +468,7 @@ def test_config_refuses_what_does_not_fit():
         small_config(layers=None)
 
 
+@pytest.mark.slow
 def test_windows_reach_as_far_as_positions():
     window = functools.partial(kv.SlidingWindow, num_kv_heads=1, head_dim=8)
     for field in ("num_sink_tokens", "max_rollback"):

@@ -70,6 +70,7 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
         assert found.beams[0][0].tokens == greedy(prompts[0], 10)[0]
 
 
+@pytest.mark.slow
 def test_beams_are_looked_at_while_they_are_searched():
     seen = []
     options = dict(max_new_tokens=10, num_beams=2, stop_tokens=[3, 8], length_penalty=0.0)
@@ -133,7 +134,7 @@ def gambles(params, tokens, cache, step):
     return jnp.log(jnp.where(at < 5, early, jnp.where(at < 10, middle, late))), cache
 
 
-@pytest.mark.quick_cases("5-out_of_blocks")
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_blocks", "why"), [(5, "out_of_blocks"), (32, "stop")])
 def test_a_beam_search_says_that_it_ran_out_of_blocks(num_blocks, why):
     """Also where all hypotheses that it returns are finished ones: with more blocks others would have won."""

@@ -108,12 +108,14 @@ def test_texts_to_stop_at_may_be_iterated_over_once():
     assert stopped.generations[0].tokens == plain[: 1 + plain.index(plain[2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "detokenize"), [("list", lambda tokens: ["x"]), ("bytes", bytes)])
 def test_a_detokenize_that_returns_no_text_is_refused(kind, detokenize):
     with pytest.raises(TypeError, match=f"detokenize returned a {kind}, expected a str"):
         generate(stop_strings=["x"], detokenize=detokenize)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look_every", [1, 2, 3])
 def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
     """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""
@@ -165,6 +167,7 @@ def test_another_call_traces_neither_model_again():
         traces.clear()
 
 
+@pytest.mark.slow
 def test_what_is_no_cache_or_config_is_refused_by_name():
     calls = {
         "generate": lambda config, **cache: kv.generate(
@@ -304,6 +307,7 @@ def test_a_module_is_told_to_part_with_its_arrays():
             call(module)
 
 
+@pytest.mark.slow
 def test_a_function_made_for_each_call_is_warned_of_once():
     def score_with(make):
         with warnings.catch_warnings(record=True) as caught:

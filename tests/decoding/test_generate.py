@@ -89,6 +89,7 @@ def test_greedy_equals_the_model_without_a_cache(chunk_len):
     check_idle(result)
 
 
+@pytest.mark.slow
 def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
     options = dict(num_samples=3, temperature=1.3, top_k=9, seed=5)
     alone = generate([PROMPTS[2]], **options)
@@ -123,6 +124,7 @@ def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
     assert samples([PROMPTS[0], PROMPTS[2]], 9)[2:] != expected
 
 
+@pytest.mark.slow
 def test_the_timeline_tells_what_rows_held_and_when_they_ended():
     """Three prompts of two samples on four rows: the third waits until the first has ended."""
     looks = []
@@ -206,7 +208,7 @@ def test_max_seq_len_ends_a_row():
     assert result.generations[0].tokens == greedy(PROMPTS[2], LENGTH - len(PROMPTS[2]))[0]
 
 
-@pytest.mark.quick_cases("ngram-tight", "weak draft-tight")
+@pytest.mark.quick_cases("ngram-tight")
 @pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kind", ["ngram", "weak draft", "itself"])
 def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
@@ -251,6 +253,7 @@ def test_drafts_from_the_text_change_no_drawn_token(num_new):
     assert drafted.num_drafted > drafted.num_accepted > 0
 
 
+@pytest.mark.slow
 def test_one_row_without_room_does_not_keep_others_from_drafting():
     """One block is left: the first of three rows drafts into it, and the last row into its own last block."""
     lengths, running = np.array([23, 23, 23, 18], np.int32), np.ones(4, bool)
@@ -261,6 +264,7 @@ def test_one_row_without_room_does_not_keep_others_from_drafting():
     assert have_room.tolist() == [True, False, False, True]
 
 
+@pytest.mark.slow
 def test_drafts_cost_no_row_a_token():
     """The pool ends before the row: 16 tokens are stored, and one more is drawn."""
     sizes = dict(num_blocks=4)
@@ -270,6 +274,7 @@ def test_drafts_cost_no_row_a_token():
     assert generation.tokens == greedy(PROMPTS[4], 16 + 1 - len(PROMPTS[4]))[0]
 
 
+@pytest.mark.slow
 def test_speculative_sampling_accepts_everything_from_the_model_itself():
     draft = kv.Draft(forward, PARAMS, config())
     result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)
@@ -280,6 +285,7 @@ def test_speculative_sampling_accepts_everything_from_the_model_itself():
     assert 0 < result.num_accepted < 0.9 * result.num_drafted
 
 
+@pytest.mark.slow
 def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
     draft = kv.Draft(forward, PARAMS, config())
     prompts = [PROMPTS[0], PROMPTS[3]]
@@ -333,6 +339,7 @@ def test_no_program_copies_a_pool(kind, monkeypatch):
         assert f"[{shape}]" in text and not re.findall(rf"\[{shape}\]\S* copy\(", text)
 
 
+@pytest.mark.slow
 def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
     """At once: another row could run out of the blocks that it holds, and a prompt waits for its row."""
     stop = greedy(PROMPTS[3], 1)[0][0]
@@ -414,6 +421,7 @@ def test_a_continuation_that_fits_alone_is_scored():
         score([[3] * 23])
 
 
+@pytest.mark.slow
 def test_the_model_is_traced_twice_whatever_the_prompts():
     """By the prefill and by the decode step; a draft model likewise."""
     traces = []
@@ -445,6 +453,7 @@ def test_the_model_is_traced_twice_whatever_the_prompts():
     assert sorted(traces) == ["draft"] * 2 + ["target"]
 
 
+@pytest.mark.slow
 def test_a_prompt_waits_until_all_that_it_may_store_fits():
     """Of 7 blocks a row of 15 tokens needs 4, and the last prompt more than there are: it gets all, alone."""
     prompts = [[3, 1, 4, 1], [6, 2, 8, 5], PROMPTS[2] + PROMPTS[2][:9]]

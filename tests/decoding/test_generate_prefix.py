@@ -51,6 +51,7 @@ def check_greedy(result, prompts, num_new=7):
     assert int(kv.stats(result.cache).num_blocks_used) == 0
 
 
+@pytest.mark.slow
 def test_prompts_of_one_call_share_what_they_have_in_common():
     """Two full blocks of 4 are common to three prompts, one to the fourth; each is computed once."""
     result = generate(FAMILY)
@@ -88,6 +89,7 @@ def test_prompts_share_within_a_namespace():
         generate(FAMILY[:2], namespace=tenants[:3], cache=stranger.cache)
 
 
+@pytest.mark.slow
 def test_other_weights_find_nothing_in_another_namespace():
     others = jax.tree.map(lambda x: -x, PARAMS)
     weights = kv.namespace(weights="negative")
@@ -108,6 +110,7 @@ def test_other_weights_find_nothing_in_another_namespace():
     np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_samples_and_a_pool_that_must_evict():
     options = dict(num_samples=2, temperature=1.1, seed=3)
     free = kv.generate(forward, PARAMS, FAMILY, config(), max_new_tokens=7, **options)
@@ -124,6 +127,7 @@ def test_samples_and_a_pool_that_must_evict():
     assert int(kv.stats(tight.cache).num_evictions) > 6
 
 
+@pytest.mark.slow
 def test_drafts_are_never_published():
     drafts = kv.Draft(forward, PARAMS, config())
     result = generate(FAMILY, num_drafts=3, draft=drafts)

@@ -58,6 +58,7 @@ def test_a_row_ends_where_its_logits_are_no_numbers_and_others_go_on(params):
     assert [(g.tokens, g.logprobs, g.finish_reason) for g in generations(params, **options)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, GOOD])
 def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(draft):
     options = dict(temperature=2.0, num_drafts=3, max_new_tokens=20)
@@ -73,6 +74,7 @@ def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(draft):
         assert (after.tokens, after.finish_reason) == (tokens, reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_a_prompt_whose_logits_are_no_numbers_has_no_first_token(enable_prefix_caching):
     sizes = dict(enable_prefix_caching=enable_prefix_caching)
@@ -86,6 +88,7 @@ def test_a_prompt_whose_logits_are_no_numbers_has_no_first_token(enable_prefix_c
     assert set(streamed) == {0, 2}
 
 
+@pytest.mark.slow
 def test_what_gave_no_numbers_is_not_published():
     sizes = config(enable_prefix_caching=True)
     prompts = [[1, 2, 3, 4, 5, 6, 7, BAD], list(range(8))]
@@ -102,6 +105,7 @@ def test_one_weight_ends_every_row(value):
     assert reasons == {"nan_logits"} if np.isnan(value) else "nan_logits" in reasons
 
 
+@pytest.mark.slow
 def test_a_score_of_no_numbers_is_refused():
     score = functools.partial(kv.score, model, NAN, [1, 2])
     assert np.isfinite(score([[3, 4, BAD]], config()).logprobs[0]).all()

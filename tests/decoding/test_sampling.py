@@ -149,7 +149,7 @@ def test_logits_that_are_no_numbers_show_in_the_logprob():
         assert np.isnan(logprob).tolist() == [True, True, True, True, False]
 
 
-@pytest.mark.quick_cases("options0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1}]
 )
@@ -168,6 +168,7 @@ def test_draws_follow_the_filtered_distribution(options):
     assert chi_square(sample(logits, row, ROWS)[0], expected) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_draw_depends_on_its_row_alone():
     rng = np.random.default_rng(4)
     logits, position = rng.normal(size=(12, 30)).astype(np.float32), rng.integers(0, 1000, 12)
@@ -237,7 +238,7 @@ def first_two_tokens(seed, draft_keys):
     return np.asarray(num_drafts), np.asarray(accepted), np.asarray(emitted[:, 0]) * VOCAB + second
 
 
-@pytest.mark.quick_cases("<lambda>0", "None")
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_keys", [lambda keys: keys, FOLDED, SPLIT, None])
 def test_speculation_emits_what_the_target_would(draft_keys):
     for seed in (3,) if draft_keys in (FOLDED, SPLIT) else SEEDS:

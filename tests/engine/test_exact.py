@@ -56,7 +56,7 @@ def check_mixes(engine, seeds, num_requests=9):
             np.testing.assert_allclose(found[1], logprobs, rtol=1e-5)
 
 
-@pytest.mark.quick_cases("tiny pool")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_mixes(name):
     engine = make_engine(name)

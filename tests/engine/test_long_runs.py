@@ -178,3 +178,20 @@ def test_nobody_waits_longer_than_ageing_allows():
         waits.append(ended[number] - start)
         assert waits[-1] <= num_priorities * ageing + ahead + costs[number] + 4
     assert max(waits) > ageing
+
+
+def test_many_rows_are_full_within_some_dozens_of_steps():
+    """Four admissions a step would let 16 chunks of 16 steps pass; what enters grows with the rows, too."""
+    num_rows = 1024
+    sizes = kv.CacheConfig(
+        [kv.FullAttention(1, 1)], num_blocks=8 * num_rows, max_seqs=num_rows, max_seq_len=128
+    )
+    engine = kv.Engine(look_up, {}, sizes, steps_per_chunk=16)
+    assert engine.push(ask([1, 2, 3], 120) for _ in range(num_rows)) == num_rows
+    for _ in range(7):
+        engine.drain()
+    assert engine.figures().running == num_rows
+    tokens = {}
+    for event in engine:
+        tokens.setdefault(event.id, []).extend(event.tokens)
+    assert [*tokens.values()] == [[(3 + i) % 16 for i in range(1, 121)]] * num_rows

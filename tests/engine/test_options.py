@@ -25,6 +25,7 @@ HOOKED: dict[str, Any] = dict(
 )
 
 
+@pytest.mark.slow
 def test_a_hook_and_the_most_probable_tokens():
     """Token 0 is banned; the hook's logits are those that log-probabilities are of."""
     engine = make_engine(**HOOKED)
@@ -45,6 +46,7 @@ def test_a_hook_and_the_most_probable_tokens():
                 assert logprob == pytest.approx(max(tops.values()), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_longest_prefix_goes_first_but_not_for_ever():
     """One row is left; the cache has what the later requests begin with. Two of them pass the first."""
     engine = make_engine(**HOOKED)
@@ -57,6 +59,7 @@ def test_the_longest_prefix_goes_first_but_not_for_ever():
     assert ended == ["hit 0", "hit 1", "no hit", "hit 2"]
 
 
+@pytest.mark.slow
 def test_hits_never_end_inside_an_item():
     """Blocks of 4 tokens: an item at 2 to 9 is reused whole or not at all, also by who was preempted."""
     engine = make_engine(**HOOKED)

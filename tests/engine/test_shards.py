@@ -23,6 +23,7 @@ def forward(params, tokens, cache, step):
     return jax.lax.psum(jnp.where(mine, logits, 0), "heads"), cache
 
 
+@pytest.mark.slow
 def test_rows_over_one_axis_and_heads_over_the_other():
     """The same tokens as each request alone; every shard had requests, and nothing is left behind."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("rows", "heads"))

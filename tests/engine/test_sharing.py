@@ -13,6 +13,7 @@ def counted(engine, *names):
     return tuple(counts[EngineCounter[name]] for name in names)
 
 
+@pytest.mark.slow
 def test_samples_fork_the_prompt():
     """18 tokens, of which all but the last are computed once; each sample draws with a seed of its own."""
     engine = make_engine()

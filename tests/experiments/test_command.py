@@ -269,6 +269,7 @@ DOUBLES = (
 )
 
 
+@pytest.mark.quick_cases("kept")
 @pytest.mark.parametrize("kind", ["kept", "no cache", "another folder", "switched off", "no folder"])
 def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path, kind):
     """The second start finds them and says nothing."""

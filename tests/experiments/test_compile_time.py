@@ -38,6 +38,7 @@ def test_runs_are_the_layers_whose_kinds_repeat(kinds, runs):
     assert layer_runs(tuple(kinds)) == tuple(Run(*run) for run in runs)
 
 
+@pytest.mark.slow
 def test_programs_are_counted_anew_each_time():
     x, function = jnp.ones(3), jax.jit(lambda x: x + 1)
     costs = []
@@ -62,6 +63,7 @@ def test_a_bar_can_fail():
     assert [compile_time.verdict(bar) for bar in bars] == ["holds", "does not hold"]
 
 
+@pytest.mark.slow
 def test_the_command_times_and_records(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(compile_time, "DEPTHS", (1, 2))
     monkeypatch.setattr(compile_time, "PERIOD", (8, None))

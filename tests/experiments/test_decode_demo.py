@@ -288,6 +288,7 @@ def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkey
     assert counts == [len(seen)] and counts[0] > 0
 
 
+@pytest.mark.slow
 def test_beams_are_ranked_and_share_their_prompt(capsys, folder):
     arguments = (*PROMPTS, *BEAMS, "--checkpoint", folder / "plain")
     result = run_json(capsys, *arguments)
@@ -316,6 +317,7 @@ def test_the_warm_up_of_beams_takes_no_more_blocks_than_the_search(capsys, folde
     assert [len(prompt["samples"]) for prompt in result["prompts"]] == [1] * 6
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_no_numbers_has_no_beams(capsys, folder, tmp_path):
     decoder = checkpoint.load(folder / "plain")
     decoder.norm.scale[...] *= np.nan
@@ -441,6 +443,7 @@ def test_bad_options_are_refused(capsys, folder, arguments, message):
     assert message in refusal(capsys, *arguments, "--checkpoint", folder / "plain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu"])
 def test_an_implementation_that_is_not_there_is_refused(capsys, folder, name):
     message = refusal(capsys, "a", "--implementation", name, "--checkpoint", folder / "plain")

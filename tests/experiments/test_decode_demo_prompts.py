@@ -116,6 +116,7 @@ def half(folder, tmp_path):  # noqa: F811, the fixture that is imported
     return tmp_path / "half"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
 def test_a_model_that_is_stored_in_float16_is_decoded(capsys, half, dtype):
     arguments = ["ab", "--greedy", "--max-new", "3", "--json", "--checkpoint", str(half)]

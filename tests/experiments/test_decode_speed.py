@@ -75,6 +75,7 @@ def test_a_round_leaves_the_rows_where_they_were(decoder, contexts):
     assert len(timed.seconds[LOOP]) == 1  # compiling is not among them
 
 
+@pytest.mark.slow
 def test_the_paged_rows_lie_scattered(decoder, contexts):
     cache = SIDES[0].start(TINY, CASE, contexts.cut(CASE))
     blocks = np.asarray(cache.control.block_pools[0].block_table)[1, :3]

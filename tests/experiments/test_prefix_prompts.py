@@ -89,6 +89,7 @@ def test_examples_that_are_no_texts(tmp_path, question):
         prefix_prompts.few_shot_prompts(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_missing_files(folder, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
     arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "2"]

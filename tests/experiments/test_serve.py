@@ -127,6 +127,7 @@ def test_a_step_takes_the_longer_of_bytes_and_flops():
 # --- sides ---
 
 
+@pytest.mark.slow
 def test_a_side_serves_every_request_to_its_length():
     """Its seconds are the tokens that went through the model, for each takes one."""
     server = make(CONTINUOUS, JOBS)
@@ -148,6 +149,7 @@ def test_a_side_serves_every_request_to_its_length():
     assert list(seconds) == sorted(seconds) and server.timeline()[-1][4] == 31
 
 
+@pytest.mark.slow
 def test_static_batches_wait_for_their_longest_and_begin_with_the_shortest_prompts():
     static, continuous = (make(name, JOBS) for name in (STATIC, CONTINUOUS))
     running = []
@@ -161,6 +163,7 @@ def test_static_batches_wait_for_their_longest_and_begin_with_the_shortest_promp
     assert static.record()["num_steps"] > continuous.record()["num_steps"]
 
 
+@pytest.mark.slow
 def test_who_comes_later_is_not_served_before_and_idle_time_is_skipped():
     jobs = [JOBS[0], JOBS[1]._replace(arrival=1000.0)]
     server = make(CONTINUOUS, jobs)
@@ -169,6 +172,7 @@ def test_who_comes_later_is_not_served_before_and_idle_time_is_skipped():
     assert server.record()["first_token_s"]["p99"] < 100
 
 
+@pytest.mark.slow
 def test_a_dispatch_per_token_is_one_transfer_per_step():
     server = make(HOST, JOBS[1:2])
     server.turn(20)

@@ -20,6 +20,7 @@ def run(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_hits_equal_those_of_a_dict(tmp_path, capsys):
     requests = make_requests()
     path, sizes = write(tmp_path, requests), [LONGEST, 25]

@@ -146,6 +146,7 @@ def test_a_plan_counts_on_the_programs_of_all_heads_and_lane_tiles():
     assert plan.items.shape == (num_programs // (3 * 4), len(Item))  # 128 lanes are 4 tiles of 32
 
 
+@pytest.mark.quick_cases("shape0")
 @pytest.mark.parametrize("shape", [(1, 5, 64), (3, 5, 64), (6, 2, 3, 7, 128), (2, 33, 256)])
 def test_merge(shape):
     rng = np.random.default_rng(0)

@@ -38,6 +38,7 @@ def run(mutations: Sequence[Mutation], **changes: object) -> None:
         interpret.run_interpreted(kernel, arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", HASTY, ids=lambda mutation: mutation.name.removeprefix("GPU decode: "))
 def test_what_tensor_cores_read_too_late_or_too_early_races(mutation):
     with pytest.raises(interpret.RaceError, match="RACE DETECTED"):

@@ -41,6 +41,10 @@ def indexed_config(kind):
     return dataclasses.replace(config_of(kind), enable_prefix_caching=True)
 
 
+def dropping_config(kind):
+    return dataclasses.replace(config_of(kind), enable_prefix_caching=False, enable_drop=True)
+
+
 @functools.cache
 def make_params(num_layers):
     rng = np.random.default_rng(3)
@@ -99,10 +103,11 @@ store_sources = kv.donate(lambda cache, params, *sources: write_sources(params, 
 
 
 @functools.partial(jax.jit, static_argnames="oracles")
-def expected_logits(params, text, source, source_len, oracles, positions=None):
+def expected_logits(params, text, source, source_len, oracles, positions=None, is_hidden=False):
     """What `forward` must give for each token of `text i32[MAX_LEN]`, whose end may be anything.
 
-    Its tokens are one behind the other, unless `positions` says where they stand.
+    Its tokens are one behind the other, unless `positions` says where they stand. Those that are hidden,
+    `bool[MAX_LEN]`, nobody sees; what they see themselves is not meant.
     """
     params = jax.tree.map(jnp.asarray, params)
     stand = params["positions"] if positions is None else params["positions"][positions]
@@ -112,7 +117,7 @@ def expected_logits(params, text, source, source_len, oracles, positions=None):
     for layer, (owner, reads_source, oracle) in enumerate(oracles):
         q, _, _ = jnp.split(vectors[:, layer], SPLITS, axis=-2)
         _, k, v = jnp.split((of_source if reads_source else vectors)[:, owner], SPLITS, axis=-2)
-        out = oracle(q, k, v, source_len) if reads_source else oracle(q, k, v)
+        out = oracle(q, k, v, source_len) if reads_source else oracle(q, k, v, is_hidden=is_hidden)
         logits += out.reshape(MAX_LEN, VOCAB)
     return logits
 
@@ -165,13 +170,14 @@ class Rows:
       cache: Its free blocks are in no order at first.
       texts: From row to tokens.
       sources: From row to the tokens of its source, where there are layers that read one.
+      dropped: From row to the positions that it dropped, of a cache whose rows can.
     """
 
     def __init__(self, kind, cache=None):
         self.kind = kind
         self.cache = permuted(kv.init(config_of(kind))) if cache is None else cache
         self.params = make_params(len(kind.layers))
-        self.texts, self.sources = {}, {}
+        self.texts, self.sources, self.dropped = {}, {}, {}
 
     def allocate(self, texts, *, writes_sources=True):
         """Starts rows without computing anything; returns status and cached tokens of each."""
@@ -245,18 +251,23 @@ class Rows:
             self.texts[row] = self.texts[row] + list(text)
             np.testing.assert_allclose(
                 logits[row, : len(text)],
-                self.expected(self.texts[row], self.sources[row])[start:],
+                self.expected(self.texts[row], self.sources[row], dropped=self.dropped.get(row, ()))[start:],
                 rtol=2e-5,
                 atol=2e-5,
                 err_msg=f"row {row} of {self.kind.name}, tokens from {start} on",
             )
         lengths = np.asarray(self.cache.context_len)
+        if (holes := self.cache.control.holes) is not None:
+            lengths = lengths + np.asarray(holes.num_dropped)
         assert {row: lengths[row] for row in self.texts} == {r: len(text) for r, text in self.texts.items()}
 
-    def expected(self, text, source=(), positions=None):
+    def expected(self, text, source=(), positions=None, dropped=()):
         of_source = padded(source, SOURCE_WIDTH), len(source)
         positions = np.arange(MAX_LEN) if positions is None else padded(positions)
-        logits = expected_logits(self.params, padded(text), *of_source, oracles_of(self.kind), positions)
+        is_hidden = np.isin(np.arange(MAX_LEN), list(dropped))
+        logits = expected_logits(
+            self.params, padded(text), *of_source, oracles_of(self.kind), positions, is_hidden
+        )
         return np.asarray(logits)[: len(text)]
 
     def fork(self, source, *targets):
@@ -294,6 +305,13 @@ class Rows:
             if is_right and expects == OK:
                 want = self.expected(self.texts[row], self.sources[row])[line]
                 np.testing.assert_allclose(logits[i, : len(line)], want, rtol=2e-5, atol=2e-5)
+
+    def drop(self, row, start, length):
+        self.cache, status = kv.drop(self.cache, *entries([row], [start], [length]))
+        if statuses(status)[0] == OK:
+            self.dropped[row] = {*self.dropped.get(row, ()), *range(start, start + length)}
+        assert_invariants(self.cache)
+        return statuses(status)[0]
 
     def free(self, *rows):
         self.cache, status = kv.free(self.cache, *entries(rows))

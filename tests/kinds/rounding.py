@@ -44,7 +44,7 @@ def max_abs(x):
 def attending(oracle, round_numbers):
     """The oracle of attention to rounded keys and values."""
 
-    def attend(q, k, v):
-        return oracle(q, round_numbers(k), round_numbers(v))
+    def attend(q, k, v, **reach):
+        return oracle(q, round_numbers(k), round_numbers(v), **reach)
 
     return attend

@@ -29,6 +29,7 @@ PROPERTIES = (
     "in-place",
     "truncate",
     "rewrite",
+    "drop",
     "compress",
     "window",
     "commit",
@@ -78,7 +79,8 @@ class Kind:
       layers: One entry per model layer.
       oracles: Of each layer: `(q [L, NUM_Q_HEADS, d], k [L, NUM_KV_HEADS, d], v) -> out`, like q. Row `i` of
         the result must not depend on what comes after token `i`. Of a layer that reads a source `k` and `v`
-        are those of the source, and its length is a fourth argument.
+        are those of the source, and its length is a fourth argument; of any other, `is_hidden` bool[L] tells
+        which tokens nobody sees.
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
       is_slow: Other lines say in `make test` what this one says.
@@ -86,7 +88,7 @@ class Kind:
 
     name: str
     layers: tuple[kv.LayerKind, ...]
-    oracles: tuple[Callable[[jax.Array, jax.Array, jax.Array], jax.Array], ...]
+    oracles: tuple[Callable[..., jax.Array], ...]
     rollback: int | None = None
     cells: dict[str, Refused | NoMeaning] = dataclasses.field(default_factory=dict)
     is_slow: bool = False
@@ -100,10 +102,10 @@ def near(window, num_sink_tokens=0):
     return functools.partial(dense, window=window, num_sink_tokens=num_sink_tokens)
 
 
-def latent(q, k, v):
+def latent(q, k, v, **reach):
     """Attention to the first head's keys, of which the first five numbers are values."""
     k = k[:, :1]
-    return dense(q, k, jnp.where(jnp.arange(HEAD_DIM)[None, None] < 5, k, 0))
+    return dense(q, k, jnp.where(jnp.arange(HEAD_DIM)[None, None] < 5, k, 0), **reach)
 
 
 def whole_source(q, k, v, source_len):
@@ -138,14 +140,14 @@ ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_IND
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
-    Kind("window", (window(window=6),), (near(6),), 0, ALONE),
-    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE),
+    Kind("window", (window(window=6),), (near(6),), 0, ALONE, True),
+    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, True),
     Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5, IN_WINDOW),
     # A kind defined outside of the library.
     Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
     Kind("outside-window", (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),), (near(6),), 0, ALONE, True),
-    quantised("int8", rounding.int8),
+    quantised("int8", rounding.int8, is_slow=True),
     quantised("fp8", rounding.fp8, is_slow=True),
     quantised("int4", rounding.int4, is_slow=True),
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),

@@ -27,6 +27,7 @@ from tests.kinds.kind_rows import (
     WIDTH,
     Rows,
     config_of,
+    dropping_config,
     entries,
     expected_logits,
     extend_and_attend,
@@ -149,6 +150,27 @@ def rewrite(kind):
     for row, line, status in refused:
         rows.rewrite({row: line}, expects=status)
     assert leaf_bytes(testing.poison(rows.cache)) == leaf_bytes(testing.poison(before))
+
+
+def drop(kind):
+    """Tokens that a row drops nobody sees again, their blocks come back, and a fork keeps its own."""
+    rows = Rows(kind, permuted(kv.init(dropping_config(kind))))
+    rows.start({2: random_text(17), 3: random_text(7)})
+    num_sinks = max(group.num_sink_tokens for group in rows.groups)
+    assert rows.drop(3, max(num_sinks, 2), 2) == OK  # no whole block
+    rows.fork(3, 0)
+    before = rows.num_held(2)
+    assert rows.drop(2, 3, 10) == OK  # of which tokens 4 to 11 are blocks
+    for group, held, now in zip(rows.groups, before, rows.num_held(2), strict=True):
+        assert held - now == (0 if group.holds_sources else 2) or group.window
+    rows.step({2: [1, 2], 3: [3, 4, 5]})
+    assert rows.drop(3, 4, 4) == OK
+    rows.dropped[0] = {2, 3} if num_sinks < 3 else {3, 4}
+    rows.step({0: [6, 7], 2: [8], 3: [9]})
+    untouched = leaf_bytes(rows.cache)
+    for start, length in ((num_sinks - 1, 1), (15, 3), (20, 1), (3, -1)):
+        assert rows.drop(2, start, length) == kv.Status.BAD_LENGTH
+    assert leaf_bytes(rows.cache) == untouched
 
 
 def window(kind):
@@ -418,6 +440,7 @@ CHECKS = (
     in_place,
     truncate,
     rewrite,
+    drop,
     compress,
     window,
     commit,
@@ -433,18 +456,18 @@ CHECKS = (
 )
 TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 # These compile loops, other programs for devices, or programs backwards, around the step that the other cells
-# compile. They know of a kind what the step knows, so in `make test` two lines say it for all.
-AROUND_THE_STEP = {"gradient", "shard", "export", "manager", "generate"}
-LINES_AROUND_THE_STEP = {"full", "mix"}
+# compile. They know of a kind what the step knows, so in `make test` one line says it for all.
+AROUND_THE_STEP = {"gradient", "shard", "export", "manager", "generate", "rewrite", "in-place", "transfer"}
+LINE_AROUND_THE_STEP = "mix"
 
 
 def is_slow(kind, name):
-    if kind.is_slow:
+    if kind.is_slow or name == "drop":  # another step, of which `make test` has tests of its own
         return True
     works = name not in kind.cells
     if works and name == "compress":  # as attention/test_compressed_rows.py says of plain layers
         return True
-    return works and name in AROUND_THE_STEP and kind.name not in LINES_AROUND_THE_STEP
+    return works and name in AROUND_THE_STEP and kind.name != LINE_AROUND_THE_STEP
 
 
 CELLS = [

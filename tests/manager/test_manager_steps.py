@@ -16,6 +16,7 @@ from tests.manager.manager_user import BOTH, CONFIG, PLAIN, check, fill, start, 
 # --- steps ---
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_traced_loses_nothing():
     manager = kv.CacheManager(CONFIG)
     start(manager, "a", [1, 2, 3])
@@ -43,6 +44,7 @@ def test_a_step_that_cannot_be_traced_loses_nothing():
     check(manager, {"a": [1, 2, 3, 4]})
 
 
+@pytest.mark.slow
 def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
     """A step function must not end rows; when one did, its requests are told of and can go."""
     manager = kv.CacheManager(CONFIG)
@@ -68,6 +70,7 @@ def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
     check(manager, {"b": [1, 2, 3], "c": [4, 5]})
 
 
+@pytest.mark.slow
 def test_a_row_that_a_step_function_started_is_nobodys():
     manager = kv.CacheManager(PLAIN)
     start(manager, "a", [1, 2, 3])
@@ -170,6 +173,7 @@ def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(whe
     assert len(manager.query(lambda cache: cache.pools)) == (1 if where == "storage" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["run", "allocate_request", "stats", "evict"])
 def test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over(call):
     cache = kv.init(CONFIG)

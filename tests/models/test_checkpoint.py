@@ -53,6 +53,18 @@ def test_every_tensor_arrives_bit_for_bit(family):
     assert num_values == sum(tensor.size for tensor in tensors.values())
 
 
+def test_corrections_of_routers_stay_float32(copy_checkpoint):
+    """What tells experts apart is less than what bfloat16 does."""
+    folder = copy_checkpoint("deepseek_v3_experts")
+    tensors = read_tensors(folder)
+    name = max(name for name in tensors if name.endswith("e_score_correction_bias"))
+    stored = np.linspace(0.999, 1.001, tensors[name].size, dtype=np.float32)
+    edit_tensors(folder, {name: stored})
+    router = single_layers(checkpoint.load(folder, dtype=jnp.bfloat16))[-1].mlp.router
+    assert router.kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(router.bias[...], stored, strict=True)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tied_matrix_may_be_stored_twice(copy_checkpoint, dtype):
     folder = copy_checkpoint("qwen2")
@@ -129,6 +141,7 @@ WEIGHED = YarnScaling(factor=4.0, original_max_seq_len=8, mscale=0.5, mscale_all
 WEIGHT = 7**-0.5 * (1 + 0.07 * math.log(4)) ** 2
 
 
+@pytest.mark.quick_cases("qwen2-options3", "qwen3-options6", "gemma3_text-options10", "deepseek_v2-options11")
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [

@@ -13,7 +13,7 @@ from tests.models.checkpoint_files import LONG
 from tests.models.driver import ROW, Driver, all_tokens, assert_close, expected, load
 
 
-@pytest.mark.quick_cases("deepseek_v2-300")
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_len", [1, 300])
 @pytest.mark.parametrize("family", LONG)
 def test_prompts_of_other_lengths(family, prompt_len):

@@ -44,6 +44,7 @@ def test_narrow_operands_have_narrow_gradients():
     assert {value.dtype for value in (y, *pull(dy))} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_matmul_dtype_of_a_decoder_changes_precision_alone():
     config = DecoderConfig(
         vocab_size=13, hidden_size=12, mlp_size=10, num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=6

@@ -112,6 +112,15 @@ MUTATIONS = [
         ),
     ),
     *in_module(
+        "engine/setup",
+        (
+            "a step of many rows admits as few as one of few rows",
+            "return max(4, max_seqs // 64)",
+            "return 4",
+            "engine/test_long_runs.py::test_many_rows_are_full_within_some_dozens_of_steps",
+        ),
+    ),
+    *in_module(
         "engine/schedule",
         (
             "a prompt's second piece begins like its first",

@@ -353,8 +353,8 @@ PREEMPTED = in_module(
     ),
     (
         "the first order stays",
-        "num_dropped + 1, next_row(control)",
-        "num_dropped + 1, jnp.where(num_dropped < 1, next_row(control), dropped.shape[0])",
+        "num_rows + 1, next_row(control)",
+        "num_rows + 1, jax.tree.map(lambda x: x + num_rows * rows.shape[0], next_row(control))",
         f"{PREEMPT}::test_dropping_one_of_two_makes_the_other_worth_dropping",
     ),
 )

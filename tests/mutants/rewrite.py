@@ -1,4 +1,4 @@
-"""The mutations of `rewrite` and `drop`."""
+"""The mutations of `rewrite`, `drop` and streaming."""
 
 from tests.mutants.mutations import in_module
 
@@ -13,6 +13,11 @@ ENDLESS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[full]"
 IN_WINDOWS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[window]"
 REFUSED = f"{DROPPED}::test_what_cannot_be_dropped"
 CUT = f"{DROPPED}::test_a_row_is_cut_behind_what_it_dropped_or_in_front_of_it"
+STREAM = "decoding/test_generate_streaming.py"
+PAST_THE_END = f"{STREAM}::test_a_text_goes_on_past_what_a_row_holds"
+PREEMPT = "operations/test_preempt.py"
+CUT_DOWN = f"{PREEMPT}::test_rows_drop_their_oldest_blocks_in_place_of_ending"
+GO_ON = f"{PREEMPT}::test_rows_that_stream_go_on_dropping_behind_what_they_dropped"
 LOST = "kinds/test_kinds.py::test_a_cell[window-rewrite]"
 
 MUTATIONS = [
@@ -132,5 +137,89 @@ MUTATIONS = [
             "(positions + 0 * shift).reshape",
             ENDLESS,
         ),
+    ),
+    *in_module(
+        "attention/tiles",
+        (
+            "the tokens of a prompt see what the first one of their call sees",
+            "seen & plan.within.sees(first, last, in_text)",
+            "seen",
+            PAST_THE_END,
+        ),
+    ),
+    *in_module(
+        "core/layer_kinds/span",
+        (
+            "an exported step sees less",
+            'else Span(**values["span"])',
+            "else Span(window=1)",
+            f"{STREAM}::test_a_step_that_streams_is_exported",
+        ),
+    ),
+    *in_module(
+        "core/streaming",
+        (
+            "rows that stream are thought to hold less",
+            "unit - 1 + self.window - 1",
+            "self.window - 1",
+            f"{STREAM}::test_what_cannot_stream_is_refused",
+        ),
+    ),
+    *in_module(
+        "decoding/streaming",
+        ("a token sees one token too many", "text_len + 1 - streaming", "text_len - streaming", PAST_THE_END),
+        (
+            "sinks are dropped",
+            "start = jnp.full_like(rows, streaming.num_sink_tokens)",
+            "start = jnp.full_like(rows, streaming.num_sink_tokens - 1)",
+            PAST_THE_END,
+        ),
+        (
+            "each length of a text is a program",
+            "1 << (max(map(len, prompts), default=0) + max_new_tokens - 1).bit_length()",
+            "max(map(len, prompts), default=0) + max_new_tokens",
+            f"{STREAM}::test_other_texts_compile_nothing",
+        ),
+    ),
+    *in_module(
+        "decoding/prefill",
+        (
+            "a piece behind dropped tokens begins too late",
+            "place -= shift[:, 0]",
+            "pass",
+            f"{STREAM}::test_a_piece_behind_dropped_tokens_tells_its_place_in_the_row",
+        ),
+    ),
+    *in_module(
+        "decoding/admission",
+        (
+            "rows stream without blocks for all that they may come to",
+            "if sum(most) > pool.num_blocks",
+            "if sum(most) > 2 * pool.num_blocks",
+            f"{STREAM}::test_samples_stream_from_the_prompt_that_they_share",
+        ),
+    ),
+    *in_module(
+        "operations/preempt",
+        ("rows drop more than is needed", "is_enough.any(axis=1), first", "False, first", CUT_DOWN),
+        (
+            "rows drop blocks with tokens of the window",
+            "control.context_len - kept.window, unit",
+            "control.context_len - kept.window + unit - 1, unit",
+            CUT_DOWN,
+        ),
+        (
+            "rows drop the block of their sinks",
+            "ceil_div(kept.num_sink_tokens, unit) * unit",
+            "kept.num_sink_tokens // unit * unit",
+            CUT_DOWN,
+        ),
+        (
+            "rows drop in front of what they dropped before",
+            "jnp.where(holes.is_plain, ceil_div",
+            "jnp.where(holes.is_plain | True, ceil_div",
+            GO_ON,
+        ),
+        ("the shortest rows drop first", '"streaming": "longest"', '"streaming": "lru"', CUT_DOWN),
     ),
 ]

@@ -103,6 +103,7 @@ class Pair:
         return jax.device_get(kv.stats(self.cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_published", [False, True])
 def test_how_many_writers_copy(is_published):
     """w of r owners write: w copies if w < r, else w - 1; w if the block is published."""
@@ -124,6 +125,7 @@ def test_how_many_writers_copy(is_published):
             assert pair.evict(14) == (2 if is_published else 0)
 
 
+@pytest.mark.slow
 def test_more_rows_copy_than_a_trip_has_places():
     """Sixteen copies are made at a time."""
     driver = TokenDriver(tiny_config(num_blocks=21, block_size=BLOCK, max_seqs=20, max_seq_len=16))
@@ -134,6 +136,7 @@ def test_more_rows_copy_than_a_trip_has_places():
     driver.check()
 
 
+@pytest.mark.slow
 def test_who_copies_when_blocks_are_short():
     """Three owners of a last block. A writer that failed still owns: nobody after it is alone."""
     for num_spare, expected in enumerate(([NONE, NONE, NONE], [OK, NONE, NONE], [OK, OK, OK])):
@@ -212,6 +215,7 @@ def test_cached_blocks_make_room_for_all_rows_of_a_call():
     assert pair.stats().num_evictions == 2 and pair.stats().num_blocks_free == 0
 
 
+@pytest.mark.slow
 def test_blocks_that_left_the_own_or_an_earlier_window_count():
     pair = Pair(WINDOW)
     for row in (0, 1):

@@ -127,6 +127,7 @@ def test_case_d_full_pool_at_a_block_boundary():
     driver.check()
 
 
+@pytest.mark.slow
 def test_case_e_nothing_to_do_and_block_boundaries():
     driver = TokenDriver(ROOMY)
     zeros = np.zeros(12, np.int32)
@@ -227,6 +228,7 @@ def test_case_g_padding_and_idle_rows_write_nowhere():
     driver.check()
 
 
+@pytest.mark.quick_cases("96")
 @pytest.mark.parametrize("max_seq_len", [100, 96])
 def test_case_h_row_at_max_seq_len(max_seq_len):
     driver = TokenDriver(tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=max_seq_len))

@@ -66,7 +66,7 @@ def busy_cache(config):
     return cache
 
 
-@pytest.mark.quick_cases("touch-3", "allocate-3", "fork-3", "free-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 3, 5])
 @pytest.mark.parametrize("name", ON_ROWS)
 def test_lists_do_what_arrays_do(cache, name, num_rows):
@@ -80,6 +80,7 @@ def test_lists_do_what_arrays_do(cache, name, num_rows):
     assert_invariants(got[0])
 
 
+@pytest.mark.slow
 def test_lists_of_other_lengths_are_the_same_program(cache):
     for name, arguments in ON_ROWS.items():
         for num_rows, most in ((5, 2), (6, 1), (7, 1)):

@@ -205,6 +205,7 @@ def append_two(cache, seq_ids, num_new):
     return cache, statuses(step.status)
 
 
+@pytest.mark.quick_cases("5-40")
 @pytest.mark.parametrize("num_full_blocks, num_window_blocks", [(5, 40), (20, 9)])
 def test_failure_in_one_group_leaves_both(num_full_blocks, num_window_blocks):
     cache = kv.init(two_groups(num_full_blocks, num_window_blocks))
@@ -275,6 +276,7 @@ def test_failure_in_one_group_leaves_both(num_full_blocks, num_window_blocks):
     assert_invariants(cache)
 
 
+@pytest.mark.slow
 def test_failed_copy_in_one_group_leaves_both():
     """Both groups share a tail; only one has a block left for the copy."""
     for num_full_blocks, num_window_blocks in ((2, 40), (20, 3)):

@@ -206,6 +206,7 @@ def test_out_of_blocks_at_every_moment():
     assert all(num_failures[:-1]) and num_failures[-1] == 0, num_failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 def test_out_of_blocks_in_a_pool_of_that_size(num_blocks):
     driver = TokenDriver(tiny_config(num_blocks=num_blocks, block_size=4, max_seqs=6, max_seq_len=44))

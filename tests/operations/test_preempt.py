@@ -171,8 +171,71 @@ def test_it_runs_inside_jit():
     assert relieve._cache_size() == 1
 
 
+def streamed(cache, target, window=6, **options):
+    """The rows that drop blocks, in that order, and the blocks that each row holds then."""
+    kept = kv.Streaming(window=window, num_sink_tokens=3)
+    cache, rows = kv.preempt_to_utilization(cache, target, strategy="streaming", streaming=kept, **options)
+    assert not kv.check_invariants(cache)
+    held = (np.asarray(cache.control.block_pools[0].block_table) < 20).sum(axis=1)
+    return cache, [row for row in rows.tolist() if row < ROWS], held.tolist()
+
+
+def make_streaming(num_dropped=0):
+    """Rows of 9, 18, 27 and 3 tokens in 3, 5, 7 and 1 blocks; row 2 may have dropped behind its fifth."""
+    cache = make_cache([9, 18, 27, 3], enable_drop=True)
+    cache, step = kv.extend(cache, [9, 18, 27, 3, 0], max_new=27)
+    kv.raise_for_status(step.status, "extend")
+    return kv.drop(cache, [2], [5], [num_dropped])[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "dropped", "held"),
+    [
+        (0.8, [], [3, 5, 7, 1, 0]),
+        (0.75, [2], [3, 5, 6, 1, 0]),  # no more than are needed
+        (0.6, [2], [3, 5, 3, 1, 0]),  # sinks, the last 6 tokens, and what fills their blocks
+        (0.55, [2, 1], [3, 4, 3, 1, 0]),
+        (0.0, [2, 1], [3, 3, 3, 1, 0]),  # rows 0 and 3 have no whole block between sinks and window
+    ],
+)
+def test_rows_drop_their_oldest_blocks_in_place_of_ending(target, dropped, held):
+    cache = make_streaming()
+    after, rows, now = streamed(cache, target)
+    assert rows == dropped and now == held
+    assert after.is_active.tolist() == cache.is_active.tolist()
+    for row, (was, num_blocks) in enumerate(zip((3, 5, 7, 1, 0), held, strict=True)):
+        gone = slice(1, 1 + was - num_blocks)  # behind the block of the sinks, whose other token stays
+        before, left = (np.asarray(c.control.block_pools[0].block_table)[row] for c in (cache, after))
+        np.testing.assert_array_equal(left[:num_blocks], np.delete(before[:was], gone))
+        num_gone = 4 * (was - num_blocks)
+        assert int(after.context_len[row]) == int(cache.context_len[row]) - num_gone
+        assert int(after.control.holes.num_dropped[row]) == num_gone
+        assert int(after.control.holes.num_hidden[row]) == 0
+
+
+@pytest.mark.slow
+def test_rows_that_stream_go_on_dropping_behind_what_they_dropped():
+    cache = make_streaming(num_dropped=3)  # tokens 5 to 7, of which none goes
+    cache, rows, held = streamed(cache, 0.75)
+    assert rows == [2] and held == [3, 5, 6, 1, 0]
+    holes = cache.control.holes
+    assert [int(x[2]) for x in (holes.start, holes.num_hidden, holes.num_dropped)] == [5, 3, 4]
+    # A block that a fork holds too does not come free, and the policy may be another.
+    cache, _ = kv.fork(make_streaming(), [2], [4])
+    assert streamed(cache, 0.0)[1] == [1]
+    assert streamed(make_streaming(), 0.0, policy="lru")[1] == [1, 2]
+    relieve = jax.jit(lambda cache: kv.preempt_to_utilization(cache, 0.5, strategy="streaming"))
+    assert relieve(make_streaming())[1].tolist() == [ROWS] * ROWS  # 4 + 508 tokens
+
+
 def test_what_is_refused():
     cache = make_cache([4])
+    with pytest.raises(ValueError, match="strategy is 'swap', expected one of 'free', 'streaming'"):
+        kv.preempt_to_utilization(cache, 0.5, strategy="swap")
+    with pytest.raises(ValueError, match="preempt_to_utilization got streaming, expected CacheConfig"):
+        kv.preempt_to_utilization(cache, 0.5, strategy="streaming")
+    with pytest.raises(ValueError, match="strategy is 'free', expected the strategy 'streaming' with it"):
+        kv.preempt_to_utilization(cache, 0.5, streaming=kv.Streaming())
     with pytest.raises(
         ValueError, match="policy is 'newest', expected one of 'lru', 'lfu', 'longest', 'prio"
     ):

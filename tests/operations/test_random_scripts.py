@@ -49,6 +49,7 @@ STATUSES = {
 ON_IDS = ("SKIPPED", "BAD_SEQ_ID", "DUPLICATE_SEQ_ID")
 
 
+@pytest.mark.slow
 def test_a_random_script_of_rows_that_drop_tokens():
     run_dropping_script(seed=0, num_steps=500)
 
@@ -173,6 +174,7 @@ def run_script(config, script):
         driver.apply(*operation)
 
 
+@pytest.mark.slow
 def test_forks_of_forks_freed_in_any_order():
     driver = Driver(full_config(num_blocks=NUM_BLOCKS))
     driver.apply("allocate", [0], [9])

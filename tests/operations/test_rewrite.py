@@ -58,6 +58,7 @@ def published_row():
     return user, text
 
 
+@pytest.mark.slow
 def test_published_blocks_behind_a_copied_one_are_copied_too():
     user, text = published_row()
     user.cache, found = rewritten(user.cache, [0], [[5, 32]])
@@ -69,6 +70,7 @@ def test_published_blocks_behind_a_copied_one_are_copied_too():
     user.check()
 
 
+@pytest.mark.slow
 def test_shared_blocks_behind_a_copied_one_are_copied_too():
     """Another row may publish them, behind a parent that this row does not hold."""
     cache, _ = kv.fork(row_of_text()[0].cache, [0], [1])
@@ -78,6 +80,7 @@ def test_shared_blocks_behind_a_copied_one_are_copied_too():
     assert_invariants(cache)
 
 
+@pytest.mark.slow
 def test_what_was_copied_is_given_back_when_it_is_committed():
     user, text = published_row()
     num_free = int(kv.stats(user.cache).num_blocks_free)

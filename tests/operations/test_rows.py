@@ -46,6 +46,7 @@ def test_priority_namespace_and_recency_follow_the_rows():
     assert fields(cache) == ([0] * 5, [0] * 5)
 
 
+@pytest.mark.slow
 def test_reorder_gives_back_what_several_rows_dropped():
     config = kv.CacheConfig([FULL], num_blocks=9, block_size=4, max_seqs=4, max_seq_len=16)
     cache, _ = kv.allocate(kv.init(config), [0, 3], [6, 5])

@@ -269,7 +269,7 @@ def attend(cache, tokens, num_new, is_packed):
     return cache, jnp.stack(outputs), step.status
 
 
-@pytest.mark.quick_cases("full, prefix cache-padded")
+@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("path", PATHS)
 def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(path, is_packed):

@@ -60,6 +60,7 @@ def assert_held(cache, held):
                 assert not np.asarray(got[len(want) :]).any()
 
 
+@pytest.mark.slow
 def test_sources_are_read_back_and_take_their_blocks_alone():
     cache, found, held = store(started(), [2, 0, 1], [11, 1, 4])
     assert found == [OK] * 3
@@ -142,6 +143,7 @@ def test_forks_and_beams_share_a_source_and_nothing_is_copied():
     assert not cache.control.source_len.any()
 
 
+@pytest.mark.slow
 def test_a_row_takes_over_its_parent_s_source_and_keeps_it_when_it_is_cut():
     cache, _, held = store(started(), [0, 1], [7, 9])
     cache, _ = kv.extend(cache, [3, 5, 2, 0], max_new=5)
@@ -160,6 +162,7 @@ def test_a_row_takes_over_its_parent_s_source_and_keeps_it_when_it_is_cut():
     assert_invariants(cache)
 
 
+@pytest.mark.slow
 def test_scrubbing_a_namespace_leaves_the_sources_of_others():
     cache, _ = kv.allocate(kv.init(CONFIG), [0], [2])
     cache, _ = kv.allocate(cache, [1], [2], namespace=kv.namespace(tenant="b"))
@@ -217,6 +220,7 @@ def test_every_query_sees_the_whole_source_padded_and_packed():
             np.testing.assert_allclose(got_lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_random_scripts_against_the_oracle():
     rng = np.random.default_rng(11)
     cache, oracle = kv.init(CONFIG), testing.Oracle(CONFIG)
@@ -269,6 +273,7 @@ def test_invariants_know_sources():
     )
 
 
+@pytest.mark.slow
 def test_a_donated_step_copies_no_pool_of_sources():
     def step(cache, seq_ids, k, v, lengths, num_new, q):
         cache, _ = kv.write_source(cache, seq_ids, k, v, lengths)

@@ -89,6 +89,7 @@ def assert_equal_bits(got, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_scan_equals_eager():
     rounds, cache, results = rounds_of(ROUNDS), kv.init(GROUPED), []
     for i in range(len(ROUNDS)):
@@ -273,6 +274,7 @@ def rewrite_some(cache):
     return cache, x, step.status
 
 
+@pytest.mark.quick_cases("grouped", "loop")
 @pytest.mark.parametrize(
     ("kinds", "step_fn"),
     [
@@ -306,6 +308,7 @@ def test_control_operations_copy_no_array_of_blocks(name):
     assert num_bytes < 4 * NUM_BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [[KIND] * 2, [KIND, WINDOW]], ids=["full", "grouped"])
 def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks(kinds):
     def stream(cache):
@@ -330,6 +333,7 @@ def test_compressing_copies_no_pool_and_no_array_of_blocks():
     assert num_bytes < 4 * NUM_BLOCKS + of_rows
 
 
+@pytest.mark.slow
 def test_a_step_and_a_cache_survive_export():
     cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [5, 9])
     tokens, num_new = jnp.asarray(TOKENS), jnp.array([2, 1, 0, 0])
@@ -460,6 +464,7 @@ def test_init_logs_its_sizes_and_is_silent_by_default(caplog, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.quick_cases("plain")
 @pytest.mark.parametrize("has_index", [False, True], ids=["plain", "prefix caching"])
 def test_a_compiled_step_does_not_copy_the_block_table(has_index):
     def temporary_and_table_bytes(max_seq_len):

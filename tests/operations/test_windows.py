@@ -136,6 +136,7 @@ def test_long_prompt_and_long_decode_in_a_bounded_pool(name):
     assert num_free(driver.cache) == driver.config.groups[0].num_blocks
 
 
+@pytest.mark.slow
 def test_blocks_that_left_the_window_come_back_at_the_next_extend():
     """Window 4, block 2, one token a step: in steady state each step that takes a block gives one back."""
     config = config_of(window_layer(4), block_size=2, num_rows=3)
@@ -182,6 +183,7 @@ def test_forks_of_windowed_rows(block_size, num_sink_tokens):
     assert num_free(driver.cache) == config.groups[0].num_blocks
 
 
+@pytest.mark.slow
 def test_a_block_that_is_copied_is_not_free_for_an_earlier_copy():
     """Row 1 copies a block that leaves row 2's window then; row 0, before both, needs one to copy into."""
     driver = WindowDriver(speculative_config(4, 0))
@@ -222,6 +224,7 @@ def test_truncate_within_the_rollback_then_decode(block_size, num_sink_tokens):
             driver.step({0: 4})
 
 
+@pytest.mark.slow
 def test_truncate_beyond_the_rollback_is_window_lost():
     driver = WindowDriver(speculative_config(3, 5))
     driver.start(1, 6)
@@ -247,6 +250,7 @@ def test_truncate_beyond_the_rollback_is_window_lost():
     driver.step({3: 4, 1: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rollback", [0, 3])
 def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
     """Each alone is within the rollback, together they are not: OK must mean that all keys are there."""
@@ -266,6 +270,7 @@ def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
     driver.step({0: 5})
 
 
+@pytest.mark.slow
 def test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost():
     """Each truncate is within the rollback; the next token would read tokens 1 to 4, and 2 and 3 are gone."""
     driver = WindowDriver(config_of(window_layer(4, num_sink_tokens=2, max_rollback=4), block_size=2))

@@ -58,7 +58,7 @@ def filled(config, *texts, namespace=(0, 0, 0)):
 A, B = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 8]
 
 
-@pytest.mark.quick_cases("lru")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "hyperbolic"])
 def test_candidates_are_what_eviction_gives_up(policy):
     cache = filled(dataclasses.replace(CONFIG, eviction_policy=policy), A, B, [5, 5, 5])
@@ -73,6 +73,7 @@ def test_candidates_are_what_eviction_gives_up(policy):
     assert leaf_bytes(cache) == before
 
 
+@pytest.mark.slow
 def test_what_comes_back_is_what_left():
     """Read back by rows that hit it: every token of every layer, windows and all; nobody else finds it."""
     cache = filled(CONFIG, A, B, [5, 5, 5], namespace=(0, 0, 3))
@@ -92,6 +93,7 @@ def test_what_comes_back_is_what_left():
     assert_invariants(again)
 
 
+@pytest.mark.slow
 def test_a_block_that_fails_changes_nothing_and_others_go_on():
     cache = filled(CONFIG, A, B, [5, 5, 5])
     by_len = {}
@@ -125,6 +127,7 @@ def test_a_block_that_fails_changes_nothing_and_others_go_on():
     assert statuses(status) == [kv.Status.OUT_OF_BLOCKS] and leaf_bytes(after) == leaf_bytes(full)
 
 
+@pytest.mark.slow
 def test_an_imported_block_outlives_none_before_it():
     """Its predecessors, which were cached long before, are evicted after it."""
     cache = filled(CONFIG, A, [8, 8, 8], [5, 5, 5])

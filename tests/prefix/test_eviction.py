@@ -141,6 +141,7 @@ def cached_lens(cache, prompts):
 A, B, C = (1, 1), (2, 2), (3, 3)
 
 
+@pytest.mark.quick_cases("fifo-requests0-gone0")
 @pytest.mark.parametrize(
     ("policy", "requests", "gone"),
     [
@@ -189,6 +190,7 @@ def serve_in_steps(cache, prompts):
 AA, BB, CC = A + A, B + B, C + C  # a block of those scripts each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "batch", "prompts", "gone"),
     [
@@ -210,6 +212,7 @@ def test_wide_numbers_of_blocks_mean_all_or_none(num_blocks, expected):
     assert int(kv.evict(cache, num_blocks)[1]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_parent_counts_as_its_most_valuable_child(batch):
     """The beginning of the prompt has priority 0, as others have; its continuation has 9."""
@@ -303,6 +306,7 @@ def test_a_policy_evicts_inside_jit_and_scan():
     assert int(kv.stats(cache).num_evictions) > 20
 
 
+@pytest.mark.slow
 def test_broken_histories_are_found():
     cache = serve(kv.init(MIXED_CONFIG, storage=False), [((*A, *B, 7), 0)])
     index = cache.control.prefix_index
@@ -373,6 +377,7 @@ def test_registration_refuses_what_cannot_work():
         kv.evict(kv.init(config_of("test: halves"), storage=False), 1)
 
 
+@pytest.mark.slow
 def test_an_exported_program_knows_its_policy():
     cache = kv.init(MIXED_CONFIG, storage=False)
     exported = jax.export.export(jax.jit(lambda cache: kv.evict(cache, 1)))(cache)

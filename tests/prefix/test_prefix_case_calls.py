@@ -24,6 +24,7 @@ def cached_text(user, num_blocks, start=1):
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_hitter_first", [True, False])
 def test_case_gg_hits_that_nobody_holds_are_needed_like_new_blocks(is_hitter_first):
     user = PrefixUser(FOUR)
@@ -43,6 +44,7 @@ def test_case_gg_hits_that_nobody_holds_are_needed_like_new_blocks(is_hitter_fir
     assert user.lookup([*text, 1]) == (48 if is_hitter_first else 16)
 
 
+@pytest.mark.slow
 def test_case_hh_two_equal_prompts_revive_their_hits_once():
     user = PrefixUser(config_of(5))
     text = cached_text(user, 3)

@@ -59,6 +59,7 @@ def test_case_o_the_full_blocks_of_a_prompt_are_published_and_its_tail_is_not():
     assert user.admit(2, shared + user.new_text(4, 9)) == 48
 
 
+@pytest.mark.slow
 def test_case_p_the_last_token_is_always_recomputed():
     user = PrefixUser(SMALL)
     text = user.new_text(1, 8)
@@ -71,6 +72,7 @@ def test_case_p_the_last_token_is_always_recomputed():
     assert user.stats().num_blocks_published == 2
 
 
+@pytest.mark.slow
 def test_case_q_a_hit_is_never_evicted_underneath_itself():
     user = two_blocks_left()
     older, newer, other = (user.new_text(i, 16) for i in (1, 2, 3))
@@ -85,6 +87,7 @@ def test_case_q_a_hit_is_never_evicted_underneath_itself():
     assert user.texts[0] == older + other
 
 
+@pytest.mark.slow
 def test_case_r_revived_hits_are_not_counted_as_room():
     user = PrefixUser(TEN)
     text = user.new_text(1, 144)
@@ -155,6 +158,7 @@ def test_case_t_a_fork_inherits_the_namespace():
     assert user.lookup(text + more) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 19])
 def test_case_u_keys_built_in_chunks_equal_keys_built_at_once(chunk):
     text = PrefixUser(SMALL).new_text(1, 43)
@@ -175,6 +179,7 @@ def test_case_u_keys_built_in_chunks_equal_keys_built_at_once(chunk):
     assert table(user.cache, 0)[:10] == table(user.cache, 1)[:10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
 def test_case_v_of_two_equal_computations_one_copy_remains(together):
     user = PrefixUser(SMALL)
@@ -248,6 +253,7 @@ def test_case_y_reset_keeps_the_blocks_of_active_rows():
     assert int(kv.reset_prefix_cache(user.cache)[1]) == 0
 
 
+@pytest.mark.slow
 def test_case_z_without_prefix_caching_the_same_blocks_are_counted():
     on, off = PrefixUser(SMALL), PrefixUser(dataclasses.replace(SMALL, enable_prefix_caching=False))
     assert off.cache.control.prefix_index is None and off.cache.control.block_pools[0].cached is None
@@ -281,6 +287,7 @@ def test_case_bb_an_exact_repeat_of_one_block_is_computed_again():
     assert table(user.cache, 0) == table(user.cache, 1)
 
 
+@pytest.mark.slow
 def test_case_bb_empty_prompts_and_duplicate_ids():
     user = PrefixUser(ROOMY)
     assert user.admit(0, []) == 0

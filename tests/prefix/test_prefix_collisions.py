@@ -104,6 +104,7 @@ def replay(count, check=True):
     return num_cached, is_foreign, np.array(most)
 
 
+@pytest.mark.slow
 def test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits(four_bits):
     num_cached, is_foreign, most = replay(10_000)
     assert not is_foreign.any()
@@ -112,6 +113,7 @@ def test_case_cc_ten_thousand_prompts_with_a_hash_of_four_bits(four_bits):
     assert 0 < (num_cached > 0).sum() < 0.9 * (most > 0).sum()
 
 
+@pytest.mark.slow
 def test_this_test_can_fail(four_bits, monkeypatch):
     """Without verification, the same prompts read foreign keys and values."""
 
@@ -123,6 +125,7 @@ def test_this_test_can_fail(four_bits, monkeypatch):
     assert is_foreign.any() and (num_cached > most).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_batch", [24, 3])
 def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_batch):
     """Every row keeps its own tokens, and a chain ends before the first block that cannot be found."""
@@ -153,6 +156,7 @@ def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_ba
         assert int(kv.stats(cache).num_blocks_published) <= 16
 
 
+@pytest.mark.slow
 def test_a_block_behind_one_that_collides_is_not_followed(four_bits):
     """Row 1's chain ends at once; row 2 has its second block, behind what row 1's first one looks like."""
     config = dataclasses.replace(CONFIG, num_blocks=9)
@@ -173,6 +177,7 @@ def test_a_block_behind_one_that_collides_is_not_followed(four_bits):
     assert int(kv.stats(cache).num_adoptions) == 1
 
 
+@pytest.mark.slow
 def test_equal_rows_of_namespaces_that_collide_stay_apart(four_bits):
     """Committed together, and one after the other."""
     names = [kv.namespace(tenant=str(i)) for i in range(20)]
@@ -205,7 +210,7 @@ def one_bucket(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.quick_cases("True-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_full_bucket_refuses_blocks_and_takes_them_later(one_bucket, together, num_blocks):

@@ -86,7 +86,7 @@ def test_case_dd_the_original_stays_cached_whatever_the_policy():
     assert kv.lookup(cache, padded(text)[None], [9]).tolist() == [8]
 
 
-@pytest.mark.quick_cases("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(batch):
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=3, eviction_policy="lfu", **SIZES)
@@ -110,6 +110,7 @@ def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(ba
     assert kv.lookup(cache, np.array([[*chain, 9]]), [2 * BLOCK + 1]).tolist() == [0]
 
 
+@pytest.mark.slow
 def test_a_copy_may_overwrite_in_the_next_call_what_two_read_in_this_one():
     """Rows 0 and 1 copy a block, which is evicted for row 2's copy. The gradient takes the same way back."""
     config = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=8, **SIZES)
@@ -138,6 +139,7 @@ def test_a_copy_may_overwrite_in_the_next_call_what_two_read_in_this_one():
     np.testing.assert_array_equal(grad(cache.pools)[0].k, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kv.FullAttention(2, 4), kv.SlidingWindow(2, 4, window=6, max_rollback=2)], ids=str
 )
@@ -170,6 +172,7 @@ def at_once(cache, added):
     return cache, step.status[jnp.array([*added])].tolist()
 
 
+@pytest.mark.slow
 def test_a_last_block_that_is_published_before_the_call_is_copied():
     """Row 0 has a block evicted with which the publication of row 1's last window block goes: only then."""
     layers = [
@@ -234,6 +237,7 @@ def test_random_states():
     assert num_evicted > 10, num_evicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before it is published", "after it was published", "before it is adopted"])
 def test_a_row_holds_a_part_of_a_block_that_another_row_publishes(when):
     """Row 1 forks row 0 and is cut into the second block; row 0 or 2 publishes that, and row 1 writes on."""

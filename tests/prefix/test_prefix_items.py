@@ -70,6 +70,7 @@ def test_a_manager_takes_items_too():
             manager.allocate_request("fourth", cut, items=[[0, 0], [first, end]], replace=True)
 
 
+@pytest.mark.slow
 def test_rows_with_fewer_items_and_none():
     cache, tokens = published(prompt()), padded([prompt()[:22]] * 2, WIDTH)
     items = [[[5, 15], [0, 0]], ITEMS]

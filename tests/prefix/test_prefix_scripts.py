@@ -32,6 +32,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_short_random_script():
     """Runs in `make test` and in `make mutants`, by the programs of the tests below."""
     rng, driver = np.random.default_rng(3), PrefixDriver(prefix_config(num_blocks=17))
@@ -59,6 +60,7 @@ class FreshDriver(PrefixDriver):
         return [self.oracle.rows[row].tokens for row in lengths]
 
 
+@pytest.mark.slow
 def test_reuse_can_be_declined():
     driver = FreshDriver(prefix_config(num_blocks=17))
     prompts = np.tile(driver.start({0: 9})[0], (3, 1))
@@ -69,6 +71,7 @@ def test_reuse_can_be_declined():
     assert int(kv.stats(cache).num_request_queries) == 2
 
 
+@pytest.mark.slow
 def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
     driver = FreshDriver(prefix_config(num_blocks=17))
     first, second, _ = map(list, driver.start({0: 4, 1: 4, 3: 2}))
@@ -83,6 +86,7 @@ def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
         assert found == [[n] for n in expected]
 
 
+@pytest.mark.slow
 def test_lookup_finds_nothing_where_the_length_is_refused():
     """Fewer tokens than the prompt's length, or more of them than a row holds."""
     driver = FreshDriver(prefix_config(num_blocks=17))

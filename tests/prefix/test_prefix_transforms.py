@@ -123,7 +123,7 @@ def test_scan_equals_eager():
     assert_same(play(kv.init(CONFIG), ROUNDS), (cache, stacked))
 
 
-@pytest.mark.quick_cases("lfu")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_x64_changes_no_dtype(policy):
     window = kv.SlidingWindow(1, 5, window=5, block_size=2, num_blocks=40)
@@ -138,6 +138,7 @@ def test_x64_changes_no_dtype(policy):
         assert shapes() == plain
 
 
+@pytest.mark.slow
 def test_vmap_over_independent_caches():
     rounds = [rounds_of(np.roll(TEXTS, i, 1), LENGTHS[i], np.roll(REQUESTS, i, 2)) for i in range(3)]
     caches, stacked = jax.tree.map(lambda *x: np.stack(x), *((kv.init(CONFIG), each) for each in rounds))
@@ -148,6 +149,7 @@ def test_vmap_over_independent_caches():
         assert_same(jax.tree.map(lambda x, i=i: x[i], batched), jax.device_get(alone))
 
 
+@pytest.mark.slow
 def test_while_loop_equals_scan():
     @jax.jit
     def play_in_loop(cache, rounds):
@@ -160,6 +162,7 @@ def test_while_loop_equals_scan():
     assert_same(play_in_loop(kv.init(CONFIG), ROUNDS), play(kv.init(CONFIG), ROUNDS)[0])
 
 
+@pytest.mark.slow
 def test_a_cache_with_published_blocks_survives_export():
     cache, _ = play(kv.init(CONFIG), ROUNDS)
 
@@ -205,6 +208,7 @@ def test_operations_hand_the_pools_on_by_reference():
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == before, name
 
 
+@pytest.mark.slow
 def test_lookup_has_no_side_effect():
     """Asking neither counts as a use nor holds anything: the state and what goes next are the same."""
     cache, _ = play(kv.init(CONFIG), ROUNDS)
@@ -224,6 +228,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.quick_cases("extend-1", "commit-1")
 @pytest.mark.parametrize(("name", "num_rows"), [*((name, 1) for name in OPERATIONS), ("extend", 4)])
 def test_compiled_operations_copy_no_array_of_blocks(name, num_rows):
     """Bytes beside the donated cache are fewer than in the smallest array with an entry per block.
@@ -338,6 +343,7 @@ def test_blocks_of_unknown_content_are_refused():
             jax.eval_shape(call, cache)
 
 
+@pytest.mark.slow
 def test_commit_without_prefix_caching_is_refused():
     config = dataclasses.replace(CONFIG, enable_prefix_caching=False)
     with pytest.raises(ValueError, match=r"commit got a cache without.*enable_prefix_caching=True"):

@@ -80,6 +80,7 @@ def test_hits_are_whole_blocks_of_every_group(block_sizes):
     assert hit == 2 * step
 
 
+@pytest.mark.slow
 def test_blocks_are_linked_once_they_are_full():
     """Linked earlier, the window's block would be published, and the next token would copy it."""
     config = rolled_config(num_blocks=32, block_size=4, window={"block_size": 6})
@@ -97,6 +98,7 @@ def test_poison_spares_what_is_cached_in_any_group():
     assert hit == 24
 
 
+@pytest.mark.slow
 def test_sinks_are_needed_too():
     config = rolled_config(window={"num_sink_tokens": 2})
     cache, _ = run(kv.init(config), 0, TEN)
@@ -194,6 +196,7 @@ def test_a_long_random_script_of_three_groups():
     run_script(0, 2_000)
 
 
+@pytest.mark.slow
 def test_a_short_random_script_of_three_groups():
     """What `make mutants` runs."""
     run_script(2, 500)

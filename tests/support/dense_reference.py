@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def dense_attention(q, k, v, *, window=None, num_sink_tokens=0, sink_logits=None, soft_cap=None):
-    """Of one row, the queries being its last tokens.
+def dense_attention(
+    q, k, v, *, window=None, num_sink_tokens=0, sink_logits=None, soft_cap=None, is_hidden=False
+):
+    """Of one row, the queries being its last tokens; nobody sees the keys that are hidden, bool[L].
 
     q [T, num_q_heads, head_dim], k and v [L, num_kv_heads, head_dim] -> out like q, lse [T, num_q_heads].
     """
@@ -17,7 +19,7 @@ def dense_attention(q, k, v, *, window=None, num_sink_tokens=0, sink_logits=None
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     i, j = np.arange(num_tokens - num_new, num_tokens)[:, None], np.arange(num_tokens)
-    seen = j <= i
+    seen = (j <= i) & ~jnp.atleast_1d(is_hidden)[None]
     if window is not None:
         seen &= (i - j < window) | (j < num_sink_tokens)
     logits = jnp.where(seen, logits, -jnp.inf)

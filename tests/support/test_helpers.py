@@ -50,6 +50,7 @@ def test_one_changed_bit_is_noticed(driver):
     assert len(changed_leaves(driver.cache, cache)) == 1
 
 
+@pytest.mark.quick_cases("1-v")
 @pytest.mark.parametrize("half", ["k", "v"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_one_wrong_token_fails_the_token_test(half, layer):

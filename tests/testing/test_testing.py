@@ -88,11 +88,7 @@ class KeepsAnArray:
         return logits, cache
 
 
-@pytest.mark.quick_cases(
-    "with_call_positions-differs",
-    "with_a_second_version-step of 1 tokens .* a pool is copied",
-    "bad_model5-keeps an array of one call in Python",
-)
+@pytest.mark.quick_cases("with_call_positions-differs")
 @pytest.mark.parametrize(
     ("bad_model", "message"),
     [
@@ -268,6 +264,7 @@ def test_poison_spares_exactly_the_tokens():
     assert len(expected(oracle)[0]) == 6
 
 
+@pytest.mark.slow
 def test_poison_spares_what_later_prompts_may_read():
     user = PrefixUser(PREFIX_CONFIG)
     text = user.new_text(1, 9)

@@ -1,11 +1,13 @@
 """The span of a layer kind: the positions of a row that stay."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import quotient, remainder
+from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -94,3 +96,16 @@ class Span:
         if self.window is not None:
             seen &= (key_position > first - self.window) | (key_position < self.num_sink_tokens)
         return seen
+
+
+def span_to_json(span: Span | None) -> bytes:
+    """Writes a span, or none, as bytes, for `jax.export`, with the version of their format."""
+    values = None if span is None else dataclasses.asdict(span)
+    return json.dumps({"format_version": FORMAT_VERSION, "span": values}).encode()
+
+
+def span_from_json(data: bytes | bytearray) -> Span | None:
+    """Computes the inverse of `span_to_json`."""
+    values = json.loads(bytes(data))
+    require_format(values.get("format_version"))
+    return None if values["span"] is None else Span(**values["span"])

@@ -1,0 +1,83 @@
+"""The tables and the figure of `experiments.streaming`."""
+
+from pathlib import Path
+
+from experiments.common.timing import show_table
+
+
+def show(report: dict) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    host = report["machine"]
+    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    stream, window, dense = report["sides"]
+    rows = []
+    for i, (own, other) in enumerate(zip(stream["parts"], window["parts"], strict=True)):
+        mask = report["mask"][i]
+        rows.append(
+            [
+                f"{own['start']:,} - {own['end']:,}",
+                f"{own['bits_per_byte']:.4f}",
+                f"{other['bits_per_byte']:.4f}",
+                "" if mask is None else f"{mask:.4f}",
+                _time(own),
+                _time(other),
+            ]
+        )
+    header = ["bytes", stream["side"], window["side"], "mask", f"step, {stream['side']}", "step, window"]
+    title = f"bits per byte, and ms for a step of {report['tokens_of_a_step']}: median (p10 - p90)"
+    show_table(title, header, rows)
+    rows = [
+        [f"{part['start']:,} - {part['end']:,}", f"{part['bits_per_byte']:.4f}", _time(part)]
+        for part in dense["parts"]
+    ]
+    show_table(f"{dense['side']}, until there is no more room", ["bytes", "bits per byte", "step"], rows)
+    rows = [[side["side"], f"{side['num_read']:,}", f"{side['most_blocks']:,}"] for side in report["sides"]]
+    show_table("blocks", ["", "tokens read", "most blocks held"], rows)
+    rows = [
+        [
+            bar["bar"],
+            f"{bar['measured']:.4g}",
+            f"at most {bar['at_most']:g}",
+            "holds" if bar["holds"] else "does not hold",
+        ]
+        for bar in report["bars"]
+    ]
+    show_table("bars", ["bar", "measured", "", ""], rows)
+    num_failed = sum(not bar["holds"] for bar in report["bars"])
+    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+
+
+def _time(part: dict) -> str:
+    median, low, high = (part[name] / 1e3 for name in ("median_us", "p10_us", "p90_us"))
+    return f"{median:.1f} ({low:.1f} - {high:.1f})"
+
+
+def draw(report: dict, path: Path) -> None:
+    """Two panels over the text: bits per byte, and the time of a step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    losses, times = figure.subplots(1, 2)
+    for i, side in enumerate(report["sides"]):
+        middles = [(part["start"] + part["end"]) / 2 for part in side["parts"]]
+        style = dict(color=f"C{i}", marker=".", label=side["side"], linestyle="--" if i == 1 else "-")
+        losses.plot(middles, [part["bits_per_byte"] for part in side["parts"]], **style)
+        times.plot(middles, [part["median_us"] / 1e3 for part in side["parts"]], **style)
+        if side["num_read"] < report["sides"][0]["num_read"]:
+            for axes, name, scale in ((losses, "bits_per_byte", 1), (times, "median_us", 1e3)):
+                end = side["parts"][-1][name] / scale
+                axes.annotate("its table ends", (middles[-1], end), xytext=(8, 0), textcoords="offset points")
+    masked = [
+        (sum(part) / 2, bits) for part, bits in zip(report["parts"], report["mask"], strict=True) if bits
+    ]
+    losses.plot(*zip(*masked, strict=True), "kx", label="a mask over all tokens")
+    losses.set(title="bits per byte", xlabel="bytes of text", ylim=(0, None))
+    times.set(
+        title=f"a step of {report['tokens_of_a_step']} tokens, ms", xlabel="bytes of text", ylim=(0, None)
+    )
+    for axes in (losses, times):
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    losses.legend(frameon=False)
+    figure.savefig(path, dpi=120)

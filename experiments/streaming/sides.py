@@ -1,0 +1,198 @@
+"""The ways to read a long text that `experiments.streaming` compares: three caches, and a mask alone."""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvcache_jax as kv
+from experiments.common import corpus
+from experiments.decode_speed import dense_decoder
+from models.decoder import Decoder, forward
+
+BLOCK_SIZE = 16
+STEP_LEN = 32  # tokens of a step
+TILE_TOKENS = 576  # read at a time on all sides: by default XLA on a CPU reads more than the window has
+
+
+def read_text(length: int) -> np.ndarray:
+    """i32[length + 1], held-out files one behind the other."""
+    data = b"".join(corpus.with_end(file) for file in corpus.held_out_files().values())
+    if len(data) <= length:
+        raise ValueError(f"the held-out files have {len(data)} bytes, expected more than {length}")
+    return np.frombuffer(data[: length + 1], np.uint8).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A cache of one row that reads a text.
+
+    Attributes:
+      name: As printed.
+      max_seq_len: Most tokens that the row holds.
+      streaming: The tokens that stay as the text goes on; None for all, as far as there is room.
+      window: Of every layer; None for none.
+    """
+
+    name: str
+    max_seq_len: int
+    streaming: kv.Streaming | None = None
+    window: int | None = None
+
+    def config(self, decoder: Decoder) -> kv.CacheConfig:
+        """Of a cache with as many blocks as the row can use."""
+        heads = decoder.config.num_kv_heads, decoder.config.head_dim
+        layer = kv.SlidingWindow(*heads, window=self.window) if self.window else kv.FullAttention(*heads)
+        return kv.CacheConfig(
+            [layer] * decoder.config.num_layers,
+            block_size=BLOCK_SIZE,
+            max_seqs=1,
+            max_seq_len=self.max_seq_len,
+            max_query_len=STEP_LEN,
+            enable_drop=self.streaming is not None,
+            tile_tokens=TILE_TOKENS,
+        )
+
+
+def streaming_side(streaming: kv.Streaming) -> Side:
+    """A row that streams, in a cache whose blocks are those of its sinks, window and step, and two more."""
+    kept = streaming.num_sink_tokens + streaming.window + STEP_LEN
+    max_seq_len = (-(-kept // BLOCK_SIZE) + 2) * BLOCK_SIZE
+    return Side(f"{streaming.num_sink_tokens} + {streaming.window}", max_seq_len, streaming)
+
+
+class Reading(NamedTuple):
+    """What came of a text, up to where its side could not go on.
+
+    Attributes:
+      bits: f32[tokens], spent on each next byte.
+      seconds: f64[steps].
+      blocks: i32[steps], that the row held.
+    """
+
+    bits: np.ndarray
+    seconds: np.ndarray
+    blocks: np.ndarray
+
+
+def read(side: Side, decoder: Decoder, text: np.ndarray) -> Reading:
+    """Feeds a text i32[n + 1] step by step; the time of a step ends when its losses are on the host."""
+    cache, _ = kv.allocate(kv.init(side.config(decoder)), [0], [0])
+    # Compiled before the clock starts, on a step of nothing.
+    cache, *_ = _step(cache, decoder, text[None, : STEP_LEN + 1], np.zeros(1, np.int32), side.streaming)
+    bits, seconds, blocks = [], [], []
+    for start in range(0, len(text) - 1, STEP_LEN):
+        tokens = text[start : start + STEP_LEN + 1]
+        num_new = np.array([len(tokens) - 1], np.int32)
+        tokens = np.pad(tokens, (0, STEP_LEN + 1 - len(tokens)))
+        begin = time.perf_counter()
+        cache, found, held, status = _step(cache, decoder, tokens[None], num_new, side.streaming)
+        found = np.asarray(found)
+        if int(status[0]) == kv.Status.TOO_LONG and side.streaming is None:
+            break
+        kv.raise_for_status(status, f"a step of {side.name}")
+        seconds.append(time.perf_counter() - begin)
+        bits.append(found[0, : num_new[0]])
+        blocks.append(int(held))
+    return Reading(np.concatenate(bits), np.array(seconds), np.array(blocks))
+
+
+@functools.partial(jax.jit, static_argnames="streaming", donate_argnames="cache")
+def _step(
+    cache: kv.Cache,
+    decoder: Decoder,
+    tokens: jax.Array,
+    num_new: jax.Array,
+    streaming: kv.Streaming | None,
+) -> tuple[kv.Cache, jax.Array, jax.Array, jax.Array]:
+    """Reads i32[1, STEP_LEN + 1]: bits of each next byte, blocks held, status."""
+    if streaming is not None:
+        holes = cache.control.holes
+        assert holes is not None
+        text_len = cache.context_len + holes.num_dropped
+        start = jnp.full_like(text_len, streaming.num_sink_tokens)
+        length = jnp.maximum(text_len + 1 - streaming.window - start, 0)
+        cache, _ = kv.drop(cache, jnp.zeros(1, jnp.int32), start, length)
+    cache, step = kv.extend(cache, num_new, max_new=STEP_LEN)
+    logits, cache = forward(decoder, tokens[:, :-1], cache, step)
+    pool = cache.control.block_pools[0]
+    held = jnp.sum(pool.block_table[0] < pool.num_blocks, dtype=jnp.int32)
+    return cache, _bits(logits, tokens[:, 1:]), held, step.status
+
+
+def _bits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0] / math.log(2)
+
+
+def masked_bits(
+    decoder: Decoder, text: np.ndarray, streaming: kv.Streaming, start: int, end: int
+) -> np.ndarray:
+    """Bits f32[end - start] of the bytes behind `start` to `end`, by a mask over all tokens and no cache.
+
+    What a layer computes of a token depends on a window of the layer below. So of the text before `start` the
+    sinks and a window per layer count, and nothing else is computed.
+    """
+    num_sinks, window = streaming.num_sink_tokens, streaming.window
+    first = max(num_sinks, start - decoder.config.num_layers * window)
+    num_more = -(num_sinks + end - first) % window  # whole runs of queries; nobody sees what comes last
+    positions = np.concatenate([np.arange(num_sinks), np.arange(first, end + num_more)]).astype(np.int32)
+    tokens, targets = (text[np.minimum(places, end)] for places in (positions, positions + 1))
+    bits = _masked_bits(decoder, tokens, targets, positions, streaming)
+    is_asked = (positions >= start) & (positions < end)
+    return np.asarray(bits)[is_asked]
+
+
+@functools.partial(jax.jit, static_argnames="streaming")
+def _masked_bits(
+    decoder: Decoder, tokens: jax.Array, targets: jax.Array, positions: jax.Array, streaming: kv.Streaming
+) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return windowed_attention(q[0], k[0], v[0], jnp.asarray(positions), streaming)[None]
+
+    unstacked = dense_decoder.unstacked(decoder)
+    logits = dense_decoder.run(unstacked, jnp.asarray(tokens)[None], jnp.asarray(positions)[None], attend)
+    return _bits(logits[0], jnp.asarray(targets))
+
+
+def windowed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, streaming: kv.Streaming
+) -> jax.Array:
+    """Attends from each token to the first ones and to a window, by position; a run of queries at a time.
+
+    Args:
+      q: `[t, num_q_heads, d]`, `t` a multiple of the window.
+      k: `[t, num_kv_heads, d]`.
+      v: Likewise.
+      positions: i32[t], in the text: those of the sinks first, then others, which follow one another.
+      streaming: The sinks and the window.
+    """
+    num_sinks, window = streaming.num_sink_tokens, streaming.window
+    group_size, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
+    # In front of the first run stand keys that nobody sees; the sinks stand in front of each.
+    padded = [jnp.pad(x, ((window, 0), (0, 0), (0, 0))) for x in (k, v)]
+    places = jnp.pad(positions, (window, 0), constant_values=-1)
+
+    def run(start: jax.Array) -> jax.Array:
+        def cut(x: jax.Array, length: int) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, length)
+
+        keys, values = (
+            jnp.repeat(jnp.concatenate([x[:num_sinks], cut(near, 2 * window)]), group_size, axis=1)
+            for x, near in zip((k, v), padded, strict=True)
+        )
+        own, near = cut(positions, window)[:, None], cut(places, 2 * window)[None]
+        is_sink = jnp.broadcast_to(positions[None, :num_sinks] <= own, (window, num_sinks))
+        is_near = (near >= num_sinks) & (near <= own) & (near > own - window)
+        logits = jnp.einsum("thd,shd->hts", cut(q, window), keys, precision="highest") * scale
+        logits = jnp.where(jnp.concatenate([is_sink, is_near], axis=1)[None], logits, -1e30)
+        return jnp.einsum("hts,shd->thd", jax.nn.softmax(logits), values, precision="highest")
+
+    runs: Any = lax.map(run, jnp.arange(0, q.shape[0], window, dtype=jnp.int32))
+    return runs.reshape(q.shape)
