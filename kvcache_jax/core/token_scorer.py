@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
 
@@ -184,7 +185,7 @@ def future_queries(
       num_future: Positions from there on, over which the rotation is averaged.
     """
     q, mask = q.astype(jnp.float32), is_query[..., None, None]
-    count = jnp.sum(mask, axis=1)
+    count = jnp.sum(mask, axis=1).astype(jnp.float32)
     mean = jnp.sum(jnp.where(mask, q, 0), axis=1) / count
     off = jnp.where(mask, q - mean[:, None], 0)
     covariance = jnp.einsum("nthd,nthe->nhde", off, off, precision="highest") / count[..., None]
@@ -200,7 +201,7 @@ def future_queries(
     return mean, jnp.einsum("nhde,ndf,neg->nhfg", covariance, matrix, matrix, precision="highest")
 
 
-def pyramid_budgets(num_keep: jax.Array, num_layers: int, window: int, num_tokens: jax.Array) -> jax.Array:
+def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_tokens: ArrayLike) -> jax.Array:
     """Spreads the tokens to keep over layers, more of them for the first ones, as PyramidKV does.
 
     Layers keep the window and, on average, `num_keep - window` tokens more; of these the last layer a
@@ -239,7 +240,7 @@ _WINDOW, _POOL, _SINKS = 64, 5, 4
 def _snapkv(tokens: TokenMetadata) -> jax.Array:
     """Scores by what the last tokens look at, and keeps those (SnapKV, Li et al., arXiv:2404.14469)."""
     is_last = tokens.is_last(tokens.num_queries)
-    received = jnp.where(is_last, 0, _received(tokens) / tokens.num_queries[:, None, None])
+    received = jnp.where(is_last, 0, _received(tokens) / _float(tokens.num_queries)[:, None, None])
     padded = jnp.pad(received, [(0, 0), (0, 0), (_POOL // 2, _POOL // 2)])
     width = received.shape[-1]
     pooled = sum((padded[..., i : i + width] for i in range(_POOL)), jnp.zeros_like(received)) / _POOL
@@ -253,7 +254,7 @@ def _h2o(tokens: TokenMetadata) -> jax.Array:
     num_seeing = jnp.minimum(
         tokens.num_tokens[:, None, None] - tokens.places, tokens.num_queries[:, None, None]
     )
-    return tokens.mean_of_groups(_received(tokens) / jnp.maximum(num_seeing, 1))
+    return tokens.mean_of_groups(_received(tokens) / _float(jnp.maximum(num_seeing, 1)))
 
 
 @token_scorer("tova", needs=["attention"], num_last=1)
@@ -315,3 +316,7 @@ def _received(tokens: TokenMetadata) -> jax.Array:
     """Sums the weights that each token gets, f32[n, num_q_heads, S]."""
     assert tokens.attention is not None
     return tokens.attention.sum(axis=2)
+
+
+def _float(counts: jax.Array) -> jax.Array:
+    return jnp.asarray(counts).astype(jnp.float32)
