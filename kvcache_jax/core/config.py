@@ -45,6 +45,8 @@ class CacheConfig:
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
       enable_prefix_caching: Keep blocks that `commit` published findable by their tokens, also without
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
+      partial_hits: With prefix caching, `allocate` also shares the published block whose first tokens alone
+        are the prompt's; the next `extend` copies it. All layer groups then have one block size.
       enable_drop: Rows may let tokens go from anywhere, by `compress`, and without prefix caching by `drop`.
         XLA then does all attention: no kernel knows tokens that are hidden.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
@@ -83,6 +85,7 @@ class CacheConfig:
     dtype: Any = jnp.float32
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
+    partial_hits: bool = False
     enable_drop: bool = False
     eviction_policy: str = LRU
     eviction_batch: int = 1
@@ -125,7 +128,7 @@ class CacheConfig:
                     f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
                 )
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
-        for name in ("enable_prefix_caching", "enable_drop"):
+        for name in ("enable_prefix_caching", "partial_hits", "enable_drop"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
@@ -159,6 +162,7 @@ class CacheConfig:
                 "enable_prefix_caching is True and all layers have windows, expected a FullAttention layer: "
                 "its blocks are the ones that prefixes are found by"
             )
+        self._check_partial_hits()
         for group in self.groups:
             _check_indices(group)
 
@@ -230,6 +234,19 @@ class CacheConfig:
                 f"enable_prefix_caching is True and layers[{layer}] is {self.layers[layer].label}, expected "
                 "False: what tokens compute depends on their row's source, and prefixes are found by tokens "
                 "alone"
+            )
+
+    def _check_partial_hits(self) -> None:
+        if self.partial_hits and not self.enable_prefix_caching:
+            raise ValueError(
+                "partial_hits is True and there is no prefix cache to hit, expected "
+                "enable_prefix_caching=True with it"
+            )
+        sizes = {group.block_size for group in self.groups}
+        if self.partial_hits and len(sizes) > 1:
+            raise ValueError(
+                f"partial_hits is True and blocks have {sorted(sizes)} tokens, expected one block size: what "
+                "is shared of a block is the same tokens in every layer group"
             )
 
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:

@@ -146,6 +146,8 @@ def _fits(
         tails = table[forked, np.minimum(context_len[forked] // group.block_size, table.shape[1] - 1)]
         tails = np.unique(tails[is_partial & (tails < pool.num_blocks)])
         num_to_come += (np.asarray(pool.ref_count)[tails] - 1).sum()
+        if pool.cached is not None:  # one that is found by others, hit in part, is copied by the last, too
+            num_to_come += np.asarray(pool.cached.is_published)[tails].sum()
         if num_to_come > int(pool.num_free) + int(num_cached):
             return False
     return True

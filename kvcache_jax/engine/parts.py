@@ -51,7 +51,8 @@ def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
     entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
     tokens = plan.tokens.reshape(-1)
-    if any(group.window is not None for group in cache.config.groups):
+    has_windows = any(group.window is not None for group in cache.config.groups)
+    if has_windows or cache.config.partial_hits:
         cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
     else:  # `allocate` reserved all blocks, and no block of a prompt that is computed is shared
         cache, step = extend_reserved(cache, lens, tokens, entries)

@@ -83,7 +83,9 @@ def explain(
             f"The first layer group with full attention has {reach}, but another has let go of blocks that "
             "are needed at that length, or none of its blocks ends there."
         )
-    elif found == most * view.block_size:
+    elif cache.config.partial_hits and found == num_tokens - 1:
+        said.append("That is all that can be: the last token is always computed.")
+    elif not cache.config.partial_hits and found == most * view.block_size:
         said.append(
             f"That is all that can be: the last token is always computed, and blocks have {view.block_size} "
             "tokens."

@@ -15,6 +15,7 @@ from kvcache_jax.arrays.masked_updates import (
     get_at,
     num_true,
     quotient,
+    remainder,
     set_at,
 )
 from kvcache_jax.blocks import block_pool
@@ -26,7 +27,7 @@ from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, on_rows
-from kvcache_jax.prefix import eviction, group_links, prefix_index
+from kvcache_jax.prefix import eviction, group_links, partial_hit, prefix_index
 
 
 @takes_one
@@ -49,6 +50,9 @@ def allocate(
     `context_len` is then `num_cached`; nothing is written yet. Prompts are looked up before the call, so that
     equal ones of one call do not find each other. All hits of successful rows are held before anything is
     evicted.
+
+    With `partial_hits` a row may begin inside a shared block. The copy that its next `extend` makes is needed
+    here too, and not held: that `extend` may lack a block for it.
 
     Args:
       cache: Not changed.
@@ -135,6 +139,7 @@ def allocate_rows(
     status = jnp.where((status == Status.OK) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows = jnp.where(ok, seq_ids, control.max_seqs)
     num_cached = jnp.where(ok, num_cached, 0)
+    num_partial = _num_partial(num_cached, config)
     num_new = [jnp.where(ok, num_blocks, 0) for num_blocks in num_new]
     hits = [
         jnp.where(ok[:, None], ids, pool.num_blocks)
@@ -147,7 +152,7 @@ def allocate_rows(
         context_len=num_cached,
         priority=prompts.priority,
         namespace=prompts.namespace,
-        num_published=quotient(num_cached, config.groups[config.indexed_group].block_size),
+        num_published=quotient(num_cached, config.groups[config.indexed_group].block_size) + num_partial,
     )
     if control.prefix_index is not None:
         index = prefix_index.note_hits(
@@ -164,7 +169,9 @@ def allocate_rows(
             continue
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = quotient(num_cached, group.block_size)[:, None]
-        pool, new = block_pool.take(pool, (columns >= first) & (columns < first + num_blocks[:, None]))
+        # The copy of a block that is hit in part was needed and is not held: `extend` takes it.
+        is_new = (columns >= first + num_partial[:, None]) & (columns < first + num_blocks[:, None])
+        pool, new = block_pool.take(pool, is_new)
         held = jnp.minimum(ids, new)  # each column has a hit, a new block, or nowhere twice
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, held)))
     num_items_cached = jnp.zeros_like(num_cached)
@@ -199,7 +206,13 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> tuple[
             control.prefix_index, control.hash_key, tokens, num_tokens, namespace
         )
         found = jnp.where(reuse, found, control.block_pools[config.indexed_group].num_blocks)
-        return group_links.usable_prefix(control, found, items, config)
+        columns, num_cached = group_links.usable_prefix(control, found, items, config)
+        if not config.partial_hits:
+            return columns, num_cached
+        most = jnp.where(reuse, num_tokens - 1, 0)
+        return partial_hit.with_partial_hit(
+            control, columns, num_cached, tokens, num_tokens, most, namespace, items, config
+        )
 
     return jax.vmap(find)(prompts.tokens, prompts.num_tokens, prompts.namespace, prompts.reuse, prompts.items)
 
@@ -217,17 +230,28 @@ def required_blocks(control: Control, prompts: Prompts, config: CacheConfig) -> 
 def _num_new(
     control: Control, prompts: Prompts, hits: list[jax.Array], num_cached: jax.Array, config: CacheConfig
 ) -> list[jax.Array]:
-    """Counts the blocks to take, per group i32[n]; a window group reserves no more than a row may hold."""
-    num_new = []
+    """Counts the blocks to take, per group i32[n]; a window group reserves no more than a row may hold.
+
+    For a block that is hit in part its copy counts.
+    """
+    num_new, num_partial = [], _num_partial(num_cached, config)
     for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
         if group.holds_sources:  # which come later
             num_new.append(jnp.zeros_like(num_cached))
             continue
-        num_hits = jnp.sum(ids < pool.num_blocks, axis=1, dtype=jnp.int32)
+        num_hits = jnp.sum(ids < pool.num_blocks, axis=1, dtype=jnp.int32) - num_partial
         num_blocks = group.num_columns(prompts.num_tokens)
         num_blocks -= quotient(num_cached, group.block_size)
         num_new.append(jnp.minimum(num_blocks, group.max_held_blocks - num_hits))
     return num_new
+
+
+def _num_partial(num_cached: jax.Array, config: CacheConfig) -> jax.Array:
+    """Counts the blocks that are hit in part, per row i32[n], 0 or 1 in each group."""
+    if not config.partial_hits:
+        return jnp.zeros_like(num_cached)
+    is_partial = remainder(num_cached, config.groups[config.indexed_group].block_size) > 0
+    return is_partial.astype(jnp.int32)
 
 
 def _with_blocks(

@@ -34,8 +34,8 @@ def lookup(
       items: i32[n, I, 2], as in `allocate`.
 
     Returns:
-      i32[n]; at most `num_tokens - 1`, in whole blocks; 0 without prefix caching, and where `allocate` would
-      refuse `num_tokens`.
+      i32[n]; at most `num_tokens - 1`, in whole blocks but with `partial_hits`; 0 without prefix caching, and
+      where `allocate` would refuse `num_tokens`.
     """
     num_tokens = arguments.int_column("num_tokens", num_tokens)
     tokens = token_arguments.token_ids(tokens, num_tokens.shape[0], None)

@@ -50,7 +50,7 @@ class Oracle(OracleCompression):
 
     Operations take the arguments of their namesakes as Python lists and return a list of `Status`, or how
     many blocks they changed. Block ids are serial numbers; compare them by structure, not by value. Cached
-    prefixes of several layer groups are not modelled.
+    prefixes of several layer groups are not modelled, nor are hits of a part of a block.
 
     Attributes:
       rows: Active rows by seq_id.
@@ -88,8 +88,10 @@ class Oracle(OracleCompression):
         """Starts rows like `kvcache_jax.allocate`; with `prompts` it looks for cached prefixes.
 
         Raises:
-          NotImplementedError: `prompts` with several layer groups.
+          NotImplementedError: `prompts` with several layer groups, or with `partial_hits`.
         """
+        if prompts and self.config.partial_hits:
+            raise NotImplementedError("got prompts and partial_hits, expected whole hits: see Oracle")
         if prompts and len(self.config.groups) > 1:
             raise NotImplementedError("got prompts and several layer groups, expected one: see Oracle")
         prompts = prompts or [()] * len(seq_ids)

@@ -102,11 +102,8 @@ def test_a_scorer_is_what_kvpress_says(expected):
     name = expected.__name__.replace("_", " ")
     tokens, num_last = TOKENS, 1 if expected is tova else WIDTH
     if expected is tova:  # the scorer asks for the last query alone
-        last = [TOKENS.attention[row, :, [num - 1]] for row, num in enumerate(NUM_QUERIES)]
-        tokens = tokens._replace(
-            attention=np.stack(last).swapaxes(1, 2), num_queries=jnp.ones(ROWS, jnp.int32)
-        )
-        tokens = tokens._replace(attention=tokens.attention.reshape(ROWS, Q_HEADS, 1, PLACES))
+        last = np.stack([TOKENS.attention[row, :, num - 1 : num] for row, num in enumerate(NUM_QUERIES)])
+        tokens = tokens._replace(attention=last, num_queries=jnp.ones(ROWS, jnp.int32))
     scores = np.asarray(token_scorer.scores_by(name, tokens))
     assert scores.shape == (ROWS, KV_HEADS, PLACES)
     for row, length in enumerate(LENGTHS):

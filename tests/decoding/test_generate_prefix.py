@@ -192,3 +192,20 @@ def test_a_cache_that_cannot_be_gone_on_with():
     cache, _ = kv.allocate(result.cache, [1], [3], tokens=np.ones((1, LENGTH), np.int32))
     with pytest.raises(ValueError, match="1 active row"):
         generate(FAMILY[:1], cache=cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [40, 6], ids=["roomy", "tight"])
+def test_prompts_begin_inside_blocks(num_blocks):
+    """Twelve tokens and seven: with six blocks of four the copies are short for several rows at a time."""
+    config = cached_config(partial_hits=True, num_blocks=num_blocks)
+    first = kv.generate(forward, PARAMS, FAMILY[:1], config, max_new_tokens=7)
+    prompts = [FAMILY[0][:10] + [7, 7], FAMILY[0][:7] + [8], FAMILY[0][:10] + [7, 6], FAMILY[0]]
+    options = dict(cache=first.cache, max_new_tokens=7)
+    again = kv.generate(forward, PARAMS, prompts, config, **options)
+    for i, generation in enumerate(again.generations):
+        tokens, _ = greedy(prompts[i], 7)
+        assert generation.tokens == tokens, i
+    assert kv.check_invariants(again.cache) == []
+    if num_blocks == 40:
+        assert again.num_cached_tokens == 10 + 7 + 10 + 11

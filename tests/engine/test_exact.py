@@ -10,7 +10,7 @@ from kvcache_jax import EngineCounter
 from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
 
 # A pool that one long request fills, so that rows are preempted and come back; short and long pieces; a
-# window beside; no index. Sizes of the cache, then those of the engine.
+# window beside; hits inside blocks; no index. Sizes of the cache, then those of the engine.
 ENGINES: dict[str, tuple[dict, dict]] = {
     "tiny pool": (dict(num_blocks=11), dict(token_budget=12)),
     "short blocks": (dict(num_blocks=24, block_size=2, max_seqs=3), dict(token_budget=5, watermark=0.1)),
@@ -22,6 +22,7 @@ ENGINES: dict[str, tuple[dict, dict]] = {
         dict(num_layers=2, num_blocks=14, max_query_len=8),
         dict(token_budget=4 * 4 + 12, num_drafts=3, policy="fair"),
     ),
+    "partial hits": (dict(num_blocks=11, partial_hits=True), dict(token_budget=12)),
     "no index": (dict(num_blocks=11, enable_prefix_caching=False), dict(token_budget=11)),
     "batch invariant": (
         dict(num_layers=2, num_blocks=14, max_query_len=8),

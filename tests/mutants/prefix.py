@@ -28,6 +28,54 @@ HELD_PARENT = f"{EVICTION}::test_a_parent_that_a_row_holds_does_not_compete"
 
 MUTATIONS = [
     *in_module(
+        "prefix/partial_hit",
+        (
+            "a prompt begins inside a block of another namespace",
+            "is_child &= (index.namespace == namespace[None]).all(axis=1)",
+            "",
+            "prefix/test_partial_hits.py::test_nothing_is_found_in_another_namespace_nor_unasked",
+        ),
+        (
+            "a row that fills the pool begins inside a block, and its copy has no room",
+            "most_held < pool.num_blocks",
+            "most_held <= pool.num_blocks",
+            "prefix/test_partial_hits.py::test_a_pool_of_exactly_the_row_takes_whole_hits_alone",
+        ),
+        (
+            "a hit ends inside an item",
+            "jnp.where(is_whole & (lengths <= num_same[best]), lengths, 0)",
+            "jnp.where(lengths <= num_same[best], lengths, 0)",
+            "prefix/test_partial_hits.py::test_nothing_is_found_in_another_namespace_nor_unasked",
+        ),
+        (
+            "a child of any block counts",
+            "pool.cached.is_published & (index.parent == parent)",
+            "pool.cached.is_published",
+            "prefix/test_partial_hits.py::test_a_random_script[full]",
+        ),
+    ),
+    *in_module(
+        "operations/allocate",
+        (
+            "a block is reserved where one that is hit in part stands",
+            "is_new = (columns >= first + num_partial[:, None])",
+            "is_new = (columns >= first)",
+            "prefix/test_partial_hits.py::test_a_prompt_begins_inside_a_block_and_its_next_step_copies_it",
+        ),
+        (
+            "the copy of a block that is hit in part is not needed",
+            "num_blocks -= quotient(num_cached, group.block_size)",
+            "num_blocks -= quotient(num_cached, group.block_size) + num_partial",
+            "prefix/test_partial_hits.py::test_the_copy_is_needed_and_not_held",
+        ),
+        (
+            "the block that is hit in part counts as the row's own",
+            ".block_size) + num_partial,",
+            ".block_size),",
+            "prefix/test_partial_hits.py::test_a_prompt_begins_inside_a_block_and_its_next_step_copies_it",
+        ),
+    ),
+    *in_module(
         "operations/lookup",
         (
             "a prompt that is refused is found",
