@@ -54,9 +54,10 @@ def empty_cache(decoder: Decoder, num_rows: int) -> kv.Cache:
         kv.FullAttention(config.num_kv_heads, config.head_dim, num_blocks=num_blocks + i)
         for i in range(config.num_layers)
     ]
-    sizes = dict(max_seqs=num_rows, block_size=BLOCK_SIZE, max_seq_len=PROMPT + REST)
-    cache = kv.init(kv.CacheConfig(layers, enable_drop=True, **sizes))
-    cache, admission = kv.allocate(cache, np.arange(num_rows), [0] * num_rows)
+    cache_config = kv.CacheConfig(
+        layers, max_seqs=num_rows, block_size=BLOCK_SIZE, max_seq_len=PROMPT + REST, enable_drop=True
+    )
+    cache, admission = kv.allocate(kv.init(cache_config), np.arange(num_rows), [0] * num_rows)
     kv.raise_for_status(admission.status, "allocate")
     return cache
 
@@ -90,6 +91,7 @@ def _read(
             key = jax.random.key(layer)
             scores[name].append(kv.token_scores(cache, layer, q, step, name, key=key, queries=queries))
         cache, out = kv.attend(cache, layer, q, step)
+        assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
         return out
 
     logits = dense_decoder.run(dense_decoder.unstacked(decoder), tokens, step.positions, attend)
@@ -102,8 +104,9 @@ compress = jax.jit(kv.compress)
 
 def bits_per_byte(log_p: jax.Array, targets: np.ndarray) -> np.ndarray:
     """Bits per byte of each row, f64[n]."""
-    log_p = np.asarray(log_p, np.float64)[:, : targets.shape[1]]
-    return -np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0].mean(axis=1) / math.log(2)
+    of_targets = np.asarray(log_p, np.float64)[:, : targets.shape[1]]
+    nats = -np.take_along_axis(of_targets, targets[..., None], axis=-1)
+    return nats[..., 0].mean(axis=1) / math.log(2)
 
 
 class Study:
@@ -117,7 +120,7 @@ class Study:
     """
 
     def __init__(self, decoder: Decoder, prompts: np.ndarray, rest: np.ndarray, targets: np.ndarray):
-        self.decoder, self.rest, self.targets = decoder, np.int32(rest), targets
+        self.decoder, self.rest, self.targets = decoder, rest, targets
         self.num_rows, self.prompt_len = prompts.shape
         self.seconds: dict[str, list[float]] = {}
         tokens = np.pad(prompts, ((0, 0), (0, PROMPT - self.prompt_len)))
@@ -165,6 +168,7 @@ def names() -> tuple[str, ...]:
 
 def measure(study: Study) -> dict[str, Any]:
     """Bits per byte of all scorers and shares, added to what the whole prompt gives."""
+    study.bits(study.cache, FULL)  # compiles
     full = study.bits(study.cache, FULL)
     added = {NONE: float((study.bits(study.without_prompt(), NONE) - full).mean())}
     records = []
