@@ -1,8 +1,10 @@
 """Question: how much of a prompt's keys and values can go, chosen by which scores, and what does that cost?
 
 Command: python -m experiments.compression [--json] [--picture FILE]
-Machine: 2 virtual cores of an AMD EPYC, busy with other work; jax 0.12.0.1
-Answer:  see docs/measured.md.
+Machine: 2 virtual cores of Intel(R) Xeon(R) Processor, busy with other work; jax 0.12.0.1
+Answer:  SnapKV keeps an eighth of the tokens for 0.015 bits per byte on running text, where random ones cost
+  0.097 and nothing kept 0.133; recency, without scores, 0.025. Asked for the prompt itself, it loses
+  0.44 of 0.51 bits: what a scorer did not expect is gone.
 Record:  experiments/results/compression.json, docs/compression.png.
 
 The small model, float32, reads 768 bytes each of twelve held-out files. Of every layer and head a share of
@@ -127,7 +129,6 @@ class Study:
         num_new = np.full(self.num_rows, self.prompt_len, np.int32)
         empty = empty_cache(decoder, self.num_rows)
         self.cache, _, self.scores = _read(decoder, empty, tokens, num_new, kv.token_scorers(), PROMPT)
-        self.budgets = {}
 
     def bits(self, cache: kv.Cache, what: str) -> np.ndarray:
         """Bits per byte of the continuation."""

@@ -40,7 +40,7 @@ def test_bars_can_fail():
 @pytest.mark.slow
 def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
     """Everything kept adds nothing; blocks are those of the tokens kept; tables and picture are drawn."""
-    for name, value in (("NUM_FILES", 2), ("PROMPT", 96), ("REST", 16), ("COPIED", 80), ("WINDOW", 8)):
+    for name, value in (("NUM_FILES", 2), ("PROMPT", 96), ("REST", 16), ("COPIED", 16), ("WINDOW", 8)):
         monkeypatch.setattr(compression, name, value)
     monkeypatch.setattr(compression.checkpoint, "load", lambda *_, **__: Decoder(TINY, rngs=nnx.Rngs(0)))
     picture = tmp_path / "figure.png"
