@@ -139,7 +139,7 @@ def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
         weights=inbox.weights,
         may_publish=state.may_publish & ~inbox.has_new_weights,
     )
-    return _enter(state, inbox)
+    return _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
 
 
 def _end(state: EngineState, inbox: Inbox) -> EngineState:

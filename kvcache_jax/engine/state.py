@@ -87,6 +87,8 @@ class EngineCounter(enum.IntEnum):
     """Draft tokens proposed."""
     ACCEPTED = 12
     """Draft tokens accepted."""
+    UPDATES = 13
+    """Times that other weights came: of `set_params`, those that a chunk began with; each shard counts."""
 
 
 @pytree_dataclass()

@@ -244,6 +244,7 @@ def test_new_weights_between_chunks():
     assert len(said["across", 0][0]) == 30
     assert said["across", 0][0] != decode_alone(across)[0]
     check_idle(engine)
+    assert engine.figures().counts[EngineCounter.UPDATES] == 1
     tokens = [[*across.prompt, *said["across", 0][0]]]
     words = kv.namespace(weights="new")
     assert kv.lookup(engine.state.cache, tokens, [36], words).tolist() == [4]  # what "after" published

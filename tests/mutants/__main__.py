@@ -42,6 +42,7 @@ from tests.mutants.mutations import Mutation
 from tests.mutants.operations import MUTATIONS as OPERATIONS
 from tests.mutants.prefix import MUTATIONS as PREFIX
 from tests.mutants.rewrite import MUTATIONS as REWRITE
+from tests.mutants.rollouts import MUTATIONS as ROLLOUTS
 from tests.mutants.serve import MUTATIONS as SERVE
 from tests.mutants.tpu import MUTATIONS as TPU
 
@@ -64,6 +65,7 @@ MUTATIONS = [
     *KERNELS,
     *TPU,
     *KERNEL_SPEED,
+    *ROLLOUTS,
     *SERVE,
 ]
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent

@@ -62,6 +62,12 @@ MUTATIONS = [
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
         ),
         (
+            "new weights are not counted",
+            "updates=inbox.has_new_weights[None]",
+            "updates=jnp.zeros(1, bool)",
+            NEW_WEIGHTS,
+        ),
+        (
             "a request that fills the pool is refused",
             "group.max_held_blocks) > pool.num_blocks",
             "group.max_held_blocks) >= pool.num_blocks",

@@ -1,0 +1,1 @@
+"""Samples for training: groups that share their prompt, within a jitted step and from an engine beside it."""

@@ -1,0 +1,126 @@
+"""The bars, tables and figure of `experiments.rollouts`."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.common.timing import show_table
+
+LEAST_REWARD = 0.85
+SMOOTHED = 10  # updates that a point of a curve is the mean of
+
+
+def bars_of(ways: Sequence[dict], sharing: dict, group_size: int) -> list[dict]:
+    """What must hold, beside what was measured."""
+    bars = []
+
+    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
+        holds = bool(measured >= limit if is_least else measured <= limit)
+        limit_name = "at_least" if is_least else "at_most"
+        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
+
+    for way in ways:
+        add(f"reward of the last updates, {way['way']}", way["last"], LEAST_REWARD, is_least=True)
+    for way in ways:
+        add(f"log-probabilities off the trainer's, {way['way']}", way["difference"], 1e-5)
+    engine, (shared, apart) = ways[1], sharing["ways"]
+    add("answers that go on under new weights", engine["partial"], 0.05, is_least=True)
+    add("updates that the engine was not told of", engine["updates"] - engine["updates_told"], 0)
+    add(
+        "prompt tokens in a step, share of each answer's own",
+        shared["prompt_tokens"] / apart["prompt_tokens"],
+        1 / group_size,
+    )
+    # Samples that wait for a row begin behind the blocks of their prompt, or anew under other weights.
+    add("prompt tokens by the engine, likewise", engine["prompt_share"], 2 / group_size)
+    add("a step with prompts apart, in times of a shared one", sharing["times_faster"], 2.0, is_least=True)
+    temporary = shared["temporary_bytes"] / apart["temporary_bytes"]
+    add("temporary memory of a shared step, in that of one apart", temporary, 0.5)
+    add("gradient off that of prompts apart, in its largest entry", sharing["gradient_difference"], 1e-4)
+    return bars
+
+
+def show(report: dict) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    host, sizes = report["machine"], report["sizes"]
+    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    rows = [
+        [
+            way["way"],
+            f"{way['first']:.3f}",
+            f"{way['last']:.3f}",
+            f"{way['difference']:.1e}",
+            f"{way['clipped']:.1%}",
+            f"{way['ms']:.0f}",
+        ]
+        for way in report["ways"]
+    ]
+    title = (
+        f"{sizes['updates']} updates of {sizes['prompts']} questions and {sizes['group']} answers each, "
+        f"seed {sizes['seed']}"
+    )
+    header = ["way", "reward at first", "at last", "log-probabilities off", "tokens clipped", "ms an update"]
+    show_table(title, header, rows)
+    engine = report["ways"][1]
+    print(
+        f"  beside an engine {engine['partial']:.1%} of the answers go on under new weights; the oldest "
+        f"token is {engine['oldest']} updates old; {engine['forks']:,} forks"
+    )
+    rows = [
+        [
+            f"prompts {way['way']}",
+            f"{way['prompt_tokens']:,}",
+            f"{way['pool_bytes'] / 2**20:.2f}",
+            f"{way['temporary_bytes'] / 2**20:.1f}",
+            f"{statistics.median(way['ms']):.0f}",
+            f"{min(way['ms']):.0f} - {max(way['ms']):.0f}",
+        ]
+        for way in report["sharing"]["ways"]
+    ]
+    header = ["", "prompt tokens", "pools, MiB", "temporary, MiB", "a step, ms", "of rounds"]
+    show_table(f"a step, {len(report['sharing']['ways'][0]['ms'])} rounds in turns", header, rows)
+    print(f"  the same answers to {report['sharing']['same_answers']:.1%} of the questions")
+    rows = [
+        [
+            bar["bar"],
+            f"{bar['measured']:.3g}",
+            f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}",
+            "holds" if bar["holds"] else "does not hold",
+        ]
+        for bar in report["bars"]
+    ]
+    show_table("bars", ["bar", "measured", "", ""], rows)
+    num_failed = sum(not bar["holds"] for bar in report["bars"])
+    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+
+
+def draw(report: dict, path: Path) -> None:
+    """Two panels: the reward by updates, and what a step takes with prompts shared and apart."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves, costs = figure.subplots(1, 2, width_ratios=(3, 2))
+    for i, way in enumerate(report["ways"]):
+        rewards = np.array(way["rewards"])
+        curves.plot(np.arange(len(rewards)) + 1, rewards, color=f"C{i}", alpha=0.25, linewidth=0.8)
+        width = min(SMOOTHED, len(rewards))
+        smooth = np.convolve(rewards, np.full(width, 1 / width), "valid")
+        curves.plot(np.arange(len(smooth)) + width, smooth, color=f"C{i}", label=way["way"])
+    curves.set(xlabel="updates", ylabel="share of right answers", ylim=(0, 1.02))
+    curves.set_title("Digits put in order, learned by reward alone")
+    curves.legend(frameon=False, loc="lower right")
+
+    shared, apart = report["sharing"]["ways"]
+    names = ["prompt tokens", "pools", "temporary\nmemory", "time"]
+    ratios = [apart[key] / shared[key] for key in ("prompt_tokens", "pool_bytes", "temporary_bytes")]
+    bars = costs.bar(names, [*ratios, report["sharing"]["times_faster"]], color="C2", width=0.6)
+    costs.bar_label(bars, fmt="%.1fx", padding=2)
+    costs.axhline(1, color="black", linewidth=0.8)
+    costs.set_title("Prompts apart, in times of shared ones")
+    costs.margins(y=0.12)
+    for axes in (curves, costs):
+        axes.grid(alpha=0.3, axis="y")
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=120)
