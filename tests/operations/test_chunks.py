@@ -304,7 +304,7 @@ def test_what_cannot_be_composed_is_said_and_changes_nothing():
 
 
 def test_what_cannot_be_stored_is_said_and_changes_nothing():
-    texts = grown(Texts(num_blocks=16))
+    texts = grown(Texts())
     status, names = kv.Status, np.arange(4 * MAX_CHUNK).reshape(4, MAX_CHUNK)
     for spans, outcomes in [
         ([(0, -1, 3), (0, 0, 0), (0, 20, MAX_CHUNK + 1), (0, 22, 6)], [status.BAD_LENGTH] * 4),
