@@ -22,6 +22,7 @@ from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
+from kvcache_jax.attention.token_scores import token_scores
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
@@ -42,6 +43,13 @@ from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.core.streaming import Streaming
+from kvcache_jax.core.token_scorer import (
+    TokenMetadata,
+    future_queries,
+    pyramid_budgets,
+    token_scorer,
+    token_scorers,
+)
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
@@ -145,6 +153,7 @@ __all__ = [
     "Streaming",
     "TargetDevice",
     "TokenEvent",
+    "TokenMetadata",
     "active_seq_ids",
     "allocate",
     "append",
@@ -169,6 +178,7 @@ __all__ = [
     "extend",
     "fork",
     "free",
+    "future_queries",
     "gather",
     "generate",
     "idle_seq_ids",
@@ -183,6 +193,7 @@ __all__ = [
     "num_available_blocks",
     "num_blocks_needed",
     "preempt_to_utilization",
+    "pyramid_budgets",
     "raise_for_status",
     "register_backend",
     "reorder",
@@ -198,6 +209,9 @@ __all__ = [
     "state",
     "stats",
     "testing",
+    "token_scorer",
+    "token_scorers",
+    "token_scores",
     "touch",
     "truncate",
     "utilization",

@@ -56,6 +56,7 @@ ON_DEVICE = {
     "select_rows_to_preempt": lambda cache, step: kv.select_rows_to_preempt(cache, "lru", 2),
     "set_priority": lambda cache, step: kv.set_priority(cache, ROWS, ONES),
     "stats": lambda cache, step: kv.stats(cache),
+    "token_scores": lambda cache, step: kv.token_scores(cache, 0, K, step, "recency"),
     "touch": lambda cache, step: kv.touch(cache, ROWS),
     "truncate": lambda cache, step: kv.truncate(cache, ROWS, ONES),
     "utilization": lambda cache, step: kv.utilization(cache),

@@ -34,6 +34,7 @@ PROPERTIES = (
     "window",
     "commit",
     "hit",
+    "partial-hit",
     "evict",
     "transfer",
     "gradient",
@@ -136,7 +137,7 @@ NO_PREFIX = Refused(ValueError, r"layers.*CrossAttention.*, expected False: what
 NO_SOURCE = Refused(NotImplementedError, "generate got CrossAttention.* layers, for whose sources it has no")
 NO_WINDOW = Refused(NotImplementedError, "compress got .* layers, expected layers that keep all tokens")
 IN_WINDOW = {"compress": NO_WINDOW}
-ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_INDEX)
+ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
@@ -164,7 +165,9 @@ KINDS = (
         (FULL, kv.CrossAttention(NUM_KV_HEADS, HEAD_DIM, max_source_len=11), kv.SharedWith(1)),
         (dense, whole_source, whole_source),
         None,
-        STAYS | dict.fromkeys(("commit", "hit", "evict", "transfer"), NO_PREFIX) | {"generate": NO_SOURCE},
+        STAYS
+        | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "transfer"), NO_PREFIX)
+        | {"generate": NO_SOURCE},
     ),
     Kind(
         "int8-window",

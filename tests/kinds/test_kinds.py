@@ -192,9 +192,10 @@ def window(kind):
     ]
 
 
-def published(kind):
+def published(kind, **options):
     """A row of 13 tokens whose full blocks are published."""
-    rows = Rows(kind, permuted(kv.init(indexed_config(kind))))
+    config = dataclasses.replace(indexed_config(kind), **options)
+    rows = Rows(kind, permuted(kv.init(config)))
     rows.start({2: random_text(13)})
     rows.cache, status = kv.commit(rows.cache, *entries([2]))
     assert statuses(status)[0] == OK
@@ -228,6 +229,16 @@ def hit(kind):
     assert rows.start({2: text, 3: [30, *text]}) == [12, 0]
     rows.free(0, 2, 3)
     assert rows.start({1: text[:12]}) == [8]
+
+
+def partial_hit(kind):
+    """A prompt begins inside a published block, which is copied before it is written."""
+    rows = published(kind, partial_hits=True)
+    text = rows.texts[2]
+    assert rows.start({0: [*text[:10], 31, 30], 1: [*text[:12], 31]}) == [10, 12]
+    assert num_copies(rows.cache) == len([group for group in rows.groups if not group.holds_sources])
+    rows.free(2)
+    assert rows.start({3: text}) == [12]
 
 
 def evict(kind):
@@ -445,6 +456,7 @@ CHECKS = (
     window,
     commit,
     hit,
+    partial_hit,
     evict,
     transfer,
     gradient,
@@ -462,7 +474,10 @@ LINE_AROUND_THE_STEP = "mix"
 
 
 def is_slow(kind, name):
-    if kind.is_slow or name == "drop":  # another step, of which `make test` has tests of its own
+    if kind.is_slow or name in (
+        "drop",
+        "partial-hit",
+    ):  # another step, of which `make test` has tests of its own
         return True
     works = name not in kind.cells
     if works and name == "compress":  # as attention/test_compressed_rows.py says of plain layers

@@ -11,7 +11,30 @@ BEHIND = f"{ROWS}::test_what_was_compressed_is_dropped_from_behind_only"
 WEIGHTS = "attention/test_attention_scores.py::test_weights_times_values_are_what_attention_gives"
 MIX, ROTATED = f"{WEIGHTS}[mix]", f"{WEIGHTS}[int4-rotated]"
 
+SCORERS = "core/test_token_scorer.py"
+SAID = f"{SCORERS}::test_a_scorer_is_what_kvpress_says"
+
 MUTATIONS = [
+    *in_module(
+        "core/token_scorer",
+        ("SnapKV pools over too few tokens", "= 64, 5, 4", "= 64, 3, 4", f"{SAID}[snapkv]"),
+        ("H2O does not count who sees a token", "/ _float(jnp.maximum(num_seeing, 1))", "", f"{SAID}[h2o]"),
+        ("KeyDiff keeps the common", "-jnp.sum(unit * anchor", "jnp.sum(unit * anchor", f"{SAID}[keydiff]"),
+        ("Knorm keeps long keys", "-jnp.linalg.norm(tokens.k", "jnp.linalg.norm(tokens.k", f"{SAID}[knorm]"),
+        ("the spread of queries to come does not count", "/ (2 * dim)", "* 0", f"{SAID}[expected_attention]"),
+        (
+            "queries to come stand where the last one did",
+            "position + jnp.arange(num_future",
+            "position + 0 * jnp.arange(num_future",
+            f"{SCORERS}::test_queries_to_come_are_the_mean_and_spread_of_turned_ones",
+        ),
+        (
+            "budgets of layers are equal",
+            "(least - most) * share",
+            "(least - most) / 2 * (share * 0 + 1)",
+            f"{SCORERS}::test_budgets_fall_from_layer_to_layer_and_keep_the_average",
+        ),
+    ),
     *in_module(
         "operations/compress",
         ("a row may keep nothing", "group.span.num_sink_tokens, 1)", "group.span.num_sink_tokens, 0)", KEPT),

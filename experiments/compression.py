@@ -1,0 +1,311 @@
+"""Question: how much of a prompt's keys and values can go, chosen by which scores, and what does that cost?
+
+Command: python -m experiments.compression [--json] [--picture FILE]
+Machine: 2 virtual cores of Intel(R) Xeon(R) Processor, busy with other work; jax 0.12.0.1
+Answer:  SnapKV keeps an eighth of the tokens for 0.015 bits per byte on running text, where random ones cost
+  0.097 and nothing kept 0.133; recency, without scores, 0.025. Asked for the prompt itself, it loses
+  0.44 of 0.51 bits: what a scorer did not expect is gone.
+Record:  experiments/results/compression.json, docs/compression.png.
+
+The small model, float32, reads 768 bytes each of twelve held-out files. Of every layer and head a share of
+the tokens is kept, by each scorer, and the next 256 bytes are scored: bits per byte added. "none" keeps no
+token of the prompt. The copy task reads 224 bytes and scores the same bytes again but the first: what is lost
+there is what the next question would have asked for. Every layer is a group of its own, so that the budgets
+of PyramidKV may differ by layer; the others keep the same number in each.
+"""
+
+import functools
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvcache_jax as kv
+from experiments.common import command, corpus, timing
+from experiments.decode_speed import dense_decoder
+from models import checkpoint
+from models.decoder import Decoder
+from models.rope import rotate, rotation
+
+NUM_FILES, SKIPPED, PROMPT, REST, COPIED = 12, 2000, 768, 256, 224
+SHARES = 0.75, 0.5, 0.25, 0.125
+WINDOW = 64  # that SnapKV, and with it PyramidKV, keeps
+BLOCK_SIZE = 16
+FULL, NONE, PYRAMID = "full", "none", "pyramidkv"
+
+
+def read_windows() -> np.ndarray:
+    """i32[NUM_FILES, PROMPT + REST + 1], a piece of each of the first held-out files that are long enough."""
+    length = PROMPT + REST + 1
+    pieces = [file[SKIPPED : SKIPPED + length] for file in corpus.held_out_files().values()]
+    pieces = [piece for piece in pieces if len(piece) == length][:NUM_FILES]
+    return np.stack([np.frombuffer(piece, np.uint8) for piece in pieces]).astype(np.int32)
+
+
+def empty_cache(decoder: Decoder, num_rows: int) -> kv.Cache:
+    """A cache whose layers are a group each, of a block more than the one before."""
+    config = decoder.config
+    num_blocks = num_rows * (PROMPT + REST) // BLOCK_SIZE
+    layers = [
+        kv.FullAttention(config.num_kv_heads, config.head_dim, num_blocks=num_blocks + i)
+        for i in range(config.num_layers)
+    ]
+    cache_config = kv.CacheConfig(
+        layers, max_seqs=num_rows, block_size=BLOCK_SIZE, max_seq_len=PROMPT + REST, enable_drop=True
+    )
+    cache, admission = kv.allocate(kv.init(cache_config), np.arange(num_rows), [0] * num_rows)
+    kv.raise_for_status(admission.status, "allocate")
+    return cache
+
+
+@functools.partial(jax.jit, static_argnames=("scorers", "width"))
+def _read(
+    decoder: Decoder,
+    cache: kv.Cache,
+    tokens: jax.Array,
+    num_new: jax.Array,
+    scorers: tuple[str, ...],
+    width: int,
+) -> tuple[kv.Cache, jax.Array, dict[str, jax.Array]]:
+    """Appends tokens; returns their log-probabilities, and scores `[n, layers, heads, S]` of all tokens."""
+    cache, step = kv.extend(cache, num_new, max_new=width)
+    scores: dict[str, list[jax.Array]] = {name: [] for name in scorers}
+    is_query = jnp.arange(width)[None] < num_new[:, None]
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        nonlocal cache
+        rope, dim = decoder.config.layer_ropes[layer], decoder.config.rope_dim
+        cache = kv.write(cache, layer, k, v, step)
+        for name in scorers:
+            unturned = rotate(q, rotation(rope, dim, -step.positions))
+            queries = kv.future_queries(
+                unturned,
+                is_query,
+                lambda x, at: rotate(x, rotation(rope, dim, at)),
+                step.context_len,
+            )
+            key = jax.random.key(layer)
+            scores[name].append(kv.token_scores(cache, layer, q, step, name, key=key, queries=queries))
+        cache, out = kv.attend(cache, layer, q, step)
+        assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
+        return out
+
+    logits = dense_decoder.run(dense_decoder.unstacked(decoder), tokens, step.positions, attend)
+    stacked = {name: jnp.stack(layers, axis=1) for name, layers in scores.items()}
+    return cache, jax.nn.log_softmax(logits), stacked
+
+
+compress = jax.jit(kv.compress)
+
+
+def bits_per_byte(log_p: jax.Array, targets: np.ndarray) -> np.ndarray:
+    """Bits per byte of each row, f64[n]."""
+    of_targets = np.asarray(log_p, np.float64)[:, : targets.shape[1]]
+    nats = -np.take_along_axis(of_targets, targets[..., None], axis=-1)
+    return nats[..., 0].mean(axis=1) / math.log(2)
+
+
+class Study:
+    """Rows that have read a prompt, and what they make of its continuation once some tokens are gone.
+
+    Attributes:
+      prompt_len: Tokens that each row has read.
+      cache: Where they are.
+      scores: By scorer f32[n, layers, heads, S].
+      seconds: By what was done, each time that it took.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: np.ndarray, rest: np.ndarray, targets: np.ndarray):
+        self.decoder, self.rest, self.targets = decoder, rest, targets
+        self.num_rows, self.prompt_len = prompts.shape
+        self.seconds: dict[str, list[float]] = {}
+        tokens = np.pad(prompts, ((0, 0), (0, PROMPT - self.prompt_len)))
+        num_new = np.full(self.num_rows, self.prompt_len, np.int32)
+        empty = empty_cache(decoder, self.num_rows)
+        self.cache, _, self.scores = _read(decoder, empty, tokens, num_new, kv.token_scorers(), PROMPT)
+
+    def bits(self, cache: kv.Cache, what: str) -> np.ndarray:
+        """Bits per byte of the continuation."""
+        num_new = np.full(self.num_rows, self.targets.shape[1], np.int32)
+        rest = np.pad(self.rest, ((0, 0), (0, REST - self.rest.shape[1])))
+        start = time.perf_counter()
+        log_p = _read(self.decoder, cache, rest, num_new, (), REST)[1].block_until_ready()
+        self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+        return bits_per_byte(log_p, self.targets)
+
+    def without_prompt(self) -> kv.Cache:
+        """The cache after all tokens are gone; positions go on."""
+        rows, zeros = np.arange(self.num_rows), np.zeros(self.num_rows, np.int32)
+        cache, status = kv.drop(self.cache, rows, zeros, zeros + self.prompt_len)
+        kv.raise_for_status(status, "drop")
+        return cache
+
+    def compressed(self, name: str, share: float) -> kv.Cache:
+        """The cache after a scorer kept its share of the tokens in every layer and head."""
+        num_layers, num_keep = self.decoder.config.num_layers, round(share * self.prompt_len)
+        budgets = np.full((self.num_rows, num_layers), num_keep, np.int32)
+        if name == PYRAMID:
+            each = np.full(self.num_rows, num_keep)
+            budgets = kv.pyramid_budgets(each, num_layers, WINDOW, np.full(self.num_rows, self.prompt_len))
+        scores = self.scores["snapkv" if name == PYRAMID else name]
+        start = time.perf_counter()
+        cache, status = compress(self.cache, np.arange(self.num_rows), scores, np.asarray(budgets))
+        jax.block_until_ready(cache)
+        self.seconds.setdefault("compress", []).append(time.perf_counter() - start)
+        kv.raise_for_status(status, "compress")
+        return cache
+
+
+def names() -> tuple[str, ...]:
+    """Lists the scorers, and PyramidKV's budgets for the first of them."""
+    return (*kv.token_scorers(), PYRAMID)
+
+
+def measure(study: Study) -> dict[str, Any]:
+    """Bits per byte of all scorers and shares, added to what the whole prompt gives."""
+    study.bits(study.cache, FULL)  # compiles
+    full = study.bits(study.cache, FULL)
+    added = {NONE: float((study.bits(study.without_prompt(), NONE) - full).mean())}
+    records = []
+    for name in names():
+        for share in SHARES:
+            if name == PYRAMID and share * study.prompt_len < WINDOW:
+                continue  # below the window there is nothing to spread
+            cache = study.compressed(name, share)
+            each = study.bits(cache, f"{share}") - full
+            num_used = [
+                group.num_blocks - int(kv.num_available_blocks(cache, group=g))
+                for g, group in enumerate(cache.config.groups)
+            ]
+            records.append(
+                {"scorer": name, "share": share, "bits_added": float(each.mean()), "of_each": each.tolist()}
+                | {"blocks": num_used}
+            )
+    return {"bits_per_byte": float(full.mean()), "none_added": added[NONE], "records": records}
+
+
+def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What must hold, beside what was measured."""
+    added = {(r["scorer"], r["share"]): r for r in report["continuation"]["records"]}
+    snapkv, chance = (added[name, 0.125]["bits_added"] for name in ("snapkv", "random"))
+    expected = report["num_rows"] * -(-round(PROMPT / 8) // BLOCK_SIZE)
+    held = added["snapkv", 0.125]["blocks"]
+    return [
+        {
+            "bar": "bits per byte added, SnapKV, 1/8",
+            "measured": snapkv,
+            "limit": "at most 0.03",
+            "holds": snapkv <= 0.03,
+        },
+        {
+            "bar": "random / SnapKV, 1/8 (SnapKV at least 0.001)",
+            "measured": chance / max(snapkv, 1e-3),
+            "limit": "at least 3",
+            "holds": chance >= 3 * max(snapkv, 1e-3),
+        },
+        {
+            "bar": "blocks of a layer, 1/8",
+            "measured": max(held),
+            "limit": f"exactly {expected}",
+            "holds": {*held} == {expected},
+        },
+    ]
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    host = report["machine"]
+    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    for what, title in (
+        ("continuation", f"{PROMPT} bytes read, {REST} scored"),
+        ("copy", f"{COPIED} bytes read, the same {COPIED} scored"),
+    ):
+        found = report[what]
+        by_name: dict[str, dict[float, float]] = {}
+        for record in found["records"]:
+            by_name.setdefault(record["scorer"], {})[record["share"]] = record["bits_added"]
+        rows = [
+            [name, *(f"{of[share]:+.3f}" if share in of else "-" for share in SHARES)]
+            for name, of in by_name.items()
+        ]
+        rows.append([NONE, *[""] * (len(SHARES) - 1), f"{found['none_added']:+.3f}"])
+        header = ["bits per byte added, kept", *(f"{share:g}" for share in SHARES)]
+        show_title = f"{title}: {found['bits_per_byte']:.3f} bits per byte with all of it"
+        timing.show_table(show_title, header, rows)
+    rows = [[name, f"{median:.2f} s"] for name, median in report["seconds"].items()]
+    timing.show_table(f"time, {report['num_rows']} rows, all layers", ["", "median"], rows)
+    rows = [
+        [bar["bar"], f"{bar['measured']:.3g}", bar["limit"], "holds" if bar["holds"] else "does not hold"]
+        for bar in report["bars"]
+    ]
+    timing.show_table("bars", ["bar", "measured", "", ""], rows)
+    num_failed = sum(not bar["holds"] for bar in report["bars"])
+    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['total_seconds']:.0f} s in all")
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Two panels: bits per byte added by the share kept, of what follows and of the copy task."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    titles = f"the next {REST} bytes after {PROMPT}", f"{COPIED} bytes again"
+    for axes, what, title in zip(panels, ("continuation", "copy"), titles, strict=True):
+        for i, name in enumerate(names()):
+            points = [(r["share"], r["bits_added"]) for r in report[what]["records"] if r["scorer"] == name]
+            axes.plot(*zip(*points, strict=True), "o-", color=f"C{i}", markersize=4, label=name)
+        axes.axhline(report[what]["none_added"], color="0.4", linestyle=":", label="nothing kept")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(SHARES, [f"{share:g}" for share in SHARES])
+        axes.set(xlabel="share of the tokens kept", ylabel="bits per byte added", title=title)
+        axes.grid(alpha=0.3)
+    panels[1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command.Parser("experiments.compression", __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
+    windows = read_windows()
+    prompts, rest = windows[:, :PROMPT], windows[:, PROMPT:]
+    study = Study(decoder, prompts, rest[:, :-1], rest[:, 1:])
+    continuation = measure(study)
+    seconds = {
+        "compress": statistics.median(study.seconds["compress"]),
+        f"{REST} bytes more, everything kept": study.seconds[FULL][-1],
+        f"{REST} bytes more, 1/8 kept": statistics.median(study.seconds["0.125"]),
+    }
+    passage = windows[:, :COPIED]
+    copy = measure(Study(decoder, passage, passage[:, :-1], passage[:, 1:]))
+    report: dict[str, Any] = {
+        "machine": timing.machine(),
+        "revision": timing.revision(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "num_rows": len(windows),
+        "seconds": seconds,
+        "continuation": continuation,
+        "copy": copy,
+    }
+    report |= {"bars": bars_of(report), "total_seconds": time.perf_counter() - start}
+    if options.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    if options.picture:
+        draw(report, options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

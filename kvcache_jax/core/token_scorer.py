@@ -1,0 +1,322 @@
+"""Scorers by name, which say what each token of a row is worth to `compress`, and a decorator for one's own.
+
+A scorer is a pure function from what is known of a layer's tokens to a score per token, or per head and
+token: the highest stay. Definitions are those of kvpress, an open collection of such methods.
+
+References:
+  kvpress (NVIDIA; github.com/NVIDIA/kvpress), and the papers that the functions name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.number_checks import static_count
+
+
+class TokenMetadata(NamedTuple):
+    """Metadata of one layer that a scorer sees: n rows of S places; None where the scorer did not ask for it.
+
+    What stands at places without a token means nothing.
+
+    Attributes:
+      is_token: bool[n, S], the place holds a token that can be kept.
+      num_tokens: i32[n], places in use, the last one behind the row's last token.
+      num_queries: i32[n], queries in `attention`, the row's last tokens.
+      num_kv_heads: Heads of the keys.
+      k: f32[n, num_kv_heads, S, key_dim], keys as they are multiplied, rotated.
+      v: f32[n, num_kv_heads, S, value_dim], values.
+      attention: f32[n, num_q_heads, w, S], weights of the row's last tokens, padded behind; see
+        `attention_scores`.
+      queries: Mean f32[n, num_q_heads, key_dim] and covariance f32[n, num_q_heads, key_dim, key_dim] of
+        queries to come; see `future_queries`.
+      key: A key of `jax.random`.
+    """
+
+    is_token: jax.Array
+    num_tokens: jax.Array
+    num_queries: jax.Array
+    num_kv_heads: int
+    k: jax.Array | None = None
+    v: jax.Array | None = None
+    attention: jax.Array | None = None
+    queries: tuple[jax.Array, jax.Array] | None = None
+    key: jax.Array | None = None
+
+    @property
+    def places(self) -> jax.Array:
+        """i32[1, 1, S]."""
+        return lax.broadcasted_iota(jnp.int32, (1, 1, self.is_token.shape[1]), 2)
+
+    def is_last(self, num: int | jax.Array) -> jax.Array:
+        """Tells which places hold the row's last `num` tokens, bool[n, 1, S]."""
+        first = self.num_tokens - num
+        return (self.places >= first[:, None, None]) & (self.places < self.num_tokens[:, None, None])
+
+    def mean_of_groups(self, x: jax.Array) -> jax.Array:
+        """Averages `[n, num_q_heads, S]` over the query heads of each key head."""
+        return x.reshape(x.shape[0], self.num_kv_heads, -1, x.shape[-1]).mean(axis=2)
+
+
+Scorer = Callable[[TokenMetadata], jax.Array]
+OPTIONAL_METADATA = frozenset({"k", "v", "attention", "queries", "key"})
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredScorer:
+    """A scorer and what it reads."""
+
+    score: Scorer
+    needs: frozenset[str]
+    num_last: int | None
+
+
+_scorers: dict[str, RegisteredScorer] = {}
+
+
+def token_scorer(
+    name: str, *, needs: Sequence[str] = (), num_last: int | None = None
+) -> Callable[[Scorer], Scorer]:
+    """Registers a function from `TokenMetadata` to scores, f32[n, S] or `[n, num_kv_heads, S]`.
+
+    Args:
+      name: For `token_scores`.
+      needs: The fields of `TokenMetadata` that it reads beside the first four: only these are computed.
+      num_last: Last tokens of a row whose attention it looks at. Default: all of the step.
+
+    Returns:
+      The decorator; it hands the function on unchanged.
+
+    Raises:
+      ValueError, TypeError: the name is taken, or `needs` names no field.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> @kv.token_scorer("longest values", needs=["v"])
+      ... def longest_values(tokens: kv.TokenMetadata):
+      ...     return jnp.linalg.norm(tokens.v, axis=-1)
+      >>> "longest values" in kv.token_scorers()
+      True
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}, expected a str: write @token_scorer('name', needs=[...])")
+    if name in _scorers:
+        raise ValueError(f"there is a token scorer {name!r} already, expected a new name")
+    fields = list(needs) if isinstance(needs, Iterable) else []
+    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
+    if not is_list or not all(field in OPTIONAL_METADATA for field in fields):
+        raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
+    if num_last is not None:
+        num_last = static_count("num_last", num_last)
+
+    def register(score: Scorer) -> Scorer:
+        if not callable(score):
+            raise TypeError(f"the token scorer {name!r} is {score!r}, expected a function of TokenMetadata")
+        _scorers[name] = RegisteredScorer(score, frozenset(fields), num_last)
+        return score
+
+    return register
+
+
+def token_scorers() -> tuple[str, ...]:
+    """Lists the names that `token_scores` takes.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.token_scorers()[:4]
+      ('snapkv', 'h2o', 'tova', 'keydiff')
+    """
+    return tuple(_scorers)
+
+
+def registered_scorer(name: str) -> RegisteredScorer:
+    """Returns the scorer of a name, or raises."""
+    if name not in _scorers:
+        raise ValueError(f"scorer is {name!r}, expected one of {', '.join(map(repr, _scorers))}")
+    return _scorers[name]
+
+
+def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
+    """Computes a scorer's scores, f32[n, num_kv_heads, S]; the same for all heads where it gives one.
+
+    Raises:
+      TypeError: the scorer returned something else. What it raises comes with a note that names it.
+    """
+    scorer = registered_scorer(name)
+    try:
+        scores = scorer.score(tokens)
+    except Exception as error:
+        error.add_note(f"token scorer {name!r} has needs={sorted(scorer.needs)} and sees nothing else")
+        raise
+    num_rows, num_places = tokens.is_token.shape
+    shape = num_rows, tokens.num_kv_heads, num_places
+    is_array = isinstance(scores, jax.Array | np.ndarray) and jnp.issubdtype(scores.dtype, jnp.floating)
+    if not is_array or scores.shape not in ((num_rows, num_places), shape):
+        got = f"{scores.dtype}{list(scores.shape)}" if hasattr(scores, "shape") else type(scores).__name__
+        raise TypeError(
+            f"token scorer {name!r} returned {got}, expected floats {[num_rows, num_places]} or {list(shape)}"
+        )
+    scores = jnp.asarray(scores).astype(jnp.float32)
+    return jnp.broadcast_to(scores if scores.ndim == 3 else scores[:, None], shape)
+
+
+def future_queries(
+    q: jax.Array,
+    is_query: jax.Array,
+    rotate: Callable[[jax.Array, jax.Array], jax.Array],
+    next_position: jax.Array,
+    *,
+    num_future: int = 512,
+) -> tuple[jax.Array, jax.Array]:
+    """Estimates mean and covariance of queries to come from those so far: `TokenMetadata.queries`.
+
+    Args:
+      q: `[n, T, num_q_heads, key_dim]`, queries before their rotation.
+      is_query: bool[n, T], those that count, one at least.
+      rotate: `(x [positions, rows, key_dim], positions i32[positions]) -> x`, the model's linear rotation of
+        queries at positions of the text.
+      next_position: i32[n], that of the first query to come.
+      num_future: Positions from there on, over which the rotation is averaged.
+    """
+    q, mask = q.astype(jnp.float32), is_query[..., None, None]
+    count = jnp.sum(mask, axis=1).astype(jnp.float32)
+    mean = jnp.sum(jnp.where(mask, q, 0), axis=1) / count
+    off = jnp.where(mask, q - mean[:, None], 0)
+    covariance = jnp.einsum("nthd,nthe->nhde", off, off, precision="highest") / count[..., None]
+    unit = jnp.eye(q.shape[-1], dtype=jnp.float32)
+
+    def average(position: jax.Array) -> jax.Array:
+        positions = position + jnp.arange(num_future, dtype=jnp.int32)
+        turned = rotate(jnp.broadcast_to(unit, (num_future, *unit.shape)), positions)
+        return turned.mean(axis=0).astype(jnp.float32)  # its rows are what becomes of the axes
+
+    matrix = jax.vmap(average)(next_position)
+    mean = jnp.einsum("nhd,nde->nhe", mean, matrix, precision="highest")
+    return mean, jnp.einsum("nhde,ndf,neg->nhfg", covariance, matrix, matrix, precision="highest")
+
+
+def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_tokens: ArrayLike) -> jax.Array:
+    """Spreads the tokens to keep over layers, more of them for the first ones, as PyramidKV does.
+
+    Layers keep the window and, on average, `num_keep - window` tokens more; of these the last layer a
+    twentieth, and the first as many more than the average as the last has less.
+
+    Args:
+      num_keep: i32[n], average over the layers, at least `window`.
+      num_layers: Layers.
+      window: Last tokens, which every layer keeps.
+      num_tokens: i32[n], tokens that the rows hold; no layer keeps more.
+
+    Returns:
+      i32[n, num_layers] for `compress(num_keep=)`, which wants layers of different numbers in groups of their
+      own.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.pyramid_budgets([96], 6, 64, [768]).tolist()
+      [[126, 114, 102, 90, 78, 66]]
+
+    References:
+      PyramidKV (Cai et al.; arXiv:2406.02069).
+    """
+    num_keep, num_tokens = (jnp.asarray(x, jnp.float32)[:, None] for x in (num_keep, num_tokens))
+    average = num_keep - window
+    most = jnp.minimum(2 * average - average / 20, num_tokens - window)
+    least = 2 * average - most
+    share = jnp.linspace(0, 1, num_layers)[None]
+    return jnp.round(window + most + (least - most) * share).astype(jnp.int32)
+
+
+_WINDOW, _POOL, _SINKS = 64, 5, 4
+
+
+@token_scorer("snapkv", needs=["attention"], num_last=_WINDOW)
+def _snapkv(tokens: TokenMetadata) -> jax.Array:
+    """Scores by what the last tokens look at, and keeps those (SnapKV, Li et al., arXiv:2404.14469)."""
+    is_last = tokens.is_last(tokens.num_queries)
+    received = jnp.where(is_last, 0, _received(tokens) / _float(tokens.num_queries)[:, None, None])
+    padded = jnp.pad(received, [(0, 0), (0, 0), (_POOL // 2, _POOL // 2)])
+    width = received.shape[-1]
+    pooled = sum((padded[..., i : i + width] for i in range(_POOL)), jnp.zeros_like(received)) / _POOL
+    scores = tokens.mean_of_groups(pooled)
+    return jnp.where(is_last, scores.max(axis=-1, keepdims=True) + 1, scores)
+
+
+@token_scorer("h2o", needs=["attention"])
+def _h2o(tokens: TokenMetadata) -> jax.Array:
+    """Scores by the mean weight from all queries that see the token (H2O, Zhang et al., arXiv:2306.14048)."""
+    num_seeing = jnp.minimum(
+        tokens.num_tokens[:, None, None] - tokens.places, tokens.num_queries[:, None, None]
+    )
+    return tokens.mean_of_groups(_received(tokens) / _float(jnp.maximum(num_seeing, 1)))
+
+
+@token_scorer("tova", needs=["attention"], num_last=1)
+def _tova(tokens: TokenMetadata) -> jax.Array:
+    """Scores by the last token's weights, one set for all heads (TOVA, Oren et al., arXiv:2401.06104)."""
+    scores = _received(tokens).mean(axis=1)
+    return jnp.where(tokens.is_last(1)[:, 0], scores.max(axis=-1, keepdims=True) + 1, scores)
+
+
+@token_scorer("keydiff", needs=["k"])
+def _keydiff(tokens: TokenMetadata) -> jax.Array:
+    """Scores by how unlike a key is to the mean key (KeyDiff, Park et al., arXiv:2504.15364)."""
+    assert tokens.k is not None
+    unit = tokens.k / jnp.linalg.norm(tokens.k, axis=-1, keepdims=True)
+    unit = jnp.where(tokens.is_token[:, None, :, None], unit, 0)
+    anchor = unit.sum(axis=2, keepdims=True)
+    return -jnp.sum(unit * anchor, axis=-1) / jnp.linalg.norm(anchor, axis=-1)
+
+
+@token_scorer("knorm", needs=["k"])
+def _knorm(tokens: TokenMetadata) -> jax.Array:
+    """Scores by how short a key is (Devoto et al., arXiv:2406.11430); of no use where keys are normalised."""
+    assert tokens.k is not None
+    return -jnp.linalg.norm(tokens.k, axis=-1)
+
+
+@token_scorer("expected attention", needs=["k", "v", "queries"])
+def _expected_attention(tokens: TokenMetadata) -> jax.Array:
+    """Scores by the weight that queries to come give, times the value (Devoto et al., arXiv:2510.00636)."""
+    assert tokens.k is not None and tokens.v is not None and tokens.queries is not None
+    mean, covariance = tokens.queries
+    group_size, dim = mean.shape[1] // tokens.num_kv_heads, tokens.k.shape[-1]
+    k = jnp.repeat(tokens.k, group_size, axis=1)
+    logits = jnp.einsum("nhsd,nhd->nhs", k, mean, precision="highest") / dim**0.5
+    logits += jnp.einsum("nhsd,nhde,nhse->nhs", k, covariance, k, precision="highest") / (2 * dim)
+    is_scored = tokens.is_token[:, None] & (tokens.places >= _SINKS)
+    shares = jax.nn.softmax(jnp.where(is_scored, logits, -jnp.inf), axis=-1)
+    length = jnp.where(is_scored, jnp.linalg.norm(tokens.v, axis=-1), 0)
+    scores = (tokens.mean_of_groups(shares) + 1e-2) * length
+    return jnp.where(tokens.places < _SINKS, scores.max(axis=-1, keepdims=True) + 1, scores)
+
+
+@token_scorer("recency")
+def _recency(tokens: TokenMetadata) -> jax.Array:
+    """Scores later tokens higher, and the first four highest (Xiao et al., arXiv:2309.17453)."""
+    places = jnp.broadcast_to(tokens.places[:, 0], tokens.is_token.shape).astype(jnp.float32)
+    return jnp.where(places < _SINKS, jnp.inf, places)
+
+
+@token_scorer("random", needs=["key"])
+def _random(tokens: TokenMetadata) -> jax.Array:
+    """Scores by chance, each head by its own."""
+    assert tokens.key is not None
+    num_rows, num_places = tokens.is_token.shape
+    return jax.random.uniform(tokens.key, (num_rows, tokens.num_kv_heads, num_places))
+
+
+def _received(tokens: TokenMetadata) -> jax.Array:
+    """Sums the weights that each token gets, f32[n, num_q_heads, S]."""
+    assert tokens.attention is not None
+    return tokens.attention.sum(axis=2)
+
+
+def _float(counts: jax.Array) -> jax.Array:
+    return jnp.asarray(counts).astype(jnp.float32)
