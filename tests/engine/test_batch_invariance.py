@@ -3,12 +3,14 @@
 With the trained model: its products are in float32, and XLA's CPU compiler chooses how they are added up.
 """
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def test_bits_are_those_of_the_request_alone():
         max_seq_len=MAX_LEN,
         enable_prefix_caching=True,
     )
-    engine = kv.Engine(forward, decoder, config, token_budget=5 + 9, batch_invariant=True)
+    engine = kv.Engine(forward, decoder, config, token_budget=5 + 40, batch_invariant=True)
     requests = list(requests_of_all_lengths(np.random.default_rng(0), 14))
     together = answers(engine, requests)
     counts = engine.figures().counts
@@ -73,6 +75,26 @@ def test_bits_are_those_of_the_request_alone():
         dense = -np.asarray(losses(decoder, jnp.asarray(window), cache))[0, len(request.prompt) - 1 :]
         np.testing.assert_allclose(dense[: len(tokens)], logprobs, atol=1e-4)
     check_idle(engine)
+
+
+def test_by_default_a_rows_bits_differ_between_steps_of_1_8_and_64_tokens():
+    """In a step of one size they do not, wherever the row stands in it: that is what the mode goes by."""
+    decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
+    config = cache_config(decoder.config, num_blocks=64, block_size=8, max_seqs=64, max_seq_len=8)
+    tokens = TEXT[:64].astype(np.int32)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def logits_of(tokens, num_rows):
+        rows = jnp.arange(num_rows, dtype=jnp.int32)
+        cache, step = kv.extend(kv.init(config), jnp.ones_like(rows), max_new=1, seq_ids=rows)
+        return forward(decoder, tokens[:num_rows, None], cache, step)[0][:, 0]
+
+    first = [np.asarray(logits_of(tokens, num_rows))[0] for num_rows in (1, 8, 64)]
+    assert len({bits.tobytes() for bits in first}) == 3
+    for logits in first[1:]:
+        np.testing.assert_allclose(logits, first[0], atol=1e-4)
+    moved = np.asarray(logits_of(np.roll(tokens, 37), 64))[37]
+    assert moved.tobytes() == first[2].tobytes()
 
 
 def test_as_xla_compiles_it_for_users(tmp_path):

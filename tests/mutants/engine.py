@@ -8,6 +8,7 @@ NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_chunks"
 NAN_LOGITS = f"{ENGINE}::test_a_row_with_nan_logits_ends_alone"
 SAMPLES = "engine/test_sharing.py::test_samples_fork_the_prompt"
 POLICIES = "engine/test_options.py::test_policies_order_requests"
+BITS = "engine/test_batch_invariance.py::test_bits_are_those_of_the_request_alone"
 DRAFTS = "engine/test_faults.py::test_nan_logits_behind_drafts_hurt_no_other_row"
 
 
@@ -60,6 +61,12 @@ MUTATIONS = [
             "state.may_publish & ~inbox.has_new_weights",
             "state.may_publish",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
+        ),
+        (
+            "the batch-invariant mode is not chosen",
+            "take_invariant_step if options.batch_invariant else take_step",
+            "take_step",
+            BITS,
         ),
         (
             "new weights are not counted",
@@ -142,6 +149,15 @@ MUTATIONS = [
             "is_good & state.may_publish",
             "state.may_publish",
             NAN_LOGITS,
+        ),
+    ),
+    *in_module(
+        "engine/invariant",
+        (
+            "the first part of prompts is computed again and again",
+            "_part_of((prompts.tokens, prompts.step), part * length, length)",
+            "_part_of((prompts.tokens, prompts.step), part * 0, length)",
+            BITS,
         ),
     ),
     *in_module(
