@@ -31,7 +31,7 @@ class GroupView(NamedTuple):
       ref_count: i32[num_blocks].
       owner: i64[num_blocks], the lowest row that holds the block; `max_seqs` for none.
       state: str[num_blocks], "free", "cached" (published, held by no row), "reserved" (one row holds it for
-        tokens to come), "own" or "shared".
+        tokens to come), "chunk" (held by a chunk alone), "own" or "shared".
     """
 
     title: str
@@ -62,6 +62,8 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
     if pool.cached is not None:
         state[(ref_count == 0) & np.asarray(pool.cached.is_published)] = "cached"
     state[held[columns * group.block_size >= length[rows]]] = "reserved"
+    if cache.control.chunks is not None:
+        state[(ref_count > 0) & (owner == len(length))] = "chunk"
     state[ref_count > 1] = "shared"
     layers = f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}"
     return GroupView(
