@@ -33,7 +33,7 @@ def test_all_operations_and_steps_are_compiled_once():
 def test_what_is_wrong_is_printed_for_all_programs_at_once(monkeypatch, capsys):
     costs = iter([OPERATION, TpuCost(1, 2, pool_copies=3)])
     monkeypatch.setattr(tpu_programs, "compile_for_tpu", lambda _: next(costs))
-    assert tpu_programs.main(["write_2_groups", "gather", "fork"]) == 1
+    assert tpu_programs.main(["truncate", "gather", "fork"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].endswith("ok") and lines[4].endswith("FAILED: 3 pool copies, at most 0")
     assert lines[5].endswith("FAILED: StopIteration:") and lines[-1].startswith("1 passed, 2 failed in")

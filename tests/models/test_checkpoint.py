@@ -99,7 +99,11 @@ def test_stored_frequencies_are_not_read(copy_checkpoint):
 def test_a_saved_model_is_the_file_it_came_from(family, tmp_path):
     decoder = checkpoint.load(FIXTURES / family)
     checkpoint.save(tmp_path / "deep" / family, decoder)
-    assert leaf_bytes(read_tensors(tmp_path / "deep" / family)) == leaf_bytes(read_tensors(FIXTURES / family))
+    stored = read_tensors(FIXTURES / family)
+    for name in stored:
+        if name.endswith("e_score_correction_bias"):  # float32 wherever it comes from
+            stored[name] = stored[name].astype(np.float32)
+    assert leaf_bytes(read_tensors(tmp_path / "deep" / family)) == leaf_bytes(stored)
     again = checkpoint.load(tmp_path / "deep" / family)
     assert again.config == decoder.config
     assert_same(decoder, again)
