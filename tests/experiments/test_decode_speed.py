@@ -82,6 +82,7 @@ def test_the_paged_rows_lie_scattered(decoder, contexts):
     assert not np.array_equal(blocks, np.arange(blocks[0], blocks[0] + 3))
 
 
+@pytest.mark.slow
 def test_a_side_that_computes_something_else_is_not_timed(decoder, contexts, monkeypatch):
     def no_mask(decoder, tokens, cache):
         logits, cache = dense_decoder.dense_step(decoder, tokens, cache, dense_decoder.LAYOUTS[1])

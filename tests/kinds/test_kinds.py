@@ -382,7 +382,7 @@ CHECKS = (
 TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 # These compile loops, other programs for devices, or programs backwards, around the step that the other cells
 # compile. They know of a kind what the step knows, so in `make test` one line says it for all.
-AROUND_THE_STEP = {"gradient", "shard", "export", "manager", "generate", "rewrite", "in-place", "transfer"}
+AROUND_THE_STEP = {"gradient", "shard", "export", "generate", "rewrite", "in-place", "transfer"}
 LINE_AROUND_THE_STEP = "mix"
 
 

@@ -118,6 +118,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 def test_every_call_takes_its_turn():
     """None works within a step, and none but `close` after the end."""
     methods = {name for name in dir(kv.CacheManager) if not name.startswith("_")}

@@ -51,6 +51,7 @@ def is_zero(user, blocks):
     return not any(values.any() for values in values_of(user, blocks))
 
 
+@pytest.mark.slow
 def test_scrubbing_a_row_overwrites_what_it_alone_holds():
     user = PrefixUser(CONFIG)
     shared = user.new_text(1, 8)

@@ -200,6 +200,7 @@ def test_case_v_of_two_equal_computations_one_copy_remains(together):
     assert user.stats().num_blocks_cached == 3 and user.num_used() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_case_w_three_rows_that_share_fifty_tokens(one_by_one):
     user = PrefixUser(tiny_config(num_blocks=40, block_size=10, max_seq_len=100))

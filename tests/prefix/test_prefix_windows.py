@@ -65,7 +65,7 @@ def test_what_is_committed_before_it_leaves_the_window_stays_cached():
     assert hit == 7
 
 
-@pytest.mark.quick_cases("block_sizes0")
+@pytest.mark.slow
 @pytest.mark.parametrize("block_sizes", [(4, 2), (4, 6)])
 def test_hits_are_whole_blocks_of_every_group(block_sizes):
     full, window = block_sizes
