@@ -384,17 +384,14 @@ TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 # compile. They know of a kind what the step knows, so in `make test` one line says it for all.
 AROUND_THE_STEP = {"gradient", "shard", "export", "generate", "rewrite", "in-place", "transfer"}
 LINE_AROUND_THE_STEP = "mix"
+# Other steps, of which `make test` has tests of plain layers.
+WITH_TESTS_OF_ITS_OWN = {"drop", "compress", "partial-hit", "manager"}
 
 
 def is_slow(kind, name):
-    if kind.is_slow or name in (
-        "drop",
-        "partial-hit",
-    ):  # another step, of which `make test` has tests of its own
+    if kind.is_slow or name in WITH_TESTS_OF_ITS_OWN:
         return True
     works = name not in kind.cells
-    if works and name == "compress":  # as attention/test_compressed_rows.py says of plain layers
-        return True
     return works and name in AROUND_THE_STEP and kind.name != LINE_AROUND_THE_STEP
 
 
