@@ -88,7 +88,7 @@ class EngineCounter(enum.IntEnum):
     ACCEPTED = 12
     """Draft tokens accepted."""
     UPDATES = 13
-    """Times that other weights came: of `set_params`, those that a chunk began with; each shard counts."""
+    """Times that other weights came: of `set_params`, those that a chunk began with; each shard counts its own."""
 
 
 @pytree_dataclass()
