@@ -67,7 +67,7 @@ def _decoding(subject: str, detail: str, limits: Limits, num_drafts: int = 0, **
         greedy = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
         def state(cache):
-            return generate._empty_state(cache, None, jnp.zeros(2, jnp.int32), greedy)
+            return generate._empty_state(cache, config.max_seq_len, None, jnp.zeros(2, jnp.int32), greedy)
 
         return jax.eval_shape(state, shapes_of(config)), _decoder(), i32()
 
