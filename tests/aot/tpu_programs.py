@@ -53,6 +53,9 @@ class TpuCost(NamedTuple):
 
 
 OPERATION = TpuCost(8 * 2**20, 8_000_000)
+REWRITE = TpuCost(
+    9 * 2**20, 8_000_000
+)  # copies as many blocks of a row as it names, where `extend` copies one
 ATTENTION = TpuCost(6 * 2**20, 100_000_000)
 STEP = TpuCost(16 * 2**20, 100_000_000)
 ENGINE = TpuCost(26 * 2**20, 100_000_000)
@@ -64,7 +67,8 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
     chosen = []
     for program in operation_programs():
         if program.detail == MOVES_VALUES.get(program.subject, "2 groups, index, lru"):
-            chosen.append((program, ATTENTION if program.subject in ATTENDING else OPERATION))
+            limits = REWRITE if program.subject == "rewrite" else OPERATION
+            chosen.append((program, ATTENTION if program.subject in ATTENDING else limits))
     for program in step_programs("mosaic_tpu"):
         limits = {"rows end": OPERATION, "engine step": ENGINE}.get(program.subject, STEP)
         chosen.append((program, limits))
