@@ -88,7 +88,7 @@ class EngineCounter(enum.IntEnum):
     ACCEPTED = 12
     """Draft tokens accepted."""
     UPDATES = 13
-    """Times that other weights came: of `set_params`, those that a chunk began with; each shard counts its own."""
+    """Times that other weights came: of `set_params`, those that chunks began with; each shard counts."""
 
 
 @pytree_dataclass()

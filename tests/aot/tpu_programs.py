@@ -53,9 +53,7 @@ class TpuCost(NamedTuple):
 
 
 OPERATION = TpuCost(8 * 2**20, 8_000_000)
-REWRITE = TpuCost(
-    9 * 2**20, 8_000_000
-)  # `extend` copies one block of a row, it any number
+REWRITE = TpuCost(9 * 2**20, 8_000_000)  # `extend` copies one block of a row, it any number
 ATTENTION = TpuCost(6 * 2**20, 100_000_000)
 STEP = TpuCost(16 * 2**20, 100_000_000)
 ENGINE = TpuCost(26 * 2**20, 100_000_000)
