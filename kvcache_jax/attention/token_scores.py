@@ -10,7 +10,7 @@ from kvcache_jax.attention.gather import gather
 from kvcache_jax.blocks.storage import keys_values_shapes
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
-from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.token_scorer import TokenMetadata, registered_scorer, scores_by
 
@@ -60,6 +60,7 @@ def token_scores(
       >>> scores.shape, kv.compress(cache, step.seq_ids, scores[:, None], [8, 0])[1].tolist()
       ((2, 1, 64), [0, 5])
     """
+    refuse_donated("token_scores", cache)  # also where a scorer reads no key
     found = registered_scorer(scorer)
     for name, given in (("key", key), ("queries", queries)):
         if name in found.needs and given is None:
