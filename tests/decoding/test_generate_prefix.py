@@ -209,3 +209,14 @@ def test_prompts_begin_inside_blocks(num_blocks):
     assert kv.check_invariants(again.cache) == []
     if num_blocks == 40:
         assert again.num_cached_tokens == 10 + 7 + 10 + 11
+
+
+@pytest.mark.slow
+def test_a_prompt_waits_for_the_copy_that_another_still_makes():
+    """Of five blocks one prompt shares two, one of them in part; another would fill the other three."""
+    config = cached_config(partial_hits=True, num_blocks=5)
+    first = kv.generate(forward, PARAMS, FAMILY[:1], config, max_new_tokens=7)
+    prompts = [[*FAMILY[0][:7], 8], [2, 7] * 6]
+    again = kv.generate(forward, PARAMS, prompts, config, cache=first.cache, max_new_tokens=1)
+    assert again.num_cached_tokens == 7
+    check_greedy(again, prompts, num_new=1)

@@ -27,6 +27,12 @@ MUTATIONS = [
     *in_module(
         "decoding/admission",
         (
+            "the copy of a block that is hit in part is nobody's need",
+            "num_to_come += np.asarray(pool.cached.is_published)[tails].sum()",
+            "pass",
+            "decoding/test_generate_prefix.py::test_a_prompt_waits_for_the_copy_that_another_still_makes",
+        ),
+        (
             "prompts are shared with everybody",
             "tokens=tokens, namespace=words",
             "tokens=tokens",
