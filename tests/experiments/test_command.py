@@ -1,6 +1,5 @@
 """Bad input is one sentence on standard error and exit code 2, whatever the command."""
 
-import functools
 import os
 import signal
 import subprocess
@@ -256,11 +255,10 @@ def test_a_command_is_interrupted_while_it_ends():
 
 def test_who_imports_the_experiments_keeps_what_it_does_on_interrupts():
     program = "import signal, experiments; print(signal.getsignal(signal.SIGINT).__name__)"
-    # Also where the caller of the tests, in the background, ignores interrupts.
-    usual = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, preexec_fn=usual
-    )
+    # As started from a terminal, also where the caller of the tests, in the background, ignores interrupts.
+    start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, "
+    start += repr([sys.executable, "-c", program]) + ")"
+    shown = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=60)
     assert shown.stdout == "default_int_handler\n"
     ignoring = "trap '' INT; exec " + f'{sys.executable} -c "{program.replace(".__name__", "")}"'
     shown = subprocess.run(["sh", "-c", ignoring], capture_output=True, text=True, timeout=60)
