@@ -31,12 +31,6 @@ MUTATIONS = [
     ),
     *in_module(
         "core/chunk_selector",
-        (
-            "keys deviate where values do",
-            "return chunks.k_deviation",
-            "return chunks.v_deviation",
-            NAMED,
-        ),
         ("the last tokens are the first", "return -chunks.place", "return chunks.place", NAMED),
         ("a name may be taken twice", "if name in _selectors:", "if name is _selectors:", OWN),
     ),

@@ -1,5 +1,7 @@
 """What `chunk_metadata` says of chunks at their places, against loops."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ import kvcache_jax as kv
 
 ROWS, MAX_LEN, NUM_CHUNKS, MAX_CHUNK = 3, 21, 4, 6
 LAYER = kv.FullAttention(1, 8)
-SIZES = dict(num_blocks=20, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN)
+SIZES: dict[str, Any] = dict(num_blocks=20, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN)
 CONFIG = kv.CacheConfig([LAYER], **SIZES, num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
 
 
