@@ -256,8 +256,8 @@ MUTATIONS = [
         "core/attention_plan",
         (
             "a column too few",
-            "quotient(first_position + num_queries - 1, group.block_size) + 1",
-            "quotient(first_position + num_queries - 2, group.block_size) + 1",
+            "return first_position + num_queries - 1",
+            "return first_position + num_queries - 2",
             f"{CACHE}[packed-mosaic_tpu]",
         ),
         (
