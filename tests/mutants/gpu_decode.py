@@ -268,8 +268,8 @@ MUTATIONS = [
         ),
         (
             "packed tokens are planned as padded ones",
-            "step.positions.shape[1] if is_by_row else 1",
-            "step.positions.shape[1] if is_by_row else 9",
+            "step.positions.shape[1] if step.cu_query_lens is None else 1",
+            "step.positions.shape[1] if step.cu_query_lens is None else 9",
             f"{BACKENDS}::test_packed_tokens_are_decoded_one_by_one",
         ),
     ),
