@@ -14,7 +14,8 @@ NUM_BLOCKS = 16
 
 
 def moving(layers):
-    return Texts(layers, rotate=ROTATE, max_sink_len=6, num_blocks=NUM_BLOCKS)
+    num_blocks = NUM_BLOCKS if layers == [FULL] else 4 * NUM_BLOCKS
+    return Texts(layers, rotate=ROTATE, max_sink_len=6, num_blocks=num_blocks)
 
 
 def num_free(texts):
@@ -31,6 +32,7 @@ def bits(cache):
 def test_sinks_are_as_near_as_if_nothing_was_dropped(layers):
     """Over a stream of several times the row: always from the original keys, so nothing drifts."""
     texts, sinks, window = moving(layers), 5, 9
+    num_blocks = num_free(texts)
     for i in range(12):
         texts.grow([1 + i % WIDTH, 3, 0])
         for row in (0, 1):
@@ -40,7 +42,7 @@ def test_sinks_are_as_near_as_if_nothing_was_dropped(layers):
     assert len(texts.k[1]) > MAX_LEN
     texts.cache, status = kv.free(texts.cache, [0, 1, 2])
     assert statuses(status) == [OK] * 3
-    assert num_free(texts) == [NUM_BLOCKS] * len(num_free(texts))
+    assert num_free(texts) == num_blocks
     assert_invariants(texts.cache)
 
 
@@ -81,6 +83,15 @@ def test_rows_share_sinks_part_and_come_back():
     assert_invariants(texts.cache)
 
 
+def test_tokens_that_came_into_the_block_of_the_sinks_stay():
+    texts = moving([FULL])
+    texts.grow([3, 3, 0])
+    assert texts.drop(0, 2, 1) == OK
+    texts.grow([3, 1, 0])
+    assert texts.drop(0, 2, 1) == OK
+    texts.grow([1, 1, 0])
+
+
 def test_without_a_block_for_the_sinks_nothing_changes():
     texts = moving([FULL])
     for i in range(6):
@@ -105,8 +116,10 @@ def test_what_a_row_with_moved_sinks_refuses():
     scores = np.zeros((1, MAX_LEN), np.float32)
     assert statuses(kv.compress(texts.cache, [0], scores, [8])[1]) == [BAD_LENGTH]
     assert bits(texts.cache.control) == before
-    texts.cache, status = kv.compress(texts.cache, [1], scores, [12])
-    assert statuses(status) == [OK] and texts.drop(1, 12, 1) == BAD_LENGTH
+    texts.cache, status = kv.compress(texts.cache, [1], scores, [5])
+    texts.cache, step = kv.extend(texts.cache, [0, 2, 0], max_new=WIDTH)
+    assert statuses([*status, step.status[1]]) == [OK] * 2
+    assert texts.drop(1, 16, 1) == BAD_LENGTH
 
 
 def test_options_that_do_not_fit_are_named():

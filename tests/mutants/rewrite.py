@@ -68,7 +68,7 @@ MUTATIONS = [
             "tokens behind the sinks come from the original block",
             "jnp.where(moves, original, jnp.where(",
             "jnp.where(moves | True, original, jnp.where(",
-            NEAR,
+            f"{SINKS}::test_tokens_that_came_into_the_block_of_the_sinks_stay",
         ),
         (
             "a row keeps its own original sinks beside those it inherits",
