@@ -21,7 +21,7 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.moved_sinks import CACHE, TEXT
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, fitting_rows, num_blocks_for, on_rows
+from kvcache_jax.operations.rows import check_ids, cut_composed, fitting_rows, num_blocks_for, on_rows
 
 
 @takes_one
@@ -183,6 +183,7 @@ def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Contr
         control,
         context_len=set_at(control.context_len, plan.rows, plan.context_len - plan.num_gone),
         holes=control.holes.with_rows(plan.rows, plan.holes),
+        first_composed=cut_composed(control, plan.rows, plan.holes.plain_len),
         block_pools=tuple(pools),
     )
 
