@@ -21,11 +21,14 @@ from kvcache_jax import manager, testing
 from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
+from kvcache_jax.attention.chunk_attention import ChunkAttention, chunk_attention
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.token_scores import token_scores
 from kvcache_jax.attention.write import write
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
+from kvcache_jax.core.cache_craft import context_impact, fix_overhead, num_of_share, prefix_overlap
+from kvcache_jax.core.chunk_selector import ChunkMetadata, chunk_selector, chunk_selectors
 from kvcache_jax.core.chunks import Chunks, StoredChunks
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.counter import Counter
@@ -42,6 +45,7 @@ from kvcache_jax.core.layer_kinds.quantised import Quantised
 from kvcache_jax.core.layer_kinds.shared_with import SharedWith
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.core.select_tokens import select_tokens
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.core.streaming import Streaming
@@ -67,6 +71,7 @@ from kvcache_jax.inspect.explain import explain
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.chunk_metadata import chunk_metadata
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.compress import compress
@@ -128,6 +133,8 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheManager",
+    "ChunkAttention",
+    "ChunkMetadata",
     "ChunkReuse",
     "Chunks",
     "Control",
@@ -173,9 +180,14 @@ __all__ = [
     "beam_search",
     "block_map",
     "check_invariants",
+    "chunk_attention",
+    "chunk_metadata",
+    "chunk_selector",
+    "chunk_selectors",
     "commit",
     "compose",
     "compress",
+    "context_impact",
     "describe",
     "donate",
     "draw_block_map",
@@ -188,6 +200,7 @@ __all__ = [
     "export_blocks",
     "extend",
     "find_chunks",
+    "fix_overhead",
     "fork",
     "free",
     "free_chunks",
@@ -206,7 +219,9 @@ __all__ = [
     "needs_preemption",
     "num_available_blocks",
     "num_blocks_needed",
+    "num_of_share",
     "preempt_to_utilization",
+    "prefix_overlap",
     "pyramid_budgets",
     "raise_for_status",
     "register_backend",
@@ -219,6 +234,7 @@ __all__ = [
     "score",
     "scrub",
     "select_rows_to_preempt",
+    "select_tokens",
     "set_priority",
     "state",
     "stats",

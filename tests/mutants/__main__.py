@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 
 from tests.mutants.attention import MUTATIONS as ATTENTION
+from tests.mutants.chunk_selectors import MUTATIONS as CHUNK_SELECTORS
 from tests.mutants.chunks import MUTATIONS as CHUNKS
 from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.compress import MUTATIONS as COMPRESS
@@ -55,6 +56,7 @@ MUTATIONS = [
     *REWRITE,
     *COMPRESS,
     *CHUNKS,
+    *CHUNK_SELECTORS,
     *KINDS,
     *ATTENTION,
     *DECODE,

@@ -1,0 +1,207 @@
+"""Selectors by name, which say what tokens of chunks are computed again, and a decorator for one's own.
+
+A chunk's tokens were computed without the tokens that now stand in front of them. A selector is a pure
+function from what is known of composed tokens to a score per token: `select_tokens` takes the highest, and
+`rewrite` computes them again.
+
+References:
+  Cache-Craft (Agarwal et al.; arXiv:2502.15734), CacheBlend (Yao et al.; arXiv:2405.16444) and EPIC (Hu et
+  al.; arXiv:2410.15332).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class ChunkMetadata(NamedTuple):
+    """Metadata of composed tokens that a selector sees: n rows of S places, S the cache's `max_seq_len`.
+
+    Of what is optional a selector sees what it needs, else None. What stands at places without a token of a
+    chunk means nothing.
+
+    Attributes:
+      is_token: bool[n, S], the place holds a composed token that may be computed again.
+      nth_chunk: i32[n, S], the row's chunk, in the order that the caller gave.
+      place_in_chunk: i32[n, S], 0 for a chunk's first token.
+      chunk_len: i32[n, S], tokens of the chunk.
+      attention: f32[n, S], attention that the token gave to what stood in front of its chunk when it was
+        computed, mean over heads and layers; see `chunk_attention`.
+      k_deviation: f32[n, S], squared difference of the key that is right here and the composed one, summed
+        over heads and features of a layer.
+      v_deviation: f32[n, S], of values likewise.
+      key: A key of `jax.random`.
+    """
+
+    is_token: jax.Array
+    nth_chunk: jax.Array
+    place_in_chunk: jax.Array
+    chunk_len: jax.Array
+    attention: jax.Array | None = None
+    k_deviation: jax.Array | None = None
+    v_deviation: jax.Array | None = None
+    key: jax.Array | None = None
+
+
+Selector = Callable[[ChunkMetadata], jax.Array]
+OPTIONAL_METADATA = frozenset({"attention", "k_deviation", "v_deviation", "key"})
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredSelector:
+    """A selector and what it reads."""
+
+    select: Selector
+    needs: frozenset[str]
+
+
+_selectors: dict[str, RegisteredSelector] = {}
+
+
+def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selector], Selector]:
+    """Registers a function from `ChunkMetadata` to scores f32[n, S]; the highest are computed again.
+
+    A score of infinity or NaN is computed again beyond the number asked for, one of minus infinity never. Of
+    equal scores the token that stands first goes first. The function is traced once per program.
+
+    Args:
+      name: For `select_tokens`.
+      needs: The optional fields of `ChunkMetadata` that it reads.
+
+    Returns:
+      The decorator; it hands the function on unchanged.
+
+    Raises:
+      ValueError, TypeError: the name is taken, or `needs` names no field.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> @kv.chunk_selector("last tokens")
+      ... def last_tokens(chunks: kv.ChunkMetadata):
+      ...     return (chunks.place_in_chunk - chunks.chunk_len).astype("float32")
+      >>> "last tokens" in kv.chunk_selectors()
+      True
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name is {name!r}, expected a str: write @chunk_selector('name', needs=[...])")
+    _require_new(name)
+    fields = list(needs) if isinstance(needs, Iterable) else []
+    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
+    if not is_list or not all(isinstance(field, str) and field in OPTIONAL_METADATA for field in fields):
+        raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
+
+    def register(select: Selector) -> Selector:
+        if not callable(select):
+            raise TypeError(
+                f"the chunk selector {name!r} is {select!r}, expected a function of ChunkMetadata"
+            )
+        _require_new(name)
+        _selectors[name] = RegisteredSelector(select, frozenset(fields))
+        return select
+
+    return register
+
+
+def _require_new(name: str) -> None:
+    if name in _selectors:
+        raise ValueError(
+            f"there is a chunk selector {name!r} already, expected a new name: compiled programs go by it"
+        )
+
+
+def chunk_selectors() -> tuple[str, ...]:
+    """Lists the names that `select_tokens` takes.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> kv.chunk_selectors()[:7]
+      ('attention', 'key deviation', 'value deviation', 'first', 'random', 'all', 'none')
+    """
+    return tuple(_selectors)
+
+
+def registered_selector(name: str) -> RegisteredSelector:
+    """Returns the selector of a name, or raises."""
+    if name not in _selectors:
+        raise ValueError(f"selector is {name!r}, expected one of {', '.join(map(repr, _selectors))}")
+    return _selectors[name]
+
+
+def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
+    """Leaves of the optional metadata what the selector needs, and refuses what is missing."""
+    needs = registered_selector(name).needs
+    for field in sorted(needs):
+        if getattr(chunks, field) is None:
+            raise ValueError(f"{field} is None, expected an array: the selector {name!r} needs it")
+    return chunks._replace(**dict.fromkeys(OPTIONAL_METADATA - needs))
+
+
+def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
+    """Computes a selector's scores, f32[n, S].
+
+    Raises:
+      TypeError: the selector returned something else. What it raises comes with a note that names it.
+    """
+    selector = registered_selector(name)
+    try:
+        scores = selector.select(chunks)
+    except Exception as error:
+        error.add_note(f"chunk selector {name!r} has needs={sorted(selector.needs)}: it sees no other option")
+        raise
+    is_array = isinstance(scores, jax.Array | np.ndarray) and jnp.issubdtype(scores.dtype, jnp.floating)
+    if not is_array or scores.shape != chunks.is_token.shape:
+        got = f"{scores.dtype}{list(scores.shape)}" if hasattr(scores, "shape") else type(scores).__name__
+        raise TypeError(
+            f"chunk selector {name!r} returned {got}, expected floats {list(chunks.is_token.shape)}"
+        )
+    return jnp.asarray(scores).astype(jnp.float32)
+
+
+@chunk_selector("attention", needs=["attention"])
+def _attention(chunks: ChunkMetadata) -> jax.Array:
+    """Scores by the attention that the token gave to what stood in front of its chunk (Cache-Craft)."""
+    assert chunks.attention is not None
+    return chunks.attention
+
+
+@chunk_selector("key deviation", needs=["k_deviation"])
+def _key_deviation(chunks: ChunkMetadata) -> jax.Array:
+    """Scores by how much a layer's key is off, as LMCache's port of CacheBlend does."""
+    assert chunks.k_deviation is not None
+    return chunks.k_deviation
+
+
+@chunk_selector("value deviation", needs=["v_deviation"])
+def _value_deviation(chunks: ChunkMetadata) -> jax.Array:
+    """Scores by how much a layer's value is off (CacheBlend)."""
+    assert chunks.v_deviation is not None
+    return chunks.v_deviation
+
+
+@chunk_selector("first")
+def _first(chunks: ChunkMetadata) -> jax.Array:
+    """Scores the first tokens of each chunk highest, which act as its sinks (EPIC)."""
+    return -chunks.place_in_chunk.astype(jnp.float32)
+
+
+@chunk_selector("random", needs=["key"])
+def _random(chunks: ChunkMetadata) -> jax.Array:
+    """Scores by chance."""
+    assert chunks.key is not None
+    return jax.random.uniform(chunks.key, chunks.is_token.shape)
+
+
+@chunk_selector("all")
+def _all(chunks: ChunkMetadata) -> jax.Array:
+    """Scores so that all tokens are computed again, whatever the number asked for."""
+    return jnp.full(chunks.is_token.shape, jnp.inf)
+
+
+@chunk_selector("none")
+def _none(chunks: ChunkMetadata) -> jax.Array:
+    """Scores so that no token is computed again."""
+    return jnp.full(chunks.is_token.shape, -jnp.inf)
