@@ -105,7 +105,7 @@ def prompt_spans(
         )
     if not isinstance(chunk_reuse, ChunkReuse):
         raise TypeError(f"chunk_reuse is {chunk_reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
-    if config.num_chunks is None:
+    if config.max_chunk_len is None:
         raise ValueError(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
             "CacheConfig(num_chunks=..., max_chunk_len=...)"
@@ -115,13 +115,15 @@ def prompt_spans(
         raise ValueError(
             f"chunks has {len(of_prompts)} lists of spans, expected {len(prompts)}, one per prompt"
         )
-    found = []
+    found: list[list[Span]] = []
     for i, (spans, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
-        found.append(_with_room(_ordered(f"chunks[{i}]", spans, len(prompt), config), prompt, config))
+        found.append(
+            _with_room(_ordered(f"chunks[{i}]", spans, len(prompt), config.max_chunk_len), prompt, config)
+        )
     return found
 
 
-def _ordered(name: str, spans: Any, num_tokens: int, config: CacheConfig) -> list[Span]:
+def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list[Span]:
     """Checks the spans of a prompt and sorts them."""
     pairs = []
     for span in as_list(name, spans, "spans, pairs (start, end)"):
@@ -134,10 +136,10 @@ def _ordered(name: str, spans: Any, num_tokens: int, config: CacheConfig) -> lis
                 f"{name} has the span {(start, end)}, expected 0 <= start < end <= {num_tokens}, the "
                 "prompt's length"
             )
-        if end - start > config.max_chunk_len:
+        if end - start > max_chunk_len:
             raise ValueError(
                 f"{name} has the span {(start, end)} of {end - start} tokens, expected at most "
-                f"max_chunk_len = {config.max_chunk_len}; raise max_chunk_len, or name two spans"
+                f"max_chunk_len = {max_chunk_len}; raise max_chunk_len, or name two spans"
             )
         pairs.append((start, end))
     pairs.sort()

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.core.cache_craft import num_of_share
+from kvcache_jax.core.chunks import Chunks
 from kvcache_jax.core.select_tokens import select_tokens
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
@@ -124,22 +125,24 @@ class PromptChunks:
           NaN. None in place of all where blocks are lacking, which other rows hold.
         """
         prompt, words = self.prompts[prompt_id], self.namespaces[prompt_id]
-        texts = {prompt[start:end].tobytes(): prompt[start:end] for start, end in self.spans[prompt_id]}
-        found = {name: self._find(cache, tokens, words) for name, tokens in texts.items()}
-        for name, tokens in texts.items():
-            if found[name] is None:
-                kept = [chunk_id for chunk_id in found.values() if chunk_id is not None]
-                cache, found[name] = self._store(cache, tokens, words, row, kept)
-                if found[name] is None:
+        texts = [prompt[start:end] for start, end in self.spans[prompt_id]]
+        held = {}
+        for tokens in texts:
+            if (chunk_id := self._find(cache, tokens, words)) is not None:
+                held[tokens.tobytes()] = chunk_id
+        for tokens in texts:
+            if tokens.tobytes() not in held:
+                cache, chunk_id = self._store(cache, tokens, words, row, [*held.values()])
+                if chunk_id is None:
                     return cache, None
-        chunk_ids = [found[prompt[start:end].tobytes()] for start, end in self.spans[prompt_id]]
+                held[tokens.tobytes()] = chunk_id
         now = 1 + max(self._last_used.values(), default=0)
-        self._last_used |= dict.fromkeys(chunk_ids, now)
-        return cache, chunk_ids
+        self._last_used |= dict.fromkeys(held.values(), now)
+        return cache, [held[tokens.tobytes()] for tokens in texts]
 
     def _find(self, cache: Cache, tokens: np.ndarray, words: np.ndarray) -> int | None:
         chunk_id = int(find_chunks(cache, _name(cache, tokens), [len(tokens)], words)[0])
-        return chunk_id if chunk_id < _num_chunks(cache) else None
+        return chunk_id if chunk_id < _chunks_of(cache).num_chunks else None
 
     def _store(
         self, cache: Cache, tokens: np.ndarray, words: np.ndarray, row: int, kept: Sequence[int]
@@ -162,7 +165,7 @@ class PromptChunks:
         chunk_id = None
         if _is_ok(fed.status[row]):
             self.num_chunk_tokens += len(tokens) - num_cached
-            chunk_id = _num_chunks(cache)
+            chunk_id = _chunks_of(cache).num_chunks
             if are_numbers(fed.logits[row]):
                 cache, chunk_id = self.with_room(cache, store, kept)
         cache, _ = free(cache, [row])
@@ -189,7 +192,7 @@ class PromptChunks:
           row: Its row.
           chunk_ids: Of `hold`.
         """
-        if not any(chunk_id < _num_chunks(cache) for chunk_id in chunk_ids):
+        if not any(chunk_id < _chunks_of(cache).num_chunks for chunk_id in chunk_ids):
             return cache
         assert self.reuse is not None
         prompt, rows, placed = (
@@ -217,7 +220,10 @@ class PromptChunks:
 
     def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> "_Placed":
         """Lists the chunks of a prompt that there are, as `compose` takes them."""
-        width, nowhere = max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS), _num_chunks(cache)
+        width, nowhere = (
+            max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS),
+            _chunks_of(cache).num_chunks,
+        )
         placed = _Placed(
             chunk_ids=np.full((1, width), nowhere, np.int32),
             starts=np.zeros((1, width), np.int32),
@@ -244,14 +250,14 @@ class PromptChunks:
         return cache
 
 
-def _num_chunks(cache: Cache) -> int:
+def _chunks_of(cache: Cache) -> Chunks:
     assert cache.control.chunks is not None
-    return cache.control.chunks.num_chunks
+    return cache.control.chunks
 
 
 def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:
     """Pads the tokens of a chunk, i32[1, max_chunk_len]: chunks of any length share their programs."""
-    name = np.zeros((1, cache.config.max_chunk_len), np.int32)
+    name = np.zeros((1, _chunks_of(cache).tokens.shape[1]), np.int32)
     name[0, : len(tokens)] = tokens
     return name
 
@@ -266,8 +272,7 @@ def _selected(
 ) -> jax.Array:
     """Chooses the tokens of one row's chunks that are computed again, bool[max_seq_len]."""
     chunks = chunk_metadata(cache, chunk_ids, starts)._replace(key=jax.random.key(seed))
-    assert cache.control.chunks is not None
-    num_select = num_of_share(share, get_at(cache.control.chunks.length, chunk_ids, 0))
+    num_select = num_of_share(share, get_at(_chunks_of(cache).length, chunk_ids, 0))
     width = cache.config.max_seq_len
     places = select_tokens(selector, chunks, num_select, max_select=width)[0]
     return set_at(jnp.zeros(width, bool), places, True)

@@ -99,7 +99,7 @@ def score(
         )
     chunk_len = usable_chunk_len(chunk_len, config)
     spans = prompt_spans("score", None if chunks is None else [chunks], chunk_reuse, [shared], config)
-    prompt_chunks = PromptChunks(forward, params, [shared], words, spans, chunk_reuse, chunk_len)
+    prompt_chunks = PromptChunks(forward, params, [shared], np.asarray(words), spans, chunk_reuse, chunk_len)
     context_len = np.zeros(config.max_seqs, np.int32)
     context_len[0] = len(shared)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
@@ -124,16 +124,16 @@ def score(
         cache, chunk_ids = prompt_chunks.hold(cache, 0, 0)
         assert chunk_ids is not None  # all rows are idle: nobody else holds blocks
         cache = prompt_chunks.forget_until(
-            cache, lambda cache: start(cache)[1].status[0] == Status.OK, chunk_ids
+            cache, lambda cache: int(start(cache)[1].status[0]) == Status.OK, chunk_ids
         )
         cache, admission = start(cache)
         raise_for_status(admission.status, "allocating the context")
         cache = prompt_chunks.compose(cache, 0, 0, chunk_ids)
-        cache = prompt_chunks.forget_until(cache, has_room)
         cache, fed = prefill(
             forward, params, cache, history, context_len, chunk_len=chunk_len, is_scoring=True
         )
         raise_for_status(fed.status, "prefilling the context")
+        cache = prompt_chunks.forget_until(cache, has_room)
         logits = fed.logits[0]
         if not are_numbers(logits):
             raise FloatingPointError(_NO_SCORE.format("the context"))
@@ -168,6 +168,7 @@ def score(
         return free(cache, ids)[0], status
 
     held, admission, firsts = hold_context(idle_cache("score", cache, config))
+    num_composed_tokens = prompt_chunks.num_composed_tokens  # may be held again, and counts once
     results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
     for found, tokens in zip(results, own, strict=True):
         if len(tokens) and tokens[0] < len(firsts):
@@ -194,7 +195,7 @@ def score(
         logprobs=results,
         cache=held,
         num_cached_tokens=int(admission.num_cached[0]),
-        num_composed_tokens=prompt_chunks.num_composed_tokens,
+        num_composed_tokens=num_composed_tokens,
         num_chunk_tokens=prompt_chunks.num_chunk_tokens,
     )
 
