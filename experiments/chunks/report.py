@@ -50,7 +50,7 @@ def show(report: dict[str, Any]) -> None:
     show_provenance(report)
     for text in report["texts"]:
         rows = [
-            [name, *(f"{of[share]:.4f}" if share in of else "" for share in (0.0, *SHARES, 1.0))]
+            [name, *(f"{abs(of[share]):.4f}" if share in of else "" for share in (0.0, *SHARES, 1.0))]
             for name, of in _kl(text).items()
         ]
         title = f"KL to full prefill, nats a byte, {text['text']} text; computed again"
