@@ -1,7 +1,6 @@
 """The tests' jax: eight host devices, its strict modes, a compilation cache that outlives the run."""
 
 import gc
-import itertools
 import os
 import pathlib
 import shutil
@@ -22,7 +21,7 @@ import jax
 import pytest
 
 MAPS = pathlib.Path("/proc/self/maps")
-NUM_TESTS = itertools.count(1)  # that this process has run
+NUM_PROGRAMS = [0]  # that this process has compiled or loaded since it last counted its maps
 CACHE_DIR = pathlib.Path(__file__).resolve().parent.parent / ".cache"
 
 # Compiled programs are kept, but for those that compile as fast as they are stored. The cache's key leaves
@@ -65,16 +64,25 @@ def pytest_pycollect_makeitem():
     return collected
 
 
+def count_program(event, *_, **__):
+    NUM_PROGRAMS[0] += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(count_program)
+
+
 @pytest.fixture(autouse=True)
 def drop_programs():
     """Unloads all programs before they reach the kernel's limit of memory maps per process, 65,530.
 
-    Until then the next tests find what they have in common compiled and traced. To count the maps takes up to
-    30 ms, so every twentieth test does; a file of many tests alone can make 30,000 of them.
+    Until then the next tests find what they have in common compiled and traced. A program is up to a few
+    hundred maps, and to count these takes up to 30 ms: after a test, where there are 30 programs more.
     """
     yield
-    if next(NUM_TESTS) % 20 == 0 and (not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 40_000):
-        jax.clear_caches()
+    if NUM_PROGRAMS[0] >= 30:
+        NUM_PROGRAMS[0] = 0
+        if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 40_000:
+            jax.clear_caches()
 
 
 @pytest.fixture

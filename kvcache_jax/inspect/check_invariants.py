@@ -73,9 +73,8 @@ def check_invariants(cache: Cache) -> list[str]:
             f"group {g}: {violation}" for violation in _check_counts(pool, blocks_of_chunks(cache, g))
         ]
         table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
-        for row in range(len(is_active)):
+        for row, hole in enumerate(_holes_of(cache, g)):
             length = int(lengths[row]) if is_active[row] else None
-            hole = _hole_of(cache, row, g)
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
             ]
@@ -92,19 +91,20 @@ class _Hole(NamedTuple):
     first: int = 0
 
 
-def _hole_of(cache: Cache, row: int, group_id: int) -> _Hole:
-    """Reads what a row let go, in a layer group."""
+def _holes_of(cache: Cache, group_id: int) -> list[_Hole]:
+    """Reads what each row let go, in a layer group."""
     if (holes := cache.control.holes) is None:
-        return _Hole()
-    of_row = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept, holes.first[:, group_id]
-    return _Hole(*(int(values[row]) for values in of_row))
+        return [_Hole()] * cache.max_seqs
+    of_rows = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept, holes.first[:, group_id]
+    return [_Hole(*of_row) for of_row in np.stack([np.asarray(x) for x in of_rows], axis=1).tolist()]
 
 
 def _check_holes(cache: Cache) -> list[str]:
     """Checks that what rows let go lies within them, and that idle rows and those of windows have none."""
     violations, groups = [], cache.config.groups
+    by_group = [_holes_of(cache, g) for g in range(len(groups))]
     for row, length in enumerate(np.asarray(cache.control.context_len).tolist()):
-        of_groups = [_hole_of(cache, row, g) for g in range(len(groups))]
+        of_groups = [holes[row] for holes in by_group]
         hole, firsts = of_groups[0], [hole.first for hole in of_groups]
         if min(map(min, of_groups)) < 0 or hole.start + hole.num_hidden > length:
             violations.append(f"row {row} of {length} tokens has the impossible {hole}")
@@ -327,6 +327,7 @@ def _check_published_rows(
     table, nowhere = np.asarray(control.block_pools[group_id].block_table), len(is_published)
     block_size = cache.config.groups[group_id].block_size
     num_published, row_namespaces = np.asarray(control.num_published), np.asarray(control.namespace)
+    holes = _holes_of(cache, group_id)
     for row, length in enumerate(np.asarray(control.context_len).tolist()):
         blocks = table[row][table[row] < nowhere]
         num_full = length // block_size
@@ -335,9 +336,9 @@ def _check_published_rows(
             violations.append(f"row {row} does not count its published last block")
         if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
-        hole = _hole_of(cache, row, group_id)
         if is_composed(cache, row) and num_published[row] * block_size > plain_len_of(cache, row):
             violations.append(f"row {row} has blocks published that were composed")
+        hole = holes[row]
         if hole.num_dropped and num_published[row] * block_size > hole.start - hole.num_kept:
             violations.append(f"row {row} has blocks published that are no prefix")
         if not is_published[blocks[: num_published[row]]].all():

@@ -23,7 +23,7 @@ from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations import kept_tokens, moved_columns
 from kvcache_jax.operations.kept_tokens import Kept
 from kvcache_jax.operations.moved_columns import MovedColumns
-from kvcache_jax.operations.rows import check_ids, fitting_rows
+from kvcache_jax.operations.rows import check_ids, cut_composed, fitting_rows
 from kvcache_jax.prefix import eviction
 
 
@@ -243,4 +243,5 @@ def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig
         context_len=set_at(control.context_len, plan.rows, plan.new_len),
         num_published=min_at(control.num_published, plan.rows, num_plain),
         holes=control.holes.with_rows(plan.rows, new_holes),
+        first_composed=cut_composed(control, plan.rows, plain_len),
     )

@@ -14,7 +14,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, on_rows
+from kvcache_jax.operations.rows import check_ids, cut_composed, on_rows
 
 
 @takes_one
@@ -109,6 +109,7 @@ def drop_rows(
         control,
         context_len=set_at(control.context_len, rows, context_len - num_gone),
         holes=control.holes.with_rows(rows, holes),
+        first_composed=cut_composed(control, rows, holes.plain_len),
         block_pools=pools,
     ), status
 

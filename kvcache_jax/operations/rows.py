@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_checks import is_traced
 from kvcache_jax.core.config import CacheConfig
@@ -129,6 +129,18 @@ def plain_len(control: Control, seq_ids: jax.Array, length: jax.Array) -> jax.Ar
         return length
     first = get_at(control.first_composed, seq_ids, 0)
     return jnp.where(first > 0, jnp.minimum(length, first - 1), length)
+
+
+def cut_composed(control: Control, rows: jax.Array, plain_len: jax.Array) -> jax.Array | None:
+    """Notes that of `rows` only the first `plain_len` tokens, i32[n] both, still stand where they did.
+
+    Returns:
+      The new `Control.first_composed`: what a row let go moved what was composed behind it.
+    """
+    if control.first_composed is None:
+        return None
+    first = jnp.minimum(get_at(control.first_composed, rows, 0), plain_len + 1)  # 0 stays 0
+    return set_at(control.first_composed, rows, first)
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:

@@ -23,10 +23,12 @@ from kvcache_jax.core.mosaic import interpreted
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.testing.check_forward import check_forward
 from kvcache_jax.testing.oracle import Oracle, OracleRow
+from kvcache_jax.testing.oracle_chunks import OracleChunk
 from kvcache_jax.testing.poison import poison
 
 __all__ = [
     "Oracle",
+    "OracleChunk",
     "OracleRow",
     "check_against_oracle",
     "check_forward",
@@ -82,43 +84,78 @@ def _layer_codes(kind: LayerKind, tokens: Any, layer: int) -> dict[str, Any]:
     }
 
 
-def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int]]) -> list[str]:
-    """Runs the token test on every slot that a row holds, in all layers and heads.
+def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> list[str]:
+    """Runs the token test on every slot that a row or a chunk holds, in all layers and heads.
 
     Args:
-      cache: Filled by `write_tokens`.
-      expected: The tokens of each active row.
+      cache: Filled by `write_tokens`, and with chunks whose keys were not rotated.
+      expected: The tokens of each active row; None at a place between chunks, which holds zeros.
 
     Returns:
-      One sentence per row and layer that reads something else; empty if all is well.
+      One sentence per row or chunk and layer that reads something else; empty if all is well.
     """
     require_values("check_tokens", cache, pools=True)
-    found = []
-    rows = np.repeat(np.array([*expected], int), [len(tokens) for tokens in expected.values()])
-    positions = np.concatenate([np.arange(0), *(np.arange(len(tokens)) for tokens in expected.values())])
-    tokens = np.concatenate([np.arange(0), *map(np.asarray, expected.values())]).astype(int)
-    table = [np.asarray(pool.block_table) for pool in cache.control.block_pools]
+    chunks = _texts_of_chunks(cache)
+    texts = {f"row {row}": text for row, text in expected.items()}
+    texts |= {f"chunk {chunk}": text for chunk, text in chunks.items()}
+    found, names = [], [*texts]
+    holders = np.repeat(np.arange(len(texts)), [len(text) for text in texts.values()])
+    places = np.concatenate([np.arange(0), *(np.arange(len(text)) for text in texts.values())])
+    tokens = np.array([token or 0 for text in texts.values() for token in text], int)
+    is_empty = np.array([token is None for text in texts.values() for token in text], bool)
     pools = jax.tree.map(np.asarray, cache.pools)
-    for layer in cache.config.own_layers:
-        group_id, index = cache.config.locate(layer)
-        group, num_blocks = cache.config.groups[group_id], cache.control.block_pools[group_id].num_blocks
-        blocks = table[group_id][rows, positions // group.block_size]
+    for group_id, group in enumerate(cache.config.groups):
+        if group.holds_sources:
+            continue
+        lines, firsts = _held_blocks(cache, group_id, [*expected], [*chunks])
+        at = firsts[holders] + places
+        blocks, num_blocks = (
+            lines[holders, at // group.block_size],
+            cache.control.block_pools[group_id].num_blocks,
+        )
         held = blocks < num_blocks
-        block, offset = index * num_blocks + blocks[held], positions[held] % group.block_size
-        want = group.kind.encode(**_layer_codes(group.kind, tokens[held], layer))
-        for name, array in group.arrays:
-            found_there = pools[group_id].arrays[name][(block, *[slice(None)] * array.token_axis, offset)]
-            codes = np.asarray(want[name]).astype(found_there.dtype)
-            is_wrong = (found_there != codes).any(axis=tuple(range(1, codes.ndim)))
-            for row in sorted({*rows[held][is_wrong].tolist()}):
-                at = positions[held][is_wrong & (rows[held] == row)].tolist()
+        for index, layer in enumerate(group.layer_ids):
+            block, offset = index * num_blocks + blocks[held], at[held] % group.block_size
+            want = group.kind.encode(**_layer_codes(group.kind, tokens[held], layer))
+            for name, array in group.arrays:
+                found_there = pools[group_id].arrays[name][(block, *[slice(None)] * array.token_axis, offset)]
+                codes = np.asarray(want[name]).astype(found_there.dtype)
+                codes[is_empty[held]] = 0
+                is_wrong = (found_there != codes).any(axis=tuple(range(1, codes.ndim)))
+                if not is_wrong.any():
+                    continue
                 what = {"k": "keys", "v": "values"}.get(name, name)
-                found.append(f"row {row} reads wrong {what} in layer {layer} at {at}")
+                for holder in sorted({*holders[held][is_wrong].tolist()}):
+                    wrong = places[held][is_wrong & (holders[held] == holder)].tolist()
+                    found.append(f"{names[holder]} reads wrong {what} in layer {layer} at {wrong}")
     return found
 
 
+def _texts_of_chunks(cache: Cache) -> dict[int, list[int]]:
+    """Reads the tokens of the chunks that are stored, by id."""
+    if (chunks := cache.control.chunks) is None:
+        return {}
+    tokens, lengths = np.asarray(chunks.tokens), np.asarray(chunks.length)
+    return {i: tokens[i, : lengths[i]].tolist() for i in np.flatnonzero(lengths).tolist()}
+
+
+def _held_blocks(
+    cache: Cache, group_id: int, rows: Sequence[int], chunk_ids: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lists the blocks of rows, then those of chunks, and where in the first block each begins."""
+    pool, block_size = cache.control.block_pools[group_id], cache.config.groups[group_id].block_size
+    lines = np.full((len(rows) + len(chunk_ids), pool.max_blocks_per_seq), pool.num_blocks)
+    firsts = np.zeros(len(lines), int)
+    lines[: len(rows)] = np.asarray(pool.block_table)[[*rows]]
+    if (chunks := cache.control.chunks) is not None:
+        blocks = np.asarray(chunks.block_ids[group_id])[[*chunk_ids]]
+        lines[len(rows) :, : blocks.shape[1]] = blocks
+        firsts[len(rows) :] = np.asarray(chunks.start)[[*chunk_ids]] % block_size
+    return lines, firsts
+
+
 def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
-    """Compares rows, lengths, free blocks, copies and the sharing of blocks.
+    """Compares rows, chunks, lengths, free blocks, copies and the sharing of blocks.
 
     Returns:
       One sentence per difference; empty if the cache is the oracle's up to the names of blocks.
@@ -148,6 +185,11 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
             of_row = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept
             if (got := tuple(int(values[row]) for values in of_row)) != want:
                 found.append(f"row {row} dropped (start, hidden, gone, kept) {got}, expected {want}")
+    if (first_composed := cache.control.first_composed) is not None:
+        for row in active:
+            got, want = int(first_composed[row]) - 1, oracle.rows[row].first_composed
+            if got != (-1 if want is None else want):
+                found.append(f"row {row} is composed from {got} on, expected {want}")
     counters = np.asarray(cache.control.counters)
     for counter, expected in (
         (Counter.COPIES, oracle.num_copies),
@@ -156,21 +198,41 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
     ):
         if (count := int(counters[counter])) != expected % 2**32:
             found.append(f"{count} {counter.name.lower()}, expected {expected}")
+    found += _check_chunks(cache, oracle)
     for g, pool in enumerate(cache.control.block_pools):
         if int(pool.num_free) != oracle.num_free(g):
             found.append(f"group {g} has {int(pool.num_free)} free blocks, expected {oracle.num_free(g)}")
-        table, names, taken = np.asarray(pool.block_table), {}, {}
-        for row in active:
-            expected = oracle.rows[row].tables[g]
-            columns = np.flatnonzero(table[row] < pool.num_blocks).tolist()
+        holders = {f"row {row}": oracle.rows[row].tables[g] for row in active}
+        lines = np.asarray(pool.block_table)[active]
+        if (chunks := cache.control.chunks) is not None:
+            holders |= {f"chunk {i}": dict(enumerate(chunk.blocks[g])) for i, chunk in oracle.chunks.items()}
+            lines = [*lines, *np.asarray(chunks.block_ids[g])[[*oracle.chunks]]]
+        names, taken = {}, {}
+        for (holder, expected), line in zip(holders.items(), lines, strict=True):
+            columns = np.flatnonzero(line < pool.num_blocks).tolist()
             if columns != sorted(expected):
-                found.append(f"group {g}: row {row} holds columns {columns}, expected {sorted(expected)}")
+                found.append(f"group {g}: {holder} holds columns {columns}, expected {sorted(expected)}")
                 continue
             for column in columns:
-                block, name = int(table[row, column]), expected[column]
+                block, name = int(line[column]), expected[column]
                 if names.setdefault(name, block) != block or taken.setdefault(block, name) != name:
-                    found.append(f"group {g}: row {row} column {column} is not shared as expected")
+                    found.append(f"group {g}: {holder} column {column} is not shared as expected")
     return found + _check_published(cache, oracle)
+
+
+def _check_chunks(cache: Cache, oracle: Oracle) -> list[str]:
+    """Compares the names of chunks, and where they began."""
+    if (chunks := cache.control.chunks) is None:
+        return []
+    texts, starts = _texts_of_chunks(cache), np.asarray(chunks.start).tolist()
+    namespaces = np.asarray(chunks.namespace).tolist()
+    got = {i: (tuple(namespaces[i]), tuple(text), starts[i]) for i, text in texts.items()}
+    want = {i: (chunk.namespace, chunk.tokens, chunk.start) for i, chunk in oracle.chunks.items()}
+    return [
+        f"chunk {i} is (namespace, tokens, start) {got.get(i)}, expected {want.get(i)}"
+        for i in sorted(got.keys() | want.keys())
+        if got.get(i) != want.get(i)
+    ]
 
 
 def _check_published(cache: Cache, oracle: Oracle) -> list[str]:

@@ -14,7 +14,7 @@ from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock
-from kvcache_jax.testing.oracle_compression import OracleCompression
+from kvcache_jax.testing.oracle_chunks import OracleChunks
 from kvcache_jax.testing.oracle_rows import OracleRow
 
 
@@ -45,7 +45,7 @@ class _Growth:
     copied: list[int]
 
 
-class Oracle(OracleCompression):
+class Oracle(OracleChunks):
     """Dict-of-lists model of a cache.
 
     Operations take the arguments of their namesakes as Python lists and return a list of `Status`, or how
@@ -54,7 +54,8 @@ class Oracle(OracleCompression):
 
     Attributes:
       rows: Active rows by seq_id.
-      owners: Per layer group, how many table entries point at each block.
+      chunks: Chunks that are stored, by id.
+      owners: Per layer group, how many entries of tables and chunks point at each block.
       published: The block that ends each published prefix.
       cached: Published blocks without owner, in the order of their release.
       clock: Calls that used a row; see `kvcache_jax.Control`.
@@ -163,7 +164,7 @@ class Oracle(OracleCompression):
                 for g, group in enumerate(self.config.groups)
             ]
             block_size = self.config.groups[self.config.indexed_group].block_size
-            tokens = list(entry.tokens[: len(entry.hits) * block_size])
+            tokens: list[int | None] = [*entry.tokens[: len(entry.hits) * block_size]]
             row = OracleRow(tokens, tables, entry.namespace, len(entry.hits), entry.priority)
             self.rows[entry.seq_id] = row
 
@@ -274,8 +275,16 @@ class Oracle(OracleCompression):
         for g, block in originals:
             self._let_go(g, block)
 
-    def rewrite(self, seq_ids: Sequence[int], indices: Sequence[Sequence[int]]) -> list[Status]:
-        """Copies what is written anew like `kvcache_jax.rewrite`; takes places without padding."""
+    def rewrite(
+        self,
+        seq_ids: Sequence[int],
+        indices: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> list[Status]:
+        """Copies what is written anew like `kvcache_jax.rewrite`; takes places without padding.
+
+        `tokens` are those at the places, for places between chunks, which held none. Default: what was there.
+        """
         statuses = self._check_ids(seq_ids, names=[len(places) > 0 for places in indices])
         available = [self.num_available(g) for g in range(len(self.config.groups))]
         rewritten = []
@@ -303,6 +312,9 @@ class Oracle(OracleCompression):
         self.num_copies += len(originals)
         for g, block in originals:
             self._let_go(g, block)
+        for seq_id, status, places, new in zip(seq_ids, statuses, indices, tokens or (), strict=False):
+            for place, token in zip(places, new, strict=True) if not status else ():
+                self.rows[seq_id].tokens[place] = token
         return statuses
 
     def _check_places(self, seq_id: int, places: Sequence[int]) -> Status:

@@ -26,7 +26,7 @@ EVICTION_KEYS: dict[str, Callable[[OracleBlock, int], int]] = {
     "hyperbolic": lambda block, clock: -((clock - block.published_at) // (1 + block.num_hits)),
 }
 
-Prefix = tuple[tuple[int, ...], tuple[int, ...]]
+Prefix = tuple[tuple[int, ...], tuple[int | None, ...]]
 """A namespace and all tokens up to the end of a block: the content of a published block."""
 
 

@@ -98,3 +98,4 @@ class OracleCompression(OracleRows):
         row.num_kept = len(kept) - min(num_same, plain_len)
         block_size = self.config.groups[self.config.indexed_group].block_size
         row.num_published = min(row.num_published, min(num_same, plain_len) // block_size)
+        row.note_let_go()

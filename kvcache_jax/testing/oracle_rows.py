@@ -14,12 +14,13 @@ from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
 class OracleRow:
     """A sequence: its tokens, per layer group the block of each table column, and what is published.
 
-    Of its source there is the length alone. Of the text's positions there are those that were dropped, and
-    among them those that went with their blocks. Of a row that was compressed the last `num_kept` tokens in
-    front of these count as if they had stood there from the start.
+    A token is None at a place between chunks that was not computed yet. Of its source there is the length
+    alone. Of the text's positions there are those that were dropped, and among them those that went with
+    their blocks. Of a row that was compressed the last `num_kept` tokens in front of these count as if they
+    had stood there from the start. Of one that was composed there is the first place that is not its own.
     """
 
-    tokens: list[int]
+    tokens: list[int | None]
     tables: list[dict[int, int]]
     namespace: tuple[int, ...] = (0, 0, 0, 0)
     num_published: int = 0
@@ -28,6 +29,7 @@ class OracleRow:
     dropped: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     num_kept: int = 0
+    first_composed: int | None = None
 
     @property
     def positions(self) -> list[int]:
@@ -38,6 +40,16 @@ class OracleRow:
     def plain_len(self) -> int:
         """The first tokens that stand in the text where they do in the row."""
         return min(self.dropped, default=len(self.tokens)) - self.num_kept
+
+    @property
+    def prefix_len(self) -> int:
+        """The first tokens that the row computed itself, behind one another."""
+        return self.plain_len if self.first_composed is None else min(self.plain_len, self.first_composed)
+
+    def note_let_go(self) -> None:
+        """Notes that what is behind the plain tokens is no longer where it was composed."""
+        if self.first_composed is not None:
+            self.first_composed = min(self.first_composed, self.plain_len)
 
 
 class OracleRows(OracleBlocks):
@@ -85,6 +97,8 @@ class OracleRows(OracleBlocks):
                 row = self.rows[seq_id]
                 if row.dropped and length <= row.plain_len:
                     row.dropped, row.gone, row.num_kept = frozenset(), frozenset(), 0
+                if row.first_composed is not None and length <= row.first_composed:
+                    row.first_composed = None
                 del row.tokens[length:]
                 self._drop_columns(row, first=length, keeps_source=True)
                 block_size = self.config.groups[self.config.indexed_group].block_size
@@ -153,6 +167,7 @@ class OracleRows(OracleBlocks):
                 row.tables[g] = kept
             del row.tokens[first : first + unit]
             row.gone |= {*gone}
+        row.note_let_go()
 
     def free(self, seq_ids: Sequence[int]) -> list[Status]:
         """Ends rows like `kvcache_jax.free`."""
@@ -192,7 +207,7 @@ class OracleRows(OracleBlocks):
     def _publish_row(self, row: OracleRow, final_len: int) -> None:
         group_id = self.config.indexed_group
         block_size = self.config.groups[group_id].block_size
-        for column in range(row.num_published, min(final_len, len(row.tokens), row.plain_len) // block_size):
+        for column in range(row.num_published, min(final_len, len(row.tokens), row.prefix_len) // block_size):
             prefix = row.namespace, tuple(row.tokens[: (column + 1) * block_size])
             private = row.tables[group_id][column]
             if prefix not in self.published:

@@ -11,6 +11,7 @@ PUBLISHED = f"{ROWS}::test_a_composed_row_publishes_what_is_in_front_alone"
 FOUND = f"{ROWS}::test_chunks_are_found_by_all_their_tokens_in_their_namespace"
 SCARCE = f"{ROWS}::test_scarce_blocks_and_places_go_in_entry_order"
 SCRUBBED = f"{ROWS}::test_scrubbing_a_namespace_forgets_its_chunks_and_no_others[group]"
+SCRIPT = "operations/test_chunk_scripts.py::test_a_long_random_script[1]"
 ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
 MUTATIONS = [
@@ -70,6 +71,24 @@ MUTATIONS = [
             "context_len = plain_len(control, rows, context_len)",
             "",
             PUBLISHED,
+        ),
+    ),
+    *in_module(
+        "operations/drop",
+        (
+            "dropping forgets where chunks stand",
+            "cut_composed(control, rows, holes.plain_len)",
+            "control.first_composed",
+            SCRIPT,
+        ),
+    ),
+    *in_module(
+        "operations/compress",
+        (
+            "compressing forgets where chunks stand",
+            "cut_composed(control, plan.rows, plain_len)",
+            "control.first_composed",
+            SCRIPT,
         ),
     ),
     *in_module(

@@ -12,7 +12,6 @@ from tests.support.random_script import (
     ROWS,
     WIDTH,
     Driver,
-    compressing_config,
     dropping_config,
     full_config,
     grouped_config,
@@ -74,33 +73,6 @@ def run_dropping_script(seed, num_steps):
         ("rewrite", "OK"),
     ):
         assert driver.statuses[name, status] >= num_steps // 100, (name, status, driver.statuses)
-
-
-# Together 20,000 operations, with those in test_prefix_scripts.py of rows that share prefixes.
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_a_long_random_script_of_rows_that_are_compressed(seed):
-    num_steps = 2_400
-    rng, driver = np.random.default_rng(seed), Driver(compressing_config(num_blocks=NUM_BLOCKS))
-    num_kept = 0
-    for _ in range(num_steps):
-        driver.apply(*random_operation(rng, driver))
-        num_kept += any(row.num_kept for row in driver.oracle.rows.values())
-    assert num_kept > num_steps // 3
-    for name, status, per_thousand in (
-        ("compress", "OK", 50),
-        ("compress", "OUT_OF_BLOCKS", 3),
-        ("compress", "BAD_LENGTH", 30),
-        ("drop", "OK", 50),
-        ("rewrite", "OK", 20),
-        ("rewrite", "BAD_LENGTH", 10),
-        ("truncate", "BAD_LENGTH", 5),
-    ):
-        assert driver.statuses[name, status] * 1000 >= per_thousand * num_steps, (
-            name,
-            status,
-            driver.statuses,
-        )
 
 
 @pytest.mark.quick_cases("grouped_config")

@@ -113,21 +113,6 @@ def test_a_long_random_script(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_a_long_random_script_of_rows_that_are_compressed(seed):
-    """They share prefixes with others, before and after, and publish no more than what still is one."""
-    num_steps = 2_000
-    rng, driver = np.random.default_rng(seed), PrefixDriver(prefix_config(num_blocks=15, enable_drop=True))
-    num_published = 0
-    for _ in range(num_steps):
-        driver.apply(*random_prefix_operation(rng, driver))
-        num_published += any(row.num_kept and row.num_published for row in driver.oracle.rows.values())
-    assert driver.num_hits > num_steps // 60 and num_published > num_steps // 40
-    assert driver.statuses["compress", "OK"] > num_steps // 40
-    assert min(driver.oracle.num_evictions, driver.oracle.num_adoptions) > num_steps // 100
-
-
-@pytest.mark.slow
 def test_a_random_script():
     run_script(0, 1_750)
 

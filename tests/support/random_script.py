@@ -14,6 +14,7 @@ from tests.support.helpers import append_donated
 ROWS, WIDTH, NUM_PACKED = 6, 5, 9
 ENTRIES = 4  # of each call that takes ids, so that one program serves all
 NUM_TOKENS_RANGE = 2**14
+ON_CHUNKS = "store_chunk", "free_chunks", "compose"  # see `chunk_script.py`
 
 
 def full_config(**sizes):
@@ -90,6 +91,7 @@ class Driver:
 
     def __post_init__(self):
         self.cache = testing.poison(kv.init(self.config))
+        self.on_host, self.seen = None, None  # a copy of the cache, and of which one
         self.oracle = self.new_oracle()
         self.next_token = 0
         self.statuses = collections.Counter[tuple[str, str]]()
@@ -106,7 +108,7 @@ class Driver:
 
     def apply(self, name: str, *args) -> None:
         args = filled_up(name, args)
-        before, rows_before = control_bytes(self.cache), row_bytes(self.cache)
+        before = self.on_host if self.seen is self.cache else copied_to_host(self.cache)
         expected_before, copies_before = self.expected_state(), self.oracle.num_copies
         got, expected = getattr(self, name)(*args)
         got = [kv.Status(status) for status in np.asarray(got).tolist()]
@@ -114,19 +116,18 @@ class Driver:
         self.statuses.update((str(name), status.name) for status in got)
         changed, asked = changed_rows(name, args)
         self.count_events(name, changed, asked, got, args, copies_before)
-        on_host = jax.tree.map(np.asarray, self.cache)  # once, and not in each of the checks
-        violations = kv.check_invariants(on_host) + testing.check_against_oracle(on_host, self.oracle)
-        violations += testing.check_tokens(on_host, {row: r.tokens for row, r in self.oracle.rows.items()})
+        after = copied_to_host(self.cache)  # once, and not in each of the checks
+        self.on_host, self.seen = after, self.cache
+        violations = kv.check_invariants(after) + testing.check_against_oracle(after, self.oracle)
+        violations += testing.check_tokens(after, {row: r.tokens for row, r in self.oracle.rows.items()})
+        violations += changed_blocks(before, after)
         assert not violations, f"{name}{args}: {violations}"
         if expected_before == self.expected_state() and not (name == "reorder" and kv.Status.OK in got):
-            same = before == control_bytes(self.cache)
+            same = control_bytes(before) == control_bytes(after)
             assert same, f"{name}{args} changed no row and changed the state"
         if name not in ("commit", "reset_prefix_cache"):  # of which forks of a row learn
             succeeded = {row for row, status, n in zip(changed, got, asked, strict=True) if n and not status}
-            rows_after = row_bytes(self.cache)
-            others = [
-                row for row in range(ROWS) if row not in succeeded and rows_after[row] != rows_before[row]
-            ]
+            others = differing_rows(before, after) - succeeded
             assert not others, f"{name}{args} changed rows {others}, which failed or were not named"
 
     def count_events(self, name, changed, asked, statuses, args, copies_before):
@@ -162,7 +163,8 @@ class Driver:
             for seq_id, row in oracle.rows.items()
         }
         owners = [*map(dict, oracle.owners)]
-        return rows, owners, oracle.published.copy(), list(oracle.cached), oracle.clock
+        chunks = oracle.chunks.copy()
+        return rows, owners, chunks, oracle.published.copy(), list(oracle.cached), oracle.clock
 
     def allocate(self, seq_ids, num_tokens):
         self.cache, admission = kv.allocate(self.cache, seq_ids, num_tokens)
@@ -197,12 +199,14 @@ class Driver:
             [text[place] if 0 <= place < len(text) else 5 for place in places]
             for text, places in zip(rows, indices, strict=True)
         ]
+        # Between chunks there was none yet.
+        tokens = [[self.new_tokens(1)[0] if t is None else t for t in text] for text in tokens]
         max_seq_len = self.config.max_seq_len
         places = [[*row, *[max_seq_len] * WIDTH][:WIDTH] for row in indices]
         self.cache, status = rewrite_some(
             self.cache, padded(tokens, WIDTH), np.array(places, np.int32), np.array(seq_ids)
         )
-        return status, self.oracle.rewrite(seq_ids, indices)
+        return status, self.oracle.rewrite(seq_ids, indices, tokens)
 
     def drop(self, seq_ids, start, length):
         self.cache, status = kv.drop(self.cache, seq_ids, start, length)
@@ -235,7 +239,7 @@ class Driver:
 
 def filled_up(name: str, args: tuple) -> tuple:
     """The arguments with as many entries as all calls have; those added are skipped."""
-    if name in ("extend", "evict", "reset_prefix_cache") or args[0] is None:
+    if name in ("extend", "evict", "reset_prefix_cache", *ON_CHUNKS) or args[0] is None:
         return args
     fills = [ROWS] * 2 if name in ("fork", "reorder") else [ROWS] + [0] * len(args)
     fills = [[] if arg and isinstance(arg[0], list) else fill for fill, arg in zip(fills, args, strict=False)]
@@ -250,20 +254,55 @@ def changed_rows(name: str, args: tuple) -> tuple[list[int], list[int]]:
         return list(range(ROWS)), args[0]
     ids = args[1] if name == "fork" else args[0]
     ids = list(range(ROWS)) if ids is None else ids
-    if name == "rewrite":
+    if name in ("store_chunk", "free_chunks"):
+        return [ROWS] * ENTRIES, [0] * ENTRIES  # rows stay as they are
+    if name in ("rewrite", "compose"):
         return ids, [len(places) for places in args[1]]
     return ids, args[1] if name in ("extend_some", "extend_packed") else [1] * len(ids)
+
+
+def copied_to_host(cache):
+    """A copy, for a view of what is donated would see what is written there."""
+    return jax.tree.map(np.array, cache)
+
+
+def changed_blocks(before, after):
+    """Finds blocks that forks or chunks share before and after an operation, and whose bits changed."""
+    found = []
+    for g, (old, new) in enumerate(zip(before.control.block_pools, after.control.block_pools, strict=True)):
+        stays = ((old.ref_count > 1) & (new.ref_count > 1)) | (_of_chunks(before, g) & _of_chunks(after, g))
+        for name, values in before.pools[g].arrays.items():
+            bits = [x.view(np.uint32).reshape(len(x), -1) for x in (values, after.pools[g].arrays[name])]
+            differs = (bits[0] != bits[1]).any(axis=1).reshape(-1, old.num_blocks).any(axis=0)
+            found += [
+                f"group {g}: shared block {b} changed its {name}" for b in np.flatnonzero(differs & stays)
+            ]
+    return found
+
+
+def _of_chunks(cache, group_id):
+    """bool[num_blocks], a chunk holds the block."""
+    is_held = np.zeros(cache.control.block_pools[group_id].num_blocks + 1, bool)
+    if cache.control.chunks is not None:
+        is_held[cache.control.chunks.block_ids[group_id]] = True
+    return is_held[:-1]
 
 
 def control_bytes(cache):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache.control)]
 
 
-def row_bytes(cache):
-    """Per row, all that belongs to it in the control state."""
+def differing_rows(before, after):
+    """The rows of which anything in the control state differs."""
+    differs = np.zeros(ROWS, bool)
+    for old, new in zip(_row_arrays(before), _row_arrays(after), strict=True):
+        differs |= (old != new).reshape(ROWS, -1).any(axis=1)
+    return {*np.flatnonzero(differs).tolist()}
+
+
+def _row_arrays(cache):
     arrays = [*row_fields(cache.control).values(), *jax.tree.leaves(cache.control.holes)]
-    arrays = [np.asarray(array) for array in (*arrays, *(p.block_table for p in cache.control.block_pools))]
-    return [[array[row].tobytes() for array in arrays] for row in range(ROWS)]
+    return [*arrays, *(pool.block_table for pool in cache.control.block_pools)]
 
 
 def padded(tokens, width):

@@ -232,6 +232,35 @@ def test_the_token_test_notices_one_wrong_number(name):
     assert testing.check_tokens(cache, expected(oracle)) == [f"row 2 reads wrong {what} in layer 1 at [4]"]
 
 
+@pytest.mark.slow
+def test_the_token_test_and_the_oracle_look_at_chunks_too():
+    sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=24, num_chunks=3, max_chunk_len=6)
+    config = kv.CacheConfig([kv.FullAttention(1, 5)], **sizes)
+    cache, oracle = testing.poison(kv.init(config)), testing.Oracle(config)
+    text = [*range(100, 109)]
+    cache, _ = kv.allocate(cache, [0, 1], [9, 0])
+    cache, step = kv.extend(cache, [9, 0], max_new=9)
+    cache = testing.write_tokens(cache, jnp.array([text, text]), step)
+    cache, _ = kv.store_chunk(cache, [0], [2], [6], [text[2:8]])
+    cache, _ = kv.compose(cache, [1], [[0]], [[3]], rotate=None)
+    oracle.allocate([0, 1], [9, 0])
+    oracle.extend([0], [text])
+    oracle.store_chunk([0], [2], [6], [text[2:8]])
+    oracle.compose([1], [[0]], [[3]])
+    assert expected(oracle)[1] == [None] * 3 + text[2:8]
+    assert testing.check_against_oracle(cache, oracle) == testing.check_tokens(cache, expected(oracle)) == []
+    block = int(cache.control.chunks.block_ids[0][0, 0])
+    arrays = {name: values.at[block, 0, 3].add(1) for name, values in cache.pools[0].arrays.items()}
+    spoiled = dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=arrays),))
+    assert testing.check_tokens(spoiled, expected(oracle)) == [
+        f"chunk 0 reads wrong {what} in layer 0 at [1]" for what in ("keys", "values")
+    ]
+    forgotten, _ = kv.free_chunks(cache, [0])
+    assert any(line.startswith("chunk 0 is ") for line in testing.check_against_oracle(forgotten, oracle))
+    plain, _ = kv.truncate(cache, [1], [0])
+    assert "row 1 is composed from -1 on, expected 0" in testing.check_against_oracle(plain, oracle)
+
+
 def test_the_oracle_notices_lengths_rows_counts_and_sharing():
     cache, oracle = filled()
     shorter, _ = kv.truncate(cache, [1], [0])
