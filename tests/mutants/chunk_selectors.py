@@ -15,6 +15,7 @@ KNOWN = "attention/test_chunk_attention.py::test_statistics_are_of_the_chunks_in
 VARIANTS = "operations/test_chunk_variants.py"
 SCRIPT = f"{VARIANTS}::test_a_random_script_of_variants"
 FITS = f"{VARIANTS}::test_the_variant_that_fits_best_is_found"
+ORDER = f"{VARIANTS}::test_the_least_uses_times_tokens_go_first_and_then_the_oldest_use"
 EVICTED = f"{VARIANTS}::test_chunks_are_evicted_for_blocks_that_nobody_else_holds"
 OF_BOTH = f"{VARIANTS}::test_a_block_of_two_chunks_is_free_once_both_are_gone"
 DIGESTS = f"{VARIANTS}::test_digests_are_of_the_tokens_alone"
@@ -112,8 +113,8 @@ MUTATIONS = [
         "operations/chunk_names",
         (
             "the same variant is kept twice",
-            "is_twin = is_namesake if before is None",
-            "is_twin = (other == entry)",
+            "is_namesake & _is_same(before[:, None], before[None])",
+            "is_namesake & (other == entry)",
             SCRIPT,
         ),
         (
@@ -151,9 +152,14 @@ MUTATIONS = [
     ),
     *in_module(
         "operations/evict_chunks",
-        ("chunks to keep are evicted", "set_at(chunks.length > 0, keep, False)", "chunks.length > 0", SCRIPT),
-        ("the newest goes first", "value, ~age, ids", "value, age, ids", SCRIPT),
-        ("length has no value", " * chunks.length.astype(jnp.float32)", "", SCRIPT),
+        (
+            "chunks to keep are evicted",
+            "set_at(chunks.length > 0, keep, False)",
+            "chunks.length > 0",
+            EVICTED,
+        ),
+        ("the newest goes first", "value, ~age, ids", "value, age, ids", ORDER),
+        ("length has no value", " * chunks.length.astype(jnp.float32)", "", ORDER),
         (
             "all go where that is too few",
             "jnp.where(num_evicted > chunks.num_chunks, 0, num_evicted)",

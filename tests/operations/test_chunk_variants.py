@@ -67,19 +67,16 @@ class Store:
 
     def check(self):
         assert_invariants(self.cache)
-        chunks, held = self.cache.control.chunks, {}
+        chunks = self.cache.control.chunks
         assert chunks is not None
-        for id_, length in enumerate(chunks.length.tolist()):
-            if length:
-                row, start, want, stats, uses, last = self.chunks[id_]
-                assert chunks.tokens[id_].tolist() == passage(row, start, length).tolist()
-                assert (length, int(chunks.start[id_])) == (want, start)
-                assert (int(chunks.num_uses[id_]), int(chunks.last_used[id_])) == (uses, last)
-                one = jax.tree.map(lambda x: x[0], stats_of([stats]))
-                of_store = jax.tree.map(lambda x, i=id_: x[i], chunks.stats)
-                jax.tree.map(np.testing.assert_array_equal, of_store, one)
-            held[id_] = length > 0
-        assert {id_ for id_, is_held in held.items() if is_held} == set(self.chunks)
+        assert np.flatnonzero(chunks.length).tolist() == sorted(self.chunks)
+        for id_, (row, start, length, stats, uses, last) in self.chunks.items():
+            assert chunks.tokens[id_].tolist() == passage(row, start, length).tolist()
+            assert (int(chunks.length[id_]), int(chunks.start[id_])) == (length, start)
+            assert (int(chunks.num_uses[id_]), int(chunks.last_used[id_])) == (uses, last)
+            one = jax.tree.map(lambda x: x[0], stats_of([stats]))
+            of_store = jax.tree.map(lambda x, i=id_: x[i], chunks.stats)
+            jax.tree.map(np.testing.assert_array_equal, of_store, one)
 
     def num_free(self):
         return int(self.cache.control.block_pools[0].num_free)
@@ -246,6 +243,16 @@ def test_chunks_are_evicted_for_blocks_that_nobody_else_holds():
         assert int(num_evicted) == num_gone, (num_more, keep)
         assert_invariants(cache)
         assert int(cache.control.block_pools[0].num_free) >= before + num_more * (num_gone > 0)
+
+
+def test_the_least_uses_times_tokens_go_first_and_then_the_oldest_use():
+    kept, nothing = Store(), (0.0, 0.0, (), ())
+    kept.store([(0, 0, nothing), (0, 1, nothing), (1, 1, nothing)])  # of 4, 6 and 6 tokens
+    for id_ in (2, 1, 0):
+        kept.use([id_])
+    for num_left, left in [(2, {1, 2}), (1, {1}), (0, set())]:
+        kept.evict(NUM_CHUNKS - num_left)
+        assert {*kept.chunks} == left
 
 
 def test_a_block_of_two_chunks_is_free_once_both_are_gone():
