@@ -27,7 +27,7 @@ class ChunkNames(NamedTuple):
 
 
 class ResolvedNames(NamedTuple):
-    """Where the chunks of the entries come from.
+    """Origins of the chunks of the entries of a call.
 
     Attributes:
       found: i32[n], a chunk of the store: the same, or the variant that fits best where no other is added.

@@ -158,7 +158,7 @@ MUTATIONS = [
             "chunks.length > 0",
             EVICTED,
         ),
-        ("the newest goes first", "value, ~age, ids", "value, age, ids", ORDER),
+        ("the chunk used last goes first", "value, ~age, ids", "value, age, ids", ORDER),
         ("length has no value", " * chunks.length.astype(jnp.float32)", "", ORDER),
         (
             "all go where that is too few",
