@@ -320,6 +320,18 @@ def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks(kinds):
 
 
 @pytest.mark.slow
+def test_moving_sinks_copies_no_pool_and_no_array_of_blocks():
+    rotate = kv.key_rotation([1.0, 0.1], max_distance=40)
+
+    def stream(cache):
+        rows = jnp.arange(4)
+        return kv.drop(cache, rows, jnp.full(4, 2), jnp.full(4, 7), positions="cache", rotate=rotate)
+
+    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, stream, enable_drop=True, max_sink_len=2)
+    assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
+
+
+@pytest.mark.slow
 def test_compressing_copies_no_pool_and_no_array_of_blocks():
     """Beside the pool it takes the memory of the rows in one layer, and of their scores."""
 
