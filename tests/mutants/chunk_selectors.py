@@ -72,23 +72,6 @@ MUTATIONS = [
         ("a chunk gives to itself as to others", "jnp.where(is_own, 0, pairs)", "pairs", BETWEEN),
         ("heads are summed", "(jnp.float32).mean(axis=1)", "(jnp.float32).sum(axis=1)", BETWEEN),
         ("chunks have no end", "(behind < lengths[:, None])", "(behind < 99)", BETWEEN),
-    ),
-    *in_module(
-        "operations/chunk_metadata",
-        ("no chunk is exact", "is_exact = (starts == 0) &", "is_exact = (starts < 0) &", DESCRIBED),
-        ("all chunks in front are exact", " & (get_at(chunks.start, chunk_ids, 0) == 0)", "", DESCRIBED),
-    ),
-    *in_module(
-        "operations/chunk_metadata",
-        (
-            "attention is that of the first tokens",
-            "(chunk_id, place_in_chunk)",
-            "(chunk_id, 0 * chunk_id)",
-            OF_TOKENS,
-        ),
-    ),
-    *in_module(
-        "attention/chunk_attention",
         (
             "chunks stand as the caller lists them",
             "order = jnp.argsort(jnp.where(lengths > 0, starts, jnp.iinfo(jnp.int32).max), axis=1)",
@@ -97,6 +80,17 @@ MUTATIONS = [
         ),
         ("a chunk's own size is left out", "[:, None], axis=-1) / sizes", "[:, None], axis=-1)", KNOWN),
         ("no chunk at a place stands in front", "is_before &= (lengths > 0)[..., None]", "", KNOWN),
+    ),
+    *in_module(
+        "operations/chunk_metadata",
+        ("no chunk is exact", "is_exact = (starts == 0) &", "is_exact = (starts < 0) &", DESCRIBED),
+        ("all chunks in front are exact", " & (get_at(chunks.start, chunk_ids, 0) == 0)", "", DESCRIBED),
+        (
+            "attention is that of the first tokens",
+            "(chunk_id, place_in_chunk)",
+            "(chunk_id, 0 * chunk_id)",
+            OF_TOKENS,
+        ),
     ),
     *in_module(
         "core/chunk_stats",
