@@ -23,6 +23,8 @@ FOUND_BROKEN = "inspect/test_chunk_invariants.py::test_broken_stores_are_found"
 OF_TOKENS = (
     "operations/test_chunk_metadata.py::test_attention_is_that_of_each_token_when_the_chunk_was_computed"
 )
+DEVIATION = "attention/test_chunk_deviation.py::test_deviations_stand_at_the_places_of_the_tokens"
+NO_COPY = "attention/test_chunk_deviation.py::test_a_step_that_looks_and_writes_copies_no_pool"
 DESCRIBED = "operations/test_chunk_metadata.py::test_tokens_of_chunks_are_described_at_their_places"
 
 MUTATIONS = [
@@ -184,6 +186,33 @@ MUTATIONS = [
             "if max_variants > 1 and behind in seen:",
             "if max_variants > 9 and behind in seen:",
             FOUND_BROKEN,
+        ),
+    ),
+    *in_module(
+        "attention/chunk_deviation",
+        (
+            "rows that fail deviate",
+            "jnp.where(nth < step.query_len[:, None], places, old.shape[1])",
+            "places",
+            DEVIATION,
+        ),
+        (
+            "deviations are of the first tokens",
+            "set_at(jnp.zeros(old.shape[:2], jnp.float32), (order, places)",
+            "set_at(jnp.zeros(old.shape[:2], jnp.float32), (order, nth)",
+            DEVIATION,
+        ),
+        (
+            "rounding deviates",
+            "new.astype(old.dtype).astype(jnp.float32) - ",
+            "new.astype(jnp.float32) - ",
+            DEVIATION,
+        ),
+        (
+            "deviations are read after the write",
+            "= read_first(deviations, cache)",
+            "= deviations, cache",
+            NO_COPY,
         ),
     ),
 ]
