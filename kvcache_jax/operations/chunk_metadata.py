@@ -11,6 +11,7 @@ from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.chunk_selector import ChunkMetadata
+from kvcache_jax.core.chunk_stats import ChunkStats
 from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.state import Cache
 
@@ -28,22 +29,23 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
       starts: i32[n, K], as in `compose`.
 
     Returns:
-      `ChunkMetadata` without what is optional, each of `[n, max_seq_len]`. Add deviations, attention or a key
-      with `_replace`.
+      `ChunkMetadata`, each of `[n, max_seq_len]`, with attention where the store keeps statistics: that of
+      each token when the chunk was computed, 0 where nothing is known. Deviations and a key are added with
+      `_replace`.
 
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=20, num_chunks=2, max_chunk_len=4)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
-      >>> cache, _ = kv.allocate(cache, [0], [4])
-      >>> cache, _ = kv.extend(cache, [4, 0], max_new=4)
-      >>> cache, stored = kv.store_chunk(cache, [0], [0], [4], [range(4)])
-      >>> chunks = kv.chunk_metadata(cache, [[0, 0]], [[0, 4]])      # of which the first is exact
+      >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
+      >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
+      >>> cache, stored = kv.store_chunk(cache, [0], [0], [30], [range(30)])
+      >>> chunks = kv.chunk_metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
       >>> kv.select_tokens("first", chunks, [2], max_select=3).tolist()
-      [[4, 5, 20]]
+      [[30, 31, 64]]
     """
     chunks = require_chunks("chunk_metadata", cache.control.chunks)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
@@ -71,4 +73,16 @@ def _described(chunks: Chunks, chunk_ids: jax.Array, starts: jax.Array, max_seq_
         nth_chunk=of_chunk(lax.broadcasted_iota(jnp.int32, shape, 2)),
         place_in_chunk=of_chunk(behind),
         chunk_len=of_chunk(lengths[:, None]),
+        attention=None
+        if chunks.stats is None
+        else _attention(chunks.stats, chunk_ids, covers, of_chunk(behind)),
     )
+
+
+def _attention(
+    stats: ChunkStats, chunk_ids: jax.Array, covers: jax.Array, place_in_chunk: jax.Array
+) -> jax.Array:
+    """Reads the attention of each token of a chunk, f32[n, max_seq_len]."""
+    nowhere = stats.a.shape[0]
+    chunk_id = jnp.min(jnp.where(covers, chunk_ids[:, None], nowhere), axis=-1)
+    return get_at(stats.attention, (chunk_id, place_in_chunk), 0)
