@@ -172,32 +172,29 @@ def deviations(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes how far stored keys and values of the second layer are from new ones, f32[n, max_seq_len].
 
-    CacheBlend's measures. Those of the first layer depend on the token and its position alone, and so are
-    right in composed rows; new ones of the second need the first layer of all tokens.
+    Those of the first layer depend on the token and its position alone, and so are right in composed rows;
+    new ones of the second need the first layer of all tokens.
 
     Args:
       decoder: With the options that `dense_decoder` has.
       cache: Rows that were composed; they do not change.
-      tokens: i32[n, S], all tokens of the rows; behind them the result means nothing.
+      tokens: i32[n, S], all tokens of the rows.
       places: i32[n, S], their places.
     """
     cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
-    stored = jax.vmap(lambda row: kv.gather(cache, row, 1)[:2])(jnp.arange(len(places)))
-    new: list[jax.Array] = []
+    found = []
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if layer == 1:
-            new.extend((k, v))
-            return q  # nobody reads the result
-        return _attended(cache, layer, q, step)
+        if layer == 0:
+            return _attended(cache, layer, q, step)
+        found.append(kv.chunk_deviation(cache, layer, k, v, step)[1])
+        return q  # nobody reads the result
 
     unstacked = dense_decoder.unstacked(decoder)
     two_layers = dense_decoder.Unstacked(unstacked.decoder, unstacked.layers[:2])
     dense_decoder.run(two_layers, tokens, step.positions, attend)
-    num_more = stored[0].shape[1] - tokens.shape[1]
-    new = [jnp.pad(x, ((0, 0), (0, num_more), (0, 0), (0, 0))) for x in new]
-    keys, values = (jnp.sum((a - b) ** 2, axis=(2, 3)) for a, b in zip(new, stored, strict=True))
-    return keys, values
+    (of_both,) = found
+    return of_both
 
 
 def _attended(cache: kv.Cache, layer: int, q: jax.Array, step: kv.Step) -> jax.Array:

@@ -54,47 +54,40 @@ def make_requests(
 
 def measure(requests: list[Request]) -> list[dict[str, Any]]:
     """Counts the tokens that each side computes of all prompts, by a model that computes nothing."""
-    num_tokens = sum(len(request.prompt) for request in requests)
-    records = [{"side": "no cache", "share": None, "computed": num_tokens, "blocks": 0}]
-    most = max(len(request.prompt) for request in requests) + 1
-    of_row = -(-most // BLOCK_SIZE)
-    of_all = sum(-(-len(request.prompt) // BLOCK_SIZE) for request in requests) + 2 * of_row
-    of_chunks = NUM_FILES * -(-LENGTHS[1] // BLOCK_SIZE) + 2 * of_row
-
-    def run(side: str, share: float | None, num_blocks: int, **options: Any) -> None:
-        found = kv.generate(
-            _no_model,
-            None,
-            [request.prompt for request in requests],
-            _config(most, num_blocks, share is not None),
-            max_new_tokens=1,
-            **options,
-        )
-        records.append(
-            {"side": side, "share": share, "computed": found.num_prompt_tokens, "blocks": num_blocks}
-        )
-
-    run("prefix cache, memory for all", None, of_all)
-    run("prefix cache, as much memory", None, of_chunks)
+    passages = {tuple(r.prompt[start:end]) for r in requests for start, end in r.spans}
+    store = dict(num_chunks=len(passages), max_chunk_len=max(map(len, passages)))
+    max_seq_len = max(len(request.prompt) for request in requests) + 1
+    of_rows = 2 * _num_blocks(max_seq_len)
+    of_prompts = of_rows + sum(_num_blocks(len(request.prompt)) for request in requests)
+    of_chunks = of_rows + store["num_chunks"] * _num_blocks(store["max_chunk_len"])
     spans = [request.spans for request in requests]
-    for share in SHARES:
-        reuse = kv.ChunkReuse(rotate=None, selector="first", share=share)
-        run("chunk cache", share, of_chunks, chunks=spans, chunk_reuse=reuse)
+    reuse = [kv.ChunkReuse(rotate=None, selector="first", share=share) for share in SHARES]
+    sides = [
+        ("prefix cache, memory for all", None, of_prompts, {}, {}),
+        ("prefix cache, as much memory", None, of_chunks, {}, {}),
+        *(("chunk cache", x.share, of_chunks, store, dict(chunks=spans, chunk_reuse=x)) for x in reuse),
+    ]
+    prompts = [request.prompt for request in requests]
+    records = [{"side": "no cache", "share": None, "computed": sum(map(len, prompts)), "blocks": 0}]
+    for side, share, num_blocks, sizes, options in sides:
+        config = kv.CacheConfig(
+            [kv.FullAttention(1, 1)],
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_seqs=2,
+            max_seq_len=max_seq_len,
+            enable_prefix_caching=True,
+            partial_hits=True,
+            **sizes,
+        )
+        found = kv.generate(_no_model, None, prompts, config, max_new_tokens=1, **options)
+        record = {"side": side, "share": share, "computed": found.num_prompt_tokens, "blocks": num_blocks}
+        records.append(record)
     return records
 
 
-def _config(max_seq_len: int, num_blocks: int, has_chunks: bool) -> kv.CacheConfig:
-    return kv.CacheConfig(
-        [kv.FullAttention(1, 1)],
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        max_seqs=2,
-        max_seq_len=max_seq_len,
-        enable_prefix_caching=True,
-        partial_hits=True,
-        num_chunks=NUM_FILES if has_chunks else None,
-        max_chunk_len=LENGTHS[1] if has_chunks else None,
-    )
+def _num_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
 
 
 def _no_model(params: None, tokens: jax.Array, cache: kv.Cache, step: kv.Step) -> tuple[jax.Array, kv.Cache]:
