@@ -52,17 +52,19 @@ def forward(params, tokens, cache, step):
     return x @ params["head"], cache
 
 
-def dense(tokens, given=None, is_given=None):
+def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0):
     """The model of one text in float64; at places `is_given` keys, before rotation, and values are `given`.
 
+    They are in layers from `first_given` on.
+
     Returns:
-      Logits [tokens, VOCAB], and keys and values of each layer.
+      Logits [tokens, VOCAB]; of each layer keys and values, and weights [heads, tokens, tokens].
     """
-    x = 0.7 * np.asarray(PARAMS["embedding"], float)[np.asarray(tokens)]
+    x = 0.7 * np.asarray(params["embedding"], float)[np.asarray(tokens)]
     places, found = np.arange(len(tokens)), []
-    for layer, weights in enumerate(PARAMS["layers"]):
+    for layer, weights in enumerate(params["layers"]):
         q, k, v = heads_of(x, np.asarray(weights, float), np)
-        if given is not None:
+        if given is not None and layer >= first_given:
             pairs = zip(given[layer], (k, v), strict=True)
             k, v = (np.where(is_given[:, None, None], old, new) for old, new in pairs)
         found.append((k, v))
@@ -70,18 +72,20 @@ def dense(tokens, given=None, is_given=None):
         k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
         shares = np.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
         shares = np.exp(np.where(places[:, None] >= places, shares, -np.inf))
-        out = np.einsum("hts,shd->thd", shares / shares.sum(-1, keepdims=True), v).reshape(len(x), -1)
+        shares /= shares.sum(-1, keepdims=True)
+        found[layer] += (shares,)
+        out = np.einsum("hts,shd->thd", shares, v).reshape(len(x), -1)
         x = x + 2 * np.tanh(out[..., :WIDTH] - out[..., WIDTH:])
-    return x @ np.asarray(PARAMS["head"], float), found
+    return x @ np.asarray(params["head"], float), found
 
 
-def composed(prompt, spans, again):
+def composed(prompt, spans, again, params=PARAMS):
     """What the chunks of a prompt give: keys and values by layer, and the places that keep them."""
-    given = [tuple(np.zeros((len(prompt), HEADS, DIM)) for _ in "kv") for _ in PARAMS["layers"]]
+    given = [tuple(np.zeros((len(prompt), HEADS, DIM)) for _ in "kv") for _ in params["layers"]]
     is_given = np.zeros(len(prompt), bool)
     for start, end in spans:
-        for (k, v), alone in zip(given, dense(prompt[start:end])[1], strict=True):
-            k[start:end], v[start:end] = alone
+        for (k, v), alone in zip(given, dense(prompt[start:end], params=params)[1], strict=True):
+            k[start:end], v[start:end] = alone[:2]
         is_given[start:end] = True
     is_given[again] = False
     is_given[-1] = False
@@ -102,13 +106,13 @@ def first_of(share):
     return again
 
 
-def greedy(prompt, spans, again, num_new=NUM_NEW):
-    given, is_given = composed(prompt, spans, again(spans))
+def greedy(prompt, spans, again, num_new=NUM_NEW, params=PARAMS, first_given=0):
+    given, is_given = composed(prompt, spans, again(spans), params)
     text, scores = list(prompt), []
     for _ in range(num_new):
         num_more = len(text) - len(prompt)
         wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
-        logits = dense(text, wide, np.pad(is_given, (0, num_more)))[0][-1]
+        logits = dense(text, wide, np.pad(is_given, (0, num_more)), params, first_given)[0][-1]
         scores.append(logits.max() - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
         text.append(int(logits.argmax()))
     return text[len(prompt) :], scores
@@ -368,6 +372,70 @@ def test_a_selector_of_ones_own_and_one_that_draws():
     assert {result.num_composed_tokens for result in drawn} == {own.num_composed_tokens}
 
 
+DEEP = PARAMS | {"layers": [*PARAMS["layers"], make_params(seed=7)["layers"][0]]}
+
+
+def first_two(params, tokens, cache, step):
+    """The first two layers of `forward`, and the queries of the second."""
+    positions = step.positions.astype(jnp.float32)
+    x = 0.7 * params["embedding"][tokens]
+    for layer, weights in enumerate(params["layers"][:2]):
+        q, k, v = heads_of(x, weights, jnp)
+        q, k = rotated(q, positions, jnp), rotated(k, positions, jnp)
+        cache, out = kv.attention(cache, layer, q, k, v, step)
+        out = out.reshape(*x.shape[:-1], -1)
+        x = x + 2 * jnp.tanh(out[..., :WIDTH] - out[..., WIDTH:])
+    return q, cache
+
+
+def scores_by(selector, prompt, spans):
+    """What the second layer says of each token, from texts computed as a whole."""
+    given, _ = composed(prompt, spans, [], DEEP)
+    k, v, shares = dense(prompt, params=DEEP)[1][1]
+    if selector == "attention":
+        starts = [max([start for start, _ in spans if start <= place], default=0) for place in range(len(k))]
+        return np.array([shares[:, place, :start].sum() for place, start in enumerate(starts)])
+    old, new = (given[1][0], k) if selector == "key deviation" else (given[1][1], v)
+    return ((new - old) ** 2).sum(axis=(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["attention", "key deviation", "value deviation"])
+def test_selectors_see_what_first_layers_compute(selector):
+    """What they compute is right for all tokens, and stays; the third layer has it for those chosen."""
+    reuse = kv.ChunkReuse(rotate=ROTATE, selector=selector, share=0.3, observe=first_two, observed_layer=1)
+    size = kv.CacheConfig(
+        [kv.FullAttention(HEADS, DIM)] * 3, **SIZES, block_size=4, max_seqs=4, max_seq_len=48
+    )
+    prompts, spans = zip(*(PROMPTS[i] for i in (0, 1, 4)), strict=True)
+    result = kv.generate(
+        forward,
+        DEEP,
+        prompts,
+        size,
+        chunks=spans,
+        chunk_reuse=reuse,
+        max_new_tokens=NUM_NEW,
+        chunk_len=8,
+        cache=testing.poison(kv.init(size)),
+    )
+    for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
+        scores = scores_by(selector, prompt, chunks)
+
+        def best(spans, scores=scores):
+            return [
+                start + place
+                for start, end in spans
+                for place in np.argsort(-scores[start:end])[: math.ceil(round(0.3 * (end - start), 9))]
+                if start
+            ]
+
+        tokens, wanted = greedy(prompt, chunks, best, params=DEEP, first_given=2)
+        assert generation.tokens == tokens
+        np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-4)
+    check_left(result.cache)
+
+
 @pytest.mark.slow
 def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     """Its token of NaN ends the prompt, and a prompt without it goes on."""
@@ -428,7 +496,9 @@ def test_what_are_no_chunks_of_prompts_is_refused(options, message):
         ({"share": "all"}, "share is 'all', expected a finite number"),
         ({"seed": 2**32}, "seed is 4294967296, expected 0 <= seed <= "),
         ({"selector": "best"}, "selector is 'best', expected one of 'attention', "),
-        ({"selector": "key deviation"}, "'key deviation', which needs k_deviation, expected one that needs"),
+        ({"selector": "key deviation"}, "'key deviation', which needs k_deviation, expected observe="),
+        ({"observe": 3}, "observe is 3, expected a function as a model's, or None"),
+        ({"observed_layer": -1}, "observed_layer is -1, expected at least 0"),
     ],
 )
 def test_options_of_chunk_reuse_are_checked(options, message):
