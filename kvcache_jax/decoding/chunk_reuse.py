@@ -129,10 +129,10 @@ def prompt_spans(
         )
     if not isinstance(chunk_reuse, ChunkReuse):
         raise TypeError(f"chunk_reuse is {chunk_reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
-    if chunk_reuse.observe is not None and chunk_reuse.observed_layer >= config.num_layers:
+    layer, num_layers = chunk_reuse.observed_layer, config.num_layers
+    if chunk_reuse.observe is not None and layer >= num_layers:
         raise ValueError(
-            f"observed_layer is {chunk_reuse.observed_layer}, expected one of the cache's {config.num_layers} "
-            "layers, from 0 on"
+            f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
         )
     if config.max_chunk_len is None:
         raise ValueError(
