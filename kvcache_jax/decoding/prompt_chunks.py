@@ -24,9 +24,9 @@ from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.chunk_metadata import chunk_metadata
 from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.donate import donate
+from kvcache_jax.operations.evict_chunks import evict_chunks
 from kvcache_jax.operations.find_chunks import find_chunks
 from kvcache_jax.operations.free import free
-from kvcache_jax.operations.free_chunks import free_chunks
 from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.store_chunk import store_chunk
 from kvcache_jax.operations.truncate import truncate
@@ -78,7 +78,6 @@ class PromptChunks:
         self.forward, self.params, self.chunk_len = forward, params, chunk_len
         self.prompts, self.namespaces, self.spans, self.reuse = prompts, namespaces, spans, reuse
         self.num_composed_tokens, self.num_chunk_tokens = 0, 0
-        self._last_used: dict[int, int] = {}
 
     def plain_len(self, prompt_id: int) -> int:
         """Counts the tokens in front of a prompt's first chunk: what its row publishes, and finds."""
@@ -93,27 +92,23 @@ class PromptChunks:
         Args:
           cache: With or without chunks.
           attempt: Returns the cache and a result, None for a failure.
-          kept: Chunks that are not forgotten; of the others those go first that were used longest ago.
+          kept: Chunks that are not forgotten; the others go in the order of `evict_chunks`.
         """
         cache, result = attempt(cache)
-        while result is None and (others := self._forgettable(cache, kept)):
-            cache, _ = free_chunks(cache, others[:1])
+        while result is None and cache.control.chunks is not None:
+            cache, is_forgotten = _forget_one(cache, kept)
+            if not is_forgotten:
+                break
             cache, result = attempt(cache)
         return cache, result
 
     def forget_until(
         self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()
     ) -> Cache:
-        """Forgets chunks but those `kept`, in the order of `with_room`, until the cache `is_enough`."""
+        """Forgets chunks but those `kept`, as `with_room` does, until the cache `is_enough`."""
         if cache.control.chunks is None:
             return cache
         return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
-
-    def _forgettable(self, cache: Cache, kept: Sequence[int]) -> list[int]:
-        if (chunks := cache.control.chunks) is None:
-            return []
-        stored = set(np.flatnonzero(np.asarray(chunks.length)).tolist()) - set(kept)
-        return sorted(stored, key=lambda chunk_id: (self._last_used.get(chunk_id, -1), chunk_id))
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
         """Finds a prompt's chunks; computes and stores those that are missing.
@@ -139,8 +134,6 @@ class PromptChunks:
                 if chunk_id is None:
                     return cache, None
                 held[tokens.tobytes()] = chunk_id
-        now = 1 + max(self._last_used.values(), default=0)
-        self._last_used |= dict.fromkeys(held.values(), now)
         return cache, [held[tokens.tobytes()] for tokens in texts]
 
     def _find(self, cache: Cache, tokens: np.ndarray, words: np.ndarray) -> int | None:
@@ -265,6 +258,16 @@ class PromptChunks:
 def _chunks_of(cache: Cache) -> Chunks:
     assert cache.control.chunks is not None
     return cache.control.chunks
+
+
+def _forget_one(cache: Cache, kept: Sequence[int]) -> tuple[Cache, bool]:
+    """Forgets the chunk of least value, but none of those `kept`; tells whether there was one."""
+    chunks = _chunks_of(cache)
+    keep = np.full(chunks.num_chunks, chunks.num_chunks)
+    keep[: len(kept)] = kept
+    num_empty = int(np.asarray(chunks.length == 0).sum())
+    cache, num_forgotten = evict_chunks(cache, num_empty + 1, keep=keep)
+    return cache, int(num_forgotten) > 0
 
 
 def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:

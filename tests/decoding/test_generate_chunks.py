@@ -288,8 +288,8 @@ def test_a_store_of_one_place_is_enough():
 
 
 @pytest.mark.slow
-def test_chunks_used_longest_ago_are_forgotten_first():
-    """Of four chunks in three places, in the order of the prompts and not of the places."""
+def test_chunks_of_least_use_are_forgotten_first():
+    """Of four chunks in three places, as prompts used them."""
     names = [tuple(text(i, 5)) for i in range(4)]
     prompts, spans = zip(*(prompt_of([4], names[i], [2]) for i in (0, 1, 2, 0, 3, 0, 2, 3)), strict=True)
     result = generate(prompts, spans)
