@@ -9,17 +9,34 @@ import pytest
 from flax import nnx
 
 import kvcache_jax as kv
-from models.decoder import Decoder, cache_config, forward
+from models.config import Latents
+from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.first_layers import first_layers
-from tests.models.test_decoder import GEMMA, LATENTS, TINY
+from models.rope import Rope
+
+TINY = DecoderConfig(
+    vocab_size=13, hidden_size=12, mlp_size=10, num_layers=3, num_q_heads=4, num_kv_heads=2, head_dim=6
+)
+GEMMA = dict(
+    windows=(3, None, 3),
+    window_rope=Rope(theta=20.0),
+    use_qk_norm=True,
+    embedding_scale=3.5,
+    attention_scale=0.3,
+)
+LATENTS = dict(
+    num_kv_heads=4,
+    head_dim=7,
+    latents=Latents(latent_dim=9, rope_dim=4, nope_dim=3, value_dim=5, q_rank=8),
+    rope=Rope(is_interleaved=True),
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, GEMMA, LATENTS], ids=["plain", "gemma", "latents"])
 def test_first_layers_store_and_ask_what_the_model_does(monkeypatch, options):
     """Of three layers the first two, of rows that differ in length."""
-    windows = {"windows": (3, None, 3)} if "windows" in options else {}
-    config = dataclasses.replace(TINY, **options | windows, num_layers=3)
+    config = dataclasses.replace(TINY, **options)
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     cache = kv.init(cache_config(config, max_seqs=2, max_seq_len=16, block_size=4))
     cache, _ = kv.allocate(cache, [0, 1], [7, 4])

@@ -65,7 +65,12 @@ MUTATIONS = [
     ),
     *in_module(
         "decoding/chunk_reuse",
-        ("chunks find room beside a prompt that leaves none", "min(left) < 0 or ", "", ROOM),
+        (
+            "chunks find room beside a prompt that leaves none",
+            "min(left) < 0 or ",
+            "min(left) < -1 or ",
+            ROOM,
+        ),
         ("equal chunks of a prompt need room twice", "if name not in names:", "if True:", ONE_PLACE),
     ),
     *in_module(
