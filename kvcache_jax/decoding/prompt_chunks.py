@@ -18,7 +18,7 @@ from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.chunk_reuse import ChunkReuse, Span
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.observed_chunks import observe_chunks
-from kvcache_jax.decoding.prefill import FeedResult, feed
+from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.chunk_metadata import chunk_metadata
@@ -145,9 +145,18 @@ class PromptChunks:
     ) -> tuple[Cache, int | None]:
         """Computes a chunk alone in an idle row and stores it; returns its id as `hold` does."""
         name, length = _name(cache, tokens), np.array([len(tokens)])
+        # What a window lets go from one call to the next is missing where tokens are computed again.
+        chunk_len, has_windows = (
+            self.chunk_len,
+            not all(group.span.keeps_all for group in cache.config.groups),
+        )
+        if has_windows:
+            chunk_len = max(chunk_len, min(one_call_len(name.shape[1]), cache.config.query_len_limit))
 
         def start(cache: Cache) -> tuple[Cache, int | None]:
-            started, admission = allocate(cache, [row], length, tokens=name, namespace=words)
+            started, admission = allocate(
+                cache, [row], length, tokens=name, namespace=words, reuse=not has_windows
+            )
             return (started, int(admission.num_cached[0])) if _is_ok(admission.status) else (cache, None)
 
         def store(cache: Cache) -> tuple[Cache, int | None]:
@@ -157,7 +166,7 @@ class PromptChunks:
         cache, num_cached = self.with_room(cache, start, kept)
         if num_cached is None:
             return cache, None
-        cache, fed = self._feed(cache, row, tokens)
+        cache, fed = self._feed(cache, row, tokens, chunk_len)
         chunk_id = None
         if _is_ok(fed.status[row]):
             self.num_chunk_tokens += len(tokens) - num_cached
@@ -167,14 +176,14 @@ class PromptChunks:
         cache, _ = free(cache, [row])
         return cache, chunk_id
 
-    def _feed(self, cache: Cache, row: int, tokens: np.ndarray) -> tuple[Cache, FeedResult]:
+    def _feed(self, cache: Cache, row: int, tokens: np.ndarray, chunk_len: int) -> tuple[Cache, FeedResult]:
         """Feeds a row, and no other, to the last of `tokens`."""
         history, length = (
             np.zeros((cache.max_seqs, len(tokens)), np.int32),
             np.zeros(cache.max_seqs, np.int32),
         )
         history[row], length[row] = tokens, len(tokens)
-        return feed(self.forward, self.params, cache, history, length, chunk_len=self.chunk_len)
+        return feed(self.forward, self.params, cache, history, length, chunk_len=chunk_len)
 
     def compose(self, cache: Cache, prompt_id: int, row: int, chunk_ids: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
@@ -195,7 +204,7 @@ class PromptChunks:
         prompt, rows = self.prompts[prompt_id], np.array([row])
         first, last = np.flatnonzero(placed.is_composed)[[0, -1]].tolist()
         end = min(last + 1, len(prompt) - 1)  # the last token is always fed, for its logits
-        cache, fed = self._feed(cache, row, prompt[:first])
+        cache, fed = self._feed(cache, row, prompt[:first], self.chunk_len)
         raise_for_status(fed.status[row], "computing the text in front of chunks")
         cache, status = _compose_donated(cache, rows, placed.chunk_ids, placed.starts, rotate=reuse.rotate)
         raise_for_status(status, "composing chunks")
