@@ -57,6 +57,7 @@ from kvcache_jax.core.token_scorer import (
     token_scorers,
 )
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
+from kvcache_jax.decoding.chunk_reuse import ChunkReuse
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
 from kvcache_jax.engine.engine import Engine
@@ -134,6 +135,7 @@ __all__ = [
     "CacheManager",
     "ChunkAttention",
     "ChunkMetadata",
+    "ChunkReuse",
     "Chunks",
     "Control",
     "Counter",

@@ -18,7 +18,7 @@ def done():
 
 
 def test_the_recipes_are_found():
-    assert len(BLOCKS) == 11
+    assert len(BLOCKS) == 12
 
 
 @pytest.mark.slow

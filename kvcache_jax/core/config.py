@@ -15,7 +15,6 @@ from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import (
-    MAX_INDEX,
     LayerKind,
     check_positive,
     check_positive_or_none,
@@ -25,6 +24,8 @@ from kvcache_jax.core.layer_kinds.base import (
 )
 from kvcache_jax.core.layer_kinds.block_array import check_arrays
 from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.memory_plan import check_indices, spend
+from kvcache_jax.core.moved_sinks import check_max_sink_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class CacheConfig:
         are the prompt's; the next `extend` copies it. All layer groups then have one block size.
       enable_drop: Rows may let tokens go from anywhere, by `compress`, and without prefix caching by `drop`.
         XLA then does all attention: no kernel knows tokens that are hidden.
+      max_sink_len: With `enable_drop`, most first tokens of a row whose keys `drop(positions="cache")` moves
+        along. Default: none; then no program knows of them.
       num_chunks: Chunks that `store_chunk` keeps at the same time. Default: none; then no program knows of
         chunks. All layers must store keys that can be rotated to another position.
       max_chunk_len: Most tokens of a chunk, given together with `num_chunks`.
@@ -90,6 +93,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     partial_hits: bool = False
     enable_drop: bool = False
+    max_sink_len: int | None = None
     num_chunks: int | None = None
     max_chunk_len: int | None = None
     eviction_policy: str = LRU
@@ -136,7 +140,8 @@ class CacheConfig:
         for name in ("enable_prefix_caching", "partial_hits", "enable_drop"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(
-            self, "num_blocks", "max_query_len", "memory_budget", "num_chunks", "max_chunk_len"
+            self,
+            *("num_blocks", "max_query_len", "memory_budget", "max_sink_len", "num_chunks", "max_chunk_len"),
         )
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
@@ -171,8 +176,9 @@ class CacheConfig:
             )
         self._check_partial_hits()
         for group in self.groups:
-            _check_indices(group)
+            check_indices(group)
         self._check_chunks()
+        check_max_sink_len(self)
 
     @property
     def num_layers(self) -> int:
@@ -213,7 +219,7 @@ class CacheConfig:
             layer_ids.setdefault(kind, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
         if self.memory_budget is not None:
-            plans = _spend(self.memory_budget, plans)
+            plans = spend(self.memory_budget, plans)
         return tuple(plans)
 
     @property
@@ -341,26 +347,6 @@ def config_from_json(data: bytes | bytearray) -> CacheConfig:
     return CacheConfig(**values)
 
 
-def _spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:
-    """Shares `budget` bytes so that all pools fill up at the same number of rows."""
-    fixed = [group for group in groups if group.kind.num_blocks is not None]
-    shared = [group for group in groups if group.kind.num_blocks is None]
-    left = budget - sum(group.pool_bytes for group in fixed)
-    row_bytes = sum(group.max_held_blocks * group.block_bytes for group in shared)
-    planned = {}
-    for group in shared:
-        num_blocks = left * group.max_held_blocks // row_bytes
-        if num_blocks < 1:
-            smallest = ceil_div(row_bytes, group.max_held_blocks) + budget - left
-            raise ValueError(
-                f"memory_budget is {budget} bytes, expected at least {max(smallest, group.block_bytes)}: "
-                f"a block of {group.num_layers} x {group.kind.label} takes {group.block_bytes}; "
-                "raise the budget or lower block_size"
-            )
-        planned[group.kind] = dataclasses.replace(group, num_blocks=num_blocks)
-    return [planned.get(group.kind, group) for group in groups]
-
-
 def _check_shared(layers: Sequence[LayerKind]) -> None:
     for i, kind in enumerate(layers):
         owner = kind.shared_layer
@@ -369,16 +355,4 @@ def _check_shared(layers: Sequence[LayerKind]) -> None:
             raise ValueError(
                 f"layers[{i}] is {kind.label}, expected one of the layers before it that store keys and "
                 f"values, {own or 'of which there are none'}: name the layer whose keys and values it reads"
-            )
-
-
-def _check_indices(group: LayerGroup) -> None:
-    for what, count in (
-        ("num_layers * num_blocks", group.num_layers),
-        ("num_blocks * block_size", group.block_size),
-    ):
-        if count * group.num_blocks >= MAX_INDEX:
-            raise ValueError(
-                f"{what} is {count * group.num_blocks}, expected below 2**31 so that 32-bit indices reach "
-                f"every block and slot; lower num_blocks = {group.num_blocks}"
             )

@@ -12,6 +12,7 @@ from kvcache_jax.core.eviction_policy import LRU, needed_metadata
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.moved_sinks import num_sink_columns
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -63,6 +64,9 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
                 num_free=ints(fill=group.num_blocks),
                 peak_used=ints(),
                 cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
+                sink_blocks=None
+                if config.max_sink_len is None
+                else ints(max_seqs, num_sink_columns(group, config.max_sink_len), fill=group.num_blocks),
             )
             for group in config.groups
         ),

@@ -14,6 +14,14 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of keys `f32[..., heads, head_dim]` and distances `i32[...]`, which returns rotated keys."""
 
+
+def require_rotation(rotate: Rotate | None) -> Rotate:
+    """Refuses what is no function of keys and distances."""
+    if not callable(rotate):
+        raise TypeError(f"rotate is {rotate!r}, expected a function of keys and distances, as key_rotation")
+    return rotate
+
+
 _BY_FREQUENCY = "default", "linear", "llama3", "yarn"
 _BY_POSITION = "dynamic", "longrope"
 

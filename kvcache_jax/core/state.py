@@ -54,13 +54,15 @@ class BlockPool:
         `[column * block_size, (column + 1) * block_size)` of the row, or its source, or nowhere. Columns
         past the tokens held are blocks reserved by `allocate`, then nowhere. A window group has a
         hole of nowhere between its sinks and the tokens in reach.
-      ref_count: i32[num_blocks], entries of the table and of chunks that point at the block; 0 = free or
-        cached.
+      ref_count: i32[num_blocks], entries of the table, of chunks and of `sink_blocks` that point at the
+        block; 0 = free or cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
       num_free: i32[], free blocks.
       peak_used: i32[], most blocks that were referenced at the same time.
       cached: CachedBlocks; None without prefix caching.
+      sink_blocks: i32[max_seqs, columns], blocks with the original keys of a row's sinks where its table has
+        others, see `moved_sinks`; nowhere otherwise. None without `max_sink_len`.
     """
 
     block_table: jax.Array
@@ -69,6 +71,7 @@ class BlockPool:
     num_free: jax.Array
     peak_used: jax.Array
     cached: CachedBlocks | None
+    sink_blocks: jax.Array | None
 
     @property
     def num_blocks(self) -> int:

@@ -1,18 +1,20 @@
 """Admission of prompts: as many start next as can go on to their ends."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
-from kvcache_jax.core.state import Cache
+from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.host import Host, Requests
 from kvcache_jax.decoding.loop import DecodeState
+from kvcache_jax.decoding.prompt_chunks import NOT_LOOKED_UP, PromptChunks
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.lookup import lookup
 
@@ -21,6 +23,7 @@ def admit(
     state: DecodeState,
     requests: Requests,
     host: Host,
+    chunks: PromptChunks,
     max_new_tokens: int,
     streaming: Streaming | None,
     chunk_len: int,
@@ -29,12 +32,15 @@ def admit(
 
     A prompt waits until there are blocks for all that its samples and the running rows may still store. If
     the whole cache has too few blocks for a prompt, the prompt waits until it is alone. If a prompt can share
-    more with another one that was just admitted, it waits until the other one is computed.
+    more with another one that was just admitted, it waits until the other one is computed. Chunks that are
+    stored are forgotten where prompts or running rows need their blocks; a prompt's own are held until the
+    prompt is made of them.
 
     Args:
       state: With the rows that run.
       requests: The prompts that wait.
       host: The continuation of each row.
+      chunks: Those of the prompts.
       max_new_tokens: Per continuation.
       streaming: The tokens that rows keep; None for all.
       chunk_len: Prompt tokens in one call of the model.
@@ -56,25 +62,42 @@ def admit(
         prompt = requests.prompts[prompt_id]
         words = requests.namespaces[prompt_id]
         just_admitted = [host.running[row][0] for row in admitted]
-        others = [requests.prompts[i] for i in just_admitted if np.array_equal(requests.namespaces[i], words)]
+        others = [
+            requests.prompts[i][: chunks.plain_len(i)]
+            for i in just_admitted
+            if np.array_equal(requests.namespaces[i], words)
+        ]
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(prompt)] = prompt
+        tokens[0, chunks.plain_len(prompt_id) : len(prompt)] = NOT_LOOKED_UP
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
         num_held = len(prompt)
         if streaming is not None:
             num_held = min(num_held, streaming.max_held_len(host.config, chunk_len))
-        with_prompt, admission = allocate(cache, [idle[0]], [num_held], tokens=tokens, namespace=words)
-        if int(admission.status[0]) != Status.OK:
+        cache, chunk_ids = chunks.hold(cache, prompt_id, idle[0])
+        if chunk_ids is None:
             break
         rows, others_idle = idle[: requests.num_samples], idle[requests.num_samples :]
         prompt_len[rows] = len(prompt)
         max_len[rows] = min(len(prompt) + max_new_tokens, width)
         forks = {row: group[0] for group in [*admitted.values(), rows] for row in group[1:]}
         started = [*host.running, *rows]
-        if host.running and not _fits(with_prompt, started, max_len, forks, prompt_len, streaming):
+        fits = functools.partial(
+            _fits, rows=started, max_len=max_len, forks=forks, prompt_len=prompt_len, streaming=streaming
+        )
+        start = functools.partial(
+            _start,
+            row=rows[0],
+            num_tokens=num_held,
+            tokens=tokens,
+            namespace=words,
+            fits=fits if host.running else None,
+        )
+        cache, admission = chunks.with_room(cache, start, kept=chunk_ids)
+        if admission is None:
             break
-        cache, idle = with_prompt, others_idle
+        cache, idle = chunks.compose(cache, prompt_id, rows[0], chunk_ids), others_idle
         num_cached += int(admission.num_cached[0])
         requests.waiting.popleft()
         admitted[rows[0]] = rows
@@ -83,6 +106,11 @@ def admit(
             history[row, : len(prompt)] = prompt
             entropy = [*requests.seeds[prompt_id], sample_id]
             seeds[row] = np.random.SeedSequence(entropy).generate_state(1)[0]
+    forks = {row: group[0] for group in admitted.values() for row in group[1:]}
+    fits = functools.partial(
+        _fits, rows=[*host.running], max_len=max_len, forks=forks, prompt_len=prompt_len, streaming=streaming
+    )
+    cache = chunks.forget_until(cache, fits)
     if not admitted:
         return dataclasses.replace(state, cache=cache), {}, 0
     started = [row for rows in admitted.values() for row in rows]
@@ -101,6 +129,21 @@ def admit(
         admitted,
         num_cached,
     )
+
+
+def _start(
+    cache: Cache,
+    row: int,
+    num_tokens: int,
+    tokens: np.ndarray,
+    namespace: np.ndarray,
+    fits: Callable[[Cache], bool] | None,
+) -> tuple[Cache, Admission | None]:
+    """Allocates a prompt if all rows then fit; else returns the cache as it is, and no admission."""
+    with_prompt, admission = allocate(cache, [row], [num_tokens], tokens=tokens, namespace=namespace)
+    if int(admission.status[0]) != Status.OK or (fits is not None and not fits(with_prompt)):
+        return cache, None
+    return with_prompt, admission
 
 
 def _fits(

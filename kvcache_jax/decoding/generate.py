@@ -5,6 +5,7 @@ one compiled loop (`loop.decode`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +22,12 @@ from kvcache_jax.core.status import Status
 from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding import arguments, loop
 from kvcache_jax.decoding.admission import admit
+from kvcache_jax.decoding.chunk_reuse import ChunkReuse, prompt_spans
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
 from kvcache_jax.decoding.prefill import prefill, vocab_size
+from kvcache_jax.decoding.prompt_chunks import PromptChunks
 from kvcache_jax.decoding.sampling import sampling_params
 from kvcache_jax.decoding.streaming import streaming_chunk_len, streaming_width
 from kvcache_jax.operations.allocate import allocate
@@ -40,8 +43,10 @@ class GenerateResult:
       generations: One per prompt and sample, in that order.
       cache: The cache at the end, all rows idle; its counters tell forks and copies.
       num_steps: Calls of the model in the decode loop.
-      num_prompt_tokens: Computed in prefill; a prompt with many samples counts once.
+      num_prompt_tokens: Computed in prefill, chunks included; a prompt with many samples counts once.
       num_cached_tokens: Tokens of prompts that were not computed, for the prefix cache had them.
+      num_composed_tokens: Tokens of prompts that were not computed, for they were taken from chunks.
+      num_chunk_tokens: Of `num_prompt_tokens`, those of chunks that were missing, computed to be stored.
       num_drafted: Draft tokens proposed.
       num_accepted: Draft tokens accepted.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
@@ -54,6 +59,8 @@ class GenerateResult:
     num_steps: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_composed_tokens: int
+    num_chunk_tokens: int
     num_drafted: int
     num_accepted: int
     prefill_seconds: float
@@ -97,6 +104,8 @@ def generate(
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
     streaming: Streaming | None = None,
+    chunks: Sequence[Sequence[tuple[int, int]]] | None = None,
+    chunk_reuse: ChunkReuse | None = None,
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
@@ -138,6 +147,11 @@ def generate(
       streaming: The tokens that each token sees, of prompts and continuations; a row drops the others, and
         goes on past `max_seq_len` in blocks for these, the tokens of a call and two more. The cache needs
         `enable_drop`; there are no drafts then. Default: all tokens.
+      chunks: For each prompt the spans `(start, end)` of passages that other prompts hold too, at any place.
+        Each is computed once and kept in the cache, which has `num_chunks` places for them. Default: none.
+      chunk_reuse: Says how prompts are put together from chunks, and how much is computed again; given
+        together with `chunks`, and not while prompts stream. A chunk that never finds room beside its
+        prompt is computed as other text is.
       chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
         left. More of them keep an accelerator busier. Rows that stream compute fewer if they hold no more.
       look_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
@@ -166,6 +180,7 @@ def generate(
         max_held_len = streaming.max_held_len(config, chunk_len)
         width = streaming_width(requests.prompts, max_new_tokens)
     _check(requests, config, num_drafts, draft, max_held_len)
+    spans = prompt_spans("generate", chunks, chunk_reuse, requests.prompts, config, streaming)
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
     look_every = arguments.steps_between_looks(look_every, is_watched)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
@@ -174,6 +189,11 @@ def generate(
     stops = arguments.stop_ids(stop_tokens)
     host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
     prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
+    prompt_chunks = PromptChunks(
+        forward, params, requests.prompts, requests.namespaces, spans, chunk_reuse, chunk_len
+    )
+    # Chunks are computed while prompts are admitted.
+    admitting = admit if chunk_reuse is None else functools.partial(prefilling, admit)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: arguments.one_number(name, value) for name, value in options.items()}
     cache = idle_cache("generate", cache, config)
@@ -185,7 +205,9 @@ def generate(
         )
     while requests.waiting or host.running:
         while True:
-            state, admitted, num_cached = admit(state, requests, host, max_new_tokens, streaming, chunk_len)
+            state, admitted, num_cached = admitting(
+                state, requests, host, prompt_chunks, max_new_tokens, streaming, chunk_len
+            )
             if not admitted:
                 break
             state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len, streaming)
@@ -208,8 +230,12 @@ def generate(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,
         num_steps=int(state.num_steps),
-        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens=num_prompt_tokens
+        + prompt_chunks.num_chunk_tokens
+        - prompt_chunks.num_composed_tokens,
         num_cached_tokens=num_cached_tokens,
+        num_composed_tokens=prompt_chunks.num_composed_tokens,
+        num_chunk_tokens=prompt_chunks.num_chunk_tokens,
         num_drafted=int(state.num_drafted),
         num_accepted=int(state.num_accepted),
         prefill_seconds=prefilling.seconds,

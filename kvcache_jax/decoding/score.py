@@ -13,13 +13,16 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_chunk_len
+from kvcache_jax.decoding.chunk_reuse import ChunkReuse, prompt_spans
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
+from kvcache_jax.decoding.prompt_chunks import NOT_LOOKED_UP, PromptChunks
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
+from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
 
 
 @dataclasses.dataclass
@@ -30,11 +33,15 @@ class ScoreResult:
       logprobs: f32[len(continuation)] log-probability of each token, per continuation.
       cache: The cache at the end, all rows idle; with prefix caching it still knows the context.
       num_cached_tokens: Tokens of the context that the prefix cache had.
+      num_composed_tokens: Tokens of the context that were taken from chunks and not computed again.
+      num_chunk_tokens: Tokens of chunks that were missing, computed to be stored.
     """
 
     logprobs: list[np.ndarray]
     cache: Cache
     num_cached_tokens: int
+    num_composed_tokens: int
+    num_chunk_tokens: int
 
 
 def score(
@@ -46,6 +53,8 @@ def score(
     *,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
+    chunks: Sequence[tuple[int, int]] | None = None,
+    chunk_reuse: ChunkReuse | None = None,
     chunk_len: int = 128,
 ) -> ScoreResult:
     """Computes the log-probability of each continuation of one context, token by token.
@@ -60,6 +69,8 @@ def score(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.
+      chunks: Spans `(start, end)` of the context that are chunks, as those of a prompt in `generate`.
+      chunk_reuse: As in `generate`.
       chunk_len: Tokens of all rows in one call of the model, as in `generate`.
 
     Returns:
@@ -87,19 +98,42 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
+    spans = prompt_spans("score", None if chunks is None else [chunks], chunk_reuse, [shared], config)
+    prompt_chunks = PromptChunks(forward, params, [shared], np.asarray(words), spans, chunk_reuse, chunk_len)
     context_len = np.zeros(config.max_seqs, np.int32)
     context_len[0] = len(shared)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
 
+    found_by = history[:1].copy()
+    found_by[0, prompt_chunks.plain_len(0) : len(shared)] = NOT_LOOKED_UP
+    num_more = np.where(np.arange(config.max_seqs) == 0, longest - len(shared), 0)
+
+    def start(cache: Cache) -> tuple[Cache, Admission]:
+        return allocate(cache, [0], context_len[:1], tokens=found_by, namespace=words)
+
+    def has_room(cache: Cache) -> bool:
+        """Tells whether the longest continuation finds blocks beside the context, in a fork of its row."""
+        return all(
+            num_blocks_needed(cache, num_more, group=g)[0] < num_available_blocks(cache, group=g)
+            for g in range(len(config.groups))
+        )
+
     def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
         """Holds the context in row 0; returns also f32[vocab], the log-probability of each next token."""
-        cache, admission = allocate(cache, [0], context_len[:1], tokens=history[:1], namespace=words)
+        cache, chunk_ids = prompt_chunks.hold(cache, 0, 0)
+        assert chunk_ids is not None  # all rows are idle: nobody else holds blocks
+        cache = prompt_chunks.forget_until(
+            cache, lambda cache: int(start(cache)[1].status[0]) == Status.OK, chunk_ids
+        )
+        cache, admission = start(cache)
         raise_for_status(admission.status, "allocating the context")
+        cache = prompt_chunks.compose(cache, 0, 0, chunk_ids)
         cache, fed = prefill(
             forward, params, cache, history, context_len, chunk_len=chunk_len, is_scoring=True
         )
         raise_for_status(fed.status, "prefilling the context")
+        cache = prompt_chunks.forget_until(cache, has_room)
         logits = fed.logits[0]
         if not are_numbers(logits):
             raise FloatingPointError(_NO_SCORE.format("the context"))
@@ -134,6 +168,7 @@ def score(
         return free(cache, ids)[0], status
 
     held, admission, firsts = hold_context(idle_cache("score", cache, config))
+    num_composed_tokens = prompt_chunks.num_composed_tokens  # may be held again, and counts once
     results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
     for found, tokens in zip(results, own, strict=True):
         if len(tokens) and tokens[0] < len(firsts):
@@ -156,7 +191,13 @@ def score(
         held, status = score_some(held, [i], 0)
         raise_for_status(status, f"scoring continuation {i}")
     held, _ = free(held, [0])
-    return ScoreResult(results, held, int(admission.num_cached[0]))
+    return ScoreResult(
+        logprobs=results,
+        cache=held,
+        num_cached_tokens=int(admission.num_cached[0]),
+        num_composed_tokens=num_composed_tokens,
+        num_chunk_tokens=prompt_chunks.num_chunk_tokens,
+    )
 
 
 _NO_SCORE = (

@@ -58,6 +58,11 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
     held = table[rows, columns]
     owner = np.full(pool.num_blocks, len(length))
     np.minimum.at(owner, held, rows)
+    if pool.sink_blocks is not None:
+        originals = np.asarray(pool.sink_blocks)
+        np.minimum.at(
+            owner, originals[originals < pool.num_blocks], np.nonzero(originals < pool.num_blocks)[0]
+        )
     state = np.where(ref_count > 0, "own", "free").astype("<U8")
     if pool.cached is not None:
         state[(ref_count == 0) & np.asarray(pool.cached.is_published)] = "cached"

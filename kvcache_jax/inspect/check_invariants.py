@@ -22,6 +22,7 @@ from kvcache_jax.core.state import (
     row_fields,
 )
 from kvcache_jax.inspect.chunk_invariants import blocks_of_chunks, check_chunks, is_composed, plain_len_of
+from kvcache_jax.inspect.sink_invariants import blocks_of_sinks, check_sinks
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
 
@@ -70,7 +71,8 @@ def check_invariants(cache: Cache) -> list[str]:
         return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [
-            f"group {g}: {violation}" for violation in _check_counts(pool, blocks_of_chunks(cache, g))
+            f"group {g}: {violation}"
+            for violation in _check_counts(pool, blocks_of_chunks(cache, g), blocks_of_sinks(pool))
         ]
         table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
         for row, hole in enumerate(_holes_of(cache, g)):
@@ -78,7 +80,7 @@ def check_invariants(cache: Cache) -> list[str]:
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
             ]
-    return violations + check_chunks(cache) + _check_index(cache)
+    return violations + check_chunks(cache) + check_sinks(cache) + _check_index(cache)
 
 
 class _Hole(NamedTuple):
@@ -125,11 +127,12 @@ def _check_ids(cache: Cache) -> list[str]:
     control, index = cache.control, cache.control.prefix_index
     found = []
     for g, pool in enumerate(control.block_pools):
-        found.append((f"group {g}: the block table", pool.block_table, pool.num_blocks))
-        if control.chunks is not None:
-            found.append((f"group {g}: the chunks", control.chunks.block_ids[g], pool.num_blocks))
-        if pool.cached is not None:
-            found.append((f"group {g}: the queue", pool.cached.queue, pool.num_blocks))
+        lists = {"block table": pool.block_table, "original sinks": pool.sink_blocks}
+        lists["chunks"] = control.chunks and control.chunks.block_ids[g]
+        lists["queue"] = pool.cached and pool.cached.queue
+        found += [
+            (f"group {g}: the {name}", ids, pool.num_blocks) for name, ids in lists.items() if ids is not None
+        ]
     if index is not None:
         nowhere = index.parent.shape[0]
         cached = control.block_pools[cache.config.indexed_group].cached
@@ -148,16 +151,16 @@ def _check_ids(cache: Cache) -> list[str]:
     return violations
 
 
-def _check_counts(pool: BlockPool, of_chunks: np.ndarray) -> list[str]:
+def _check_counts(pool: BlockPool, *held_besides: np.ndarray) -> list[str]:
     """Checks references, and the partition of the blocks into free, referenced and cached."""
     violations = []
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
     num_free, nowhere = int(pool.num_free), pool.num_blocks
-    held = np.concatenate([table[table < nowhere], of_chunks])
+    held = np.concatenate([table[table < nowhere], *held_besides])
     entries = np.bincount(held, minlength=nowhere)
     for block in np.flatnonzero(entries != ref_count):
         violations.append(
-            f"block {block} has ref_count {ref_count[block]} and {entries[block]} table or chunk entries"
+            f"block {block} has ref_count {ref_count[block]} and {entries[block]} table or other entries"
         )
     if not 0 <= num_free <= nowhere:
         return [*violations, f"num_free is {num_free}, outside [0, {nowhere}]"]

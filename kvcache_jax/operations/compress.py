@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks import block_pool, sink_blocks, storage
 from kvcache_jax.blocks.token_moves import TokenMoves, move_tokens
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
@@ -196,6 +196,7 @@ def _plan(
         is_bad |= (count < max(group.span.num_sink_tokens, 1)) | (count > num_shown) | is_uneven
         is_same &= count == num_shown
         counts.append(count)
+    is_bad |= sink_blocks.have_moved(control, seq_ids) & ~is_same
     status = first_failure(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),

@@ -1,46 +1,71 @@
 """The operation `drop`: rows let tokens go from anywhere, and go on with the others."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, set_at
-from kvcache_jax.blocks import block_pool
+from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import block_pool, sink_blocks, storage
+from kvcache_jax.blocks.span_moves import move_spans
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.holes import Holes
+from kvcache_jax.core.key_rotation import Rotate, require_rotation
 from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.moved_sinks import CACHE, TEXT
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, cut_composed, on_rows
+from kvcache_jax.operations.rows import check_ids, cut_composed, fitting_rows, num_blocks_for, on_rows
 
 
 @takes_one
 @jax.named_scope("kvcache.drop")
-def drop(cache: Cache, seq_ids: IntRows, start: IntRows, length: IntRows) -> tuple[Cache, jax.Array]:
+def drop(
+    cache: Cache,
+    seq_ids: IntRows,
+    start: IntRows,
+    length: IntRows,
+    *,
+    positions: str = TEXT,
+    rotate: Rotate | None = None,
+) -> tuple[Cache, jax.Array]:
     """Drops tokens from within rows: blocks that hold no others go back, and the rest is hidden.
 
-    No query sees a dropped token again; no key moves, and the others stay as they are in the text: positions
-    go on from it, and windows are as far as they are there. A row has one run of dropped tokens, which grows:
-    drop all but the first and the last ones again and again, and an endless text passes through fixed memory
+    No query sees a dropped token again, and the others stay as they are in the text: positions go on from it,
+    and windows are as far as they are there. A row has one run of dropped tokens, which grows: drop all but
+    the first and the last ones again and again, and an endless text passes through fixed memory
     (StreamingLLM). Once a row dropped tokens, `max_seq_len` bounds those that it holds. Whoever shares a
     block keeps it.
+
+    With `positions="text"` no key moves. With "cache" queries find the tokens in front of the run, the sinks,
+    as near as if there had never been a run: their keys are rotated by the tokens dropped, each time from the
+    original ones. The row keeps these in blocks beside its own; `truncate` into the sinks puts them back.
 
     Args:
       cache: Not changed; built with `CacheConfig(enable_drop=True)`.
       seq_ids: i32[n], active rows, each at most once.
       start: i32[n], position in the text of the first token to drop.
       length: i32[n], positions from there on, of which some may be dropped already; 0 changes nothing.
+      positions: "text" or "cache", the places that queries find sinks at. Rows that streamed by "cache" go on
+        by it. Call "cache" inside a donated jit: called eagerly it copies the pools.
+      rotate: With "cache", as in `compose`.
 
     Returns:
       The cache and status i32[n]: BAD_LENGTH (the run ends outside of the row, begins among the sinks of a
-      layer kind or among what `compress` kept, or leaves tokens between it and those dropped before),
-      SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
+      layer kind or among what `compress` kept, or leaves tokens between it and those dropped before; with
+      "cache" also: more than `max_sink_len` tokens in front of it, or some that `compress` kept),
+      OUT_OF_BLOCKS ("cache": no block for the sinks beside the original ones), SEQ_NOT_ACTIVE,
+      DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError: the cache has no `enable_drop`, or has prefix caching.
+      ValueError, TypeError: the cache has no `enable_drop`, or has prefix caching; "cache" without a
+        `max_sink_len` or a function `rotate`.
 
     Example:
       >>> import kvcache_jax as kv
@@ -67,13 +92,54 @@ def drop(cache: Cache, seq_ids: IntRows, start: IntRows, length: IntRows) -> tup
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     start = arguments.int_column("start", start, seq_ids.shape[0])
     length = arguments.int_column("length", length, seq_ids.shape[0])
-    return on_rows(drop_rows, cache, seq_ids, start, length)
+    if positions not in (TEXT, CACHE):
+        raise ValueError(f'positions is {positions!r}, expected "text" or "cache"')
+    if positions == TEXT:
+        if rotate is not None:
+            raise ValueError(
+                'rotate is given with positions="text", expected positions="cache": no key moves'
+            )
+        return on_rows(drop_rows, cache, seq_ids, start, length)
+    if cache.config.max_sink_len is None:
+        raise ValueError(
+            'drop got positions="cache" and a cache without blocks for original sinks, expected '
+            "CacheConfig(max_sink_len=...)"
+        )
+    return _drop_and_move(cache, seq_ids, start, length, rotate=require_rotation(rotate))
 
 
 def drop_rows(
     control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
     """Drops the tokens at `start` to `start + length` of the text of rows `seq_ids`, i32[n] all."""
+    plan = _plan(control, seq_ids, start, length, config)
+    return _without_tokens(control, plan, config), plan.status
+
+
+class _Plan(NamedTuple):
+    """Rows and what they drop, i32[n].
+
+    Attributes:
+      status: See `Status`.
+      rows: Those that drop something, else `max_seqs`.
+      holes: Holes of the rows afterwards.
+      context_len: Tokens of the rows before.
+      first_gone: First place whose block goes back.
+      num_gone: Places of blocks that go back.
+    """
+
+    status: jax.Array
+    rows: jax.Array
+    holes: Holes
+    context_len: jax.Array
+    first_gone: jax.Array
+    num_gone: jax.Array
+
+
+def _plan(
+    control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, config: CacheConfig
+) -> _Plan:
+    """Decides what rows drop, of i32[n] all."""
     assert control.holes is not None
     before = control.holes.of_rows(seq_ids)
     context_len = get_at(control.context_len, seq_ids, 0)
@@ -101,17 +167,61 @@ def drop_rows(
     holes = dataclasses.replace(
         before, start=first, num_hidden=end - first - num_gone, num_dropped=before.num_dropped + num_gone
     )
-    pools = tuple(
-        pool if group.holds_sources else _without_columns(pool, group, rows, first_gone, num_gone)
-        for pool, group in zip(control.block_pools, config.groups, strict=True)
-    )
+    return _Plan(status, rows, holes, context_len, first_gone, num_gone)
+
+
+def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Control:
+    """Carries a plan out: its blocks go back, and rows note what they dropped."""
+    assert control.holes is not None
+    pools = []
+    for pool, group in zip(control.block_pools, config.groups, strict=True):
+        if not group.holds_sources:
+            pool = _without_columns(pool, group, plan.rows, plan.first_gone, plan.num_gone)
+            pool = sink_blocks.keep_first(pool, plan.rows, num_blocks_for(plan.holes.start, group.block_size))
+        pools.append(pool)
     return dataclasses.replace(
         control,
-        context_len=set_at(control.context_len, rows, context_len - num_gone),
-        holes=control.holes.with_rows(rows, holes),
-        first_composed=cut_composed(control, rows, holes.plain_len),
-        block_pools=pools,
-    ), status
+        context_len=set_at(control.context_len, plan.rows, plan.context_len - plan.num_gone),
+        holes=control.holes.with_rows(plan.rows, plan.holes),
+        first_composed=cut_composed(control, plan.rows, plan.holes.plain_len),
+        block_pools=tuple(pools),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="rotate")
+def _drop_and_move(
+    cache: Cache, seq_ids: jax.Array, start: jax.Array, length: jax.Array, rotate: Rotate
+) -> tuple[Cache, jax.Array]:
+    """Drops tokens, and moves the sinks in front of them along."""
+    config, max_sink_len = cache.config, cache.config.max_sink_len
+    assert max_sink_len is not None
+    control, (seq_ids, start, length) = as_varied((cache.control, (seq_ids, start, length)))
+    plan = _plan(control, seq_ids, start, length, config)
+    num_sinks = plan.holes.start
+    wants = plan.rows < control.max_seqs
+    is_bad = wants & ((num_sinks > max_sink_len) | (plan.holes.num_kept > 0))
+    wants &= ~is_bad
+    moved = [
+        (g, group, sink_blocks.find(control.block_pools[g], group, seq_ids, num_sinks))
+        for g, group in enumerate(config.groups)
+        if not group.holds_sources
+    ]
+    needs = [jnp.sum(found.is_taken & wants[:, None], axis=1, dtype=jnp.int32) for _, _, found in moved]
+    available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g, _, _ in moved])
+    ok = fitting_rows(available, jnp.stack(needs), wants)
+    status = jnp.where(is_bad, jnp.int32(Status.BAD_LENGTH), plan.status)
+    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    plan = plan._replace(status=status, rows=jnp.where(ok, plan.rows, control.max_seqs))
+
+    pools, distance = list(control.block_pools), plan.holes.num_hidden + plan.holes.num_dropped
+    for g, group, found in moved:
+        pools[g], moves = sink_blocks.replace(
+            pools[g], group, plan.rows, found, num_sinks, plan.context_len, distance
+        )
+        if cache.pools:
+            cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotate))
+    control = dataclasses.replace(control, block_pools=tuple(pools))
+    return dataclasses.replace(cache, control=_without_tokens(control, plan, config)), plan.status
 
 
 def _without_columns(

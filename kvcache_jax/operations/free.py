@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
-from kvcache_jax.blocks import block_pool
+from kvcache_jax.blocks import block_pool, sink_blocks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -40,7 +40,7 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
     pools = []
     for pool in control.block_pools:
         ids = get_at(pool.block_table, rows, pool.num_blocks)
-        pool = block_pool.release(pool, ids[:, ::-1])
+        pool = sink_blocks.forget(block_pool.release(pool, ids[:, ::-1]), rows)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, pool.num_blocks)))
     return dataclasses.replace(
         control,

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import first_true, get_at, num_true, quotient
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool
+from kvcache_jax.blocks import block_pool, sink_blocks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
@@ -278,7 +278,8 @@ def _num_freed(control: Control, counts: list[jax.Array]) -> jax.Array:
     """Counts the blocks that each row alone holds, i32[max_seqs], in the groups where `counts` is true."""
     num_freed = jnp.zeros_like(control.context_len)
     for pool, is_counted in zip(control.block_pools, counts, strict=True):
-        num_freed += jnp.where(is_counted, jnp.sum(_is_own(pool), axis=1, dtype=jnp.int32), 0)
+        is_own = block_pool.ref_counts(pool, sink_blocks.all_entries(pool)) == 1
+        num_freed += jnp.where(is_counted, jnp.sum(is_own, axis=1, dtype=jnp.int32), 0)
     return num_freed
 
 

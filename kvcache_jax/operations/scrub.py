@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, rank_true
 from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import sink_blocks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -100,7 +101,7 @@ def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
     """Masks per group what only these rows hold, and the cached blocks that go with it; bool[num_blocks]."""
     index, masks = cache.control.prefix_index, []
     for pool in cache.control.block_pools:
-        entries = jnp.where(is_row[:, None], pool.block_table, pool.num_blocks)
+        entries = jnp.where(is_row[:, None], sink_blocks.all_entries(pool), pool.num_blocks)
         num_refs = jnp.zeros_like(pool.ref_count).at[entries].add(1, mode="drop")
         masks.append((num_refs > 0) & (num_refs == pool.ref_count))
     if index is None:
@@ -147,6 +148,9 @@ def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> 
             is_of_other = (chunks.namespace != words[None]).any(axis=-1)
             of_chunks = jnp.where(is_of_other[:, None], chunks.block_ids[g], pool.num_blocks)
             is_kept = is_kept.at[of_chunks].set(True, mode="drop")
+        if pool.sink_blocks is not None:
+            of_sinks = jnp.where(is_other[:, None], pool.sink_blocks, pool.num_blocks)
+            is_kept = is_kept.at[of_sinks].set(True, mode="drop")
         masks.append(~is_kept)
     return masks
 
@@ -249,6 +253,8 @@ def num_tokens_held(control: Control, group_id: int, group: LayerGroup) -> jax.A
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
     if control.chunks is not None:
         num_tokens = max_at(num_tokens, control.chunks.block_ids[group_id], block_size)
+    if pool.sink_blocks is not None:
+        num_tokens = max_at(num_tokens, pool.sink_blocks, block_size)
     if pool.cached is None:
         return num_tokens
     return jnp.where(pool.cached.is_published, block_size, num_tokens)

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient, rank_true, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks import block_pool, sink_blocks, storage
 from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
@@ -228,6 +228,7 @@ def _checked(
     if control.holes is not None:
         holes = control.holes.of_rows(seq_ids)
         most = jnp.where(holes.is_plain, most, jnp.minimum(holes.plain_len, most))
+        most = jnp.where(sink_blocks.have_moved(control, seq_ids), 0, most)
     is_length = (start >= 0) & (length > 0) & (length <= max_len) & (start <= most - length)
     return first_failure(
         ((seq_ids < 0) | (seq_ids > control.max_seqs), Status.BAD_SEQ_ID),

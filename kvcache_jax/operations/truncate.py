@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, quotient, set_at
-from kvcache_jax.blocks import block_pool
+from kvcache_jax.blocks import block_pool, sink_blocks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -57,6 +57,10 @@ def truncate_rows(
         (is_lost, Status.WINDOW_LOST),
     )
     rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
+    if control.holes is not None:  # sinks that are left alone stand where they did
+        is_plain = new_len <= control.holes.of_rows(rows).plain_len
+        plain_rows = jnp.where(is_plain, rows, control.max_seqs)
+        pools = [(sink_blocks.put_back(pool, plain_rows), group) for pool, group in pools]
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, new_len),

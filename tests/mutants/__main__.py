@@ -30,6 +30,7 @@ from tests.mutants.chunks import MUTATIONS as CHUNKS
 from tests.mutants.commit import MUTATIONS as COMMIT
 from tests.mutants.compress import MUTATIONS as COMPRESS
 from tests.mutants.core import MUTATIONS as CORE
+from tests.mutants.decode_chunks import MUTATIONS as DECODE_CHUNKS
 from tests.mutants.decoder import MUTATIONS as MODELS
 from tests.mutants.decoding import MUTATIONS as DECODE
 from tests.mutants.engine import MUTATIONS as ENGINE
@@ -60,6 +61,7 @@ MUTATIONS = [
     *KINDS,
     *ATTENTION,
     *DECODE,
+    *DECODE_CHUNKS,
     *ENGINE,
     *MANAGER,
     *MODELS,

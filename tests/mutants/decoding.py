@@ -34,7 +34,7 @@ MUTATIONS = [
         ),
         (
             "prompts are shared with everybody",
-            "tokens=tokens, namespace=words",
+            "tokens=tokens, namespace=namespace",
             "tokens=tokens",
             "decoding/test_generate_prefix.py::test_prompts_share_within_a_namespace",
         ),
@@ -76,8 +76,8 @@ MUTATIONS = [
         "decoding/score",
         (
             "the context is shared with everybody",
-            "tokens=history[:1], namespace=words",
-            "tokens=history[:1]",
+            "tokens=found_by, namespace=words",
+            "tokens=found_by",
             "decoding/test_generate_prefix.py::test_other_weights_find_nothing_in_another_namespace",
         ),
     ),

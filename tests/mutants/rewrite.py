@@ -20,7 +20,97 @@ CUT_DOWN = f"{PREEMPT}::test_rows_drop_their_oldest_blocks_in_place_of_ending"
 GO_ON = f"{PREEMPT}::test_rows_that_stream_go_on_dropping_behind_what_they_dropped"
 LOST = "kinds/test_kinds.py::test_a_cell[window-rewrite]"
 
+SINKS = "attention/test_moved_sinks.py"
+NEAR = f"{SINKS}::test_sinks_are_as_near_as_if_nothing_was_dropped[full]"
+PARTED = f"{SINKS}::test_rows_share_sinks_part_and_come_back"
+NO_BLOCK = f"{SINKS}::test_without_a_block_for_the_sinks_nothing_changes"
+MOVED = f"{SINKS}::test_what_a_row_with_moved_sinks_refuses"
+
 MUTATIONS = [
+    *in_module(
+        "operations/drop",
+        (
+            "sinks move by what the row gave back",
+            "plan.holes.num_hidden + plan.holes.num_dropped",
+            "plan.holes.num_dropped",
+            NEAR,
+        ),
+        (
+            "sinks without blocks move",
+            "status = jnp.where(wants & ~ok, ",
+            "status = jnp.where(wants & ok & ~ok, ",
+            NO_BLOCK,
+        ),
+        ("more sinks move than may", "num_sinks > max_sink_len", "num_sinks < 0", MOVED),
+        (
+            "sinks that were compressed move",
+            "(plan.holes.num_kept > 0))",
+            "(plan.holes.num_kept < 0))",
+            MOVED,
+        ),
+    ),
+    *in_module(
+        "blocks/sink_blocks",
+        ("sinks drift", "jnp.where(is_first, read, jnp.where(is_sink, kept, pool.num_blocks))", "read", NEAR),
+        (
+            "shared sinks are rotated in place",
+            "(block_pool.ref_counts(pool, read) != 1)",
+            "(read < 0)",
+            PARTED,
+        ),
+        (
+            "what is behind the sinks moves along",
+            "jnp.where(moves, distance[:, None], 0)",
+            "distance[:, None] + 0 * places",
+            NEAR,
+        ),
+        (
+            "tokens behind the sinks come from the original block",
+            "jnp.where(moves, original, jnp.where(",
+            "jnp.where(moves | True, original, jnp.where(",
+            f"{SINKS}::test_tokens_that_came_into_the_block_of_the_sinks_stay",
+        ),
+        (
+            "a row keeps its own original sinks beside those it inherits",
+            "forget(block_pool.share(pool, new), rows)",
+            "block_pool.share(pool, new)",
+            PARTED,
+        ),
+        (
+            "original sinks that are no longer ones are held",
+            "jnp.where(goes, held, pool.num_blocks)[:, ::-1]",
+            "jnp.where(goes & False, held, pool.num_blocks)[:, ::-1]",
+            NEAR,
+        ),
+        ("a cut row keeps its rotated sinks", "jnp.where(is_back, original, rotated)", "rotated", PARTED),
+    ),
+    *in_module(
+        "operations/rewrite",
+        (
+            "moved sinks are computed again",
+            "has_moved[:, None] & (indices < holes.start[:, None])",
+            "has_moved[:, None] & (indices < 0)",
+            MOVED,
+        ),
+    ),
+    *in_module(
+        "operations/compress",
+        (
+            "moved sinks are compressed",
+            "is_bad |= sink_blocks.have_moved(control, seq_ids) & ~is_same",
+            "",
+            MOVED,
+        ),
+    ),
+    *in_module(
+        "operations/scrub",
+        (
+            "original sinks are not scrubbed",
+            "sink_blocks.all_entries(pool), pool.num_blocks",
+            "pool.block_table, pool.num_blocks",
+            PARTED,
+        ),
+    ),
     *in_module(
         "operations/rewrite",
         ("a shared block is written anew", "block_pool.ref_counts(pool, blocks) > 1", "False", SHARED),

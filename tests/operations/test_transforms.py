@@ -320,6 +320,18 @@ def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks(kinds):
 
 
 @pytest.mark.slow
+def test_moving_sinks_copies_no_pool_and_no_array_of_blocks():
+    rotate = kv.key_rotation([1.0, 0.1], max_distance=40)
+
+    def stream(cache):
+        rows = jnp.arange(4)
+        return kv.drop(cache, rows, jnp.full(4, 2), jnp.full(4, 7), positions="cache", rotate=rotate)
+
+    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, stream, enable_drop=True, max_sink_len=2)
+    assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
+
+
+@pytest.mark.slow
 def test_compressing_copies_no_pool_and_no_array_of_blocks():
     """Beside the pool it takes the memory of the rows in one layer, and of their scores."""
 
@@ -345,14 +357,14 @@ def test_a_step_and_a_cache_survive_export():
     assert_equal_bits(got, expected)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [1, 3, "2", None])
 def test_another_format_version_is_refused(version):
     data = json.loads(config_to_json(GROUPED))
-    assert data["format_version"] == 1 and config_from_json(json.dumps(data).encode()) == GROUPED
+    assert data["format_version"] == 2 and config_from_json(json.dumps(data).encode()) == GROUPED
     del data["format_version"]
     values = data if version is None else {**data, "format_version": version}
     got = "no format_version" if version is None else f"format_version {version!r}"
-    says = f"has {got}, expected 1: export it again with this kvcache_jax, or load it with the one that"
+    says = f"has {got}, expected 2: export it again with this kvcache_jax, or load it with the one that"
     with pytest.raises(ValueError, match=says):
         config_from_json(json.dumps(values).encode())
     state = {**GROUPED.__getstate__(), "format_version": version}
@@ -364,8 +376,8 @@ def test_an_exported_step_of_another_format_version_is_refused(monkeypatch):
     _, step = kv.extend(kv.init(GROUPED), [0] * 4, max_new=1)
     data = jax.export.export(jax.jit(lambda step: step.status + 1))(step).serialize()
     assert pickle.loads(pickle.dumps(GROUPED)) == GROUPED
-    monkeypatch.setattr(pytree, "FORMAT_VERSION", 2)
-    with pytest.raises(ValueError, match="has format_version 1, expected 2"):
+    monkeypatch.setattr(pytree, "FORMAT_VERSION", 3)
+    with pytest.raises(ValueError, match="has format_version 2, expected 3"):
         jax.export.deserialize(data)
 
 

@@ -1,0 +1,176 @@
+"""The options of chunk reuse in `generate` and `score`, and the spans of prompts that are chunks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
+from kvcache_jax.core.chunk_selector import registered_selector
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.key_rotation import Rotate
+from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.streaming import Streaming
+from kvcache_jax.decoding.arguments import as_list
+
+Span = tuple[int, int]
+"""First place of a chunk in its prompt, and one past its last."""
+
+_SERVED = frozenset({"key"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkReuse:
+    """The way in which chunks of prompts are reused, passages that may stand anywhere.
+
+    Each chunk is computed once, alone, and is kept in the cache's store of chunks. In a prompt its keys are
+    rotated to where it stands, and some of its tokens are computed again, with all that stands in front.
+
+    Attributes:
+      rotate: Rotates keys to another position, as in `compose`: a `key_rotation` of the model's frequencies.
+        None for a model whose keys know no position.
+      selector: Name of the function that says which tokens those are; see `chunk_selectors`.
+      share: Part of each chunk's tokens that is computed again, 0 to 1. With 1 a prompt is computed exactly,
+        and so is a chunk at the beginning of its prompt with any.
+      seed: Of a selector that draws, below 2**32.
+
+    Raises:
+      ValueError, TypeError: a share outside 0 to 1, an unknown selector, a `rotate` that is no function.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> rotate = kv.key_rotation([1.0, 0.1], max_distance=100)
+      >>> kv.ChunkReuse(rotate=rotate, share=0.5).selector
+      'first'
+
+    References:
+      EPIC (Hu et al.; arXiv:2410.15332), for chunks that are computed alone, and then in part again.
+    """
+
+    rotate: Rotate | None
+    selector: str = "first"
+    share: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rotate is not None and not callable(self.rotate):
+            raise TypeError(f"rotate is {self.rotate!r}, expected a function of keys and distances, or None")
+        share = finite_number("share", self.share)
+        if not 0 <= share <= 1:
+            raise ValueError(f"share is {share}, expected 0 to 1, the part of a chunk that is computed again")
+        object.__setattr__(self, "share", share)
+        object.__setattr__(self, "seed", static_count("seed", self.seed, 0, 2**32 - 1, "2**32 - 1"))
+        missing = registered_selector(self.selector).needs - _SERVED
+        if missing:
+            raise ValueError(
+                f"selector is {self.selector!r}, which needs {', '.join(sorted(missing))}, expected one that "
+                f"needs nothing or {', '.join(sorted(_SERVED))}: no chunk has been computed here yet"
+            )
+
+
+def prompt_spans(
+    caller: str,
+    chunks: Any,
+    chunk_reuse: ChunkReuse | None,
+    prompts: Sequence[np.ndarray],
+    config: CacheConfig,
+    streaming: Streaming | None = None,
+) -> list[list[Span]]:
+    """Checks the chunks of prompts; leaves out those that the cache has no room for, whatever it holds.
+
+    Args:
+      caller: The function that was called.
+      chunks: For each prompt pairs `(start, end)`, in any order; None for no chunks at all.
+      chunk_reuse: Given together with chunks.
+      prompts: Their tokens.
+      config: The cache's.
+      streaming: Refused together with chunks.
+
+    Returns:
+      For each prompt its spans in order.
+
+    Raises:
+      ValueError, TypeError: names got, expected and the fix.
+    """
+    if chunks is None and chunk_reuse is None:
+        return [[] for _ in prompts]
+    if chunks is None or chunk_reuse is None:
+        got, missing = ("chunk_reuse", "chunks") if chunks is None else ("chunks", "chunk_reuse")
+        raise ValueError(f"{caller} got {got} without {missing}, expected both or none")
+    if streaming is not None:
+        raise ValueError(
+            f"{caller} got chunks and streaming, expected one of them: a row that dropped tokens takes no "
+            "chunks"
+        )
+    if not isinstance(chunk_reuse, ChunkReuse):
+        raise TypeError(f"chunk_reuse is {chunk_reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
+    if config.max_chunk_len is None:
+        raise ValueError(
+            f"{caller} got chunks and a cache without a store of chunks, expected one built with "
+            "CacheConfig(num_chunks=..., max_chunk_len=...)"
+        )
+    of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
+    if len(of_prompts) != len(prompts):
+        raise ValueError(
+            f"chunks has {len(of_prompts)} lists of spans, expected {len(prompts)}, one per prompt"
+        )
+    found: list[list[Span]] = []
+    for i, (spans, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
+        found.append(
+            _with_room(_ordered(f"chunks[{i}]", spans, len(prompt), config.max_chunk_len), prompt, config)
+        )
+    return found
+
+
+def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list[Span]:
+    """Checks the spans of a prompt and sorts them."""
+    pairs = []
+    for span in as_list(name, spans, "spans, pairs (start, end)"):
+        pair = as_list(name, span, "spans, pairs (start, end)")
+        if len(pair) != 2:
+            raise ValueError(f"{name} has the span {span!r}, expected a pair (start, end)")
+        start, end = (as_integer(name, place) for place in pair)
+        if not 0 <= start < end <= num_tokens:
+            raise ValueError(
+                f"{name} has the span {(start, end)}, expected 0 <= start < end <= {num_tokens}, the "
+                "prompt's length"
+            )
+        if end - start > max_chunk_len:
+            raise ValueError(
+                f"{name} has the span {(start, end)} of {end - start} tokens, expected at most "
+                f"max_chunk_len = {max_chunk_len}; raise max_chunk_len, or name two spans"
+            )
+        pairs.append((start, end))
+    pairs.sort()
+    for before, behind in zip(pairs, pairs[1:], strict=False):
+        if before[1] > behind[0]:
+            raise ValueError(
+                f"{name} has the spans {before} and {behind}, expected spans that do not overlap"
+            )
+    return pairs
+
+
+def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig) -> list[Span]:
+    """Leaves out those of a prompt's spans that do not fit beside it and the others, in order.
+
+    It does not depend on what the cache holds: the rest of it can be evicted, and chunks be forgotten.
+    """
+    names: set[bytes] = set()
+    fitting = []
+    # A prompt that was found in part copies a block; while chunks are computed it holds none yet.
+    num_left = [
+        group.num_blocks - min(ceil_div(len(prompt), group.block_size), group.max_held_blocks) - 1
+        for group in config.groups
+    ]
+    for start, end in spans:
+        name = prompt[start:end].tobytes()
+        if name not in names:
+            needs = [ceil_div(end - start, group.block_size) for group in config.groups]
+            left = [num - need for num, need in zip(num_left, needs, strict=True)]
+            if min(left) < 0 or len(names) == config.num_chunks:
+                continue
+            num_left = left
+            names.add(name)
+        fitting.append((start, end))
+    return fitting

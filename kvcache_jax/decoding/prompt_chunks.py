@@ -1,0 +1,293 @@
+"""Prompts made of chunks: what is missing is stored, all is composed, and some of it computed again."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvcache_jax.arrays.masked_updates import get_at, set_at
+from kvcache_jax.core.cache_craft import num_of_share
+from kvcache_jax.core.chunks import Chunks
+from kvcache_jax.core.select_tokens import select_tokens
+from kvcache_jax.core.state import Cache
+from kvcache_jax.core.status import Status, raise_for_status
+from kvcache_jax.decoding.chunk_reuse import ChunkReuse, Span
+from kvcache_jax.decoding.forward import Forward, width_of
+from kvcache_jax.decoding.prefill import FeedResult, feed
+from kvcache_jax.decoding.sampling import are_numbers
+from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.chunk_metadata import chunk_metadata
+from kvcache_jax.operations.compose import compose
+from kvcache_jax.operations.donate import donate
+from kvcache_jax.operations.find_chunks import find_chunks
+from kvcache_jax.operations.free import free
+from kvcache_jax.operations.free_chunks import free_chunks
+from kvcache_jax.operations.rewrite import rewrite
+from kvcache_jax.operations.store_chunk import store_chunk
+from kvcache_jax.operations.truncate import truncate
+
+# No id of a model's. What is behind a prompt's first chunk is neither found nor published.
+NOT_LOOKED_UP = -1
+
+# Prompts of fewer chunks share their programs.
+_FEWEST_CHUNKS = 4
+
+
+class _Placed(NamedTuple):
+    """The chunks of one row and their places, in numpy.
+
+    Attributes:
+      chunk_ids: i32[1, K], `num_chunks` for none.
+      starts: i32[1, K], first places.
+      is_composed: bool[max_seq_len], places of their tokens.
+    """
+
+    chunk_ids: np.ndarray
+    starts: np.ndarray
+    is_composed: np.ndarray
+
+
+class PromptChunks:
+    """The chunks of a call's prompts, on the host. A prompt without chunks is left to ordinary prefill.
+
+    A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
+    result is its own: it depends neither on what was stored before nor on the other prompts.
+
+    Attributes:
+      num_composed_tokens: Tokens of prompts that were taken from chunks and not computed again.
+      num_chunk_tokens: Tokens that were computed to be stored as chunks.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        params: Any,
+        prompts: Sequence[np.ndarray],
+        namespaces: np.ndarray,
+        spans: list[list[Span]],
+        reuse: ChunkReuse | None,
+        chunk_len: int,
+    ):
+        self.forward, self.params, self.chunk_len = forward, params, chunk_len
+        self.prompts, self.namespaces, self.spans, self.reuse = prompts, namespaces, spans, reuse
+        self.num_composed_tokens, self.num_chunk_tokens = 0, 0
+        self._last_used: dict[int, int] = {}
+
+    def plain_len(self, prompt_id: int) -> int:
+        """Counts the tokens in front of a prompt's first chunk: what its row publishes, and finds."""
+        spans = self.spans[prompt_id]
+        return spans[0][0] if spans else len(self.prompts[prompt_id])
+
+    def with_room[T](
+        self, cache: Cache, attempt: Callable[[Cache], tuple[Cache, T | None]], kept: Sequence[int] = ()
+    ) -> tuple[Cache, T | None]:
+        """Tries what may lack blocks or places, and forgets a chunk after each failure.
+
+        Args:
+          cache: With or without chunks.
+          attempt: Returns the cache and a result, None for a failure.
+          kept: Chunks that are not forgotten; of the others those go first that were used longest ago.
+        """
+        cache, result = attempt(cache)
+        while result is None and (others := self._forgettable(cache, kept)):
+            cache, _ = free_chunks(cache, others[:1])
+            cache, result = attempt(cache)
+        return cache, result
+
+    def forget_until(
+        self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()
+    ) -> Cache:
+        """Forgets chunks but those `kept`, in the order of `with_room`, until the cache `is_enough`."""
+        if cache.control.chunks is None:
+            return cache
+        return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
+
+    def _forgettable(self, cache: Cache, kept: Sequence[int]) -> list[int]:
+        if (chunks := cache.control.chunks) is None:
+            return []
+        stored = set(np.flatnonzero(np.asarray(chunks.length)).tolist()) - set(kept)
+        return sorted(stored, key=lambda chunk_id: (self._last_used.get(chunk_id, -1), chunk_id))
+
+    def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
+        """Finds a prompt's chunks; computes and stores those that are missing.
+
+        Args:
+          cache: Donated.
+          prompt_id: The prompt.
+          row: An idle row, which is idle again afterwards.
+
+        Returns:
+          The cache, and the chunk of each span, `num_chunks` for one that cannot be computed: its logits hold
+          NaN. None in place of all where blocks are lacking, which other rows hold.
+        """
+        prompt, words = self.prompts[prompt_id], self.namespaces[prompt_id]
+        texts = [prompt[start:end] for start, end in self.spans[prompt_id]]
+        held = {}
+        for tokens in texts:
+            if (chunk_id := self._find(cache, tokens, words)) is not None:
+                held[tokens.tobytes()] = chunk_id
+        for tokens in texts:
+            if tokens.tobytes() not in held:
+                cache, chunk_id = self._store(cache, tokens, words, row, [*held.values()])
+                if chunk_id is None:
+                    return cache, None
+                held[tokens.tobytes()] = chunk_id
+        now = 1 + max(self._last_used.values(), default=0)
+        self._last_used |= dict.fromkeys(held.values(), now)
+        return cache, [held[tokens.tobytes()] for tokens in texts]
+
+    def _find(self, cache: Cache, tokens: np.ndarray, words: np.ndarray) -> int | None:
+        chunk_id = int(find_chunks(cache, _name(cache, tokens), [len(tokens)], words)[0])
+        return chunk_id if chunk_id < _chunks_of(cache).num_chunks else None
+
+    def _store(
+        self, cache: Cache, tokens: np.ndarray, words: np.ndarray, row: int, kept: Sequence[int]
+    ) -> tuple[Cache, int | None]:
+        """Computes a chunk alone in an idle row and stores it; returns its id as `hold` does."""
+        name, length = _name(cache, tokens), np.array([len(tokens)])
+
+        def start(cache: Cache) -> tuple[Cache, int | None]:
+            started, admission = allocate(cache, [row], length, tokens=name, namespace=words)
+            return (started, int(admission.num_cached[0])) if _is_ok(admission.status) else (cache, None)
+
+        def store(cache: Cache) -> tuple[Cache, int | None]:
+            cache, stored = _store_donated(cache, np.array([row]), np.array([0]), length, name)
+            return cache, int(stored.chunk_ids[0]) if _is_ok(stored.status) else None
+
+        cache, num_cached = self.with_room(cache, start, kept)
+        if num_cached is None:
+            return cache, None
+        cache, fed = self._feed(cache, row, tokens)
+        chunk_id = None
+        if _is_ok(fed.status[row]):
+            self.num_chunk_tokens += len(tokens) - num_cached
+            chunk_id = _chunks_of(cache).num_chunks
+            if are_numbers(fed.logits[row]):
+                cache, chunk_id = self.with_room(cache, store, kept)
+        cache, _ = free(cache, [row])
+        return cache, chunk_id
+
+    def _feed(self, cache: Cache, row: int, tokens: np.ndarray) -> tuple[Cache, FeedResult]:
+        """Feeds a row, and no other, to the last of `tokens`."""
+        history, length = (
+            np.zeros((cache.max_seqs, len(tokens)), np.int32),
+            np.zeros(cache.max_seqs, np.int32),
+        )
+        history[row], length[row] = tokens, len(tokens)
+        return feed(self.forward, self.params, cache, history, length, chunk_len=self.chunk_len)
+
+    def compose(self, cache: Cache, prompt_id: int, row: int, chunk_ids: Sequence[int]) -> Cache:
+        """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
+
+        What stands in front of the first chunk is fed, all chunks are composed, and then everything that is
+        to be computed behind there is rewritten in order: texts between chunks, and what the selector chose.
+
+        Args:
+          cache: Donated.
+          prompt_id: The prompt.
+          row: Its row.
+          chunk_ids: Of `hold`.
+        """
+        if not any(chunk_id < _chunks_of(cache).num_chunks for chunk_id in chunk_ids):
+            return cache
+        assert self.reuse is not None
+        prompt, rows, placed = (
+            self.prompts[prompt_id],
+            np.array([row]),
+            self._placed(cache, prompt_id, chunk_ids),
+        )
+        first, last = np.flatnonzero(placed.is_composed)[[0, -1]].tolist()
+        cache, fed = self._feed(cache, row, prompt[:first])
+        raise_for_status(fed.status[row], "computing the text in front of chunks")
+        rotate, selector, share = self.reuse.rotate, self.reuse.selector, self.reuse.share
+        cache, status = _compose_donated(cache, rows, placed.chunk_ids, placed.starts, rotate=rotate)
+        raise_for_status(status, "composing chunks")
+        is_selected = _selected(
+            cache, placed.chunk_ids, placed.starts, selector, np.float32(share), np.uint32(self.reuse.seed)
+        )
+        end = min(last + 1, len(prompt) - 1)  # the last token is always fed, for its logits
+        is_again = (np.asarray(is_selected) | ~placed.is_composed)[first:end]
+        self.num_composed_tokens += int((~is_again).sum())
+        cache = self._compute_again(cache, rows, prompt, first + np.flatnonzero(is_again))
+        if last == end:
+            cache, status = truncate(cache, rows, [end])
+            raise_for_status(status, "taking back the last token")
+        return cache
+
+    def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> "_Placed":
+        """Lists the chunks of a prompt that there are, as `compose` takes them."""
+        width, nowhere = (
+            max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS),
+            _chunks_of(cache).num_chunks,
+        )
+        placed = _Placed(
+            chunk_ids=np.full((1, width), nowhere, np.int32),
+            starts=np.zeros((1, width), np.int32),
+            is_composed=np.zeros(cache.config.max_seq_len, bool),
+        )
+        for i, (chunk_id, (start, end)) in enumerate(zip(chunk_ids, self.spans[prompt_id], strict=True)):
+            if chunk_id < nowhere:
+                placed.chunk_ids[0, i], placed.starts[0, i] = chunk_id, start
+                placed.is_composed[start:end] = True
+        return placed
+
+    def _compute_again(self, cache: Cache, rows: np.ndarray, prompt: np.ndarray, places: np.ndarray) -> Cache:
+        """Computes the tokens at ascending `places` of a row, `chunk_len` of them in a call of the model."""
+        outcomes = []
+        for first in range(0, len(places), self.chunk_len):
+            piece = places[first : first + self.chunk_len]
+            tokens, indices = np.zeros((2, 1, self.chunk_len), np.int32)
+            indices[:] = cache.config.max_seq_len
+            tokens[0, : len(piece)], indices[0, : len(piece)] = prompt[piece], piece
+            cache, status = _rewrite_donated(self.forward, self.params, cache, rows, tokens, indices)
+            outcomes.append(status)
+        for status in outcomes:
+            raise_for_status(status, "computing tokens of chunks again")
+        return cache
+
+
+def _chunks_of(cache: Cache) -> Chunks:
+    assert cache.control.chunks is not None
+    return cache.control.chunks
+
+
+def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:
+    """Pads the tokens of a chunk, i32[1, max_chunk_len]: chunks of any length share their programs."""
+    name = np.zeros((1, _chunks_of(cache).tokens.shape[1]), np.int32)
+    name[0, : len(tokens)] = tokens
+    return name
+
+
+def _is_ok(status: jax.Array) -> bool:
+    return int(np.asarray(status).reshape(())) == Status.OK
+
+
+@functools.partial(jax.jit, static_argnames="selector")
+def _selected(
+    cache: Cache, chunk_ids: jax.Array, starts: jax.Array, selector: str, share: ArrayLike, seed: ArrayLike
+) -> jax.Array:
+    """Chooses the tokens of one row's chunks that are computed again, bool[max_seq_len]."""
+    chunks = chunk_metadata(cache, chunk_ids, starts)._replace(key=jax.random.key(seed))
+    num_select = num_of_share(share, get_at(_chunks_of(cache).length, chunk_ids, 0))
+    width = cache.config.max_seq_len
+    places = select_tokens(selector, chunks, num_select, max_select=width)[0]
+    return set_at(jnp.zeros(width, bool), places, True)
+
+
+_store_donated = donate(store_chunk)
+_compose_donated = jax.jit(compose, static_argnames="rotate", donate_argnames="cache")
+
+
+@functools.partial(jax.jit, static_argnames="forward", donate_argnames="cache")
+def _rewrite_donated(
+    forward: Forward, params: Any, cache: Cache, rows: jax.Array, tokens: jax.Array, indices: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Computes tokens i32[1, T] of a row again; returns the status, i32[1]."""
+    cache, step = rewrite(cache, rows, indices)
+    result = forward(params, tokens, cache, step)
+    width_of(result, *tokens.shape)
+    return result[1], step.status

@@ -1,0 +1,145 @@
+"""Sinks that move along with what is dropped behind them, against a dense reference that rotates them."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from tests.support.helpers import assert_invariants, statuses
+from tests.support.texts import DIM, FULL, MAX_LEN, OK, WIDTH, WINDOW, Texts
+
+ROTATE = kv.key_rotation(0.9 ** np.arange(DIM // 2), max_distance=200)
+BAD_LENGTH = kv.Status.BAD_LENGTH
+NUM_BLOCKS = 16
+
+
+def moving(layers):
+    num_blocks = NUM_BLOCKS if layers == [FULL] else 4 * NUM_BLOCKS
+    return Texts(layers, rotate=ROTATE, max_sink_len=6, num_blocks=num_blocks)
+
+
+def num_free(texts):
+    return [int(pool.num_free) for pool in texts.cache.control.block_pools]
+
+
+def bits(cache):
+    return [np.asarray(jax.device_get(leaf)).tobytes() for leaf in jax.tree.leaves(cache)]
+
+
+@pytest.mark.parametrize(
+    "layers", [[FULL], pytest.param([WINDOW, FULL], marks=pytest.mark.slow)], ids=["full", "window"]
+)
+def test_sinks_are_as_near_as_if_nothing_was_dropped(layers):
+    """Over a stream of several times the row: always from the original keys, so nothing drifts."""
+    texts, sinks, window = moving(layers), 5, 9
+    num_blocks = num_free(texts)
+    for i in range(12):
+        texts.grow([1 + i % WIDTH, 3, 0])
+        for row in (0, 1):
+            num_tokens = len(texts.k[row])
+            if num_tokens > sinks + window:
+                assert texts.drop(row, sinks, num_tokens - sinks - window) == OK
+    assert len(texts.k[1]) > MAX_LEN
+    texts.cache, status = kv.free(texts.cache, [0, 1, 2])
+    assert statuses(status) == [OK] * 3
+    assert num_free(texts) == num_blocks
+    assert_invariants(texts.cache)
+
+
+def test_rows_share_sinks_part_and_come_back():
+    texts = moving([FULL])
+    for _ in range(4):
+        texts.grow([4, 1, 0])
+    texts.cache, _ = kv.free(texts.cache, [2])
+    assert texts.drop(0, 5, 3) == OK
+    texts.cache, status = kv.fork(texts.cache, [0], [2])
+    assert statuses(status) == [OK]
+    for held in (texts.k, texts.v, texts.dropped):
+        held[2] = held[0].copy()
+    before = [np.asarray(x) for x in kv.gather(texts.cache, 0, 0)]
+    assert texts.drop(2, 4, 7) == OK  # fewer sinks, further away
+    for now, then in zip(kv.gather(texts.cache, 0, 0), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    texts.grow([1, 1, 2])
+
+    texts.cache, status = kv.reorder(texts.cache, [0, 2, 1], [2, 0, 2])  # two change places
+    assert statuses(status) == [OK] * 3
+    for held in (texts.k, texts.v, texts.dropped):
+        held[0], held[2], held[1] = held[2], held[0], held[2]
+    texts.grow([2, 2, 1])
+
+    texts.cache, status = kv.truncate(texts.cache, [0, 2], [3, 5])  # within the sinks, and behind all of them
+    assert statuses(status) == [OK] * 2
+    for row, length in ((0, 3), (2, 5)):
+        texts.k[row], texts.v[row] = texts.k[row][:length], texts.v[row][:length]
+        texts.dropped[row] = np.zeros(length, bool)
+    texts.grow([4, 1, 3])
+    assert texts.drop(0, 2, 2) == OK
+    texts.grow([1, 1, 1])
+
+    [num_used] = (NUM_BLOCKS - free for free in num_free(texts))
+    texts.cache, num_scrubbed = kv.scrub(texts.cache, [0, 1, 2])
+    assert int(num_scrubbed) == num_used and num_free(texts) == [NUM_BLOCKS]
+    assert_invariants(texts.cache)
+
+
+def test_tokens_that_came_into_the_block_of_the_sinks_stay():
+    texts = moving([FULL])
+    texts.grow([3, 3, 0])
+    assert texts.drop(0, 2, 1) == OK
+    texts.grow([3, 1, 0])
+    assert texts.drop(0, 2, 1) == OK
+    texts.grow([1, 1, 0])
+
+
+def test_without_a_block_for_the_sinks_nothing_changes():
+    texts = moving([FULL])
+    for i in range(6):
+        texts.grow([4, 4, 4 * (i < 4)])
+    assert num_free(texts) == [0]
+    before = bits(texts.cache)
+    assert texts.drop(0, 3, 5) == kv.Status.OUT_OF_BLOCKS
+    assert bits(texts.cache) == before
+    texts.cache, _ = kv.free(texts.cache, [1])
+    assert texts.drop(0, 3, 4) == OK and num_free(texts) == [5]
+
+
+def test_what_a_row_with_moved_sinks_refuses():
+    texts = moving([FULL])
+    for _ in range(4):
+        texts.grow([4, 4, 2])
+    assert texts.drop(0, 7, 2) == BAD_LENGTH  # more sinks than may move
+    assert texts.drop(0, 6, 2) == OK
+    before = bits(texts.cache.control)
+    _, step = kv.rewrite(texts.cache, [0], [[5]])
+    assert statuses(step.status) == [BAD_LENGTH]
+    scores = np.zeros((1, MAX_LEN), np.float32)
+    assert statuses(kv.compress(texts.cache, [0], scores, [8])[1]) == [BAD_LENGTH]
+    assert bits(texts.cache.control) == before
+    texts.cache, status = kv.compress(texts.cache, [1], scores, [5])
+    texts.cache, step = kv.extend(texts.cache, [0, 2, 0], max_new=WIDTH)
+    assert statuses([*status, step.status[1]]) == [OK] * 2
+    assert texts.drop(1, 16, 1) == BAD_LENGTH
+
+
+def test_options_that_do_not_fit_are_named():
+    sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
+    plain = kv.init(kv.CacheConfig([FULL], enable_drop=True, **sizes))
+    with pytest.raises(ValueError, match='expected "text" or "cache"'):
+        kv.drop(plain, [0], [1], [1], positions="text ")
+    with pytest.raises(ValueError, match="a cache without blocks for original sinks"):
+        kv.drop(plain, [0], [1], [1], positions="cache", rotate=ROTATE)
+    with pytest.raises(ValueError, match='rotate is given with positions="text"'):
+        kv.drop(plain, [0], [1], [1], rotate=ROTATE)
+    cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, max_sink_len=4, **sizes))
+    with pytest.raises(TypeError, match="rotate is None, expected a function of keys and distances"):
+        kv.drop(cache, [0], [1], [1], positions="cache")
+    for options, message in (
+        (dict(max_sink_len=4), "max_sink_len is 4, expected enable_drop=True with it"),
+        (dict(max_sink_len=33, enable_drop=True), "max_sink_len is 33, expected at most max_seq_len = 32"),
+        (dict(max_sink_len=0, enable_drop=True), "max_sink_len is 0, expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kv.CacheConfig([FULL], **sizes, **options)
+    with pytest.raises(NotImplementedError, match="max_sink_len is given and layers.0. is Quantised"):
+        kv.CacheConfig([kv.Quantised(FULL, "int8")], enable_drop=True, max_sink_len=4, **sizes)

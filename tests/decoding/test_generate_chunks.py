@@ -1,0 +1,443 @@
+"""`generate` and `score` with chunks, against a model without a cache that is given what chunks hold."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvcache_jax as kv
+from kvcache_jax import testing
+from tests.support import tiny_model
+from tests.support.tiny_model import DIM, HEADS, VOCAB, WIDTH, make_params
+
+PARAMS = make_params()
+FREQUENCIES = np.array([1.0, 0.3])
+ROTATE = kv.key_rotation(FREQUENCIES, max_distance=48)
+NUM_NEW = 5
+# One config, so that most tests share their programs: a prompt of 45 tokens leaves room for two long chunks.
+PREFIXES = dict(enable_prefix_caching=True, num_blocks=40)
+SIZES = dict(num_blocks=20, num_chunks=3, max_chunk_len=12)
+
+
+def config(**sizes):
+    return tiny_model.config(**{**SIZES, **sizes})
+
+
+def rotated(x, positions, library):
+    """Rotates queries or keys `[..., heads, DIM]` to `positions` [...]."""
+    angle = library.stack([positions * frequency for frequency in FREQUENCIES.tolist()], axis=-1)
+    angle = angle[..., None, :]
+    a, b = library.split(x, 2, axis=-1)
+    cos, sin = library.cos(angle), library.sin(angle)
+    return library.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def heads_of(x, weights, library):
+    parts = library.split(x @ weights, [2 * WIDTH, 3 * WIDTH], axis=-1)
+    nums = 2 * HEADS, HEADS, HEADS
+    return [part.reshape(*x.shape[:-1], num, DIM) for part, num in zip(parts, nums, strict=True)]
+
+
+def forward(params, tokens, cache, step):
+    """As the tiny model, but that positions are rotations of queries and keys."""
+    x, positions = 0.7 * params["embedding"][tokens], step.positions.astype(jnp.float32)
+    for layer, weights in enumerate(params["layers"]):
+        q, k, v = heads_of(x, weights, jnp)
+        q, k = rotated(q, positions, jnp), rotated(k, positions, jnp)
+        cache, out = kv.attention(cache, layer, q, k, v, step)
+        out = out.reshape(*x.shape[:-1], -1)
+        x = x + 2 * jnp.tanh(out[..., :WIDTH] - out[..., WIDTH:])
+    return x @ params["head"], cache
+
+
+def dense(tokens, given=None, is_given=None):
+    """The model of one text in float64; at places `is_given` keys, before rotation, and values are `given`.
+
+    Returns:
+      Logits [tokens, VOCAB], and keys and values of each layer.
+    """
+    x = 0.7 * np.asarray(PARAMS["embedding"], float)[np.asarray(tokens)]
+    places, found = np.arange(len(tokens)), []
+    for layer, weights in enumerate(PARAMS["layers"]):
+        q, k, v = heads_of(x, np.asarray(weights, float), np)
+        if given is not None:
+            pairs = zip(given[layer], (k, v), strict=True)
+            k, v = (np.where(is_given[:, None, None], old, new) for old, new in pairs)
+        found.append((k, v))
+        q, k = rotated(q, places.astype(float), np), rotated(k, places.astype(float), np)
+        k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
+        shares = np.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
+        shares = np.exp(np.where(places[:, None] >= places, shares, -np.inf))
+        out = np.einsum("hts,shd->thd", shares / shares.sum(-1, keepdims=True), v).reshape(len(x), -1)
+        x = x + 2 * np.tanh(out[..., :WIDTH] - out[..., WIDTH:])
+    return x @ np.asarray(PARAMS["head"], float), found
+
+
+def composed(prompt, spans, again):
+    """What the chunks of a prompt give: keys and values by layer, and the places that keep them."""
+    given = [tuple(np.zeros((len(prompt), HEADS, DIM)) for _ in "kv") for _ in PARAMS["layers"]]
+    is_given = np.zeros(len(prompt), bool)
+    for start, end in spans:
+        for (k, v), alone in zip(given, dense(prompt[start:end])[1], strict=True):
+            k[start:end], v[start:end] = alone
+        is_given[start:end] = True
+    is_given[again] = False
+    is_given[-1] = False
+    return given, is_given
+
+
+def first_of(share):
+    """The places that `selector="first"` computes again."""
+
+    def again(spans):
+        return [
+            place
+            for start, end in spans
+            for place in range(start, start + math.ceil(round(share * (end - start), 9)))
+            if start
+        ]
+
+    return again
+
+
+def greedy(prompt, spans, again, num_new=NUM_NEW):
+    given, is_given = composed(prompt, spans, again(spans))
+    text, scores = list(prompt), []
+    for _ in range(num_new):
+        num_more = len(text) - len(prompt)
+        wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
+        logits = dense(text, wide, np.pad(is_given, (0, num_more)))[0][-1]
+        scores.append(logits.max() - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+        text.append(int(logits.argmax()))
+    return text[len(prompt) :], scores
+
+
+def check(result, prompts, spans, again, unchunked=()):
+    """Each continuation is the reference's; nothing is left but chunks, which are whole."""
+    for i, (prompt, chunks) in enumerate(zip(prompts, spans, strict=True)):
+        tokens, scores = greedy(prompt, [span for span in chunks if span not in unchunked], again)
+        assert result.generations[i].tokens == tokens, i
+        np.testing.assert_allclose(result.generations[i].logprobs, scores, atol=1e-4)
+    check_left(result.cache)
+
+
+def check_left(cache):
+    """Rows are idle, chunks hold their own blocks, and all are free once chunks are forgotten."""
+    assert kv.check_invariants(cache) == []
+    assert not np.asarray(cache.is_active).any()
+    stored = np.flatnonzero(np.asarray(cache.control.chunks.length))
+    emptied, status = kv.free_chunks(cache, stored) if len(stored) else (cache, np.zeros(0))
+    assert not np.asarray(status).any() and int(kv.stats(emptied).num_blocks_used) == 0
+
+
+def text(seed, length):
+    return np.random.default_rng(seed).integers(VOCAB, size=length).tolist()
+
+
+A, B, C = text(1, 11), text(2, 8), text(3, 5)
+
+
+def prompt_of(*parts):
+    """Joins texts and chunks; chunks are tuples. Returns the prompt and its spans."""
+    prompt, spans = [], []
+    for part in parts:
+        if isinstance(part, tuple):
+            spans.append((len(prompt), len(prompt) + len(part)))
+        prompt += part
+    return prompt, spans
+
+
+a, b, c = tuple(A), tuple(B), tuple(C)
+PROMPTS = [
+    prompt_of([7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]),  # texts in front, between and behind
+    prompt_of(b, a, [6]),  # the other way round, the first one exact
+    prompt_of([7, 2, 9], a, b, [5, 1, 4, 3], c, [8, 8]),  # the same again
+    prompt_of([1, 2, 3]),  # without chunks
+    prompt_of([4], c, c, b),  # one twice, and no question behind the last
+    prompt_of(c),  # nothing but a chunk
+]
+
+
+def generate(prompts, spans, reuse=None, sizes=None, **options):
+    reuse = reuse or kv.ChunkReuse(rotate=ROTATE, share=0.25)
+    options = {"max_new_tokens": NUM_NEW, "chunk_len": 8} | options
+    size = config(**(sizes or {}))
+    options.setdefault("cache", testing.poison(kv.init(size)))
+    return kv.generate(forward, PARAMS, prompts, size, chunks=spans, chunk_reuse=reuse, **options)
+
+
+@functools.cache
+def all_at_once():
+    return generate(*zip(*PROMPTS, strict=True))
+
+
+def test_prompts_are_made_of_chunks_wherever_those_stand():
+    """Six prompts on four rows and 20 blocks: some wait, and one chunk is forgotten and comes again."""
+    prompts, spans = zip(*PROMPTS, strict=True)
+    result = all_at_once()
+    check(result, prompts, spans, first_of(0.25))
+    # Three tokens of 11, two of 8 and of 5, but none of a first chunk, and always the last of a prompt.
+    again = [3 + 2 + 2, 3, 3 + 2 + 2, 0, 2 + 2 + 2 + 1, 1]
+    num_composed = sum(end - start for chunks in spans for start, end in chunks) - sum(again)
+    assert result.num_composed_tokens == num_composed
+    assert result.num_chunk_tokens == len(A) + len(B) + len(C) + len(C)
+    assert result.num_prompt_tokens == sum(map(len, prompts)) - num_composed + result.num_chunk_tokens
+
+
+def test_a_prompt_is_its_own_whatever_stands_beside_and_was_before():
+    prompts, spans = zip(*PROMPTS, strict=True)
+    together, cache = all_at_once(), None
+    for i in (4, 0, 1):
+        options = {} if cache is None else {"cache": testing.poison(cache)}
+        alone = generate([prompts[i]], [spans[i]], **options)
+        cache = alone.cache
+        got, want = alone.generations[0], together.generations[i]
+        assert got.tokens == want.tokens
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+    assert alone.num_chunk_tokens == 0 and alone.num_prompt_tokens == 3 + 1  # all was there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"selector": "all", "share": 0.0}, {"sizes": PREFIXES}, {"num_drafts": 3}]
+)
+def test_computed_again_as_a_whole_prompts_are_exact(options):
+    """The same as without chunks, up to rounding, wherever all is computed again."""
+    prompts, spans = zip(*PROMPTS, strict=True)
+    options = dict(options)
+    sizes = options.pop("sizes", {})
+    reuse = kv.ChunkReuse(
+        rotate=ROTATE, selector=options.pop("selector", "first"), share=options.pop("share", 1.0)
+    )
+    result = generate(prompts, spans, reuse, sizes, num_samples=2, **options)
+    plain = kv.generate(
+        forward,
+        PARAMS,
+        prompts,
+        config(**sizes),
+        max_new_tokens=NUM_NEW,
+        num_samples=2,
+        chunk_len=8,
+        **options,
+    )
+    for got, want in zip(result.generations, plain.generations, strict=True):
+        assert got.tokens == want.tokens
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+    check_left(result.cache)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_a_context_made_of_chunks():
+    """Of contexts with a question, without one, and without chunks, in a cache that knows them."""
+    continuations = [[1, 2, 3], [4], [], [5, 6]]
+    cache = all_at_once().cache
+    for i, num_composed in (0, 24 - 7), (4, 18 - 7), (3, 0):
+        context, spans = PROMPTS[i]
+        result = kv.score(
+            forward,
+            PARAMS,
+            context,
+            continuations,
+            config(),
+            cache=testing.poison(cache),
+            chunks=spans,
+            chunk_reuse=kv.ChunkReuse(rotate=ROTATE, share=0.25),
+            chunk_len=8,
+        )
+        cache = result.cache
+        for found, continuation in zip(result.logprobs, continuations, strict=True):
+            given, is_given = composed(context, spans, first_of(0.25)(spans))
+            wide = [tuple(np.pad(x, [(0, len(continuation)), (0, 0), (0, 0)]) for x in kv) for kv in given]
+            logits = dense(context + continuation, wide, np.pad(is_given, (0, len(continuation))))[0]
+            logits = logits[len(context) - 1 : -1]
+            want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            np.testing.assert_allclose(found, want[np.arange(len(continuation)), continuation], atol=1e-4)
+        assert result.num_composed_tokens == num_composed and result.num_cached_tokens == 0
+        check_left(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_blocks", "num_less"), [(10, 3), (12, 2), (16, 1)])
+def test_chunks_without_room_are_computed_as_other_text(num_blocks, num_less):
+    """A prompt of 9 blocks, 10 with its answer; chunks of 3, 2 and 2, of which the second fits in 12."""
+    prompt, spans = PROMPTS[0]
+    sizes = dict(num_blocks=num_blocks)
+    unchunked = {3: spans, 2: [spans[0], spans[2]], 1: [spans[2]]}[num_less]
+    result = generate([prompt] * 2, [spans] * 2, sizes=sizes)
+    assert [g.finish_reason for g in result.generations] == ["length"] * 2
+    check(result, [prompt] * 2, [spans] * 2, first_of(0.25), unchunked)
+
+
+@pytest.mark.slow
+def test_a_store_of_one_place_is_enough():
+    """Two chunks of a prompt are not held together; of prompts that take turns each comes anew."""
+    prompts, spans = zip(*PROMPTS, strict=True)
+    result = generate(prompts, spans, sizes=dict(num_chunks=1))
+    for i, (chunks, prompt) in enumerate(zip(spans, prompts, strict=True)):
+        first = [span for span in chunks if prompt[slice(*span)] == prompt[slice(*chunks[0])]]
+        tokens, scores = greedy(prompt, first, first_of(0.25))
+        assert result.generations[i].tokens == tokens
+        np.testing.assert_allclose(result.generations[i].logprobs, scores, atol=1e-4)
+    check_left(result.cache)
+
+
+@pytest.mark.slow
+def test_chunks_used_longest_ago_are_forgotten_first():
+    """Of four chunks in three places, in the order of the prompts and not of the places."""
+    names = [tuple(text(i, 5)) for i in range(4)]
+    prompts, spans = zip(*(prompt_of([4], names[i], [2]) for i in (0, 1, 2, 0, 3, 0, 2, 3)), strict=True)
+    result = generate(prompts, spans)
+    check(result, prompts, spans, first_of(0.25))
+    assert result.num_chunk_tokens == 4 * 5
+    assert generate(prompts[1:2], spans[1:2], cache=result.cache).num_chunk_tokens == 5
+
+
+@pytest.mark.slow
+def test_chunks_that_are_stored_give_way_to_prompts_without_any():
+    """Three chunks hold 9 blocks of 20; two samples of a prompt need 14, a context and a continuation 12."""
+    filled = prompt_of(*(tuple(text(i, 12)) for i in (4, 5, 6)), [1, 2])
+    cache = generate(*zip(filled, strict=True), max_new_tokens=1).cache
+    assert int(kv.stats(cache).num_blocks_used) == 9
+    prompt = text(9, 42)
+    options = dict(max_new_tokens=6, chunk_len=8)
+    result = kv.generate(
+        forward, PARAMS, [prompt], config(), cache=testing.poison(cache), num_samples=2, **options
+    )
+    assert [g.tokens for g in result.generations] == [greedy(prompt, [], first_of(0), 6)[0]] * 2
+    assert 0 < int(kv.stats(result.cache).num_blocks_used) < 9
+    check_left(result.cache)
+    own = [text(i, 20) for i in range(4)]
+    scored = kv.score(forward, PARAMS, prompt[:27], own, config(), cache=testing.poison(cache), chunk_len=8)
+    assert not np.isnan(scored.logprobs).any()
+    check_left(scored.cache)
+
+
+@pytest.mark.slow
+def test_chunks_are_found_within_their_namespace():
+    prompt, spans = prompt_of([4], c, [2])
+    tenants = np.stack([kv.namespace(tenant=name) for name in "aba"])
+    result = generate([prompt] * 3, [spans] * 3, namespace=tenants)
+    check(result, [prompt] * 3, [spans] * 3, first_of(0.25))
+    assert result.num_chunk_tokens == 2 * len(C)
+
+
+@pytest.mark.slow
+def test_the_text_in_front_of_chunks_is_shared_as_a_prefix():
+    """Prompts publish and find no more than that; a chunk that begins a text is found as one."""
+    prompts, spans = zip(
+        prompt_of([3] * 9, a, [1, 2]),
+        prompt_of([3] * 9, a, [1, 2]),
+        prompt_of(a, [6, 5]),
+        (A + [6, 5], []),
+        (A + [6, 5, 1], []),
+        strict=True,
+    )
+    result = generate(prompts, spans, sizes=PREFIXES)
+    check(result, prompts, spans, first_of(0.25))
+    assert result.num_cached_tokens == 8 + 12  # of the second prompt, and the last
+    again = generate(prompts, spans, sizes=PREFIXES, cache=testing.poison(result.cache))
+    check(again, prompts, spans, first_of(0.25))
+    assert again.num_cached_tokens == 8 + 8 + 12 + 12
+    emptied, _ = kv.free_chunks(again.cache, [0, 1, 2])
+    anew = generate(prompts[:1], spans[:1], sizes=PREFIXES, cache=emptied)
+    assert anew.num_chunk_tokens == len(A) - 8  # the others were a prompt's
+
+
+@pytest.mark.slow
+def test_a_selector_of_ones_own_and_one_that_draws():
+    prompts, spans = zip(*PROMPTS[:2], strict=True)
+    name = "last tokens of a test"
+    if name not in kv.chunk_selectors():
+        kv.chunk_selector(name)(lambda chunks: (chunks.place_in_chunk - chunks.chunk_len).astype(jnp.float32))
+
+    def last(spans):
+        return [
+            place for start, end in spans for place in range(end - math.ceil((end - start) / 2), end) if start
+        ]
+
+    own = generate(prompts, spans, kv.ChunkReuse(rotate=ROTATE, selector=name, share=0.5))
+    check(own, prompts, spans, last)
+    drawn = [
+        generate(prompts, spans, kv.ChunkReuse(rotate=ROTATE, selector="random", share=0.5, seed=seed))
+        for seed in (1, 1, 2**32 - 1)
+    ]
+    scores = [[g.logprobs for g in result.generations] for result in drawn]
+    assert scores[0] == scores[1] != scores[2]
+    assert {result.num_composed_tokens for result in drawn} == {own.num_composed_tokens}
+
+
+@pytest.mark.slow
+def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
+    """Its token of NaN ends the prompt, and a prompt without it goes on."""
+    params = PARAMS | {"embedding": PARAMS["embedding"].at[0].set(jnp.nan)}
+    prompts, spans = zip(prompt_of([1], (5, 0, 3), [2]), prompt_of([1], (5, 4, 3), [2]), strict=True)
+    options = dict(max_new_tokens=1, chunk_len=8, chunks=spans)
+    reuse = kv.ChunkReuse(rotate=ROTATE)
+    result = kv.generate(forward, params, prompts, config(), chunk_reuse=reuse, **options)
+    assert [g.finish_reason for g in result.generations] == ["nan_logits", "length"]
+    assert np.asarray(result.cache.control.chunks.length).tolist() == [3, 0, 0]
+    assert result.num_composed_tokens == 2
+    check_left(result.cache)
+
+
+REUSE = kv.ChunkReuse(rotate=ROTATE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunks": None}, "generate got chunk_reuse without chunks, expected both or none"),
+        ({"chunk_reuse": None}, "generate got chunks without chunk_reuse, expected both or none"),
+        ({"chunk_reuse": "first"}, "chunk_reuse is 'first', expected kv.ChunkReuse"),
+        ({"chunks": [[]]}, "chunks has 1 lists of spans, expected 2, one per prompt"),
+        ({"chunks": 3}, "chunks is 3, expected a list of spans of each prompt"),
+        ({"chunks": [[], 5]}, r"chunks\[1\] is 5, expected a list of spans"),
+        ({"chunks": [[], [5]]}, r"chunks\[1\] is 5, expected a list of spans"),
+        ({"chunks": [[(1, 2, 3)], []]}, r"chunks\[0\] has the span \(1, 2, 3\), expected a pair"),
+        ({"chunks": [[(1, 2.5)], []]}, r"chunks\[0\] is 2.5, expected an integer"),
+        ({"chunks": [[(2, 2)], []]}, r"the span \(2, 2\), expected 0 <= start < end <= 20, the prompt's"),
+        ({"chunks": [[(-1, 2)], []]}, r"the span \(-1, 2\), expected 0 <= start"),
+        ({"chunks": [[], [(2, 7)]]}, r"chunks\[1\] has the span \(2, 7\), expected .* <= 6"),
+        ({"chunks": [[(2, 15)], []]}, r"\(2, 15\) of 13 tokens, expected at most max_chunk_len = 12"),
+        ({"chunks": [[(5, 9), (2, 6)], []]}, r"\(2, 6\) and \(5, 9\), expected spans that do not overlap"),
+        ({"sizes": {"num_chunks": None, "max_chunk_len": None}}, "without a store of chunks"),
+        (
+            {"streaming": kv.Streaming(window=4), "sizes": {"enable_drop": True}},
+            "generate got chunks and streaming, expected one of them",
+        ),
+        ({"prompts": [[1] * 20, [1] * 47], "sizes": {"num_blocks": 11}}, "needs 12 blocks, expected at most"),
+    ],
+)
+def test_what_are_no_chunks_of_prompts_is_refused(options, message):
+    options = dict(options)
+    sizes = options.pop("sizes", {})
+    prompts = options.pop("prompts", [[1] * 20, [2] * 6])
+    options = {"chunks": [[(1, 3)], []], "chunk_reuse": REUSE} | options
+    with pytest.raises((ValueError, TypeError), match=message):
+        kv.generate(forward, PARAMS, prompts, config(**sizes), max_new_tokens=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rotate": 3}, "rotate is 3, expected a function of keys and distances, or None"),
+        ({"share": 1.5}, "share is 1.5, expected 0 to 1"),
+        ({"share": -0.1}, "share is -0.1, expected 0 to 1"),
+        ({"share": "all"}, "share is 'all', expected a finite number"),
+        ({"seed": 2**32}, "seed is 4294967296, expected 0 <= seed <= "),
+        ({"selector": "best"}, "selector is 'best', expected one of 'attention', "),
+        ({"selector": "key deviation"}, "'key deviation', which needs k_deviation, expected one that needs"),
+    ],
+)
+def test_options_of_chunk_reuse_are_checked(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        kv.ChunkReuse(**{"rotate": ROTATE} | options)
+
+
+def test_a_context_without_what_it_needs_is_refused():
+    with pytest.raises(ValueError, match="score got chunks without chunk_reuse, expected both or none"):
+        kv.score(forward, PARAMS, [1, 2], [[3]], config(), chunks=[(0, 1)])
+    with pytest.raises(ValueError, match=r"chunks\[0\] has the span \(1, 3\), expected .* <= 2"):
+        kv.score(forward, PARAMS, [1, 2], [[3]], config(), chunks=[(1, 3)], chunk_reuse=REUSE)

@@ -1,0 +1,78 @@
+"""The mutations of `generate` and `score` with chunks."""
+
+from tests.mutants.mutations import in_module
+
+TESTS = "decoding/test_generate_chunks.py"
+PLACES = f"{TESTS}::test_prompts_are_made_of_chunks_wherever_those_stand"
+OWN = f"{TESTS}::test_a_prompt_is_its_own_whatever_stands_beside_and_was_before"
+ROOM = f"{TESTS}::test_chunks_without_room_are_computed_as_other_text[12-2]"
+ONE_PLACE = f"{TESTS}::test_a_store_of_one_place_is_enough"
+GIVE_WAY = f"{TESTS}::test_chunks_that_are_stored_give_way_to_prompts_without_any"
+PREFIX = f"{TESTS}::test_the_text_in_front_of_chunks_is_shared_as_a_prefix"
+TENANTS = f"{TESTS}::test_chunks_are_found_within_their_namespace"
+DRAWN = f"{TESTS}::test_a_selector_of_ones_own_and_one_that_draws"
+NUMBERS = f"{TESTS}::test_a_chunk_whose_logits_are_no_numbers_is_not_stored"
+RECENT = f"{TESTS}::test_chunks_used_longest_ago_are_forgotten_first"
+
+MUTATIONS = [
+    *in_module(
+        "decoding/prompt_chunks",
+        (
+            "texts between chunks are not computed",
+            "(is_selected) | ~placed.is_composed)",
+            "(is_selected))",
+            PLACES,
+        ),
+        ("nothing of chunks is computed again", "(np.asarray(is_selected) | ", "(", PLACES),
+        (
+            "tokens are computed again in place of others",
+            "prompt[piece], piece",
+            "prompt[: len(piece)], piece",
+            PLACES,
+        ),
+        ("what is computed again is cut off", "range(0, len(places), self.chunk_len)", "range(0, 1)", PLACES),
+        ("chunks are taken back together with the last token", "rows, [end])", "rows, [first])", PLACES),
+        (
+            "chunks that are found are computed anew",
+            "chunk_id < _chunks_of(cache).num_chunks else",
+            "False else",
+            OWN,
+        ),
+        ("composed tokens are counted as computed", "int((~is_again).sum())", "int(is_again.sum())", PLACES),
+        ("chunks of another namespace are taken", "[len(tokens)], words)[0]", "[len(tokens)])[0]", TENANTS),
+        ("chunks of NaN are stored", "if are_numbers(fed.logits[row]):", "if True:", NUMBERS),
+        (
+            "what stands in front of chunks is not found",
+            "return spans[0][0] if spans",
+            "return 0 if spans",
+            PREFIX,
+        ),
+        ("all draws are one", "np.uint32(self.reuse.seed)", "np.uint32(0)", DRAWN),
+        (
+            "chunks used last are forgotten first",
+            "key=lambda chunk_id: (self._last_used.get(chunk_id, -1), chunk_id)",
+            "key=lambda chunk_id: (-self._last_used.get(chunk_id, -1), chunk_id)",
+            RECENT,
+        ),
+        (
+            "stored chunks stay whatever prompts need",
+            "if cache.control.chunks is None:\n            return cache",
+            "if True:\n            return cache",
+            GIVE_WAY,
+        ),
+    ),
+    *in_module(
+        "decoding/chunk_reuse",
+        ("chunks find room beside a prompt that leaves none", "min(left) < 0 or ", "", ROOM),
+        ("equal chunks of a prompt need room twice", "if name not in names:", "if True:", ONE_PLACE),
+    ),
+    *in_module(
+        "decoding/score",
+        (
+            "continuations find no room beside chunks",
+            "cache = prompt_chunks.forget_until(cache, has_room)",
+            "pass",
+            GIVE_WAY,
+        ),
+    ),
+]
