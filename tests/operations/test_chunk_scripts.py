@@ -19,7 +19,7 @@ from tests.support.chunk_script import (
 # So often per 1,000 operations, at least, did entries of calls get these statuses.
 STATUSES = {
     ("store_chunk", "OK"): 30,
-    ("store_chunk", "BAD_LENGTH"): 80,
+    ("store_chunk", "BAD_LENGTH"): 50,
     ("store_chunk", "OUT_OF_BLOCKS"): 5,
     ("store_chunk", "OUT_OF_CHUNKS"): 4,
     ("store_chunk", "SEQ_NOT_ACTIVE"): 5,
