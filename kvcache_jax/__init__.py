@@ -29,6 +29,7 @@ from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 from kvcache_jax.core.cache_craft import context_impact, fix_overhead, num_of_share, prefix_overlap
 from kvcache_jax.core.chunk_selector import ChunkMetadata, chunk_selector, chunk_selectors
+from kvcache_jax.core.chunk_stats import ChunkStats
 from kvcache_jax.core.chunks import Chunks, StoredChunks
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.counter import Counter
@@ -71,13 +72,16 @@ from kvcache_jax.inspect.explain import explain
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.chunk_digests import chunk_digests, chunks_before
 from kvcache_jax.operations.chunk_metadata import chunk_metadata
+from kvcache_jax.operations.chunk_overhead import chunk_overhead
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.compress import compress
 from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.drop import drop
 from kvcache_jax.operations.evict import evict
+from kvcache_jax.operations.evict_chunks import evict_chunks
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
 from kvcache_jax.operations.extend import extend
@@ -136,6 +140,7 @@ __all__ = [
     "ChunkAttention",
     "ChunkMetadata",
     "ChunkReuse",
+    "ChunkStats",
     "Chunks",
     "Control",
     "Counter",
@@ -181,9 +186,12 @@ __all__ = [
     "block_map",
     "check_invariants",
     "chunk_attention",
+    "chunk_digests",
     "chunk_metadata",
+    "chunk_overhead",
     "chunk_selector",
     "chunk_selectors",
+    "chunks_before",
     "commit",
     "compose",
     "compress",
@@ -193,6 +201,7 @@ __all__ = [
     "draw_block_map",
     "drop",
     "evict",
+    "evict_chunks",
     "eviction_candidates",
     "eviction_policies",
     "eviction_policy",

@@ -18,6 +18,7 @@ from kvcache_jax.attention.write import store
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments, backends
 from kvcache_jax.core.arguments import Layer, Place
+from kvcache_jax.core.attention_plan import in_runs
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
@@ -157,7 +158,7 @@ def _attend(
     arguments.refuse_shared_cache("q", q, cache)
 
     backend = backends.choose(config, implementation, pool, group, q.shape[-2] // num_kv_heads)
-    num_queries = _num_queries(step, plan)
+    plan, num_queries = in_runs(plan, group, backend, _num_queries(step, plan))
     if backend.attend(num_queries) is None:  # others are mapped over the heads
         check_split("q", q, axis_of_types(pool.arrays, group.head_positions))
     if plan.work and backend is not backends.choose(config, None, pool, group):

@@ -86,7 +86,7 @@ def attention_scores(
     check_options(scale, soft_cap, sink_logits, q.shape[-2])
     if num_last is not None:
         num_last = static_count("num_last", num_last, least=1, most=q.shape[1], most_name="the step's tokens")
-        if plan.table_row.shape[0] != q.shape[0]:
+        if plan.positions is not None or plan.table_row.shape[0] != q.shape[0]:
             raise ValueError("num_last is given with a step of rewrite, expected None: hand in fewer tokens")
         plan, q = _last_queries(plan, q, num_last)
     scores = _scores(

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import add_at
+from kvcache_jax.arrays.masked_updates import add_at, get_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core import arguments
+from kvcache_jax.core.chunk_stats import ChunkStats
 
 
 @pytree_dataclass()
@@ -29,6 +30,31 @@ class ChunkAttention:
     inter: jax.Array
     intra: jax.Array
     outside: jax.Array
+
+    def stats(self, starts: Any, lengths: Any, digests: Any, max_chunk_len: int) -> ChunkStats:
+        """Computes what `store_chunk(stats=)` keeps of chunks, of means over layers.
+
+        Args:
+          starts: i32[n, K], as in `chunk_attention`, like `lengths`.
+          lengths: i32[n, K].
+          digests: u32[n, K, 2], of `chunk_digests`; 0 for none.
+          max_chunk_len: Most tokens of a chunk.
+
+        Returns:
+          `ChunkStats` with arrays `[n, K, ...]`: `jax.tree.map(lambda x: x[row], stats)` are those of a row.
+        """
+        starts, lengths = (
+            jnp.asarray(arguments.saturated(name, x))
+            for name, x in (("starts", starts), ("lengths", lengths))
+        )
+        digests = arguments.as_array("digests", digests)
+        shape = self.intra.shape
+        if starts.shape != shape or lengths.shape != shape or digests.shape != (*shape, 2):
+            raise ValueError(
+                f"starts, lengths and digests have shapes {starts.shape}, {lengths.shape} and "
+                f"{digests.shape}, expected {shape}, {shape} and {(*shape, 2)}"
+            )
+        return _stats(self, starts, lengths, jnp.asarray(digests), max_chunk_len=max_chunk_len)
 
 
 @jax.named_scope("kvcache.chunk_attention")
@@ -92,3 +118,26 @@ def _within(places: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Arr
     """Tells which places i32[n, p] lie within which chunk, f32[n, p, K] of ones and zeros."""
     behind = places[..., None] - starts[:, None]
     return ((behind >= 0) & (behind < lengths[:, None])).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="max_chunk_len")
+def _stats(
+    attention: ChunkAttention, starts: jax.Array, lengths: jax.Array, digests: jax.Array, max_chunk_len: int
+) -> ChunkStats:
+    # In the order in which they stand: what is in front of a chunk is then the first of them.
+    order = jnp.argsort(jnp.where(lengths > 0, starts, jnp.iinfo(jnp.int32).max), axis=1)
+    row = lax.broadcasted_iota(jnp.int32, order.shape, 0)
+    in_order = get_at(starts, (row, order))
+    is_before = (in_order[:, None] < starts[..., None]) & (get_at(lengths, (row, order), 0) > 0)[:, None]
+    is_before &= (lengths > 0)[..., None]
+    inter = jnp.where(is_before, jnp.take_along_axis(attention.inter, order[:, None], axis=2), 0)
+    sizes = jnp.maximum(lengths, 1).astype(jnp.float32)
+    nth = lax.broadcasted_iota(jnp.int32, (*order.shape, max_chunk_len), 2)
+    places = jnp.where(nth < lengths[..., None], starts[..., None] + nth, attention.outside.shape[1])
+    return ChunkStats(
+        a=jnp.sum(inter / get_at(sizes, (row, order))[:, None], axis=-1) / sizes,
+        b=attention.intra / sizes**2,
+        attention=get_at(attention.outside, (row[..., None], places), 0),
+        before=jnp.where(is_before[..., None], get_at(digests, (row, order))[:, None], 0),
+        inter=inter,
+    )

@@ -14,6 +14,7 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.blocks.storage import block_rows, load_blocks
+from kvcache_jax.core.attention_plan import last_position
 from kvcache_jax.core.backends import target_device
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
@@ -74,7 +75,10 @@ def tiles(
     num_tiles = (plan.num_columns.max() + tile_blocks - 1) // tile_blocks
     query = jnp.repeat(jnp.arange(num_queries, dtype=jnp.int32), group_size)[None, :, None]
     first, num_rows_queries = plan.first_position[:, None, None], plan.num_queries[:, None, None]
-    last, position, is_query = first + num_rows_queries - 1, first + query, query < num_rows_queries
+    position, is_query = first + query, query < num_rows_queries
+    if plan.positions is not None:
+        position = jnp.repeat(plan.positions, group_size, axis=1)[:, :, None]
+    last = last_position(plan.first_position, plan.num_queries, plan.positions)[:, None, None]
     offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
 
     def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:

@@ -301,8 +301,9 @@ class AttentionPlan:
       first_column: i32[r], first column in reach of the row's queries, behind the sink columns.
       num_columns: i32[r], columns to read: the sink columns, then those from `first_column` on; 0 reads
         nothing.
-      first_position: i32[r], position of the first query; the others follow it.
+      first_position: i32[r], position of the first query.
       num_queries: i32[r], queries that count; 0 for failed rows and padding.
+      positions: i32[r, t], of the queries, ascending; None where they follow one another.
       num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
       holes: Holes of the rows; None without `enable_drop`.
       within: Span (static) that queries do not see beyond, whatever that of the kind; None for no other.
@@ -314,6 +315,7 @@ class AttentionPlan:
     num_columns: jax.Array
     first_position: jax.Array
     num_queries: jax.Array
+    positions: jax.Array | None = None
     num_keys: jax.Array | None = None
     holes: Holes | None = None
     within: Span | None = None

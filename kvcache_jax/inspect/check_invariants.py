@@ -116,8 +116,7 @@ def _check_holes(cache: Cache) -> list[str]:
             violations.append(f"row {row} keeps {hole.num_kept} tokens and dropped none")
         if any(map(any, of_groups)) and not cache.control.is_active[row]:
             violations.append(f"row {row} is idle and let tokens go")
-        is_in_window = not all(group.span.keeps_all for group in groups)
-        if hole.num_kept and is_in_window:
+        if hole.num_kept and not all(group.span.keeps_all for group in groups):
             violations.append(f"row {row} keeps tokens at positions that a window does not know")
     return violations
 

@@ -231,7 +231,12 @@ def _note(
     first = get_at(control.first_composed, seq_ids, 0)
     first = jnp.where(first > 0, first, placed.context_len + 1)
     num_full = quotient(placed.context_len, config.groups[config.indexed_group].block_size)
+    control = mark_used(control, rows, context_len=placed.new_len, first_composed=first)
+    is_row = (rows < control.max_seqs)[:, None]
+    chunks = control.chunks
+    assert chunks is not None
     return dataclasses.replace(
-        mark_used(control, rows, context_len=placed.new_len, first_composed=first),
+        control,
         num_published=min_at(control.num_published, rows, num_full),
+        chunks=chunks.used(jnp.where(is_row, placed.chunk_ids, chunks.num_chunks), control.clock),
     )

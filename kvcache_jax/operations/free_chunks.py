@@ -10,7 +10,7 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunks import Chunks, require_chunks
+from kvcache_jax.core.chunks import require_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
@@ -58,11 +58,7 @@ def forget(control: Control, chunk_ids: jax.Array) -> Control:
     for pool, ids in zip(control.block_pools, chunks.block_ids, strict=True):
         pools.append(block_pool.release(pool, get_at(ids, chunk_ids, pool.num_blocks)))
         block_ids.append(set_at(ids, chunk_ids, pool.num_blocks))
-    chunks = Chunks(
-        tokens=set_at(chunks.tokens, chunk_ids, 0),
-        length=set_at(chunks.length, chunk_ids, 0),
-        start=set_at(chunks.start, chunk_ids, 0),
-        namespace=set_at(chunks.namespace, chunk_ids, 0),
-        block_ids=tuple(block_ids),
-    )
+    others = dataclasses.replace(chunks, block_ids=())
+    cleared = jax.tree.map(lambda values: set_at(values, chunk_ids, 0), others)
+    chunks = dataclasses.replace(cleared, block_ids=tuple(block_ids))
     return dataclasses.replace(control, chunks=chunks, block_pools=tuple(pools))

@@ -59,6 +59,36 @@ def test_attention_between_chunks_is_that_of_each_pair_of_tokens():
     assert float(whole.outside[1, 3:8].min()) > 0  # to the gap
 
 
+@pytest.mark.slow
+def test_statistics_are_of_the_chunks_in_front_in_their_order():
+    shape = ROWS, 3
+    attention = kv.ChunkAttention(
+        inter=jnp.asarray(rng.random((*shape, 3), np.float32)),
+        intra=jnp.asarray(rng.random(shape, np.float32)),
+        outside=jnp.asarray(rng.random((ROWS, PLACES), np.float32)),
+    )
+    digests = jnp.asarray(1 + np.arange(ROWS * 3 * 2).reshape(*shape, 2), jnp.uint32)
+    stats = attention.stats(STARTS, LENGTHS, digests, 9)
+    for row in range(ROWS):
+        in_order = sorted((k for k in range(3) if LENGTHS[row][k]), key=lambda k: STARTS[row][k])
+        for k, (start, size) in enumerate(zip(STARTS[row], LENGTHS[row], strict=True)):
+            front = [j for j in in_order if size and STARTS[row][j] < start]
+            inter = [float(attention.inter[row, k, j]) for j in front]
+            rest = [0] * (3 - len(front))
+            np.testing.assert_array_equal(stats.inter[row, k], [*inter, *rest])
+            before = [digests[row, j].tolist() for j in front] + [[0, 0]] * len(rest)
+            assert stats.before[row, k].tolist() == before
+            a = sum(x / LENGTHS[row][j] / size for x, j in zip(inter, front, strict=True))
+            b = float(attention.intra[row, k]) / max(size, 1) ** 2
+            np.testing.assert_allclose([stats.a[row, k], stats.b[row, k]], [a, b], rtol=1e-6)
+            tokens = [*attention.outside[row, start : start + size].tolist(), *[0] * (9 - size)]
+            assert stats.attention[row, k].tolist() == tokens
+    with pytest.raises(
+        ValueError, match=r"shapes \(2, 3\), \(2, 3\) and \(2, 3\), expected \(2, 3\), \(2, 3\) and"
+    ):
+        attention.stats(STARTS, LENGTHS, digests[..., 0], 9)
+
+
 def test_what_does_not_fit_is_refused():
     scores = jnp.zeros((ROWS, HEADS, QUERIES, PLACES))
     places = np.zeros((ROWS, QUERIES), int)

@@ -44,7 +44,10 @@ MUTATIONS = [
         ("a chunk does not own what it shares", "block_pool.share(pool, shared)", "pool", SHARED),
         ("edges of chunks are shared", "is_in & is_whole & ", "is_in & ", SHARED),
         ("composed tokens become chunks", "most = plain_len(control, seq_ids, most)", "", IN_PLACE),
-        ("equal chunks of a call are two", "is_new & (first == order)", "is_new", SCARCE),
+    ),
+    *in_module(
+        "operations/chunk_names",
+        ("equal chunks of a call are two", "asks & (twin == entry[:, 0])", "asks", SCARCE),
     ),
     *in_module(
         "core/chunks",

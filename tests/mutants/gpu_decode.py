@@ -256,8 +256,8 @@ MUTATIONS = [
         "core/attention_plan",
         (
             "a column too few",
-            "quotient(first_position + num_queries - 1, group.block_size) + 1",
-            "quotient(first_position + num_queries - 2, group.block_size) + 1",
+            "return first_position + num_queries - 1",
+            "return first_position + num_queries - 2",
             f"{CACHE}[packed-mosaic_tpu]",
         ),
         (
@@ -268,8 +268,8 @@ MUTATIONS = [
         ),
         (
             "packed tokens are planned as padded ones",
-            "step.positions.shape[1] if is_by_row else 1",
-            "step.positions.shape[1] if is_by_row else 9",
+            "step.positions.shape[1] if step.cu_query_lens is None else 1",
+            "step.positions.shape[1] if step.cu_query_lens is None else 9",
             f"{BACKENDS}::test_packed_tokens_are_decoded_one_by_one",
         ),
     ),

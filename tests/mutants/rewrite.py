@@ -8,6 +8,7 @@ SCARCE = f"{TESTS}::test_scarce_blocks_go_in_the_order_of_the_entries"
 BEHIND = f"{TESTS}::test_published_blocks_behind_a_copied_one_are_copied_too"
 BEHIND_SHARED = f"{TESTS}::test_shared_blocks_behind_a_copied_one_are_copied_too"
 CELL = "kinds/test_kinds.py::test_a_cell[full-rewrite]"
+RUNS = "attention/test_rewritten_queries.py::test_a_backend_of_runs_is_given_each_query_as_a_row"
 DROPPED = "attention/test_dropped_tokens.py"
 ENDLESS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[full]"
 IN_WINDOWS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[window]"
@@ -163,6 +164,20 @@ MUTATIONS = [
             "control.num_published",
             BEHIND,
         ),
+    ),
+    *in_module(
+        "core/attention_plan",
+        ("queries with gaps are handed in as a run", "if plan.positions is None or", "if True or", RUNS),
+        (
+            "padding reads what nobody wrote",
+            "jnp.where(is_query, positions, -1)",
+            "positions",
+            CELL,
+        ),
+    ),
+    *in_module(
+        "attention/tiles",
+        ("queries with gaps see as a run does", "if plan.positions is not None:", "if False:", CELL),
     ),
     *in_module(
         "operations/drop",

@@ -1,0 +1,105 @@
+"""The operation `evict_chunks`: chunks of the least value are forgotten."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import add_at, max_at, set_at
+from kvcache_jax.blocks import block_pool
+from kvcache_jax.core import arguments
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.chunks import Chunks, require_chunks
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import BlockPool, Cache, Control
+from kvcache_jax.operations.free_chunks import forget
+from kvcache_jax.operations.rows import on_rows
+
+
+@takes_one
+@jax.named_scope("kvcache.evict_chunks")
+def evict_chunks(
+    cache: Cache, num_places: Any, *, num_blocks: Any = 0, keep: Any = ()
+) -> tuple[Cache, jax.Array]:
+    """Makes room for chunks: forgets those of the least uses times tokens, as few as suffice.
+
+    A use is a `compose`; of equal chunks the one that was stored or used longest ago goes first. Where all
+    that may go would not suffice, none goes.
+
+    Args:
+      cache: Not changed; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
+      num_places: i32[], places of the store to be empty.
+      num_blocks: i32[], blocks to be free or cached in each layer group.
+      keep: i32[any], chunks that do not go, such as those that a row is about to be composed of.
+
+    Returns:
+      The cache and i32[], the number of chunks that went.
+
+    Raises:
+      ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=20, num_chunks=2, max_chunk_len=4)
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
+      >>> cache, _ = kv.allocate(cache, [0, 1], [8, 1])
+      >>> cache, _ = kv.extend(cache, [8, 0], max_new=8)
+      >>> cache, _ = kv.store_chunk(cache, [0, 0], [0, 4], [4, 3], [range(4), range(4, 8)])
+      >>> cache, _ = kv.compose(cache, [1], [[0]], [[0]], rotate=None)
+      >>> cache, num_evicted = kv.evict_chunks(cache, 1)             # nobody used the second one
+      >>> int(num_evicted), cache.control.chunks.length.tolist()
+      (1, [4, 0])
+
+    References:
+      Cache-Craft (Agarwal et al.; arXiv:2502.15734), for use times tokens saved.
+    """
+    require_chunks("evict_chunks", cache.control.chunks)
+    asked = [
+        arguments.int_scalar(name, x) for name, x in (("num_places", num_places), ("num_blocks", num_blocks))
+    ]
+    keep = arguments.int_column("keep", keep) if len(keep) else jnp.zeros(0, jnp.int32)
+    return on_rows(_evict, cache, jnp.asarray(keep), *map(jnp.asarray, asked))
+
+
+def _evict(
+    control: Control, keep: jax.Array, num_places: jax.Array, num_blocks: jax.Array, *, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    chunks = control.chunks
+    assert chunks is not None
+    may_go = set_at(chunks.length > 0, keep, False)
+    rank = _ranks(chunks, may_go, control.clock)
+    num_going = jnp.arange(chunks.num_chunks + 1, dtype=jnp.int32)
+    suffices = jnp.sum(chunks.length == 0, dtype=jnp.int32) + num_going >= num_places
+    for pool, ids in zip(control.block_pools, chunks.block_ids, strict=True):
+        freed = jnp.cumsum(_num_freed(pool, ids, rank), dtype=jnp.int32)
+        suffices &= block_pool.num_available(pool) + jnp.pad(freed, (1, 0)) >= num_blocks
+    suffices &= num_going <= jnp.sum(may_go, dtype=jnp.int32)
+    num_evicted = jnp.min(jnp.where(suffices, num_going, chunks.num_chunks + 1))
+    num_evicted = jnp.where(num_evicted > chunks.num_chunks, 0, num_evicted)
+    going = jnp.where(rank < num_evicted, num_going[:-1], chunks.num_chunks)
+    return forget(control, going), num_evicted
+
+
+def _ranks(chunks: Chunks, mask: jax.Array, clock: jax.Array) -> jax.Array:
+    """Ranks the masked chunks by value, the least first, i32[num_chunks]; of others `num_chunks`."""
+    ids = jnp.arange(chunks.num_chunks, dtype=jnp.int32)
+    value = chunks.num_uses.astype(jnp.float32) * chunks.length.astype(jnp.float32)
+    age = clock - chunks.last_used  # modulo 2**32
+    *_, order = lax.sort(((~mask).astype(jnp.int32), value, ~age, ids), num_keys=4)
+    rank = set_at(ids, order, ids)
+    return jnp.where(mask, rank, chunks.num_chunks)
+
+
+def _num_freed(pool: BlockPool, block_ids: jax.Array, rank: jax.Array) -> jax.Array:
+    """Counts the blocks that nobody holds once the chunk of each rank went, too; i32[num_chunks].
+
+    Args:
+      pool: The group's blocks.
+      block_ids: i32[num_chunks, columns], those of chunks.
+      rank: i32[num_chunks], the order in which chunks go; `num_chunks` for those that stay.
+    """
+    num_holding = add_at(jnp.zeros_like(pool.ref_count), block_ids, 1)
+    last = max_at(jnp.zeros_like(pool.ref_count), block_ids, jnp.broadcast_to(rank[:, None], block_ids.shape))
+    is_theirs = (num_holding > 0) & (num_holding == pool.ref_count)
+    return add_at(jnp.zeros_like(rank), jnp.where(is_theirs, last, rank.shape[0]), 1)
