@@ -36,7 +36,7 @@ class Placed(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Where the token at each place of rows comes from, `[n, C * s]`: the row's block, a chunk, or nowhere.
+    """The origin of the token at each place of rows, `[n, C * s]`: the row's block, a chunk, or nowhere.
 
     Attributes:
       blocks: i32, nowhere where there is no token.

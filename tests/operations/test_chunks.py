@@ -340,7 +340,7 @@ def test_scarce_blocks_and_places_go_in_entry_order():
     assert statuses(status)[0] == out
     assert_same(cache, texts.cache)
 
-    names = 100 + np.arange(4)[:, None] * [1] * MAX_CHUNK
+    names = np.repeat(100 + np.arange(4)[:, None], MAX_CHUNK, axis=1)
     names[1] = names[0]
     spans = np.array([(0, 4, 4), (0, 4, 4), (0, 8, 4), (0, 12, 4)])  # of which the second is the first
     texts.cache, stored = store(texts.cache, *spans.T, names)
