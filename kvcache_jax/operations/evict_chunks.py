@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import add_at, max_at, set_at
+from kvcache_jax.arrays.masked_updates import add_at, set_at
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
@@ -99,7 +99,12 @@ def _num_freed(pool: BlockPool, block_ids: jax.Array, rank: jax.Array) -> jax.Ar
       block_ids: i32[num_chunks, columns], those of chunks.
       rank: i32[num_chunks], the order in which chunks go; `num_chunks` for those that stay.
     """
-    num_holding = add_at(jnp.zeros_like(pool.ref_count), block_ids, 1)
-    last = max_at(jnp.zeros_like(pool.ref_count), block_ids, jnp.broadcast_to(rank[:, None], block_ids.shape))
-    is_theirs = (num_holding > 0) & (num_holding == pool.ref_count)
-    return add_at(jnp.zeros_like(rank), jnp.where(is_theirs, last, rank.shape[0]), 1)
+    ranks = jnp.broadcast_to(rank[:, None], block_ids.shape).reshape(-1)
+    ids, ranks = lax.sort((block_ids.reshape(-1), ranks), num_keys=2)
+    # Equal ids are a run, whose last entry is the chunk that goes last and knows how many there are.
+    places = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    is_first = (ids != jnp.roll(ids, 1)) | (places == 0)
+    is_last = jnp.roll(is_first, -1)
+    num_holding = places + 1 - lax.cummax(jnp.where(is_first, places, 0))
+    is_theirs = is_last & (num_holding == block_pool.ref_counts(pool, ids))
+    return add_at(jnp.zeros_like(rank), jnp.where(is_theirs, ranks, rank.shape[0]), 1)

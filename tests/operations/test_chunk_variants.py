@@ -1,5 +1,7 @@
 """Variants of chunks, their choice, and eviction, against a store in plain Python."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,3 +275,20 @@ def test_digests_are_of_the_tokens_alone():
     assert narrow.tolist()[0] not in others and narrow.dtype == jnp.uint32
     assert kv.chunk_digests(tokens, [0, -1]).tolist() == [[0, 0]] * 2
     assert kv.chunk_digests(np.zeros((1, 3), int), [1]).tolist() != [[0, 0]]
+
+
+def test_variants_and_eviction_copy_no_pool_and_no_array_of_blocks():
+    def step(cache, stats):
+        rows, names = jnp.arange(ENTRIES), jnp.zeros((ENTRIES, MAX_CHUNK), jnp.int32)
+        cache, _ = kv.store_chunk(cache, rows, rows, rows + 3, names, stats=stats)
+        before = kv.chunks_before(kv.chunk_digests(names, rows + 3)[None])[0]
+        ids = kv.find_chunks(cache, names, rows + 3, before=before)
+        cache, _ = kv.compose(cache, rows, ids[:, None], ids[:, None] + 20, rotate=None)
+        return kv.evict_chunks(cache, 4, num_blocks=50, keep=ids)
+
+    config = dataclasses.replace(CONFIG, num_blocks=100_000)
+    cache = jax.eval_shape(lambda: kv.init(config))
+    stats = jax.eval_shape(lambda: stats_of([(0.5, 0.5, (1,), (8,))] * ENTRIES))
+    memory = kv.donate(step).lower(cache, stats).compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert beside < config.num_blocks  # a byte per block
