@@ -114,9 +114,9 @@ def prompt_spans(
     for group in config.groups:
         if not group.span.keeps_all:
             raise NotImplementedError(
-                f"{caller} got chunks and {group.kind.label} layers, expected layers that keep all tokens: what "
-                "a window let go when a chunk was stored cannot be computed again; compose and rewrite serve "
-                "what is in reach"
+                f"{caller} got chunks and {group.kind.label} layers, expected layers that keep all tokens: "
+                "what a window let go before a chunk was stored cannot be computed again; compose and "
+                "rewrite serve what is in reach"
             )
     of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):

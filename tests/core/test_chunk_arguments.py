@@ -54,7 +54,8 @@ def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
         kv.CrossAttention(2, 8, max_source_len=9),
     ):
         with pytest.raises(
-            NotImplementedError, match=r"layers\[1\] is .*, expected layers whose keys can be rotated to another"
+            NotImplementedError,
+            match=r"layers\[1\] is .*, expected layers whose keys can be rotated to another",
         ):
             kv.CacheConfig([plain, kind], **sizes)
     with pytest.raises(ValueError, match="num_chunks = 3 and max_chunk_len = None, expected both or none"):
