@@ -122,6 +122,7 @@ def prompt_spans(
 
     Raises:
       ValueError, TypeError: names got, expected and the fix.
+      NotImplementedError: a layer has a window.
     """
     if chunks is None and chunk_reuse is None:
         return [[] for _ in prompts]
@@ -145,6 +146,13 @@ def prompt_spans(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
             "CacheConfig(num_chunks=..., max_chunk_len=...)"
         )
+    for group in config.groups:
+        if not group.span.keeps_all:
+            raise NotImplementedError(
+                f"{caller} got chunks and {group.kind.label} layers, expected layers that keep all tokens: "
+                "what a window let go before a chunk was stored cannot be computed again; compose and "
+                "rewrite serve what is in reach"
+            )
     of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
         raise ValueError(

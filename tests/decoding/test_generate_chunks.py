@@ -1,5 +1,6 @@
 """`generate` and `score` with chunks, against a model without a cache that is given what chunks hold."""
 
+import dataclasses
 import functools
 import math
 
@@ -389,6 +390,15 @@ def test_what_are_no_chunks_of_prompts_is_refused(options, message):
     options = {"chunks": [[(1, 3)], []], "chunk_reuse": REUSE} | options
     with pytest.raises((ValueError, TypeError), match=message):
         kv.generate(forward, PARAMS, prompts, config(**sizes), max_new_tokens=1, **options)
+
+
+def test_windows_are_refused_for_what_they_let_go_is_not_computed_again():
+    layers = [kv.FullAttention(1, 4), kv.SlidingWindow(1, 4, window=9)]
+    mixed = dataclasses.replace(config(), layers=layers)
+    with pytest.raises(
+        NotImplementedError, match=r"generate got chunks and SlidingWindow\(9\) layers, expected"
+    ):
+        kv.generate(forward, PARAMS, [[1] * 6], mixed, max_new_tokens=1, chunks=[[(1, 3)]], chunk_reuse=REUSE)
 
 
 @pytest.mark.parametrize(

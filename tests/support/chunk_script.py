@@ -9,6 +9,7 @@ from tests.support.random_script import (
     ENTRIES,
     Driver,
     compressing_config,
+    grouped_config,
     padded,
     random_operation,
     row_ids,
@@ -22,6 +23,11 @@ SIZES = dict(num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
 def chunk_config(**sizes):
     """Two full groups whose rows may drop tokens, be compressed and be composed."""
     return compressing_config(**SIZES | sizes)
+
+
+def window_chunk_config(**sizes):
+    """A full group and two window groups whose rows may drop tokens and be composed."""
+    return grouped_config(**SIZES | dict(enable_drop=True) | sizes)
 
 
 def prefix_chunk_config(**sizes):
