@@ -73,7 +73,8 @@ class ChunkReuse:
         rotations = self.rotate if isinstance(self.rotate, Sequence) else [self.rotate]
         if isinstance(self.rotate, str) or not all(one is None or callable(one) for one in rotations):
             raise TypeError(
-                f"rotate is {self.rotate!r}, expected a function of keys and distances, None, or a list of them"
+                f"rotate is {self.rotate!r}, expected a function of keys and distances, None, or a list "
+                "of them"
             )
         if isinstance(self.rotate, Sequence):  # programs go by it
             object.__setattr__(self, "rotate", tuple(self.rotate))
@@ -122,7 +123,6 @@ def prompt_spans(
 
     Raises:
       ValueError, TypeError: names got, expected and the fix.
-      NotImplementedError: a layer has a window.
     """
     if chunks is None and chunk_reuse is None:
         return [[] for _ in prompts]
@@ -146,13 +146,6 @@ def prompt_spans(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
             "CacheConfig(num_chunks=..., max_chunk_len=...)"
         )
-    for group in config.groups:
-        if not group.span.keeps_all:
-            raise NotImplementedError(
-                f"{caller} got chunks and {group.kind.label} layers, expected layers that keep all tokens: "
-                "what a window let go before a chunk was stored cannot be computed again; compose and "
-                "rewrite serve what is in reach"
-            )
     of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
         raise ValueError(
@@ -207,8 +200,8 @@ def _within_windows(name: str, spans: list[Span], num_tokens: int, config: Cache
     if windows and one_call_len(reach) > config.query_len_limit:
         raise ValueError(
             f"{name} has spans from {spans[0][0]} to {spans[-1][1]} and layers[{windows[0].layer_ids[0]}] is "
-            f"{windows[0].kind.label}, expected at most max_query_len = {config.query_len_limit} tokens from the "
-            "first to the last, which window layers hold at once; raise max_query_len"
+            f"{windows[0].kind.label}, expected at most max_query_len = {config.query_len_limit} tokens "
+            "from the first to the last, which window layers hold at once; raise max_query_len"
         )
     return spans
 
