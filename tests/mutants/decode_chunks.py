@@ -22,11 +22,11 @@ MUTATIONS = [
         "decoding/prompt_chunks",
         (
             "texts between chunks are not computed",
-            "(is_selected) | ~placed.is_composed)",
-            "(is_selected))",
+            "(is_selected | ~placed.is_composed)",
+            "is_selected",
             PLACES,
         ),
-        ("nothing of chunks is computed again", "(np.asarray(is_selected) | ", "(", PLACES),
+        ("nothing of chunks is computed again", "(is_selected | ", "(", PLACES),
         (
             "tokens are computed again in place of others",
             "prompt[piece], piece",
