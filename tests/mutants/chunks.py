@@ -77,7 +77,7 @@ MUTATIONS = [
         "operations/drop",
         (
             "dropping forgets where chunks stand",
-            "cut_composed(control, rows, holes.plain_len)",
+            "cut_composed(control, plan.rows, plan.holes.plain_len)",
             "control.first_composed",
             SCRIPT,
         ),
