@@ -22,6 +22,7 @@ from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.chunk_attention import ChunkAttention, chunk_attention
+from kvcache_jax.attention.chunk_deviation import chunk_deviation
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.token_scores import token_scores
 from kvcache_jax.attention.write import write
@@ -186,6 +187,7 @@ __all__ = [
     "block_map",
     "check_invariants",
     "chunk_attention",
+    "chunk_deviation",
     "chunk_digests",
     "chunk_metadata",
     "chunk_overhead",

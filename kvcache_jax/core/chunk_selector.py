@@ -32,7 +32,7 @@ class ChunkMetadata(NamedTuple):
       attention: f32[n, S], attention that the token gave to what stood in front of its chunk when it was
         computed, mean over heads and layers; see `chunk_attention`.
       k_deviation: f32[n, S], squared difference of the key that is right here and the composed one, summed
-        over heads and features of a layer.
+        over heads and features of a layer; see `chunk_deviation`.
       v_deviation: f32[n, S], of values likewise.
       key: A key of `jax.random`.
     """

@@ -1,9 +1,10 @@
 """The options of chunk reuse in `generate` and `score`, and the spans of prompts that are chunks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
@@ -11,13 +12,21 @@ from kvcache_jax.core.chunk_selector import registered_selector
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
 from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.arguments import as_list
 
 Span = tuple[int, int]
 """First place of a chunk in its prompt, and one past its last."""
 
-_SERVED = frozenset({"key"})
+Observe = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+"""`(params, tokens i32[n, T], cache, step) -> (queries [n, T, num_q_heads, key_dim], cache)`.
+
+The first layers of a model, which write their keys and values as the whole model does. The queries are those
+of the last of these layers, as `kv.attention` takes them with its own scale; its output is not asked for.
+"""
+
+_OBSERVED = frozenset({"attention", "k_deviation", "v_deviation"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +43,9 @@ class ChunkReuse:
       share: Part of each chunk's tokens that is computed again, 0 to 1. With 1 a prompt is computed exactly,
         and so is a chunk at the beginning of its prompt with any.
       seed: Of a selector that draws, below 2**32.
+      observe: The model's first layers, an `Observe` function, for a selector that looks at attention or at
+        deviations. They compute all tokens of chunks again, and what they store stays (CacheBlend).
+      observed_layer: The last of these layers, whose keys, values and queries are looked at.
 
     Raises:
       ValueError, TypeError: a share outside 0 to 1, an unknown selector, a `rotate` that is no function.
@@ -46,12 +58,15 @@ class ChunkReuse:
 
     References:
       EPIC (Hu et al.; arXiv:2410.15332), for chunks that are computed alone, and then in part again.
+      CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by what first layers compute.
     """
 
     rotate: Rotate | None
     selector: str = "first"
     share: float = 0.2
     seed: int = 0
+    observe: Observe | None = None
+    observed_layer: int = 1
 
     def __post_init__(self):
         if self.rotate is not None and not callable(self.rotate):
@@ -61,12 +76,21 @@ class ChunkReuse:
             raise ValueError(f"share is {share}, expected 0 to 1, the part of a chunk that is computed again")
         object.__setattr__(self, "share", share)
         object.__setattr__(self, "seed", static_count("seed", self.seed, 0, 2**32 - 1, "2**32 - 1"))
-        missing = registered_selector(self.selector).needs - _SERVED
-        if missing:
+        if self.observe is not None and not callable(self.observe):
+            raise TypeError(f"observe is {self.observe!r}, expected a function as a model's, or None")
+        layer = static_count("observed_layer", self.observed_layer, least=0)
+        object.__setattr__(self, "observed_layer", layer)
+        if self.is_observed and self.observe is None:
+            needs = ", ".join(sorted(registered_selector(self.selector).needs & _OBSERVED))
             raise ValueError(
-                f"selector is {self.selector!r}, which needs {', '.join(sorted(missing))}, expected one that "
-                f"needs nothing or {', '.join(sorted(_SERVED))}: no chunk has been computed here yet"
+                f"selector is {self.selector!r}, which needs {needs}, expected observe=, the first layers of "
+                "the model: chunks are computed alone"
             )
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the selector looks at more than places and chance."""
+        return bool(registered_selector(self.selector).needs & _OBSERVED)
 
 
 def prompt_spans(
@@ -106,6 +130,11 @@ def prompt_spans(
         )
     if not isinstance(chunk_reuse, ChunkReuse):
         raise TypeError(f"chunk_reuse is {chunk_reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
+    layer, num_layers = chunk_reuse.observed_layer, config.num_layers
+    if chunk_reuse.observe is not None and layer >= num_layers:
+        raise ValueError(
+            f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
+        )
     if config.max_chunk_len is None:
         raise ValueError(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "

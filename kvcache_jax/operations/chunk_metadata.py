@@ -38,14 +38,14 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=20, num_chunks=2, max_chunk_len=4)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
-      >>> cache, _ = kv.allocate(cache, [0], [4])
-      >>> cache, _ = kv.extend(cache, [4, 0], max_new=4)
-      >>> cache, stored = kv.store_chunk(cache, [0], [0], [4], [range(4)])
-      >>> chunks = kv.chunk_metadata(cache, [[0, 0]], [[0, 4]])      # of which the first is exact
+      >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
+      >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
+      >>> cache, stored = kv.store_chunk(cache, [0], [0], [30], [range(30)])
+      >>> chunks = kv.chunk_metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
       >>> kv.select_tokens("first", chunks, [2], max_select=3).tolist()
-      [[4, 5, 20]]
+      [[30, 31, 64]]
     """
     chunks = require_chunks("chunk_metadata", cache.control.chunks)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)

@@ -53,12 +53,9 @@ def resolve(chunks: Chunks, names: ChunkNames, mask: jax.Array, max_variants: in
     best = chunks.best_of(variants, before)
 
     asks = mask & (exact == nowhere)
-    shape = asks.shape[0], asks.shape[0]
-    entry, other = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    is_namesake = asks[None] & (names.length[:, None] == names.length[None])
-    for words in (names.tokens, names.namespace):
-        is_namesake &= (words[:, None] == words[None]).all(axis=-1)
+    is_namesake = asks[None] & _are_namesakes(names)
     is_twin = is_namesake if before is None else is_namesake & _is_same(before[:, None], before[None])
+    entry, other = (lax.broadcasted_iota(jnp.int32, is_twin.shape, axis) for axis in (0, 1))
     twin = jnp.min(jnp.where(is_twin, other, asks.size), axis=1)
     leads = asks & (twin == entry[:, 0])
     # A name has room for so many variants; the entries of a call take it in their order.
@@ -73,6 +70,14 @@ def resolve(chunks: Chunks, names: ChunkNames, mask: jax.Array, max_variants: in
         wants=wants,
         leader=jnp.where(has_room, twin, namesake),
     )
+
+
+def _are_namesakes(names: ChunkNames) -> jax.Array:
+    """Tells which two entries have the same name, bool[n, n]."""
+    is_same = names.length[:, None] == names.length[None]
+    for words in (names.tokens, names.namespace):
+        is_same &= (words[:, None] == words[None]).all(axis=-1)
+    return is_same
 
 
 def _is_same(before: jax.Array, others: jax.Array) -> jax.Array:

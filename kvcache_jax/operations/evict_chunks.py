@@ -41,15 +41,15 @@ def evict_chunks(
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=20, num_chunks=2, max_chunk_len=4)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
-      >>> cache, _ = kv.allocate(cache, [0, 1], [8, 1])
-      >>> cache, _ = kv.extend(cache, [8, 0], max_new=8)
-      >>> cache, _ = kv.store_chunk(cache, [0, 0], [0, 4], [4, 3], [range(4), range(4, 8)])
-      >>> cache, _ = kv.compose(cache, [1], [[0]], [[0]], rotate=None)
-      >>> cache, num_evicted = kv.evict_chunks(cache, 1)             # nobody used the second one
+      >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
+      >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
+      >>> cache, _ = kv.store_chunk(cache, [0], [0], [30], [range(30)])
+      >>> cache, _ = kv.store_chunk(cache, [0], [0], [30], [range(1, 31)])
+      >>> cache, num_evicted = kv.evict_chunks(cache, 2)             # one place of three is empty
       >>> int(num_evicted), cache.control.chunks.length.tolist()
-      (1, [4, 0])
+      (1, [0, 30, 0])
 
     References:
       Cache-Craft (Agarwal et al.; arXiv:2502.15734), for use times tokens saved.

@@ -23,6 +23,8 @@ FOUND_BROKEN = "inspect/test_chunk_invariants.py::test_broken_stores_are_found"
 OF_TOKENS = (
     "operations/test_chunk_metadata.py::test_attention_is_that_of_each_token_when_the_chunk_was_computed"
 )
+DEVIATION = "attention/test_chunk_deviation.py::test_deviations_stand_at_the_places_of_the_tokens"
+NO_COPY = "attention/test_chunk_deviation.py::test_a_step_that_looks_and_writes_copies_no_pool"
 DESCRIBED = "operations/test_chunk_metadata.py::test_tokens_of_chunks_are_described_at_their_places"
 
 MUTATIONS = [
@@ -72,23 +74,6 @@ MUTATIONS = [
         ("a chunk gives to itself as to others", "jnp.where(is_own, 0, pairs)", "pairs", BETWEEN),
         ("heads are summed", "(jnp.float32).mean(axis=1)", "(jnp.float32).sum(axis=1)", BETWEEN),
         ("chunks have no end", "(behind < lengths[:, None])", "(behind < 99)", BETWEEN),
-    ),
-    *in_module(
-        "operations/chunk_metadata",
-        ("no chunk is exact", "is_exact = (starts == 0) &", "is_exact = (starts < 0) &", DESCRIBED),
-        ("all chunks in front are exact", " & (get_at(chunks.start, chunk_ids, 0) == 0)", "", DESCRIBED),
-    ),
-    *in_module(
-        "operations/chunk_metadata",
-        (
-            "attention is that of the first tokens",
-            "(chunk_id, place_in_chunk)",
-            "(chunk_id, 0 * chunk_id)",
-            OF_TOKENS,
-        ),
-    ),
-    *in_module(
-        "attention/chunk_attention",
         (
             "chunks stand as the caller lists them",
             "order = jnp.argsort(jnp.where(lengths > 0, starts, jnp.iinfo(jnp.int32).max), axis=1)",
@@ -97,6 +82,17 @@ MUTATIONS = [
         ),
         ("a chunk's own size is left out", "[:, None], axis=-1) / sizes", "[:, None], axis=-1)", KNOWN),
         ("no chunk at a place stands in front", "is_before &= (lengths > 0)[..., None]", "", KNOWN),
+    ),
+    *in_module(
+        "operations/chunk_metadata",
+        ("no chunk is exact", "is_exact = (starts == 0) &", "is_exact = (starts < 0) &", DESCRIBED),
+        ("all chunks in front are exact", " & (get_at(chunks.start, chunk_ids, 0) == 0)", "", DESCRIBED),
+        (
+            "attention is that of the first tokens",
+            "(chunk_id, place_in_chunk)",
+            "(chunk_id, 0 * chunk_id)",
+            OF_TOKENS,
+        ),
     ),
     *in_module(
         "core/chunk_stats",
@@ -190,6 +186,33 @@ MUTATIONS = [
             "if max_variants > 1 and behind in seen:",
             "if max_variants > 9 and behind in seen:",
             FOUND_BROKEN,
+        ),
+    ),
+    *in_module(
+        "attention/chunk_deviation",
+        (
+            "rows that fail deviate",
+            "jnp.where(nth < step.query_len[:, None], places, old.shape[1])",
+            "places",
+            DEVIATION,
+        ),
+        (
+            "deviations are of the first tokens",
+            "set_at(jnp.zeros(old.shape[:2], jnp.float32), (order, places)",
+            "set_at(jnp.zeros(old.shape[:2], jnp.float32), (order, nth)",
+            DEVIATION,
+        ),
+        (
+            "rounding deviates",
+            "new.astype(old.dtype).astype(jnp.float32) - ",
+            "new.astype(jnp.float32) - ",
+            DEVIATION,
+        ),
+        (
+            "deviations are read after the write",
+            "= read_first(deviations, cache)",
+            "= deviations, cache",
+            NO_COPY,
         ),
     ),
 ]
