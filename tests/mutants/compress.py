@@ -43,7 +43,7 @@ MUTATIONS = [
         (
             "keeping everything is a compression",
             "(status == Status.OK) & ~is_same",
-            "status == Status.OK",
+            "(status == Status.OK)",
             KEPT,
         ),
         (

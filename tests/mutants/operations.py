@@ -282,8 +282,8 @@ REORDERED = in_module(
     (
         "reorder releases before it shares",
         "pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))\n"
-        "        pool = sink_blocks.inherit(block_pool.release(pool, old_ids[:, ::-1]), rows, parent_ids)",
-        "pool = sink_blocks.inherit(block_pool.release(pool, old_ids[:, ::-1]), rows, parent_ids)\n"
+        "        pool = block_pool.release(pool, old_ids[:, ::-1])",
+        "pool = block_pool.release(pool, old_ids[:, ::-1])\n"
         "        pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))",
         REORDER,
     ),
