@@ -33,16 +33,20 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: kv.Cache, place: Place, step: kv.Step, rotation: Rotation
     ) -> tuple[jax.Array, kv.Cache]:
+        q, k, v = self.project(x, rotation)
+        cache, out = kv.attention(cache, place, q, k, v, step, scale=self.scale, soft_cap=self.soft_cap)
+        assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
+        return self.out(out.reshape(*x.shape[:-1], -1)), cache
+
+    def project(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of tokens."""
         heads = (*x.shape[:-1], -1, self.head_dim)
         q = self.q(x).reshape(heads)  # [..., num_q_heads, head_dim]
         k = self.k(x).reshape(heads)  # [..., num_kv_heads, head_dim]
         v = self.v(x).reshape(heads)  # [..., num_kv_heads, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        cache, out = kv.attention(cache, place, q, k, v, step, scale=self.scale, soft_cap=self.soft_cap)
-        assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
-        return self.out(out.reshape(*x.shape[:-1], -1)), cache
+        return rotate(q, rotation), rotate(k, rotation), v
 
 
 class LatentAttention(nnx.Module):
@@ -89,6 +93,12 @@ class LatentAttention(nnx.Module):
         if is_absorbed:
             out = _per_head("...hl,lhv->...hv", out, w_v)
         return self.out(out.reshape(*x.shape[:-1], -1)), cache
+
+    def project(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array, None]:
+        """Queries of the vectors themselves (absorbed), and the vectors, of tokens."""
+        q_nope, q_rope = self._queries(x, rotation)
+        q_nope = _per_head("...hn,lhn->...hl", q_nope, self._matrices()[0])
+        return jnp.concatenate([q_nope, q_rope], axis=-1), self._latents(x, rotation), None
 
     def _queries(self, x: jax.Array, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
         """The parts of queries that are not rotated `[..., heads, nope_dim]` and that are."""

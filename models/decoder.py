@@ -98,12 +98,7 @@ class Decoder(nnx.Module):
             self.unembedding = normal(config, rngs, (config.vocab_size, config.hidden_size), 0.02)
 
     def __call__(self, tokens: jax.Array, cache: kv.Cache, step: kv.Step) -> tuple[jax.Array, kv.Cache]:
-        # An id outside of the vocabulary must not read another token's row.
-        rows = self.embedding[...].at[tokens]
-        x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)  # [..., hidden]
-        x = x.astype(self.config.dtype)
-        if self.config.embedding_scale != 1:
-            x *= jnp.asarray(self.config.embedding_scale, x.dtype)
+        x = self.embed(tokens)
         turns = rotations(self.config, step.positions)
         for run, layers in zip(self.config.runs, self.layers, strict=True):
             x, cache = _compute(run, layers, x, cache, step, turns[run.start :][: run.period])
@@ -112,6 +107,16 @@ class Decoder(nnx.Module):
         unembedding = unembedding[...].astype(x.dtype)
         logits = jnp.einsum("...h,vh->...v", x, unembedding, preferred_element_type=jnp.float32)
         return soft_capped(logits, self.config.final_soft_cap), cache
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """What the first layer gets of tokens, [..., hidden]."""
+        # An id outside of the vocabulary must not read another token's row.
+        rows = self.embedding[...].at[tokens]
+        x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        x = x.astype(self.config.dtype)
+        if self.config.embedding_scale != 1:
+            x *= jnp.asarray(self.config.embedding_scale, x.dtype)
+        return x
 
 
 def rotations(config: DecoderConfig, positions: jax.Array) -> list[Rotation]:

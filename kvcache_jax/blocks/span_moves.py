@@ -37,12 +37,13 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
     All that a layer moves is read before any of it is written. Keys that move by 0 keep their bits.
     """
     num_blocks = pool.num_rows // group.num_layers
-    is_token = moves.blocks < num_blocks
+    is_token, rotated_features = moves.blocks < num_blocks, group.kind.rotated_features or {}
 
     def moved(pool: KVPool, name: str, array: BlockArray, rows: jax.Array) -> jax.Array:
         tile = read_tokens(pool.arrays[name], array, rows[:, None], moves.offsets[:, None])
-        if rotate is not None and moves.distance is not None and name == "k":
-            tile = _rotated(tile, moves.distance, rotate)
+        if rotate is not None and moves.distance is not None and name in rotated_features:
+            keys = tile[..., rotated_features[name]]
+            tile = tile.at[..., rotated_features[name]].set(_rotated(keys, moves.distance, rotate))
         mask = is_token.reshape(1, *is_token.shape, *[1] * (tile.ndim - 3))
         # What no token is in must not stay: it may be another namespace's, or NaN.
         return as_blocks(jnp.where(mask, tile, jnp.zeros_like(tile)), array, group.block_size)

@@ -54,7 +54,7 @@ class CacheConfig:
       max_sink_len: With `enable_drop`, most first tokens of a row whose keys `drop(positions="cache")` moves
         along. Default: none; then no program knows of them.
       num_chunks: Chunks that `store_chunk` keeps at the same time. Default: none; then no program knows of
-        chunks. All layers must keep plain keys and values of all tokens.
+        chunks. All layers must store keys that can be rotated to another position.
       max_chunk_len: Most tokens of a chunk, given together with `num_chunks`.
       max_chunks_before: Most chunks in front of one that its statistics tell of. Default: none are kept.
       max_chunk_variants: With `max_chunks_before`, how often the same tokens may be kept, behind other chunks
@@ -271,11 +271,11 @@ class CacheConfig:
                 f"max_chunk_len is {self.max_chunk_len}, expected at most max_seq_len = {self.max_seq_len}"
             )
         for group in self.groups:
-            if not (group.span.keeps_all and group.kind.is_plain):
+            if group.kind.rotated_features is None:
                 raise NotImplementedError(
                     f"num_chunks is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
-                    "layers that keep plain keys and values of all tokens, as FullAttention: other keys are "
-                    "not rotated to another position"
+                    "layers whose keys can be rotated to another position, as FullAttention, SlidingWindow "
+                    "and LatentAttention"
                 )
 
     def _check_partial_hits(self) -> None:

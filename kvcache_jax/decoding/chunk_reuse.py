@@ -1,9 +1,10 @@
 """The options of chunk reuse in `generate` and `score`, and the spans of prompts that are chunks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
@@ -11,13 +12,22 @@ from kvcache_jax.core.chunk_selector import registered_selector
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
 from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.arguments import as_list
+from kvcache_jax.decoding.prefill import one_call_len
 
 Span = tuple[int, int]
 """First place of a chunk in its prompt, and one past its last."""
 
-_SERVED = frozenset({"key"})
+Observe = Callable[[Any, jax.Array, Cache, Step], tuple[jax.Array, Cache]]
+"""`(params, tokens i32[n, T], cache, step) -> (queries [n, T, num_q_heads, key_dim], cache)`.
+
+The first layers of a model, which write their keys and values as the whole model does. The queries are those
+of the last of these layers, as `kv.attention` takes them with its own scale; its output is not asked for.
+"""
+
+_OBSERVED = frozenset({"attention", "k_deviation", "v_deviation"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +39,14 @@ class ChunkReuse:
 
     Attributes:
       rotate: Rotates keys to another position, as in `compose`: a `key_rotation` of the model's frequencies.
-        None for a model whose keys know no position.
+        None for a model whose keys know no position. A list has one of these per layer.
       selector: Name of the function that says which tokens those are; see `chunk_selectors`.
       share: Part of each chunk's tokens that is computed again, 0 to 1. With 1 a prompt is computed exactly,
         and so is a chunk at the beginning of its prompt with any.
       seed: Of a selector that draws, below 2**32.
+      observe: The model's first layers, an `Observe` function, for a selector that looks at attention or at
+        deviations. They compute all tokens of chunks again, and what they store stays (CacheBlend).
+      observed_layer: The last of these layers, whose keys, values and queries are looked at.
 
     Raises:
       ValueError, TypeError: a share outside 0 to 1, an unknown selector, a `rotate` that is no function.
@@ -46,27 +59,45 @@ class ChunkReuse:
 
     References:
       EPIC (Hu et al.; arXiv:2410.15332), for chunks that are computed alone, and then in part again.
+      CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by what first layers compute.
     """
 
-    rotate: Rotate | None
+    rotate: Rotate | Sequence[Rotate | None] | None
     selector: str = "first"
     share: float = 0.2
     seed: int = 0
+    observe: Observe | None = None
+    observed_layer: int = 1
 
     def __post_init__(self):
-        if self.rotate is not None and not callable(self.rotate):
-            raise TypeError(f"rotate is {self.rotate!r}, expected a function of keys and distances, or None")
+        rotations = self.rotate if isinstance(self.rotate, Sequence) else [self.rotate]
+        if isinstance(self.rotate, str) or not all(one is None or callable(one) for one in rotations):
+            raise TypeError(
+                f"rotate is {self.rotate!r}, expected a function of keys and distances, None, or a list "
+                "of them"
+            )
+        if isinstance(self.rotate, Sequence):  # programs go by it
+            object.__setattr__(self, "rotate", tuple(self.rotate))
         share = finite_number("share", self.share)
         if not 0 <= share <= 1:
             raise ValueError(f"share is {share}, expected 0 to 1, the part of a chunk that is computed again")
         object.__setattr__(self, "share", share)
         object.__setattr__(self, "seed", static_count("seed", self.seed, 0, 2**32 - 1, "2**32 - 1"))
-        missing = registered_selector(self.selector).needs - _SERVED
-        if missing:
+        if self.observe is not None and not callable(self.observe):
+            raise TypeError(f"observe is {self.observe!r}, expected a function as a model's, or None")
+        layer = static_count("observed_layer", self.observed_layer, least=0)
+        object.__setattr__(self, "observed_layer", layer)
+        if self.is_observed and self.observe is None:
+            needs = ", ".join(sorted(registered_selector(self.selector).needs & _OBSERVED))
             raise ValueError(
-                f"selector is {self.selector!r}, which needs {', '.join(sorted(missing))}, expected one that "
-                f"needs nothing or {', '.join(sorted(_SERVED))}: no chunk has been computed here yet"
+                f"selector is {self.selector!r}, which needs {needs}, expected observe=, the first layers of "
+                "the model: chunks are computed alone"
             )
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the selector looks at more than places and chance."""
+        return bool(registered_selector(self.selector).needs & _OBSERVED)
 
 
 def prompt_spans(
@@ -105,6 +136,11 @@ def prompt_spans(
         )
     if not isinstance(chunk_reuse, ChunkReuse):
         raise TypeError(f"chunk_reuse is {chunk_reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
+    layer, num_layers = chunk_reuse.observed_layer, config.num_layers
+    if chunk_reuse.observe is not None and layer >= num_layers:
+        raise ValueError(
+            f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
+        )
     if config.max_chunk_len is None:
         raise ValueError(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
@@ -117,9 +153,10 @@ def prompt_spans(
         )
     found: list[list[Span]] = []
     for i, (spans, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
-        found.append(
-            _with_room(_ordered(f"chunks[{i}]", spans, len(prompt), config.max_chunk_len), prompt, config)
-        )
+        name = f"chunks[{i}]"
+        ordered = _ordered(name, spans, len(prompt), config.max_chunk_len)
+        ordered = _within_windows(name, ordered, len(prompt), config)
+        found.append(_with_room(ordered, prompt, config))
     return found
 
 
@@ -149,6 +186,24 @@ def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list
                 f"{name} has the spans {before} and {behind}, expected spans that do not overlap"
             )
     return pairs
+
+
+def _within_windows(name: str, spans: list[Span], num_tokens: int, config: CacheConfig) -> list[Span]:
+    """Refuses spans of which a window layer has too little left when tokens are computed again.
+
+    A last one that ends its prompt is left out where such layers cannot take the last token back.
+    """
+    windows = [group for group in config.groups if not group.span.keeps_all]
+    if spans and spans[-1][1] == num_tokens and any(group.span.rollback_limit == 0 for group in windows):
+        spans = spans[:-1]
+    reach = spans[-1][1] - spans[0][0] if spans else 0
+    if windows and one_call_len(reach) > config.query_len_limit:
+        raise ValueError(
+            f"{name} has spans from {spans[0][0]} to {spans[-1][1]} and layers[{windows[0].layer_ids[0]}] is "
+            f"{windows[0].kind.label}, expected at most max_query_len = {config.query_len_limit} tokens "
+            "from the first to the last, which window layers hold at once; raise max_query_len"
+        )
+    return spans
 
 
 def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig) -> list[Span]:

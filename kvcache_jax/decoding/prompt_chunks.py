@@ -1,31 +1,32 @@
 """Prompts made of chunks: what is missing is stored, all is composed, and some of it computed again."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import get_at, set_at
+from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.core.cache_craft import num_of_share
+from kvcache_jax.core.chunk_selector import ChunkMetadata
 from kvcache_jax.core.chunks import Chunks
 from kvcache_jax.core.select_tokens import select_tokens
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.chunk_reuse import ChunkReuse, Span
 from kvcache_jax.decoding.forward import Forward, width_of
-from kvcache_jax.decoding.prefill import FeedResult, feed
+from kvcache_jax.decoding.observed_chunks import observe_chunks
+from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.chunk_metadata import chunk_metadata
 from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.donate import donate
+from kvcache_jax.operations.evict_chunks import evict_chunks
 from kvcache_jax.operations.find_chunks import find_chunks
 from kvcache_jax.operations.free import free
-from kvcache_jax.operations.free_chunks import free_chunks
 from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.store_chunk import store_chunk
 from kvcache_jax.operations.truncate import truncate
@@ -43,11 +44,13 @@ class _Placed(NamedTuple):
     Attributes:
       chunk_ids: i32[1, K], `num_chunks` for none.
       starts: i32[1, K], first places.
+      lengths: i32[1, K], tokens, 0 for none.
       is_composed: bool[max_seq_len], places of their tokens.
     """
 
     chunk_ids: np.ndarray
     starts: np.ndarray
+    lengths: np.ndarray
     is_composed: np.ndarray
 
 
@@ -55,7 +58,8 @@ class PromptChunks:
     """The chunks of a call's prompts, on the host. A prompt without chunks is left to ordinary prefill.
 
     A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
-    result is its own: it depends neither on what was stored before nor on the other prompts.
+    result is its own: it depends neither on what was stored before nor on the other prompts, unless a caller
+    stores chunks otherwise. Behind chunks that were composed, none could be stored from a prompt's own row.
 
     Attributes:
       num_composed_tokens: Tokens of prompts that were taken from chunks and not computed again.
@@ -75,7 +79,6 @@ class PromptChunks:
         self.forward, self.params, self.chunk_len = forward, params, chunk_len
         self.prompts, self.namespaces, self.spans, self.reuse = prompts, namespaces, spans, reuse
         self.num_composed_tokens, self.num_chunk_tokens = 0, 0
-        self._last_used: dict[int, int] = {}
 
     def plain_len(self, prompt_id: int) -> int:
         """Counts the tokens in front of a prompt's first chunk: what its row publishes, and finds."""
@@ -90,27 +93,23 @@ class PromptChunks:
         Args:
           cache: With or without chunks.
           attempt: Returns the cache and a result, None for a failure.
-          kept: Chunks that are not forgotten; of the others those go first that were used longest ago.
+          kept: Chunks that are not forgotten; the others go in the order of `evict_chunks`.
         """
         cache, result = attempt(cache)
-        while result is None and (others := self._forgettable(cache, kept)):
-            cache, _ = free_chunks(cache, others[:1])
+        while result is None and cache.control.chunks is not None:
+            cache, is_forgotten = _forget_one(cache, kept)
+            if not is_forgotten:
+                break
             cache, result = attempt(cache)
         return cache, result
 
     def forget_until(
         self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()
     ) -> Cache:
-        """Forgets chunks but those `kept`, in the order of `with_room`, until the cache `is_enough`."""
+        """Forgets chunks but those `kept`, as `with_room` does, until the cache `is_enough`."""
         if cache.control.chunks is None:
             return cache
         return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
-
-    def _forgettable(self, cache: Cache, kept: Sequence[int]) -> list[int]:
-        if (chunks := cache.control.chunks) is None:
-            return []
-        stored = set(np.flatnonzero(np.asarray(chunks.length)).tolist()) - set(kept)
-        return sorted(stored, key=lambda chunk_id: (self._last_used.get(chunk_id, -1), chunk_id))
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
         """Finds a prompt's chunks; computes and stores those that are missing.
@@ -136,8 +135,6 @@ class PromptChunks:
                 if chunk_id is None:
                     return cache, None
                 held[tokens.tobytes()] = chunk_id
-        now = 1 + max(self._last_used.values(), default=0)
-        self._last_used |= dict.fromkeys(held.values(), now)
         return cache, [held[tokens.tobytes()] for tokens in texts]
 
     def _find(self, cache: Cache, tokens: np.ndarray, words: np.ndarray) -> int | None:
@@ -149,9 +146,16 @@ class PromptChunks:
     ) -> tuple[Cache, int | None]:
         """Computes a chunk alone in an idle row and stores it; returns its id as `hold` does."""
         name, length = _name(cache, tokens), np.array([len(tokens)])
+        # What a window lets go from one call to the next is missing where tokens are computed again.
+        has_windows = not all(group.span.keeps_all for group in cache.config.groups)
+        chunk_len = self.chunk_len
+        if has_windows:
+            chunk_len = max(chunk_len, min(one_call_len(name.shape[1]), cache.config.query_len_limit))
 
         def start(cache: Cache) -> tuple[Cache, int | None]:
-            started, admission = allocate(cache, [row], length, tokens=name, namespace=words)
+            started, admission = allocate(
+                cache, [row], length, tokens=name, namespace=words, reuse=not has_windows
+            )
             return (started, int(admission.num_cached[0])) if _is_ok(admission.status) else (cache, None)
 
         def store(cache: Cache) -> tuple[Cache, int | None]:
@@ -161,7 +165,7 @@ class PromptChunks:
         cache, num_cached = self.with_room(cache, start, kept)
         if num_cached is None:
             return cache, None
-        cache, fed = self._feed(cache, row, tokens)
+        cache, fed = self._feed(cache, row, tokens, chunk_len)
         chunk_id = None
         if _is_ok(fed.status[row]):
             self.num_chunk_tokens += len(tokens) - num_cached
@@ -171,14 +175,12 @@ class PromptChunks:
         cache, _ = free(cache, [row])
         return cache, chunk_id
 
-    def _feed(self, cache: Cache, row: int, tokens: np.ndarray) -> tuple[Cache, FeedResult]:
+    def _feed(self, cache: Cache, row: int, tokens: np.ndarray, chunk_len: int) -> tuple[Cache, FeedResult]:
         """Feeds a row, and no other, to the last of `tokens`."""
-        history, length = (
-            np.zeros((cache.max_seqs, len(tokens)), np.int32),
-            np.zeros(cache.max_seqs, np.int32),
-        )
+        history = np.zeros((cache.max_seqs, len(tokens)), np.int32)
+        length = np.zeros(cache.max_seqs, np.int32)
         history[row], length[row] = tokens, len(tokens)
-        return feed(self.forward, self.params, cache, history, length, chunk_len=self.chunk_len)
+        return feed(self.forward, self.params, cache, history, length, chunk_len=chunk_len)
 
     def compose(self, cache: Cache, prompt_id: int, row: int, chunk_ids: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
@@ -201,58 +203,95 @@ class PromptChunks:
             self._placed(cache, prompt_id, chunk_ids),
         )
         first, last = np.flatnonzero(placed.is_composed)[[0, -1]].tolist()
-        cache, fed = self._feed(cache, row, prompt[:first])
+        end = min(last + 1, len(prompt) - 1)  # the last token is always fed, for its logits
+        cache, fed = self._feed(cache, row, prompt[:first], self.chunk_len)
         raise_for_status(fed.status[row], "computing the text in front of chunks")
-        rotate, selector, share = self.reuse.rotate, self.reuse.selector, self.reuse.share
+        rotate = self.reuse.rotate
         cache, status = _compose_donated(cache, rows, placed.chunk_ids, placed.starts, rotate=rotate)
         raise_for_status(status, "composing chunks")
-        is_selected = _selected(
-            cache, placed.chunk_ids, placed.starts, selector, np.float32(share), np.uint32(self.reuse.seed)
-        )
-        end = min(last + 1, len(prompt) - 1)  # the last token is always fed, for its logits
-        is_again = (np.asarray(is_selected) | ~placed.is_composed)[first:end]
+        cache, is_selected = self._select(cache, self.reuse, row, prompt, placed, first, end)
+        is_again = (is_selected | ~placed.is_composed)[first:end]
         self.num_composed_tokens += int((~is_again).sum())
-        cache = self._compute_again(cache, rows, prompt, first + np.flatnonzero(is_again))
+        outcomes = []
+        for tokens, indices in self._pieces(cache, prompt, first + np.flatnonzero(is_again)):
+            cache, status = _rewrite_donated(self.forward, self.params, cache, rows, tokens, indices)
+            outcomes.append(status)
+        for status in outcomes:
+            raise_for_status(status, "computing tokens of chunks again")
         if last == end:
             cache, status = truncate(cache, rows, [end])
             raise_for_status(status, "taking back the last token")
         return cache
 
-    def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> "_Placed":
+    def _select(
+        self,
+        cache: Cache,
+        reuse: ChunkReuse,
+        row: int,
+        prompt: np.ndarray,
+        placed: _Placed,
+        first: int,
+        end: int,
+    ) -> tuple[Cache, np.ndarray]:
+        """Chooses the tokens of chunks that are computed again, bool[max_seq_len].
+
+        Where the selector looks at more than places, all places from `first` to `end` that are not right are
+        computed by the model's first layers before.
+        """
+        chunks = chunk_metadata(cache, placed.chunk_ids, placed.starts)
+        if reuse.is_observed:
+            is_right = placed.is_composed & ~np.asarray(chunks.is_token[0])
+            pieces = self._pieces(cache, prompt, first + np.flatnonzero(~is_right[first:end]))
+            cache, observed = observe_chunks(
+                reuse, self.params, cache, row, pieces, placed.starts, placed.lengths
+            )
+            chunks = chunks._replace(**observed)
+        share, seed = np.float32(reuse.share), np.uint32(reuse.seed)
+        is_selected = _selected(chunks, placed.lengths, share, seed, selector=reuse.selector)
+        return cache, np.asarray(is_selected)
+
+    def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> _Placed:
         """Lists the chunks of a prompt that there are, as `compose` takes them."""
-        width, nowhere = (
-            max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS),
-            _chunks_of(cache).num_chunks,
-        )
+        nowhere = _chunks_of(cache).num_chunks
+        width = max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS)
         placed = _Placed(
             chunk_ids=np.full((1, width), nowhere, np.int32),
             starts=np.zeros((1, width), np.int32),
+            lengths=np.zeros((1, width), np.int32),
             is_composed=np.zeros(cache.config.max_seq_len, bool),
         )
         for i, (chunk_id, (start, end)) in enumerate(zip(chunk_ids, self.spans[prompt_id], strict=True)):
             if chunk_id < nowhere:
                 placed.chunk_ids[0, i], placed.starts[0, i] = chunk_id, start
+                placed.lengths[0, i] = end - start
                 placed.is_composed[start:end] = True
         return placed
 
-    def _compute_again(self, cache: Cache, rows: np.ndarray, prompt: np.ndarray, places: np.ndarray) -> Cache:
-        """Computes the tokens at ascending `places` of a row, `chunk_len` of them in a call of the model."""
-        outcomes = []
+    def _pieces(
+        self, cache: Cache, prompt: np.ndarray, places: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Splits ascending `places` of a prompt into tokens and places i32[1, chunk_len], for `rewrite`."""
         for first in range(0, len(places), self.chunk_len):
             piece = places[first : first + self.chunk_len]
             tokens, indices = np.zeros((2, 1, self.chunk_len), np.int32)
             indices[:] = cache.config.max_seq_len
             tokens[0, : len(piece)], indices[0, : len(piece)] = prompt[piece], piece
-            cache, status = _rewrite_donated(self.forward, self.params, cache, rows, tokens, indices)
-            outcomes.append(status)
-        for status in outcomes:
-            raise_for_status(status, "computing tokens of chunks again")
-        return cache
+            yield tokens, indices
 
 
 def _chunks_of(cache: Cache) -> Chunks:
     assert cache.control.chunks is not None
     return cache.control.chunks
+
+
+def _forget_one(cache: Cache, kept: Sequence[int]) -> tuple[Cache, bool]:
+    """Forgets the chunk of least value, but none of those `kept`; tells whether there was one."""
+    chunks = _chunks_of(cache)
+    keep = np.full(chunks.num_chunks, chunks.num_chunks)
+    keep[: len(kept)] = kept
+    num_empty = int(np.asarray(chunks.length == 0).sum())
+    cache, num_forgotten = evict_chunks(cache, num_empty + 1, keep=keep)
+    return cache, int(num_forgotten) > 0
 
 
 def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:
@@ -268,13 +307,11 @@ def _is_ok(status: jax.Array) -> bool:
 
 @functools.partial(jax.jit, static_argnames="selector")
 def _selected(
-    cache: Cache, chunk_ids: jax.Array, starts: jax.Array, selector: str, share: ArrayLike, seed: ArrayLike
+    chunks: ChunkMetadata, lengths: jax.Array, share: jax.Array, seed: jax.Array, *, selector: str
 ) -> jax.Array:
     """Chooses the tokens of one row's chunks that are computed again, bool[max_seq_len]."""
-    chunks = chunk_metadata(cache, chunk_ids, starts)._replace(key=jax.random.key(seed))
-    num_select = num_of_share(share, get_at(_chunks_of(cache).length, chunk_ids, 0))
-    width = cache.config.max_seq_len
-    places = select_tokens(selector, chunks, num_select, max_select=width)[0]
+    chunks, width = chunks._replace(key=jax.random.key(seed)), chunks.is_token.shape[1]
+    places = select_tokens(selector, chunks, num_of_share(share, lengths), max_select=width)[0]
     return set_at(jnp.zeros(width, bool), places, True)
 
 

@@ -46,11 +46,16 @@ def check_chunks(cache: Cache) -> list[str]:
             names.setdefault(name, []).append(chunk)
         for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
             is_held = np.asarray(chunks.block_ids[g][chunk]) < pool.num_blocks
-            num_held = -(-(start + length) // group.block_size) - start // group.block_size if length else 0
-            if is_held.tolist() != (np.arange(len(is_held)) < num_held).tolist():
+            first, end = start // group.block_size, -(-(start + length) // group.block_size)
+            columns = first + np.arange(len(is_held))
+            may_hold = must_hold = columns < (end if length else first)
+            if group.window is not None:  # of what a window let go there is what the next token reads
+                first_read = start + length + 1 - group.window
+                must_hold = may_hold & ((columns + 1) * group.block_size > first_read)
+            if (is_held & ~may_hold).any() or (must_hold & ~is_held).any():
                 violations.append(
-                    f"group {g}: chunk {chunk} holds blocks {np.flatnonzero(is_held).tolist()}, expected the "
-                    f"first {num_held}"
+                    f"group {g}: chunk {chunk} holds blocks {np.flatnonzero(is_held).tolist()}, expected "
+                    f"{np.flatnonzero(must_hold).tolist()}"
                 )
     violations += _check_variants(chunks, list(names.values()), cache.config.max_chunk_variants)
     for g, pool in enumerate(cache.control.block_pools):

@@ -2,33 +2,40 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at, min_at, num_true, quotient, remainder, set_at
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, num_true, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
-from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
+from kvcache_jax.blocks.span_moves import move_spans
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, mark_used
+from kvcache_jax.core.state import BlockCopies, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations import composed_columns
+from kvcache_jax.operations.composed_columns import ComposedColumns, Placed
 from kvcache_jax.operations.extend import copy_tokens
-from kvcache_jax.operations.rows import check_ids, fitting_rows, num_blocks_for
+from kvcache_jax.operations.rows import check_ids, fitting_rows
 from kvcache_jax.prefix import eviction
 
 
 @takes_one
 @jax.named_scope("kvcache.compose")
 def compose(
-    cache: Cache, seq_ids: IntRows, chunk_ids: Any, starts: Any, *, rotate: Rotate | None
+    cache: Cache,
+    seq_ids: IntRows,
+    chunk_ids: Any,
+    starts: Any,
+    *,
+    rotate: Rotate | Sequence[Rotate | None] | None,
 ) -> tuple[Cache, jax.Array]:
     """Puts chunks into rows behind the tokens they hold, with the keys rotated to their new positions.
 
@@ -39,8 +46,10 @@ def compose(
     compute them before anything behind them is.
 
     The row writes into blocks of its own: those that `allocate` reserved, then others. The blocks of chunks
-    do not change. Such a row publishes no more than the tokens in front of its first chunk. Scarce blocks go
-    in entry order. Call it inside a donated jit: called eagerly it copies the pools.
+    do not change. A window layer holds of the row what it would after an `extend` of its last `max_query_len`
+    places, as far as chunks have it; what is out of reach takes no block, and goes back. Such a row publishes
+    no more than the tokens in front of its first chunk. Scarce blocks go in entry order. Call it inside a
+    donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
@@ -49,16 +58,18 @@ def compose(
         with none is left alone, even an idle one.
       starts: i32[n, K], the place of each chunk's first token.
       rotate: `rotate(keys f32[..., heads, head_dim], distance i32[...])` returns the keys rotated by so many
-        positions, such as a `key_rotation`; the same function again is the same program. None for a model
-        whose keys know no position.
+        positions, such as a `key_rotation`; the same function again is the same program. Of a latent it gets
+        the key part alone. None for keys that know no position. Where layers rotate by different
+        frequencies, a list with one of these per layer.
 
     Returns:
       The cache and status i32[n]: BAD_CHUNK_ID, BAD_LENGTH (chunks overlap, or begin before the row's end, or
-      the row dropped tokens), TOO_LONG, OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
+      the row dropped tokens), TOO_LONG, WINDOW_LOST (the next token would read in a window what a chunk had
+      lost when it was stored), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError, TypeError: a cache without a store of chunks, a `rotate` that is no function or returns
-        another shape, or shapes or dtypes that do not fit.
+      ValueError, TypeError: a cache without a store of chunks, a `rotate` that is no function, returns
+        another shape or differs within a layer group, or shapes or dtypes that do not fit.
 
     Example:
       >>> import kvcache_jax as kv
@@ -76,8 +87,7 @@ def compose(
       Cache-Craft (Agarwal et al.; arXiv:2502.15734) and CacheBlend (Yao et al.; arXiv:2405.16444).
     """
     require_chunks("compose", cache.control.chunks)
-    if rotate is not None and not callable(rotate):
-        raise TypeError(f"rotate is {rotate!r}, expected a function of keys and distances, or None")
+    rotations = _rotations(rotate, cache.config)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
     starts = arguments.saturated("starts", starts)
@@ -86,61 +96,72 @@ def compose(
             raise ValueError(
                 f"{name} has shape {values.shape}, expected ({seq_ids.shape[0]}, K), a line of chunks per row"
             )
-    return _compose(cache, seq_ids, chunk_ids, starts, rotate=rotate)
+    return _compose(cache, seq_ids, chunk_ids, starts, rotations=rotations)
 
 
-class _Placed(NamedTuple):
-    """Chunks and their places in rows, `[n, K]`.
+def _rotations(
+    rotate: Rotate | Sequence[Rotate | None] | None, config: CacheConfig
+) -> tuple[Rotate | None, ...]:
+    """Returns the rotation of each layer group."""
+    if rotate is None or callable(rotate):
+        return (rotate,) * len(config.groups)
+    of_layers = [*rotate] if isinstance(rotate, Sequence) else []
+    if len(of_layers) != config.num_layers or not all(f is None or callable(f) for f in of_layers):
+        raise TypeError(
+            f"rotate is {rotate!r}, expected a function of keys and distances, None, or a list with one of "
+            f"them for each of {config.num_layers} layers"
+        )
+    for group in config.groups:
+        if len({id(of_layers[layer]) for layer in group.layer_ids}) > 1:
+            raise ValueError(
+                f"rotate differs among layers {group.layer_ids}, which are one group, expected one function "
+                "for all: give their kinds sizes of their own, such as num_blocks, and they form groups"
+            )
+    return tuple(of_layers[group.layer_ids[0]] for group in config.groups)
 
-    Attributes:
-      chunk_ids: i32, nowhere for none.
-      starts: i32, first place.
-      ends: i32, one past the last place; 0 for none.
-      distance: i32, positions that the keys move by.
-      context_len: i32[n], tokens in front of all of them.
-      new_len: i32[n], places of the row afterwards.
-    """
 
-    chunk_ids: jax.Array
-    starts: jax.Array
-    ends: jax.Array
-    distance: jax.Array
-    context_len: jax.Array
-    new_len: jax.Array
-
-
-@functools.partial(jax.jit, static_argnames="rotate")
+@functools.partial(jax.jit, static_argnames="rotations")
 def _compose(
-    cache: Cache, seq_ids: jax.Array, chunk_ids: jax.Array, starts: jax.Array, rotate: Rotate | None
+    cache: Cache,
+    seq_ids: jax.Array,
+    chunk_ids: jax.Array,
+    starts: jax.Array,
+    rotations: tuple[Rotate | None, ...],
 ) -> tuple[Cache, jax.Array]:
     config = cache.config
     control, (seq_ids, chunk_ids, starts) = as_varied((cache.control, (seq_ids, chunk_ids, starts)))
     chunks = control.chunks
     assert chunks is not None
     placed = _placed(control, chunks, seq_ids, chunk_ids, starts)
-    status = _checked(control, chunks, seq_ids, chunk_ids, placed, config)
-    wants = (status == Status.OK) & (placed.chunk_ids < chunks.num_chunks).any(axis=1)
+    groups = list(zip(control.block_pools, config.groups, chunks.block_ids, strict=True))
     found = [
-        _columns(pool, group, seq_ids, placed)
-        for pool, group in zip(control.block_pools, config.groups, strict=True)
+        composed_columns.find(pool, group, chunks, block_ids, seq_ids, placed, config.query_len_limit)
+        for pool, group, block_ids in groups
     ]
-    needs = jnp.stack([jnp.sum(columns.is_taken, axis=1, dtype=jnp.int32) for columns in found])
+    status = _checked(control, chunks, seq_ids, chunk_ids, placed, found, config)
+    wants = (status == Status.OK) & (placed.chunk_ids < chunks.num_chunks).any(axis=1)
+    needs = jnp.stack([jnp.where(wants, columns.need, 0) for columns in found])
     available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
-    ok = fitting_rows(available, jnp.where(wants, needs, 0), wants)
+    ok = fitting_rows(available, needs, wants)
     status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows = jnp.where(ok, seq_ids, control.max_seqs)
+    left = [
+        pool if group.span.keeps_all else composed_columns.leave(pool, rows, columns)
+        for (pool, group, _), columns in zip(groups, found, strict=True)
+    ]
+    control = dataclasses.replace(control, block_pools=tuple(left))
     if control.prefix_index is not None:
         num_new = [num_true(columns.is_taken & ok[:, None]) for columns in found]
         control = eviction.make_room(control, num_new, config)
     pools = []
     for g, (pool, group, columns) in enumerate(zip(control.block_pools, config.groups, found, strict=True)):
-        pool, destination = _replace(pool, rows, columns)
+        pool, destination = composed_columns.replace(pool, rows, columns)
         pools.append(pool)
         if g == config.indexed_group:
             control = _keep_recorded(control, columns, destination)
         if cache.pools:
-            moves = _moves(chunks.block_ids[g], chunks, group, columns, placed, destination, pool.num_blocks)
-            cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotate))
+            moves = composed_columns.moves_to(destination, columns)
+            cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotations[g]))
     control = dataclasses.replace(control, block_pools=tuple(pools))
     control = _note(control, seq_ids, rows, placed, config)
     return dataclasses.replace(cache, control=control), status
@@ -148,7 +169,7 @@ def _compose(
 
 def _placed(
     control: Control, chunks: Chunks, seq_ids: jax.Array, chunk_ids: jax.Array, starts: jax.Array
-) -> _Placed:
+) -> Placed:
     """Finds the places of chunks in rows; sums that would overflow are cut, for they are refused anyhow."""
     is_chunk = get_at(chunks.length, chunk_ids, 0) > 0
     chunk_ids = jnp.where(is_chunk, chunk_ids, chunks.num_chunks)
@@ -157,7 +178,7 @@ def _placed(
     context_len = get_at(control.context_len, seq_ids, 0)
     new_len = jnp.maximum(jnp.max(ends, axis=1), context_len)
     distance = starts - get_at(chunks.start, chunk_ids, 0)
-    return _Placed(chunk_ids, starts, ends, distance, context_len, new_len)
+    return Placed(chunk_ids, starts, ends, distance, context_len, new_len)
 
 
 def _checked(
@@ -165,7 +186,8 @@ def _checked(
     chunks: Chunks,
     seq_ids: jax.Array,
     asked_ids: jax.Array,
-    placed: _Placed,
+    placed: Placed,
+    found: list[ComposedColumns],
     config: CacheConfig,
 ) -> jax.Array:
     """Computes the status of each entry as far as blocks do not matter, i32[n]."""
@@ -186,48 +208,11 @@ def _checked(
         (is_bad_id.any(axis=1), Status.BAD_CHUNK_ID),
         (asks & is_bad, Status.BAD_LENGTH),
         (placed.new_len > config.max_seq_len, Status.TOO_LONG),
+        (asks & any_of([columns.is_lost for columns in found]), Status.WINDOW_LOST),
     )
 
 
-class _Columns(NamedTuple):
-    """The columns of rows of one layer group that get tokens, `[n, C]`.
-
-    Attributes:
-      entries: i32, the row's blocks before.
-      is_written: bool.
-      is_taken: bool, it needs another block: it has none, or one that others hold or that is published.
-    """
-
-    entries: jax.Array
-    is_written: jax.Array
-    is_taken: jax.Array
-
-
-def _columns(pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, placed: _Placed) -> _Columns:
-    """Finds the columns from the row's last token on, and the blocks that may be written there."""
-    entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
-    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
-    is_written = columns >= quotient(placed.context_len, group.block_size)[:, None]
-    is_written &= columns < num_blocks_for(placed.new_len, group.block_size)[:, None]
-    is_own = (block_pool.ref_counts(pool, entries) == 1) & ~block_pool.is_published(pool, entries)
-    return _Columns(entries, is_written, is_written & ~is_own)
-
-
-def _replace(pool: BlockPool, rows: jax.Array, columns: _Columns) -> tuple[BlockPool, jax.Array]:
-    """Takes the blocks of `rows`, and releases those that they leave.
-
-    Returns:
-      The pool; and i32[n, C], the blocks that get tokens, or nowhere.
-    """
-    nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
-    pool, new = block_pool.take(pool, columns.is_taken & is_row)
-    table = jnp.where(columns.is_taken, new, columns.entries)
-    pool = block_pool.release(pool, jnp.where(columns.is_taken & is_row, columns.entries, nowhere)[:, ::-1])
-    destination = jnp.where(columns.is_written & is_row, table, nowhere)
-    return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, table)), destination
-
-
-def _keep_recorded(control: Control, columns: _Columns, destination: jax.Array) -> Control:
+def _keep_recorded(control: Control, columns: ComposedColumns, destination: jax.Array) -> Control:
     """Notes that blocks in place of others hold the tokens that those held."""
     if (index := control.prefix_index) is None:
         return control
@@ -238,45 +223,8 @@ def _keep_recorded(control: Control, columns: _Columns, destination: jax.Array) 
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _moves(
-    block_ids: jax.Array,
-    chunks: Chunks,
-    group: LayerGroup,
-    columns: _Columns,
-    placed: _Placed,
-    destination: jax.Array,
-    nowhere: int,
-) -> SpanMoves:
-    """Lists where the token at each place of rows comes from: the row's own block, a chunk, or nowhere."""
-    num_places = destination.shape[1] * group.block_size
-    places = jnp.arange(num_places, dtype=jnp.int32)[None]
-    covers = (places[..., None] >= placed.starts[:, None]) & (places[..., None] < placed.ends[:, None])
-
-    def of_chunk(values: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(covers, values[:, None], 0), axis=-1, dtype=jnp.int32)
-
-    is_composed = covers.any(axis=-1)
-    chunk_ids = jnp.where(is_composed, of_chunk(placed.chunk_ids), chunks.num_chunks)
-    first = get_at(chunks.start, chunk_ids, 0)
-    in_chunk = remainder(first, group.block_size) + places - of_chunk(placed.starts)
-    in_chunk = jnp.where(is_composed, in_chunk, 0)
-    from_chunk = get_at(block_ids, (chunk_ids, quotient(in_chunk, group.block_size)), nowhere)
-    own = jnp.where(
-        places < placed.context_len[:, None],
-        jnp.repeat(columns.entries, group.block_size, axis=1),
-        jnp.int32(nowhere),
-    )
-    own_offsets = jnp.broadcast_to(remainder(places, group.block_size), own.shape)
-    return SpanMoves(
-        blocks=jnp.where(is_composed, from_chunk, own),
-        offsets=jnp.where(is_composed, remainder(in_chunk, group.block_size), own_offsets),
-        distance=of_chunk(placed.distance),
-        destination=destination,
-    )
-
-
 def _note(
-    control: Control, seq_ids: jax.Array, rows: jax.Array, placed: _Placed, config: CacheConfig
+    control: Control, seq_ids: jax.Array, rows: jax.Array, placed: Placed, config: CacheConfig
 ) -> Control:
     """Notes the lengths of rows, and that what follows is no prefix."""
     assert control.first_composed is not None

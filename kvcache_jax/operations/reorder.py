@@ -55,7 +55,8 @@ def reorder_rows(
         new_ids = token_blocks(pool, group, control, parent_ids)
         old_ids = get_at(pool.block_table, rows, pool.num_blocks)
         pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))
-        pool = sink_blocks.inherit(block_pool.release(pool, old_ids[:, ::-1]), rows, parent_ids)
+        pool = block_pool.release(pool, old_ids[:, ::-1])
+        pool = sink_blocks.inherit(pool, rows, parent_ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, new_ids)))
     control = inherit(control, rows, parent_ids)
     return dataclasses.replace(control, block_pools=tuple(pools)), status

@@ -96,11 +96,11 @@ def fitting_rows(available: jax.Array, needs: jax.Array, wants: jax.Array) -> ja
 
     Args:
       available: i32[groups].
-      needs: i32[groups, n], 0 where nothing is wanted.
+      needs: i32[groups, n], 0 where nothing is wanted; below 0 for a row that gives more back than it takes.
       wants: bool[n].
     """
     num_rows = wants.shape[0]
-    is_short = (jnp.sum(needs, axis=1, dtype=jnp.int32) > available).any()
+    is_short = (jnp.max(jnp.cumsum(needs, axis=1, dtype=jnp.int32), axis=1, initial=0) > available).any()
 
     def admit_row(state):
         row, free, ok = state

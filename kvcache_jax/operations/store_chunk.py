@@ -1,13 +1,14 @@
 """The operation `store_chunk`: spans of rows are kept as chunks, which `compose` puts into other rows."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, rank_true, remainder, set_at
+from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient, rank_true, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, sink_blocks, storage
 from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
@@ -40,13 +41,13 @@ def store_chunk(
     """Keeps spans of rows as chunks, in the rows' namespaces, under the names of their tokens.
 
     Blocks that lie within a span are shared with the row; where a span begins or ends inside a block, its
-    tokens are copied. With prefix caching all are copied: a published block stands behind its parent. Rows do
-    not change, and may be freed; whoever writes into a shared block copies it first. A chunk that is stored
-    already stays as it is. Scarce blocks and places for chunks go in entry order; of equal chunks of a call
-    the first is stored, and the others share its fate. With `max_chunk_variants` the same tokens are kept
-    again where `stats` say that other chunks stood in front; a name that has all its variants gets no more,
-    and the one that fits best is the result. Call it inside a donated jit: called eagerly it copies the
-    pools.
+    tokens are copied. With prefix caching all are copied: a published block stands behind its parent. Of a
+    window layer the chunk has what the row still holds. Rows do not change, and may be freed; whoever writes
+    into a shared block copies it first. A chunk that is stored already stays as it is. Scarce blocks and
+    places for chunks go in entry order; of equal chunks of a call the first is stored, and the others share
+    its fate. With `max_chunk_variants` the same tokens are kept again where `stats` say that other chunks
+    stood in front; a name that has all its variants gets no more, and the one that fits best is the result.
+    Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
@@ -61,7 +62,8 @@ def store_chunk(
     Returns:
       The cache and `StoredChunks` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
       have, outside the row, or behind tokens that were composed or dropped, whose keys are not the original
-      ones), OUT_OF_CHUNKS, OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
+      ones), WINDOW_LOST (a window gave back what the token behind the span reads of it), OUT_OF_CHUNKS,
+      OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
 
     Raises:
       ValueError, TypeError: a cache without a store of chunks, `stats` where it keeps none, or shapes or
@@ -86,7 +88,8 @@ def store_chunk(
     length = arguments.int_column("length", length, seq_ids.shape[0])
     tokens = token_arguments.token_ids(tokens, seq_ids.shape[0], None)
     stats = checked_stats(stats, seq_ids.shape[0], chunks.stats)
-    return _store(cache, seq_ids, start, length, padded_name(tokens, chunks), stats)
+    name = padded_name(tokens, chunks)
+    return _store(cache, seq_ids, start, length, name, stats, max_len=tokens.shape[1])
 
 
 def padded_name(tokens: arguments.Array, chunks: Chunks) -> jax.Array:
@@ -123,15 +126,17 @@ class _Columns(NamedTuple):
       entries: i32[n, C], the row's blocks from there on.
       is_shared: bool[n, C], the chunk holds the row's block.
       is_copied: bool[n, C], it holds a block of its own with the tokens of the span.
+      is_lost: bool[n], a window gave back what the token behind the span reads of it.
     """
 
     first: jax.Array
     entries: jax.Array
     is_shared: jax.Array
     is_copied: jax.Array
+    is_lost: jax.Array
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="max_len")
 def _store(
     cache: Cache,
     seq_ids: jax.Array,
@@ -139,11 +144,12 @@ def _store(
     length: jax.Array,
     tokens: jax.Array,
     stats: ChunkStats | None,
+    max_len: int,
 ) -> tuple[Cache, StoredChunks]:
     config = cache.config
     control, columns = as_varied((cache.control, (seq_ids, start, length, tokens, stats)))
     seq_ids, start, length, tokens, stats = columns
-    plan = _plan(control, seq_ids, start, length, tokens, stats, config)
+    plan = _plan(control, seq_ids, start, length, tokens, stats, max_len, config)
     chunks = control.chunks
     assert chunks is not None
     is_new = plan.new_ids < chunks.num_chunks
@@ -184,21 +190,23 @@ def _plan(
     length: jax.Array,
     tokens: jax.Array,
     stats: ChunkStats | None,
+    max_len: int,
     config: CacheConfig,
 ) -> _Plan:
     """Decides which chunks are stored, in entry order where blocks or places are scarce."""
     chunks = control.chunks
     assert chunks is not None
-    status = _checked(control, seq_ids, start, length, tokens.shape[1])
+    columns = [
+        _columns(pool, group, ids.shape[1], seq_ids, start, length, config)
+        for pool, group, ids in zip(control.block_pools, config.groups, chunks.block_ids, strict=True)
+    ]
+    is_lost = any_of([of_group.is_lost for of_group in columns])
+    status = _checked(control, seq_ids, start, length, is_lost, max_len)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     tokens = jnp.where(places[None] < length[:, None], tokens, 0)
     names = ChunkNames(tokens, length, get_at(control.namespace, seq_ids), stats)
     found, is_new, wants, leader = resolve(chunks, names, status == Status.OK, config.max_chunk_variants)
 
-    columns = [
-        _columns(pool, group, ids.shape[1], seq_ids, start, length, config)
-        for pool, group, ids in zip(control.block_pools, config.groups, chunks.block_ids, strict=True)
-    ]
     needs = [jnp.sum(of_group.is_copied, axis=1, dtype=jnp.int32) for of_group in columns]
     needs = jnp.where(wants, jnp.stack([*needs, jnp.ones_like(length)]), 0)
     rank, num_empty = rank_true(chunks.length == 0)
@@ -219,7 +227,12 @@ def _plan(
 
 
 def _checked(
-    control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, max_len: int
+    control: Control,
+    seq_ids: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    is_lost: jax.Array,
+    max_len: int,
 ) -> jax.Array:
     """Computes the status of each entry as far as blocks do not matter, i32[n]."""
     most = get_at(control.context_len, seq_ids, 0)
@@ -234,6 +247,7 @@ def _checked(
         (seq_ids == control.max_seqs, Status.SKIPPED),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (~is_length, Status.BAD_LENGTH),
+        (is_lost, Status.WINDOW_LOST),
     )
 
 
@@ -252,11 +266,16 @@ def _columns(
     columns = first[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
     entries = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
     is_in = columns * group.block_size < end[:, None]
+    is_lost = jnp.zeros_like(is_in)
+    if group.window is not None:
+        is_read = is_in & ((columns + 1) * group.block_size > end[:, None] + 1 - group.window)
+        is_lost = is_read & (entries == pool.num_blocks)
+        is_in &= entries < pool.num_blocks
     is_whole = (columns * group.block_size >= start[:, None]) & (
         (columns + 1) * group.block_size <= end[:, None]
     )
     is_shared = is_in & is_whole & (not config.enable_prefix_caching)
-    return _Columns(first, entries, is_shared, is_in & ~is_shared)
+    return _Columns(first, entries, is_shared, is_in & ~is_shared, is_lost.any(axis=1))
 
 
 def _moves(

@@ -205,7 +205,7 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
         holders = {f"row {row}": oracle.rows[row].tables[g] for row in active}
         lines = np.asarray(pool.block_table)[active]
         if (chunks := cache.control.chunks) is not None:
-            holders |= {f"chunk {i}": dict(enumerate(chunk.blocks[g])) for i, chunk in oracle.chunks.items()}
+            holders |= {f"chunk {i}": chunk.blocks[g] for i, chunk in oracle.chunks.items()}
             lines = [*lines, *np.asarray(chunks.block_ids[g])[[*oracle.chunks]]]
         names, taken = {}, {}
         for (holder, expected), line in zip(holders.items(), lines, strict=True):

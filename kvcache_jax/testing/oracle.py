@@ -15,7 +15,7 @@ from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock
 from kvcache_jax.testing.oracle_chunks import OracleChunks
-from kvcache_jax.testing.oracle_rows import OracleRow
+from kvcache_jax.testing.oracle_rows import OracleRow, first_kept
 
 
 @dataclasses.dataclass
@@ -353,12 +353,3 @@ def num_reserved(group: LayerGroup, num_tokens: int) -> int:
     if group.holds_sources:
         return 0
     return min(ceil_div(num_tokens, group.block_size), group.max_held_blocks)
-
-
-def first_kept(group: LayerGroup, context_len: int) -> int:
-    """Finds the first column behind the sinks that a row of `context_len` tokens keeps when it grows."""
-    span = group.kind.span
-    if span.window is None:
-        return 0
-    first_position = context_len - span.window - span.max_rollback + 1
-    return max(first_position, 0) // group.block_size

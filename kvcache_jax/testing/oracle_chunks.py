@@ -8,17 +8,20 @@ from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock, Prefix
 from kvcache_jax.testing.oracle_compression import OracleCompression
-from kvcache_jax.testing.oracle_rows import OracleRow
+from kvcache_jax.testing.oracle_rows import OracleRow, first_kept
 
 
 @dataclasses.dataclass(frozen=True)
 class OracleChunk:
-    """A passage: its name, the place in its row where it began, and per layer group its blocks."""
+    """A passage: its name, the place in its row where it began, and per layer group its blocks.
+
+    They are counted from the one that the first token was in; those that a window let go are not there.
+    """
 
     namespace: tuple[int, ...]
     tokens: tuple[int | None, ...]
     start: int
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[dict[int, int], ...]
 
 
 class OracleChunks(OracleCompression):
@@ -61,7 +64,7 @@ class OracleChunks(OracleCompression):
             if self.find_chunk(*name) < self._num_chunks:
                 continue
             if name not in fates:  # equal chunks of a call share the fate of the first
-                needs = [len(self._copied_edges(g, first, num)) for g in range(len(available))]
+                needs = [len(self._copied_edges(g, row, first, num)) for g in range(len(available))]
                 fits = all(need <= left for need, left in zip(needs, available, strict=True))
                 if len(self.chunks) + len(stored) == self._num_chunks:
                     fates[name] = Status.OUT_OF_CHUNKS
@@ -74,7 +77,10 @@ class OracleChunks(OracleCompression):
             statuses[-1] = fates[name]
         groups = range(len(available))
         self._make_room(
-            [sum(len(self._copied_edges(g, first, num)) for _, first, num, _ in stored) for g in groups]
+            [
+                sum(len(self._copied_edges(g, row, start, num)) for row, start, num, _ in stored)
+                for g in groups
+            ]
         )
         for row, first, num, (namespace, text) in stored:
             chunk_id = min({*range(self._num_chunks)} - {*self.chunks})
@@ -90,28 +96,38 @@ class OracleChunks(OracleCompression):
         if seq_id not in self.rows:
             return Status.SEQ_NOT_ACTIVE
         is_inside = start >= 0 and 0 < length <= (self.config.max_chunk_len or 0)
-        is_inside = is_inside and start + length <= self.rows[seq_id].prefix_len
-        return Status.OK if is_inside else Status.BAD_LENGTH
+        if not is_inside or start + length > self.rows[seq_id].prefix_len:
+            return Status.BAD_LENGTH
+        for group, table in zip(self.config.groups, self.rows[seq_id].tables, strict=True):
+            if (window := group.kind.span.window) is not None:
+                end = start + length
+                first = max(start, end - window + 1) // group.block_size
+                if any(column not in table for column in range(first, ceil_div(end, group.block_size))):
+                    return Status.WINDOW_LOST
+        return Status.OK
 
-    def _copied_edges(self, g: int, start: int, length: int) -> list[int]:
-        """Lists the columns of a span whose tokens are copied: the chunk shares those that lie within it."""
+    def _span_columns(self, g: int, row: OracleRow, start: int, length: int) -> list[int]:
+        """Lists the columns of a span that the row holds."""
         block_size = self.config.groups[g].block_size
         columns = range(start // block_size, ceil_div(start + length, block_size))
+        return [column for column in columns if column in row.tables[g]]
+
+    def _copied_edges(self, g: int, row: OracleRow, start: int, length: int) -> list[int]:
+        """Lists those whose tokens are copied: the chunk shares the blocks that lie within the span."""
+        block_size, columns = self.config.groups[g].block_size, self._span_columns(g, row, start, length)
         if self.config.enable_prefix_caching:
-            return [*columns]
+            return columns
         return [c for c in columns if c * block_size < start or (c + 1) * block_size > start + length]
 
-    def _hold_span(self, g: int, row: OracleRow, start: int, length: int) -> tuple[int, ...]:
+    def _hold_span(self, g: int, row: OracleRow, start: int, length: int) -> dict[int, int]:
         """Shares the row's blocks of a span, or takes others for its edges."""
-        block_size = self.config.groups[g].block_size
-        copied, blocks = self._copied_edges(g, start, length), []
-        for column in range(start // block_size, ceil_div(start + length, block_size)):
-            if column in copied:
-                blocks.append(self._take(g))
-            else:
-                blocks.append(row.tables[g][column])
-                self._hold(g, blocks[-1])
-        return tuple(blocks)
+        copied, blocks = self._copied_edges(g, row, start, length), {}
+        for column in self._span_columns(g, row, start, length):
+            block = self._take(g) if column in copied else row.tables[g][column]
+            if column not in copied:
+                self._hold(g, block)
+            blocks[column - start // self.config.groups[g].block_size] = block
+        return blocks
 
     def free_chunks(self, chunk_ids: Sequence[int]) -> list[Status]:
         """Forgets chunks like `kvcache_jax.free_chunks`."""
@@ -126,7 +142,7 @@ class OracleChunks(OracleCompression):
                 statuses.append(Status.BAD_CHUNK_ID)
         for chunk in forgotten:
             for g, blocks in enumerate(chunk.blocks):
-                for block in blocks:
+                for block in blocks.values():
                     self._let_go(g, block)
         return statuses
 
@@ -151,17 +167,32 @@ class OracleChunks(OracleCompression):
                 continue
             row, (start, last) = self.rows[seq_id], chunks[-1]
             new_len = start + len(self.chunks[last].tokens)
-            taken = [self._taken_columns(g, row, new_len) for g in range(len(available))]
-            room = [left - len(columns) for left, columns in zip(available, taken, strict=True)]
+            plans = [self._plan_columns(g, row, chunks, new_len) for g in range(len(available))]
+            if None in plans:
+                statuses[i] = Status.WINDOW_LOST
+                continue
+            taken, leaving = zip(*filter(None, plans), strict=True)
+            num_back = [
+                sum(self.owners[g][row.tables[g][column]] == 1 for column in columns)
+                for g, columns in enumerate(leaving)
+            ]
+            room = [
+                left + back - len(columns)
+                for left, back, columns in zip(available, num_back, taken, strict=True)
+            ]
             if min(room) < 0:
                 statuses[i] = Status.OUT_OF_BLOCKS
                 continue
             available = room
-            composed.append((row, chunks, taken))
+            composed.append((row, chunks, taken, leaving))
         self.clock += bool(composed)
-        self._make_room([sum(len(taken[g]) for _, _, taken in composed) for g in range(len(available))])
+        for row, _, _, leaving in composed:
+            for g, columns in enumerate(leaving):
+                for column in reversed(columns):
+                    self._let_go(g, row.tables[g].pop(column))
+        self._make_room([sum(len(taken[g]) for _, _, taken, _ in composed) for g in range(len(available))])
         originals = []
-        for row, chunks, taken in composed:
+        for row, chunks, taken, _ in composed:
             for g, columns in enumerate(taken):
                 originals += [(g, row.tables[g][c]) for c in reversed(columns) if c in row.tables[g]]
                 row.tables[g].update({column: self._take(g) for column in columns})
@@ -184,14 +215,45 @@ class OracleChunks(OracleCompression):
             end = start + len(self.chunks[chunk_id].tokens)
         return Status.TOO_LONG if end > self.config.max_seq_len else Status.OK
 
-    def _taken_columns(self, g: int, row: OracleRow, new_len: int) -> list[int]:
-        """Lists the columns from the row's end on that have no block, or one that may not be written."""
-        block_size, table = self.config.groups[g].block_size, row.tables[g]
-        return [
-            column
-            for column in range(len(row.tokens) // block_size, ceil_div(new_len, block_size))
-            if column not in table or self.owners[g][table[column]] > 1 or self.is_published(g, table[column])
-        ]
+    def _plan_columns(
+        self, g: int, row: OracleRow, chunks: Sequence[tuple[int, int]], new_len: int
+    ) -> tuple[list[int], list[int]] | None:
+        """Lists the columns that need another block, and those that leave the window.
+
+        None if the row's next token would read in the window what is not there any more.
+        """
+        group, table = self.config.groups[g], row.tables[g]
+        first, num_sinks = self._first_kept(g, row, chunks, new_len), group.num_sink_blocks
+        if first is None:
+            return None
+
+        def is_free_to_write(column: int) -> bool:
+            is_alone = column in table and self.owners[g][table[column]] == 1
+            return is_alone and not self.is_published(g, table[column])
+
+        columns = range(len(row.tokens) // group.block_size, ceil_div(new_len, group.block_size))
+        written = [column for column in columns if column < num_sinks or column >= first]
+        taken = [column for column in written if not is_free_to_write(column)]
+        return taken, [column for column in sorted(table) if num_sinks <= column < first]
+
+    def _first_kept(
+        self, g: int, row: OracleRow, chunks: Sequence[tuple[int, int]], new_len: int
+    ) -> int | None:
+        """Finds the first column behind the sinks that the row has then, as if it had grown at its end."""
+        group = self.config.groups[g]
+        if (window := group.kind.span.window) is None:
+            return 0
+        block_size, num_sinks = group.block_size, group.num_sink_blocks
+        missing = {c for c in range(ceil_div(len(row.tokens), block_size)) if c not in row.tables[g]}
+        for start, chunk_id in chunks:
+            chunk = self.chunks[chunk_id]
+            for i in range(len(chunk.tokens)):
+                if (chunk.start % block_size + i) // block_size not in chunk.blocks[g]:
+                    missing.add((start + i) // block_size)
+        grown_from = max(len(row.tokens), new_len - self.config.query_len_limit)
+        first = max([num_sinks, first_kept(group, grown_from), *(column + 1 for column in missing)])
+        last_read = max(num_sinks, max(new_len - window + 1, 0) // block_size)
+        return first if first <= last_read and not any(c < num_sinks for c in missing) else None
 
     def _append_chunks(self, row: OracleRow, chunks: Sequence[tuple[int, int]]) -> None:
         block_size = self.config.groups[self.config.indexed_group].block_size

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
 from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
@@ -292,3 +293,12 @@ class OracleRows(OracleBlocks):
             for column in sorted(row.tables[g], reverse=True):
                 if column * group.block_size >= first:
                     self._let_go(g, row.tables[g].pop(column))
+
+
+def first_kept(group: LayerGroup, context_len: int) -> int:
+    """Finds the first column behind the sinks that a row of `context_len` tokens keeps when it grows."""
+    span = group.kind.span
+    if span.window is None:
+        return 0
+    first_position = context_len - span.window - span.max_rollback + 1
+    return max(first_position, 0) // group.block_size

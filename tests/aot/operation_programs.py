@@ -17,6 +17,7 @@ from tests.aot.program import Limits, Program, shapes_of
 
 NUM_ROWS, NUM_LISTED, PROMPT_LEN = 32, 8, 256
 """Rows of the cache, rows that a call names, and tokens of a prompt."""
+NUM_CHUNKS_PER_ROW = 4
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
 LRU, OTHER_POLICY = "lru", "hyperbolic"
 SMALL = 500_000
@@ -205,6 +206,56 @@ def _compress(policy: str | None, num_layers: int = 3) -> Program:
     return Program("compress", ", ".join(words), config, kv.compress, arguments, limits)
 
 
+def _rotate(keys: jax.Array, distance: jax.Array) -> jax.Array:
+    """A rotation of features of 128, by angles that are made on the spot."""
+    angle = distance[..., None, None] * jnp.arange(HEAD_DIM // 2, dtype=jnp.float32)
+    x, y = jnp.split(keys, 2, axis=-1)
+    return jnp.concatenate(
+        [x * jnp.cos(angle) - y * jnp.sin(angle), y * jnp.cos(angle) + x * jnp.sin(angle)], -1
+    )
+
+
+def _compose_rows(cache, seq_ids, chunk_ids, starts):
+    return kv.compose(cache, seq_ids, chunk_ids, starts, rotate=_rotate)
+
+
+def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list[Program]:
+    """The operations on chunks; layers are a loop of known trips in each group, on rows of one layer."""
+    sizes = dict(num_chunks=64, max_chunk_len=PROMPT_LEN)
+    config = dataclasses.replace(config_of(num_groups, policy, num_layers), **sizes)
+    listed, placed = i32(NUM_LISTED), i32(NUM_LISTED, NUM_CHUNKS_PER_ROW)
+    names = i32(NUM_LISTED, PROMPT_LEN)
+    words = [f"{num_groups} group{'s' * (num_groups > 1)}", *(["index", policy] if policy else [])]
+    rows = 2 * 2 * NUM_LISTED * NUM_KV_HEADS * HEAD_DIM
+    # Rotated in float32, of which there are a few copies.
+    composed, stored = 8 * rows * config.max_seq_len, 2 * rows * (PROMPT_LEN + 16)
+    # Shortage; with an index also eviction.
+    moving = 1 + num_groups * (policy is not None)
+
+    def program(subject: str, function: Callable, *columns: Any, limits: Limits, **options: Any) -> Program:
+        def arguments() -> tuple:
+            return shapes_of(config), *columns
+
+        return Program(subject, ", ".join(words), config, function, arguments, limits, **options)
+
+    def moves(most: int) -> Limits:
+        return Limits(moving, known_loops=num_groups, temporary_bytes=most + SMALL)
+
+    return [
+        program("store_chunk", kv.store_chunk, *[listed] * 3, names, limits=moves(stored)),
+        program("compose", _compose_rows, listed, placed, placed, limits=moves(composed)),
+        program(
+            "find_chunks",
+            kv.find_chunks,
+            names,
+            listed,
+            donated=None,
+            limits=Limits(0, temporary_bytes=SMALL),
+        ),
+        program("free_chunks", kv.free_chunks, listed, limits=Limits(0, temporary_bytes=SMALL)),
+    ]
+
+
 def operation_programs() -> list[Program]:
     """Returns all of them, in the order of the table."""
     caches = [(num_groups, policy) for policy in (None, LRU, OTHER_POLICY) for num_groups in (1, 2)]
@@ -216,4 +267,6 @@ def operation_programs() -> list[Program]:
         _halves_of_attention(),
         _compress(None),
         _compress(LRU),
+        *_of_chunks(1, None),
+        *_of_chunks(2, LRU),
     ]

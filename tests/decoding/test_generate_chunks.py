@@ -1,5 +1,6 @@
 """`generate` and `score` with chunks, against a model without a cache that is given what chunks hold."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,11 +11,19 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.support import tiny_model
-from tests.support.tiny_model import DIM, HEADS, VOCAB, WIDTH, make_params
+from tests.support.rotary_model import (
+    DEEP,
+    PARAMS,
+    ROTATE,
+    composed,
+    dense,
+    first_of,
+    first_two,
+    forward,
+    greedy,
+)
+from tests.support.tiny_model import DIM, HEADS, VOCAB
 
-PARAMS = make_params()
-FREQUENCIES = np.array([1.0, 0.3])
-ROTATE = kv.key_rotation(FREQUENCIES, max_distance=48)
 NUM_NEW = 5
 # One config, so that most tests share their programs: a prompt of 45 tokens leaves room for two long chunks.
 PREFIXES = dict(enable_prefix_caching=True, num_blocks=40)
@@ -23,95 +32,6 @@ SIZES = dict(num_blocks=20, num_chunks=3, max_chunk_len=12)
 
 def config(**sizes):
     return tiny_model.config(**{**SIZES, **sizes})
-
-
-def rotated(x, positions, library):
-    """Rotates queries or keys `[..., heads, DIM]` to `positions` [...]."""
-    angle = library.stack([positions * frequency for frequency in FREQUENCIES.tolist()], axis=-1)
-    angle = angle[..., None, :]
-    a, b = library.split(x, 2, axis=-1)
-    cos, sin = library.cos(angle), library.sin(angle)
-    return library.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def heads_of(x, weights, library):
-    parts = library.split(x @ weights, [2 * WIDTH, 3 * WIDTH], axis=-1)
-    nums = 2 * HEADS, HEADS, HEADS
-    return [part.reshape(*x.shape[:-1], num, DIM) for part, num in zip(parts, nums, strict=True)]
-
-
-def forward(params, tokens, cache, step):
-    """As the tiny model, but that positions are rotations of queries and keys."""
-    x, positions = 0.7 * params["embedding"][tokens], step.positions.astype(jnp.float32)
-    for layer, weights in enumerate(params["layers"]):
-        q, k, v = heads_of(x, weights, jnp)
-        q, k = rotated(q, positions, jnp), rotated(k, positions, jnp)
-        cache, out = kv.attention(cache, layer, q, k, v, step)
-        out = out.reshape(*x.shape[:-1], -1)
-        x = x + 2 * jnp.tanh(out[..., :WIDTH] - out[..., WIDTH:])
-    return x @ params["head"], cache
-
-
-def dense(tokens, given=None, is_given=None):
-    """The model of one text in float64; at places `is_given` keys, before rotation, and values are `given`.
-
-    Returns:
-      Logits [tokens, VOCAB], and keys and values of each layer.
-    """
-    x = 0.7 * np.asarray(PARAMS["embedding"], float)[np.asarray(tokens)]
-    places, found = np.arange(len(tokens)), []
-    for layer, weights in enumerate(PARAMS["layers"]):
-        q, k, v = heads_of(x, np.asarray(weights, float), np)
-        if given is not None:
-            pairs = zip(given[layer], (k, v), strict=True)
-            k, v = (np.where(is_given[:, None, None], old, new) for old, new in pairs)
-        found.append((k, v))
-        q, k = rotated(q, places.astype(float), np), rotated(k, places.astype(float), np)
-        k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
-        shares = np.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
-        shares = np.exp(np.where(places[:, None] >= places, shares, -np.inf))
-        out = np.einsum("hts,shd->thd", shares / shares.sum(-1, keepdims=True), v).reshape(len(x), -1)
-        x = x + 2 * np.tanh(out[..., :WIDTH] - out[..., WIDTH:])
-    return x @ np.asarray(PARAMS["head"], float), found
-
-
-def composed(prompt, spans, again):
-    """What the chunks of a prompt give: keys and values by layer, and the places that keep them."""
-    given = [tuple(np.zeros((len(prompt), HEADS, DIM)) for _ in "kv") for _ in PARAMS["layers"]]
-    is_given = np.zeros(len(prompt), bool)
-    for start, end in spans:
-        for (k, v), alone in zip(given, dense(prompt[start:end])[1], strict=True):
-            k[start:end], v[start:end] = alone
-        is_given[start:end] = True
-    is_given[again] = False
-    is_given[-1] = False
-    return given, is_given
-
-
-def first_of(share):
-    """The places that `selector="first"` computes again."""
-
-    def again(spans):
-        return [
-            place
-            for start, end in spans
-            for place in range(start, start + math.ceil(round(share * (end - start), 9)))
-            if start
-        ]
-
-    return again
-
-
-def greedy(prompt, spans, again, num_new=NUM_NEW):
-    given, is_given = composed(prompt, spans, again(spans))
-    text, scores = list(prompt), []
-    for _ in range(num_new):
-        num_more = len(text) - len(prompt)
-        wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
-        logits = dense(text, wide, np.pad(is_given, (0, num_more)))[0][-1]
-        scores.append(logits.max() - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
-        text.append(int(logits.argmax()))
-    return text[len(prompt) :], scores
 
 
 def check(result, prompts, spans, again, unchunked=()):
@@ -284,8 +204,8 @@ def test_a_store_of_one_place_is_enough():
 
 
 @pytest.mark.slow
-def test_chunks_used_longest_ago_are_forgotten_first():
-    """Of four chunks in three places, in the order of the prompts and not of the places."""
+def test_chunks_of_least_use_are_forgotten_first():
+    """Of four chunks in three places, as prompts used them."""
     names = [tuple(text(i, 5)) for i in range(4)]
     prompts, spans = zip(*(prompt_of([4], names[i], [2]) for i in (0, 1, 2, 0, 3, 0, 2, 3)), strict=True)
     result = generate(prompts, spans)
@@ -309,7 +229,12 @@ def test_chunks_that_are_stored_give_way_to_prompts_without_any():
     assert 0 < int(kv.stats(result.cache).num_blocks_used) < 9
     check_left(result.cache)
     own = [text(i, 20) for i in range(4)]
-    scored = kv.score(forward, PARAMS, prompt[:27], own, config(), cache=testing.poison(cache), chunk_len=8)
+    try:
+        scored = kv.score(
+            forward, PARAMS, prompt[:27], own, config(), cache=testing.poison(cache), chunk_len=8
+        )
+    except kv.StatusError as error:
+        raise AssertionError("chunks hold what a continuation needs") from error
     assert not np.isnan(scored.logprobs).any()
     check_left(scored.cache)
 
@@ -368,6 +293,83 @@ def test_a_selector_of_ones_own_and_one_that_draws():
     assert {result.num_composed_tokens for result in drawn} == {own.num_composed_tokens}
 
 
+def scores_by(selector, prompt, spans):
+    """What the second layer says of each token, from texts computed as a whole."""
+    given, _ = composed(prompt, spans, [], DEEP)
+    k, v, shares = dense(prompt, params=DEEP)[1][1]
+    if selector == "attention":
+        starts = [max([start for start, _ in spans if start <= place], default=0) for place in range(len(k))]
+        return np.array([shares[:, place, :start].sum() for place, start in enumerate(starts)])
+    old, new = (given[1][0], k) if selector == "key deviation" else (given[1][1], v)
+    return ((new - old) ** 2).sum(axis=(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["attention", "key deviation", "value deviation"])
+def test_selectors_see_what_first_layers_compute(selector):
+    """What they compute is right for all tokens, and stays; the third layer has it for those chosen."""
+    reuse = kv.ChunkReuse(rotate=ROTATE, selector=selector, share=0.3, observe=first_two, observed_layer=1)
+    size = kv.CacheConfig(
+        [kv.FullAttention(HEADS, DIM)] * 3, **SIZES, block_size=4, max_seqs=4, max_seq_len=48
+    )
+    prompts, spans = zip(*(PROMPTS[i] for i in (0, 1, 4)), strict=True)
+    result = kv.generate(
+        forward,
+        DEEP,
+        prompts,
+        size,
+        chunks=spans,
+        chunk_reuse=reuse,
+        max_new_tokens=NUM_NEW,
+        chunk_len=8,
+        cache=testing.poison(kv.init(size)),
+    )
+    for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
+        scores = scores_by(selector, prompt, chunks)
+
+        def best(spans, scores=scores):
+            return [
+                start + place
+                for start, end in spans
+                for place in np.argsort(-scores[start:end])[: math.ceil(round(0.3 * (end - start), 9))]
+                if start
+            ]
+
+        tokens, wanted = greedy(prompt, chunks, best, params=DEEP, first_given=2)
+        assert generation.tokens == tokens
+        np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-4)
+    check_left(result.cache)
+
+
+WINDOW = kv.SlidingWindow(HEADS, DIM, window=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_rollback", [0, 1])
+def test_windows_see_chunks_as_other_tokens(max_rollback):
+    """Of a chunk and of a prompt more than a window; without rollback a prompt's last chunk is plain text."""
+    window = dataclasses.replace(WINDOW, max_rollback=max_rollback)
+    size = dataclasses.replace(config(), layers=[kv.FullAttention(HEADS, DIM), window], num_blocks=30)
+    prompts, spans = zip(*PROMPTS, strict=True)
+    result = kv.generate(
+        forward,
+        PARAMS,
+        prompts,
+        size,
+        chunks=spans,
+        chunk_reuse=kv.ChunkReuse(rotate=[ROTATE, ROTATE], share=0.25),
+        max_new_tokens=NUM_NEW,
+        chunk_len=8,
+        cache=testing.poison(kv.init(size)),
+    )
+    for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
+        composed = [span for span in chunks if max_rollback or span[1] < len(prompt)]
+        tokens, scores = greedy(prompt, composed, first_of(0.25), windows=[None, 7])
+        assert generation.tokens == tokens
+        np.testing.assert_allclose(generation.logprobs, scores, atol=1e-4)
+    check_left(result.cache)
+
+
 @pytest.mark.slow
 def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     """Its token of NaN ends the prompt, and a prompt without it goes on."""
@@ -419,16 +421,36 @@ def test_what_are_no_chunks_of_prompts_is_refused(options, message):
         kv.generate(forward, PARAMS, prompts, config(**sizes), max_new_tokens=1, **options)
 
 
+def test_spans_beyond_what_windows_hold_at_once_are_refused():
+    sizes = dict(layers=[kv.FullAttention(HEADS, DIM), WINDOW], max_query_len=10)
+    message = (
+        r"chunks\[0\] has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10"
+    )
+    with pytest.raises(ValueError, match=message):
+        kv.generate(
+            forward,
+            PARAMS,
+            [[1] * 20],
+            dataclasses.replace(config(), **sizes),
+            max_new_tokens=1,
+            chunks=[[(1, 4), (9, 12)]],
+            chunk_reuse=REUSE,
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rotate": 3}, "rotate is 3, expected a function of keys and distances, or None"),
+        ({"rotate": 3}, "rotate is 3, expected a function of keys and distances, None, or a list of"),
+        ({"rotate": [None, 3]}, "rotate is .None, 3., expected a function"),
         ({"share": 1.5}, "share is 1.5, expected 0 to 1"),
         ({"share": -0.1}, "share is -0.1, expected 0 to 1"),
         ({"share": "all"}, "share is 'all', expected a finite number"),
         ({"seed": 2**32}, "seed is 4294967296, expected 0 <= seed <= "),
         ({"selector": "best"}, "selector is 'best', expected one of 'attention', "),
-        ({"selector": "key deviation"}, "'key deviation', which needs k_deviation, expected one that needs"),
+        ({"selector": "key deviation"}, "'key deviation', which needs k_deviation, expected observe="),
+        ({"observe": 3}, "observe is 3, expected a function as a model's, or None"),
+        ({"observed_layer": -1}, "observed_layer is -1, expected at least 0"),
     ],
 )
 def test_options_of_chunk_reuse_are_checked(options, message):

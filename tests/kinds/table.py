@@ -31,6 +31,7 @@ PROPERTIES = (
     "rewrite",
     "drop",
     "compress",
+    "compose",
     "window",
     "commit",
     "hit",
@@ -126,7 +127,8 @@ def quantised(name, round_numbers, rotate=False, is_slow=False):
     """A line of a format around full attention."""
     layer = kv.Quantised(FULL, name.removesuffix("-rotated"), rotate)
     oracle = rounding.attending(dense, round_numbers)
-    return Kind(name, (layer,), (oracle,), None, STAYS | {"gradient": NO_GRADIENT}, is_slow)
+    cells = STAYS | NOT_MOVED | {"gradient": NO_GRADIENT}
+    return Kind(name, (layer,), (oracle,), None, cells, is_slow)
 
 
 FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
@@ -137,6 +139,11 @@ NO_PREFIX = Refused(ValueError, r"layers.*CrossAttention.*, expected False: what
 NO_SOURCE = Refused(NotImplementedError, "generate got CrossAttention.* layers, for whose sources it has no")
 NO_WINDOW = Refused(NotImplementedError, "compress got .* layers, expected layers that keep all tokens")
 IN_WINDOW = {"compress": NO_WINDOW}
+NOT_MOVED = {
+    "compose": Refused(
+        NotImplementedError, "layers.* is .*, expected layers whose keys can be rotated to another"
+    )
+}
 ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "transfer"), NO_INDEX)
 
 KINDS = (
@@ -146,8 +153,15 @@ KINDS = (
     Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5, IN_WINDOW),
     # A kind defined outside of the library.
-    Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS),
-    Kind("outside-window", (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),), (near(6),), 0, ALONE, True),
+    Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS | NOT_MOVED),
+    Kind(
+        "outside-window",
+        (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),),
+        (near(6),),
+        0,
+        ALONE | NOT_MOVED,
+        True,
+    ),
     quantised("int8", rounding.int8, is_slow=True),
     quantised("fp8", rounding.fp8, is_slow=True),
     quantised("int4", rounding.int4, is_slow=True),
@@ -166,6 +180,7 @@ KINDS = (
         (dense, whole_source, whole_source),
         None,
         STAYS
+        | NOT_MOVED
         | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "transfer"), NO_PREFIX)
         | {"generate": NO_SOURCE},
     ),
@@ -174,7 +189,7 @@ KINDS = (
         (kv.Quantised(window(window=6, max_rollback=5), "int8"), FULL),
         (rounding.attending(near(6), rounding.int8), dense),
         5,
-        IN_WINDOW | {"gradient": NO_GRADIENT},
+        IN_WINDOW | NOT_MOVED | {"gradient": NO_GRADIENT},
         is_slow=True,
     ),
 )

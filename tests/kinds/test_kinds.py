@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.aot.hlo import COLLECTIVE
+from tests.kinds.composed_rows import compose
 from tests.kinds.compressed_rows import compress
 from tests.kinds.kind_rows import (
     BLOCK_SIZE,
@@ -366,6 +367,7 @@ CHECKS = (
     rewrite,
     drop,
     compress,
+    compose,
     window,
     commit,
     hit,
@@ -385,7 +387,7 @@ TABLE = dict(zip(PROPERTIES, CHECKS, strict=True))
 AROUND_THE_STEP = {"gradient", "shard", "export", "generate", "rewrite", "in-place", "transfer"}
 LINE_AROUND_THE_STEP = "mix"
 # Other steps, of which `make test` has tests of plain layers.
-WITH_TESTS_OF_ITS_OWN = {"drop", "compress", "partial-hit", "manager"}
+WITH_TESTS_OF_ITS_OWN = {"drop", "compress", "compose", "partial-hit", "manager"}
 
 
 def is_slow(kind, name):

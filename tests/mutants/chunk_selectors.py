@@ -103,7 +103,7 @@ MUTATIONS = [
         "core/chunks",
         ("the worst variant is found", "lax.sort((share, -num", "lax.sort((-share, -num", FITS),
         ("few in front again fit best", "(share, -num_common,", "(share, num_common,", SCRIPT),
-        ("uses are not counted", ".add(jnp.uint32(1), mode", ".add(jnp.uint32(0), mode", SCRIPT),
+        ("uses of chunks are not counted", ".add(jnp.uint32(1), mode", ".add(jnp.uint32(0), mode", SCRIPT),
     ),
     *in_module(
         "operations/chunk_names",

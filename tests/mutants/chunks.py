@@ -11,6 +11,11 @@ PUBLISHED = f"{ROWS}::test_a_composed_row_publishes_what_is_in_front_alone"
 FOUND = f"{ROWS}::test_chunks_are_found_by_all_their_tokens_in_their_namespace"
 SCARCE = f"{ROWS}::test_scarce_blocks_and_places_go_in_entry_order"
 SCRUBBED = f"{ROWS}::test_scrubbing_a_namespace_forgets_its_chunks_and_no_others[group]"
+BY_KIND = (
+    "operations/test_chunks_by_kind.py::test_windows_and_latents_are_composed_with_what_the_next_token_reads"
+)
+NOT_STORED = f"{ROWS}::test_what_cannot_be_stored_is_said_and_changes_nothing"
+WINDOWS = "operations/test_chunk_scripts.py::test_a_long_random_script_of_windows[0]"
 SCRIPT = "operations/test_chunk_scripts.py::test_a_long_random_script[1]"
 ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
@@ -19,28 +24,75 @@ MUTATIONS = [
         "operations/compose",
         ("composed keys move back", "starts - get_at(chunks.start", "get_at(chunks.start", PLACES),
         (
-            "a chunk begins where its first block does",
-            "remainder(first, group.block_size) + places",
-            "places",
-            PLACES,
-        ),
-        (
             "chunks of another namespace are composed",
             "(is_chunk & chunks.owned_by(",
             "(is_chunk | chunks.owned_by(",
             REFUSED,
         ),
         ("chunks may overlap", "is_bad = overlaps.any(axis=(1, 2)) | ", "is_bad = ", REFUSED),
-        (
-            "chunks are written into blocks of others",
-            "is_written & ~is_own)",
-            "is_written & (entries == pool.num_blocks))",
-            PLACES,
-        ),
         ("a composed row is a plain text", "first_composed=first)", "first_composed=0 * first)", PLACES),
     ),
     *in_module(
+        "operations/composed_columns",
+        (
+            "a chunk begins where its first block does",
+            "remainder(first, group.block_size) + places",
+            "places",
+            PLACES,
+        ),
+        (
+            "chunks are written into blocks of others",
+            "is_written & ~(is_last_owner & ~block_pool.is_published(pool, entries))",
+            "is_written & (entries == pool.num_blocks)",
+            PLACES,
+        ),
+        (
+            "rows lack nothing that a chunk lacks",
+            "lacks_sinks | (first > group",
+            "lacks_sinks & (first > group",
+            BY_KIND,
+        ),
+        ("a composed window has no sinks", "| (columns < group.num_sink_blocks)\n", "\n", BY_KIND),
+        (
+            "what leaves a window is not counted",
+            "jnp.sum(is_left & is_last_owner",
+            "jnp.sum(is_left & ~is_left",
+            WINDOWS,
+        ),
+        (
+            "a window keeps what chunks lack",
+            "jnp.maximum(first, jnp.max(",
+            "jnp.minimum(first, jnp.max(",
+            BY_KIND,
+        ),
+    ),
+    *in_module(
+        "blocks/span_moves",
+        ("no chunk is rotated", "name in rotated_features:", "name in {}:", PLACES),
+    ),
+    *in_module(
+        "core/layer_kinds/latent_attention",
+        (
+            "all of a latent is rotated",
+            "slice(self.latent_dim, None)}",
+            "slice(self.latent_dim - 1, None)}",
+            BY_KIND,
+        ),
+    ),
+    *in_module(
         "operations/store_chunk",
+        (
+            "chunks are stored of what a window lost",
+            "is_read & (entries == pool.num_blocks)",
+            "is_read & (entries < 0)",
+            BY_KIND,
+        ),
+        (
+            "a chunk has more tokens than its name",
+            "max_len=tokens.shape[1]",
+            "max_len=name.shape[1]",
+            NOT_STORED,
+        ),
         ("a chunk does not own what it shares", "block_pool.share(pool, shared)", "pool", SHARED),
         ("edges of chunks are shared", "is_in & is_whole & ", "is_in & ", SHARED),
         ("composed tokens become chunks", "most = plain_len(control, seq_ids, most)", "", IN_PLACE),
@@ -77,7 +129,7 @@ MUTATIONS = [
         "operations/drop",
         (
             "dropping forgets where chunks stand",
-            "cut_composed(control, rows, holes.plain_len)",
+            "cut_composed(control, plan.rows, plan.holes.plain_len)",
             "control.first_composed",
             SCRIPT,
         ),

@@ -40,7 +40,12 @@ MUTATIONS = [
         ("a row may keep nothing", "group.span.num_sink_tokens, 1)", "group.span.num_sink_tokens, 0)", KEPT),
         ("a row may keep more than it has", "(count > num_shown)", "(count > num_shown + 1)", KEPT),
         ("hidden tokens can be kept", "context_len - holes.num_hidden - ", "context_len - ", BEHIND),
-        ("keeping everything is a compression", "& ~is_same\n", "\n", KEPT),
+        (
+            "keeping everything is a compression",
+            "(status == Status.OK) & ~is_same",
+            "(status == Status.OK)",
+            KEPT,
+        ),
         (
             "layers of a group keep different numbers",
             "(count > num_shown) | is_uneven",

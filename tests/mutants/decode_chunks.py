@@ -1,6 +1,6 @@
 """The mutations of `generate` and `score` with chunks."""
 
-from tests.mutants.mutations import in_module
+from tests.mutants.mutations import Mutation, in_module
 
 TESTS = "decoding/test_generate_chunks.py"
 PLACES = f"{TESTS}::test_prompts_are_made_of_chunks_wherever_those_stand"
@@ -11,19 +11,22 @@ GIVE_WAY = f"{TESTS}::test_chunks_that_are_stored_give_way_to_prompts_without_an
 PREFIX = f"{TESTS}::test_the_text_in_front_of_chunks_is_shared_as_a_prefix"
 TENANTS = f"{TESTS}::test_chunks_are_found_within_their_namespace"
 DRAWN = f"{TESTS}::test_a_selector_of_ones_own_and_one_that_draws"
+ATTENTION = f"{TESTS}::test_selectors_see_what_first_layers_compute[attention]"
+DEVIATION = f"{TESTS}::test_selectors_see_what_first_layers_compute[key deviation]"
+WINDOWS = f"{TESTS}::test_spans_beyond_what_windows_hold_at_once_are_refused"
 NUMBERS = f"{TESTS}::test_a_chunk_whose_logits_are_no_numbers_is_not_stored"
-RECENT = f"{TESTS}::test_chunks_used_longest_ago_are_forgotten_first"
+LEAST_USE = f"{TESTS}::test_chunks_of_least_use_are_forgotten_first"
 
 MUTATIONS = [
     *in_module(
         "decoding/prompt_chunks",
         (
             "texts between chunks are not computed",
-            "(is_selected) | ~placed.is_composed)",
-            "(is_selected))",
+            "(is_selected | ~placed.is_composed)",
+            "is_selected",
             PLACES,
         ),
-        ("nothing of chunks is computed again", "(np.asarray(is_selected) | ", "(", PLACES),
+        ("nothing of chunks is computed again", "(is_selected | ", "(", PLACES),
         (
             "tokens are computed again in place of others",
             "prompt[piece], piece",
@@ -47,12 +50,12 @@ MUTATIONS = [
             "return 0 if spans",
             PREFIX,
         ),
-        ("all draws are one", "np.uint32(self.reuse.seed)", "np.uint32(0)", DRAWN),
+        ("all draws are one", "np.uint32(reuse.seed)", "np.uint32(0)", DRAWN),
         (
-            "chunks used last are forgotten first",
-            "key=lambda chunk_id: (self._last_used.get(chunk_id, -1), chunk_id)",
-            "key=lambda chunk_id: (-self._last_used.get(chunk_id, -1), chunk_id)",
-            RECENT,
+            "more chunks are forgotten than room is needed for",
+            "evict_chunks(cache, num_empty + 1,",
+            "evict_chunks(cache, num_empty + 2,",
+            LEAST_USE,
         ),
         (
             "stored chunks stay whatever prompts need",
@@ -63,8 +66,41 @@ MUTATIONS = [
     ),
     *in_module(
         "decoding/chunk_reuse",
-        ("chunks find room beside a prompt that leaves none", "min(left) < 0 or ", "", ROOM),
+        (
+            "chunks find room beside a prompt that leaves none",
+            "min(left) < 0 or ",
+            "min(left) < -1 or ",
+            ROOM,
+        ),
+        (
+            "windows are asked for more than they hold",
+            "if windows and one_call",
+            "if False and one_call",
+            WINDOWS,
+        ),
         ("equal chunks of a prompt need room twice", "if name not in names:", "if True:", ONE_PLACE),
+    ),
+    *in_module(
+        "decoding/observed_chunks",
+        (
+            "keys deviate from nothing",
+            "new.astype(jnp.float32) - old.astype(jnp.float32)",
+            "new.astype(jnp.float32)",
+            DEVIATION,
+        ),
+        (
+            "attention is that of the last piece",
+            'found["attention"] += outside',
+            'found["attention"] = outside',
+            ATTENTION,
+        ),
+    ),
+    Mutation(
+        "first layers ask in the model's own scale",
+        "models/first_layers.py",
+        "if attention.scale is not None:",
+        "if False:",
+        "models/test_first_layers.py::test_first_layers_store_and_ask_what_the_model_does[gemma]",
     ),
     *in_module(
         "decoding/score",

@@ -200,7 +200,12 @@ MUTATIONS = [
             "is_apart = ~is_plain & is_plain & (",
             REFUSED,
         ),
-        ("a drop leaves the row as long as it was", "context_len - num_gone)", "context_len)", ENDLESS),
+        (
+            "a drop leaves the row as long as it was",
+            "plan.context_len - plan.num_gone)",
+            "plan.context_len)",
+            ENDLESS,
+        ),
     ),
     *in_module(
         "operations/rows",

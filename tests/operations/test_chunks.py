@@ -308,6 +308,11 @@ def test_what_cannot_be_composed_is_said_and_changes_nothing():
 
 def test_what_cannot_be_stored_is_said_and_changes_nothing():
     texts = grown(Texts())
+    short = np.zeros((4, 3), int)  # tokens that are too few
+    assert statuses(store(texts.cache, [0, ROWS, ROWS, ROWS], [0] * 4, [4] * 4, short)[1].status) == [
+        kv.Status.BAD_LENGTH,
+        *[SKIPPED] * 3,
+    ]
     status, names = kv.Status, np.arange(4 * MAX_CHUNK).reshape(4, MAX_CHUNK)
     for spans, outcomes in [
         ([(0, -1, 3), (0, 0, 0), (0, 20, MAX_CHUNK + 1), (0, 22, 6)], [status.BAD_LENGTH] * 4),
@@ -340,7 +345,7 @@ def test_scarce_blocks_and_places_go_in_entry_order():
     assert statuses(status)[0] == out
     assert_same(cache, texts.cache)
 
-    names = 100 + np.arange(4)[:, None] * [1] * MAX_CHUNK
+    names = np.repeat(100 + np.arange(4)[:, None], MAX_CHUNK, axis=1)
     names[1] = names[0]
     spans = np.array([(0, 4, 4), (0, 4, 4), (0, 8, 4), (0, 12, 4)])  # of which the second is the first
     texts.cache, stored = store(texts.cache, *spans.T, names)

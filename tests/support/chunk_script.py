@@ -7,6 +7,7 @@ import kvcache_jax as kv
 from tests.support.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
 from tests.support.random_script import (
     ENTRIES,
+    ROWS,
     Driver,
     compressing_config,
     padded,
@@ -22,6 +23,14 @@ SIZES = dict(num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
 def chunk_config(**sizes):
     """Two full groups whose rows may drop tokens, be compressed and be composed."""
     return compressing_config(**SIZES | sizes)
+
+
+def window_chunk_config(**sizes):
+    """Two window groups, of blocks of 2 and 3 tokens, whose rows may drop tokens and be composed."""
+    window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=26)
+    narrow = kv.SlidingWindow(1, 5, window=1, block_size=3)
+    limits = dict(max_seqs=ROWS, max_seq_len=31, max_query_len=9, enable_drop=True)
+    return kv.CacheConfig([window, narrow], **SIZES | limits | sizes)
 
 
 def prefix_chunk_config(**sizes):

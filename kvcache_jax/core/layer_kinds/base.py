@@ -157,6 +157,14 @@ class LayerKind:
         return control.context_len
 
     @property
+    def rotated_features(self) -> Mapping[str, slice] | None:
+        """The features of stored tokens that their position rotates, by the names of `arrays`.
+
+        None where stored tokens cannot be moved to another position. Default: all of plain keys.
+        """
+        return {"k": slice(None)} if self.is_plain else None
+
+    @property
     def is_plain(self) -> bool:
         """Whether blocks hold keys and values as they are multiplied: all that the library's kernels read."""
         parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal"

@@ -69,6 +69,11 @@ class LatentAttention(LayerKind):
         """Drops the axis of heads."""
         return {"latent": new["k"][..., 0, :]}
 
+    @property
+    def rotated_features(self) -> Mapping[str, slice]:
+        """The key part behind the compressed token."""
+        return {"latent": slice(self.latent_dim, None)}
+
     def keys_values(self, tile: Mapping[str, jax.Array], weights: Any = None) -> KeysValues:
         """Takes the latents as keys and their first part as values, or expands them by weights."""
         latent = tile["latent"]  # [1, tokens, head_dim]

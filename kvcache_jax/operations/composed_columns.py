@@ -1,0 +1,187 @@
+"""The columns of rows that `compose` fills: where their tokens come from, and which blocks they need."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder, set_at
+from kvcache_jax.blocks import block_pool
+from kvcache_jax.blocks.span_moves import SpanMoves
+from kvcache_jax.core.chunks import Chunks
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import BlockPool
+from kvcache_jax.operations.rows import num_blocks_for
+
+
+class Placed(NamedTuple):
+    """Chunks and their places in rows, `[n, K]`.
+
+    Attributes:
+      chunk_ids: i32, nowhere for none.
+      starts: i32, first place.
+      ends: i32, one past the last place; 0 for none.
+      distance: i32, positions that the keys move by.
+      context_len: i32[n], tokens in front of all of them.
+      new_len: i32[n], places of the row afterwards.
+    """
+
+    chunk_ids: jax.Array
+    starts: jax.Array
+    ends: jax.Array
+    distance: jax.Array
+    context_len: jax.Array
+    new_len: jax.Array
+
+
+class Sources(NamedTuple):
+    """The origin of the token at each place of rows, `[n, C * s]`: the row's block, a chunk, or nowhere.
+
+    Attributes:
+      blocks: i32, nowhere where there is no token.
+      offsets: i32, its place in that block.
+      distance: i32, positions that its key moves by.
+      is_missing: bool, the row or a chunk has a token there, which its window let go.
+    """
+
+    blocks: jax.Array
+    offsets: jax.Array
+    distance: jax.Array
+    is_missing: jax.Array
+
+
+class ComposedColumns(NamedTuple):
+    """The columns of rows of one layer group, `[n, C]`.
+
+    Attributes:
+      entries: i32, the row's blocks before.
+      is_written: bool, they get tokens.
+      is_taken: bool, and need another block: they have none, or one that others hold or that is published.
+      is_left: bool, their block leaves the window.
+      need: i32[n], blocks that the row takes, less those that come free as they leave.
+      is_lost: bool[n], the next token would read what a window let go.
+      sources: Sources.
+    """
+
+    entries: jax.Array
+    is_written: jax.Array
+    is_taken: jax.Array
+    is_left: jax.Array
+    need: jax.Array
+    is_lost: jax.Array
+    sources: Sources
+
+
+def find(
+    pool: BlockPool,
+    group: LayerGroup,
+    chunks: Chunks,
+    block_ids: jax.Array,
+    seq_ids: jax.Array,
+    placed: Placed,
+    max_query_len: int,
+) -> ComposedColumns:
+    """Finds the columns from the row's last token on, and the blocks that may be written there.
+
+    A window group holds what it would after an `extend` of the last `max_query_len` places, as far as there
+    are tokens: columns in front of them get no block.
+
+    Args:
+      pool: Of the group.
+      group: The layer group.
+      chunks: The store.
+      block_ids: i32[num_chunks, columns], the group's blocks of chunks.
+      seq_ids: i32[n].
+      placed: What goes where.
+      max_query_len: Most tokens of one `extend`.
+    """
+    entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
+    sources = _sources(entries, block_ids, chunks, group, placed, pool.num_blocks)
+    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
+    is_written = columns >= quotient(placed.context_len, group.block_size)[:, None]
+    is_written &= columns < num_blocks_for(placed.new_len, group.block_size)[:, None]
+    is_left, is_lost = jnp.zeros_like(is_written), jnp.zeros_like(seq_ids, bool)
+    if not group.span.keeps_all:
+        first, is_lost = _first_kept(group, sources, placed, max_query_len)
+        is_kept = (columns >= first[:, None]) | (columns < group.num_sink_blocks)
+        is_left = ~is_kept & (entries < pool.num_blocks)
+        is_written &= is_kept
+    is_last_owner = block_pool.ref_counts(pool, entries) == 1
+    is_taken = is_written & ~(is_last_owner & ~block_pool.is_published(pool, entries))
+    need = jnp.sum(is_taken, axis=1, dtype=jnp.int32)
+    need -= jnp.sum(is_left & is_last_owner, axis=1, dtype=jnp.int32)
+    return ComposedColumns(entries, is_written, is_taken, is_left, need, is_lost, sources)
+
+
+def _first_kept(
+    group: LayerGroup, sources: Sources, placed: Placed, max_query_len: int
+) -> tuple[jax.Array, jax.Array]:
+    """Finds the first column behind the sinks that rows hold, i32[n], and those rows that lack tokens."""
+    num_rows = placed.new_len.shape[0]
+    lacks = sources.is_missing.reshape(num_rows, -1, group.block_size).any(axis=-1)
+    columns = jnp.arange(lacks.shape[1], dtype=jnp.int32)[None]
+    before = jnp.maximum(placed.context_len, placed.new_len - max_query_len)
+    first = group.first_column(before, group.max_rollback)
+    first = jnp.maximum(first, jnp.max(jnp.where(lacks, columns + 1, 0), axis=1))
+    lacks_sinks = (lacks & (columns < group.num_sink_blocks)).any(axis=1)
+    return first, lacks_sinks | (first > group.first_column(placed.new_len))
+
+
+def _sources(
+    entries: jax.Array,
+    block_ids: jax.Array,
+    chunks: Chunks,
+    group: LayerGroup,
+    placed: Placed,
+    nowhere: int,
+) -> Sources:
+    places = jnp.arange(entries.shape[1] * group.block_size, dtype=jnp.int32)[None]
+    covers = (places[..., None] >= placed.starts[:, None]) & (places[..., None] < placed.ends[:, None])
+
+    def of_chunk(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(covers, values[:, None], 0), axis=-1, dtype=jnp.int32)
+
+    is_composed = covers.any(axis=-1)
+    chunk_ids = jnp.where(is_composed, of_chunk(placed.chunk_ids), chunks.num_chunks)
+    first = get_at(chunks.start, chunk_ids, 0)
+    in_chunk = remainder(first, group.block_size) + places - of_chunk(placed.starts)
+    in_chunk = jnp.where(is_composed, in_chunk, 0)
+    from_chunk = get_at(block_ids, (chunk_ids, quotient(in_chunk, group.block_size)), nowhere)
+    is_own = places < placed.context_len[:, None]
+    own = jnp.where(is_own, jnp.repeat(entries, group.block_size, axis=1), jnp.int32(nowhere))
+    own_offsets = jnp.broadcast_to(remainder(places, group.block_size), own.shape)
+    blocks = jnp.where(is_composed, from_chunk, own)
+    return Sources(
+        blocks=blocks,
+        offsets=jnp.where(is_composed, remainder(in_chunk, group.block_size), own_offsets),
+        distance=of_chunk(placed.distance),
+        is_missing=(is_composed | is_own) & (blocks == nowhere),
+    )
+
+
+def leave(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> BlockPool:
+    """Releases the blocks of `rows` i32[n] that leave the window; nowhere is skipped."""
+    is_row = (rows < pool.block_table.shape[0])[:, None]
+    left = jnp.where(columns.is_left & is_row, columns.entries, pool.num_blocks)
+    return block_pool.release(pool, left[:, ::-1])
+
+
+def replace(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> tuple[BlockPool, jax.Array]:
+    """Takes the blocks of `rows`, and releases those that they exchange.
+
+    Returns:
+      The pool; and i32[n, C], the blocks that get tokens, or nowhere.
+    """
+    nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
+    pool, new = block_pool.take(pool, columns.is_taken & is_row)
+    table = jnp.where(columns.is_taken, new, jnp.where(columns.is_left, nowhere, columns.entries))
+    pool = block_pool.release(pool, jnp.where(columns.is_taken & is_row, columns.entries, nowhere)[:, ::-1])
+    destination = jnp.where(columns.is_written & is_row, table, nowhere)
+    return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, table)), destination
+
+
+def moves_to(destination: jax.Array, columns: ComposedColumns) -> SpanMoves:
+    """Lists what is moved into the blocks of `destination`."""
+    sources = columns.sources
+    return SpanMoves(sources.blocks, sources.offsets, sources.distance, destination)
