@@ -1,6 +1,7 @@
 """The time until a prompt's first prediction: prefilled as a whole, or composed of passages."""
 
 import functools
+import statistics
 import time
 from typing import Any
 
@@ -88,7 +89,14 @@ def measure(decoder: Decoder, prompts: Prompts, num_rounds: int = NUM_ROUNDS) ->
             seconds[way].append(time.perf_counter() - start)
             if not is_right:  # a row that failed must not look fast
                 raise RuntimeError(f"{way}: the logits are not finite")
-    return [
-        {"way": way, "share": share, "first_call_s": times[0], **timing.summary(times[1:])}
-        for (way, share), times in seconds.items()
-    ]
+    full = seconds[FULL, 1.0]
+    records = []
+    for (way, share), times in seconds.items():
+        ratios = sorted(a / b for a, b in zip(times[1:], full[1:], strict=True))  # of the same round
+        low, high = (ratios[round(part * (len(ratios) - 1))] for part in (0.1, 0.9))
+        of_full = [low, statistics.median(ratios), high]
+        summary = timing.summary(times[1:])
+        records.append(
+            {"way": way, "share": share, "first_call_s": times[0], "times_full": of_full, **summary}
+        )
+    return records

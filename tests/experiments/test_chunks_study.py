@@ -15,7 +15,7 @@ from experiments.common import corpus
 from experiments.common.command import InputError
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig
-from models.rope import Rope
+from models.rope import Rope, rotate, rotation
 from models.tokenizer import ByteTokenizer
 
 TINY = DecoderConfig(
@@ -78,7 +78,9 @@ def test_bars_can_fail():
 
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
     texts, computed = [study_of(), {**study_of(), "text": "mixed"}], requests_of(200)
-    summary = dict(median_us=2e3, p10_us=1e3, p90_us=3e3, num_calls=3, first_call_s=1.0)
+    summary = dict(
+        median_us=2e3, p10_us=1e3, p90_us=3e3, num_calls=3, first_call_s=1.0, times_full=[0.4, 0.5, 0.75]
+    )
     measured = {
         "texts": texts,
         "times": [
@@ -94,7 +96,10 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
     assert chunks.main([]) == 0
     said = capsys.readouterr().out
     assert (
-        "2 of 10 bars do not hold" in said and "-0.0" not in said and "25.0%" not in said and "20.0%" in said
+        "2 of 10 bars do not hold" in said
+        and "-0.0" not in said
+        and "25.0%" not in said
+        and "0.50 (0.40 - 0.75)" in said
     )
     pytest.importorskip("matplotlib")
     assert chunks.main(["--json", "--picture", str(tmp_path / "figure.png")]) == 0
@@ -117,7 +122,7 @@ def test_requests_are_of_popular_files_more_often():
     requests = trace.make_requests(num_requests=50, num_files=8)
     firsts = [bytes(request.prompt[start:end]) for request in requests for start, end in request.spans]
     counts = sorted((firsts.count(passage) for passage in set(firsts)), reverse=True)
-    assert len(counts) == 8 and counts[0] > 1.5 * counts[-1] and sum(counts) == 200
+    assert len(counts) == 8 and counts[0] > 2 * counts[-1] and sum(counts) == 200
     for request in requests:
         assert [start for start, _ in request.spans] == [0, *(end for _, end in request.spans[:-1])]
         assert 16 <= len(request.prompt) - request.spans[-1][1] < 48
@@ -172,11 +177,15 @@ def test_a_study_of_a_tiny_model(decoder, monkeypatch):
     for attention in (seen.attention, metadata.attention):
         attention = np.asarray(attention)
         assert (attention[:, :20] == 0).all() and (attention[:, 20:80] > 0).all() and attention.max() < 1
-    by_hand = attention_by_hand(decoder, same)
-    np.testing.assert_allclose(seen.attention[:, 20:80], by_hand[:, 20:80], rtol=1e-3, atol=1e-5)
+    by_hand = attention_by_hand(decoder, same.tokens)
+    np.testing.assert_allclose(seen.attention[:, :80], by_hand, rtol=1e-3, atol=1e-5)
+    earlier = np.concatenate([same.others, *same.chunks.swapaxes(0, 1)[:0:-1]], axis=1)
+    by_hand = np.split(attention_by_hand(decoder, earlier), 4, axis=1)
+    by_hand = np.concatenate([by_hand[0], *by_hand[:0:-1]], axis=1)
+    np.testing.assert_allclose(metadata.attention[:, :80], by_hand, rtol=1e-3, atol=1e-5)
 
 
-def attention_by_hand(decoder, same):
+def attention_by_hand(decoder, tokens):
     """Mean over layers and heads of what each token gives to earlier passages, without a cache."""
     found = []
 
@@ -190,7 +199,7 @@ def attention_by_hand(decoder, same):
         return jnp.einsum("bhgts,bshd->bthgd", weights, v).reshape(q.shape)
 
     positions = np.tile(np.arange(80), (2, 1))
-    rows.dense_decoder.run(decoder, jnp.asarray(same.tokens), jnp.asarray(positions), attend)
+    rows.dense_decoder.run(decoder, jnp.asarray(tokens), jnp.asarray(positions), attend)
     return np.mean(found, axis=0)
 
 
@@ -204,6 +213,7 @@ def test_ways_are_timed_in_turns(decoder, monkeypatch):
         *((times.FIRST, share) for share in times.SHARES),
         (times.DEVIATION, 0.2),
     ]
+    assert found[0]["times_full"] == [1, 1, 1] and found[1]["times_full"][1] > 0
     assert all(record["num_calls"] == 2 and record["first_call_s"] > 0 for record in found)
 
 
@@ -222,7 +232,11 @@ def test_windows_and_several_rotations_are_checked_too():
     rng = np.random.default_rng(0)
     pieces = [rng.integers(256, size=length).astype(np.int32) for length in (13, 7, 9, 4)]
     prompt = check.Prompt(pieces[:-1], pieces[-1])
-    reuse = kv.ChunkReuse(rotate=rows.rotations_of(decoder, 29), share=0.5)
+    rotations, keys = rows.rotations_of(decoder, 29), jnp.asarray(rng.standard_normal((1, 2, 8), np.float32))
+    for rope, turn in zip(decoder.config.layer_ropes, rotations, strict=True):
+        want = rotate(keys, rotation(rope, 8, jnp.array([7])))
+        np.testing.assert_allclose(turn(keys, jnp.array([7])), want, rtol=1e-5, atol=1e-6)
+    reuse = kv.ChunkReuse(rotate=rotations, share=0.5)
     found = check.measure(decoder, [prompt], reuse, most_kl=1.0, least_agreement=0.0)
     assert [bar["holds"] for bar in found["bars"]] == [True] * 4
     [record] = found["prompts"]
