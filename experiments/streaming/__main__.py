@@ -13,10 +13,10 @@ back. A step has 32 tokens, of which the first sees 4 + 508 and the last 31 more
 where the first one's does. (`kv.generate(streaming=)` has each token see its own window.)
 
 Beside it: the same with the first tokens as near as the window is long (`kv.drop(positions="cache")`), as
-StreamingLLM has them; layers of `SlidingWindow(512)`; full attention that holds all, as far as its table goes,
-8,192 tokens; and a mask by which each token sees the first 4 and the last 508, without any cache, for three of
-the tenths. What a layer computes of a token depends on a window of the layer below, so a tenth needs no more
-of the text before it than the sinks and a window per layer.
+StreamingLLM has them; layers of `SlidingWindow(512)`; full attention that holds all, as far as its table
+goes, 8,192 tokens; and a mask by which each token sees the first 4 and the last 508, without a cache, for
+three of the tenths. What a layer computes of a token depends on a window of the layer below, so a tenth needs
+no more of the text before it than the sinks and a window per layer.
 
 The time of a step ends when its losses are on the host. The model was trained on windows of 256 and of 1,024
 bytes, which is what full attention beyond them pays for.
