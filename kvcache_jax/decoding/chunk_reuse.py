@@ -15,6 +15,7 @@ from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.arguments import as_list
+from kvcache_jax.decoding.prefill import one_call_len
 
 Span = tuple[int, int]
 """First place of a chunk in its prompt, and one past its last."""
@@ -38,7 +39,7 @@ class ChunkReuse:
 
     Attributes:
       rotate: Rotates keys to another position, as in `compose`: a `key_rotation` of the model's frequencies.
-        None for a model whose keys know no position.
+        None for a model whose keys know no position. A list has one of these per layer.
       selector: Name of the function that says which tokens those are; see `chunk_selectors`.
       share: Part of each chunk's tokens that is computed again, 0 to 1. With 1 a prompt is computed exactly,
         and so is a chunk at the beginning of its prompt with any.
@@ -61,7 +62,7 @@ class ChunkReuse:
       CacheBlend (Yao et al.; arXiv:2405.16444), for the choice by what first layers compute.
     """
 
-    rotate: Rotate | None
+    rotate: Rotate | Sequence[Rotate | None] | None
     selector: str = "first"
     share: float = 0.2
     seed: int = 0
@@ -69,8 +70,14 @@ class ChunkReuse:
     observed_layer: int = 1
 
     def __post_init__(self):
-        if self.rotate is not None and not callable(self.rotate):
-            raise TypeError(f"rotate is {self.rotate!r}, expected a function of keys and distances, or None")
+        rotations = self.rotate if isinstance(self.rotate, Sequence) else [self.rotate]
+        if isinstance(self.rotate, str) or not all(one is None or callable(one) for one in rotations):
+            raise TypeError(
+                f"rotate is {self.rotate!r}, expected a function of keys and distances, None, or a list "
+                "of them"
+            )
+        if isinstance(self.rotate, Sequence):  # programs go by it
+            object.__setattr__(self, "rotate", tuple(self.rotate))
         share = finite_number("share", self.share)
         if not 0 <= share <= 1:
             raise ValueError(f"share is {share}, expected 0 to 1, the part of a chunk that is computed again")
@@ -116,7 +123,6 @@ def prompt_spans(
 
     Raises:
       ValueError, TypeError: names got, expected and the fix.
-      NotImplementedError: a layer has a window.
     """
     if chunks is None and chunk_reuse is None:
         return [[] for _ in prompts]
@@ -140,13 +146,6 @@ def prompt_spans(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
             "CacheConfig(num_chunks=..., max_chunk_len=...)"
         )
-    for group in config.groups:
-        if not group.span.keeps_all:
-            raise NotImplementedError(
-                f"{caller} got chunks and {group.kind.label} layers, expected layers that keep all tokens: "
-                "what a window let go before a chunk was stored cannot be computed again; compose and "
-                "rewrite serve what is in reach"
-            )
     of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
         raise ValueError(
@@ -154,9 +153,10 @@ def prompt_spans(
         )
     found: list[list[Span]] = []
     for i, (spans, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
-        found.append(
-            _with_room(_ordered(f"chunks[{i}]", spans, len(prompt), config.max_chunk_len), prompt, config)
-        )
+        name = f"chunks[{i}]"
+        ordered = _ordered(name, spans, len(prompt), config.max_chunk_len)
+        ordered = _within_windows(name, ordered, len(prompt), config)
+        found.append(_with_room(ordered, prompt, config))
     return found
 
 
@@ -186,6 +186,24 @@ def _ordered(name: str, spans: Any, num_tokens: int, max_chunk_len: int) -> list
                 f"{name} has the spans {before} and {behind}, expected spans that do not overlap"
             )
     return pairs
+
+
+def _within_windows(name: str, spans: list[Span], num_tokens: int, config: CacheConfig) -> list[Span]:
+    """Refuses spans of which a window layer has too little left when tokens are computed again.
+
+    A last one that ends its prompt is left out where such layers cannot take the last token back.
+    """
+    windows = [group for group in config.groups if not group.span.keeps_all]
+    if spans and spans[-1][1] == num_tokens and any(group.span.rollback_limit == 0 for group in windows):
+        spans = spans[:-1]
+    reach = spans[-1][1] - spans[0][0] if spans else 0
+    if windows and one_call_len(reach) > config.query_len_limit:
+        raise ValueError(
+            f"{name} has spans from {spans[0][0]} to {spans[-1][1]} and layers[{windows[0].layer_ids[0]}] is "
+            f"{windows[0].kind.label}, expected at most max_query_len = {config.query_len_limit} tokens "
+            "from the first to the last, which window layers hold at once; raise max_query_len"
+        )
+    return spans
 
 
 def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig) -> list[Span]:

@@ -149,6 +149,11 @@ def feed(
     return cache, FeedResult(jnp.asarray(logits), jnp.asarray(status), scores)
 
 
+def one_call_len(num_tokens: int) -> int:
+    """Returns the least `chunk_len` with which one call takes so many tokens of a row."""
+    return ceil_div(num_tokens, _PIECES) * _PIECES
+
+
 def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> int:
     """Returns the width of the model's logits; `feed` reuses what is traced here.
 

@@ -18,7 +18,7 @@ from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.chunk_reuse import ChunkReuse, Span
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.observed_chunks import observe_chunks
-from kvcache_jax.decoding.prefill import FeedResult, feed
+from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.chunk_metadata import chunk_metadata
@@ -58,7 +58,8 @@ class PromptChunks:
     """The chunks of a call's prompts, on the host. A prompt without chunks is left to ordinary prefill.
 
     A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
-    result is its own: it depends neither on what was stored before nor on the other prompts.
+    result is its own: it depends neither on what was stored before nor on the other prompts, unless a caller
+    stores chunks otherwise. Behind chunks that were composed, none could be stored from a prompt's own row.
 
     Attributes:
       num_composed_tokens: Tokens of prompts that were taken from chunks and not computed again.
@@ -145,9 +146,16 @@ class PromptChunks:
     ) -> tuple[Cache, int | None]:
         """Computes a chunk alone in an idle row and stores it; returns its id as `hold` does."""
         name, length = _name(cache, tokens), np.array([len(tokens)])
+        # What a window lets go from one call to the next is missing where tokens are computed again.
+        has_windows = not all(group.span.keeps_all for group in cache.config.groups)
+        chunk_len = self.chunk_len
+        if has_windows:
+            chunk_len = max(chunk_len, min(one_call_len(name.shape[1]), cache.config.query_len_limit))
 
         def start(cache: Cache) -> tuple[Cache, int | None]:
-            started, admission = allocate(cache, [row], length, tokens=name, namespace=words)
+            started, admission = allocate(
+                cache, [row], length, tokens=name, namespace=words, reuse=not has_windows
+            )
             return (started, int(admission.num_cached[0])) if _is_ok(admission.status) else (cache, None)
 
         def store(cache: Cache) -> tuple[Cache, int | None]:
@@ -157,7 +165,7 @@ class PromptChunks:
         cache, num_cached = self.with_room(cache, start, kept)
         if num_cached is None:
             return cache, None
-        cache, fed = self._feed(cache, row, tokens)
+        cache, fed = self._feed(cache, row, tokens, chunk_len)
         chunk_id = None
         if _is_ok(fed.status[row]):
             self.num_chunk_tokens += len(tokens) - num_cached
@@ -167,14 +175,12 @@ class PromptChunks:
         cache, _ = free(cache, [row])
         return cache, chunk_id
 
-    def _feed(self, cache: Cache, row: int, tokens: np.ndarray) -> tuple[Cache, FeedResult]:
+    def _feed(self, cache: Cache, row: int, tokens: np.ndarray, chunk_len: int) -> tuple[Cache, FeedResult]:
         """Feeds a row, and no other, to the last of `tokens`."""
-        history, length = (
-            np.zeros((cache.max_seqs, len(tokens)), np.int32),
-            np.zeros(cache.max_seqs, np.int32),
-        )
+        history = np.zeros((cache.max_seqs, len(tokens)), np.int32)
+        length = np.zeros(cache.max_seqs, np.int32)
         history[row], length[row] = tokens, len(tokens)
-        return feed(self.forward, self.params, cache, history, length, chunk_len=self.chunk_len)
+        return feed(self.forward, self.params, cache, history, length, chunk_len=chunk_len)
 
     def compose(self, cache: Cache, prompt_id: int, row: int, chunk_ids: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
@@ -191,27 +197,20 @@ class PromptChunks:
         if not any(chunk_id < _chunks_of(cache).num_chunks for chunk_id in chunk_ids):
             return cache
         assert self.reuse is not None
-        reuse, placed = self.reuse, self._placed(cache, prompt_id, chunk_ids)
-        prompt, rows = self.prompts[prompt_id], np.array([row])
+        prompt, rows, placed = (
+            self.prompts[prompt_id],
+            np.array([row]),
+            self._placed(cache, prompt_id, chunk_ids),
+        )
         first, last = np.flatnonzero(placed.is_composed)[[0, -1]].tolist()
         end = min(last + 1, len(prompt) - 1)  # the last token is always fed, for its logits
-        cache, fed = self._feed(cache, row, prompt[:first])
+        cache, fed = self._feed(cache, row, prompt[:first], self.chunk_len)
         raise_for_status(fed.status[row], "computing the text in front of chunks")
-        cache, status = _compose_donated(cache, rows, placed.chunk_ids, placed.starts, rotate=reuse.rotate)
+        rotate = self.reuse.rotate
+        cache, status = _compose_donated(cache, rows, placed.chunk_ids, placed.starts, rotate=rotate)
         raise_for_status(status, "composing chunks")
-
-        chunks = chunk_metadata(cache, placed.chunk_ids, placed.starts)
-        if reuse.is_observed and reuse.observe is not None:
-            is_right = placed.is_composed & ~np.asarray(chunks.is_token[0])
-            pieces = self._pieces(cache, prompt, first + np.flatnonzero(~is_right[first:end]))
-            cache, observed = observe_chunks(
-                reuse, self.params, cache, row, pieces, placed.starts, placed.lengths
-            )
-            chunks = chunks._replace(**observed)
-        is_selected = _selected(
-            chunks, placed.lengths, np.float32(reuse.share), np.uint32(reuse.seed), selector=reuse.selector
-        )
-        is_again = (np.asarray(is_selected) | ~placed.is_composed)[first:end]
+        cache, is_selected = self._select(cache, self.reuse, row, prompt, placed, first, end)
+        is_again = (is_selected | ~placed.is_composed)[first:end]
         self.num_composed_tokens += int((~is_again).sum())
         outcomes = []
         for tokens, indices in self._pieces(cache, prompt, first + np.flatnonzero(is_again)):
@@ -224,12 +223,37 @@ class PromptChunks:
             raise_for_status(status, "taking back the last token")
         return cache
 
-    def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> "_Placed":
+    def _select(
+        self,
+        cache: Cache,
+        reuse: ChunkReuse,
+        row: int,
+        prompt: np.ndarray,
+        placed: _Placed,
+        first: int,
+        end: int,
+    ) -> tuple[Cache, np.ndarray]:
+        """Chooses the tokens of chunks that are computed again, bool[max_seq_len].
+
+        Where the selector looks at more than places, all places from `first` to `end` that are not right are
+        computed by the model's first layers before.
+        """
+        chunks = chunk_metadata(cache, placed.chunk_ids, placed.starts)
+        if reuse.is_observed:
+            is_right = placed.is_composed & ~np.asarray(chunks.is_token[0])
+            pieces = self._pieces(cache, prompt, first + np.flatnonzero(~is_right[first:end]))
+            cache, observed = observe_chunks(
+                reuse, self.params, cache, row, pieces, placed.starts, placed.lengths
+            )
+            chunks = chunks._replace(**observed)
+        share, seed = np.float32(reuse.share), np.uint32(reuse.seed)
+        is_selected = _selected(chunks, placed.lengths, share, seed, selector=reuse.selector)
+        return cache, np.asarray(is_selected)
+
+    def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> _Placed:
         """Lists the chunks of a prompt that there are, as `compose` takes them."""
-        width, nowhere = (
-            max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS),
-            _chunks_of(cache).num_chunks,
-        )
+        nowhere = _chunks_of(cache).num_chunks
+        width = max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS)
         placed = _Placed(
             chunk_ids=np.full((1, width), nowhere, np.int32),
             starts=np.zeros((1, width), np.int32),

@@ -341,6 +341,35 @@ def test_selectors_see_what_first_layers_compute(selector):
     check_left(result.cache)
 
 
+WINDOW = kv.SlidingWindow(HEADS, DIM, window=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_rollback", [0, 1])
+def test_windows_see_chunks_as_other_tokens(max_rollback):
+    """Of a chunk and of a prompt more than a window; without rollback a prompt's last chunk is plain text."""
+    window = dataclasses.replace(WINDOW, max_rollback=max_rollback)
+    size = dataclasses.replace(config(), layers=[kv.FullAttention(HEADS, DIM), window], num_blocks=30)
+    prompts, spans = zip(*PROMPTS, strict=True)
+    result = kv.generate(
+        forward,
+        PARAMS,
+        prompts,
+        size,
+        chunks=spans,
+        chunk_reuse=kv.ChunkReuse(rotate=[ROTATE, ROTATE], share=0.25),
+        max_new_tokens=NUM_NEW,
+        chunk_len=8,
+        cache=testing.poison(kv.init(size)),
+    )
+    for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
+        composed = [span for span in chunks if max_rollback or span[1] < len(prompt)]
+        tokens, scores = greedy(prompt, composed, first_of(0.25), windows=[None, 7])
+        assert generation.tokens == tokens
+        np.testing.assert_allclose(generation.logprobs, scores, atol=1e-4)
+    check_left(result.cache)
+
+
 @pytest.mark.slow
 def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     """Its token of NaN ends the prompt, and a prompt without it goes on."""
@@ -392,19 +421,28 @@ def test_what_are_no_chunks_of_prompts_is_refused(options, message):
         kv.generate(forward, PARAMS, prompts, config(**sizes), max_new_tokens=1, **options)
 
 
-def test_windows_are_refused_for_what_they_let_go_is_not_computed_again():
-    layers = [kv.FullAttention(1, 4), kv.SlidingWindow(1, 4, window=9)]
-    mixed = dataclasses.replace(config(), layers=layers)
-    with pytest.raises(
-        NotImplementedError, match=r"generate got chunks and SlidingWindow\(9\) layers, expected"
-    ):
-        kv.generate(forward, PARAMS, [[1] * 6], mixed, max_new_tokens=1, chunks=[[(1, 3)]], chunk_reuse=REUSE)
+def test_spans_beyond_what_windows_hold_at_once_are_refused():
+    sizes = dict(layers=[kv.FullAttention(HEADS, DIM), WINDOW], max_query_len=10)
+    message = (
+        r"chunks\[0\] has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10"
+    )
+    with pytest.raises(ValueError, match=message):
+        kv.generate(
+            forward,
+            PARAMS,
+            [[1] * 20],
+            dataclasses.replace(config(), **sizes),
+            max_new_tokens=1,
+            chunks=[[(1, 4), (9, 12)]],
+            chunk_reuse=REUSE,
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rotate": 3}, "rotate is 3, expected a function of keys and distances, or None"),
+        ({"rotate": 3}, "rotate is 3, expected a function of keys and distances, None, or a list of"),
+        ({"rotate": [None, 3]}, "rotate is .None, 3., expected a function"),
         ({"share": 1.5}, "share is 1.5, expected 0 to 1"),
         ({"share": -0.1}, "share is -0.1, expected 0 to 1"),
         ({"share": "all"}, "share is 'all', expected a finite number"),

@@ -13,6 +13,7 @@ TENANTS = f"{TESTS}::test_chunks_are_found_within_their_namespace"
 DRAWN = f"{TESTS}::test_a_selector_of_ones_own_and_one_that_draws"
 ATTENTION = f"{TESTS}::test_selectors_see_what_first_layers_compute[attention]"
 DEVIATION = f"{TESTS}::test_selectors_see_what_first_layers_compute[key deviation]"
+WINDOWS = f"{TESTS}::test_spans_beyond_what_windows_hold_at_once_are_refused"
 NUMBERS = f"{TESTS}::test_a_chunk_whose_logits_are_no_numbers_is_not_stored"
 LEAST_USE = f"{TESTS}::test_chunks_of_least_use_are_forgotten_first"
 
@@ -21,11 +22,11 @@ MUTATIONS = [
         "decoding/prompt_chunks",
         (
             "texts between chunks are not computed",
-            "(is_selected) | ~placed.is_composed)",
-            "(is_selected))",
+            "(is_selected | ~placed.is_composed)",
+            "is_selected",
             PLACES,
         ),
-        ("nothing of chunks is computed again", "(np.asarray(is_selected) | ", "(", PLACES),
+        ("nothing of chunks is computed again", "(is_selected | ", "(", PLACES),
         (
             "tokens are computed again in place of others",
             "prompt[piece], piece",
@@ -70,6 +71,12 @@ MUTATIONS = [
             "min(left) < 0 or ",
             "min(left) < -1 or ",
             ROOM,
+        ),
+        (
+            "windows are asked for more than they hold",
+            "if windows and one_call",
+            "if False and one_call",
+            WINDOWS,
         ),
         ("equal chunks of a prompt need room twice", "if name not in names:", "if True:", ONE_PLACE),
     ),

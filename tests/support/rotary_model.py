@@ -41,10 +41,10 @@ def forward(params, tokens, cache, step):
     return x @ params["head"], cache
 
 
-def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0):
+def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0, windows=None):
     """The model of one text in float64; at places `is_given` keys, before rotation, and values are `given`.
 
-    They are in layers from `first_given` on.
+    They are in layers from `first_given` on. Each layer sees the last so many tokens of `windows`, None all.
 
     Returns:
       Logits [tokens, VOCAB]; of each layer keys and values, and weights [heads, tokens, tokens].
@@ -59,8 +59,11 @@ def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0):
         found.append((k, v))
         q, k = rotated(q, places.astype(float), np), rotated(k, places.astype(float), np)
         k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
+        is_seen = places[:, None] >= places
+        if windows is not None and windows[layer] is not None:
+            is_seen &= places[:, None] < places + windows[layer]
         shares = np.einsum("thd,shd->hts", q, k) / np.sqrt(DIM)
-        shares = np.exp(np.where(places[:, None] >= places, shares, -np.inf))
+        shares = np.exp(np.where(is_seen, shares, -np.inf))
         shares /= shares.sum(-1, keepdims=True)
         found[layer] += (shares,)
         out = np.einsum("hts,shd->thd", shares, v).reshape(len(x), -1)
@@ -68,12 +71,14 @@ def dense(tokens, given=None, is_given=None, params=PARAMS, first_given=0):
     return x @ np.asarray(params["head"], float), found
 
 
-def composed(prompt, spans, again, params=PARAMS):
+def composed(prompt, spans, again, params=PARAMS, windows=None):
     """What the chunks of a prompt give: keys and values by layer, and the places that keep them."""
     given = [tuple(np.zeros((len(prompt), HEADS, DIM)) for _ in "kv") for _ in params["layers"]]
     is_given = np.zeros(len(prompt), bool)
     for start, end in spans:
-        for (k, v), alone in zip(given, dense(prompt[start:end], params=params)[1], strict=True):
+        for (k, v), alone in zip(
+            given, dense(prompt[start:end], params=params, windows=windows)[1], strict=True
+        ):
             k[start:end], v[start:end] = alone[:2]
         is_given[start:end] = True
     is_given[again] = False
@@ -95,13 +100,13 @@ def first_of(share):
     return again
 
 
-def greedy(prompt, spans, again, num_new=5, params=PARAMS, first_given=0):
-    given, is_given = composed(prompt, spans, again(spans), params)
+def greedy(prompt, spans, again, num_new=5, params=PARAMS, first_given=0, windows=None):
+    given, is_given = composed(prompt, spans, again(spans), params, windows)
     text, scores = list(prompt), []
     for _ in range(num_new):
         num_more = len(text) - len(prompt)
         wide = [tuple(np.pad(x, [(0, num_more), (0, 0), (0, 0)]) for x in layer) for layer in given]
-        logits = dense(text, wide, np.pad(is_given, (0, num_more)), params, first_given)[0][-1]
+        logits = dense(text, wide, np.pad(is_given, (0, num_more)), params, first_given, windows)[0][-1]
         scores.append(logits.max() - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
         text.append(int(logits.argmax()))
     return text[len(prompt) :], scores
