@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from experiments.chunks.rows import rotation_of
+from experiments.chunks.rows import rotations_of
 from experiments.common import command, corpus, timing
 from experiments.common.report import add_options, at_most, deliver, provenance
 from experiments.decode_speed import dense_decoder
@@ -66,7 +66,7 @@ def measure(
         streaming_side(streaming),
         Side(f"SlidingWindow({window})", length, window=window),
         Side("all tokens", dense_len),
-        streaming_side(streaming, rotation_of(decoder, length)),
+        streaming_side(streaming, rotations_of(decoder, length)),
     ]
     edges = np.linspace(0, length, NUM_PARTS + 1).astype(int).tolist()
     parts = list(zip(edges[:-1], edges[1:], strict=True))

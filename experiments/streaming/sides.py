@@ -46,7 +46,7 @@ class Side:
     name: str
     max_seq_len: int
     streaming: kv.Streaming | None = None
-    rotate: Rotate | None = None
+    rotate: tuple[Rotate, ...] | None = None
     window: int | None = None
 
     def config(self, decoder: Decoder) -> kv.CacheConfig:
@@ -65,7 +65,7 @@ class Side:
         )
 
 
-def streaming_side(streaming: kv.Streaming, rotate: Rotate | None = None) -> Side:
+def streaming_side(streaming: kv.Streaming, rotate: tuple[Rotate, ...] | None = None) -> Side:
     """A row that streams, in a cache whose blocks are those of its sinks, window and step, and two more."""
     kept = streaming.num_sink_tokens + streaming.window + STEP_LEN
     max_seq_len = (-(-kept // BLOCK_SIZE) + 2) * BLOCK_SIZE
