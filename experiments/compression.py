@@ -15,7 +15,6 @@ of PyramidKV may differ by layer; the others keep the same number in each.
 """
 
 import functools
-import json
 import math
 import statistics
 import time
@@ -28,6 +27,15 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
+from experiments.common.report import (
+    add_options,
+    at_least,
+    at_most,
+    deliver,
+    provenance,
+    show_bars,
+    show_provenance,
+)
 from experiments.decode_speed import dense_decoder
 from models import checkpoint
 from models.decoder import Decoder
@@ -197,22 +205,12 @@ def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     expected = report["num_rows"] * -(-round(PROMPT / 8) // BLOCK_SIZE)
     held = added["snapkv", 0.125]["blocks"]
     return [
-        {
-            "bar": "bits per byte added, SnapKV, 1/8",
-            "measured": snapkv,
-            "limit": "at most 0.03",
-            "holds": snapkv <= 0.03,
-        },
-        {
-            "bar": "random / SnapKV, 1/8 (SnapKV at least 0.001)",
-            "measured": chance / max(snapkv, 1e-3),
-            "limit": "at least 3",
-            "holds": chance >= 3 * max(snapkv, 1e-3),
-        },
+        at_most("bits per byte added, SnapKV, 1/8", snapkv, 0.03),
+        at_least("random / SnapKV, 1/8 (SnapKV at least 0.001)", chance / max(snapkv, 1e-3), 3),
         {
             "bar": "blocks of a layer, 1/8",
             "measured": max(held),
-            "limit": f"exactly {expected}",
+            "exactly": expected,
             "holds": {*held} == {expected},
         },
     ]
@@ -220,8 +218,7 @@ def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def show(report: dict[str, Any]) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    show_provenance(report)
     for what, title in (
         ("continuation", f"{PROMPT} bytes read, {REST} scored"),
         ("copy", f"{COPIED} bytes read, the same {COPIED} scored"),
@@ -238,15 +235,9 @@ def show(report: dict[str, Any]) -> None:
         header = ["bits per byte added, kept", *(f"{share:g}" for share in SHARES)]
         show_title = f"{title}: {found['bits_per_byte']:.3f} bits per byte with all of it"
         timing.show_table(show_title, header, rows)
-    rows = [[name, f"{median:.2f} s"] for name, median in report["seconds"].items()]
+    rows = [[name, f"{median:.2f} s"] for name, median in report["times"].items()]
     timing.show_table(f"time, {report['num_rows']} rows, all layers", ["", "median"], rows)
-    rows = [
-        [bar["bar"], f"{bar['measured']:.3g}", bar["limit"], "holds" if bar["holds"] else "does not hold"]
-        for bar in report["bars"]
-    ]
-    timing.show_table("bars", ["bar", "measured", "", ""], rows)
-    num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['total_seconds']:.0f} s in all")
+    show_bars(report)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -271,8 +262,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.compression", __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    add_options(parser)
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
@@ -280,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     prompts, rest = windows[:, :PROMPT], windows[:, PROMPT:]
     study = Study(decoder, prompts, rest[:, :-1], rest[:, 1:])
     continuation = measure(study)
-    seconds = {
+    times = {
         "compress": statistics.median(study.seconds["compress"]),
         f"{REST} bytes more, everything kept": study.seconds[FULL][-1],
         f"{REST} bytes more, 1/8 kept": statistics.median(study.seconds["0.125"]),
@@ -288,22 +278,14 @@ def main(arguments: list[str] | None = None) -> int:
     passage = windows[:, :COPIED]
     copy = measure(Study(decoder, passage, passage[:, :-1], passage[:, 1:]))
     report: dict[str, Any] = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "num_rows": len(windows),
-        "seconds": seconds,
+        "times": times,
         "continuation": continuation,
         "copy": copy,
     }
-    report |= {"bars": bars_of(report), "total_seconds": time.perf_counter() - start}
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    if options.picture:
-        draw(report, options.picture)
+    report |= {"bars": bars_of(report), "seconds": time.perf_counter() - start}
+    deliver(report, options, show, draw)
     return 0
 
 

@@ -17,7 +17,6 @@ The text is held-out source of the standard library in capital letters, which th
 """
 
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
+from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
 from experiments.decode_speed import dense_decoder
 from experiments.train import bits_per_byte
 from models import checkpoint
@@ -246,16 +246,12 @@ def bars_of(measured: dict, pools: dict[str, float]) -> list[dict]:
         (f"bits per byte, seed {seed['seed']}", seed["after"], measured["without"])
         for seed in measured["seeds"]
     ]
-    return [
-        {"bar": bar, "measured": value, "at_most": limit, "holds": value <= limit}
-        for bar, value, limit in bars
-    ]
+    return [at_most(*each) for each in bars]
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    show_provenance(report)
     rows = [["none", f"{report['without']:.3f}", "", ""]] + [
         [
             f"{PREFIX_LEN} tokens, seed {seed['seed']}",
@@ -267,23 +263,12 @@ def show(report: dict) -> None:
     ]
     title = f"bits per byte, {report['text']}; {report['num_steps']} steps"
     timing.show_table(title, ["prefix", "held-out text", "as it started", "time"], rows)
-    rows = [
-        [
-            bar["bar"],
-            f"{bar['measured']:.3g}",
-            f"{bar['at_most']:.3g}",
-            "holds" if bar["holds"] else "does not hold",
-        ]
-        for bar in report["bars"]
-    ]
-    timing.show_table("bars", ["bar", "measured", "at most", ""], rows)
-    num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+    show_bars(report)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.learned_prefix", __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, draws=False)
     parser.add_argument("--steps", type=command.integer(1), default=40, help="updates per seed")
     parser.add_argument(
         "--data", type=command.folder, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that"
@@ -306,19 +291,13 @@ def main(arguments: list[str] | None = None) -> int:
         for slope in [gradient_pools(num_layers, is_full)]
     }
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         **measured,
         "gradient_pools": pools,
         "bars": bars_of(measured, pools),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
+    deliver(report, options, show)
     return 0
 
 

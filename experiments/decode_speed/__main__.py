@@ -21,7 +21,6 @@ other token.
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +30,7 @@ import numpy as np
 from jax import lax
 
 from experiments.common import command, corpus, timing
+from experiments.common.report import add_options, at_least, at_most, deliver, provenance
 from experiments.decode.memory import memory_report
 from experiments.decode_speed import dense_decoder
 from experiments.decode_speed.report import draw, show
@@ -176,30 +176,24 @@ def bars_of(records: Sequence[dict], memory: dict) -> list[dict]:
     """What must hold, beside what was measured."""
     bars = []
 
-    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
-        holds = measured >= limit if is_least else measured <= limit
-        limit_name = "at_least" if is_least else "at_most"
-        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
-
     for side in DENSE:
         full, short = (times_dense(records, case, side) for case in (FULL, SHORT))
-        add(f"{FULL.name}: times a step's time, {side}", full, 1.2)
-        add(f"{SHORT.name}: times faster than a step, {side}", 1 / short, 5, is_least=True)
+        bars.append(at_most(f"{FULL.name}: times a step's time, {side}", full, 1.2))
+        bars.append(at_least(f"{SHORT.name}: times faster than a step, {side}", 1 / short, 5))
     for record in memory["padding"]:
         if record["block_size"] == BLOCK_SIZE:
-            add(f"slots without a token, blocks of {BLOCK_SIZE}", record["median"], 0.04)
+            bars.append(at_most(f"slots without a token, blocks of {BLOCK_SIZE}", record["median"], 0.04))
     errors = [abs(record["saved"] - record["closed_form"]) for record in memory["sharing"]]
-    add("blocks saved by samples, off the closed form", max(errors), 1e-9)
+    bars.append(at_most("blocks saved by samples, off the closed form", max(errors), 1e-9))
     return bars
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.decode_speed", __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument(
         "--quick", action="store_true", help="the two cases that have a bar, and fewer rounds"
     )
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    add_options(parser)
     command.add_data_folder(parser, "the Azure trace")
     parser.add_argument(
         "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model"
@@ -226,22 +220,14 @@ def main(arguments: list[str] | None = None) -> int:
     for case in () if options.quick else (*FILLS, UNEVEN, *BATCHES, *TABLES):
         records += measure(case, decoder, contexts, seconds / 2)
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "model": {"checkpoint": options.checkpoint.name, "num_parameters": num_parameters(decoder)},
         "records": records,
         "memory": memory,
         "bars": bars_of(records, memory),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    if options.picture:
-        draw(report, options.picture)
+    deliver(report, options, show, draw)
     return 0
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.common import log_axes
+from experiments.common.report import show_bars, show_provenance
 from experiments.common.timing import show_table
 from experiments.decode.memory import BLOCK_SIZE, NUM_DRAWS, NUM_ROWS
 from experiments.decode_speed.sides import (
@@ -22,25 +23,14 @@ from experiments.decode_speed.sides import (
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host, model = report["machine"], report["model"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    model = report["model"]
+    show_provenance(report)
     print(f"{model['checkpoint']}: {model['num_parameters']:,} parameters, float32; times in milliseconds")
     for case in (FULL, SHORT):
         _show_case(case, report["records"])
     _show_sweep(report["records"])
     _show_memory(report["memory"])
-    rows = [
-        [
-            bar["bar"],
-            f"{bar['measured']:.3g}",
-            f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}",
-            "holds" if bar["holds"] else "does not hold",
-        ]
-        for bar in report["bars"]
-    ]
-    show_table("bars", ["bar", "measured", "", ""], rows)
-    num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+    show_bars(report)
 
 
 def medians_ms(records: Sequence[dict], case: Case, figure: str = LOOP) -> dict[str, float]:

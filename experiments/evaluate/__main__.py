@@ -22,16 +22,16 @@ that was not, to the last bit. All that an item shares with others is its task's
 and a process computes that first.
 """
 
-import json
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.common import command, corpus, timing
+from experiments.common import command, corpus
 from experiments.common.command import InputError
 from experiments.common.progress import progress
+from experiments.common.report import add_options, deliver, provenance
 from experiments.evaluate import report as reports
 from experiments.evaluate.items import Task, grade_school, programs, source
 from experiments.evaluate.results import Results
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--results", type=command.name, metavar="FILE", help="goes on with this file, or makes it"
     )
     parser.add_argument("--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     try:
@@ -75,10 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
             show(num_done, result["id"])
     summaries = [summary(task, results) for task in tasks]
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "model": options.checkpoint.name,
         "seed": options.seed,
         "seconds": time.perf_counter() - start,
@@ -87,10 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         "tasks": summaries,
         "bars": reports.bars_of(summaries),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        reports.show(report)
+    deliver(report, options, reports.show)
     return 0
 
 

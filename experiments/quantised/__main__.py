@@ -22,16 +22,15 @@ A step is timed as `experiments.decode_speed` does it: 8 steps in a jitted scan,
 end, the cache donated; the storages take turns.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import command, corpus, timing
+from experiments.common import command, corpus
+from experiments.common.report import add_options, at_least, at_most, deliver, provenance
 from experiments.decode_speed import dense_decoder
 from experiments.decode_speed.__main__ import Timing
 from experiments.decode_speed.sides import LOOP, NUM_STEPS, Case, make_contexts, paged_side
@@ -115,29 +114,24 @@ def bars_of(quality: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
     }
     bars = []
 
-    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
-        holds = measured >= limit if is_least else measured <= limit
-        limit_name = "at_least" if is_least else "at_most"
-        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
-
     for name, least in (("int8", 1.88), ("int4", 3.4)):
         rows = storages[name]["rows_in_bytes_of_bfloat16"]
-        add(f"rows in the bytes of bfloat16, {name}, head_dim {head_dim}", rows, least, is_least=True)
+        bars.append(at_least(f"rows in the bytes of bfloat16, {name}, head_dim {head_dim}", rows, least))
     for name, most in (("int8", 1e-4), ("fp8", 2e-3)):
-        add(f"KL to float32, {name}", storages[name]["kl"], most)
-    add(f"bits per byte added, {ROTATED}", storages[ROTATED]["bits_added"], 0.01)
+        bars.append(at_most(f"KL to float32, {name}", storages[name]["kl"], most))
+    bars.append(at_most(f"bits per byte added, {ROTATED}", storages[ROTATED]["bits_added"], 0.01))
     for num_bits in (4, 2):
         channel, token = added[num_bits, "per channel"], added[num_bits, "per token"]
-        add(f"bits per byte added, {num_bits} bits: keys per channel / per token", channel / token, 1.0)
+        what = f"bits per byte added, {num_bits} bits: keys per channel / per token"
+        bars.append(at_most(what, channel / token, 1.0))
     (times,) = (record["times_float32"] for record in steps if record["side"] == "int8")
-    add(f"a step, times {FLOAT32}'s, int8, {CASE.lens[0]} tokens a row", times[1], 1.3)
+    bars.append(at_most(f"a step, times {FLOAT32}'s, int8, {CASE.lens[0]} tokens a row", times[1], 1.3))
     return bars
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.quantised", __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    add_options(parser)
     parser.add_argument(
         "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
     )
@@ -159,10 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     quality = measure_quality(decoder, read_windows())
     steps = measure_steps(decoder)
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "model": options.checkpoint.name,
         "steps_in_a_loop": NUM_STEPS,
@@ -170,12 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
         "steps": steps,
         "bars": bars_of(quality, steps, decoder.config.head_dim),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    if options.picture:
-        draw(report, options.picture)
+    deliver(report, options, show, draw)
     return 0
 
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from experiments.common import log_axes
+from experiments.common.report import show_bars, show_provenance
 from experiments.common.timing import show_table
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    show_provenance(report)
     print(f"{report['model']}, {report['bits_per_byte']:.3f} bits per byte in float32")
     rows = []
     for record in report["storages"]:
@@ -59,18 +59,7 @@ def show(report: dict) -> None:
     title = f"a decode step, {name}, ms; {num_calls} rounds of {report['steps_in_a_loop']} steps"
     header = ["storage", "median", "p10 - p90", "of float32", "p10 - p90", "first call (compiles)"]
     show_table(title, header, rows)
-    rows = [
-        [
-            bar["bar"],
-            f"{bar['measured']:.3g}",
-            f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}",
-            "holds" if bar["holds"] else "does not hold",
-        ]
-        for bar in report["bars"]
-    ]
-    show_table("bars", ["bar", "measured", "", ""], rows)
-    num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+    show_bars(report)
 
 
 def draw(report: dict, path: Path) -> None:

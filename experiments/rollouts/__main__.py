@@ -25,12 +25,10 @@ program: the answers of every update in a step, and of the engine those that wer
 the last weights.
 """
 
-import json
 import time
 
-import jax
-
-from experiments.common import command, timing
+from experiments.common import command
+from experiments.common.report import add_options, deliver, provenance
 from experiments.rollouts import report as reports
 from experiments.rollouts.study import (
     Sizes,
@@ -48,8 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.rollouts", __doc__)
     parser.add_argument("--updates", type=command.integer(1), default=200, metavar="N", help="default: 200")
     parser.add_argument("--seed", type=command.integer(0), default=0, metavar="N", help="default: 0")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    add_options(parser)
     options = parser.parse_args(arguments)
     sizes = Sizes(prompts=16, group=8, updates=options.updates, seed=options.seed)
     start = time.perf_counter()
@@ -58,22 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
     ways = [train_in_step(decoder, sizes, steps), train_beside_engine(decoder, sizes)]
     sharing = compare_sharing(decoder, sizes, steps)
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "sizes": sizes._asdict(),
         "ways": ways,
         "sharing": sharing,
         "bars": reports.bars_of(ways, sharing, sizes.group),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        reports.show(report)
-    if options.picture:
-        reports.draw(report, options.picture)
+    deliver(report, options, reports.show, reports.draw)
     return 0
 
 

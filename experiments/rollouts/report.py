@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.common.report import at_least, at_most, show_bars, show_provenance
 from experiments.common.timing import show_table
 
 LEAST_REWARD = 0.85
@@ -14,38 +15,29 @@ SMOOTHED = 10  # updates that a point of a curve is the mean of
 
 def bars_of(ways: Sequence[dict], sharing: dict, group_size: int) -> list[dict]:
     """What must hold, beside what was measured."""
-    bars = []
-
-    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
-        holds = bool(measured >= limit if is_least else measured <= limit)
-        limit_name = "at_least" if is_least else "at_most"
-        bars.append({"bar": bar, "measured": measured, limit_name: limit, "holds": holds})
-
-    for way in ways:
-        add(f"reward of the last updates, {way['way']}", way["last"], LEAST_REWARD, is_least=True)
-    for way in ways:
-        add(f"log-probabilities off the trainer's, {way['way']}", way["difference"], 1e-5)
     engine, (shared, apart) = ways[1], sharing["ways"]
-    add("answers that go on under new weights", engine["partial"], 0.05, is_least=True)
-    add("updates that the engine was not told of", engine["updates"] - engine["updates_told"], 0)
-    add(
-        "prompt tokens in a step, share of each answer's own",
-        shared["prompt_tokens"] / apart["prompt_tokens"],
-        1 / group_size,
-    )
-    # Samples that wait for a row begin behind the blocks of their prompt, or anew under other weights.
-    add("prompt tokens by the engine, likewise", engine["prompt_share"], 2 / group_size)
-    add("a step with prompts apart, in times of a shared one", sharing["times_faster"], 2.0, is_least=True)
-    temporary = shared["temporary_bytes"] / apart["temporary_bytes"]
-    add("temporary memory of a shared step, in that of one apart", temporary, 0.5)
-    add("gradient off that of prompts apart, in its largest entry", sharing["gradient_difference"], 1e-4)
-    return bars
+    tokens, temporary = (shared[key] / apart[key] for key in ("prompt_tokens", "temporary_bytes"))
+    num_untold, gradients = engine["updates"] - engine["updates_told"], sharing["gradient_difference"]
+    rewards = [(f"reward of the last updates, {way['way']}", way["last"]) for way in ways]
+    off = [(f"log-probabilities off the trainer's, {way['way']}", way["difference"]) for way in ways]
+    return [
+        *(at_least(*reward, LEAST_REWARD) for reward in rewards),
+        *(at_most(*difference, 1e-5) for difference in off),
+        at_least("answers that go on under new weights", engine["partial"], 0.05),
+        at_most("updates that the engine was not told of", num_untold, 0),
+        at_most("prompt tokens in a step, share of each answer's own", tokens, 1 / group_size),
+        # Samples that wait for a row begin behind the blocks of their prompt, or anew under other weights.
+        at_most("prompt tokens by the engine, likewise", engine["prompt_share"], 2 / group_size),
+        at_least("a step with prompts apart, in times of a shared one", sharing["times_faster"], 2.0),
+        at_most("temporary memory of a shared step, in that of one apart", temporary, 0.5),
+        at_most("gradient off that of prompts apart, in its largest entry", gradients, 1e-4),
+    ]
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host, sizes = report["machine"], report["sizes"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    sizes = report["sizes"]
+    show_provenance(report)
     rows = [
         [
             way["way"],
@@ -82,18 +74,7 @@ def show(report: dict) -> None:
     header = ["", "prompt tokens", "pools, MiB", "temporary, MiB", "a step, ms", "of rounds"]
     show_table(f"a step, {len(report['sharing']['ways'][0]['ms'])} rounds in turns", header, rows)
     print(f"  the same answers to {report['sharing']['same_answers']:.1%} of the questions")
-    rows = [
-        [
-            bar["bar"],
-            f"{bar['measured']:.3g}",
-            f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}",
-            "holds" if bar["holds"] else "does not hold",
-        ]
-        for bar in report["bars"]
-    ]
-    show_table("bars", ["bar", "measured", "", ""], rows)
-    num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+    show_bars(report)
 
 
 def draw(report: dict, path: Path) -> None:

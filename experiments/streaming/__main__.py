@@ -21,16 +21,15 @@ The time of a step ends when its losses are on the host. The model was trained o
 bytes, which is what full attention beyond them pays for.
 """
 
-import json
 import time
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
+from experiments.common.report import add_options, at_most, deliver, provenance
 from experiments.decode_speed import dense_decoder
 from experiments.streaming.report import draw, show
 from experiments.streaming.sides import (
@@ -113,16 +112,12 @@ def bars_of(found: dict) -> list[dict]:
         (f"median step of the last tenth, {name}, times the first's", times[-1] / times[0], 1.25),
         (f"blocks held, {name}", stream["most_blocks"], found["most_blocks"]),
     ]
-    return [
-        {"bar": bar, "measured": value, "at_most": limit, "holds": value <= limit}
-        for bar, value, limit in measured
-    ]
+    return [at_most(*each) for each in measured]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.streaming", __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    add_options(parser)
     parser.add_argument(
         "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
     )
@@ -143,22 +138,14 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     found = measure(decoder, read_text(LENGTH))
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "model": options.checkpoint.name,
         "tokens_of_a_step": STEP_LEN,
         **found,
         "bars": bars_of(found),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    if options.picture:
-        draw(report, options.picture)
+    deliver(report, options, show, draw)
     return 0
 
 

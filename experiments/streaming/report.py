@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from experiments.common.report import show_bars, show_provenance
 from experiments.common.timing import show_table
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, {report['device']}, jax {report['jax']}")
+    show_provenance(report)
     stream, window, dense = report["sides"]
     rows = []
     for i, (own, other) in enumerate(zip(stream["parts"], window["parts"], strict=True)):
@@ -33,18 +33,7 @@ def show(report: dict) -> None:
     show_table(f"{dense['side']}, until there is no more room", ["bytes", "bits per byte", "step"], rows)
     rows = [[side["side"], f"{side['num_read']:,}", f"{side['most_blocks']:,}"] for side in report["sides"]]
     show_table("blocks", ["", "tokens read", "most blocks held"], rows)
-    rows = [
-        [
-            bar["bar"],
-            f"{bar['measured']:.4g}",
-            f"at most {bar['at_most']:g}",
-            "holds" if bar["holds"] else "does not hold",
-        ]
-        for bar in report["bars"]
-    ]
-    show_table("bars", ["bar", "measured", "", ""], rows)
-    num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+    show_bars(report, digits=4)
 
 
 def _time(part: dict) -> str:

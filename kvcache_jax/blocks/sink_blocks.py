@@ -40,8 +40,7 @@ def forget(pool: BlockPool, rows: jax.Array) -> BlockPool:
 
 def keep_first(pool: BlockPool, rows: jax.Array, num_columns: jax.Array) -> BlockPool:
     """Releases the original blocks of `rows` i32[n] but the first `num_columns` i32[n]."""
-    if pool.sink_blocks is None:
-        return pool
+    assert pool.sink_blocks is not None
     held = get_at(pool.sink_blocks, rows, pool.num_blocks)
     goes = jnp.arange(held.shape[1], dtype=jnp.int32)[None] >= num_columns[:, None]
     kept = set_at(pool.sink_blocks, rows, jnp.where(goes, pool.num_blocks, held))
@@ -51,8 +50,7 @@ def keep_first(pool: BlockPool, rows: jax.Array, num_columns: jax.Array) -> Bloc
 
 def inherit(pool: BlockPool, rows: jax.Array, parent_ids: jax.Array) -> BlockPool:
     """Lets `rows` i32[n] share the original blocks of their parents, in place of their own."""
-    if pool.sink_blocks is None:
-        return pool
+    assert pool.sink_blocks is not None
     new = get_at(pool.sink_blocks, parent_ids, pool.num_blocks)
     new = jnp.where((rows < pool.block_table.shape[0])[:, None], new, pool.num_blocks)
     held = set_at(pool.sink_blocks, rows, new)
@@ -61,8 +59,7 @@ def inherit(pool: BlockPool, rows: jax.Array, parent_ids: jax.Array) -> BlockPoo
 
 def put_back(pool: BlockPool, rows: jax.Array) -> BlockPool:
     """Puts the original blocks of `rows` i32[n] back into their tables, and releases the rotated ones."""
-    if pool.sink_blocks is None or not pool.sink_blocks.shape[1]:
-        return pool
+    assert pool.sink_blocks is not None
     columns = jnp.arange(pool.sink_blocks.shape[1], dtype=jnp.int32)[None]
     original = get_at(pool.sink_blocks, rows, pool.num_blocks)
     rotated = get_at(pool.block_table, (rows[:, None], columns), pool.num_blocks)

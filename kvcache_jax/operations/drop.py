@@ -177,7 +177,9 @@ def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Contr
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         if not group.holds_sources:
             pool = _without_columns(pool, group, plan.rows, plan.first_gone, plan.num_gone)
-            pool = sink_blocks.keep_first(pool, plan.rows, num_blocks_for(plan.holes.start, group.block_size))
+            if pool.sink_blocks is not None:
+                num_columns = num_blocks_for(plan.holes.start, group.block_size)
+                pool = sink_blocks.keep_first(pool, plan.rows, num_columns)
         pools.append(pool)
     return dataclasses.replace(
         control,

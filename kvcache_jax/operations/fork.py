@@ -63,7 +63,8 @@ def fork_rows(
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         ids = token_blocks(pool, group, control, src_ids)
         pool = block_pool.share(pool, jnp.where(ok[:, None], ids, pool.num_blocks))
-        pool = sink_blocks.inherit(pool, rows, src_ids)
+        if pool.sink_blocks is not None:
+            pool = sink_blocks.inherit(pool, rows, src_ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, ids)))
     return dataclasses.replace(
         inherit(control, rows, src_ids, is_active=True),

@@ -40,7 +40,9 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
     pools = []
     for pool in control.block_pools:
         ids = get_at(pool.block_table, rows, pool.num_blocks)
-        pool = sink_blocks.forget(block_pool.release(pool, ids[:, ::-1]), rows)
+        pool = block_pool.release(pool, ids[:, ::-1])
+        if pool.sink_blocks is not None:
+            pool = sink_blocks.forget(pool, rows)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, pool.num_blocks)))
     return dataclasses.replace(
         control,

@@ -56,7 +56,8 @@ def reorder_rows(
         old_ids = get_at(pool.block_table, rows, pool.num_blocks)
         pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))
         pool = block_pool.release(pool, old_ids[:, ::-1])
-        pool = sink_blocks.inherit(pool, rows, parent_ids)
+        if pool.sink_blocks is not None:
+            pool = sink_blocks.inherit(pool, rows, parent_ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, new_ids)))
     control = inherit(control, rows, parent_ids)
     return dataclasses.replace(control, block_pools=tuple(pools)), status

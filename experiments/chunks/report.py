@@ -1,0 +1,149 @@
+"""The bars, tables and figure of `experiments.chunks`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.chunks.quality import ALL, NONE, RANDOM, SEEN, SHARES, UNTURNED
+from experiments.chunks.times import FULL
+from experiments.common import log_axes
+from experiments.common.report import at_least, at_most, show_bars, show_provenance
+from experiments.common.timing import show_table
+
+
+def bars_of(texts: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must hold, beside what was measured; what full prefill alone shows counts for no selector."""
+    bars = []
+    for text in texts:
+        kl = _kl(text)
+        shares = {share: {name: of[share] for name, of in kl.items() if share in of} for share in (0.2, 0.5)}
+        known = {share: {name: x for name, x in of.items() if name != SEEN} for share, of in shares.items()}
+        for share, limit in ((0.2, 0.7), (0.5, 0.4)):
+            name = min(known[share], key=known[share].__getitem__)
+            measured = known[share][name] / kl[NONE][0.0]
+            bars.append(at_most(f"KL, {share:.0%} again, of none: {text['text']}, {name}", measured, limit))
+        measured = known[0.5][RANDOM] / min(known[0.5].values())
+        bars.append(at_least(f"KL of random, 50% again, of the best's: {text['text']}", measured, 1))
+    for text in texts:
+        what = f"log-probabilities off full prefill's, all again: {text['text']}"
+        bars.append(at_most(what, text["difference_of_all"], 1e-4))
+    different = sum(text["different_bits_of_first"] for text in texts)
+    bars.append(at_most("numbers of first passages that are not a prefill's bit for bit", different, 0))
+    sides = {(record["side"], record["share"]): record["computed"] for record in trace}
+    measured = sides["chunk cache", 0.2] / sides["prefix cache, memory for all", None]
+    bars.append(at_most("tokens computed, chunk cache at 20%, of the prefix cache's", measured, 0.45))
+    return bars
+
+
+def _kl(text: dict[str, Any]) -> dict[str, dict[float, float]]:
+    """KL divergences of a text by selector and share."""
+    found: dict[str, dict[float, float]] = {}
+    for record in text["records"]:
+        found.setdefault(record["selector"], {})[record["share"]] = record["kl"]
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
+    for text in report["texts"]:
+        rows = [
+            [name, *(f"{abs(of[share]):.4f}" if share in of else "" for share in (0.0, *SHARES, 1.0))]
+            for name, of in _kl(text).items()
+        ]
+        title = f"KL to full prefill, nats a byte, {text['text']} text; computed again"
+        show_table(title, ["", *(f"{share:.0%}" for share in (0.0, *SHARES, 1.0))], rows)
+    full = next(record["median_us"] for record in report["times"] if record["way"] == FULL)
+    rows = [
+        [
+            record["way"],
+            f"{record['share']:.0%}",
+            f"{record['median_us'] / 1e3:.1f}",
+            f"{record['p10_us'] / 1e3:.1f} - {record['p90_us'] / 1e3:.1f}",
+            f"{record['median_us'] / full:.2f}",
+            f"{record['first_call_s']:.1f} s",
+        ]
+        for record in report["times"]
+    ]
+    header = ["", "computed again", "median", "p10 - p90", "of full", "first call (compiles)"]
+    show_table("until the first prediction, ms", header, rows)
+    most = report["trace"][0]["computed"]
+    rows = [
+        [
+            *_side(record),
+            f"{record['computed']:,}",
+            f"{record['computed'] / most:.1%}",
+            f"{record['blocks']:,}",
+        ]
+        for record in report["trace"]
+    ]
+    header = ["", "computed again", "tokens computed", "of all", "blocks"]
+    show_table(f"{report['num_requests']} requests about {report['num_files']} files", header, rows)
+    show_bars(report)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Four panels: KL by the share computed again for both texts, time, and the tokens of the requests."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    panels = figure.subplots(2, 2).reshape(-1)
+    for axes, text in zip(panels[:2], report["texts"], strict=True):
+        _draw_text(axes, text)
+    panels[0].set_ylabel("nats a byte")
+    panels[0].legend(frameon=False, fontsize=8, loc="lower left")
+    _draw_times(panels[2], report["times"])
+    names = [" ".join(_side(record)).replace(", ", ",\n").strip() for record in report["trace"]]
+    bars = panels[3].barh(names, [record["computed"] / 1e3 for record in report["trace"]], color="C0")
+    panels[3].bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+    panels[3].invert_yaxis()
+    panels[3].tick_params(axis="y", labelsize=8)
+    panels[3].margins(x=0.15)
+    panels[3].set_title(f"{report['num_requests']} requests, thousand tokens computed")
+    for axes in panels:
+        axes.grid(alpha=0.3, axis="x" if axes is panels[3] else "both")
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_text(axes: Any, text: dict[str, Any]) -> None:
+    kl = _kl(text)
+    unturned, none = (kl[name][0.0] for name in (UNTURNED, NONE))
+    for i, name in enumerate(name for name in kl if name not in (NONE, UNTURNED, ALL)):
+        points = [(0.0, none), *kl[name].items()]
+        style = dict(color="0.3", linestyle=":") if name == SEEN else dict(color=f"C{i}")
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
+    axes.axhline(unturned, color="0.6", linestyle="--", linewidth=1)
+    axes.text(0.02, unturned, UNTURNED, va="bottom", fontsize=8, color="0.4")
+    axes.set(yscale="log", xlabel="share computed again", title=f"KL to full prefill, {text['text']} text")
+    axes.set_ylim(top=2.5 * unturned)
+    log_axes.label(axes.yaxis)
+
+
+def _draw_times(axes: Any, records: Sequence[dict[str, Any]]) -> None:
+    (full,) = (record["median_us"] / 1e3 for record in records if record["way"] == FULL)
+    for i, way in enumerate(dict.fromkeys(record["way"] for record in records if record["way"] != FULL)):
+        points = [record for record in records if record["way"] == way]
+        low, median, high = (
+            np.array([point[f"{key}_us"] / 1e3 for point in points]) for key in ("p10", "median", "p90")
+        )
+        spread = median - low, high - median
+        axes.errorbar(
+            [point["share"] for point in points],
+            median,
+            spread,
+            marker="o",
+            markersize=4,
+            color=("C3", "C1")[i],
+            label=f"composed, {way}",
+        )
+    axes.axhline(full, color="black", linewidth=1, label=FULL)
+    axes.set(xlabel="share computed again", title="until the first prediction, ms", ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _side(record: dict[str, Any]) -> tuple[str, str]:
+    """A side's name, and its share."""
+    return record["side"], "" if record["share"] is None else f"{record['share']:.0%}"

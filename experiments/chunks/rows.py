@@ -1,0 +1,196 @@
+"""Rows that read passages, or are composed of them: the steps of `experiments.chunks`."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+import kvcache_jax as kv
+from experiments.decode_speed import dense_decoder
+from models.decoder import Decoder, cache_config, forward
+
+BLOCK_SIZE = 16
+Rotate = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
+    """Makes the rotations of each layer's keys by up to `max_distance` positions, equal ones once."""
+    made = {
+        rope: kv.key_rotation(
+            rope.frequencies(decoder.config.rope_dim), max_distance, is_interleaved=rope.is_interleaved
+        )
+        for rope in dict.fromkeys(decoder.config.layer_ropes)
+    }
+    return tuple(made[rope] for rope in decoder.config.layer_ropes)
+
+
+def empty_cache(
+    decoder: Decoder, *, max_seqs: int, max_seq_len: int, num_chunks: int, max_chunk_len: int
+) -> kv.Cache:
+    """Makes a cache whose rows and chunks all fit."""
+    blocks_of_row = -(-max_seq_len // BLOCK_SIZE)
+    blocks_of_chunk = -(-max_chunk_len // BLOCK_SIZE) + 1
+    config = cache_config(
+        decoder.config,
+        max_seqs=max_seqs,
+        max_seq_len=max_seq_len,
+        num_blocks=max_seqs * blocks_of_row + num_chunks * blocks_of_chunk,
+        block_size=BLOCK_SIZE,
+        num_chunks=num_chunks,
+        max_chunk_len=max_chunk_len,
+    )
+    return kv.init(config)
+
+
+def started(cache: kv.Cache) -> kv.Cache:
+    """Starts all rows."""
+    cache, admission = kv.allocate(cache, np.arange(cache.max_seqs), [1] * cache.max_seqs)
+    kv.raise_for_status(admission.status, "allocate")
+    return cache
+
+
+@jax.jit
+def read(
+    decoder: Decoder, cache: kv.Cache, tokens: ArrayLike, num_new: ArrayLike | None = None
+) -> tuple[kv.Cache, jax.Array]:
+    """Appends tokens i32[n, T] to rows, all of them or the first i32[n] of each.
+
+    Returns:
+      The cache, and log-probabilities f32[n, T, vocab_size] of what follows each token.
+    """
+    tokens = jnp.asarray(tokens)
+    if num_new is None:
+        num_new = jnp.full(tokens.shape[0], tokens.shape[1])
+    cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1])
+    logits, cache = forward(decoder, tokens, cache, step)
+    return cache, jax.nn.log_softmax(logits)
+
+
+def repaired(decoder: Decoder, cache: kv.Cache, tokens: np.ndarray, places: np.ndarray) -> kv.Cache:
+    """Computes tokens of all rows again: of the rows' tokens i32[n, S] those at the places i32[n, T]."""
+    cache, status = _repair(decoder, cache, tokens, places)
+    kv.raise_for_status(status, "rewrite")
+    return cache
+
+
+@jax.jit
+def _repair(
+    decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places: jax.Array
+) -> tuple[kv.Cache, jax.Array]:
+    cache, step = rewrite(decoder, cache, tokens, places)
+    return cache, step.status
+
+
+def rewrite(
+    decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places: jax.Array
+) -> tuple[kv.Cache, kv.Step]:
+    """Computes the tokens at places again; part of a program."""
+    cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
+    new = jnp.take_along_axis(tokens, jnp.minimum(places, tokens.shape[1] - 1), axis=1)
+    _, cache = forward(decoder, new, cache, step)
+    return cache, step
+
+
+_store = jax.jit(kv.store_chunk)
+_compose = jax.jit(kv.compose, static_argnames="rotate")
+
+
+def stored(
+    decoder: Decoder, cache: kv.Cache, passages: np.ndarray, lengths: np.ndarray
+) -> tuple[kv.Cache, np.ndarray]:
+    """Computes passages, each alone, and stores them.
+
+    Args:
+      decoder: The model.
+      cache: Of n idle rows, which are idle again afterwards.
+      passages: i32[n, K, T], padded at the end.
+      lengths: i32[n, K], their tokens.
+
+    Returns:
+      The cache and the ids i32[n, K].
+    """
+    ids, each = [], np.arange(cache.max_seqs)
+    for tokens, num in zip(passages.swapaxes(0, 1), lengths.T, strict=True):
+        cache, _ = read(decoder, started(cache), tokens, num)
+        cache, found = _store(cache, each, 0 * each, num, tokens)
+        kv.raise_for_status(found.status, "store_chunk")
+        cache, _ = kv.free(cache, each)
+        ids.append(np.asarray(found.chunk_ids))
+    return cache, np.stack(ids, axis=1)
+
+
+def composed(
+    cache: kv.Cache,
+    chunk_ids: np.ndarray,
+    starts: np.ndarray,
+    rotate: Rotate | Sequence[Rotate | None] | None,
+) -> kv.Cache:
+    """Starts all rows, which are idle, and composes them of chunks i32[n, K] at their starts."""
+    cache, status = _compose(started(cache), np.arange(cache.max_seqs), chunk_ids, starts, rotate=rotate)
+    kv.raise_for_status(status, "compose")
+    return cache
+
+
+@jax.jit
+def inter_attention(decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places: jax.Array) -> jax.Array:
+    """Computes what tokens give to all that stands in front of their passage, mean of heads and layers.
+
+    Args:
+      decoder: With the options that `dense_decoder` has.
+      cache: Rows that were prefilled; they do not change.
+      tokens: i32[n, T], a passage of each row.
+      places: i32[n, T], its places.
+
+    Returns:
+      f32[n, max_seq_len], 0 but at the places.
+    """
+    cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
+    starts, lengths = places[:, :1], jnp.full((len(places), 1), places.shape[1])
+    found = []
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = kv.attention_scores(cache, layer, q, step)
+        found.append(kv.chunk_attention(scores, places, starts, lengths).outside)
+        return _attended(cache, layer, q, step)
+
+    dense_decoder.run(dense_decoder.unstacked(decoder), tokens, step.positions, attend)
+    return jnp.stack(found).mean(axis=0)
+
+
+@jax.jit
+def deviations(
+    decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes how far stored keys and values of the second layer are from new ones, f32[n, max_seq_len].
+
+    Those of the first layer depend on the token and its position alone, and so are right in composed rows;
+    new ones of the second need the first layer of all tokens.
+
+    Args:
+      decoder: With the options that `dense_decoder` has.
+      cache: Rows that were composed; they do not change.
+      tokens: i32[n, S], all tokens of the rows.
+      places: i32[n, S], their places.
+    """
+    cache, step = kv.rewrite(cache, jnp.arange(len(places)), places)
+    found = []
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if layer == 0:
+            return _attended(cache, layer, q, step)
+        found.append(kv.chunk_deviation(cache, layer, k, v, step)[1])
+        return q  # nobody reads the result
+
+    unstacked = dense_decoder.unstacked(decoder)
+    two_layers = dense_decoder.Unstacked(unstacked.decoder, unstacked.layers[:2])
+    dense_decoder.run(two_layers, tokens, step.positions, attend)
+    (of_both,) = found
+    return of_both
+
+
+def _attended(cache: kv.Cache, layer: int, q: jax.Array, step: kv.Step) -> jax.Array:
+    _, out = kv.attend(cache, layer, q, step)
+    assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
+    return out
