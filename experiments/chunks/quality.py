@@ -43,7 +43,7 @@ class Study:
         self.exact = self.log_p(self.full)
         lengths = np.full((num_rows, num_chunks), chunk_len)
         self.stored, self.chunk_ids = rows.stored(decoder, self.empty, prompts.chunks, lengths)
-        self.composed = self.compose(rows.rotation_of(decoder, num_tokens))
+        self.composed = self.compose(rows.rotations_of(decoder, num_tokens))
 
     def _prefilled(self, passages: np.ndarray) -> kv.Cache:
         """Rows that read passages i32[n, K, T], a step each."""
@@ -52,7 +52,7 @@ class Study:
             cache, _ = rows.read(self.decoder, cache, tokens)
         return cache
 
-    def compose(self, rotate: rows.Rotate | None) -> kv.Cache:
+    def compose(self, rotate: tuple[rows.Rotate, ...] | None) -> kv.Cache:
         """The rows composed, and nothing computed again."""
         return rows.composed(self.stored, self.chunk_ids, self.prompts.starts, rotate)
 

@@ -1,6 +1,6 @@
 """Rows that read passages, or are composed of them: the steps of `experiments.chunks`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,32 +10,20 @@ from jax.typing import ArrayLike
 import kvcache_jax as kv
 from experiments.decode_speed import dense_decoder
 from models.decoder import Decoder, cache_config, forward
-from models.rope import Rope
 
 BLOCK_SIZE = 16
 Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def rope_of(decoder: Decoder) -> Rope:
-    """Finds the model's rotation.
-
-    Raises:
-      NotImplementedError: its layers differ in it, where `compose` rotates all keys alike.
-    """
-    ropes = list(dict.fromkeys(decoder.config.layer_ropes))
-    if len(ropes) > 1:
-        raise NotImplementedError(
-            f"got layers of {len(ropes)} rotations, {ropes}, expected one: `compose` rotates the keys of all "
-            "layers alike"
+def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
+    """Makes the rotations of each layer's keys by up to `max_distance` positions, equal ones once."""
+    made = {
+        rope: kv.key_rotation(
+            rope.frequencies(decoder.config.rope_dim), max_distance, is_interleaved=rope.is_interleaved
         )
-    return ropes[0]
-
-
-def rotation_of(decoder: Decoder, max_distance: int) -> Rotate:
-    """Makes the rotation of stored keys by up to `max_distance` positions."""
-    rope = rope_of(decoder)
-    frequencies = rope.frequencies(decoder.config.rope_dim)
-    return kv.key_rotation(frequencies, max_distance, is_interleaved=rope.is_interleaved)
+        for rope in dict.fromkeys(decoder.config.layer_ropes)
+    }
+    return tuple(made[rope] for rope in decoder.config.layer_ropes)
 
 
 def empty_cache(
@@ -133,7 +121,12 @@ def stored(
     return cache, np.stack(ids, axis=1)
 
 
-def composed(cache: kv.Cache, chunk_ids: np.ndarray, starts: np.ndarray, rotate: Rotate | None) -> kv.Cache:
+def composed(
+    cache: kv.Cache,
+    chunk_ids: np.ndarray,
+    starts: np.ndarray,
+    rotate: Rotate | Sequence[Rotate | None] | None,
+) -> kv.Cache:
     """Starts all rows, which are idle, and composes them of chunks i32[n, K] at their starts."""
     cache, status = _compose(started(cache), np.arange(cache.max_seqs), chunk_ids, starts, rotate=rotate)
     kv.raise_for_status(status, "compose")

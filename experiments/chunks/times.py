@@ -36,7 +36,7 @@ def _compose(
     starts: jax.Array,
     selector: str,
     num: int,
-    rotate: rows.Rotate,
+    rotate: tuple[rows.Rotate, ...],
 ) -> tuple[kv.Cache, jax.Array]:
     """Composes a row of its chunks i32[1, K], computes `num` tokens again, and then reads the question."""
     cache, _ = kv.allocate(cache, [0], [tokens.shape[1] + question.shape[1]])
@@ -70,7 +70,7 @@ def measure(decoder: Decoder, prompts: Prompts, num_rounds: int = NUM_ROUNDS) ->
     )
     lengths = np.full_like(starts, prompts.chunk_len)
     cache, chunk_ids = rows.stored(decoder, cache, prompts.chunks[:1], lengths)
-    rotate = rows.rotation_of(decoder, tokens.shape[1])
+    rotate = rows.rotations_of(decoder, tokens.shape[1])
     placed = dict(tokens=tokens, question=question, chunk_ids=chunk_ids, starts=starts)
     whole = np.concatenate([tokens, question], axis=1)
     ways: dict[tuple[str, float], Any] = {(FULL, 1.0): functools.partial(_prefill, tokens=whole)}

@@ -13,9 +13,11 @@ from kvcache_jax.core.layer_kinds.span import ceil_div
 TEXT, CACHE = "text", "cache"
 
 
-def num_sink_columns(group: LayerGroup, max_sink_len: int) -> int:
-    """Counts the blocks that hold the first `max_sink_len` tokens of a row."""
-    return 0 if group.holds_sources else ceil_div(max_sink_len, group.block_size)
+def num_sink_columns(config: Any, group: LayerGroup) -> int:
+    """Counts the blocks of a layer group that hold a row's sinks; 0 where no sinks move."""
+    if config.max_sink_len is None or group.holds_sources:
+        return 0
+    return ceil_div(config.max_sink_len, group.block_size)
 
 
 def check_max_sink_len(config: Any) -> None:

@@ -122,6 +122,29 @@ def test_what_a_row_with_moved_sinks_refuses():
     assert texts.drop(1, 16, 1) == BAD_LENGTH
 
 
+@pytest.mark.slow
+def test_beside_sources():
+    layers = [FULL, kv.CrossAttention(1, DIM, max_source_len=8)]
+    sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=MAX_LEN)
+    cache = kv.init(kv.CacheConfig(layers, enable_drop=True, max_sink_len=3, **sizes))
+    cache, _ = kv.allocate(cache, [0], [20])
+    cache, step = kv.extend(cache, [20, 0, 0], max_new=20)
+    k = np.random.default_rng(0).standard_normal((3, 20, 1, DIM), np.float32)
+    cache = kv.write(cache, 0, k, k, step)
+    cache, status = kv.drop(cache, [0], [3], [8], positions="cache", rotate=ROTATE)
+    found = [status]
+    for operation, ids in ((kv.fork, ([0], [1])), (kv.reorder, ([0, 1], [1, 0])), (kv.truncate, ([0], [2]))):
+        cache, status = operation(cache, *ids)
+        found.append(status)
+        assert_invariants(cache)
+    np.testing.assert_array_equal(kv.gather(cache, 0, 0)[0][:2], k[0, :2])
+    moved = ROTATE(k[0, :3], np.full(3, 8, np.int32))
+    np.testing.assert_allclose(kv.gather(cache, 1, 0)[0][:3], moved, atol=1e-6)
+    cache, status = kv.free(cache, [0, 1])
+    assert not any(np.asarray(part).any() for part in [*found, status])
+    assert [int(pool.num_free) for pool in cache.control.block_pools] == [12, 12]
+
+
 def test_options_that_do_not_fit_are_named():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
     plain = kv.init(kv.CacheConfig([FULL], enable_drop=True, **sizes))

@@ -214,6 +214,21 @@ def folder(decoder, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
+def test_windows_and_several_rotations_are_checked_too():
+    """With everything computed again a prompt is the prefilled one, in each layer."""
+    options = {"windows": (5, None), "window_rope": Rope(theta=100.0)}
+    decoder = Decoder(DecoderConfig(**{**vars(TINY), **options}), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    pieces = [rng.integers(256, size=length).astype(np.int32) for length in (13, 7, 9, 4)]
+    prompt = check.Prompt(pieces[:-1], pieces[-1])
+    reuse = kv.ChunkReuse(rotate=rows.rotations_of(decoder, 29), share=0.5)
+    found = check.measure(decoder, [prompt], reuse, most_kl=1.0, least_agreement=0.0)
+    assert [bar["holds"] for bar in found["bars"]] == [True] * 4
+    [record] = found["prompts"]
+    assert record["off_when_all"] < 1e-4 and 0 < record["with"]["kl"] < record["without"]["kl"]
+
+
 def prompts_file(tmp_path, *lines):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
@@ -240,8 +255,9 @@ def test_the_gate_passes_and_fails(folder, tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "1 of 4 bars do not hold" in said and "may not be composed so" in said
 
-    other = lambda decoder, most: kv.key_rotation(Rope(theta=900.0).frequencies(8), most)  # noqa: E731
-    monkeypatch.setattr(rows, "rotation_of", other)
+    other = DecoderConfig(**{**vars(TINY), "rope": Rope(theta=900.0)})
+    rotations = rows.rotations_of(Decoder(other, rngs=nnx.Rngs(0)), 37)
+    monkeypatch.setattr(rows, "rotations_of", lambda *_: rotations)
     assert chunks.main([*arguments, "--json", "--most-kl", "9", "--least-agreement", "0"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [bar["holds"] for bar in found["bars"]] == [False, True, True, True]
@@ -277,16 +293,6 @@ def test_what_cannot_be_checked_is_one_sentence(tmp_path, capsys):
             chunks.main(arguments)
         error = capsys.readouterr().err
         assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
-
-
-def test_layers_of_several_rotations_are_refused():
-    class Model:
-        config = DecoderConfig(**{**vars(TINY), "windows": (4, None), "window_rope": Rope(theta=100.0)})
-
-    with pytest.raises(
-        NotImplementedError, match="got layers of 2 rotations, .* expected one: `compose` rotates"
-    ):
-        rows.rotation_of(Model, 9)
 
 
 def test_what_a_tokeniser_puts_in_front_stands_once():
