@@ -1,12 +1,13 @@
 """Moving single tokens within rows: read from the blocks where they are, written into blocks of the row."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
+from kvcache_jax.arrays.sharding import axis_of_types
 from kvcache_jax.blocks.storage import as_blocks, block_rows
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
@@ -60,6 +61,14 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
     if array.head_axis is None:
         places = (rows[:, 0], *[slice(None)] * array.token_axis, offsets[:, 0])
         return values.at[places].get(mode="clip")[None]
+    head_position = 1 + array.head_axis
+    if axis_of_types({"": values}, {"": head_position}) is None:
+        # With all indices in the order of the axes, XLA for TPUs reads the pool in its own layout; a batched
+        # gather it reads in another one, of a copy.
+        heads = lax.broadcasted_iota(jnp.int32, (1, values.shape[head_position], 1), 1)
+        at: list[Any] = [rows, *[slice(None)] * (values.ndim - 1)]
+        at[head_position], at[1 + array.token_axis] = heads, offsets
+        return jnp.moveaxis(values.at[tuple(at)].get(mode="clip"), 1, 0)
     token_axis = array.token_axis - (array.head_axis < array.token_axis)
 
     def of_head(values: jax.Array, rows: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -68,4 +77,4 @@ def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: 
     index_axis = None if rows.shape[1] == 1 else 1
     if index_axis is None:
         rows, offsets = rows[:, 0], offsets[:, 0]
-    return jax.vmap(of_head, (1 + array.head_axis, index_axis, index_axis))(values, rows, offsets)
+    return jax.vmap(of_head, (head_position, index_axis, index_axis))(values, rows, offsets)

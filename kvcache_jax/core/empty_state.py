@@ -64,13 +64,17 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
                 num_free=ints(fill=group.num_blocks),
                 peak_used=ints(),
                 cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
-                sink_blocks=None
-                if config.max_sink_len is None
-                else ints(max_seqs, num_sink_columns(group, config.max_sink_len), fill=group.num_blocks),
+                sink_blocks=_no_sink_blocks(config, group, numpy),
             )
             for group in config.groups
         ),
     )
+
+
+def _no_sink_blocks(config: CacheConfig, group: LayerGroup, numpy: Any) -> Any:
+    num_columns = num_sink_columns(config, group)
+    shape = config.max_seqs, num_columns
+    return numpy.full(shape, group.num_blocks, jnp.int32) if num_columns else None
 
 
 def _no_holes(config: CacheConfig, numpy: Any) -> Holes:

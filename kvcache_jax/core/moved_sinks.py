@@ -13,9 +13,11 @@ from kvcache_jax.core.layer_kinds.span import ceil_div
 TEXT, CACHE = "text", "cache"
 
 
-def num_sink_columns(group: LayerGroup, max_sink_len: int) -> int:
-    """Counts the blocks that hold the first `max_sink_len` tokens of a row."""
-    return 0 if group.holds_sources else ceil_div(max_sink_len, group.block_size)
+def num_sink_columns(config: Any, group: LayerGroup) -> int:
+    """Counts the blocks of a layer group that hold a row's sinks; 0 where no sinks move."""
+    if config.max_sink_len is None or group.holds_sources:
+        return 0
+    return ceil_div(config.max_sink_len, group.block_size)
 
 
 def check_max_sink_len(config: Any) -> None:
@@ -36,8 +38,8 @@ def check_max_sink_len(config: Any) -> None:
             f"max_sink_len is {config.max_sink_len}, expected at most max_seq_len = {config.max_seq_len}"
         )
     for group in config.groups:
-        if not (group.kind.is_plain or group.holds_sources):
+        if group.kind.rotated_features is None and not group.holds_sources:
             raise NotImplementedError(
                 f"max_sink_len is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
-                "plain keys, as FullAttention and SlidingWindow have: others are not rotated anywhere else"
+                "layers whose keys can be rotated to another position, as FullAttention"
             )

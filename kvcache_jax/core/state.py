@@ -62,7 +62,7 @@ class BlockPool:
       peak_used: i32[], most blocks that were referenced at the same time.
       cached: CachedBlocks; None without prefix caching.
       sink_blocks: i32[max_seqs, columns], blocks with the original keys of a row's sinks where its table has
-        others, see `moved_sinks`; nowhere otherwise. None without `max_sink_len`.
+        others, see `moved_sinks`; nowhere otherwise. None without `max_sink_len`, and of sources.
     """
 
     block_table: jax.Array

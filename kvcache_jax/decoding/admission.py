@@ -77,6 +77,7 @@ def admit(
             num_held = min(num_held, streaming.max_held_len(host.config, chunk_len))
         cache, chunk_ids = chunks.hold(cache, prompt_id, idle[0])
         if chunk_ids is None:
+            assert host.running  # alone it finds room: `prompt_spans` left out what does not fit
             break
         rows, others_idle = idle[: requests.num_samples], idle[requests.num_samples :]
         prompt_len[rows] = len(prompt)

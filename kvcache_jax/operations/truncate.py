@@ -61,7 +61,10 @@ def truncate_rows(
         assert control.holes is not None
         is_plain = new_len <= control.holes.of_rows(rows).plain_len
         plain_rows = jnp.where(is_plain, rows, control.max_seqs)
-        pools = [(sink_blocks.put_back(pool, plain_rows), group) for pool, group in pools]
+        pools = [
+            (pool if group.holds_sources else sink_blocks.put_back(pool, plain_rows), group)
+            for pool, group in pools
+        ]
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, new_len),

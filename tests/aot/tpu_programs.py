@@ -34,6 +34,7 @@ MOVES_VALUES = {
     "write": "2 groups",
     "gather": "2 groups",
     "write, attend": "3 layers",
+    "compress": "3 layers",
 }
 """Operations that do the same with and without an index, and on what; the others are compiled with one."""
 
@@ -53,6 +54,7 @@ class TpuCost(NamedTuple):
 
 
 OPERATION = TpuCost(8 * 2**20, 8_000_000)
+MOVES = TpuCost(11 * 2**20, 70_000_000)  # tokens of rows, one layer after the other
 REWRITE = TpuCost(9 * 2**20, 8_000_000)  # `extend` copies one block of a row, it any number
 ATTENTION = TpuCost(6 * 2**20, 100_000_000)
 STEP = TpuCost(16 * 2**20, 100_000_000)
@@ -65,7 +67,7 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
     chosen = []
     for program in operation_programs():
         if program.detail == MOVES_VALUES.get(program.subject, "2 groups, index, lru"):
-            limits = REWRITE if program.subject == "rewrite" else OPERATION
+            limits = {"rewrite": REWRITE, "compose": MOVES}.get(program.subject, OPERATION)
             chosen.append((program, ATTENTION if program.subject in ATTENDING else limits))
     for program in step_programs("mosaic_tpu"):
         limits = {"rows end": OPERATION, "engine step": ENGINE}.get(program.subject, STEP)
