@@ -12,10 +12,11 @@ step `kv.drop` hides what is neither among the first 4 tokens nor among the last
 back. A step has 32 tokens, of which the first sees 4 + 508 and the last 31 more: the windows of all begin
 where the first one's does. (`kv.generate(streaming=)` has each token see its own window.)
 
-Beside it: layers of `SlidingWindow(512)`; full attention that holds all, as far as its table goes, 8,192
-tokens; and a mask by which each token sees the first 4 and the last 508, without any cache, for three of the
-tenths. What a layer computes of a token depends on a window of the layer below, so a tenth needs no more of
-the text before it than the sinks and a window per layer.
+Beside it: the same with the first tokens as near as the window is long (`kv.drop(positions="cache")`), as
+StreamingLLM has them; layers of `SlidingWindow(512)`; full attention that holds all, as far as its table
+goes, 8,192 tokens; and a mask by which each token sees the first 4 and the last 508, without a cache, for
+three of the tenths. What a layer computes of a token depends on a window of the layer below, so a tenth needs
+no more of the text before it than the sinks and a window per layer.
 
 The time of a step ends when its losses are on the host. The model was trained on windows of 256 and of 1,024
 bytes, which is what full attention beyond them pays for.
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from experiments.chunks.rows import rotations_of
 from experiments.common import command, corpus, timing
 from experiments.common.report import add_options, at_most, deliver, provenance
 from experiments.decode_speed import dense_decoder
@@ -64,6 +66,7 @@ def measure(
         streaming_side(streaming),
         Side(f"SlidingWindow({window})", length, window=window),
         Side("all tokens", dense_len),
+        streaming_side(streaming, rotations_of(decoder, length)),
     ]
     edges = np.linspace(0, length, NUM_PARTS + 1).astype(int).tolist()
     parts = list(zip(edges[:-1], edges[1:], strict=True))
@@ -99,7 +102,7 @@ def record_of(side: Side, reading: Reading, parts: Sequence[tuple[int, int]]) ->
 
 def bars_of(found: dict) -> list[dict]:
     """What must hold, beside what was measured."""
-    stream, window, _ = found["sides"]
+    stream, window, *_ = found["sides"]
     bits, of_window = ([part["bits_per_byte"] for part in side["parts"]] for side in (stream, window))
     name, other = stream["side"], window["side"]
     masked = [(a, b) for a, b in zip(bits, found["mask"], strict=True) if b is not None]

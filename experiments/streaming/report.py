@@ -9,21 +9,25 @@ from experiments.common.timing import show_table
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
-    stream, window, dense = report["sides"]
+    stream, window, dense, moved = report["sides"]
     rows = []
-    for i, (own, other) in enumerate(zip(stream["parts"], window["parts"], strict=True)):
+    sides = zip(stream["parts"], moved["parts"], window["parts"], strict=True)
+    for i, (own, near, other) in enumerate(sides):
         mask = report["mask"][i]
         rows.append(
             [
                 f"{own['start']:,} - {own['end']:,}",
                 f"{own['bits_per_byte']:.4f}",
+                f"{near['bits_per_byte']:.4f}",
                 f"{other['bits_per_byte']:.4f}",
                 "" if mask is None else f"{mask:.4f}",
                 _time(own),
+                _time(near),
                 _time(other),
             ]
         )
-    header = ["bytes", stream["side"], window["side"], "mask", f"step, {stream['side']}", "step, window"]
+    header = ["bytes", stream["side"], "sinks move", window["side"], "mask", f"step, {stream['side']}"]
+    header += ["step, sinks move", "step, window"]
     title = f"bits per byte, and ms for a step of {report['tokens_of_a_step']}: median (p10 - p90)"
     show_table(title, header, rows)
     rows = [

@@ -14,6 +14,7 @@ from jax import lax
 import kvcache_jax as kv
 from experiments.common import corpus
 from experiments.decode_speed import dense_decoder
+from kvcache_jax.core.key_rotation import Rotate
 from models.decoder import Decoder, forward
 
 BLOCK_SIZE = 16
@@ -37,12 +38,15 @@ class Side:
       name: As printed.
       max_seq_len: Most tokens that the row holds.
       streaming: The tokens that stay as the text goes on; None for all, as far as there is room.
+      rotate: Rotates the keys of the sinks, so that they stay as near as the window is long; None to leave
+        them where they are in the text.
       window: Of every layer; None for none.
     """
 
     name: str
     max_seq_len: int
     streaming: kv.Streaming | None = None
+    rotate: tuple[Rotate, ...] | None = None
     window: int | None = None
 
     def config(self, decoder: Decoder) -> kv.CacheConfig:
@@ -56,15 +60,17 @@ class Side:
             max_seq_len=self.max_seq_len,
             max_query_len=STEP_LEN,
             enable_drop=self.streaming is not None,
+            max_sink_len=self.streaming.num_sink_tokens if self.streaming and self.rotate else None,
             tile_tokens=TILE_TOKENS,
         )
 
 
-def streaming_side(streaming: kv.Streaming) -> Side:
+def streaming_side(streaming: kv.Streaming, rotate: tuple[Rotate, ...] | None = None) -> Side:
     """A row that streams, in a cache whose blocks are those of its sinks, window and step, and two more."""
     kept = streaming.num_sink_tokens + streaming.window + STEP_LEN
     max_seq_len = (-(-kept // BLOCK_SIZE) + 2) * BLOCK_SIZE
-    return Side(f"{streaming.num_sink_tokens} + {streaming.window}", max_seq_len, streaming)
+    name = f"{streaming.num_sink_tokens} + {streaming.window}"
+    return Side(name if rotate is None else f"{name}, sinks move", max_seq_len, streaming, rotate)
 
 
 class Reading(NamedTuple):
@@ -85,14 +91,14 @@ def read(side: Side, decoder: Decoder, text: np.ndarray) -> Reading:
     """Feeds a text i32[n + 1] step by step; the time of a step ends when its losses are on the host."""
     cache, _ = kv.allocate(kv.init(side.config(decoder)), [0], [0])
     # Compiled before the clock starts, on a step of nothing.
-    cache, *_ = _step(cache, decoder, text[None, : STEP_LEN + 1], np.zeros(1, np.int32), side.streaming)
+    cache, *_ = _step(cache, decoder, text[None, : STEP_LEN + 1], np.zeros(1, np.int32), side)
     bits, seconds, blocks = [], [], []
     for start in range(0, len(text) - 1, STEP_LEN):
         tokens = text[start : start + STEP_LEN + 1]
         num_new = np.array([len(tokens) - 1], np.int32)
         tokens = np.pad(tokens, (0, STEP_LEN + 1 - len(tokens)))
         begin = time.perf_counter()
-        cache, found, held, status = _step(cache, decoder, tokens[None], num_new, side.streaming)
+        cache, found, held, status = _step(cache, decoder, tokens[None], num_new, side)
         found = np.asarray(found)
         if int(status[0]) == kv.Status.TOO_LONG and side.streaming is None:
             break
@@ -103,26 +109,24 @@ def read(side: Side, decoder: Decoder, text: np.ndarray) -> Reading:
     return Reading(np.concatenate(bits), np.array(seconds), np.array(blocks))
 
 
-@functools.partial(jax.jit, static_argnames="streaming", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="side", donate_argnames="cache")
 def _step(
-    cache: kv.Cache,
-    decoder: Decoder,
-    tokens: jax.Array,
-    num_new: jax.Array,
-    streaming: kv.Streaming | None,
+    cache: kv.Cache, decoder: Decoder, tokens: jax.Array, num_new: jax.Array, side: Side
 ) -> tuple[kv.Cache, jax.Array, jax.Array, jax.Array]:
     """Reads i32[1, STEP_LEN + 1]: bits of each next byte, blocks held, status."""
-    if streaming is not None:
+    if (streaming := side.streaming) is not None:
         holes = cache.control.holes
         assert holes is not None
         text_len = cache.context_len + holes.num_dropped
         start = jnp.full_like(text_len, streaming.num_sink_tokens)
         length = jnp.maximum(text_len + 1 - streaming.window - start, 0)
-        cache, _ = kv.drop(cache, jnp.zeros(1, jnp.int32), start, length)
+        positions = "text" if side.rotate is None else "cache"
+        row = jnp.zeros(1, jnp.int32)
+        cache, _ = kv.drop(cache, row, start, length, positions=positions, rotate=side.rotate)
     cache, step = kv.extend(cache, num_new, max_new=STEP_LEN)
     logits, cache = forward(decoder, tokens[:, :-1], cache, step)
     pool = cache.control.block_pools[0]
-    held = jnp.sum(pool.block_table[0] < pool.num_blocks, dtype=jnp.int32)
+    held = jnp.sum(pool.ref_count > 0, dtype=jnp.int32)
     return cache, _bits(logits, tokens[:, 1:]), held, step.status
 
 

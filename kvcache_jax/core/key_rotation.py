@@ -1,6 +1,6 @@
 """The rotation of stored keys to another position of the text, as `compose` wants it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +13,6 @@ from kvcache_jax.arrays.number_checks import static_count, static_flag
 
 Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 """A function of keys `f32[..., heads, head_dim]` and distances `i32[...]`, which returns rotated keys."""
-
-
-def require_rotation(rotate: Rotate | None) -> Rotate:
-    """Refuses what is no function of keys and distances."""
-    if not callable(rotate):
-        raise TypeError(f"rotate is {rotate!r}, expected a function of keys and distances, as key_rotation")
-    return rotate
 
 
 _BY_FREQUENCY = "default", "linear", "llama3", "yarn"
@@ -100,3 +93,28 @@ def key_rotation(
         return jnp.concatenate([rotated, rest], axis=-1)
 
     return rotate
+
+
+def rotations_of_groups(
+    rotate: Rotate | Sequence[Rotate | None] | None, config: Any
+) -> tuple[Rotate | None, ...]:
+    """Checks a rotation of all layers, or one of each, and returns that of each layer group.
+
+    Raises:
+      ValueError, TypeError: it is no function, or differs within a group.
+    """
+    if rotate is None or callable(rotate):
+        return (rotate,) * len(config.groups)
+    of_layers = [*rotate] if isinstance(rotate, Sequence) else []
+    if len(of_layers) != config.num_layers or not all(f is None or callable(f) for f in of_layers):
+        raise TypeError(
+            f"rotate is {rotate!r}, expected a function of keys and distances, None, or a list with one of "
+            f"them for each of {config.num_layers} layers"
+        )
+    for group in config.groups:
+        if len({id(of_layers[layer]) for layer in group.layer_ids}) > 1:
+            raise ValueError(
+                f"rotate differs among layers {group.layer_ids}, which are one group, expected one function "
+                "for all: give their kinds sizes of their own, such as num_blocks, and they form groups"
+            )
+    return tuple(of_layers[group.layer_ids[0]] for group in config.groups)

@@ -38,8 +38,8 @@ def check_max_sink_len(config: Any) -> None:
             f"max_sink_len is {config.max_sink_len}, expected at most max_seq_len = {config.max_seq_len}"
         )
     for group in config.groups:
-        if not (group.kind.is_plain or group.holds_sources):
+        if group.kind.rotated_features is None and not group.holds_sources:
             raise NotImplementedError(
                 f"max_sink_len is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
-                "plain keys, as FullAttention and SlidingWindow have: others are not rotated anywhere else"
+                "layers whose keys can be rotated to another position, as FullAttention"
             )

@@ -17,7 +17,7 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.key_rotation import Rotate
+from kvcache_jax.core.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.core.state import BlockCopies, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations import composed_columns
@@ -87,7 +87,7 @@ def compose(
       Cache-Craft (Agarwal et al.; arXiv:2502.15734) and CacheBlend (Yao et al.; arXiv:2405.16444).
     """
     require_chunks("compose", cache.control.chunks)
-    rotations = _rotations(rotate, cache.config)
+    rotations = rotations_of_groups(rotate, cache.config)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
     starts = arguments.saturated("starts", starts)
@@ -97,27 +97,6 @@ def compose(
                 f"{name} has shape {values.shape}, expected ({seq_ids.shape[0]}, K), a line of chunks per row"
             )
     return _compose(cache, seq_ids, chunk_ids, starts, rotations=rotations)
-
-
-def _rotations(
-    rotate: Rotate | Sequence[Rotate | None] | None, config: CacheConfig
-) -> tuple[Rotate | None, ...]:
-    """Returns the rotation of each layer group."""
-    if rotate is None or callable(rotate):
-        return (rotate,) * len(config.groups)
-    of_layers = [*rotate] if isinstance(rotate, Sequence) else []
-    if len(of_layers) != config.num_layers or not all(f is None or callable(f) for f in of_layers):
-        raise TypeError(
-            f"rotate is {rotate!r}, expected a function of keys and distances, None, or a list with one of "
-            f"them for each of {config.num_layers} layers"
-        )
-    for group in config.groups:
-        if len({id(of_layers[layer]) for layer in group.layer_ids}) > 1:
-            raise ValueError(
-                f"rotate differs among layers {group.layer_ids}, which are one group, expected one function "
-                "for all: give their kinds sizes of their own, such as num_blocks, and they form groups"
-            )
-    return tuple(of_layers[group.layer_ids[0]] for group in config.groups)
 
 
 @functools.partial(jax.jit, static_argnames="rotations")

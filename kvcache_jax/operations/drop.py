@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.key_rotation import Rotate, require_rotation
+from kvcache_jax.core.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.moved_sinks import CACHE, TEXT
 from kvcache_jax.core.state import BlockPool, Cache, Control
@@ -33,7 +34,7 @@ def drop(
     length: IntRows,
     *,
     positions: str = TEXT,
-    rotate: Rotate | None = None,
+    rotate: Rotate | Sequence[Rotate | None] | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Drops tokens from within rows: blocks that hold no others go back, and the rest is hidden.
 
@@ -105,7 +106,10 @@ def drop(
             'drop got positions="cache" and a cache without blocks for original sinks, expected '
             "CacheConfig(max_sink_len=...)"
         )
-    return _drop_and_move(cache, seq_ids, start, length, rotate=require_rotation(rotate))
+    if rotate is None:
+        raise TypeError('rotate is None with positions="cache", expected a function, such as a key_rotation')
+    rotations = rotations_of_groups(rotate, cache.config)
+    return _drop_and_move(cache, seq_ids, start, length, rotations=rotations)
 
 
 def drop_rows(
@@ -190,9 +194,13 @@ def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Contr
     )
 
 
-@functools.partial(jax.jit, static_argnames="rotate")
+@functools.partial(jax.jit, static_argnames="rotations")
 def _drop_and_move(
-    cache: Cache, seq_ids: jax.Array, start: jax.Array, length: jax.Array, rotate: Rotate
+    cache: Cache,
+    seq_ids: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    rotations: tuple[Rotate | None, ...],
 ) -> tuple[Cache, jax.Array]:
     """Drops tokens, and moves the sinks in front of them along."""
     config, max_sink_len = cache.config, cache.config.max_sink_len
@@ -221,7 +229,7 @@ def _drop_and_move(
             pools[g], group, plan.rows, found, num_sinks, plan.context_len, distance
         )
         if cache.pools:
-            cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotate))
+            cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotations[g]))
     control = dataclasses.replace(control, block_pools=tuple(pools))
     return dataclasses.replace(cache, control=_without_tokens(control, plan, config)), plan.status
 

@@ -145,6 +145,33 @@ def test_beside_sources():
     assert [int(pool.num_free) for pool in cache.control.block_pools] == [12, 12]
 
 
+@pytest.mark.slow
+def test_of_a_latent_the_key_part_moves_alone():
+    latent, sizes = (
+        kv.LatentAttention(latent_dim=6, rope_dim=4),
+        dict(num_blocks=12, block_size=4, max_seqs=1),
+    )
+    config = kv.CacheConfig([latent] * 2, max_seq_len=MAX_LEN, enable_drop=True, max_sink_len=3, **sizes)
+    cache, _ = kv.allocate(kv.init(config), [0], [12])
+    cache, step = kv.extend(cache, [12], max_new=12)
+    values = np.random.default_rng(0).standard_normal((2, 1, 12, 1, 10), np.float32)
+    for layer in range(2):
+        cache = kv.write(cache, layer, values[layer], None, step)
+    turns = [kv.key_rotation([angle, 0.1], max_distance=12) for angle in (1.0, 1.0)]
+    with pytest.raises(ValueError, match="rotate differs among layers \\(0, 1\\), which are one group"):
+        kv.drop(cache, [0], [3], [5], positions="cache", rotate=turns)
+    cache, status = kv.drop(cache, [0], [3], [5], positions="cache", rotate=turns[:1] * 2)
+    assert statuses(status) == [OK]
+    stored = np.asarray(cache.pools[0].arrays["latent"])
+    [rotated] = (int(pool.block_table[0, 0]) for pool in cache.control.block_pools)
+    assert stored.shape[0] == 2 * 12
+    for layer in range(2):
+        block = stored[layer * 12 + rotated].reshape(4, 10)[:3]
+        want = values[layer, 0, :3, 0].copy()
+        want[:, 6:] = turns[0](want[:, None, 6:], np.full(3, 5, np.int32))[:, 0]
+        np.testing.assert_allclose(block, want, atol=1e-6)
+
+
 def test_options_that_do_not_fit_are_named():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
     plain = kv.init(kv.CacheConfig([FULL], enable_drop=True, **sizes))
@@ -155,7 +182,7 @@ def test_options_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match='rotate is given with positions="text"'):
         kv.drop(plain, [0], [1], [1], rotate=ROTATE)
     cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, max_sink_len=4, **sizes))
-    with pytest.raises(TypeError, match="rotate is None, expected a function of keys and distances"):
+    with pytest.raises(TypeError, match="rotate is None with positions=.cache., expected a function"):
         kv.drop(cache, [0], [1], [1], positions="cache")
     for options, message in (
         (dict(max_sink_len=4), "max_sink_len is 4, expected enable_drop=True with it"),

@@ -70,8 +70,9 @@ def test_sides_read_what_they_hold(decoder):
     text = sides.read_text(5 * STEP_LEN + 7)
     length = len(text) - 1
     found = streaming.measure(decoder, text, KEPT, window=16, dense_len=70, masked_parts=(0, 9))
-    stream, window, dense = found["sides"]
-    assert [side["num_read"] for side in found["sides"]] == [length, length, 2 * STEP_LEN]
+    stream, window, dense, moved = found["sides"]
+    assert [side["num_read"] for side in found["sides"]] == [length, length, 2 * STEP_LEN, length]
+    assert moved["most_blocks"] == stream["most_blocks"] + 1  # the original sinks
     assert found["most_blocks"] == -(-(3 + 16 + STEP_LEN) // 16) + 2 >= stream["most_blocks"]
     assert window["most_blocks"] <= stream["most_blocks"] and dense["most_blocks"] == 4
     assert len(stream["parts"]) == len(found["mask"]) == 10
@@ -135,6 +136,7 @@ def made_up(bits=1.0, last_us=1e3, blocks=36):
         side("4 + 508", 100, bits, last_us),
         side("SlidingWindow(512)", 100, 1.005),
         side("all tokens", 80, 3.0),
+        side("4 + 508, sinks move", 100, 1.01),
     ]
     return dict(sides=sides, mask=mask, parts=[(10 * i, 10 * i + 10) for i in range(10)], most_blocks=36)
 
