@@ -16,6 +16,7 @@ BY_KIND = (
 )
 NOT_STORED = f"{ROWS}::test_what_cannot_be_stored_is_said_and_changes_nothing"
 WINDOWS = "operations/test_chunk_scripts.py::test_a_long_random_script_of_windows[0]"
+PREFIXES = "operations/test_chunk_scripts.py::test_a_long_random_script_of_rows_that_share_prefixes[1]"
 SCRIPT = "operations/test_chunk_scripts.py::test_a_long_random_script[1]"
 ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
@@ -51,6 +52,12 @@ MUTATIONS = [
             "lacks_sinks | (first > group",
             "lacks_sinks & (first > group",
             BY_KIND,
+        ),
+        (
+            "chunks are written into published blocks",
+            "& ~block_pool.is_published(pool, entries))",
+            ")",
+            PREFIXES,
         ),
         ("a composed window has no sinks", "| (columns < group.num_sink_blocks)\n", "\n", BY_KIND),
         (

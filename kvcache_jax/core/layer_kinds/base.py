@@ -2,7 +2,8 @@
 
 A new kind is a subclass in one file, here or in anybody's program. It says which positions stay (`span`),
 which arrays a block has (`arrays`), what a slot stores of what a model hands in (`encode`), and how attention
-reads stored arrays (`keys_values`). What a subclass does not say is as for plain keys and values.
+reads stored arrays (`keys_values`); also which stored features a position rotates (`rotated_features`). What
+a subclass does not say is as for plain keys and values.
 """
 
 import dataclasses
