@@ -32,6 +32,7 @@ ON_DEVICE = {
     "attend": lambda cache, step: kv.attend(cache, 0, Q, step),
     "attention_scores": lambda cache, step: kv.attention_scores(cache, 0, K, step),
     "attention": lambda cache, step: kv.attention(cache, 0, Q, K, K, step),
+    "chunk_deviation": lambda cache, step: kv.chunk_deviation(cache, 0, K, K, step),
     "commit": lambda cache, step: kv.commit(cache, ROWS),
     "evict": lambda cache, step: kv.evict(cache, 1),
     "eviction_candidates": lambda cache, step: kv.eviction_candidates(cache, 1),
@@ -75,11 +76,18 @@ ON_HOST = {
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
 CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, num_chunks=2, max_chunk_len=4)
+WITH_STATS = dataclasses.replace(CHUNKS, max_chunks_before=2)
 OF_OTHERS = {
+    "chunk_metadata": (CHUNKS, lambda cache: kv.chunk_metadata(cache, [[0]] * 3, [[0]] * 3)),
+    "chunk_overhead": (
+        WITH_STATS,
+        lambda cache: kv.chunk_overhead(cache, ROWS, np.zeros((len(ROWS), 2, 2), np.uint32)),
+    ),
     "compose": (
         CHUNKS,
         lambda cache: kv.compose(cache, ROWS, [[0]] * 3, [[0]] * 3, rotate=None),
     ),
+    "evict_chunks": (CHUNKS, lambda cache: kv.evict_chunks(cache, 1)),
     "find_chunks": (CHUNKS, lambda cache: kv.find_chunks(cache, TOKENS, ONES)),
     "free_chunks": (CHUNKS, lambda cache: kv.free_chunks(cache, ONES)),
     "store_chunk": (CHUNKS, lambda cache: kv.store_chunk(cache, ROWS, ONES, ONES, TOKENS)),
