@@ -30,6 +30,7 @@ def run_examples(text: str, filename: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_examples_print_what_stands_below_them():
     text = HOW_IT_WORKS.read_text()
     found = run_examples(text, str(HOW_IT_WORKS))

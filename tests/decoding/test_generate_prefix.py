@@ -61,6 +61,7 @@ def test_prompts_of_one_call_share_what_they_have_in_common():
     assert generate(PROMPTS).num_cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_later_call_finds_prompts_and_answers_of_an_earlier_one():
     first = generate(FAMILY[:1])
     turn = FAMILY[0] + first.generations[0].tokens + [1, 2, 3]

@@ -150,7 +150,7 @@ def test_another_runs_results_are_refused(tmp_path, text, said):
 # --- scores ---
 
 
-@pytest.mark.quick_cases("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_compared", [0, 2])
 def test_choices_are_scored_behind_their_context_and_the_prefix_is_computed_once(decoder, num_compared):
     task = items.source(5, 0, prefix_len=60, own_len=21, choice_len=9)

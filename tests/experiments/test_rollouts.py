@@ -96,6 +96,7 @@ def test_one_answer_is_right():
 # --- drawing and scoring ---
 
 
+@pytest.mark.slow
 def test_answers_are_drawn_behind_their_prompt_and_end(decoder, drawn):
     """Log-probabilities are those of the same tokens read at once, without forks, in rows of their own."""
     prompts, mask = SIZES.batch(0), np.asarray(drawn.mask)

@@ -53,6 +53,7 @@ def test_a_half_without_requests_has_no_rate(tmp_path, capsys):
     assert " – " in run(capsys, "--trace", path, "--blocks", 25)
 
 
+@pytest.mark.slow
 def test_the_replayed_cache_is_sound(tmp_path):
     """Nothing is cut: what was published and not evicted is there."""
     requests = make_requests(seed=1, num_requests=129)

@@ -69,6 +69,7 @@ def test_scrubbing_a_row_overwrites_what_it_alone_holds():
     assert user.stats().num_frees == 1
 
 
+@pytest.mark.slow
 def test_rows_that_share_are_scrubbed_together():
     user = PrefixUser(CONFIG)
     text = user.new_text(1, 10)

@@ -144,6 +144,7 @@ def test_an_imported_block_outlives_none_before_it():
     assert found == [6, 6, 6, 4, 2]
 
 
+@pytest.mark.slow
 def test_contents_of_another_cache_are_refused():
     contents = export(filled(CONFIG, A), [0])
     wider = kv.init(dataclasses.replace(CONFIG, layers=[kv.FullAttention(1, 8), LAYERS[1]]))

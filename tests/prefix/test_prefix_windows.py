@@ -89,6 +89,7 @@ def test_blocks_are_linked_once_they_are_full():
     assert num_cached(cache, [*range(1, 27), 99]) == 24
 
 
+@pytest.mark.slow
 def test_poison_spares_what_is_cached_in_any_group():
     config = rolled_config(num_blocks=32, block_size=4, window={"block_size": 2})
     tokens = list(range(1, 27))
