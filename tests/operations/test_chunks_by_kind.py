@@ -104,7 +104,7 @@ class Texts:
                 text = rotated(layer, self.texts[row][layer][0], np.arange(firsts[row] + num))
                 for i in range(num):
                     want = attended(layer, q[layer][row, i], text, self.texts[row][layer][1], firsts[row] + i)
-                    np.testing.assert_allclose(outs[layer][row, i], want, rtol=2e-5, atol=2e-5)
+                    np.testing.assert_allclose(outs[layer][row, i], want, rtol=1e-5, atol=1e-5)
 
     def appended(self, row, layer, new):
         pairs = zip(self.texts[row][layer], new, strict=True)
