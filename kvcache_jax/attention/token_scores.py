@@ -73,7 +73,7 @@ def token_scores(
     if (holes := cache.control.holes) is not None:
         of_rows = holes.of_rows(step.seq_ids).of_group(group_id)
         is_token &= ~of_rows.is_hidden(jnp.broadcast_to(places[None], is_token.shape))
-    num_last, attention = found.num_last, None
+    num_last, attention = found.options["num_last"], None
     if "attention" in found.needs:
         num_last = None if num_last is None else min(num_last, q.shape[1])
         attention = attention_scores(cache, layer, q, step, num_last=num_last, **options)

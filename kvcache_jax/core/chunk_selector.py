@@ -9,13 +9,14 @@ References:
   al.; arXiv:2410.15332).
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from kvcache_jax.core.registry import Registered, Registry
 
 
 class ChunkMetadata(NamedTuple):
@@ -48,18 +49,8 @@ class ChunkMetadata(NamedTuple):
 
 
 Selector = Callable[[ChunkMetadata], jax.Array]
-OPTIONAL_METADATA = frozenset({"attention", "k_deviation", "v_deviation", "key"})
 
-
-@dataclasses.dataclass(frozen=True)
-class RegisteredSelector:
-    """A selector and what it reads."""
-
-    select: Selector
-    needs: frozenset[str]
-
-
-_selectors: dict[str, RegisteredSelector] = {}
+_selectors = Registry[Selector]("a chunk selector", "chunk_selector", ChunkMetadata)
 
 
 def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selector], Selector]:
@@ -86,31 +77,7 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
       >>> "last tokens" in kv.chunk_selectors()
       True
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name is {name!r}, expected a str: write @chunk_selector('name', needs=[...])")
-    _require_new(name)
-    fields = list(needs) if isinstance(needs, Iterable) else []
-    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
-    if not is_list or not all(isinstance(field, str) and field in OPTIONAL_METADATA for field in fields):
-        raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
-
-    def register(select: Selector) -> Selector:
-        if not callable(select):
-            raise TypeError(
-                f"the chunk selector {name!r} is {select!r}, expected a function of ChunkMetadata"
-            )
-        _require_new(name)
-        _selectors[name] = RegisteredSelector(select, frozenset(fields))
-        return select
-
-    return register
-
-
-def _require_new(name: str) -> None:
-    if name in _selectors:
-        raise ValueError(
-            f"there is a chunk selector {name!r} already, expected a new name: compiled programs go by it"
-        )
+    return _selectors.decorate(name, needs)
 
 
 def chunk_selectors() -> tuple[str, ...]:
@@ -121,14 +88,12 @@ def chunk_selectors() -> tuple[str, ...]:
       >>> kv.chunk_selectors()[:7]
       ('attention', 'key deviation', 'value deviation', 'first', 'random', 'all', 'none')
     """
-    return tuple(_selectors)
+    return _selectors.names
 
 
-def registered_selector(name: str) -> RegisteredSelector:
+def registered_selector(name: str) -> Registered[Selector]:
     """Returns the selector of a name, or raises."""
-    if name not in _selectors:
-        raise ValueError(f"selector is {name!r}, expected one of {', '.join(map(repr, _selectors))}")
-    return _selectors[name]
+    return _selectors.find(name, "selector")
 
 
 def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
@@ -137,7 +102,7 @@ def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
     for field in sorted(needs):
         if getattr(chunks, field) is None:
             raise ValueError(f"{field} is None, expected an array: the selector {name!r} needs it")
-    return chunks._replace(**dict.fromkeys(OPTIONAL_METADATA - needs))
+    return chunks._replace(**dict.fromkeys(_selectors.optional - needs))
 
 
 def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
@@ -147,11 +112,8 @@ def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
       TypeError: the selector returned something else. What it raises comes with a note that names it.
     """
     selector = registered_selector(name)
-    try:
-        scores = selector.select(chunks)
-    except Exception as error:
-        error.add_note(f"chunk selector {name!r} has needs={sorted(selector.needs)}: it sees no other option")
-        raise
+    with _selectors.noted(name):
+        scores = selector.function(chunks)
     is_array = isinstance(scores, jax.Array | np.ndarray) and jnp.issubdtype(scores.dtype, jnp.floating)
     if not is_array or scores.shape != chunks.is_token.shape:
         got = f"{scores.dtype}{list(scores.shape)}" if hasattr(scores, "shape") else type(scores).__name__

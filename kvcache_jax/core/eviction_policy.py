@@ -5,14 +5,15 @@ and of equal keys the one released longest ago. Children go before their parents
 most valuable descendant. `lru` is the exception: it is the order of release itself and needs no key.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from kvcache_jax.core.registry import Registry
 
 
 class BlockMetadata(NamedTuple):
@@ -41,17 +42,9 @@ class BlockMetadata(NamedTuple):
 
 
 EvictionKey = Callable[[BlockMetadata], jax.Array]
-OPTIONAL_METADATA = frozenset(BlockMetadata._fields) - {"recency"}
 LRU = "lru"
 
-
-@dataclasses.dataclass(frozen=True)
-class _Policy:
-    key: EvictionKey
-    needs: frozenset[str]
-
-
-_policies: dict[str, _Policy] = {}
+_policies = Registry[EvictionKey]("an eviction policy", "eviction_policy", BlockMetadata, reserved=[LRU])
 
 
 def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[EvictionKey], EvictionKey]:
@@ -82,29 +75,7 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
       >>> config = kv.CacheConfig(
       ...     [kv.FullAttention(1, 8)], enable_prefix_caching=True, eviction_policy="beginnings last")
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name is {name!r}, expected a str: write @eviction_policy('name', needs=[...])")
-    _require_new(name)
-    fields = list(needs) if isinstance(needs, Iterable) else []
-    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
-    if not is_list or not all(isinstance(field, str) and field in OPTIONAL_METADATA for field in fields):
-        raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
-
-    def register(key: EvictionKey) -> EvictionKey:
-        if not callable(key):
-            raise TypeError(f"the policy {name!r} is {key!r}, expected a function of BlockMetadata")
-        _require_new(name)
-        _policies[name] = _Policy(key, frozenset(fields))
-        return key
-
-    return register
-
-
-def _require_new(name: str) -> None:
-    if name in _policies or name == LRU:
-        raise ValueError(
-            f"there is an eviction policy {name!r} already, expected a new name: compiled programs go by it"
-        )
+    return _policies.decorate(name, needs)
 
 
 def eviction_policies() -> tuple[str, ...]:
@@ -115,12 +86,12 @@ def eviction_policies() -> tuple[str, ...]:
       >>> kv.eviction_policies()[:5]
       ('lru', 'lfu', 'fifo', 'priority', 'hyperbolic')
     """
-    return (LRU, *_policies)
+    return _policies.names
 
 
 def needed_metadata(name: str) -> frozenset[str]:
     """Lists the fields of `BlockMetadata` that the policy reads besides `recency`."""
-    return _policies[name].needs
+    return _policies.find(name, "eviction_policy").needs
 
 
 def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
@@ -129,20 +100,15 @@ def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
     Raises:
       TypeError: the policy returned something else. What it raises comes with a note that names it.
     """
-    policy = _policies[name]
-    try:
-        keys = policy.key(blocks)
+    policy = _policies.find(name, "eviction_policy")
+    with _policies.noted(name):
+        keys = policy.function(blocks)
         if not isinstance(keys, jax.Array | np.ndarray):
             raise TypeError(
                 f"eviction policy {name!r} returned a {type(keys).__name__}, expected an array of a key per "
                 "block: it must return one, and name in needs= what it reads"
             )
         keys = jnp.asarray(keys)
-    except Exception as error:
-        error.add_note(
-            f"eviction policy {name!r} has needs={sorted(policy.needs)}: beside recency it sees nothing else"
-        )
-        raise
     is_small = jnp.issubdtype(keys.dtype, jnp.signedinteger) and keys.dtype.itemsize <= 4
     if keys.shape != blocks.recency.shape or not (is_small or keys.dtype == bool):
         raise TypeError(

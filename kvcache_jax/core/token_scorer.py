@@ -7,8 +7,7 @@ References:
   kvpress (NVIDIA; github.com/NVIDIA/kvpress), and the papers that the functions name.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.registry import Registered, Registry
 
 
 class TokenMetadata(NamedTuple):
@@ -65,19 +65,8 @@ class TokenMetadata(NamedTuple):
 
 
 Scorer = Callable[[TokenMetadata], jax.Array]
-OPTIONAL_METADATA = frozenset({"k", "v", "attention", "queries", "key"})
 
-
-@dataclasses.dataclass(frozen=True)
-class RegisteredScorer:
-    """A scorer and what it reads."""
-
-    score: Scorer
-    needs: frozenset[str]
-    num_last: int | None
-
-
-_scorers: dict[str, RegisteredScorer] = {}
+_scorers = Registry[Scorer]("a token scorer", "token_scorer", TokenMetadata)
 
 
 def token_scorer(
@@ -104,24 +93,9 @@ def token_scorer(
       >>> "longest values" in kv.token_scorers()
       True
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name is {name!r}, expected a str: write @token_scorer('name', needs=[...])")
-    if name in _scorers:
-        raise ValueError(f"there is a token scorer {name!r} already, expected a new name")
-    fields = list(needs) if isinstance(needs, Iterable) else []
-    is_list = isinstance(needs, Iterable) and not isinstance(needs, str)
-    if not is_list or not all(field in OPTIONAL_METADATA for field in fields):
-        raise ValueError(f"needs is {needs!r}, expected some of {sorted(OPTIONAL_METADATA)}")
     if num_last is not None:
         num_last = static_count("num_last", num_last)
-
-    def register(score: Scorer) -> Scorer:
-        if not callable(score):
-            raise TypeError(f"the token scorer {name!r} is {score!r}, expected a function of TokenMetadata")
-        _scorers[name] = RegisteredScorer(score, frozenset(fields), num_last)
-        return score
-
-    return register
+    return _scorers.decorate(name, needs, num_last=num_last)
 
 
 def token_scorers() -> tuple[str, ...]:
@@ -132,14 +106,12 @@ def token_scorers() -> tuple[str, ...]:
       >>> kv.token_scorers()[:4]
       ('snapkv', 'h2o', 'tova', 'keydiff')
     """
-    return tuple(_scorers)
+    return _scorers.names
 
 
-def registered_scorer(name: str) -> RegisteredScorer:
+def registered_scorer(name: str) -> Registered[Scorer]:
     """Returns the scorer of a name, or raises."""
-    if name not in _scorers:
-        raise ValueError(f"scorer is {name!r}, expected one of {', '.join(map(repr, _scorers))}")
-    return _scorers[name]
+    return _scorers.find(name, "scorer")
 
 
 def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
@@ -149,11 +121,8 @@ def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
       TypeError: the scorer returned something else. What it raises comes with a note that names it.
     """
     scorer = registered_scorer(name)
-    try:
-        scores = scorer.score(tokens)
-    except Exception as error:
-        error.add_note(f"token scorer {name!r} has needs={sorted(scorer.needs)} and sees nothing else")
-        raise
+    with _scorers.noted(name):
+        scores = scorer.function(tokens)
     num_rows, num_places = tokens.is_token.shape
     shape = num_rows, tokens.num_kv_heads, num_places
     is_array = isinstance(scores, jax.Array | np.ndarray) and jnp.issubdtype(scores.dtype, jnp.floating)

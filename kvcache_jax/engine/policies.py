@@ -6,12 +6,13 @@ order that changes while rows run has two rows preempt each other in turns: it m
 is, and on its preemptions, which are bounded below, and not on time or on service.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from kvcache_jax.core.registry import Registry
 
 
 class RequestMetadata(NamedTuple):
@@ -45,8 +46,7 @@ class RequestMetadata(NamedTuple):
 Key = Callable[[RequestMetadata], tuple[jax.Array, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """A registered policy.
 
     Attributes:
@@ -60,7 +60,7 @@ class Policy:
     looks_up: bool
 
 
-_policies: dict[str, Policy] = {}
+_policies = Registry[Key]("a request policy", "request_policy", RequestMetadata)
 
 
 def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = False) -> Callable[[Key], Key]:
@@ -83,18 +83,7 @@ def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = Fa
       ... def shortest_first(requests: kv.RequestMetadata):
       ...     return (requests.num_tokens,)
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name is {name!r}, expected a str: write @request_policy('name')")
-    if name in _policies:
-        raise ValueError(f"there is a request policy {name!r} already, expected a new name")
-
-    def register(key: Key) -> Key:
-        if not callable(key):
-            raise TypeError(f"the policy {name!r} is {key!r}, expected a function of RequestMetadata")
-        _policies[name] = Policy(key, row_key or _by_arrival, looks_up)
-        return key
-
-    return register
+    return _policies.decorate(name, row_key=row_key or _by_arrival, looks_up=looks_up)
 
 
 def get_policy(name: str) -> Policy:
@@ -103,12 +92,8 @@ def get_policy(name: str) -> Policy:
     Raises:
       ValueError: there is none of that name.
     """
-    if name not in _policies:
-        raise ValueError(
-            f"policy is {name!r}, expected one of {', '.join(map(repr, _policies))}; register others first, "
-            "with the decorator kvcache_jax.request_policy"
-        )
-    return _policies[name]
+    registered = _policies.find(name, "policy")
+    return Policy(registered.function, **registered.options)
 
 
 def _by_arrival(requests: RequestMetadata) -> tuple[jax.Array, ...]:

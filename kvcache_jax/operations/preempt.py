@@ -21,6 +21,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.registry import Registry
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.streaming import Streaming, require_streaming
 from kvcache_jax.operations.drop import drop_rows
@@ -48,7 +49,7 @@ class RowMetadata(NamedTuple):
 
 
 RowKey = Callable[[RowMetadata], jax.Array]
-_row_policies: dict[str, RowKey] = {}
+_row_policies = Registry[RowKey]("a row policy", "row_policy", RowMetadata)
 
 
 def row_policy(name: str) -> Callable[[RowKey], RowKey]:
@@ -72,20 +73,7 @@ def row_policy(name: str) -> Callable[[RowKey], RowKey]:
       ... def shortest(rows: kv.RowMetadata):
       ...     return rows.context_len
     """
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name is {name!r}, expected a str: write @row_policy('name')")
-    if name in _row_policies:
-        raise ValueError(
-            f"there is a row policy {name!r} already, expected a new name: compiled programs go by it"
-        )
-
-    def register(key: RowKey) -> RowKey:
-        if not callable(key):
-            raise TypeError(f"the row policy {name!r} is {key!r}, expected a function of RowMetadata")
-        _row_policies[name] = key
-        return key
-
-    return register
+    return _row_policies.decorate(name)
 
 
 @row_policy("lru")
@@ -132,7 +120,7 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
       >>> kv.select_rows_to_preempt(cache, "longest", 2).tolist()
       [1, 0]
     """
-    _check_policy(policy)
+    _row_policies.find(policy, "policy")
     n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
     return _select(cache.control, policy=policy)[:n]
 
@@ -179,7 +167,7 @@ def preempt_to_utilization(
         names = ", ".join(map(repr, _STRATEGIES))
         raise ValueError(f"strategy is {strategy!r}, expected one of {names}")
     policy = _STRATEGIES[strategy] if policy is None else policy
-    _check_policy(policy)
+    _row_policies.find(policy, "policy")
     kept = None
     if strategy == "streaming":
         kept = Streaming() if streaming is None else streaming
@@ -195,14 +183,6 @@ def preempt_to_utilization(
 
 _STRATEGIES = {"free": "lru", "streaming": "longest"}
 """How rows give blocks back, and the policy that selects them unless one is given."""
-
-
-def _check_policy(policy: str) -> None:
-    if policy not in _row_policies:
-        raise ValueError(
-            f"policy is {policy!r}, expected one of {', '.join(map(repr, _row_policies))}; register others "
-            "first, with the decorator kvcache_jax.row_policy"
-        )
 
 
 @functools.partial(jax.jit, static_argnames="policy")
@@ -294,7 +274,7 @@ def _in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:
     idle = jnp.minimum(control.clock - control.last_used, jnp.uint32(_MAX)).astype(jnp.int32)
     num_uses = jnp.minimum(control.num_uses, jnp.uint32(_MAX)).astype(jnp.int32)
     rows = RowMetadata(idle, num_uses, num_freed, control.priority, control.context_len)
-    keys = jnp.asarray(_row_policies[policy](rows))
+    keys = jnp.asarray(_row_policies.find(policy, "policy").function(rows))
     if keys.shape != num_freed.shape or not jnp.issubdtype(keys.dtype, jnp.signedinteger):
         raise TypeError(
             f"row policy {policy!r} returned {keys.dtype}{list(keys.shape)}, expected "

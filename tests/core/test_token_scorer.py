@@ -155,7 +155,7 @@ def test_budgets_fall_from_layer_to_layer_and_keep_the_average():
 
 
 def test_scorers_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(token_scorer, "_scorers", dict(token_scorer._scorers))
+    monkeypatch.setattr(token_scorer._scorers, "_entries", dict(token_scorer._scorers._entries))
     with pytest.raises(ValueError, match="there is a token scorer 'h2o' already"):
         kv.token_scorer("h2o")
     with pytest.raises(ValueError, match="needs is \\['q'\\], expected some of"):
@@ -172,6 +172,6 @@ def test_scorers_that_do_not_fit(monkeypatch):
     kv.token_scorer("asks")(lambda tokens: tokens.v.sum(axis=-1))
     with pytest.raises(AttributeError) as raised:
         token_scorer.scores_by("asks", TOKENS._replace(v=None))
-    assert "token scorer 'asks' has needs=[] and sees nothing else" in raised.value.__notes__
+    assert "token scorer 'asks' has needs=[] and sees no other optional metadata" in raised.value.__notes__
     kv.token_scorer("flat")(lambda tokens: np.float32(tokens.is_token))
     assert token_scorer.scores_by("flat", TOKENS).shape == (ROWS, KV_HEADS, PLACES)

@@ -46,7 +46,6 @@ MUTATIONS = [
     *in_module(
         "core/chunk_selector",
         ("the last tokens are the first", "return -chunks.place", "return chunks.place", NAMED),
-        ("a name may be taken twice", "if name in _selectors:", "if name is _selectors:", OWN),
     ),
     *in_module(
         "core/cache_craft",

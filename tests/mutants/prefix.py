@@ -94,12 +94,18 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/eviction_policy",
+        "core/registry",
         (
-            "one name for two policies",
-            "_require_new(name)\n        _policies",
-            "_policies",
+            "a kept decorator gives two functions one name",
+            "self._require_new(name)  # a decorator",
+            "# a decorator",
             "prefix/test_eviction.py::test_registration_refuses_what_cannot_work",
+        ),
+        (
+            "a name may be taken twice",
+            "if name in self.names:",
+            "if name is self.names:",
+            "core/test_chunk_selector.py::test_a_selector_of_ones_own_is_checked",
         ),
     ),
     *in_module(

@@ -344,7 +344,7 @@ def test_registration_refuses_what_cannot_work():
     for needs in (None, 3, "age", [1], [["age"]]):
         with pytest.raises(ValueError, match=r"needs is .*, expected some of \['age', 'depth'"):
             kv.eviction_policy("test: unmade", needs=needs)
-    with pytest.raises(TypeError, match="the policy 'test: unmade' is 3, expected a function"):
+    with pytest.raises(TypeError, match="the eviction policy 'test: unmade' is 3, expected a function"):
         kv.eviction_policy("test: unmade")(3)
     first, second = kv.eviction_policy("test: twice"), kv.eviction_policy("test: twice")
     first(mixed_policy)
