@@ -52,7 +52,7 @@ def test_broken_stores_are_found():
         (
             cache,
             dict(block_ids=(ids.at[0, 1].set(9),)),
-            "group 0: chunk 0 holds blocks [0], expected the first 2",
+            "group 0: chunk 0 holds blocks [0], expected [0, 1]",
         ),
     ]:
         control = dataclasses.replace(
