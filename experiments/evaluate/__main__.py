@@ -1,9 +1,9 @@
 """Question: what does an evaluation save where contexts begin alike, and does one that was killed go on?
 
 Command: python -m experiments.evaluate [--data DIR] [--results FILE] [--items N] [--seed N] [--json]
-Machine: 2 cores of an Intel Xeon, busy with other work; jax 0.12.0.1
-Answer:  of eight-shot GSM8K contexts 94% are found, and an item takes 2.5 times as long without the
-  cache, 7.6 times with each choice alone. One that was killed ends with the results of one that was not, bit
+Machine: 2 cores of an Intel Xeon; jax 0.12.0.1
+Answer:  of eight-shot GSM8K contexts 94% are found, and an item takes 2.4 times as long without the
+  cache, 7.0 times with each choice alone. One that was killed ends with the results of one that was not, bit
   for bit. Right are 45% of the questions, 20% of the problems, 70% of the source; by chance 25%.
 Record:  experiments/results/evaluate.json
 
