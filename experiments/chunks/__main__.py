@@ -2,10 +2,10 @@
 
 Command: python -m experiments.chunks [--json] [--picture FILE]
          python -m experiments.chunks --check DIR PROMPTS [--selector NAME] [--share S] [--json]
-Machine: 2 virtual cores of an Intel Xeon, busy with other work; jax 0.12.0.1
+Machine: 2 virtual cores of an Intel Xeon; jax 0.12.0.1
 Answer:  re-rotated they are 0.005 to 0.006 nats a byte off full prefill, not rotated 0.08 to 0.16. The first
   fifth of each computed again leaves 59 to 69% of that, the half whose second layer is off most 27 to 31%.
-  With the first fifth a prediction comes in 0.32 times prefill's time. Of 138 thousand bytes of requests
+  With the first fifth a prediction comes in 0.40 times prefill's time. Of 138 thousand bytes of requests
   about 40 files 33 are computed so, with a prefix cache 102.
 Record:  experiments/results/chunks.json, docs/chunks.png.
 
