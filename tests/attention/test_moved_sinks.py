@@ -146,6 +146,30 @@ def test_beside_sources():
 
 
 @pytest.mark.slow
+def test_a_namespace_is_scrubbed_and_sinks_of_another_stay():
+    sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=MAX_LEN)
+    cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, max_sink_len=3, **sizes))
+    names = np.array([[1, 0, 0, 0], [2, 0, 0, 0]], np.uint32)
+    cache, _ = kv.allocate(cache, [0, 1], [12, 12], namespace=names)
+    cache, step = kv.extend(cache, [12, 12, 0], max_new=12)
+    k = np.random.default_rng(0).standard_normal((3, 12, 1, DIM), np.float32)
+    cache = kv.write(cache, 0, k, k, step)
+    cache, _ = kv.fork(cache, [1], [2])  # reads two of the sinks in the block that comes to keep them
+    cache, _ = kv.truncate(cache, [2], [2])
+    cache, status = kv.drop(cache, [0, 1], [3, 3], [5, 5], positions="cache", rotate=ROTATE)
+    assert statuses(status) == [OK] * 2
+    cache, _ = kv.scrub(cache, namespace=names[0])
+    assert_invariants(cache)
+    stored = np.asarray(cache.pools[0].arrays["k"])
+    pool = cache.control.block_pools[0]
+    held = {*pool.block_table[1].tolist(), *pool.block_table[2].tolist(), *pool.sink_blocks[1].tolist()}
+    assert not stored[[block for block in range(12) if block not in held]].any()
+    cache, status = kv.truncate(cache, [1], [3])
+    assert statuses(status) == [OK]
+    np.testing.assert_array_equal(kv.gather(cache, 1, 0)[0][:3], k[1, :3])
+
+
+@pytest.mark.slow
 def test_of_a_latent_the_key_part_moves_alone():
     latent, sizes = (
         kv.LatentAttention(latent_dim=6, rope_dim=4),

@@ -111,6 +111,18 @@ MUTATIONS = [
             "pool.block_table, pool.num_blocks",
             PARTED,
         ),
+        (
+            "original sinks of another namespace are scrubbed",
+            "is_kept.at[of_sinks].set(True",
+            "is_kept.at[of_sinks].set(False",
+            f"{SINKS}::test_a_namespace_is_scrubbed_and_sinks_of_another_stay",
+        ),
+        (
+            "what is behind original sinks is scrubbed",
+            "max_at(num_tokens, pool.sink_blocks, block_size)",
+            "max_at(num_tokens, pool.sink_blocks, 0)",
+            f"{SINKS}::test_a_namespace_is_scrubbed_and_sinks_of_another_stay",
+        ),
     ),
     *in_module(
         "operations/rewrite",
