@@ -331,7 +331,7 @@ def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
 def _adopt_if_any(
     pool: BlockPool, is_exchanged: jax.Array, batch: _Batch, canonical: jax.Array
 ) -> tuple[BlockPool, jax.Array]:
-    """Adopts as `_adopt`; on CPUs only where there is a block to exchange, which is a third of a batch's time.
+    """Adopts as `_adopt`; on CPUs only where there is a block to exchange: a third of a batch's time.
 
     Not on accelerators: a GPU's host would wait for the answer in each batch.
     """

@@ -22,6 +22,11 @@ from kvcache_jax.core.state import row_fields
 # what many tests begin with
 
 
+# Sizes for tests that need no numbers of their own: caches of equal sizes share the control plane's programs,
+# whatever their layers, and compiling those is most of what tests cost.
+ROOMY = {"num_blocks": 24, "block_size": 4, "max_seqs": 4, "max_seq_len": 48}
+
+
 def tiny_config(**sizes):
     """Two layers: a write just past the first layer's blocks would land in the next layer's block 0."""
     return kv.CacheConfig(layers=[kv.FullAttention(num_kv_heads=2, head_dim=3)] * 2, **sizes)
