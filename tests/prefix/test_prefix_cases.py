@@ -292,9 +292,9 @@ def test_case_bb_empty_prompts_and_duplicate_ids():
     assert user.admit(0, []) == 0
     assert bool(user.cache.is_active[0]) and user.num_used() == 0
     text = user.new_text(1, 20)
-    tokens = user.prompts([text, text])
-    user.cache, admission = kv.allocate(user.cache, [2, 2], [20, 3], tokens=tokens)
-    assert statuses(admission.status) == [Status.OK, Status.DUPLICATE_SEQ_ID]
+    tokens = user.prompts([text] * 5)
+    user.cache, admission = kv.allocate(user.cache, user.padded([2, 2]), [20, 3, 0, 0, 0], tokens=tokens)
+    assert statuses(admission.status)[:2] == [Status.OK, Status.DUPLICATE_SEQ_ID]
     assert len(table(user.cache, 2)) == 2
     # Committing twice in one call: the first wins, and once is enough.
     user.texts[2], user.targets[2] = [], text

@@ -26,7 +26,7 @@ def published(tokens):
 
 def two(user, tokens, items):
     """Lengths, prompts and items of one or two rows, filled up to two, so that one program serves all."""
-    tokens, items = [*tokens, []][:2], [*items, [NO_ITEM] * 2][:2]
+    tokens, items = [*tokens, []][:2], [*items, *[[NO_ITEM] * 2] * 2][:2]
     return [len(each) for each in tokens], user.prompts(tokens), np.array(items)
 
 
@@ -89,8 +89,10 @@ def test_rows_with_fewer_items_and_none(user):
     _, *found = allocate(user, [1, 2], [tokens] * 2, [[[5, 15], NO_ITEM], ITEMS])
     assert found == [[20, 16], [1, 1]]
     assert user.lookup(tokens.tolist()) == 20
-    _, *found = allocate(user, [3], [tokens], [])
-    assert found == [[20, 0], [0, 0]]
+    _, admission = kv.allocate(
+        user.cache, user.padded([3]), user.padded([22], 0), tokens=user.prompts([tokens, [], [], []])
+    )
+    assert (admission.num_cached.tolist(), admission.num_items_cached.tolist()) == ([20, 0, 0, 0], [0] * 4)
     with pytest.raises(ValueError, match=r"items has \[15, 5\], expected .* 0 <= first <= end"):
         allocate(user, [3], [tokens], [[NO_ITEM, [15, 5]]])
 
