@@ -16,7 +16,7 @@ from kvcache_jax import Status
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.operations import commit, evict, lookup, rows
 from tests.support.helpers import append_donated, append_tokens, assert_same, leaf_bytes, statuses
-from tests.support.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
+from tests.support.prefix_script import SCRIPT_CONFIG, PrefixDriver, prefix_config, random_prefix_operation
 from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B
 
 pytestmark = pytest.mark.contract
@@ -263,7 +263,7 @@ def test_compiled_operations_copy_no_array_of_blocks(name, num_rows):
 @pytest.mark.parametrize("start", [2**32 - 4, 2**31 - 3])
 def test_the_queue_wraps(start):
     """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
-    rng, driver = np.random.default_rng(start % 97), PrefixDriver(prefix_config(num_blocks=17))
+    rng, driver = np.random.default_rng(start % 97), PrefixDriver(SCRIPT_CONFIG)
     pool = driver.cache.control.block_pools[0]
     # Two arrays: what is donated must not be there twice.
     cached = dataclasses.replace(pool.cached, head=jnp.uint32(start), tail=jnp.uint32(start))
