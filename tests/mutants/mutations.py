@@ -33,7 +33,7 @@ def in_module(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutati
 
 # Tests that several files name.
 PADDING = "operations/test_cases.py::test_case_g_padding_and_idle_rows_write_nowhere"
-MAX_LEN = "operations/test_cases.py::test_case_h_row_at_max_seq_len[100]"
+MAX_LEN = "operations/test_cases.py::test_case_h_row_at_max_seq_len[244]"
 FORK = "operations/test_sharing_cases.py::test_case_i_fork_takes_no_block"
 RESERVED = "operations/test_sharing_cases.py::test_case_i_reserved_blocks_stay_with_the_source"
 BRANCHES = "operations/test_sharing_cases.py::test_case_k_three_branches_of_one_row"
