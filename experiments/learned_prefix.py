@@ -30,11 +30,10 @@ import optax
 from flax import nnx
 
 import kvcache_jax as kv
-from experiments.common import command, corpus, timing
+from experiments.common import byte_model, command, corpus, timing
 from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
 from experiments.decode_speed import dense_decoder
 from experiments.train import bits_per_byte
-from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 
 PREFIX_LEN, BLOCK_SIZE = 20, 16  # the prefix ends within a block
@@ -273,14 +272,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--data", type=command.folder, metavar="DIR", help=f"folder with {SHAKESPEARE}, to learn that"
     )
-    parser.add_argument(
-        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model"
-    )
+    byte_model.add_option(parser)
     options = parser.parse_args(arguments)
+    decoder = byte_model.load(parser, options.checkpoint)
     try:
-        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
         texts = read_texts(options.data)
-    except (checkpoint.CheckpointError, command.InputError) as error:
+    except command.InputError as error:
         parser.error(str(error))
     start = time.perf_counter()
     measured = measure(decoder, texts, options.steps)

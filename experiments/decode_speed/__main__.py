@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.common import command, corpus, timing
+from experiments.common import byte_model, command, timing
 from experiments.common.report import add_options, at_least, at_most, deliver, provenance
 from experiments.decode.memory import memory_report
 from experiments.decode_speed import dense_decoder
@@ -56,7 +56,6 @@ from experiments.decode_speed.sides import (
     Side,
     make_contexts,
 )
-from models import checkpoint
 from models.decoder import Decoder
 
 MAX_DIFFERENCE = 1e-4  # of logits between any two sides
@@ -195,20 +194,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     add_options(parser)
     command.add_data_folder(parser, "the Azure trace")
-    parser.add_argument(
-        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model"
-    )
+    byte_model.add_option(parser)
     options = parser.parse_args(arguments)
+    decoder = byte_model.load(parser, options.checkpoint, beside="the dense cache beside it", reads=False)
     try:
-        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
         memory = memory_report(options.data)
-    except (checkpoint.CheckpointError, command.InputError) as error:
+    except command.InputError as error:
         parser.error(str(error))
-    if option := dense_decoder.missing_option(decoder.config):
-        parser.error(
-            f"{options.checkpoint} has {option}, which the dense cache beside it does not have, expected a "
-            "model without: take a Llama, Qwen or Mistral checkpoint whose layers see all tokens"
-        )
 
     start = time.perf_counter()
     contexts = make_contexts(decoder)

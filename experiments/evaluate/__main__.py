@@ -26,9 +26,8 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from experiments.common import command, corpus
+from experiments.common import byte_model, command, corpus
 from experiments.common.command import InputError
 from experiments.common.progress import progress
 from experiments.common.report import add_options, deliver, provenance
@@ -36,7 +35,6 @@ from experiments.evaluate import report as reports
 from experiments.evaluate.items import Task, grade_school, programs, source
 from experiments.evaluate.results import Results
 from experiments.evaluate.scoring import digest, evaluate, summary
-from models import checkpoint
 
 NUM_COMPARED = 4
 
@@ -53,20 +51,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--results", type=command.name, metavar="FILE", help="goes on with this file, or makes it"
     )
-    parser.add_argument("--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR")
+    byte_model.add_option(parser)
     add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     start = time.perf_counter()
+    decoder = byte_model.load(parser, options.checkpoint)
     try:
-        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
         tasks = tasks_of(options)
         results = Results(options.results, settings_of(options, tasks))
-    except (InputError, checkpoint.CheckpointError) as error:
+    except InputError as error:
         parser.error(str(error))
-    if decoder.config.vocab_size < 256:
-        parser.error(
-            f"{options.checkpoint} has {decoder.config.vocab_size} tokens, expected one per byte, or more"
-        )
     num_items = sum(len(task.items) for task in tasks)
     with progress("items", num_items, every=8) as show:
         for num_done, result in enumerate(

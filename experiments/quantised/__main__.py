@@ -29,9 +29,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import command, corpus
+from experiments.common import byte_model, command, corpus
 from experiments.common.report import add_options, at_least, at_most, deliver, provenance
-from experiments.decode_speed import dense_decoder
 from experiments.decode_speed.__main__ import Timing
 from experiments.decode_speed.sides import LOOP, NUM_STEPS, Case, make_contexts, paged_side
 from experiments.quantised.report import draw, show
@@ -47,7 +46,6 @@ from experiments.quantised.storages import (
     stored_log_p,
     token_bytes,
 )
-from models import checkpoint
 from models.decoder import Decoder
 
 NUM_FILES, SKIPPED, LENGTH = 6, 1000, 1024  # what a file begins with is alike in many
@@ -132,23 +130,9 @@ def bars_of(quality: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.quantised", __doc__)
     add_options(parser)
-    parser.add_argument(
-        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
-    )
+    byte_model.add_option(parser)
     options = parser.parse_args(arguments)
-    try:
-        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
-    except checkpoint.CheckpointError as error:
-        parser.error(str(error))
-    if option := dense_decoder.missing_option(decoder.config):
-        parser.error(
-            f"{options.checkpoint} has {option}, which dense attention to rounded keys does not have, "
-            "expected a model without: take a Llama, Qwen or Mistral checkpoint whose layers see all tokens"
-        )
-    if decoder.config.vocab_size < 256:
-        parser.error(
-            f"{options.checkpoint} has {decoder.config.vocab_size} tokens, expected one per byte, or more"
-        )
+    decoder = byte_model.load(parser, options.checkpoint, beside="dense attention to rounded keys")
     start = time.perf_counter()
     quality = measure_quality(decoder, read_windows())
     steps = measure_steps(decoder)

@@ -25,14 +25,12 @@ bytes, which is what full attention beyond them pays for.
 import time
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
 from experiments.chunks.rows import rotations_of
-from experiments.common import command, corpus, timing
+from experiments.common import byte_model, command, timing
 from experiments.common.report import add_options, at_most, deliver, provenance
-from experiments.decode_speed import dense_decoder
 from experiments.streaming.report import draw, show
 from experiments.streaming.sides import (
     BLOCK_SIZE,
@@ -44,7 +42,6 @@ from experiments.streaming.sides import (
     read_text,
     streaming_side,
 )
-from models import checkpoint
 from models.decoder import Decoder
 
 LENGTH, NUM_PARTS, MASKED_PARTS = 100_000, 10, (0, 4, 9)
@@ -121,23 +118,9 @@ def bars_of(found: dict) -> list[dict]:
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.streaming", __doc__)
     add_options(parser)
-    parser.add_argument(
-        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
-    )
+    byte_model.add_option(parser)
     options = parser.parse_args(arguments)
-    try:
-        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
-    except checkpoint.CheckpointError as error:
-        parser.error(str(error))
-    if option := dense_decoder.missing_option(decoder.config):
-        parser.error(
-            f"{options.checkpoint} has {option}, which the mask without a cache does not have, expected a "
-            "model without: take a Llama, Qwen or Mistral checkpoint whose layers see all tokens"
-        )
-    if decoder.config.vocab_size < 256:
-        parser.error(
-            f"{options.checkpoint} has {decoder.config.vocab_size} tokens, expected one per byte, or more"
-        )
+    decoder = byte_model.load(parser, options.checkpoint, beside="the mask without a cache")
     start = time.perf_counter()
     found = measure(decoder, read_text(LENGTH))
     report = {

@@ -104,6 +104,19 @@ def test_without_a_block_for_the_sinks_nothing_changes():
     assert texts.drop(0, 3, 4) == OK and num_free(texts) == [5]
 
 
+def test_the_original_sinks_count_among_the_blocks_that_a_row_frees():
+    texts = moving([FULL])
+    for i in range(4):
+        texts.grow([4, 4 * (i < 3), 0])
+    assert texts.drop(0, 5, 4) == OK  # three blocks are left, and two that keep the sinks
+    texts.cache, _ = kv.truncate(texts.cache, [0], [9])
+    assert kv.select_rows_to_preempt(texts.cache, "longest", 2).tolist() == [0, 1]
+    before = num_free(texts)[0]
+    texts.cache, rows = kv.preempt_to_utilization(texts.cache, 3 / NUM_BLOCKS, "longest")
+    assert rows.tolist() == [0, 3, 3] and num_free(texts) == [NUM_BLOCKS - 3] and before == NUM_BLOCKS - 8
+    assert_invariants(texts.cache)
+
+
 def test_what_a_row_with_moved_sinks_refuses():
     texts = moving([FULL])
     for _ in range(4):

@@ -5,10 +5,16 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import PARAMS, PROMPTS, config, greedy, logprobs_of, next_logits
+from test_generate import PARAMS, PROMPTS, greedy, logprobs_of, next_logits
 
 import kvcache_jax as kv
-from tests.support.tiny_model import VOCAB, forward
+from tests.support.tiny_model import CHUNK_LEN, VOCAB, config, forward
+
+
+def beam_search(prompts, params=PARAMS, sizes=None, **options):
+    """Two beams and ten tokens, so that most tests share their programs."""
+    options = {"max_new_tokens": 10, "num_beams": 2, "chunk_len": CHUNK_LEN, **options}
+    return kv.beam_search(forward, params, prompts, config(**(sizes or {})), **options)
 
 
 def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
@@ -41,16 +47,7 @@ def slow_beam_search(prompt, num_beams, max_new, stops, length_penalty):
 )
 def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
     prompts = [PROMPTS[0], PROMPTS[3]]
-    found = kv.beam_search(
-        forward,
-        PARAMS,
-        prompts,
-        config(),
-        max_new_tokens=10,
-        num_beams=num_beams,
-        stop_tokens=stops,
-        length_penalty=penalty,
-    )
+    found = beam_search(prompts, num_beams=num_beams, stop_tokens=stops, length_penalty=penalty)
     assert kv.check_invariants(found.cache) == []
     for prompt, beams in zip(prompts, found.beams, strict=True):
         expected = slow_beam_search(prompt, num_beams, 10, stops, penalty)
@@ -73,17 +70,9 @@ def test_beam_search_equals_a_search_on_lists(num_beams, stops, penalty):
 @pytest.mark.slow
 def test_beams_are_looked_at_while_they_are_searched():
     seen = []
-    options = dict(max_new_tokens=10, num_beams=2, stop_tokens=[3, 8], length_penalty=0.0)
-    plain = kv.beam_search(forward, PARAMS, PROMPTS[:2], config(), **options)
-    found = kv.beam_search(
-        forward,
-        PARAMS,
-        PROMPTS[:2],
-        config(),
-        **options,
-        look_every=3,
-        on_look=lambda *look: seen.append(look),
-    )
+    options = dict(stop_tokens=[3, 8], length_penalty=0.0)
+    plain = beam_search(PROMPTS[:2], **options)
+    found = beam_search(PROMPTS[:2], **options, look_every=3, on_look=lambda *look: seen.append(look))
     assert found.beams == plain.beams == seen[-1][1]
     assert found.num_steps == plain.num_steps == found.timeline[-1].num_steps == 7
     assert [look.num_steps for look in plain.timeline] == [0, 7]
@@ -103,9 +92,7 @@ def test_beams_are_looked_at_while_they_are_searched():
 @pytest.mark.slow
 def test_enough_beams_find_the_best_of_all():
     sizes = dict(max_seqs=VOCAB, num_blocks=80)
-    (beams,) = kv.beam_search(
-        forward, PARAMS, [PROMPTS[3]], config(**sizes), max_new_tokens=2, num_beams=VOCAB
-    ).beams
+    (beams,) = beam_search([PROMPTS[3]], sizes=sizes, max_new_tokens=2, num_beams=VOCAB).beams
     first = logprobs_of(PROMPTS[3])
     totals = np.stack([first[a] + logprobs_of([*PROMPTS[3], a]) for a in range(VOCAB)])
     best = np.unravel_index(totals.argmax(), totals.shape)
@@ -116,8 +103,7 @@ def test_enough_beams_find_the_best_of_all():
 def test_beam_search_without_blocks_returns_what_it_had():
     """Two prompts fill 20 of 24 blocks, and every beam wants one of its own."""
     prompts = [(PROMPTS[0] * 6)[:39], (PROMPTS[2] * 4)[:39]]
-    options = dict(max_new_tokens=10, num_beams=2, chunk_len=12)
-    found = kv.beam_search(forward, PARAMS, prompts, config(), **options)
+    found = beam_search(prompts)
     assert "out_of_blocks" in {beam.finish_reason for beams in found.beams for beam in beams}
     assert "out_of_blocks" in found.finish_reasons
     for prompt, beams in zip(prompts, found.beams, strict=True):
@@ -148,8 +134,7 @@ def test_a_beam_search_says_that_it_ran_out_of_blocks(num_blocks, why):
 
 def test_beams_go_around_logits_that_are_no_number():
     params = {**PARAMS, "head": PARAMS["head"].at[:, 8].set(np.nan)}
-    options = dict(max_new_tokens=10, num_beams=2)
-    found = kv.beam_search(forward, params, [PROMPTS[0], PROMPTS[3]], config(), **options)
+    found = beam_search([PROMPTS[0], PROMPTS[3]], params)
     for prompt, beams in zip([PROMPTS[0], PROMPTS[3]], found.beams, strict=True):
         assert len(beams) == 2
         for beam in beams:
@@ -162,23 +147,18 @@ def test_beams_go_around_logits_that_are_no_number():
                 known.append(token)
     params["embedding"] = PARAMS["embedding"].at[PROMPTS[3][-1]].set(np.nan)
     with pytest.raises(FloatingPointError, match="prompt 1 has no hypothesis: all its logits are NaN"):
-        kv.beam_search(forward, params, [PROMPTS[0], PROMPTS[3]], config(), **options)
-
-
-def mute(params, tokens, cache, step):
-    """A model whose logits are all -inf."""
-    return jnp.full((*tokens.shape, VOCAB), -jnp.inf), cache
+        beam_search([PROMPTS[0], PROMPTS[3]], params)
 
 
 def test_logits_without_a_number_have_no_beams():
+    mute = {**PARAMS, "after": jnp.full((VOCAB, VOCAB), -jnp.inf)}
     with pytest.raises(
         FloatingPointError, match="prompt 0 has no hypothesis: all its logits are NaN or -inf"
     ):
-        kv.beam_search(mute, PARAMS, [[1]], config(), max_new_tokens=2)
+        beam_search([[1], [2]], mute)
 
 
 def test_one_token_has_the_same_score_under_any_penalty():
-    (beams,) = kv.beam_search(
-        forward, PARAMS, [PROMPTS[3]], config(), max_new_tokens=1, num_beams=2, length_penalty=400
-    ).beams
-    assert [beam.score for beam in beams] == [beam.logprob for beam in beams]
+    found = beam_search([PROMPTS[0], PROMPTS[3]], max_new_tokens=1, length_penalty=400)
+    for beams in found.beams:
+        assert [beam.score for beam in beams] == [beam.logprob for beam in beams]

@@ -179,15 +179,17 @@ def test_scores_are_those_of_a_context_made_of_chunks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_blocks", "num_less"), [(10, 3), (12, 2), (16, 1)])
-def test_chunks_without_room_are_computed_as_other_text(num_blocks, num_less):
-    """A prompt of 9 blocks, 10 with its answer; chunks of 3, 2 and 2, of which the second fits in 12."""
-    prompt, spans = PROMPTS[0]
-    sizes = dict(num_blocks=num_blocks)
-    unchunked = {3: spans, 2: [spans[0], spans[2]], 1: [spans[2]]}[num_less]
-    result = generate([prompt] * 2, [spans] * 2, sizes=sizes)
-    assert [g.finish_reason for g in result.generations] == ["length"] * 2
-    check(result, [prompt] * 2, [spans] * 2, first_of(0.25), unchunked)
+def test_chunks_without_room_are_computed_as_other_text():
+    """Beside prompts of 12, 10 and 8 blocks, answers included; chunks need 3, 2 and 2."""
+    for (prompt, spans), kept in (
+        (prompt_of([7, 2, 9], a, b, [5, 1, 4, 3] * 3, c, [8, 8]), []),
+        (PROMPTS[0], [1]),
+        (prompt_of([7], a, b, c, [8]), [0]),
+    ):
+        unchunked = [span for i, span in enumerate(spans) if i not in kept]
+        result = generate([prompt] * 2, [spans] * 2, sizes=dict(num_blocks=12))
+        assert [g.finish_reason for g in result.generations] == ["length"] * 2
+        check(result, [prompt] * 2, [spans] * 2, first_of(0.25), unchunked)
 
 
 @pytest.mark.slow

@@ -8,34 +8,27 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import are_numbers
-from tests.support import tiny_model
-from tests.support.tiny_model import VOCAB, forward, make_params
+from tests.support.tiny_model import CHUNK_LEN, VOCAB, config, forward, make_params
 
 PARAMS = make_params()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6]]
 BAD = 13
 """No prompt has it."""
-config = functools.partial(tiny_model.config, num_blocks=40)
 
 
-def model(params, tokens, cache, step):
-    """Its logits behind token `BAD` may be no numbers."""
-    logits, cache = forward(params, tokens, cache, step)
-    return jnp.where((tokens == BAD)[..., None], logits + params["spoil"][None, None], logits), cache
+def spoiled(value):
+    """Has `value` in one of the logits behind `BAD`, or in all (-inf)."""
+    after = np.zeros((VOCAB, VOCAB), np.float32)
+    after[BAD, slice(None) if value == -np.inf else 5] = value
+    return {**PARAMS, "after": jnp.asarray(after)}
 
 
-def spoiled(value, params=PARAMS):
-    """With `value` in one place, or in all (-inf)."""
-    at = np.ones(VOCAB, bool) if value == -np.inf else np.arange(VOCAB) == 5
-    return {**params, "spoil": jnp.where(at, jnp.float32(value), 0)}
+NAN, INF, MUTE = spoiled(np.nan), spoiled(np.inf), spoiled(-np.inf)
 
 
-GOOD, NAN, INF, MUTE = spoiled(0), spoiled(np.nan), spoiled(np.inf), spoiled(-np.inf)
-
-
-def generations(params=GOOD, prompts=PROMPTS, sizes=None, **options):
-    options = {"max_new_tokens": 9, "seed": 4, **options}
-    result = kv.generate(model, params, prompts, config(**(sizes or {})), **options)
+def generations(params=PARAMS, prompts=PROMPTS, sizes=None, **options):
+    options = {"max_new_tokens": 9, "seed": 4, "chunk_len": CHUNK_LEN, **options}
+    result = kv.generate(forward, params, prompts, config(**(sizes or {})), **options)
     assert kv.check_invariants(result.cache) == [] and not np.asarray(result.cache.is_active).any()
     for generation in result.generations:
         assert np.isfinite(generation.logprobs).all()
@@ -59,15 +52,15 @@ def test_a_row_ends_where_its_logits_are_no_numbers_and_others_go_on(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [None, GOOD])
-def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(draft):
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(has_draft):
     options = dict(temperature=2.0, num_drafts=3, max_new_tokens=20)
-    if draft:
-        options["draft"] = kv.Draft(model, draft, config())
+    if has_draft:
+        options["draft"] = kv.Draft(forward, PARAMS, config())
     plain, found = generations(**options), generations(NAN, **options)
     assert "nan_logits" in {g.finish_reason for g in found}
-    if draft:  # whose own logits decide on nothing but drafts
-        options["draft"] = kv.Draft(model, NAN, config())
+    if has_draft:  # whose own logits decide on nothing but drafts
+        options["draft"] = kv.Draft(forward, NAN, config())
         assert {g.finish_reason for g in generations(**options)} == {"length"}
     for before, after in zip(plain, found, strict=True):
         tokens, _, reason = expected_of(before)
@@ -92,14 +85,14 @@ def test_a_prompt_whose_logits_are_no_numbers_has_no_first_token(enable_prefix_c
 def test_what_gave_no_numbers_is_not_published():
     sizes = config(enable_prefix_caching=True)
     prompts = [[1, 2, 3, 4, 5, 6, 7, BAD], list(range(8))]
-    result = kv.generate(model, NAN, prompts, sizes, max_new_tokens=2)
+    result = kv.generate(forward, NAN, prompts, sizes, max_new_tokens=2, chunk_len=CHUNK_LEN)
     found = kv.lookup(result.cache, np.array([[*prompt, 0] for prompt in prompts]), [9, 9])
     assert found.tolist() == [0, 8]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_one_weight_ends_every_row(value):
-    found = generations(spoiled(0, {**PARAMS, "head": PARAMS["head"].at[3, 8].set(value)}))
+    found = generations({**PARAMS, "head": PARAMS["head"].at[3, 8].set(value)})
     # Times an activation below 0, the infinite weight is a mask.
     reasons = {g.finish_reason for g in found}
     assert reasons == {"nan_logits"} if np.isnan(value) else "nan_logits" in reasons
@@ -107,12 +100,13 @@ def test_one_weight_ends_every_row(value):
 
 @pytest.mark.slow
 def test_a_score_of_no_numbers_is_refused():
-    score = functools.partial(kv.score, model, NAN, [1, 2])
-    assert np.isfinite(score([[3, 4, BAD]], config()).logprobs[0]).all()
+    score = functools.partial(kv.score, forward, NAN, [1, 2], chunk_len=3)
+    few = config(num_blocks=7)
+    assert np.isfinite(score([[3, 4, BAD]], few).logprobs[0]).all()
     with pytest.raises(FloatingPointError, match="logits behind token 1 of continuation 1 hold NaN or"):
-        score([[3, 4, 5], [6, BAD, 7], [8]], config())
+        score([[3, 4, 5], [6, BAD, 7], [8]], few)
     with pytest.raises(FloatingPointError, match="logits behind the context hold NaN"):
-        kv.score(model, INF, [1, 2, BAD], [[3]], config())
+        kv.score(forward, INF, [1, 2, BAD], [[3]], few, chunk_len=3)
 
 
 def test_logits_are_numbers_wherever_what_spoils_them_stands():

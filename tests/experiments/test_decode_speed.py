@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.common import command, log_axes
+from experiments.common import byte_model, command, log_axes
 from experiments.decode import memory as decode_memory
 from experiments.decode_speed import __main__ as decode_speed
 from experiments.decode_speed import dense_decoder, sides
@@ -260,7 +260,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path, dec
         measured.append(case)
         return [record for record in report["records"] if record["case"] == case._asdict()]
 
-    monkeypatch.setattr(decode_speed.checkpoint, "load", lambda folder, dtype: decoder)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(decode_speed, "make_contexts", lambda decoder: None)
     monkeypatch.setattr(decode_speed, "memory_report", lambda folder: report["memory"])
     monkeypatch.setattr(decode_speed, "measure", measure)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.common import byte_model
 from experiments.common.command import InputError
 from experiments.evaluate import __main__ as command
 from experiments.evaluate import items, report, scoring
@@ -200,7 +201,7 @@ def run(*arguments):
 
 @pytest.mark.slow
 def test_a_run_that_is_done_computes_nothing_more(tmp_path, monkeypatch, capsys, decoder):
-    monkeypatch.setattr(command.checkpoint, "load", lambda folder, dtype: decoder)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(command, "tasks_of", lambda options: [one_task()])
     path = tmp_path / "results.jsonl"
     assert run("--results", str(path)) == 0
@@ -219,7 +220,7 @@ def test_a_run_that_is_done_computes_nothing_more(tmp_path, monkeypatch, capsys,
 
 def test_a_model_that_has_no_bytes_is_refused(monkeypatch, capsys):
     other = SimpleNamespace(config=SimpleNamespace(vocab_size=99))
-    monkeypatch.setattr(command.checkpoint, "load", lambda folder, dtype: other)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: other)
     with pytest.raises(SystemExit):
         run()
     assert "has 99 tokens, expected one per byte" in capsys.readouterr().err

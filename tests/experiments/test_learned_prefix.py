@@ -14,6 +14,7 @@ pytest.importorskip("optax")
 
 import kvcache_jax as kv
 from experiments import learned_prefix
+from experiments.common import byte_model
 from experiments.learned_prefix import Prefix
 from models.decoder import Decoder, DecoderConfig
 
@@ -147,7 +148,7 @@ def test_bad_input_is_one_sentence(arguments, said, capsys, tmp_path, monkeypatc
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder):
     seeds = [{"seed": seed, "before": 2.1, "after": 1.9 + seed / 10, "seconds": 1.0} for seed in range(3)]
     measured = {"text": "some", "num_steps": 7, "without": 2.0, "seeds": seeds, "error": 1e-6}
-    monkeypatch.setattr(learned_prefix.checkpoint, "load", lambda folder, dtype: decoder)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(learned_prefix, "measure", lambda decoder, texts, num_steps: measured)
     monkeypatch.setattr(learned_prefix, "gradient_pools", lambda num_layers, is_full: 2.0 + is_full)
     assert learned_prefix.main(["--json"]) == 0

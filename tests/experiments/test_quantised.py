@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.common import byte_model
 from experiments.decode_speed.sides import Case
 from experiments.quantised import __main__ as quantised
 from experiments.quantised import report, storages
@@ -138,7 +139,7 @@ def made_up_report():
 
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder, tmp_path):
     quality, steps = made_up_report()
-    monkeypatch.setattr(quantised.checkpoint, "load", lambda folder, dtype: decoder)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
     monkeypatch.setattr(quantised, "measure_quality", lambda decoder, windows: quality)
     monkeypatch.setattr(quantised, "measure_steps", lambda decoder: steps)
     assert quantised.main(["--json"]) == 0
@@ -165,7 +166,7 @@ def test_a_model_that_does_not_fit_is_one_sentence(changes, said, monkeypatch, c
     class Other:
         config = DecoderConfig(**{**vars(TINY), **changes})
 
-    monkeypatch.setattr(quantised.checkpoint, "load", lambda folder, dtype: Other)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: Other)
     with pytest.raises(SystemExit) as stopped:
         quantised.main([])
     error = capsys.readouterr().err

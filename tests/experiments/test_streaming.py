@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import kvcache_jax as kv
+from experiments.common import byte_model
 from experiments.streaming import __main__ as streaming
 from experiments.streaming import report, sides
 from experiments.streaming.sides import STEP_LEN, Reading, Side
@@ -35,7 +36,7 @@ def decoder():
 
 
 def test_the_text_is_held_out_files_one_behind_the_other():
-    files = [*streaming.corpus.held_out_files().values()]
+    files = [*byte_model.corpus.held_out_files().values()]
     text = sides.read_text(len(files[0]) + 5)
     assert bytes(text.tolist()) == b"\0" + files[0] + b"\0" + files[1][:4]
     with pytest.raises(ValueError, match="bytes, expected more than 100000000"):
@@ -91,7 +92,7 @@ def test_sides_read_what_they_hold(decoder):
 @pytest.mark.slow
 def test_the_small_model_generates_as_the_mask_says():
     """In the memory of 4 + 60 tokens, of which a prompt alone has twice as many, and drawn at random."""
-    decoder = checkpoint.load(streaming.corpus.MODEL, dtype=jnp.float32)
+    decoder = checkpoint.load(byte_model.corpus.MODEL, dtype=jnp.float32)
     kept, prompt = kv.Streaming(window=60, num_sink_tokens=4), sides.read_text(130)
     config = cache_config(decoder.config, max_seqs=1, max_seq_len=128, enable_drop=True)
     options = dict(max_new_tokens=80, chunk_len=32, temperature=0.8, streaming=kept)
@@ -145,7 +146,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
     class Model:
         config = TINY
 
-    monkeypatch.setattr(streaming.checkpoint, "load", lambda folder, dtype: Model)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: Model)
     monkeypatch.setattr(streaming, "measure", lambda decoder, text: made_up())
     assert streaming.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -176,7 +177,7 @@ def test_a_model_that_does_not_fit_is_one_sentence(changes, said, monkeypatch, c
     class Other:
         config = DecoderConfig(**{**vars(TINY), **changes})
 
-    monkeypatch.setattr(streaming.checkpoint, "load", lambda folder, dtype: Other)
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: Other)
     with pytest.raises(SystemExit) as stopped:
         streaming.main([])
     error = capsys.readouterr().err

@@ -128,6 +128,18 @@ OWN = DecoderConfig(
 )
 
 
+def own_shapes(**options):
+    """A model without numbers, for which nothing is compiled."""
+    config = dataclasses.replace(OWN, **options)
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def own_model(**options):
+    """A model of random numbers."""
+    rng = np.random.default_rng(3)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), own_shapes(**options))
+
+
 GEMMA = dict(
     windows=(5, None),
     norm_offset=1.0,
@@ -174,8 +186,8 @@ WEIGHT = 7**-0.5 * (1 + 0.07 * math.log(4)) ** 2
     ],
 )
 def test_an_own_model_comes_back(tmp_path, model_type, options):
-    config = dataclasses.replace(OWN, **options)
-    decoder = Decoder(config, rngs=nnx.Rngs(3))
+    decoder = own_model(**options)
+    config = decoder.config
     checkpoint.save(tmp_path, decoder)
     assert read_json(tmp_path)["model_type"] == model_type
     again = checkpoint.load(tmp_path, dtype=config.dtype, param_dtype=config.param_dtype)
@@ -188,7 +200,7 @@ def test_saving_replaces_the_model_that_was_there(copy_checkpoint):
     folder = copy_checkpoint("qwen3")
     (folder / "tokenizer.json").write_text("of another model")
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
-    decoder = Decoder(OWN, rngs=nnx.Rngs(0))
+    decoder = own_model()
     checkpoint.save(folder, decoder)
     assert_same(decoder, checkpoint.load(folder))
     left = {path.name for path in folder.iterdir()} - {"expected.safetensors"}
@@ -208,11 +220,11 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
 
     monkeypatch.setattr(pathlib.Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
+        checkpoint.save(folder, own_model())
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         checkpoint.load(folder)
     monkeypatch.undo()
-    checkpoint.save(folder, Decoder(OWN, rngs=nnx.Rngs(0)))
+    checkpoint.save(folder, own_model())
     assert checkpoint.load(folder).config == OWN and not (folder / "tokenizer.json").exists()
 
 
@@ -230,7 +242,7 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
     ],
 )
 def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):
-    decoder = Decoder(dataclasses.replace(OWN, **options), rngs=nnx.Rngs(0))
+    decoder = own_shapes(**options)
     with pytest.raises(CheckpointError, match=r"the model has \w+=.*, expected the options .*llama"):
         checkpoint.save(tmp_path / "new", decoder)
     assert not (tmp_path / "new").exists()

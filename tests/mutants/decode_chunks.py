@@ -5,7 +5,7 @@ from tests.mutants.mutations import Mutation, in_module
 TESTS = "decoding/test_generate_chunks.py"
 PLACES = f"{TESTS}::test_prompts_are_made_of_chunks_wherever_those_stand"
 OWN = f"{TESTS}::test_a_prompt_is_its_own_whatever_stands_beside_and_was_before"
-ROOM = f"{TESTS}::test_chunks_without_room_are_computed_as_other_text[12-2]"
+ROOM = f"{TESTS}::test_chunks_without_room_are_computed_as_other_text"
 ONE_PLACE = f"{TESTS}::test_a_store_of_one_place_is_enough"
 GIVE_WAY = f"{TESTS}::test_chunks_that_are_stored_give_way_to_prompts_without_any"
 PREFIX = f"{TESTS}::test_the_text_in_front_of_chunks_is_shared_as_a_prefix"

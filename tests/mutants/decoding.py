@@ -2,7 +2,7 @@
 
 from tests.mutants.mutations import in_module
 
-GREEDY = "decoding/test_generate.py::test_greedy_equals_the_model_without_a_cache[3]"
+GREEDY = "decoding/test_generate.py::test_greedy_equals_the_model_without_a_cache[12]"
 STOPS = "decoding/test_generate.py::test_stop_tokens_end_a_row_and_free_it_for_the_next"
 SPECULATIVE = "decoding/test_generate.py::test_speculative_greedy_decoding_gives_the_same_tokens[ngram-roomy]"
 FILTERS = "decoding/test_sampling.py::test_filters_match_oracle"

@@ -334,8 +334,8 @@ PREEMPTED = in_module(
     ),
     (
         "blocks of other rows come free",
-        "pool.block_table) == 1",
-        "pool.block_table) >= 1",
+        "sink_blocks.all_entries(pool)) == 1",
+        "sink_blocks.all_entries(pool)) >= 1",
         f"{PREEMPT}::test_case_bb_a_row_whose_blocks_are_all_shared_frees_nothing",
     ),
     (

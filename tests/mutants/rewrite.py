@@ -342,6 +342,18 @@ MUTATIONS = [
             "jnp.where(holes.is_plain | True, ceil_div",
             GO_ON,
         ),
+        (
+            "rows drop blocks that others hold too",
+            "pool.block_table) == 1",
+            "pool.block_table) >= 1",
+            GO_ON,
+        ),
+        (
+            "original sinks do not come free",
+            "sink_blocks.all_entries(pool)) == 1",
+            "pool.block_table) == 1",
+            f"{SINKS}::test_the_original_sinks_count_among_the_blocks_that_a_row_frees",
+        ),
         ("the shortest rows drop first", '"streaming": "longest"', '"streaming": "lru"', CUT_DOWN),
     ),
 ]

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
+from tests.support.helpers import ROOMY
 
 VOCAB, WIDTH, HEADS, DIM, LAYERS = 16, 8, 2, 4, 2
+CHUNK_LEN = 12  # of `generate` and its like: calls of one width share their programs
 
 
 def make_params(seed=6, scale=1.0):
@@ -15,14 +17,13 @@ def make_params(seed=6, scale=1.0):
         "embedding": jax.random.normal(keys[0], (VOCAB, WIDTH)),
         "layers": [jax.random.normal(key, (WIDTH, 4 * WIDTH)) * 0.9 for key in keys[1:-1]],
         "head": jax.random.normal(keys[-1], (WIDTH, VOCAB)) * scale,
+        "after": jnp.zeros((VOCAB, VOCAB)),  # what is added to the logits behind each token
     }
 
 
 def config(**sizes):
     layers = [kv.FullAttention(HEADS, DIM)] * LAYERS
-    return kv.CacheConfig(
-        layers, **{"num_blocks": 64, "block_size": 4, "max_seqs": 4, "max_seq_len": 48} | sizes
-    )
+    return kv.CacheConfig(layers, **ROOMY | sizes)
 
 
 def _embed(params, tokens, positions):
@@ -45,7 +46,7 @@ def forward(params, tokens, cache, step, attention=kv.attention):
         cache, out = attention(cache, layer, q, k, v, step)
         out = out.reshape(*x.shape[:-1], -1)
         x = x + 2 * jnp.tanh(out[..., :WIDTH] - out[..., WIDTH:])
-    return x @ params["head"], cache
+    return x @ params["head"] + params["after"][tokens], cache
 
 
 def dense_logits(params, tokens):
@@ -60,4 +61,4 @@ def dense_logits(params, tokens):
         logits = jnp.where(causal, jnp.einsum("thd,shd->hts", q, k) / np.sqrt(DIM), -jnp.inf)
         out = jnp.einsum("hts,shd->thd", jax.nn.softmax(logits, axis=-1), v).reshape(n, -1)
         x = x + 2 * jnp.tanh(out[..., :WIDTH] - out[..., WIDTH:])
-    return x @ params["head"]
+    return x @ params["head"] + params["after"][tokens]

@@ -11,6 +11,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.support.helpers import append_donated
 from tests.support.prefix_user import PrefixUser
 from tests.support.tiny_model import VOCAB, config, forward, make_params
 
@@ -143,12 +144,15 @@ def returns(change):
         ({"config": config(max_seqs=2)}, ValueError, "2 rows of 48 tokens, expected 3 of 12"),
         ({"config": config(max_seq_len=11)}, ValueError, "4 rows of 11 tokens, expected 3 of 12"),
         ({"config": config(max_query_len=11)}, ValueError, "max_query_len = 11, expected at least .* 12"),
-        ({"config": config(num_blocks=4)}, kv.StatusError, "OUT_OF_BLOCKS"),
+        pytest.param(
+            {"config": config(num_blocks=4)}, kv.StatusError, "OUT_OF_BLOCKS", marks=pytest.mark.slow
+        ),
         ({"config": config(num_blocks=2)}, kv.StatusError, "allocate for 12 tokens .*OUT_OF_BLOCKS"),
-        (
+        pytest.param(
             {"forward": without_attention},
             ValueError,
             "with the token before it, .* expected parameters with which attention matters",
+            marks=pytest.mark.slow,
         ),
         ({"num_tokens": 8}, ValueError, "num_tokens is 8, expected at least 9"),
         (
@@ -189,24 +193,24 @@ def test_the_checks_of_a_model_do_not_depend_on_assert():
     assert "assert " not in inspect.getsource(testing)
 
 
+@functools.cache
 def filled():
     """A cache and its oracle after the same calls: row 0 forked to 2, one copy made."""
     cache, oracle = testing.poison(kv.init(config())), testing.Oracle(config())
-    tokens = [[7, 8, 9, 1, 2], [3], [], []]
-    padded = np.zeros((4, 5), np.int32)
-    for row, ids in enumerate(tokens):
-        padded[row, : len(ids)] = ids
+
+    def append(cache, texts):
+        tokens = np.zeros((4, 5), np.int32)
+        for row, ids in enumerate(texts):
+            tokens[row, : len(ids)] = ids
+        oracle.extend(range(4), texts)
+        return append_donated(cache, tokens, np.array([*map(len, texts)], np.int32))[0]
+
     cache, _ = kv.allocate(cache, [0, 1], [5, 9])
     oracle.allocate([0, 1], [5, 9])
-    cache, step = kv.extend(cache, [5, 1, 0, 0], max_new=5)
-    cache = testing.write_tokens(cache, jnp.asarray(padded), step)
-    oracle.extend(range(4), tokens)
+    cache = append(cache, [[7, 8, 9, 1, 2], [3], [], []])
     cache, _ = kv.fork(cache, [0], [2])
     oracle.fork([0], [2])
-    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
-    cache = testing.write_tokens(cache, jnp.full((4, 1), 13), step)
-    oracle.extend([0], [[13]])
-    return cache, oracle
+    return append(cache, [[13], [], [], []]), oracle
 
 
 def expected(oracle):
@@ -226,7 +230,7 @@ def test_the_token_test_notices_one_wrong_number(name):
     cache, oracle = filled()
     block = int(cache.control.block_pools[0].block_table[2, 1])
     pool = cache.pools[0]
-    spoiled = getattr(pool, name).at[64 + block, 1, 0, 3].add(1)
+    spoiled = getattr(pool, name).at[config().num_blocks + block, 1, 0, 3].add(1)
     cache = dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=pool.arrays | {name: spoiled}),))
     what = "keys" if name == "k" else "values"
     assert testing.check_tokens(cache, expected(oracle)) == [f"row 2 reads wrong {what} in layer 1 at [4]"]

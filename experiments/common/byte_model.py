@@ -1,0 +1,49 @@
+"""The model of bytes that studies run, by --checkpoint another, and one sentence for one that does not fit.
+
+parser = command.Parser("experiments.some", __doc__)
+byte_model.add_option(parser)
+options = parser.parse_args(arguments)
+decoder = byte_model.load(parser, options.checkpoint)
+"""
+
+import argparse
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from experiments.common import command, corpus
+from experiments.decode_speed import dense_decoder
+from models import checkpoint
+from models.decoder import Decoder
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --checkpoint."""
+    parser.add_argument(
+        "--checkpoint", type=command.name, default=corpus.MODEL, metavar="DIR", help="another model of bytes"
+    )
+
+
+def load(
+    parser: argparse.ArgumentParser, folder: Path, *, beside: str | None = None, reads: bool = True
+) -> Decoder:
+    """Loads a model in float32, or ends the command with what is wrong.
+
+    Args:
+      parser: Of the command.
+      folder: The checkpoint.
+      beside: For one that is compared with layers of `dense_decoder`: what they are in the study.
+      reads: Whether the model reads texts, each byte a token.
+    """
+    try:
+        decoder = checkpoint.load(folder, dtype=jnp.float32)
+    except checkpoint.CheckpointError as error:
+        parser.error(str(error))
+    if beside is not None and (option := dense_decoder.missing_option(decoder.config)):
+        parser.error(
+            f"{folder} has {option}, which {beside} does not have, expected a model without: take a Llama, "
+            "Qwen or Mistral checkpoint whose layers see all tokens"
+        )
+    if reads and decoder.config.vocab_size < 256:
+        parser.error(f"{folder} has {decoder.config.vocab_size} tokens, expected one per byte, or more")
+    return decoder
