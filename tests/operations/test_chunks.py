@@ -340,11 +340,13 @@ def test_scarce_blocks_and_places_go_in_entry_order():
     assert statuses(stored.status) == [OK, out, OK, OK]
     assert stored.chunk_ids.tolist() == [0, NUM_CHUNKS, 1, 2] and texts.num_free() == [0]
     texts.check()
-    cache, status = compose(texts.cache, [3, ROWS], [[0] * 3] * 2, [[9, 21, 33]] * 2, rotate=ROTATE)
-    assert statuses(status)[0] == kv.Status.TOO_LONG
-    ids = np.array([[0, NUM_CHUNKS, NUM_CHUNKS]] * 2)
-    cache, status = compose(texts.cache, [3, ROWS], ids, [[9] * 3] * 2, rotate=ROTATE)
-    assert statuses(status)[0] == out
+    rows = np.array([3, ROWS])
+    for chunks, starts, outcome in (
+        ([0, 0, 0], [9, 21, 33], kv.Status.TOO_LONG),
+        ([0, NUM_CHUNKS, NUM_CHUNKS], [9, 9, 9], out),
+    ):
+        cache, status = compose(texts.cache, rows, *np.array([[chunks] * 2, [starts] * 2]), rotate=ROTATE)
+        assert statuses(status)[0] == outcome
     assert_same(cache, texts.cache)
 
     names = np.repeat(100 + np.arange(4)[:, None], MAX_CHUNK, axis=1)
@@ -410,9 +412,8 @@ def test_evicted_prefixes_do_not_take_chunks_along():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [ONE_GROUP, PUBLISHED], ids=["group", "groups"])
-def test_scrubbing_a_namespace_forgets_its_chunks_and_no_others(options):
-    texts = grown(Texts(options))
+def test_scrubbing_a_namespace_forgets_its_chunks_and_no_others():
+    texts = grown(Texts(PUBLISHED))
     mine = kv.namespace(tenant="b")
     texts.start([2], namespace=mine)
     texts.grow([0, 0, 9, 0])
@@ -458,9 +459,10 @@ def test_a_composed_row_that_is_computed_again_is_the_prefilled_one():
     names = np.zeros((4, MAX_CHUNK), int)
     for i, (start, n) in enumerate(pieces):
         names[i, :n] = prompt[0, start : start + n]
-    cache, stored = store(cache, [0, 0, 0, ROWS], [13, 7, 0, 0], [13, 6, 7, 0], names)
-    ids = np.stack([stored.chunk_ids[:3]] * 2)
-    cache, status = compose(cache, [2, ROWS], ids, [[0, 13, 19]] * 2, rotate=ROTATE)
+    spans = np.array([(0, 13, 13), (0, 7, 6), (0, 0, 7), (ROWS, 0, 0)])
+    cache, stored = store(cache, *spans.T, names)
+    ids, starts = np.array([stored.chunk_ids.tolist()[:3]] * 2), np.array([[0, 13, 19]] * 2)
+    cache, status = compose(cache, np.array([2, ROWS]), ids, starts, rotate=ROTATE)
     assert statuses(status)[0] == OK
     prefilled = contents(cache, 1)
 
