@@ -21,25 +21,28 @@ OUTSIDE = -(2**31), -7, -1, 7, 8, 2**31 - 1
 
 
 def test_reads_outside_give_the_fill():
-    array = jnp.arange(7, dtype=jnp.int32) + 10
-    places = [0, *OUTSIDE, 6, 3]
-    assert get_at(array, jnp.array(places), 5).tolist() == [10, *[5] * len(OUTSIDE), 16, 13]
-    without_fill = get_at(array, jnp.array(places)).tolist()
+    array = np.arange(10, 17, dtype=np.int32)
+    places = np.array([0, *OUTSIDE, 6, 3], np.int32)
+    read = jax.jit(get_at)
+    assert read(array, places, 5).tolist() == [10, *[5] * len(OUTSIDE), 16, 13]
+    without_fill = read(array, places).tolist()
     assert set(without_fill) <= {*range(10, 17)} and without_fill[-2:] == [16, 13]
-    table = jnp.arange(14, dtype=jnp.int32).reshape(7, 2)
-    assert get_at(table, jnp.array([2, 7, -1]), 9).tolist() == [[4, 5], [9, 9], [9, 9]]
-    rows, columns = jnp.array([[1], [7], [2]]), jnp.array([[-1, 0, 1, 2]])
-    assert get_at(table, (rows, columns), 9).tolist() == [[9, 2, 3, 9], [9] * 4, [9, 4, 5, 9]]
+    table = np.arange(14, dtype=np.int32).reshape(7, 2)
+    assert read(table, np.array([2, 7, -1], np.int32), 9).tolist() == [[4, 5], [9, 9], [9, 9]]
+    rows, columns = np.array([[1], [7], [2]], np.int32), np.array([[-1, 0, 1, 2]], np.int32)
+    assert read(table, (rows, columns), 9).tolist() == [[9, 2, 3, 9], [9] * 4, [9, 4, 5, 9]]
 
 
 @pytest.mark.parametrize("how", ["set", "add", "min", "max"])
 def test_updates_skip_what_is_outside(how):
-    update = getattr(masked_updates, f"{how}_at")
-    array = jnp.array([4, 4, 4, 4, 4, 4, 4], jnp.int32)
+    update = jax.jit(getattr(masked_updates, f"{how}_at"))
+    array = np.full(7, 4, np.int32)
     kept = {"set": 9, "add": 13, "min": 4, "max": 9}[how]
-    assert update(array, jnp.array([*OUTSIDE, 5]), 9).tolist() == [4, 4, 4, 4, 4, kept, 4]
-    assert update(array, jnp.array(OUTSIDE), jnp.arange(len(OUTSIDE))).tolist() == [4] * 7
-    found = update(array.reshape(7, 1), (jnp.array([0, 7, 2, -1]), jnp.array([0, 0, 1, -1])), 9)
+    assert update(array, np.array([*OUTSIDE, 5], np.int32), 9).tolist() == [4, 4, 4, 4, 4, kept, 4]
+    values = np.arange(len(OUTSIDE), dtype=np.int32)
+    assert update(array, np.array(OUTSIDE, np.int32), values).tolist() == [4] * 7
+    places = np.array([0, 7, 2, -1], np.int32), np.array([0, 0, 1, -1], np.int32)
+    found = update(array.reshape(7, 1), places, 9)
     assert found[:, 0].tolist() == [kept, 4, 4, 4, 4, 4, 4]
 
 

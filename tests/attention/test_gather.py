@@ -7,7 +7,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core import backends
-from tests.support.helpers import append, assert_same, leaf_bytes, poison
+from tests.support.helpers import ROOMY, TokenDriver, append, assert_same, leaf_bytes, poison, tiny_config
 
 HEADS, DIM = 2, 5
 
@@ -41,11 +41,9 @@ def test_gather_is_zero_where_no_token_is():
 
 
 def test_a_traced_layer_that_does_not_exist_holds_nothing():
-    config = kv.CacheConfig([kv.FullAttention(HEADS, DIM)] * 2, num_blocks=4, block_size=4, max_seqs=1)
-    cache, _ = kv.allocate(kv.init(config), [0], [3])
-    ones = np.ones((2, 1, 3, HEADS, DIM), np.float32)
-    cache, _ = kv.append(cache, ones, ones, [3])
-    gather = jax.jit(lambda layer: kv.gather(cache, 0, layer))
+    driver = TokenDriver(tiny_config(**ROOMY))
+    driver.start(0, 3)
+    gather = jax.jit(lambda layer: kv.gather(driver.cache, 0, layer))
     assert [int(gather(layer)[2]) for layer in (0, 1, 2, -1, 2**31 - 1)] == [3, 3, 0, 0, 0]
 
 

@@ -10,13 +10,12 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.support.dense_reference import dense_attention
+from tests.support.helpers import ROOMY
 
 LATENT, ROPE, NOPE, VALUE, HEADS, WIDTH = 12, 4, 6, 10, 3, 7
 SCALE = (NOPE + ROPE) ** -0.5
-CONFIG = kv.CacheConfig(
-    [kv.LatentAttention(LATENT, ROPE)] * 2, num_blocks=24, block_size=4, max_seqs=3, max_seq_len=32
-)
-CHUNKS = ([7, 0, 3], [5, 2, 0], [1, 7, 1], [7, 1, 1])
+CONFIG = kv.CacheConfig([kv.LatentAttention(LATENT, ROPE)] * 2, **ROOMY)
+CHUNKS = ([7, 0, 3, 0], [5, 2, 0, 0], [1, 7, 1, 0], [7, 1, 1, 0])
 
 
 @functools.cache
@@ -25,15 +24,15 @@ def numbers():
     shapes = {
         "w_k": (LATENT, HEADS, NOPE),
         "w_v": (LATENT, HEADS, VALUE),
-        "latent": (len(CHUNKS), 3, WIDTH, 1, LATENT + ROPE),
-        "q_nope": (len(CHUNKS), 3, WIDTH, HEADS, NOPE),
-        "q_rope": (len(CHUNKS), 3, WIDTH, HEADS, ROPE),
+        "latent": (len(CHUNKS), 4, WIDTH, 1, LATENT + ROPE),
+        "q_nope": (len(CHUNKS), 4, WIDTH, HEADS, NOPE),
+        "q_rope": (len(CHUNKS), 4, WIDTH, HEADS, ROPE),
     }
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def run(params, cache, *, is_absorbed):
-    """The results of layer 1 in each of the chunks `[chunks, 3, WIDTH, HEADS, VALUE]`."""
+    """The results of layer 1 in each of the chunks `[chunks, 4, WIDTH, HEADS, VALUE]`."""
 
     def step_fn(cache, inputs):
         num_new, latent, q_nope, q_rope = inputs
@@ -82,8 +81,10 @@ def started():
 @pytest.mark.quick_cases("absorbed")
 @pytest.mark.parametrize("is_absorbed", [True, False], ids=["absorbed", "expanded"])
 def test_it_is_dense_attention(is_absorbed):
-    out = jax.jit(functools.partial(run, is_absorbed=is_absorbed))(numbers(), started())
-    for got, want in zip(rows_of(out), dense(numbers()), strict=True):
+    def of_cache(params, cache):
+        return rows_of(run(params, cache, is_absorbed=is_absorbed))
+
+    for got, want in zip(jax.jit(of_cache)(numbers(), started()), jax.jit(dense)(numbers()), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -98,7 +99,7 @@ def test_its_gradients_are_those_of_dense_attention(is_absorbed):
     def of_cache(params):
         return loss(rows_of(run(params, started(), is_absorbed=is_absorbed)))
 
-    got, want = jax.jit(jax.grad(of_cache))(numbers()), jax.grad(lambda p: loss(dense(p)))(numbers())
+    got, want = (jax.jit(jax.grad(f))(numbers()) for f in (of_cache, lambda p: loss(dense(p))))
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-4, atol=2e-4, err_msg=name)
 
@@ -120,9 +121,15 @@ def test_a_token_stores_what_deepseek_v3_s_does():
     ],
 )
 def test_weights_of_other_shapes_are_refused(weights, message):
-    cache, step = kv.extend(started(), [1, 0, 0], max_new=1)
-    latent = jnp.ones((3, 1, 1, LATENT + ROPE))
+    q, latent = (
+        np.ones((4, 1, heads, width), np.float32)
+        for heads, width in ((HEADS, NOPE + ROPE), (1, LATENT + ROPE))
+    )
+
+    def trace(function):
+        jax.eval_shape(lambda: function(*kv.extend(kv.init(CONFIG), [1, 0, 0, 0], max_new=1)))
+
     with pytest.raises(ValueError, match=message):
-        kv.attention(cache, 0, jnp.ones((3, 1, HEADS, NOPE + ROPE)), latent, None, step, weights=weights)
+        trace(lambda cache, step: kv.attention(cache, 0, q, latent, None, step, weights=weights))
     with pytest.raises(TypeError, match=r"v is a .*, expected None: LatentAttention\(12 \+ 4\) layers"):
-        kv.write(cache, 0, latent, latent, step)
+        trace(lambda cache, step: kv.write(cache, 0, latent, latent, step))

@@ -130,7 +130,7 @@ def test_what_a_row_with_moved_sinks_refuses():
     assert statuses(kv.compress(texts.cache, [0], scores, [8])[1]) == [BAD_LENGTH]
     assert bits(texts.cache.control) == before
     texts.cache, status = kv.compress(texts.cache, [1], scores, [5])
-    texts.cache, step = kv.extend(texts.cache, [0, 2, 0], max_new=WIDTH)
+    step = texts.extend([0, 2, 0])
     assert statuses([*status, step.status[1]]) == [OK] * 2
     assert texts.drop(1, 16, 1) == BAD_LENGTH
 

@@ -184,6 +184,12 @@ def test_operations_of_other_caches_refuse_and_take_the_same(name):
     mapped = jax.eval_shape(jax.vmap(operation), stacked)
     _, scanned = jax.eval_shape(lambda x: jax.lax.scan(lambda _, x: (None, operation(x)), None, x), stacked)
     assert jax.tree.leaves(mapped) == jax.tree.leaves(scanned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_operations_of_other_caches_say_that_those_were_donated(name):
+    config, operation = OF_OTHERS[name]
     donated = kv.init(config)
     kv.donate(lambda cache: cache)(donated)
     with pytest.raises(ValueError, match=f"^{name} got a cache that was donated, .*call returned"):

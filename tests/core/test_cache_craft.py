@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ A, B = 8 / 16, 8 / 16
 
 
 def test_three_chunks_by_hand():
-    impact = float(kv.context_impact(A, B))
+    impact = float(jax.jit(kv.context_impact)(A, B))
     np.testing.assert_allclose(impact, 1 / (1 + math.exp(-1)), rtol=1e-6)
     cases = {  # places of chunks 0 and 1 now: beta'
         (0, 1): 1.0,  # the same in front, nothing to do
@@ -23,7 +24,7 @@ def test_three_chunks_by_hand():
         (-1, 0): 0.25,
         (-1, -1): 0.0,
     }
-    overlap = kv.prefix_overlap(INTER, list(cases))
+    overlap = jax.jit(kv.prefix_overlap)(np.array(INTER, np.float32), np.array([*cases]))
     np.testing.assert_allclose(overlap, list(cases.values()), rtol=1e-6)
     overhead = kv.fix_overhead(impact, overlap)
     np.testing.assert_allclose(overhead, [impact * (1 - x) for x in cases.values()], rtol=1e-6)

@@ -1,5 +1,6 @@
 """Shared layers: what they refuse, and that they take no memory."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,9 +71,12 @@ def test_new_keys_and_values_are_refused_and_those_of_own_layers_are_read():
     for refused in (kv.write, lambda cache, layer, k, v, step: kv.attention(cache, layer, k, k, v, step)):
         with pytest.raises(ValueError, match=message):
             refused(cache, 3, x, x, step)
+
+    def write(cache):
+        return kv.write(cache, jnp.int32(1), x, x, kv.extend(cache, [0, 0], max_new=5)[1])
+
     with pytest.raises(ValueError, match="layer is an array and the config has 1 shared layers"):
-        one_group = kv.init(config([FULL, kv.SharedWith(0)]))
-        kv.write(one_group, jnp.int32(1), x, x, kv.extend(one_group, [0, 0], max_new=5)[1])
+        jax.eval_shape(write, kv.init(config([FULL, kv.SharedWith(0)])))
     cache = testing.write_tokens(cache, jnp.arange(10).reshape(2, 5), step)
     assert testing.check_tokens(cache, {0: range(5), 1: range(5, 7)}) == []
     for shared, owner in ((1, 0), (3, 2), (4, 0)):

@@ -144,9 +144,12 @@ def test_what_stands_in_the_wrong_place_is_named(small):
             kv.attention(cache, 0, q, k, k, wrong)
         with pytest.raises(TypeError, match=f"got a {type(wrong).__name__}, expected a Cache"):
             kv.fork(wrong, [0], [1])
-    other_step = kv.extend(started(MIXED), [1, 1, 1], max_new=2)[1]
+
+    def step_of(config):
+        return jax.eval_shape(lambda: kv.extend(kv.init(config), [1, 1, 1], max_new=2, seq_ids=[0, 1, 2])[1])
+
     with pytest.raises(ValueError, match="step has 2 layer groups, expected 1"):
-        kv.attend(cache, 0, q, other_step)
+        kv.attend(cache, 0, q, step_of(MIXED))
     for sizes, got, expected in (
         (dict(num_blocks=7), "num_blocks = 7", "num_blocks = 6"),
         (
@@ -155,8 +158,7 @@ def test_what_stands_in_the_wrong_place_is_named(small):
             "max_seqs = 3, max_seq_len = 20",
         ),
     ):
-        other = kv.init(dataclasses.replace(SMALL, **sizes))
-        other_step = kv.extend(other, [1, 1, 1], max_new=2, seq_ids=[0, 1, 2])[1]
+        other_step = step_of(dataclasses.replace(SMALL, **sizes))
         for call in (
             lambda step: kv.attention(cache, 0, q, k, k, step),
             lambda step: kv.attend(cache, 0, q, step),
@@ -480,7 +482,7 @@ def test_windows_reach_as_far_as_positions():
         config = kv.CacheConfig([kind], num_blocks=4, block_size=4, max_seqs=2, max_seq_len=32)
         cache, _ = kv.allocate(kv.init(config, storage=False), [0, 1], [8, 8])
         cache, step = kv.extend(cache, [8, 8], max_new=8)
-        cache, full = kv.extend(cache, [1, 1], max_new=1)
+        cache, full = kv.extend(cache, [1, 1], max_new=8)
         assert statuses(step.status) == [Status.OK] * 2
         assert statuses(full.status) == [Status.OUT_OF_BLOCKS] * 2
         assert kv.check_invariants(cache) == []

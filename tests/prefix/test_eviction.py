@@ -22,7 +22,7 @@ from tests.support.prefix_script import (
     prefix_config,
     random_prefix_operation,
 )
-from tests.support.random_script import ROWS, padded
+from tests.support.random_script import ENTRIES, ROWS, padded
 
 LAYERS = [kv.FullAttention(1, 5)]
 
@@ -51,10 +51,14 @@ KEYS = {**EVICTION_KEYS, MIXED: mixed_key, ALIKE: EVICTION_KEYS["lru"]}
 class PolicyDriver(PrefixDriver):
     """How tokens are laid out, which test_prefix_scripts.py varies, is nothing to a policy."""
 
-    left_out = ("allocate", "extend_some", "extend_packed")
+    left_out = ("allocate", "extend_some", "extend_packed", "rewrite")
 
     def extend(self, num_new):
         return super().extend(num_new, WIDTH)
+
+    def apply(self, name, *args):
+        if (name, args[:1]) != ("commit", (None,)):  # nor whether rows are named
+            super().apply(name, *args)
 
 
 def script_config(policy, batch):
@@ -63,12 +67,12 @@ def script_config(policy, batch):
 
 # Scripts of lru, which ALIKE must equal, are in test_prefix_scripts.py; MIXED keeps all that others do.
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "batch"), [("hyperbolic", 1), (ALIKE, 1), ("lfu", 3), (MIXED, 4)])
+@pytest.mark.parametrize(("policy", "batch"), [(ALIKE, 1), ("lfu", 3), (MIXED, 4)])
 def test_a_random_script(policy, batch):
     """The contents that stay are those that the oracle keeps, after every operation."""
     rng = np.random.default_rng(5)
     driver = PolicyDriver(script_config(policy, batch), KEYS[policy])
-    for _ in range(600):
+    for _ in range(800):
         driver.apply(*random_prefix_operation(rng, driver))
     assert driver.num_hits > 20 and driver.oracle.num_evictions > 20
     assert driver.oracle.num_adoptions > 10
@@ -101,11 +105,15 @@ MIXED_CONFIG = config_of(MIXED, eviction_batch=2)
 
 @kv.donate
 def serve_each(cache, prompts, lengths, priorities):
-    """Requests from beginning to end, one after the other; those without tokens are skipped."""
+    """Requests from beginning to end, one after the other; those without tokens are skipped.
+
+    One of a negative priority begins without an end, in row 1.
+    """
 
     def serve_one(cache, request):
         prompt, length, priority = request
-        row = jnp.where(length > 0, 0, cache.max_seqs)  # max_seqs: skipped
+        nobody = cache.max_seqs
+        row = jnp.where(length > 0, jnp.where(priority < 0, 1, 0), nobody)
         cache, admission = kv.allocate(
             cache, row[None], length[None], tokens=prompt[None], priority=priority[None]
         )
@@ -113,7 +121,7 @@ def serve_each(cache, prompts, lengths, priorities):
         num_new = length - admission.num_cached
         cache, step = kv.extend(cache, num_new, max_new=prompt.shape[0], seq_ids=row[None], tokens=new)
         cache, _ = kv.commit(cache, row[None])
-        cache, _ = kv.free(cache, row[None])
+        cache, _ = kv.free(cache, jnp.where(priority < 0, nobody, row)[None])
         return cache, jnp.maximum(admission.status[0], step.status[0])
 
     return jax.lax.scan(serve_one, cache, (prompts, lengths, priorities))
@@ -167,23 +175,22 @@ def check_that_it_goes(cache, contents, held, gone):
 
 def serve_in_steps(cache, prompts):
     """Serves prompts by the programs of the random scripts."""
-    words = np.array([NAMESPACES[0]] * 2, np.uint32)
+    words, row = np.array([NAMESPACES[0]] * ENTRIES, np.uint32), np.array([0, *[ROWS] * (ENTRIES - 1)])
     for prompt in prompts:
-        tokens = padded([prompt, ()], PROMPT_WIDTH)
         cache, admission = allocate(
             cache,
-            np.array([0, ROWS]),
-            np.array([len(prompt), 0]),
-            tokens=tokens,
+            row,
+            np.array([len(prompt), *[0] * (ENTRIES - 1)]),
+            tokens=padded([prompt, *[()] * (ENTRIES - 1)], PROMPT_WIDTH),
             namespace=words,
-            priority=np.zeros(2, int),
+            priority=np.zeros(ENTRIES, int),
         )
         new = prompt[int(admission.num_cached[0]) :]
         num_new = np.array([len(new), *[0] * (ROWS - 1)])
         cache, status = append_donated(cache, padded([new, *[()] * (ROWS - 1)], WIDTH), num_new)
         assert not int(admission.status[0]) and not int(status[0])
-        cache, _ = commit(cache, np.array([0, *[ROWS] * 3]), final_len=np.full(4, 2**31 - 1))
-        cache, _ = kv.free(cache, [0, ROWS])
+        cache, _ = commit(cache, row, final_len=np.full(ENTRIES, 2**31 - 1))
+        cache, _ = kv.free(cache, row)
     return cache
 
 
@@ -235,10 +242,7 @@ def test_a_parent_counts_as_its_most_valuable_child(batch):
 
 def test_a_parent_of_two_does_not_compete_while_one_is_left():
     """It is older than both of them."""
-    cache = serve(
-        kv.init(config_of("fifo", eviction_batch=1), storage=False),
-        [((*A, 4, 4), 0), ((*A, 6, 6), 0), (B, 0)],
-    )
+    cache = serve(kv.init(config_of("fifo"), storage=False), [((*A, 4, 4), 0), ((*A, 6, 6), 0), (B, 0)])
     cache, num_evicted = kv.evict(cache, 2)
     assert int(num_evicted) == 2 and not kv.check_invariants(cache)
     assert cached_lens(cache, [A, B]) == {A: 2, B: 2}
@@ -246,9 +250,8 @@ def test_a_parent_of_two_does_not_compete_while_one_is_left():
 
 def test_a_parent_that_a_row_holds_does_not_compete():
     """It is older than all that is cached, and its last child goes first."""
-    cache = serve(kv.init(config_of("fifo"), storage=False), [((*A, 4, 4), 0), (B, 0)])
-    cache, admission = kv.allocate(cache, [1], [3], tokens=[[*A, 5]])
-    assert admission.num_cached.tolist() == [2]
+    cache = serve(kv.init(config_of("fifo"), storage=False), [((*A, 4, 4), 0), (B, 0), ((*A, 5), -1)])
+    assert cache.context_len.tolist() == [0, 3, 0, 0]
     cache, num_evicted = kv.evict(cache, 2)
     assert int(num_evicted) == 2 and not kv.check_invariants(cache)
     assert cached_lens(cache, [A, B]) == {A: 2, B: 0}
@@ -256,8 +259,9 @@ def test_a_parent_that_a_row_holds_does_not_compete():
 
 @pytest.mark.slow
 def test_a_parent_whose_children_go_together_goes_once():
-    cache = kv.init(config_of("priority", eviction_batch=2), storage=False)
+    cache = kv.init(config_of("priority"), storage=False)
     cache = serve(cache, [((*A, 4, 4), 0), ((*A, 6, 6), 0), (B, 1), (C, 2)])
+    cache = dataclasses.replace(cache, config=config_of("priority", eviction_batch=2))
     cache, num_evicted = kv.evict(cache, 4)
     assert int(num_evicted) == 4 and not kv.check_invariants(cache)
     assert cached_lens(cache, [A, B, C]) == {A: 0, B: 0, C: 2}
@@ -266,13 +270,14 @@ def test_a_parent_whose_children_go_together_goes_once():
 def test_the_least_are_taken_in_order():
     """Of three groups, the last of them not full, as some leave and some enter, in part again."""
     rng, num_blocks = np.random.default_rng(1), 600
-    pop, push = jax.jit(victim_heap.pop, static_argnums=2), jax.jit(victim_heap.push)
+    start, push = jax.jit(victim_heap.start), jax.jit(victim_heap.push)
+    pop = jax.jit(victim_heap.pop, static_argnums=2)
     for trial in range(6):
         keys = rng.choice([-(2**31), -5, -1, 0, 1, 7, 2**31 - 1], num_blocks).astype(np.int32)
         recency = rng.permutation(num_blocks).astype(np.int32) * (2**31 // num_blocks)
         is_left = rng.random(num_blocks) < (0.05 if trial else 0)
         left = set(np.flatnonzero(is_left).tolist())
-        heap = victim_heap.start(*map(jnp.asarray, (is_left, keys, recency)))
+        heap = start(is_left, keys, recency)
         for _ in range(40):
             is_wanted = bool(rng.random() < 0.8)
             heap, taken = pop(heap, jnp.bool_(is_wanted), num_blocks)

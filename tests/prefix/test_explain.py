@@ -8,26 +8,23 @@ import pytest
 
 import kvcache_jax as kv
 from tests.support.helpers import assert_same, leaf_bytes
-from tests.support.prefix_user import TENANT_A, TENANT_B, PrefixUser
+from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser
 from tests.support.random_script import padded
 
-CONFIG = kv.CacheConfig(
-    [kv.FullAttention(1, 5)] * 2,
-    num_blocks=12,
-    block_size=4,
-    max_seqs=4,
-    max_seq_len=48,
-    enable_prefix_caching=True,
-)
 WHY = "never committed, or evicted, reset or scrubbed since."
 NOTHING = f"Nothing is cached in this namespace: {WHY}"
 ELSEWHERE = "More of it is cached in another namespace, where this one may not look."
 
 
+def ask(user, text, **options):
+    """One width for all prompts, so that one program looks them up."""
+    return kv.explain(user.cache, user.prompts([text])[0], len(text), **options)
+
+
 def explain(user, text, namespace=None):
     """The sentences; the figure in the first is what `allocate` finds."""
     before = leaf_bytes(user.cache)
-    said = kv.explain(user.cache, np.array([*text, 77, 78], np.int32), len(text), namespace)
+    said = ask(user, text, namespace=namespace)
     assert_same(before, user.cache)
     found = user.lookup(text, namespace)
     assert said.startswith(f"{found} of {len(text)} tokens are cached")
@@ -90,11 +87,12 @@ def test_what_was_evicted_or_is_not_committed():
     assert explain(user, text) == "0 " + gone.format(0)
     assert explain(user, [*text[:3], 99, 5, 6]) == nothing.replace("13", "6")
     assert explain(user, text, TENANT_A) == nothing
-    user.admit(0, [50 + token for token in range(48)])
-    user.fill(0)  # all blocks, and none is published
+    for row in range(2):
+        user.admit(row, [50, *range(100 * row + 100, 100 * row + 147)])
+    user.fill(0, 1)  # all blocks, and none is published
     assert explain(user, text) == "0 " + gone.format(0)
-    user.commit(0)
-    user.free(0)
+    user.commit(0, 1)
+    user.free(0, 1)
     assert explain(user, text) == f"0 of 13 tokens are cached. {DIFFERS.format(0, 1, 50)}"
 
 
@@ -191,7 +189,7 @@ def test_the_words_of_items_are_not_told():
     user.start(0, [1, *image, 5])
     for prompt, position, has in (([1, *other, 5], 1, "a word of an item"), ([1, 2, 3, 4, 5], 1, "token 2")):
         expected = f"At position {position} the prompt has {has}, where the nearest cached sequence has"
-        assert kv.explain(user.cache, prompt) == f"0 of 5 tokens are cached. {expected} a word of an item."
+        assert ask(user, prompt) == f"0 of 5 tokens are cached. {expected} a word of an item."
 
 
 def test_an_item_that_would_be_cut():
@@ -201,17 +199,17 @@ def test_an_item_that_would_be_cut():
     user.start(0, [1, 2, *image, 9, 9, 9])
     prompt = [1, 2, *image, 7, 7, 7]
     items = [[2, 7]]
-    found = kv.lookup(user.cache, np.array([prompt]), [10], items=[items])
+    found = kv.lookup(user.cache, user.prompts([prompt]), [10], items=[items])
     differs = DIFFERS.format(7, 7, 9)
     cut = "The blocks of 4 are there, but what is reused must not end within an item."
     assert found.tolist() == [0]
-    assert kv.explain(user.cache, prompt, items=items) == f"0 of 10 tokens are cached. {cut} {differs}"
-    assert kv.explain(user.cache, prompt) == f"4 of 10 tokens are cached. {differs}"
-    assert kv.explain(user.cache, prompt[:5], items=[[2, 5]]) == f"0 of 5 tokens are cached. {cut}"
-    assert kv.explain(user.cache, prompt, items=[]) == kv.explain(user.cache, prompt)
+    assert ask(user, prompt, items=items) == f"0 of 10 tokens are cached. {cut} {differs}"
+    assert ask(user, prompt) == f"4 of 10 tokens are cached. {differs}"
+    assert ask(user, prompt[:5], items=[[2, 5]]) == f"0 of 5 tokens are cached. {cut}"
+    assert ask(user, prompt, items=[]) == ask(user, prompt)
     for wrong, shape in (([2, 7], r"\(2,\)"), ([items], r"\(1, 1, 2\)")):
         with pytest.raises(ValueError, match=rf"items has shape {shape}, expected \(any, 2\)"):
-            kv.explain(user.cache, prompt, items=wrong)
+            ask(user, prompt, items=wrong)
 
 
 @pytest.mark.slow

@@ -5,17 +5,9 @@ import pytest
 
 import kvcache_jax as kv
 from tests.support.helpers import assert_invariants
-from tests.support.random_script import padded
+from tests.support.prefix_user import CONFIG, PrefixUser
 
-CONFIG = kv.CacheConfig(
-    [kv.FullAttention(1, 4)],
-    num_blocks=40,
-    block_size=4,
-    max_seqs=4,
-    max_seq_len=40,
-    enable_prefix_caching=True,
-)
-WIDTH = 32  # of all prompts
+NO_ITEM = [0, 0]
 # Text at 0-4, an image at 5-14, text at 15-17, another image at 18-25, text.
 ITEMS = [[5, 15], [18, 26]]
 
@@ -27,9 +19,33 @@ def prompt(first=b"cat", second=b"dog", tail=(8, 9)):
 
 
 def published(tokens):
-    cache, _ = kv.allocate(kv.init(CONFIG), [0], [len(tokens)], tokens=padded([tokens], WIDTH), items=[ITEMS])
-    cache, _ = kv.extend(cache, [len(tokens)], max_new=WIDTH, seq_ids=[0], tokens=padded([tokens], WIDTH))
-    return kv.commit(cache, [0])[0]
+    user = PrefixUser(CONFIG)
+    user.start(0, tokens.tolist())
+    return user
+
+
+def two(user, tokens, items):
+    """Lengths, prompts and items of one or two rows, filled up to two, so that one program serves all."""
+    tokens, items = [*tokens, []][:2], [*items, *[[NO_ITEM] * 2] * 2][:2]
+    return [len(each) for each in tokens], user.prompts(tokens), np.array(items)
+
+
+def look_up(user, tokens, items):
+    lengths, prompts, items = two(user, tokens, items)
+    return kv.lookup(user.cache, prompts, lengths, items=items).tolist()
+
+
+def allocate(user, rows, tokens, items):
+    """The cache, and what it found of each row's prompt: tokens and items."""
+    lengths, prompts, items = two(user, tokens, items)
+    rows = [*rows, CONFIG.max_seqs][:2]
+    cache, admission = kv.allocate(user.cache, rows, lengths, tokens=prompts, items=items)
+    return cache, admission.num_cached.tolist(), admission.num_items_cached.tolist()
+
+
+@pytest.fixture(scope="module")
+def user():
+    return published(prompt())
 
 
 @pytest.mark.parametrize(
@@ -42,13 +58,10 @@ def published(tokens):
         (prompt()[:14], 4, 0),  # 12 would end inside the first one
     ],
 )
-def test_a_hit_never_ends_inside_an_item(tokens, num_cached, num_items):
-    cache = published(prompt())
-    prompts = padded([tokens], WIDTH)
-    found = kv.lookup(cache, prompts, [len(tokens)], items=[ITEMS])
-    cache, admission = kv.allocate(cache, [1], [len(tokens)], tokens=prompts, items=[ITEMS])
-    assert found.tolist() == admission.num_cached.tolist() == [num_cached]
-    assert admission.num_items_cached.tolist() == [num_items]
+def test_a_hit_never_ends_inside_an_item(user, tokens, num_cached, num_items):
+    cache, *found = allocate(user, [1], [tokens], [ITEMS])
+    assert found == [[num_cached, 0], [num_items, 0]]
+    assert look_up(user, [tokens], [ITEMS]) == [num_cached, 0]
     assert_invariants(cache)
 
 
@@ -71,16 +84,17 @@ def test_a_manager_takes_items_too():
 
 
 @pytest.mark.slow
-def test_rows_with_fewer_items_and_none():
-    cache, tokens = published(prompt()), padded([prompt()[:22]] * 2, WIDTH)
-    items = [[[5, 15], [0, 0]], ITEMS]
-    cache, admission = kv.allocate(cache, [1, 2], [22, 22], tokens=tokens, items=items)
-    assert admission.num_cached.tolist() == [20, 16]
-    assert admission.num_items_cached.tolist() == [1, 1]
-    _, admission = kv.allocate(cache, [3], [22], tokens=tokens[:1])
-    assert (admission.num_cached.tolist(), admission.num_items_cached.tolist()) == ([20], [0])
+def test_rows_with_fewer_items_and_none(user):
+    tokens = prompt()[:22]
+    _, *found = allocate(user, [1, 2], [tokens] * 2, [[[5, 15], NO_ITEM], ITEMS])
+    assert found == [[20, 16], [1, 1]]
+    assert user.lookup(tokens.tolist()) == 20
+    _, admission = kv.allocate(
+        user.cache, user.padded([3]), user.padded([22], 0), tokens=user.prompts([tokens, [], [], []])
+    )
+    assert (admission.num_cached.tolist(), admission.num_items_cached.tolist()) == ([20, 0, 0, 0], [0] * 4)
     with pytest.raises(ValueError, match=r"items has \[15, 5\], expected .* 0 <= first <= end"):
-        kv.allocate(cache, [3], [22], tokens=tokens[:1], items=[[[0, 0], [15, 5]]])
+        allocate(user, [3], [tokens], [[NO_ITEM, [15, 5]]])
 
 
 def test_a_digest_is_no_token_id_and_has_a_word_per_position():
@@ -91,16 +105,10 @@ def test_a_digest_is_no_token_id_and_has_a_word_per_position():
 
 def test_an_item_of_another_size_is_another_item():
     """The same image in 12 positions and in 4: its first 4 keys are others."""
-    cache = kv.init(CONFIG)
-    tokens = np.concatenate([kv.item_tokens(b"cat", 12), [1, 2]]).astype(np.int32)
-    cache, _ = kv.allocate(cache, [0], [14], tokens=padded([tokens], WIDTH), items=[[[0, 12], [0, 0]]])
-    cache, _ = kv.extend(cache, [14], max_new=WIDTH, seq_ids=[0], tokens=padded([tokens], WIDTH))
-    cache, _ = kv.commit(cache, [0])
-    small = np.concatenate([kv.item_tokens(b"cat", 4), [1, 2]]).astype(np.int32)
-    found = kv.lookup(
-        cache, padded([small, tokens], WIDTH), [6, 14], items=[[[0, 4], [0, 0]], [[0, 12], [0, 0]]]
-    )
-    assert found.tolist() == [0, 12]
+    tokens = np.concatenate([kv.item_tokens(b"cat", 12), [1, 2]])
+    small = np.concatenate([kv.item_tokens(b"cat", 4), [1, 2]])
+    items = [[[0, 4], NO_ITEM], [[0, 12], NO_ITEM]]
+    assert look_up(published(tokens), [small, tokens], items) == [0, 12]
 
 
 def test_items_of_another_shape_are_refused():

@@ -10,10 +10,10 @@ from kvcache_jax.prefix import eviction
 from tests.support.prefix_script import (
     NAMESPACES,
     PROMPT_WIDTH,
+    SCRIPT_CONFIG,
     WIDTH,
     PrefixDriver,
     lookup,
-    prefix_config,
     random_prefix_operation,
 )
 from tests.support.random_script import ROWS, Driver, padded
@@ -34,8 +34,8 @@ EVENTS = {
 
 @pytest.mark.slow
 def test_a_short_random_script():
-    """Runs in `make test` and in `make mutants`, by the programs of the tests below."""
-    rng, driver = np.random.default_rng(3), PrefixDriver(prefix_config(num_blocks=17))
+    """What `make mutants` runs."""
+    rng, driver = np.random.default_rng(3), PrefixDriver(SCRIPT_CONFIG)
     for _ in range(900):
         driver.apply(*random_prefix_operation(rng, driver))
     assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10
@@ -62,7 +62,7 @@ class FreshDriver(PrefixDriver):
 
 @pytest.mark.slow
 def test_reuse_can_be_declined():
-    driver = FreshDriver(prefix_config(num_blocks=17))
+    driver = FreshDriver(SCRIPT_CONFIG)
     prompts = np.tile(driver.start({0: 9})[0], (3, 1))
     cache, admission = kv.allocate(
         driver.cache, [1, 2, 3], [9] * 3, tokens=prompts, reuse=[False, True, False]
@@ -73,7 +73,7 @@ def test_reuse_can_be_declined():
 
 @pytest.mark.slow
 def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
-    driver = FreshDriver(prefix_config(num_blocks=17))
+    driver = FreshDriver(SCRIPT_CONFIG)
     first, second, _ = map(list, driver.start({0: 4, 1: 4, 3: 2}))
     driver.apply("fork", [0], [2])
     driver.apply("reorder", [0, 1, 2], [3, 3, 3])  # block 0, that of row 1, block 0 again
@@ -89,7 +89,7 @@ def test_a_block_that_several_rows_drop_is_released_with_the_last_of_them():
 @pytest.mark.slow
 def test_lookup_finds_nothing_where_the_length_is_refused():
     """Fewer tokens than the prompt's length, or more of them than a row holds."""
-    driver = FreshDriver(prefix_config(num_blocks=17))
+    driver = FreshDriver(SCRIPT_CONFIG)
     prompt = np.array([[*driver.start({0: 9})[0], *range(1000, 1031)]])
     cache = driver.cache
     for width, length, expected in [
@@ -107,18 +107,9 @@ def test_lookup_finds_nothing_where_the_length_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_long_random_script(seed):
-    run_script(seed, 7_000)
-
-
-@pytest.mark.slow
-def test_a_random_script():
-    run_script(0, 1_750)
-
-
-def run_script(seed, num_steps):
-    rng, driver = np.random.default_rng(seed), PrefixDriver(prefix_config(num_blocks=13))
+def test_a_long_random_script():
+    num_steps = 4_000
+    rng, driver = np.random.default_rng(0), PrefixDriver(SCRIPT_CONFIG)
     for _ in range(num_steps):
         driver.apply(*random_prefix_operation(rng, driver))
     assert driver.num_hits > num_steps // 40, driver.num_hits
@@ -135,7 +126,7 @@ def test_a_random_script_in_small_batches(monkeypatch):
     monkeypatch.setattr(eviction, "_ENTRIES_ON_CPUS", 3)
     jax.clear_caches()
     try:
-        driver, rng = PrefixDriver(prefix_config(num_blocks=17)), np.random.default_rng(5)
+        driver, rng = PrefixDriver(SCRIPT_CONFIG), np.random.default_rng(5)
         for _ in range(700):
             driver.apply(*random_prefix_operation(rng, driver))
         assert min(driver.num_hits, driver.oracle.num_evictions, driver.oracle.num_adoptions) > 10

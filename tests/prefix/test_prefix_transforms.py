@@ -15,23 +15,32 @@ import kvcache_jax as kv
 from kvcache_jax import Status
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.operations import commit, evict, lookup, rows
-from tests.support.helpers import append_tokens, assert_same, leaf_bytes, statuses
-from tests.support.prefix_script import PrefixDriver, prefix_config, random_prefix_operation
-from tests.support.prefix_user import TENANT_A, TENANT_B
+from tests.support.helpers import append_donated, append_tokens, assert_same, leaf_bytes, statuses
+from tests.support.prefix_script import SCRIPT_CONFIG, PrefixDriver, prefix_config, random_prefix_operation
+from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B
 
 pytestmark = pytest.mark.contract
 
-CONFIG = kv.CacheConfig(
-    [kv.FullAttention(1, 5)],
-    num_blocks=20,
-    block_size=4,
-    max_seqs=4,
-    max_seq_len=32,
-    enable_prefix_caching=True,
-)
-WIDTH = 32  # of all prompts, so that tests share programs
+WIDTH = 48  # of all prompts, so that tests share programs, also those of `PrefixUser`
+NEW = 16  # tokens of a call, at most
 TEXTS = np.random.default_rng(3).integers(1, 3, (4, WIDTH)).astype(np.int32)
 TEXTS[1:, :8] = TEXTS[0, :8]
+
+
+def admit(cache, row, length, tokens, **options):
+    """One row's prompt, in a call for four."""
+    prompts = tokens[None].repeat(4, axis=0)
+    return kv.allocate(cache, [row, *[4] * 3], [length, *[0] * 3], tokens=prompts, **options)
+
+
+def append(cache, row, num_new, tokens):
+    """The first of the tokens, by the one row."""
+    num_new = np.where(np.arange(4) == row, num_new, 0).astype(np.int32)
+    return append_donated(cache, tokens[None, :NEW].repeat(4, axis=0), num_new)
+
+
+def commit_row(cache, row):
+    return kv.commit(cache, [row, *[4] * 3])
 
 
 LENGTHS = [[12, 9, 12, 11], [5, 12, 9, 12], [12, 12, 12, 12]]
@@ -59,7 +68,7 @@ def one_round(cache, now):
     )
     cache, forked = kv.fork(cache, *now["forked"])
     # The rest of each prompt, moved to the front.
-    columns = jnp.arange(WIDTH, dtype=jnp.int32)[None] + cache.context_len[:, None]
+    columns = jnp.arange(NEW, dtype=jnp.int32)[None] + cache.context_len[:, None]
     rest = jnp.take_along_axis(jnp.asarray(prompts[0]), jnp.minimum(columns, WIDTH - 1), axis=1)
     cache, appended = append_tokens(cache, rest, jnp.maximum(now["filled"] - cache.context_len, 0))
     cache, committed = kv.commit(cache, now["committed"], final_len=now["final_len"])
@@ -139,19 +148,9 @@ def test_x64_changes_no_dtype(policy):
 
 
 @pytest.mark.slow
-def test_vmap_over_independent_caches():
-    rounds = [rounds_of(np.roll(TEXTS, i, 1), LENGTHS[i], np.roll(REQUESTS, i, 2)) for i in range(3)]
-    caches, stacked = jax.tree.map(lambda *x: np.stack(x), *((kv.init(CONFIG), each) for each in rounds))
-    batched = jax.device_get(jax.jit(jax.vmap(play))(caches, stacked))
-    for i in range(3):
-        alone = play(kv.init(CONFIG), rounds[i])
-        assert kv.check_invariants(alone[0]) == []
-        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), jax.device_get(alone))
+def test_while_loops_over_independent_caches_under_vmap():
+    """Each leaves the cache that a scan over its rounds alone does."""
 
-
-@pytest.mark.slow
-def test_while_loop_equals_scan():
-    @jax.jit
     def play_in_loop(cache, rounds):
         def body(state):
             i, cache = state
@@ -159,7 +158,13 @@ def test_while_loop_equals_scan():
 
         return jax.lax.while_loop(lambda state: state[0] < NUM_ROUNDS, body, (jnp.int32(0), cache))[1]
 
-    assert_same(play_in_loop(kv.init(CONFIG), ROUNDS), play(kv.init(CONFIG), ROUNDS)[0])
+    rounds = [rounds_of(np.roll(TEXTS, i, 1), LENGTHS[i], np.roll(REQUESTS, i, 2)) for i in range(3)]
+    caches, stacked = jax.tree.map(lambda *x: np.stack(x), *((kv.init(CONFIG), each) for each in rounds))
+    batched = jax.device_get(jax.jit(jax.vmap(play_in_loop))(caches, stacked))
+    for i in range(3):
+        alone, _ = play(kv.init(CONFIG), rounds[i])
+        assert kv.check_invariants(alone) == []
+        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), jax.device_get(alone))
 
 
 @pytest.mark.slow
@@ -167,12 +172,12 @@ def test_a_cache_with_published_blocks_survives_export():
     cache, _ = play(kv.init(CONFIG), ROUNDS)
 
     def go_on(cache, tokens):
-        cache, freed = kv.free(cache, [0])
-        cache, admission = kv.allocate(cache, [0], [11], tokens=tokens, namespace=TENANT_A)
-        cache, committed = kv.commit(cache, [3])
+        cache, freed = kv.free(cache, [0, *[4] * 3])
+        cache, admission = admit(cache, 0, 11, tokens, namespace=TENANT_A)
+        cache, committed = commit_row(cache, 3)
         return cache, (freed, admission, committed)
 
-    tokens = jnp.asarray(TEXTS[:1])
+    tokens = TEXTS[0]
     restored = jax.export.deserialize(jax.export.export(jax.jit(go_on))(cache, tokens).serialize())
     got = restored.call(cache, tokens)
     assert got[0].config == CONFIG and int(got[1][1].num_cached[0]) > 0
@@ -182,28 +187,29 @@ def test_a_cache_with_published_blocks_survives_export():
 def test_nothing_recompiles_whatever_the_prompts():
     programs = None
     cache = kv.init(CONFIG)
-    step_fn = kv.donate(append_tokens)
     for i in range(16):
-        tokens = np.full((1, WIDTH), i % 3, np.int32)
-        cache, admission = kv.allocate(cache, [i % 4], [2 * i % 31], tokens=tokens)
-        kv.lookup(cache, tokens, [i])
-        num_new = np.zeros(4, np.int32)
-        num_new[i % 4] = 2 * i % 31 - int(admission.num_cached[0])
-        cache, _ = step_fn(cache, jnp.tile(tokens, (4, 1)), jnp.asarray(num_new))
-        cache, _ = kv.commit(cache, [i % 4])
+        tokens, row = np.full(WIDTH, i % 3, np.int32), i % 4
+        cache, admission = admit(cache, row, i % 31, tokens)
+        kv.lookup(cache, tokens[None], [i])
+        cache, _ = append(cache, row, i % 31 - int(admission.num_cached[0]), tokens)
+        cache, _ = commit_row(cache, row)
         cache, _ = kv.evict(cache, i % 3)
-        cache, _ = kv.free(cache, [(i + 2) % 4])
-        jitted = [step_fn, rows._run, commit._commit, lookup._lookup, evict._evict]
+        cache, _ = kv.free(cache, [(i + 2) % 4, *[4] * 3])
+        jitted = [append_donated, rows._run, commit._commit, lookup._lookup, evict._evict]
         sizes = [fn._cache_size() for fn in jitted]
         programs = programs or sizes
         assert sizes == programs
 
 
 def test_operations_hand_the_pools_on_by_reference():
-    cache, _ = kv.allocate(kv.init(CONFIG), [0], [12], tokens=TEXTS[:1])
-    cache, _ = append_tokens(cache, jnp.asarray(TEXTS), jnp.array([12, 0, 0, 0]))
+    cache, _ = append(admit(kv.init(CONFIG), 0, 12, TEXTS[0])[0], 0, 12, TEXTS[0])
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)]
-    for name, args in (("commit", ([0],)), ("free", ([0],)), ("evict", (1,)), ("reset_prefix_cache", ())):
+    for name, args in (
+        ("commit", ([0, 4, 4, 4],)),
+        ("free", ([0, 4, 4, 4],)),
+        ("evict", (1,)),
+        ("reset_prefix_cache", ()),
+    ):
         cache, _ = getattr(kv, name)(cache, *args)
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)] == before, name
 
@@ -257,7 +263,7 @@ def test_compiled_operations_copy_no_array_of_blocks(name, num_rows):
 @pytest.mark.parametrize("start", [2**32 - 4, 2**31 - 3])
 def test_the_queue_wraps(start):
     """Random operations against the oracle while the positions of the eviction queue pass 2**32."""
-    rng, driver = np.random.default_rng(start % 97), PrefixDriver(prefix_config(num_blocks=17))
+    rng, driver = np.random.default_rng(start % 97), PrefixDriver(SCRIPT_CONFIG)
     pool = driver.cache.control.block_pools[0]
     # Two arrays: what is donated must not be there twice.
     cached = dataclasses.replace(pool.cached, head=jnp.uint32(start), tail=jnp.uint32(start))
@@ -315,16 +321,15 @@ def test_a_full_queue_is_swept_in_place(monkeypatch, per_sweep, start):
 
 def test_calls_that_change_nothing_sweep_nothing():
     """One prompt is found and freed again and again, so stale entries fill the queue; nothing is evicted."""
-    cache, tokens, tails = kv.init(CONFIG), np.ones((1, WIDTH), np.int32), []
+    cache, tokens, tails = kv.init(CONFIG), np.ones(WIDTH, np.int32), []
     for _ in range(40):
-        cache, admission = kv.allocate(cache, [0], [9], tokens=tokens)
-        num_new = 9 - int(admission.num_cached[0])
-        cache, _ = append_tokens(cache, np.tile(tokens, (4, 1)), np.array([num_new, 0, 0, 0], np.int32))
-        assert_same(kv.commit(cache, [1])[0], cache)
-        assert_same(kv.allocate(cache, [0], [9], tokens=tokens)[0], cache)
-        cache, _ = kv.commit(cache, [0])
-        assert_same(kv.commit(cache, [0])[0], cache)
-        cache, _ = kv.free(cache, [0])
+        cache, admission = admit(cache, 0, 9, tokens)
+        cache, _ = append(cache, 0, 9 - int(admission.num_cached[0]), tokens)
+        assert_same(commit_row(cache, 1)[0], cache)
+        assert_same(admit(cache, 0, 9, tokens)[0], cache)
+        cache, _ = commit_row(cache, 0)
+        assert_same(commit_row(cache, 0)[0], cache)
+        cache, _ = kv.free(cache, [0, *[4] * 3])
         assert kv.check_invariants(cache) == []
         tails.append(int(cache.control.block_pools[0].cached.tail))
     assert max(tails) > tails[-1], "the queue was never swept"
@@ -386,9 +391,9 @@ def test_namespaces_are_typed():
 
 
 def test_every_word_of_a_namespace_counts():
-    cache, _ = kv.allocate(kv.init(CONFIG), [0], [8], tokens=TEXTS[:1], namespace=TENANT_A)
-    cache, status = append_tokens(cache, jnp.asarray(TEXTS), jnp.array([8, 0, 0, 0]))
-    cache, committed = kv.commit(cache, [0])
+    cache, _ = admit(kv.init(CONFIG), 0, 8, TEXTS[0], namespace=TENANT_A)
+    cache, status = append(cache, 0, 8, TEXTS[0])
+    cache, committed = commit_row(cache, 0)
     assert statuses(status)[0] == statuses(committed)[0] == Status.OK
     near = np.tile(TENANT_A, (5, 1))
     near[np.arange(4), np.arange(4)] ^= np.array([1, 2**31, 2**16, 1], np.uint32)

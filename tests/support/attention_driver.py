@@ -76,7 +76,8 @@ def compiled_step(packed, scale=None, soft_cap=None, return_lse=False):
 class AttentionDriver:
     """A cache and every row's keys and values on the host; each step is compared with `dense_attention`.
 
-    Padding and the rows that ought to fail get NaN as q, k and v, and must come out as exact zeros.
+    Padding and the rows that ought to fail get NaN as q, k and v, and must come out as exact zeros. Keys and
+    values are normal numbers, queries `query_size` times such ones.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class AttentionDriver:
         return_lse=True,
         cache=None,
         tolerance=None,
+        query_size=1.0,
     ):
         self.cache = poison(kv.init(config) if cache is None else cache)
         self.config = config
@@ -105,6 +107,7 @@ class AttentionDriver:
         self.rng = np.random.default_rng(seed)
         self.dtype = np.dtype(jnp.dtype(config.dtype))
         self.tolerance = tolerance or TOLERANCE[self.dtype.name]
+        self.query_size = query_size
         self.history = {}  # seq_id -> [(k, v) per layer]
 
     @property
@@ -139,8 +142,8 @@ class AttentionDriver:
         assert statuses(status) == [kv.Status.OK]
         del self.history[seq_id]
 
-    def random(self, shape):
-        return self.rng.standard_normal(shape).astype(np.float32).astype(self.dtype)
+    def random(self, shape, size=1.0):
+        return (size * self.rng.standard_normal(shape)).astype(np.float32).astype(self.dtype)
 
     def inputs(self, num_new, expected):
         """Arrays for one step, NaN wherever no token of a row that ought to succeed stands."""
@@ -165,7 +168,7 @@ class AttentionDriver:
             ]
             new = {
                 r: (
-                    self.random((num_new[r], self.num_q_heads, kind.head_dim)),
+                    self.random((num_new[r], self.num_q_heads, kind.head_dim), self.query_size),
                     self.random((num_new[r], kind.num_kv_heads, kind.head_dim)),
                     self.random((num_new[r], kind.num_kv_heads, kind.head_dim)),
                 )

@@ -23,6 +23,7 @@ def prefix_config(**sizes):
     )
 
 
+SCRIPT_CONFIG = prefix_config(num_blocks=15)  # of all scripts that need no other
 allocate, lookup, commit = jax.jit(kv.allocate), jax.jit(kv.lookup), jax.jit(kv.commit)
 
 
@@ -132,4 +133,11 @@ def random_prefix_operation(rng: np.random.Generator, driver: PrefixDriver) -> t
     return operation
 
 
-__all__ = ["NAMESPACES", "WIDTH", "PrefixDriver", "prefix_config", "random_prefix_operation"]
+__all__ = [
+    "NAMESPACES",
+    "SCRIPT_CONFIG",
+    "WIDTH",
+    "PrefixDriver",
+    "prefix_config",
+    "random_prefix_operation",
+]

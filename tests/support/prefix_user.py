@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax import Status, testing
-from tests.support.helpers import append_donated, assert_invariants, statuses
+from kvcache_jax import Status, commit, testing
+from tests.support.helpers import ROOMY, append_donated, assert_invariants, statuses
 
-WIDTH = 32  # of one `extend`
+WIDTH = 16  # of one `extend`
 TENANT_A, TENANT_B = kv.namespace(tenant="a"), kv.namespace(tenant="b")
 
-
-commit = jax.jit(kv.commit)
+# Of the tests that need no numbers of their own, and of those that take CASES.md's blocks of 16 tokens: pools
+# that such a test wants smaller are filled up by a row of `BALLAST` tokens, 14 blocks. Each is few programs.
+CONFIG = kv.CacheConfig([kv.FullAttention(1, 5)] * 2, **ROOMY, enable_prefix_caching=True)
+BALLAST = 224
+BLOCKS_OF_16 = dataclasses.replace(CONFIG, block_size=16, max_seqs=5, max_seq_len=BALLAST)
 
 
 class PrefixUser:

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,6 +11,7 @@ from kvcache_jax import testing
 from tests.support.helpers import assert_invariants, statuses
 
 ROWS, WIDTH, MAX_LEN, HEADS, DIM = 3, 4, 24, 2, 8
+MAX_TEXT = 64  # with what was dropped
 FULL = kv.FullAttention(1, DIM)
 WINDOW = kv.SlidingWindow(1, DIM, window=9, num_sink_tokens=2, block_size=2)
 OK = kv.Status.OK
@@ -25,6 +27,11 @@ def step(cache, q, k, v, num_new):
 def step_again(cache, q, k, v, rows, places):
     cache, reserved = kv.rewrite(cache, rows, places)
     return attended(cache, q, k, v, reserved)
+
+
+@functools.partial(jax.jit, static_argnames="rotate")
+def rotated(k, distance, rotate):
+    return rotate(k, distance)
 
 
 def attended(cache, q, k, v, reserved):
@@ -63,8 +70,9 @@ class Texts:
         k, outs = self.k[row], []
         if self.rotate is not None and self.dropped[row].any():
             first, num_dropped = self.dropped[row].argmax(), self.dropped[row].sum()
-            distance = np.where(keys < first, num_dropped, 0).astype(np.int32)
-            k = np.asarray(self.rotate(k, distance))
+            distance = np.where(np.arange(MAX_TEXT) < first, num_dropped, 0).astype(np.int32)
+            padded = np.pad(k, [(0, MAX_TEXT - len(k)), (0, 0), (0, 0)])
+            k = np.asarray(rotated(padded, distance, self.rotate))[: len(k)]
         for layer in self.cache.config.layers:
             seen = (keys <= position) & ~self.dropped[row]
             if layer.span.window is not None:
@@ -78,16 +86,23 @@ class Texts:
     def grow(self, num_new):
         q, k, v = (self.draw(ROWS, WIDTH, heads, DIM) for heads in (HEADS, 1, 1))
         self.cache, out, reserved = step(testing.poison(self.cache), q, k, v, np.array(num_new))
+        out, positions = np.asarray(out), np.asarray(reserved.positions)
         assert statuses(reserved.status) == [OK] * ROWS
         for row, num in enumerate(num_new):
             first = len(self.k[row])
             self.k[row] = np.concatenate([self.k[row], k[row, :num]])
             self.v[row] = np.concatenate([self.v[row], v[row, :num]])
             self.dropped[row] = np.concatenate([self.dropped[row], np.zeros(num, bool)])
-            assert reserved.positions[row, :num].tolist() == list(range(first, first + num))
+            assert positions[row, :num].tolist() == list(range(first, first + num))
             for i in range(num):
                 self.check(row, first + i, q[row, i], out[:, row, i])
         assert_invariants(self.cache)
+
+    def extend(self, num_new):
+        """Appends tokens that are not compared with anything, by the program of `grow`; returns the step."""
+        zeros = (np.zeros((ROWS, WIDTH, heads, DIM), np.float32) for heads in (HEADS, 1, 1))
+        self.cache, _, reserved = step(self.cache, *zeros, np.array(num_new))
+        return reserved
 
     def check(self, row, position, q, out):
         want = self.expected(row, position, q)
@@ -108,8 +123,9 @@ class Texts:
         padded = np.array([[*places, *[MAX_LEN] * WIDTH][:WIDTH]])
         q, k, v = (self.draw(1, WIDTH, heads, DIM) for heads in (HEADS, 1, 1))
         self.cache, out, reserved = step_again(self.cache, q, k, v, np.array([row]), padded)
+        out = np.asarray(out)
         assert statuses(reserved.status) == [OK]
-        assert reserved.positions[0, : len(positions)].tolist() == list(positions)
+        assert np.asarray(reserved.positions)[0, : len(positions)].tolist() == list(positions)
         self.k[row], self.v[row] = self.k[row].copy(), self.v[row].copy()
         for i, position in enumerate(positions):
             self.k[row][position], self.v[row][position] = k[0, i], v[0, i]
