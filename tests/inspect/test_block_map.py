@@ -257,7 +257,7 @@ def test_long_runs_of_free_blocks_are_one_line(large):
     ],
 )
 def test_what_lies_behind_free_blocks_is_shown(num_between, expected):
-    cache = kv.init(small_config(num_blocks=16), storage=False)
+    cache = kv.init(small_config(), storage=False)
     cache, _ = kv.allocate(cache, [0, 1, 2], [8, 4 * num_between, 8])
     cache, _ = kv.extend(cache, [8, 0, 8, 0], max_new=8)
     cache, _ = kv.free(cache, [1])

@@ -18,7 +18,10 @@ def edited(tree: Any, path: str, place: Any, value: Any) -> Any:
         i = int(name)
         return *tree[:i], edited(tree[i], rest, place, value), *tree[i + 1 :]
     old = getattr(tree, name)
-    new = edited(old, rest, place, value) if rest else old.at[place].set(jnp.asarray(value, old.dtype))
+    if rest:
+        return dataclasses.replace(tree, **{name: edited(old, rest, place, value)})
+    new = np.array(old)
+    new[place] = value
     return dataclasses.replace(tree, **{name: new})
 
 

@@ -10,14 +10,14 @@ REFUSED = f"{ROWS}::test_what_cannot_be_composed_is_said_and_changes_nothing"
 PUBLISHED = f"{ROWS}::test_a_composed_row_publishes_what_is_in_front_alone"
 FOUND = f"{ROWS}::test_chunks_are_found_by_all_their_tokens_in_their_namespace"
 SCARCE = f"{ROWS}::test_scarce_blocks_and_places_go_in_entry_order"
-SCRUBBED = f"{ROWS}::test_scrubbing_a_namespace_forgets_its_chunks_and_no_others[group]"
+SCRUBBED = f"{ROWS}::test_scrubbing_a_namespace_forgets_its_chunks_and_no_others"
 BY_KIND = (
     "operations/test_chunks_by_kind.py::test_windows_and_latents_are_composed_with_what_the_next_token_reads"
 )
 NOT_STORED = f"{ROWS}::test_what_cannot_be_stored_is_said_and_changes_nothing"
-WINDOWS = "operations/test_chunk_scripts.py::test_a_long_random_script_of_windows[0]"
-PREFIXES = "operations/test_chunk_scripts.py::test_a_long_random_script_of_rows_that_share_prefixes[1]"
-SCRIPT = "operations/test_chunk_scripts.py::test_a_long_random_script[1]"
+WINDOWS = "operations/test_chunk_scripts.py::test_a_random_script_of_windows"
+PREFIXES = "operations/test_chunk_scripts.py::test_a_random_script_of_rows_that_share_prefixes"
+SCRIPT = "operations/test_chunk_scripts.py::test_a_random_script"
 ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
 MUTATIONS = [

@@ -294,7 +294,7 @@ SHORTAGE = in_module(
         "owners are given back although nobody let go",
         "jnp.where((grows & is_short)[:, None], group.leaving",
         "jnp.where(grows[:, None], group.leaving",
-        f"{BOUNDED}[window 6]",
+        f"{BOUNDED}[window 7, 5 sinks]",
     ),
 )
 
@@ -305,7 +305,7 @@ WINDOW = in_module(
         "window drops a column too few",
         "group.max_rollback)",
         "group.max_rollback) - 1",
-        f"{BOUNDED}[window 6]",
+        f"{BOUNDED}[window 7, 5 sinks]",
     ),
     ("max_rollback ignored", ", group.max_rollback)", ")", BEYOND),
     ("sinks leave the window", "columns >= group.num_sink_blocks", "columns >= 0", SINKS_STAY),
@@ -313,7 +313,7 @@ WINDOW = in_module(
         "owners of what leaves a window are gone",
         "ref_count = add_at(ref_count, leaving, 1)",
         "",
-        f"{BOUNDED}[window 6]",
+        f"{BOUNDED}[window 7, 5 sinks]",
     ),
 )
 

@@ -37,13 +37,13 @@ MUTATIONS = [
             "window may hold a block less",
             "self.max_rollback, block_size) + 1",
             "self.max_rollback, block_size)",
-            f"{BOUNDED}[window 6]",
+            f"{BOUNDED}[window 7, 5 sinks]",
         ),
         (
             "window has no room for new tokens",
             "self.window + max_query_len + self.max_rollback",
             "self.window + self.max_rollback",
-            f"{BOUNDED}[window 6]",
+            f"{BOUNDED}[window 7, 5 sinks]",
         ),
         (
             "sinks end with a full block",
@@ -55,7 +55,7 @@ MUTATIONS = [
             "blocks of one call leave too few",
             "ceil_div(max_query_len, block_size) + 1",
             "1",
-            f"{BOUNDED}[window 6]",
+            f"{BOUNDED}[window 7, 5 sinks]",
         ),
     ),
     *in_module(

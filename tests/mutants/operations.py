@@ -12,7 +12,7 @@ from tests.mutants.mutations import (
     in_module,
 )
 
-LISTS = "operations/test_eager_calls.py::test_lists_do_what_arrays_do[touch-3]"
+LISTS = "operations/test_eager_calls.py::test_lists_do_what_arrays_do[touch]"
 SAME_PROGRAM = "operations/test_eager_calls.py::test_lists_of_other_lengths_are_the_same_program"
 REPEATED = "operations/test_rows.py::test_repeated_ids_in_any_order"
 USES = "operations/test_preempt.py::test_uses_are_counted_by_call_and_forgotten_with_the_row"

@@ -233,6 +233,7 @@ def test_blocks_that_left_the_own_or_an_earlier_window_count():
         assert found == expected, rows
 
 
+@pytest.mark.slow
 def test_blocks_of_the_window_of_an_entry_that_failed_do_not_count():
     pair = Pair(WINDOW)
     pair.start(0, 12)
@@ -241,6 +242,7 @@ def test_blocks_of_the_window_of_an_entry_that_failed_do_not_count():
     assert pair.grow({0: 8, 1: 1}) == [NONE, NONE]  # row 0 gives one back and would take two
 
 
+@pytest.mark.slow
 def test_a_shared_block_leaves_with_its_last_owner():
     for num_spare, expected in ((0, [NONE, NONE, NONE]), (1, [OK, OK, NONE])):
         pair = Pair(WINDOW)
@@ -251,6 +253,7 @@ def test_a_shared_block_leaves_with_its_last_owner():
         assert pair.grow({0: 1, 1: 1, 2: 1}) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_writer_first", [False, True])
 def test_what_windows_give_back_in_the_call_still_counts_as_owned(is_writer_first):
     """A row was cut into a block that another row's window leaves in this call: it copies, or finds none."""

@@ -3,6 +3,7 @@
 Each restates one case with its numbers. Contents are compared, not only counts: see `helpers.TokenDriver`.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -12,6 +13,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status
+from tests.support import helpers
 from tests.support.helpers import (
     TokenDriver,
     append,
@@ -26,10 +28,7 @@ from tests.support.helpers import (
     tiny_config,
     token_vectors,
 )
-
-# Shared by most cases, so that each operation is compiled once. A row's last block is cut short: 6 * 16 + 4.
-ROOMY = tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=100)
-LARGE = kv.CacheConfig([kv.FullAttention(1, 2)], num_blocks=1024, block_size=16, max_seqs=10, max_seq_len=256)
+from tests.support.letter_cases import HOARDERS, MAX_LEN, MAX_SEQS, NUM_BLOCKS, ROOMY, start_with
 
 
 def test_case_a_sizes_from_a_memory_budget():
@@ -50,11 +49,12 @@ def test_case_a_sizes_from_a_memory_budget():
         assert kv.memory_bytes(config) == 7 * block_bytes
     cache = kv.init(ROOMY)
     arrays = [half for pool in cache.pools for half in (pool.k, pool.v)]
-    assert kv.memory_bytes(ROOMY) == sum(array.nbytes for array in arrays) == 40 * ROOMY.groups[0].block_bytes
+    num_bytes = sum(array.nbytes for array in arrays)
+    assert kv.memory_bytes(ROOMY) == num_bytes == NUM_BLOCKS * ROOMY.groups[0].block_bytes
 
 
 def test_case_b_blocks_used_by_lengths():
-    driver = TokenDriver(LARGE, width=129)
+    driver = TokenDriver(ROOMY)
     driver.start(4, 48)
     assert num_used(driver.cache) == 3 and len(table(driver.cache, 4)) == 3
     driver.start(7, 8)
@@ -65,7 +65,7 @@ def test_case_b_blocks_used_by_lengths():
     assert num_used(driver.cache) == 3 + 2
     driver.check()
     assert driver.free(7, 4) == [Status.OK] * 2
-    assert num_free(driver.cache) == 1024
+    assert num_free(driver.cache) == NUM_BLOCKS
     driver.check()
     for length, num_rows in itertools.product((1, 16, 129), (1, 2, 10)):
         rows = {seq_id: length for seq_id in range(num_rows)}
@@ -76,11 +76,11 @@ def test_case_b_blocks_used_by_lengths():
         assert int(kv.stats(driver.cache).num_refs) == num_rows * math.ceil(length / 16)
         driver.check()
         driver.free(*rows)
-        assert num_free(driver.cache) == 1024
+        assert num_free(driver.cache) == NUM_BLOCKS
 
 
 def test_case_c_failed_operations_change_nothing():
-    driver = TokenDriver(tiny_config(num_blocks=10, block_size=16, max_seqs=3, max_seq_len=208))
+    driver = start_with(10)
     empty = leaf_bytes(driver.cache)
     assert driver.allocate({1: 200}) == {1: Status.OUT_OF_BLOCKS}  # 13 blocks
     assert_same(empty, leaf_bytes(driver.cache))
@@ -93,10 +93,10 @@ def test_case_c_failed_operations_change_nothing():
         (lambda c: kv.allocate(c, [1], [5]), Status.SEQ_IN_USE),
         (lambda c: kv.free(c, [0]), Status.SEQ_NOT_ACTIVE),
         (lambda c: kv.allocate(c, [-1], [5]), Status.BAD_SEQ_ID),
-        (lambda c: kv.allocate(c, [4], [5]), Status.BAD_SEQ_ID),
+        (lambda c: kv.allocate(c, [MAX_SEQS + 1], [5]), Status.BAD_SEQ_ID),
         (lambda c: kv.free(c, [-1]), Status.BAD_SEQ_ID),
-        (lambda c: kv.free(c, [4]), Status.BAD_SEQ_ID),
-        (lambda c: kv.free(c, [3]), Status.SKIPPED),
+        (lambda c: kv.free(c, [MAX_SEQS + 1]), Status.BAD_SEQ_ID),
+        (lambda c: kv.free(c, [MAX_SEQS]), Status.SKIPPED),
     ):
         cache, result = call(driver.cache)
         assert statuses(getattr(result, "status", result)) == [expected]
@@ -107,7 +107,7 @@ def test_case_c_failed_operations_change_nothing():
 
 
 def test_case_d_full_pool_at_a_block_boundary():
-    driver = TokenDriver(tiny_config(num_blocks=5, block_size=16, max_seqs=6, max_seq_len=40))
+    driver = start_with(5)
     for seq_id, length in ((4, 16), (0, 16), (2, 15), (5, 16), (1, 16)):
         driver.start(seq_id, length)
     assert num_free(driver.cache) == 0
@@ -130,13 +130,13 @@ def test_case_d_full_pool_at_a_block_boundary():
 @pytest.mark.slow
 def test_case_e_nothing_to_do_and_block_boundaries():
     driver = TokenDriver(ROOMY)
-    zeros = np.zeros(12, np.int32)
+    zeros = np.zeros(MAX_SEQS, np.int32)
     empty = leaf_bytes(driver.cache)
     for num_new, expected in ((zeros, Status.OK), (zeros + 3, Status.SEQ_NOT_ACTIVE)):
         cache, step = kv.extend(driver.cache, num_new, max_new=16)
-        assert statuses(step.status) == [expected] * 12
-        assert np.asarray(step.query_len).tolist() == [0] * 12
-        assert (np.asarray(step.slots[0]) == 40 * 16).all()
+        assert statuses(step.status) == [expected] * MAX_SEQS
+        assert np.asarray(step.query_len).tolist() == [0] * MAX_SEQS
+        assert (np.asarray(step.slots[0]) == NUM_BLOCKS * 16).all()
         assert_same(empty, leaf_bytes(cache))
     driver.start(3, 31)
     driver.start(8, 17)
@@ -144,7 +144,7 @@ def test_case_e_nothing_to_do_and_block_boundaries():
     driver.check()
     before = leaf_bytes(driver.cache)
     cache, step = driver.append_call({})
-    assert statuses(step.status) == [Status.OK] * 12
+    assert statuses(step.status) == [Status.OK] * MAX_SEQS
     assert_same(before, leaf_bytes(cache))
 
     # First 32 -> 33 takes a block, 31 -> 32 and 17 -> 18 none; then 32 -> 33 again, of row 3; then nobody.
@@ -178,7 +178,7 @@ def test_case_f_release_leaves_others_alone():
         assert driver.free(7) == [Status.OK]
     driver.check()
     driver.free(0, 2, 11)
-    assert num_free(driver.cache) == 40
+    assert num_free(driver.cache) == NUM_BLOCKS
     for cycle in range(7):
         rows = [(cycle * 5 + i) % 12 for i in range(4)]
         for i, seq_id in enumerate(rows):
@@ -186,27 +186,23 @@ def test_case_f_release_leaves_others_alone():
         assert set(driver.append({seq_id: 9 for seq_id in rows}).values()) == {Status.OK}
         driver.check()
         assert driver.free(*rows) == [Status.OK] * 4
-        assert num_free(driver.cache) == 40
+        assert num_free(driver.cache) == NUM_BLOCKS
     stats = kv.stats(driver.cache)
-    assert int(stats.num_blocks_free) == 40 and int(stats.num_refs) == int(stats.num_active_seqs) == 0
+    assert int(stats.num_blocks_free) == NUM_BLOCKS and int(stats.num_refs) == int(stats.num_active_seqs) == 0
     driver.check()
 
 
 def test_case_g_padding_and_idle_rows_write_nowhere():
-    driver = TokenDriver(ROOMY)
-    for seq_id in range(6):
-        driver.start(seq_id, 96)
-    driver.start(6, 61)  # 4 blocks: all 40 are taken
-    assert num_free(driver.cache) == 0
-    holder = next(seq_id for seq_id in range(7) if 0 in table(driver.cache, seq_id))
-    active = 9
-    driver.free(*[seq_id for seq_id in range(7) if seq_id != holder])
+    driver, active = start_with(0), 4
+    holder = next(seq_id for seq_id in HOARDERS if 0 in table(driver.cache, seq_id))
+    assert driver.append({holder: MAX_LEN}) == {holder: Status.OK}
+    driver.free(*[seq_id for seq_id in HOARDERS if seq_id != holder])
     driver.start(active, 0)
     driver.check()
     before = [(np.array(pool.k), np.array(pool.v)) for pool in driver.cache.pools]
 
     idle, padding = Status.SEQ_NOT_ACTIVE, Status.SKIPPED
-    seq_ids = np.array([10, 12, active, 12, holder, 1], np.int32)
+    seq_ids = np.array([5, MAX_SEQS, active, MAX_SEQS, holder, 1], np.int32)
     num_new = np.array([1, 1, 1, 1, 0, 1], np.int32)
     expected = [idle, padding, Status.OK, padding, Status.OK, idle]
     driver.texts[active] = driver.new_tokens(100)
@@ -218,20 +214,21 @@ def test_case_g_padding_and_idle_rows_write_nowhere():
                 keys[layer, 2], values[layer, 2] = token_vectors(ROOMY, layer, [token], position)
             driver.cache, step = append(driver.cache, keys, values, num_new, seq_ids=seq_ids)
             assert statuses(step.status) == expected
-    is_written = np.zeros((40, 16), bool)
+    is_written = np.zeros((NUM_BLOCKS, 16), bool)
     is_written[table(driver.cache, active)] = True
     for pool, halves in zip(driver.cache.pools, before, strict=True):
         for array, old in zip((pool.k, pool.v), halves, strict=True):
-            new, old = (np.asarray(x).reshape(2, 40, 2, 16, 3) for x in (array, old))
+            new, old = (np.asarray(x).reshape(2, NUM_BLOCKS, 2, 16, 3) for x in (array, old))
             is_changed = (new.view(np.int32) != old.view(np.int32)).any(axis=(0, 2, 4))
             assert not is_changed[0].any() and not (is_changed & ~is_written).any()
     driver.check()
 
 
-@pytest.mark.quick_cases("96")
-@pytest.mark.parametrize("max_seq_len", [100, 96])
+@pytest.mark.quick_cases("244")
+@pytest.mark.parametrize("max_seq_len", [MAX_LEN, 48])
 def test_case_h_row_at_max_seq_len(max_seq_len):
-    driver = TokenDriver(tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=max_seq_len))
+    """In a block that is cut short, and in a whole one."""
+    driver = TokenDriver(dataclasses.replace(ROOMY, max_seq_len=max_seq_len))
     driver.start(1, max_seq_len - 1)
     driver.start(0, 5)
     driver.check()
@@ -256,7 +253,7 @@ def test_case_h_row_at_max_seq_len(max_seq_len):
 
 @pytest.mark.slow
 def test_case_n_truncate():
-    driver = TokenDriver(tiny_config(num_blocks=9, block_size=4, max_seqs=3, max_seq_len=24))
+    driver = TokenDriver(tiny_config(**helpers.ROOMY))
     driver.start(1, 12)
     assert num_used(driver.cache) == 3
     assert driver.truncate([1], [8]) == [Status.OK]
@@ -302,7 +299,7 @@ def test_case_bb_repeats_empty_prompts_and_duplicates():
     driver.check()
     # Duplicate ids in one call: the first wins, also when it failed.
     before = leaf_bytes(driver.cache)
-    cache, admission = kv.allocate(driver.cache, [7, 7, 12], [101, 5, 0])
+    cache, admission = kv.allocate(driver.cache, [7, 7, MAX_SEQS], [MAX_LEN + 1, 5, 0])
     assert statuses(admission.status) == [Status.TOO_LONG, Status.DUPLICATE_SEQ_ID, Status.SKIPPED]
     assert_same(before, leaf_bytes(cache))
     driver.cache, admission = kv.allocate(driver.cache, [7, 7, 8], [20, 40, 1])

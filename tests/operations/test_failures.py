@@ -21,9 +21,11 @@ from tests.support.row_calls import (
     ALONE,
     CALLS,
     FAILURES,
+    NUM_PACKED,
     NUM_ROWS,
     PARTNERS,
     VALID_ARGUMENT,
+    call,
     finite,
     make_crowded,
 )
@@ -42,8 +44,8 @@ def test_a_failed_row_changes_nothing(crowded, operation):
     before = leaf_bytes(crowded.cache)
     for name, seq_id, argument, expected in FAILURES + ALONE:
         if name == operation:
-            cache, status = CALLS[operation](crowded.cache, [seq_id], [argument])
-            assert statuses(status) == [expected], (seq_id, argument)
+            cache, found = call(operation, crowded.cache, [seq_id], [argument])
+            assert found == [expected], (seq_id, argument)
             assert_same(before, leaf_bytes(cache))
 
 
@@ -59,21 +61,19 @@ def with_partners(operation, at, seq_id, argument):
 def test_the_other_rows_of_the_call_proceed(crowded, operation):
     """First, second or last: the failing row leaves what the same call leaves with that row skipped."""
     for at in range(3):
-        cache, status = CALLS[operation](
-            crowded.cache, *with_partners(operation, at, NUM_ROWS, VALID_ARGUMENT.get(operation, 2))
-        )
+        entries = with_partners(operation, at, NUM_ROWS, VALID_ARGUMENT.get(operation, 2))
+        cache, found = call(operation, crowded.cache, *entries)
         want = [Status.OK] * 3
         want[at] = Status.SKIPPED
-        assert statuses(status) == want
+        assert found == want
         assert_invariants(cache)
         skipped = leaf_bytes(cache)
         for name, seq_id, argument, expected in FAILURES:
             if name == operation:
-                cache, status = CALLS[operation](
-                    crowded.cache, *with_partners(operation, at, seq_id, argument)
-                )
+                entries = with_partners(operation, at, seq_id, argument)
+                cache, found = call(operation, crowded.cache, *entries)
                 want[at] = expected
-                assert statuses(status) == want, (seq_id, argument, at)
+                assert found == want, (seq_id, argument, at)
                 assert_same(skipped, leaf_bytes(cache))
 
 
@@ -81,9 +81,8 @@ def test_rows_are_served_in_the_order_of_the_call(crowded):
     """Not in the order of their ids; and none sees what the entries before it did."""
     cache, admission = kv.allocate(crowded.cache, [7, 1, 5], [8, 8, 3])  # 2 + 2 + 1 blocks, 3 are free
     assert statuses(admission.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OK]
-    cache, status = kv.fork(crowded.cache, [6, 1, 0, 5, 4], [1, 5, 7, 6, 7])
+    cache, status = kv.fork(crowded.cache, [1, 0, 5, 4], [5, 7, 6, 7])
     assert statuses(status) == [
-        Status.SEQ_NOT_ACTIVE,
         Status.SEQ_NOT_ACTIVE,  # row 1 was not started by the call before
         Status.OK,
         Status.SEQ_NOT_ACTIVE,
@@ -98,12 +97,12 @@ def test_rows_are_served_in_the_order_of_the_call(crowded):
     assert_invariants(cache)
 
     # Three owners of a tail and one block: whoever stands first in the call gets the copy.
-    cache, _ = kv.fork(crowded.cache, [0], [6])
-    cache, admission = kv.allocate(cache, [1], [8])
-    assert statuses(admission.status) == [Status.OK] and num_free(cache) == 1
+    cache, _ = call("fork", crowded.cache, [6], [0])
+    cache, found = call("allocate", cache, [1], [8])
+    assert found == [Status.OK] and num_free(cache) == 1
     for order in ([6, 0, 2], [2, 6, 0], [0, 2, 6]):
-        new, step = kv.extend(cache, [1, 1, 1], max_new=16, seq_ids=order)
-        assert statuses(step.status) == [Status.OK, Status.OUT_OF_BLOCKS, Status.OUT_OF_BLOCKS]
+        new, found = call("extend", cache, order, [1, 1, 1])
+        assert found == [Status.OK, Status.OUT_OF_BLOCKS, Status.OUT_OF_BLOCKS]
         assert np.asarray(new.context_len)[order].tolist() == [8, 7, 7]
         assert_invariants(new)
 
@@ -121,8 +120,8 @@ def test_integers_beyond_32_bits_never_wrap_into_a_valid_one(crowded, wide):
         ("extend", 4, wide, too_much),
         ("truncate", 4, wide, too_much),
     ):
-        cache, status = CALLS[operation](crowded.cache, [seq_id], [argument])
-        assert statuses(status) == [expected], operation
+        cache, found = call(operation, crowded.cache, [seq_id], [argument])
+        assert found == [expected], operation
         assert_same(before, leaf_bytes(cache))
     cache, status = kv.free(crowded.cache, np.array([2**32 - 1], np.uint32))
     assert statuses(status) == [Status.BAD_SEQ_ID]
@@ -154,25 +153,29 @@ def test_a_copy_needs_a_block_too(crowded):
     """Row 0 and its fork share 7 tokens in 2 blocks, 3 are free: 9 more tokens need 2 blocks and a copy."""
     copies = num_copies(crowded.cache)
     assert np.asarray(kv.num_blocks_needed(crowded.cache, [9, 10, 1], [0, 0, 0])).tolist() == [3, 4, 1]
-    cache, step = kv.extend(crowded.cache, [10], max_new=16, seq_ids=[0])
-    assert statuses(step.status) == [Status.OUT_OF_BLOCKS]
+    cache, found = call("extend", crowded.cache, [0], [10])
+    assert found == [Status.OUT_OF_BLOCKS]
     assert_same(leaf_bytes(crowded.cache), leaf_bytes(cache))
-    cache, step = kv.extend(crowded.cache, [9], max_new=16, seq_ids=[0])
-    assert statuses(step.status) == [Status.OK] and num_copies(cache) == copies + 1 and num_free(cache) == 0
+    cache, found = call("extend", crowded.cache, [0], [9])
+    assert found == [Status.OK] and num_copies(cache) == copies + 1 and num_free(cache) == 0
     # With its fork gone the same row needs no copy, and 10 tokens fit.
-    cache, _ = kv.free(crowded.cache, [2])
-    cache, step = kv.extend(cache, [10], max_new=16, seq_ids=[0])
-    assert statuses(step.status) == [Status.OK] and num_copies(cache) == copies
+    cache, _ = call("free", crowded.cache, [2], [0])
+    cache, found = call("extend", cache, [0], [10])
+    assert found == [Status.OK] and num_copies(cache) == copies
 
 
 def test_packed_rows_past_the_end_fail(crowded):
-    """The packed arrays have 6 places; a row whose tokens do not all fit is refused, nothing is cut."""
-    cache, step = kv.extend(crowded.cache, [3, 4], num_tokens=6, seq_ids=[4, 0])
+    """A row whose tokens do not all fit is refused, nothing is cut; those of a row that fails have places."""
+    num_new = [14, 3, 4, 0]
+    assert sum(num_new[:2]) < NUM_PACKED < sum(num_new)
+    cache, step = kv.extend(crowded.cache, num_new, num_tokens=NUM_PACKED, seq_ids=[6, 4, 0, NUM_ROWS])
     found = statuses(step.status)
-    assert found[0] == Status.OK and found[1] not in (Status.OK, Status.SKIPPED)
-    assert np.asarray(step.query_len).tolist() == [3, 0]
+    assert found[:2] == [Status.SEQ_NOT_ACTIVE, Status.OK]
+    assert found[2] not in (Status.OK, Status.SKIPPED)
+    assert np.asarray(step.query_len).tolist() == [0, 3, 0, 0]
     assert np.asarray(cache.context_len)[[4, 0]].tolist() == [8, 7]
-    want, _ = kv.extend(crowded.cache, [3, 4], num_tokens=6, seq_ids=[4, NUM_ROWS])
+    skipped = [6, 4, NUM_ROWS, NUM_ROWS]
+    want, _ = kv.extend(crowded.cache, num_new, num_tokens=NUM_PACKED, seq_ids=skipped)
     assert_same(leaf_bytes(want), leaf_bytes(cache))
 
 
@@ -234,7 +237,7 @@ def test_failure_in_one_group_leaves_both(num_full_blocks, num_window_blocks):
     cache = poison(cache)
     before = leaf_bytes(cache)
     too_many = 6 if short == 0 else 40
-    for call, expected in (
+    for operation, expected in (
         (lambda c: kv.allocate(c, [1], [too_many]), [Status.OUT_OF_BLOCKS]),
         (lambda c: kv.allocate(c, [0], [1]), [Status.SEQ_IN_USE]),
         (lambda c: kv.allocate(c, [1], [41]), [Status.TOO_LONG]),
@@ -243,7 +246,7 @@ def test_failure_in_one_group_leaves_both(num_full_blocks, num_window_blocks):
         (lambda c: kv.truncate(c, [0], [7]), [Status.TOO_LONG]),
         (lambda c: kv.truncate(c, [0], [-1]), [Status.BAD_LENGTH]),
     ):
-        new, result = call(cache)
+        new, result = operation(cache)
         assert statuses(getattr(result, "status", result)) == expected
         assert_same(before, leaf_bytes(new))
 

@@ -22,9 +22,11 @@ def make_cache(lengths, num_blocks=20, priority=None, **options):
         max_seq_len=40,
         **options,
     )
-    ids = list(range(len(lengths)))
-    cache, admission = kv.allocate(kv.init(config, storage=False), ids, lengths, priority=priority)
-    kv.raise_for_status(admission.status, "allocate")
+    # Four entries, so that one program serves all; ROWS is skipped.
+    columns = [[*x, *[fill] * (4 - len(x))] for x, fill in ((range(len(lengths)), ROWS), (lengths, 0))]
+    priority = [*priority, *[0] * (4 - len(priority))] if priority else None
+    cache, admission = kv.allocate(kv.init(config, storage=False), *columns, priority=priority)
+    kv.raise_for_status(admission.status[: len(lengths)], "allocate")
     return cache
 
 
@@ -114,7 +116,7 @@ def test_rows_are_freed_until_the_target_is_met(target, policy, dropped):
 def test_dropping_one_of_two_makes_the_other_worth_dropping():
     """Rows 0 and 2 share one block and have one each; the last holder of the shared block frees it."""
     cache = make_cache([4, 1])
-    cache, _ = kv.extend(cache, [4, 1, 0, 0, 0], max_new=4)
+    cache, _ = kv.extend(cache, [4, 1, 0, 0, 0], max_new=8)
     cache, _ = kv.fork(cache, [0], [2])
     cache = grow(cache, [0, 2])
     cache, dropped = kv.preempt_to_utilization(cache, 0.0, "longest")

@@ -50,18 +50,8 @@ ON_IDS = ("SKIPPED", "BAD_SEQ_ID", "DUPLICATE_SEQ_ID")
 
 @pytest.mark.slow
 def test_a_random_script_of_rows_that_drop_tokens():
-    run_dropping_script(seed=0, num_steps=500)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_long_random_script_of_rows_that_drop_tokens(seed):
-    run_dropping_script(seed, num_steps=4_000)
-
-
-def run_dropping_script(seed, num_steps):
-    rng, driver = np.random.default_rng(seed), Driver(dropping_config(num_blocks=NUM_BLOCKS))
-    num_gone = 0
+    rng, driver = np.random.default_rng(1), Driver(dropping_config(num_blocks=NUM_BLOCKS))
+    num_gone, num_steps = 0, 1_500
     for _ in range(num_steps):
         driver.apply(*random_operation(rng, driver))
         num_gone += any(row.gone for row in driver.oracle.rows.values())
@@ -75,21 +65,18 @@ def run_dropping_script(seed, num_steps):
         assert driver.statuses[name, status] >= num_steps // 100, (name, status, driver.statuses)
 
 
-@pytest.mark.quick_cases("grouped_config")
-@pytest.mark.parametrize("make_config", [full_config, grouped_config])
-def test_a_random_script(make_config):
-    run_long_script(make_config, seed=2, num_steps=800)
+def test_a_random_script():
+    run_script_of_all(grouped_config, seed=2, num_steps=600)
 
 
-# Together 12,000 operations; another 21,000 of a full group are in test_prefix_scripts.py.
+# Others of a full group are in test_prefix_scripts.py.
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 2_500), (grouped_config, 3_500)])
-def test_a_long_random_script(make_config, num_steps, seed):
-    run_long_script(make_config, seed, num_steps)
+@pytest.mark.parametrize(("make_config", "num_steps"), [(full_config, 1_000), (grouped_config, 2_000)])
+def test_a_long_random_script(make_config, num_steps):
+    run_script_of_all(make_config, 0, num_steps)
 
 
-def run_long_script(make_config, seed, num_steps):
+def run_script_of_all(make_config, seed, num_steps):
     rng, driver = np.random.default_rng(seed), Driver(make_config(num_blocks=NUM_BLOCKS))
     for _ in range(num_steps):
         driver.apply(*random_operation(rng, driver))
@@ -97,10 +84,10 @@ def run_long_script(make_config, seed, num_steps):
         assert driver.events[event] >= per_thousand * num_steps // 1000, (event, driver.events)
     for name, statuses in STATUSES.items():
         for status in (*statuses, *(ON_IDS if name != "extend" else ())):
-            assert driver.statuses[name, status] >= num_steps // 800, (name, status, driver.statuses)
+            assert driver.statuses[name, status] >= max(num_steps // 800, 1), (name, status, driver.statuses)
     assert driver.oracle.num_copies > num_steps // 25
     if make_config is grouped_config:
-        assert driver.statuses["truncate", "WINDOW_LOST"] >= num_steps // 800
+        assert driver.statuses["truncate", "WINDOW_LOST"] >= max(num_steps // 800, 1)
 
 
 rows = st.sampled_from([*range(ROWS)] * 4 + [-1, ROWS, ROWS + 7])

@@ -7,9 +7,12 @@ import kvcache_jax as kv
 from kvcache_jax import Status
 from tests.support.helpers import assert_invariants, num_copies, statuses
 from tests.support.prefix_user import PrefixUser, commit
-from tests.support.row_calls import make_crowded
+from tests.support.row_calls import NOWHERE, NUM_ENTRIES, NUM_ROWS, call, make_crowded
 
-NOWHERE = 24  # of the crowded cache's rows
+
+@pytest.fixture(scope="module")
+def crowded():
+    return make_crowded().cache
 
 
 def rewritten(cache, rows, indices):
@@ -18,28 +21,30 @@ def rewritten(cache, rows, indices):
     return cache, statuses(step.status)
 
 
-def test_private_blocks_are_written_in_place_and_shared_ones_copied():
-    cache = make_crowded().cache
-    tables = np.asarray(cache.control.block_pools[0].block_table)
-    cache, found = rewritten(cache, [4, 2], [[0, 4], [6, NOWHERE]])
+def test_private_blocks_are_written_in_place_and_shared_ones_copied(crowded):
+    tables = np.asarray(crowded.control.block_pools[0].block_table)
+    cache, found = call("rewrite", crowded, [4, 2], [[0, 4], 6])
+    assert_invariants(cache)
     assert found == [Status.OK] * 2 and num_copies(cache) == 1
     after = np.asarray(cache.control.block_pools[0].block_table)
     assert (after[4] == tables[4]).all() and (after != tables).nonzero() == ([2], [1])
 
 
-def test_scarce_blocks_go_in_the_order_of_the_entries():
-    cache = make_crowded().cache  # 3 of 13 blocks are free; rows 0 and 2 share two
-    cache, found = rewritten(cache, [2, 0, 4], [[0, 4], [1, 5], [1, 2]])
+def test_scarce_blocks_go_in_the_order_of_the_entries(crowded):
+    """3 of 13 blocks are free; rows 0 and 2 share two."""
+    cache, found = call("rewrite", crowded, [2, 0, 4], [[0, 4], [1, 5], [1, 2]])
+    assert_invariants(cache)
     assert found == [Status.OK, Status.OUT_OF_BLOCKS, Status.OK] and num_copies(cache) == 2
-    cache, found = rewritten(cache, [0], [[1, 5]])  # the only owner by now
+    cache, found = call("rewrite", cache, [0], [[1, 5]])  # the only owner by now
+    assert_invariants(cache)
     assert found == [Status.OK] and num_copies(cache) == 2
 
 
-def test_a_row_without_indices_is_left_alone():
-    cache = make_crowded().cache
-    after, step = kv.rewrite(cache, [6, 0], np.full((2, 3), NOWHERE))
-    assert statuses(step.status) == [Status.OK] * 2 and step.query_len.tolist() == [0, 0]
-    assert after.control.clock == cache.control.clock
+def test_a_row_without_indices_is_left_alone(crowded):
+    rows = [6, 0, NUM_ROWS, NUM_ROWS]
+    after, step = kv.rewrite(crowded, rows, np.full((NUM_ENTRIES, 2), NOWHERE))
+    assert statuses(step.status)[:2] == [Status.OK] * 2 and not step.query_len.any()
+    assert int(after.control.clock) == int(crowded.control.clock)
 
 
 def row_of_text():
@@ -91,10 +96,9 @@ def test_what_was_copied_is_given_back_when_it_is_committed():
     assert int(kv.stats(user.cache).num_blocks_free) == num_free
 
 
-def test_wrong_shapes_are_refused():
-    cache = make_crowded().cache
+def test_wrong_shapes_are_refused(crowded):
     for indices in ([1, 2], [[1], [2], [3]]):
         with pytest.raises(ValueError, match=r"expected \(2, T\), a line of places per row"):
-            kv.rewrite(cache, [0, 2], indices)
+            kv.rewrite(crowded, [0, 2], indices)
     with pytest.raises(TypeError, match="indices has dtype float"):
-        kv.rewrite(cache, [0], [[1.5]])
+        kv.rewrite(crowded, [0], [[1.5]])

@@ -21,13 +21,13 @@ def test_case_ff_what_another_namespace_owns_is_not_read():
     """All but what one namespace owns is NaN again and again: in rows, cached, freed, evicted, rolled out."""
     script = WindowScript(5, 2, CONFIG)
     script.checked = {0}
-    for i in range(900):
+    for i in range(450):
         script.step()
         if i % 5 == 0:
             script.cache = with_nan(script.cache, owned_slots(script.cache, NAMESPACES[0]))
             script.check("NaN elsewhere")
     num_evictions = int(kv.stats(script.cache).num_evictions)
-    assert script.num_hits > 40 and num_evictions > 10, (script.num_hits, num_evictions)
+    assert script.num_hits > 20 and num_evictions > 5, (script.num_hits, num_evictions)
 
 
 def residue(cache, script, space):
@@ -49,7 +49,7 @@ def residue(cache, script, space):
 @pytest.mark.slow
 def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
     script, num_before, num_beside = WindowScript(6, 2, CONFIG), 0, 0
-    for i in range(600):
+    for i in range(300):
         script.step()
         if i % 25 != 24:
             continue
@@ -73,8 +73,8 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it_and_all_of_the_other():
         assert not np.asarray(script.cache.control.prefix_index.block_tokens)[~is_owned].any()
         assert [num_cached(script.cache, text, NAMESPACES[space]) for text in prompts] == [0] * 4
         assert [num_cached(script.cache, text, NAMESPACES[1 - space]) for text in prompts] == found
-    assert num_before > 1000 and num_beside > 10, (num_before, num_beside)
-    assert script.num_hits > 30, script.num_hits
+    assert num_before > 500 and num_beside > 5, (num_before, num_beside)
+    assert script.num_hits > 15, script.num_hits
 
 
 def free_blocks(cache):
@@ -87,7 +87,7 @@ def free_blocks(cache):
 @pytest.mark.slow
 def test_scrubbing_rows_overwrites_what_they_alone_hold():
     script, num_own, num_behind = WindowScript(7, config=CONFIG), 0, 0
-    for i in range(600):
+    for i in range(300):
         script.step()
         if i % 10 != 9:
             continue
@@ -108,4 +108,4 @@ def test_scrubbing_rows_overwrites_what_they_alone_hold():
                 assert not np.asarray(half).reshape(-1, len(mask), *half.shape[1:])[:, mask].any()
             num_own, num_behind = num_own + len(ids), num_behind + int(mask.sum()) - len(ids)
         assert int(count) == sum(mask.sum() for mask in freed)
-    assert num_own > 100 and num_behind > 10, (num_own, num_behind)
+    assert num_own > 50 and num_behind > 5, (num_own, num_behind)

@@ -20,11 +20,8 @@ from tests.support.helpers import (
     num_free,
     num_used,
     table,
-    tiny_config,
 )
-
-# Shared by most cases, so that each operation is compiled once. A row's last block is cut short: 6 * 16 + 4.
-ROOMY = tiny_config(num_blocks=40, block_size=16, max_seqs=12, max_seq_len=100)
+from tests.support.letter_cases import NUM_BLOCKS, ROOMY, start_with
 
 
 def test_case_i_fork_takes_no_block():
@@ -41,7 +38,7 @@ def test_case_i_fork_takes_no_block():
     assert num_free(driver.cache) == free
     driver.check()
     driver.free(9)
-    assert num_free(driver.cache) == 40
+    assert num_free(driver.cache) == NUM_BLOCKS
     driver.check()
 
 
@@ -61,7 +58,7 @@ def test_case_i_reserved_blocks_stay_with_the_source():
 
 @pytest.mark.parametrize("is_fork_first", [True, False])
 def test_case_j_copy_on_write_counts(is_fork_first):
-    driver = TokenDriver(ROOMY, width=28)
+    driver = TokenDriver(ROOMY)
     for n, k in itertools.product((5, 15, 16, 17, 32, 33), (1, 11, 16, 28)):
         driver.start(2, n)
         driver.fork([2], [6])
@@ -86,7 +83,7 @@ def test_case_j_copy_on_write_counts(is_fork_first):
         assert table(driver.cache, second)[: len(tail)] == tail
         driver.check()
         driver.free(2, 6)
-        assert num_free(driver.cache) == 40
+        assert num_free(driver.cache) == NUM_BLOCKS
 
 
 def test_case_k_three_branches_of_one_row():
@@ -122,7 +119,7 @@ def test_case_l_fork_into_an_active_row_and_chains():
         assert driver.fork([source], [target]) == [Status.SEQ_IN_USE]
         assert_same(before, leaf_bytes(driver.cache))
     driver.free(0, 4)
-    assert num_free(driver.cache) == 40
+    assert num_free(driver.cache) == NUM_BLOCKS
     for order in (range(11), range(10, -1, -1), (5, 0, 10, 3, 7, 1, 9, 2, 8, 4, 6)):
         driver.start(0, 21)
         for source, target in zip(*chain, strict=True):
@@ -135,7 +132,7 @@ def test_case_l_fork_into_an_active_row_and_chains():
             assert_invariants(driver.cache)
             if seq_id in (1, 7):
                 driver.check()
-        assert num_free(driver.cache) == 40
+        assert num_free(driver.cache) == NUM_BLOCKS
 
 
 def test_case_m_reorder_with_duplicates():
@@ -162,7 +159,7 @@ def test_case_m_reorder_with_duplicates():
     assert [table(driver.cache, seq_id) for seq_id in range(4)] == rows and num_used(driver.cache) == used
     driver.check()
     driver.free(0, 1, 2, 3)
-    assert num_free(driver.cache) == 40
+    assert num_free(driver.cache) == NUM_BLOCKS
 
 
 def test_case_dd_truncate_into_an_own_block_writes_in_place():
@@ -185,7 +182,7 @@ def test_case_dd_truncate_into_an_own_block_writes_in_place():
 
 @pytest.mark.parametrize("num_owners", [3, 4])
 def test_case_ee_three_writers_and_one_spare_block(num_owners):
-    driver = TokenDriver(tiny_config(num_blocks=3, block_size=16, max_seqs=5, max_seq_len=40))
+    driver = start_with(3)
     driver.start(1, 20)
     branches = [4, 2, 0][: num_owners - 1]
     assert driver.fork([1] * len(branches), branches) == [Status.OK] * len(branches)

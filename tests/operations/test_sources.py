@@ -31,20 +31,27 @@ def source_arrays(rows, width=WIDTH, seed=0):
 write = kv.donate(kv.write_source)
 
 
+def entries(rows, lengths):
+    """Four of both, so that one program serves all calls."""
+    num_more = ROWS - len(rows)
+    return np.array([*rows, *[ROWS] * num_more]), np.array([*lengths, *[0] * num_more])
+
+
 def store(cache, rows, lengths, seed=0):
     """Stores sources in a poisoned cache; returns it, the statuses, and what each row ought to hold."""
-    k, v = source_arrays(len(rows), seed=seed)
-    cache, status = write(testing.poison(cache), np.array(rows), k, v, np.array(lengths))
+    k, v = source_arrays(ROWS, seed=seed)
+    padded_rows, padded_lengths = entries(rows, lengths)
+    cache, status = write(testing.poison(cache), padded_rows, k, v, padded_lengths)
     held = {
         row: [(a[i, :n], b[i, :n]) for a, b in zip(k, v, strict=True)]
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
     }
-    return cache, statuses(status), held
+    return cache, statuses(status)[: len(rows)], held
 
 
 def started(rows=(0, 1, 2), lengths=(3, 5, 2)):
-    cache, admission = kv.allocate(kv.init(CONFIG), list(rows), list(lengths))
-    assert set(statuses(admission.status)) == {OK}
+    cache, admission = kv.allocate(kv.init(CONFIG), *entries(rows, lengths))
+    assert set(statuses(admission.status)[: len(rows)]) == {OK}
     return cache
 
 
@@ -54,10 +61,10 @@ def assert_held(cache, held):
         for layer, (k, v) in zip(CONFIG.source_layers, layers, strict=True):
             *found, length = kv.gather(cache, row, layer)
             assert int(length) == len(k)
-            for got, want in zip(found, (k, v), strict=True):
+            for got, want in zip(map(np.asarray, found), (k, v), strict=True):
                 assert got.shape[0] == MOST
                 np.testing.assert_array_equal(got[: len(want)], want)
-                assert not np.asarray(got[len(want) :]).any()
+                assert not got[len(want) :].any()
 
 
 @pytest.mark.slow
@@ -74,18 +81,12 @@ def test_sources_are_read_back_and_take_their_blocks_alone():
 def test_each_status():
     cache, found, _ = store(started((0, 1, 2)), [0], [5])
     before = leaf_bytes(cache)
-    rows, lengths = [0, 1, 2, 3, 4, 5, 1], [2, 12, -1, 1, 1, 1, 1]
-    cache, found, _ = store(cache, rows, lengths)
-    names = (
-        "HAS_SOURCE",
-        "TOO_LONG",
-        "BAD_LENGTH",
-        "SEQ_NOT_ACTIVE",
-        "SKIPPED",
-        "BAD_SEQ_ID",
-        "DUPLICATE_SEQ_ID",
-    )
-    assert found == [kv.Status[name] for name in names]
+    for rows, lengths, names in (
+        ([0, 1, 2, 3], [2, 12, -1, 1], ("HAS_SOURCE", "TOO_LONG", "BAD_LENGTH", "SEQ_NOT_ACTIVE")),
+        ([4, 5, 1, 1], [1, 1, 12, 1], ("SKIPPED", "BAD_SEQ_ID", "TOO_LONG", "DUPLICATE_SEQ_ID")),
+    ):
+        cache, found, _ = store(cache, rows, lengths)
+        assert found == [kv.Status[name] for name in names]
     assert leaf_bytes(testing.poison(cache).control) == {
         path.removeprefix(".control"): leaf for path, leaf in before.items() if path.startswith(".control")
     }
@@ -112,35 +113,31 @@ def test_a_row_without_blocks_is_as_it_was_and_a_smaller_one_behind_it_fits():
 def test_prompts_start_without_blocks_for_sources():
     cache, found, _ = store(started((0, 1, 2), (1, 1, 1)), [0, 1, 2], [11, 11, 3])
     assert found == [OK] * 3 and int(kv.num_available_blocks(cache, group=2)) == 0
-    cache, admission = kv.allocate(cache, [3], [16])
-    assert statuses(admission.status) == [OK] and int(kv.num_available_blocks(cache, group=0)) == 2
+    cache, admission = kv.allocate(cache, *entries([3], [16]))
+    assert statuses(admission.status)[0] == OK and int(kv.num_available_blocks(cache, group=0)) == 2
     cache, step = kv.extend(cache, [0, 0, 0, 16], max_new=16)
     assert statuses(step.status) == [OK] * 4
 
 
 def test_forks_and_beams_share_a_source_and_nothing_is_copied():
-    """Four beams of 1,500 frames: 94 blocks, not 376."""
-    layers = [FULL, kv.CrossAttention(1, 2, max_source_len=1500)]
-    cache = kv.init(kv.CacheConfig(layers, num_blocks=400, block_size=16, max_seqs=5, max_seq_len=32))
-    cache, _ = kv.allocate(cache, [0], [3])
-    frames = jnp.ones((1, 1, 1500, 1, 2))
-    cache, status = write(cache, jnp.array([0]), frames, frames, jnp.array([1500]))
-    assert statuses(status) == [OK]
+    """Four beams of 11 frames: 3 and 4 blocks in the two groups, of which each has 9."""
+    cache, found, _ = store(started([0], [3]), [0], [MOST])
+    assert found == [OK]
     cache, _ = kv.fork(cache, [0, 0, 0], [1, 2, 3])
-    used = 400 - int(kv.num_available_blocks(cache, group=1))
+    used = [9 - int(kv.num_available_blocks(cache, group=g)) for g in (1, 2)]
     pools = jax.tree.leaves(cache.pools)
     cache, _ = kv.reorder(cache, [0, 1, 2, 3], [2, 2, 0, 1])
-    assert used == 94 == 400 - int(kv.num_available_blocks(cache, group=1))
+    assert used == [3, 4] == [9 - int(kv.num_available_blocks(cache, group=g)) for g in (1, 2)]
     assert [x.unsafe_buffer_pointer() for x in pools] == [
         x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.pools)
     ]
-    cache, step = kv.extend(cache, [1, 1, 1, 1, 0], max_new=1)
-    assert statuses(step.status) == [OK] * 5 and num_copies(cache) == 0
+    cache, step = kv.extend(cache, [1] * ROWS, max_new=16)
+    assert statuses(step.status) == [OK] * ROWS and num_copies(cache) == 0
     cache, _ = kv.free(cache, [0, 1, 2])
-    assert int(kv.num_available_blocks(cache, group=1)) == 400 - 94
-    cache, _ = kv.free(cache, [3])
-    assert int(kv.num_available_blocks(cache, group=1)) == 400
-    assert not cache.control.source_len.any()
+    assert [int(kv.num_available_blocks(cache, group=g)) for g in (1, 2)] == [9 - 3, 9 - 4]
+    cache, _ = kv.free(cache, [3, ROWS, ROWS])
+    assert [int(kv.num_available_blocks(cache, group=g)) for g in (1, 2)] == [9, 9]
+    assert not np.asarray(cache.control.source_len).any()
 
 
 @pytest.mark.slow
@@ -206,6 +203,7 @@ def test_every_query_sees_the_whole_source_padded_and_packed():
         padded[place] = q[token]
     out, lse = attended(cache, padded, np.array(num_new), is_packed=False)
     packed_out, packed_lse = attended(cache, q, np.array(num_new), is_packed=True)
+    out, lse, packed_out, packed_lse = map(np.asarray, (out, lse, packed_out, packed_lse))
     for token, (row, i) in enumerate(places):
         if row == 0:
             want, want_lse = np.zeros((4, 4)), np.full(4, -np.inf)
@@ -325,8 +323,8 @@ def test_calls_that_do_not_fit_are_refused():
         kv.write_source(kv.init(kv.CacheConfig([FULL])), [0], k, v, [1])
     with pytest.raises(ValueError, match="built with storage=False"):
         kv.write_source(kv.init(CONFIG, storage=False), [0], k, v, [1])
-    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=1)
-    x = jnp.ones((ROWS, 1, 1, 3))
+    cache, step = kv.extend(cache, [1, 0, 0, 0], max_new=16)
+    x = np.ones((ROWS, 16, 1, 3), np.float32)
     message = (
         r"got k and v for layer .*, CrossAttention\(11\), whose rows read a source, expected none: write"
     )

@@ -22,10 +22,10 @@ def test_figures():
     assert kv.active_seq_ids(cache).tolist() == [1, 3, 4, 4]
     assert kv.idle_seq_ids(cache, 3).tolist() == [0, 2, 4]
     cache, _ = kv.extend(cache, [0, 3, 0, 0], max_new=3)
-    cache, _ = kv.fork(cache, [1], [0])
+    cache, _ = kv.fork(cache, [1, 4], [0, 4])  # max_seqs is skipped
     cache, _ = kv.extend(cache, [1, 0, 0, 0], max_new=3)
     cache, _ = kv.free(cache, [3])
-    cache, _ = kv.allocate(cache, [2], [1])
+    cache, _ = kv.allocate(cache, [2, 4], [1, 9])
     figures = {name: int(value) for name, value in vars(kv.stats(cache)).items()}
     block_bytes = [group.block_bytes for group in config.groups]
     assert figures == dict(

@@ -17,12 +17,12 @@ from kvcache_jax import testing
 from kvcache_jax.arrays import pytree
 from kvcache_jax.core.config import config_from_json, config_to_json
 from kvcache_jax.operations import rows
-from tests.support.helpers import compiled_programs
+from tests.support.helpers import ROOMY, compiled_programs
 
 pytestmark = pytest.mark.contract
 
 KIND = kv.FullAttention(2, 8)
-CONFIG = kv.CacheConfig([KIND] * 2, num_blocks=24, block_size=4, max_seqs=4, max_seq_len=40)
+CONFIG = kv.CacheConfig([KIND] * 2, **ROOMY)
 WINDOW = kv.SlidingWindow(1, 8, window=5, num_sink_tokens=2, block_size=2, max_rollback=1)
 GROUPED = kv.CacheConfig([KIND, WINDOW], num_blocks=30, block_size=4, max_seqs=4, max_seq_len=40)
 TOKENS = np.arange(120, dtype=np.int32).reshape(4, 30)
@@ -32,6 +32,9 @@ def append_tokens(cache, tokens, num_new):
     cache, step = kv.extend(cache, num_new, max_new=tokens.shape[1])
     return testing.write_tokens(cache, tokens, step), step
 
+
+# Shared by several tests, on `GROUPED` and tokens of width 2.
+append_donated = kv.donate(append_tokens)
 
 CALLS = ("allocate", "fork", "append", "reorder", "truncate", "touch", "set_priority", "free")
 
@@ -130,7 +133,7 @@ def test_vmap_over_independent_caches():
 
 def test_while_loop_equals_single_calls():
     """Appending `tokens[i]`, i = 0, 1, and so on, until row 0 has 12 tokens."""
-    tokens = np.stack([TOKENS + 1000 * i for i in range(12)])
+    tokens = np.stack([TOKENS[:, :2] + 1000 * i for i in range(12)])
     num_new = np.array([[1, i % 2, 1, 1] for i in range(12)], np.int32)
 
     @jax.jit
@@ -141,12 +144,14 @@ def test_while_loop_equals_single_calls():
 
         return jax.lax.while_loop(lambda state: state[1].context_len[0] < 12, body, (jnp.int32(0), cache))[1]
 
-    start, _ = kv.allocate(kv.init(GROUPED), [0, 1, 3, 4], [3, 0, 9, 0])
+    start, _ = kv.allocate(kv.init(GROUPED), [0, 3], [3, 9])
+    start, _ = kv.allocate(start, [1, 4], [0, 0])
+    looped = append_in_loop(start, tokens, num_new)
     expected = start
     for now in zip(tokens, num_new, strict=True):
-        expected, _ = append_tokens(expected, *now)
+        expected, _ = append_donated(expected, *now)
     assert expected.context_len.tolist() == [12, 6, 0, 12]
-    assert_equal_bits(append_in_loop(start, tokens, num_new), expected)
+    assert_equal_bits(looped, expected)
 
 
 def test_a_stored_config_is_equal_to_one_of_this_process():
@@ -158,39 +163,40 @@ def test_a_stored_config_is_equal_to_one_of_this_process():
 
 
 def test_prompts_of_any_width_are_one_program_without_prefix_caching():
-    cache, _ = kv.allocate(kv.init(GROUPED), [0], [2], tokens=[[1, 2]])
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [2, 1], tokens=[[1, 2]] * 2)
     num_programs = rows._run._cache_size()
     for width in (1, 3, 5):
-        cache, _ = kv.free(cache, [0])
-        items = [[[0, 1]] * width]
-        cache, admission = kv.allocate(cache, [0], [width], tokens=[[7] * width], items=items)
-        assert admission.status.tolist() == [kv.Status.OK]
+        cache, _ = kv.free(cache, [0, 1])
+        prompts = dict(tokens=[[7] * width] * 2, items=[[[0, 1]] * width] * 2)
+        cache, admission = kv.allocate(cache, [0, 1], [width, 1], **prompts)
+        assert admission.status.tolist() == [kv.Status.OK] * 2
     assert rows._run._cache_size() <= num_programs + 1  # of free
     cache, admission = kv.allocate(kv.init(GROUPED), [0, 1], [0, 0], tokens=np.zeros((2, 0), np.int32))
     assert admission.status.tolist() == [kv.Status.OK] * 2
 
 
 def test_nothing_recompiles_whatever_the_lengths():
-    step_fn = kv.donate(lambda cache, tokens, n: append_tokens(cache, tokens, n)[0])
     cache = kv.init(GROUPED)
-    tokens = jnp.zeros((4, 2), jnp.int32)
+    tokens = np.zeros((4, 2), np.int32)
     programs = None
     for i in range(14):
         cache, _ = kv.allocate(cache, [i % 4, (i + 1) % 4], [i, 2 * i])
-        cache = step_fn(cache, tokens, jnp.array([2, i % 3, 1, 0]))
+        cache, _ = append_donated(cache, tokens, np.array([2, i % 3, 1, 0], np.int32))
         cache, _ = kv.fork(cache, [i % 4, 0], [(i + 2) % 4, 3])
         cache, _ = kv.truncate(cache, [i % 4, 1], [i // 2, 0])
         cache, _ = kv.reorder(cache, [0, 1], [i % 2, 0])
         cache, _ = kv.free(cache, [(3 * i) % 4, (i + 3) % 4])
-        jitted = [step_fn, rows._run]
+        jitted = [append_donated, rows._run]
         sizes = [fn._cache_size() for fn in jitted]
         programs = programs or sizes
         assert sizes == programs
 
 
 def test_control_operations_hand_the_pools_on_by_reference():
-    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1, 2, 4], [7, 3, 1, 0])
-    cache, _ = append_tokens(cache, TOKENS, np.array([3, 3, 1, 0], np.int32))
+    cache, _ = kv.allocate(kv.init(GROUPED), [0, 1], [7, 3])
+    cache, _ = kv.allocate(cache, [2, 4], [1, 0])
+    for num_new in ([2, 2, 1, 0], [1, 1, 0, 0]):
+        cache, _ = append_donated(cache, TOKENS[:, :2], np.array(num_new, np.int32))
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.pools)]
     for name, *args in (
         ("free", [1, 2]),
@@ -211,13 +217,13 @@ def test_control_operations_hand_the_pools_on_by_reference():
 
 
 def test_donation_reuses_the_pools_and_reset_keeps_them():
-    cache, _ = kv.allocate(kv.init(CONFIG), [1], [2])
+    cache, _ = kv.allocate(kv.init(GROUPED), [1, 4], [2, 0])
     old, address = cache, cache.pools[0].k.unsafe_buffer_pointer()
-    cache, _ = kv.donate(lambda cache: kv.extend(cache, [0, 2, 0, 0], max_new=2))(cache)
+    cache, _ = append_donated(cache, TOKENS[:, :2], np.array([0, 2, 0, 0], np.int32))
     assert old.pools[0].k.is_deleted() and cache.pools[0].k.unsafe_buffer_pointer() == address
     fresh = kv.reset(cache)
     assert fresh.pools[0].k is cache.pools[0].k
-    assert_equal_bits(fresh.control, kv.init(CONFIG).control)
+    assert_equal_bits(fresh.control, kv.init(GROUPED).control)
 
 
 NUM_BLOCKS = 2**18  # an array of so many entries would be seen beside all that has other sizes
@@ -274,18 +280,17 @@ def rewrite_some(cache):
     return cache, x, step.status
 
 
-@pytest.mark.quick_cases("grouped", "loop")
+@pytest.mark.quick_cases("grouped")
 @pytest.mark.parametrize(
     ("kinds", "step_fn"),
     [
-        ([KIND] * 2, decode),
         ([KIND] * 2, rewrite_some),
         ([KIND, WINDOW], extend_one_row),
         ([KIND, WINDOW], decode),
         ([KIND] * 2, decode_scan),
         ([KIND, WINDOW], decode_loop),
     ],
-    ids=["full", "rewrite", "one row", "grouped", "scan", "loop"],
+    ids=["rewrite", "one row", "grouped", "scan", "loop"],
 )
 def test_the_compiled_step_copies_no_pool_and_no_array_of_blocks(kinds, step_fn):
     num_bytes, pool_bytes = compiled_bytes(kinds, step_fn)
@@ -294,6 +299,7 @@ def test_the_compiled_step_copies_no_pool_and_no_array_of_blocks(kinds, step_fn)
     assert num_bytes < 4 * NUM_BLOCKS, num_bytes / NUM_BLOCKS
 
 
+@pytest.mark.quick_cases("fork", "allocate")
 @pytest.mark.parametrize("name", ["free", "fork", "reorder", "allocate", "truncate"])
 def test_control_operations_copy_no_array_of_blocks(name):
     args = {
@@ -309,13 +315,12 @@ def test_control_operations_copy_no_array_of_blocks(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [[KIND] * 2, [KIND, WINDOW]], ids=["full", "grouped"])
-def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks(kinds):
+def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks():
     def stream(cache):
         cache, _ = kv.drop(cache, jnp.arange(4), jnp.full(4, 2), jnp.full(4, 7))
         return decode(cache)
 
-    num_bytes, pool_bytes = compiled_bytes(kinds, stream, enable_drop=True)
+    num_bytes, pool_bytes = compiled_bytes([KIND, WINDOW], stream, enable_drop=True)
     assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
 
 
@@ -373,9 +378,9 @@ def test_another_format_version_is_refused(version):
 
 
 def test_an_exported_step_of_another_format_version_is_refused(monkeypatch):
-    _, step = kv.extend(kv.init(GROUPED), [0] * 4, max_new=1)
+    _, step = kv.extend(kv.init(CONFIG), [0] * 4, max_new=1)
     data = jax.export.export(jax.jit(lambda step: step.status + 1))(step).serialize()
-    assert pickle.loads(pickle.dumps(GROUPED)) == GROUPED
+    assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG
     monkeypatch.setattr(pytree, "FORMAT_VERSION", 3)
     with pytest.raises(ValueError, match="has format_version 2, expected 3"):
         jax.export.deserialize(data)
@@ -386,12 +391,12 @@ def test_clock_and_counters_wrap():
     almost = jnp.full_like(cache.control.counters, 2**32 - 1)
     control = dataclasses.replace(cache.control, clock=jnp.uint32(2**32 - 1), counters=almost)
     cache = dataclasses.replace(cache, control=control)
-    cache, _ = kv.allocate(cache, [0], [3])
+    cache, _ = kv.allocate(cache, [0], [1])
     assert int(cache.control.clock) == 0 and int(cache.control.last_used[0]) == 0
-    cache, _ = append_tokens(cache, TOKENS, np.array([3, 0, 0, 0], np.int32))
+    cache, _ = kv.extend(cache, [1, 0, 0, 0], max_new=1)
     cache, _ = kv.fork(cache, [0], [1])
     assert cache.control.last_used.tolist() == [1, 2, 0, 0]
-    cache, _ = append_tokens(cache, TOKENS, np.array([1, 0, 0, 0], np.int32))
+    cache, _ = kv.extend(cache, [1, 0, 0, 0], max_new=1)
     cache, _ = kv.free(cache, [0])
     counts = cache.control.counters.tolist()
     assert counts == [0] * 4 + [2**32 - 1] * (len(counts) - 4)
@@ -476,7 +481,7 @@ def test_init_logs_its_sizes_and_is_silent_by_default(caplog, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.quick_cases("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("has_index", [False, True], ids=["plain", "prefix caching"])
 def test_a_compiled_step_does_not_copy_the_block_table(has_index):
     def temporary_and_table_bytes(max_seq_len):

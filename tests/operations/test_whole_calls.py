@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvcache_jax import Status
-from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_free, row_state, statuses
+from tests.support import row_calls
+from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_free, row_state
 from tests.support.row_calls import CALLS, FAILURES, NUM_ROWS, PARTNERS, make_crowded
 
-# Three entries and a place that is skipped, so that one program serves every case.
 SKIPPED = (NUM_ROWS, 0)
 GROWS = ("extend", "extend_packed", "append")
 HAS_TWO_IDS = ("fork", "reorder")
@@ -34,10 +34,9 @@ def crowded():
 
 def call(crowded, operation, *entries):
     """The cache after a call of pairs (row, argument), and the statuses of these."""
-    seq_ids, arguments = zip(*entries, *[SKIPPED] * (4 - len(entries)), strict=True)
-    cache, status = CALLS[operation](crowded.cache, list(seq_ids), list(arguments))
+    cache, found = row_calls.call(operation, crowded.cache, *zip(*entries, strict=True))
     assert_invariants(cache)
-    return cache, statuses(status)[: len(entries)]
+    return cache, found
 
 
 def assert_does_what(crowded, operation, entries, which, expected):
@@ -146,18 +145,13 @@ def test_all_rows_grow_where_there_are_blocks_for_all(crowded, operation):
     assert num_free(cache) == 1
 
 
-def test_a_row_that_asks_for_less_gets_what_a_larger_one_left():
+def test_a_row_that_asks_for_less_gets_what_a_larger_one_left(crowded):
     """Three free blocks, in the order of the entries: 2, 2, 1."""
-    crowded = make_crowded()
     entries = [(7, 8), (1, 8), (5, 3), (IDLE, 1)]
     expected = [Status.OK, Status.OUT_OF_BLOCKS, Status.OK, Status.OUT_OF_BLOCKS]
     assert_does_what(crowded, "allocate", entries, [0, 2], expected)
-    entries = [
-        (LONG, 12),
-        (0, 1),
-        (2, 1),
-        (IDLE, 0),
-    ]  # three blocks, a copy, and the last owner writes in place
+    # Three blocks, a copy, and the last owner writes in place.
+    entries = [(LONG, 12), (0, 1), (2, 1), (IDLE, 0)]
     cache, found = call(crowded, "extend", *entries)
     assert found == [Status.OK, Status.OUT_OF_BLOCKS, Status.OUT_OF_BLOCKS, Status.OK]
     assert num_free(cache) == 0

@@ -9,7 +9,6 @@ import numpy as np
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core.state import row_fields
-from tests.support.helpers import append_donated
 
 ROWS, WIDTH, NUM_PACKED = 6, 5, 9
 ENTRIES = 4  # of each call that takes ids, so that one program serves all
@@ -172,19 +171,17 @@ class Driver:
         self.cache, admission = kv.allocate(self.cache, seq_ids, num_tokens)
         return admission.status, self.oracle.allocate(seq_ids, num_tokens)
 
-    def extend(self, num_new, width=None):
+    def extend(self, num_new):
         """All rows, padded."""
-        tokens = [self.new_tokens(n) for n in num_new]
-        width = width or (WIDTH if max(num_new) > 1 else 1)
-        self.cache, status = append_donated(self.cache, padded(tokens, width), np.array(num_new))
-        return status, self.oracle.extend(range(ROWS), tokens)
+        return self.extend_some(range(ROWS), num_new)
 
     def extend_some(self, seq_ids, num_new):
         tokens = [self.new_tokens(n) for n in num_new]
-        self.cache, status = append_some(
-            self.cache, padded(tokens, WIDTH), np.array(num_new), np.array(seq_ids)
-        )
-        return status, self.oracle.extend(seq_ids, tokens)
+        num_more = ROWS - len(seq_ids)  # so that one program serves both
+        columns = np.array([*num_new, *[0] * num_more]), np.array([*seq_ids, *[ROWS] * num_more])
+        new = padded([*tokens, *[[]] * num_more], WIDTH)
+        self.cache, status = append_some(self.cache, new, *columns)
+        return status[: len(seq_ids)], self.oracle.extend(seq_ids, tokens)
 
     def extend_packed(self, seq_ids, num_new):
         """Rows end to end; together they fit."""

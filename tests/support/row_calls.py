@@ -7,10 +7,13 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import Status
-from tests.support.helpers import TokenDriver, num_free, tiny_config
+from tests.support.helpers import TokenDriver, num_free, statuses, tiny_config
 
 NUM_ROWS = 8
-CROWDED = tiny_config(num_blocks=13, block_size=4, max_seqs=NUM_ROWS, max_seq_len=24)
+NUM_ENTRIES = 4  # of every call, so that one program of each operation serves all tests
+NUM_PACKED = 20  # places of packed tokens
+NOWHERE = 24  # no place of a row
+CROWDED = tiny_config(num_blocks=13, block_size=4, max_seqs=NUM_ROWS, max_seq_len=NOWHERE)
 
 
 def make_crowded():
@@ -40,7 +43,7 @@ def extend_call(cache, seq_ids, num_new):
 
 
 def packed_call(cache, seq_ids, num_new):
-    cache, step = kv.extend(cache, num_new, num_tokens=40, seq_ids=seq_ids)
+    cache, step = kv.extend(cache, num_new, num_tokens=NUM_PACKED, seq_ids=seq_ids)
     return cache, step.status
 
 
@@ -49,9 +52,10 @@ def allocate_call(cache, seq_ids, num_tokens):
     return cache, admission.status
 
 
-def rewrite_call(cache, seq_ids, indices):
-    """One place of each row."""
-    cache, step = kv.rewrite(cache, seq_ids, np.array(indices)[:, None])
+def rewrite_call(cache, seq_ids, places):
+    """One or two places of each row."""
+    indices = [place if isinstance(place, list) else [place, NOWHERE] for place in places]
+    cache, step = kv.rewrite(cache, seq_ids, np.array(indices))
     return cache, step.status
 
 
@@ -68,6 +72,16 @@ CALLS = {
     "touch": lambda cache, seq_ids, _: kv.touch(cache, seq_ids),
     "set_priority": kv.set_priority,
 }
+
+
+def call(operation, cache, seq_ids, arguments):
+    """Calls an operation with up to four rows and their arguments; returns the cache and the statuses."""
+    num_more = NUM_ENTRIES - len(seq_ids)
+    cache, status = CALLS[operation](cache, [*seq_ids, *[NUM_ROWS] * num_more], [*arguments, *[0] * num_more])
+    found = statuses(status)
+    assert found[len(seq_ids) :] == [Status.SKIPPED] * num_more
+    return cache, found[: len(seq_ids)]
+
 
 # Two (row, argument) pairs per operation that succeed on the crowded state, also with each other.
 PARTNERS = {
