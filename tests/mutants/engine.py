@@ -6,7 +6,7 @@ ENGINE = "engine/test_engine.py"
 ONE_AFTER_THE_OTHER = f"{ENGINE}::test_a_pool_that_one_request_fills_never_stands_still"
 NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_chunks"
 NAN_LOGITS = f"{ENGINE}::test_a_row_with_nan_logits_ends_alone"
-SAMPLES = "engine/test_sharing.py::test_samples_fork_the_prompt"
+SAMPLES = "engine/test_engine.py::test_samples_fork_the_prompt"
 POLICIES = "engine/test_options.py::test_policies_order_requests"
 BITS = "engine/test_batch_invariance.py::test_bits_are_those_of_the_request_alone"
 DRAFTS = "engine/test_faults.py::test_nan_logits_behind_drafts_hurt_no_other_row"
@@ -87,7 +87,7 @@ MUTATIONS = [
             "prompts that share are computed at the same time",
             "is_one & _shares_what_is_computed(state, prompts)",
             "is_one & False",
-            "engine/test_sharing.py::test_of_equal_prompts_in_one_batch_one_is_computed",
+            "engine/test_engine.py::test_of_equal_prompts_in_one_batch_one_is_computed",
         ),
     ),
     *in_module(
