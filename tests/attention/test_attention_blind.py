@@ -205,8 +205,7 @@ def test_write_and_attend_are_the_halves_of_attention():
 @pytest.mark.slow
 def test_traced_layers_in_a_scan():
     """A scan over the layers carries the cache and a layer index, and equals the unrolled loop bit by bit."""
-    config = config_of(num_layers=3)
-    _, _, cache, step, q, k, v = state_and_step(config, 4)
+    _, _, cache, step, q, k, v = state_and_step(config_of(), 4)
     q, k, v = (np.stack(part) for part in (q, k, v))
 
     @jax.jit
@@ -215,12 +214,12 @@ def test_traced_layers_in_a_scan():
             layer, q, k, v = inputs
             return kv.attention(cache, layer, q, k, v, step)
 
-        return jax.lax.scan(layer_step, cache, (jnp.arange(3, dtype=jnp.int32), q, k, v))
+        return jax.lax.scan(layer_step, cache, (jnp.arange(2, dtype=jnp.int32), q, k, v))
 
     @jax.jit
     def unrolled(cache, step, q, k, v):
         outputs = []
-        for layer in range(3):
+        for layer in range(2):
             cache, out = kv.attention(cache, layer, q[layer], k[layer], v[layer], step)
             outputs.append(out)
         return cache, jnp.stack(outputs)

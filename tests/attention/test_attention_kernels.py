@@ -26,7 +26,7 @@ from tests.kernels import gpu_interpreter
 from tests.support import tiny_model
 from tests.support.attention_driver import AttentionDriver, dense_attention, fragment
 from tests.support.dense_reference import dense_attention as dense_jnp
-from tests.support.helpers import newest_unless, table
+from tests.support.helpers import table
 
 pytestmark = pytest.mark.contract
 
@@ -82,24 +82,21 @@ def run_interpreted(function):
     return gpu_interpreter.run_interpreted(scenario)
 
 
-@pytest.mark.quick_cases("packed-mosaic_tpu")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(dict(width=11), marks=pytest.mark.newest),
-        dict(
-            width=14,
-            packed=True,
-            sink_logits=np.linspace(-1.5, 2.0, 4),
-            soft_cap=2.5,
-            scale=0.3,
-            return_lse=False,
-        ),
-    ],
-    ids=["padded", "packed"],
+PADDED = dict(width=11)
+PACKED = dict(
+    width=14, packed=True, sink_logits=np.linspace(-1.5, 2.0, 4), soft_cap=2.5, scale=0.3, return_lse=False
 )
-def test_prefill_fork_and_decode(implementation, options, count_calls):
+
+
+@pytest.mark.quick_cases("packed-mosaic_tpu")
+@pytest.mark.parametrize(
+    ("options", "implementation"),
+    [
+        pytest.param(PADDED, "mosaic_tpu", marks=pytest.mark.newest, id="padded-mosaic_tpu"),
+        *(pytest.param(PACKED, name, id=f"packed-{name}") for name in IMPLEMENTATIONS),
+    ],
+)
+def test_prefill_fork_and_decode(options, implementation, count_calls):
     """Prompts longer than a kernel's queries, ragged rows beside an idle one, branches that copy a block."""
 
     def scenario():
@@ -122,10 +119,9 @@ def test_prefill_fork_and_decode(implementation, options, count_calls):
 
 @pytest.mark.slow
 @pytest.mark.newest
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_copies_of_one_call_leave_their_sources(implementation):
+def test_copies_of_one_call_leave_their_sources():
     """Rows 0 and 1 copy the block that they share, and row 2 its own; what they leave stays published."""
-    *heads, dtype = SIZES[implementation].values()
+    *heads, dtype = SIZES["mosaic_gpu"].values()
     tokens = np.arange(24, dtype=np.int32).reshape(3, 8)
     k = np.random.default_rng(0).standard_normal((1, 3, 8, *heads)).astype(jnp.dtype(dtype))
     config = kv.CacheConfig(
@@ -135,7 +131,7 @@ def test_copies_of_one_call_leave_their_sources(implementation):
         max_seqs=3,
         max_seq_len=16,
         dtype=dtype,
-        implementation=implementation,
+        implementation="mosaic_gpu",
         enable_prefix_caching=True,
     )
 
@@ -221,12 +217,11 @@ def assert_like_dense_attention(out, chunks, num_first, num_second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", newest_unless(("mosaic_gpu",), IMPLEMENTATIONS))
-def test_gradients_equal_a_dense_reference(implementation):
+def test_gradients_equal_a_dense_reference():
     """Through attention, sink logits, copy-on-write and the pools."""
-    chunks = two_chunks(implementation, 3)
+    chunks = two_chunks("mosaic_gpu", 3)
     sink_logits = np.linspace(-1, 1, 4, dtype=np.float32)
-    config = config_of(implementation, windows=(None,))
+    config = config_of("mosaic_gpu", windows=(None,))
 
     def score(outs):
         return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in outs)
@@ -240,19 +235,16 @@ def test_gradients_equal_a_dense_reference(implementation):
     found = run_interpreted(lambda: jax.jit(jax.grad(loss, argnums=(0, 1)))(chunks, sink_logits))
     chunks = jax.tree.map(lambda x: x.astype(np.float32), chunks)
     wanted = jax.jit(jax.grad(dense_loss, argnums=(0, 1)))(chunks, sink_logits)
-    tolerance = {"bfloat16": 3e-2, "float32": 1e-5}[SIZES[implementation]["dtype"]]
     for each, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         each, want = (np.asarray(x).astype(np.float32) for x in (each, want))
         assert np.abs(want).max() > 0.01
-        np.testing.assert_allclose(each, want, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(each, want, rtol=3e-2, atol=3e-2)  # the pools are bfloat16
 
 
-# Each with a prompt of more tokens than a kernel's row, and the first with one of fewer too.
+# A prompt of more tokens than a kernel's row takes, and one of fewer.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axis_type", "width"),
-    [(AxisType.Auto, 5), (AxisType.Auto, 9), (AxisType.Explicit, 9)],
-    ids=["auto, short", "auto", "explicit"],
+    ("axis_type", "width"), [(AxisType.Auto, 9), (AxisType.Explicit, 5)], ids=["auto", "explicit"]
 )
 def test_each_device_runs_its_own_heads(axis_type, width, count_calls):
     """With the pools never gathered."""

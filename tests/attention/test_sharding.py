@@ -19,11 +19,10 @@ from tests.aot.hlo import COLLECTIVE
 
 pytestmark = pytest.mark.contract
 
-HEADS, DIM, LAYERS = 8, 4, 3
+HEADS, DIM, LAYERS = 8, 4, 2
 KINDS = [
     kv.FullAttention(HEADS, DIM),
     kv.SlidingWindow(HEADS, DIM, window=5, num_sink_tokens=1, block_size=2),
-    kv.FullAttention(HEADS, DIM),
 ]
 CONFIG = kv.CacheConfig(KINDS, num_blocks=16, block_size=4, max_seqs=4, max_seq_len=32)
 TEXTS = np.arange(12, dtype=np.int32).reshape(4, 3)  # of the tokens where there is an index
@@ -71,8 +70,8 @@ def expected():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "is_set"),
-    [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
-    ids=["auto", "explicit", "explicit without set_mesh"],
+    [(AxisType.Auto, True), (AxisType.Explicit, False)],
+    ids=["auto", "explicit without set_mesh"],
 )
 def test_heads_split_over_devices(axis_type, is_set, expected):
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(axis_type,))
@@ -277,7 +276,7 @@ def test_gradients_of_what_all_devices_share_inside_shard_map():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_groups, policy", [(1, "lru"), (2, "lru"), (1, "lfu"), (2, "hyperbolic")])
+@pytest.mark.parametrize("num_groups, policy", [(2, "lru"), (1, "lfu"), (2, "hyperbolic")])
 def test_operations_on_a_shared_cache_take_what_each_device_asks(num_groups, policy):
     """JAX follows what differs between devices when it traces a loop."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -358,9 +357,7 @@ def test_one_cache_read_with_each_devices_query_heads_inside_shard_map():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "num_groups, policy, is_run", [(1, "lru", True), (2, "lru", False), (2, "lfu", False)]
-)
+@pytest.mark.parametrize("num_groups, policy, is_run", [(1, "lru", True), (2, "lfu", False)])
 def test_one_cache_per_device_inside_shard_map(num_groups, policy, is_run):
     """Data parallel, every operation. JAX follows what differs between devices when it traces a loop."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

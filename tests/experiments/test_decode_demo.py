@@ -26,7 +26,6 @@ from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.tokenizer import ByteTokenizer, FileTokenizer
 from tests.models import driver
-from tests.models.checkpoint_files import EXPERTS, LONG
 from tests.support.trained_tokenizer import byte_level_bpe
 
 SIZES = dict(
@@ -187,9 +186,12 @@ def test_a_tokenizer_half_precision_and_drafts_from_the_text(capsys, folder, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LONG + EXPERTS)
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3_experts"])
 def test_a_checkpoint_of_another_family_says_what_transformers_says(capsys, copy_checkpoint, family):
-    """Its tokens are letters here, so that a text is the fixture's prompt."""
+    """Windows, and latent attention before experts; tests/models has them all.
+
+    Its tokens are letters here, so that a text is the fixture's prompt.
+    """
     prompt, greedy = (driver.expected(family)[name].tolist() for name in ("prompt", "greedy"))
     letters = {chr(0x4E00 + token): token for token in range(97)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token=chr(0x4E00)))
@@ -268,11 +270,11 @@ BEAMS = "--beams", 2, "--max-new", 6, "--block-size", 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [BEAMS, BEAMS[2:]])
+@pytest.mark.parametrize("options", [(*BEAMS, "--greedy"), SAMPLING[2:]], ids=["beams", "samples"])
 def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkeypatch, options):
     """For prompts that share their first blocks: the second one has less left than a quarter of a chunk.
 
-    They are as long as the longest of `PROMPTS`, so that other tests of beams need the same programs.
+    They are as long as the longest of `PROMPTS`, so that other tests need the same programs.
     """
     seen, counts = [], []
 
@@ -284,7 +286,7 @@ def test_nothing_of_the_model_compiles_behind_the_warm_up(capsys, folder, monkey
     monkeypatch.setattr(decode, "forward", counted)
     monkeypatch.setattr(decode, "warm_up", lambda job: (warm_up(job), counts.append(len(seen)))[0])
     prompts = "def f(number): # adds one", "def f(number): # adds two"
-    run_json(capsys, *prompts, *options, "--checkpoint", folder / "plain", "--greedy")
+    run_json(capsys, *prompts, *options, "--checkpoint", folder / "plain")
     assert counts == [len(seen)] and counts[0] > 0
 
 
@@ -338,7 +340,7 @@ def test_a_model_that_gives_no_numbers_ends_with_what_there_is(capsys, folder, t
     decoder.norm.scale[...] *= np.nan
     checkpoint.save(tmp_path, decoder)
     with pytest.raises(SystemExit) as error:
-        run(capsys, *PROMPTS, "--checkpoint", tmp_path, "--samples", 2, *["--json"] * as_json)
+        run(capsys, *SAMPLING, "--checkpoint", tmp_path, *["--json"] * as_json)
     assert error.value.code == 1
     captured = capsys.readouterr()
     said = (

@@ -153,14 +153,15 @@ def test_one_source_may_be_copied_to_many():
     check_pools(None, results, reference.copy_blocks(*pools, *ids, num_blocks=NUM_BLOCKS))
 
 
-def test_a_source_may_be_overwritten_by_a_later_copy(monkeypatch):
+@pytest.mark.quick_cases("bf16_16x64")
+@pytest.mark.parametrize("name", POOLS)
+def test_a_source_may_be_overwritten_by_a_later_copy(name, monkeypatch):
     """Earlier copies see it as it was, in every part of the block and every layer, however many CTAs fit."""
     monkeypatch.setattr(move_blocks, "MAX_CTAS_PER_SM", 3)
-    for name in POOLS:
-        pools = random_pools(np.random.default_rng(7), name, range(NUM_BLOCKS))
-        ids = (jnp.asarray([5, 5, 2, 6], jnp.int32), jnp.asarray([7, 0, 5, 2], jnp.int32), jnp.int32(NUM_IDS))
-        results = run_interpreted(interpreted("copy_blocks"), *pools, *ids)
-        check_pools(None, results, reference.copy_blocks(*pools, *ids, num_blocks=NUM_BLOCKS))
+    pools = random_pools(np.random.default_rng(7), name, range(NUM_BLOCKS))
+    ids = (jnp.asarray([5, 5, 2, 6], jnp.int32), jnp.asarray([7, 0, 5, 2], jnp.int32), jnp.int32(NUM_IDS))
+    results = run_interpreted(interpreted("copy_blocks"), *pools, *ids)
+    check_pools(None, results, reference.copy_blocks(*pools, *ids, num_blocks=NUM_BLOCKS))
 
 
 def test_more_than_all_are_all():

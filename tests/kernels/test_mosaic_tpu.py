@@ -18,6 +18,8 @@ pytestmark = pytest.mark.contract
 # The weights are rounded to the pools' dtype before they meet the values.
 TOLERANCE = {"bfloat16": 5e-3, "float32": 3e-6}
 SHAPES = {shape.name: shape for shape in DECODE_SHAPES}
+# These differ from others in numbers alone.
+LIKE_OTHERS = {"block_128", "block_72_f16", "drafts_3x8", "group_1_block_8"}
 
 
 def for_tpu(shape: DecodeShape) -> DecodeShape:
@@ -46,7 +48,10 @@ def check(problem: DecodeProblem) -> None:
 
 
 @pytest.mark.quick_cases("all")
-@pytest.mark.parametrize("name", newest_unless(("plain", "drafts_8x16", "all"), SHAPES))
+@pytest.mark.parametrize(
+    "name",
+    newest_unless(("plain", "drafts_8x16", "all"), [name for name in SHAPES if name not in LIKE_OTHERS]),
+)
 def test_many_tiles(name, monkeypatch):
     shape = for_tpu(SHAPES[name])
     monkeypatch.setattr(decode, "MAX_TILE_LEN", max(32, shape.block_size))
@@ -59,6 +64,7 @@ def test_large_tiles(name):
     check(for_tpu(SHAPES[name]).problem(seed=1))
 
 
+@pytest.mark.slow
 def test_values_that_nobody_sees_are_nan(monkeypatch):
     """Also those of blocks that are read: before the window, after the last query that counts. And what a row
     does not read, nobody sees, although the queries are behind it."""
@@ -85,6 +91,7 @@ def test_values_that_nobody_sees_are_nan(monkeypatch):
     check(problem._replace(rows=rows, v_pool=v_pool))
 
 
+@pytest.mark.slow
 def test_a_row_that_asks_and_reads_nothing_sees_its_sink_alone():
     problem = for_tpu(SHAPES["sink_logits"]).problem()
     check(problem._replace(rows=problem.rows._replace(num_columns=jnp.zeros(2, jnp.int32))))

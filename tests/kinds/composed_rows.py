@@ -7,7 +7,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.kinds.kind_rows import MAX_LEN, NUM_ROWS, OK, Rows, config_of, permuted, random_text, run_step
+from tests.kinds.kind_rows import MAX_LEN, NUM_ROWS, OK, Rows, config_of, empty, random_text, run_step
 from tests.support.helpers import assert_invariants, assert_same, statuses
 
 MAX_CHUNK, NUM_CHUNKS = 9, 3
@@ -24,7 +24,7 @@ def compose(kind):
     """Chunks stand behind what a row holds, their source stays as it was, and windows have what they read."""
     sizes = dict(num_blocks=30, num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
     config = dataclasses.replace(config_of(kind), **sizes)
-    rows = Rows(kind, permuted(kv.init(config)))
+    rows = Rows(kind, empty(config))
     rows.start({2: random_text(14), 1: random_text(3), 0: random_text(6)})
     rows.fork(1, 3)
     ids = store(

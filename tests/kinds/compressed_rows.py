@@ -13,8 +13,9 @@ from tests.kinds.kind_rows import (
     OK,
     Rows,
     config_of,
+    dropping_config,
+    empty,
     entries,
-    permuted,
     random_text,
     run_step,
 )
@@ -25,8 +26,11 @@ compress_rows = jax.jit(kv.compress)
 
 def compress(kind):
     """What rows keep stays what it was, in fewer blocks, and at the positions it had; forks keep all."""
-    config = dataclasses.replace(config_of(kind), enable_drop=True)
-    rows, num_keep = Rows(kind, permuted(kv.init(config))), {2: 7, 0: 3}
+    if kind.spans_as:  # in the caches of "drop"; what the index makes of it, another line tells
+        config = dropping_config(kind)
+    else:
+        config = dataclasses.replace(config_of(kind), enable_drop=True)
+    rows, num_keep = Rows(kind, empty(config)), {2: 7, 0: 3}
     ids, counts = map(np.array, entries(list(num_keep), list(num_keep.values())))
     scores = np.float32(np.random.default_rng(4).permutation(NUM_ROWS * MAX_LEN)).reshape(NUM_ROWS, MAX_LEN)
     assert statuses(compress_rows(rows.cache, ids, scores, counts)[1])[0] == kv.Status.SEQ_NOT_ACTIVE

@@ -144,6 +144,12 @@ def random_text(length, seed=0):
     return np.random.default_rng([length, seed]).integers(VOCAB, size=length).tolist()
 
 
+@functools.cache
+def empty(config):
+    """An empty cache whose free blocks are in no order, on the host, so that nobody donates it."""
+    return jax.device_get(permuted(kv.init(config)))
+
+
 def permuted(cache):
     """The empty cache after rows that came and went: its free blocks are in no order."""
     for lengths, ends in (([13, 5, 7, 1], [2, 0]), ([9, 3], [3, 0, 1, 2])):
@@ -175,7 +181,7 @@ class Rows:
 
     def __init__(self, kind, cache=None):
         self.kind = kind
-        self.cache = permuted(kv.init(config_of(kind))) if cache is None else cache
+        self.cache = empty(config_of(kind)) if cache is None else cache
         self.params = make_params(len(kind.layers))
         self.texts, self.sources, self.dropped = {}, {}, {}
 

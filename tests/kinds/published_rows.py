@@ -11,6 +11,7 @@ from tests.kinds.kind_rows import (
     NUM_ROWS,
     OK,
     Rows,
+    empty,
     entries,
     indexed_config,
     padded,
@@ -23,7 +24,7 @@ from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, nu
 def published(kind, **options):
     """A row of 13 tokens whose full blocks are published."""
     config = dataclasses.replace(indexed_config(kind), **options)
-    rows = Rows(kind, permuted(kv.init(config)))
+    rows = Rows(kind, empty(config))
     rows.start({2: random_text(13)})
     rows.cache, status = kv.commit(rows.cache, *entries([2]))
     assert statuses(status)[0] == OK

@@ -86,6 +86,10 @@ class Kind:
       rollback: Tokens that a long row may be shortened by; None for all of them.
       cells: By property, where something else than "works" is true.
       is_slow: Other lines say in `make test` what this one says.
+      spans_as: Name of another line in whose layers the same tokens stay in sight, if there is one: what
+        depends on that alone is tested there.
+      stores_as: Name of another line that stores tokens in such arrays: what depends on that alone is tested
+        there.
     """
 
     name: str
@@ -94,6 +98,8 @@ class Kind:
     rollback: int | None = None
     cells: dict[str, Refused | NoMeaning] = dataclasses.field(default_factory=dict)
     is_slow: bool = False
+    spans_as: str | None = None
+    stores_as: str | None = None
 
 
 def dense(q, k, v, **reach):
@@ -123,12 +129,12 @@ def window(**options):
     return kv.SlidingWindow(NUM_KV_HEADS, HEAD_DIM, **options)
 
 
-def quantised(name, round_numbers, rotate=False, is_slow=False):
+def quantised(name, round_numbers, rotate=False, is_slow=False, stores_as=None):
     """A line of a format around full attention."""
     layer = kv.Quantised(FULL, name.removesuffix("-rotated"), rotate)
     oracle = rounding.attending(dense, round_numbers)
     cells = STAYS | NOT_MOVED | {"gradient": NO_GRADIENT}
-    return Kind(name, (layer,), (oracle,), None, cells, is_slow)
+    return Kind(name, (layer,), (oracle,), None, cells, is_slow, "full", stores_as)
 
 
 FULL = kv.FullAttention(NUM_KV_HEADS, HEAD_DIM)
@@ -148,31 +154,42 @@ ALONE = IN_WINDOW | dict.fromkeys(("commit", "hit", "partial-hit", "evict", "tra
 
 KINDS = (
     Kind("full", (FULL,), (dense,), None, STAYS),
-    Kind("window", (window(window=6),), (near(6),), 0, ALONE, True),
-    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, True),
-    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True),
+    Kind("window", (window(window=6),), (near(6),), 0, ALONE, True, stores_as="full"),
+    Kind("sinks", (window(window=6, num_sink_tokens=3),), (near(6, 3),), 0, ALONE, True, stores_as="full"),
+    Kind("rollback", (window(window=6, max_rollback=5),), (near(6),), 5, ALONE, True, "mix", "full"),
     Kind("mix", (window(window=6, max_rollback=5), FULL), (near(6), dense), 5, IN_WINDOW),
     # A kind defined outside of the library.
-    Kind("outside", (SideBySide(NUM_KV_HEADS, HEAD_DIM),), (dense,), None, STAYS | NOT_MOVED),
+    Kind(
+        "outside",
+        (SideBySide(NUM_KV_HEADS, HEAD_DIM),),
+        (dense,),
+        None,
+        STAYS | NOT_MOVED,
+        spans_as="full",
+    ),
     Kind(
         "outside-window",
         (SideBySide(NUM_KV_HEADS, HEAD_DIM, window=6),),
         (near(6),),
         0,
         ALONE | NOT_MOVED,
-        True,
+        is_slow=True,
+        spans_as="window",
+        stores_as="outside",
     ),
-    quantised("int8", rounding.int8, is_slow=True),
-    quantised("fp8", rounding.fp8, is_slow=True),
-    quantised("int4", rounding.int4, is_slow=True),
+    quantised("int8", rounding.int8, is_slow=True, stores_as="int4-rotated"),
+    quantised("fp8", rounding.fp8, is_slow=True, stores_as="int4-rotated"),
+    quantised("int4", rounding.int4, is_slow=True, stores_as="int4-rotated"),
     quantised("int4-rotated", rounding.rotated(rounding.int4), rotate=True),
-    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS),
+    Kind("latent", (kv.LatentAttention(5, HEAD_DIM - 5),), (latent,), None, STAYS, spans_as="full"),
     Kind(
         "shared",
-        (FULL, window(window=6, max_rollback=5), kv.SharedWith(0), kv.SharedWith(1)),
-        (dense, near(6), dense, near(6)),
+        (window(window=6, max_rollback=5), FULL, kv.SharedWith(0), kv.SharedWith(1)),
+        (near(6), dense, near(6), dense),
         5,
         IN_WINDOW,
+        spans_as="mix",
+        stores_as="mix",
     ),
     Kind(
         "cross",
@@ -191,6 +208,8 @@ KINDS = (
         5,
         IN_WINDOW | NOT_MOVED | {"gradient": NO_GRADIENT},
         is_slow=True,
+        spans_as="mix",
+        stores_as="int4-rotated",
     ),
 )
 

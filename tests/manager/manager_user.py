@@ -17,7 +17,12 @@ CONFIG = kv.CacheConfig(
     enable_prefix_caching=True,
 )
 PLAIN = dataclasses.replace(CONFIG, enable_prefix_caching=False)
+WIDTHS = [CONFIG.max_seq_len]  # to which tokens are padded: one is few programs
 BOTH = pytest.mark.parametrize("config", [CONFIG, PLAIN], ids=["prefix caching", "plain"])
+
+
+def new_manager(cache=CONFIG):
+    return kv.CacheManager(cache, widths=WIDTHS)
 
 
 def write_step(cache, batch):

@@ -11,14 +11,24 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from tests.manager.manager_user import BOTH, CONFIG, PLAIN, check, fill, start, unchanged, write_step
+from tests.manager.manager_user import (
+    BOTH,
+    CONFIG,
+    PLAIN,
+    check,
+    fill,
+    new_manager,
+    start,
+    unchanged,
+    write_step,
+)
 
 # --- steps ---
 
 
 @pytest.mark.slow
 def test_a_step_that_cannot_be_traced_loses_nothing():
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     start(manager, "a", [1, 2, 3])
 
     def wrong_shape(cache):
@@ -47,7 +57,7 @@ def test_a_step_that_cannot_be_traced_loses_nothing():
 @pytest.mark.slow
 def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
     """A step function must not end rows; when one did, its requests are told of and can go."""
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     for name in ("a", "b", "c"):
         start(manager, name, [1, 2, 3])
     manager.run(lambda cache: kv.free(cache, jnp.array([0, 2])))
@@ -72,7 +82,7 @@ def test_a_request_whose_row_was_ended_can_be_freed_or_replaced():
 
 @pytest.mark.slow
 def test_a_row_that_a_step_function_started_is_nobodys():
-    manager = kv.CacheManager(PLAIN)
+    manager = new_manager(PLAIN)
     start(manager, "a", [1, 2, 3])
     manager.run(lambda cache: kv.allocate(cache, jnp.array([2]), jnp.array([5])))
     for call in (
@@ -124,7 +134,7 @@ def test_every_call_takes_its_turn():
     methods = {name for name in dir(kv.CacheManager) if not name.startswith("_")}
     methods -= {"select_victim_requests"}  # a name that left
     assert CALLS.keys() == methods
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     start(manager, "a", [1, 2, 3])
     for name, arguments in CALLS.items():
 
@@ -150,7 +160,7 @@ def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(whe
     hash_key = jnp.array([5, 6], jnp.uint32)
     cache = kv.init(CONFIG, storage=where == "storage")
     cache = dataclasses.replace(cache, control=dataclasses.replace(cache.control, hash_key=hash_key))
-    manager = kv.CacheManager(cache)
+    manager = new_manager(cache)
     manager.allocate_request("a", [1, 2, 3])
     manager.allocate_request("b", [1])
 
@@ -178,7 +188,7 @@ def test_a_step_that_fails_on_the_device_is_told_and_the_manager_starts_over(whe
 @pytest.mark.parametrize("call", ["run", "allocate_request", "stats", "evict"])
 def test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over(call):
     cache = kv.init(CONFIG)
-    manager = kv.CacheManager(cache)
+    manager = new_manager(cache)
     kv.donate(lambda cache: kv.evict(cache, 1))(cache)
     arguments = {**CALLS, "run": (lambda cache: (cache, 1),)}[call]
     with pytest.raises((kv.manager.CacheError, RuntimeError)) as caught:
@@ -190,7 +200,7 @@ def test_a_cache_donated_elsewhere_is_told_and_the_manager_starts_over(call):
 
 
 def test_a_result_outlives_the_next_step():
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     start(manager, "a", [1, 2, 3])
     lengths, counters, pool = manager.run(lambda c: (c, (c.context_len, c.control.counters, c.pools[0].k)))
     batch = manager.append_tokens("a", [4])
@@ -202,7 +212,7 @@ def test_a_result_outlives_the_next_step():
 
 
 def test_the_pools_are_updated_in_place():
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     pointers = manager.query(lambda cache: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.pools)])
     start(manager, "a", [1, 2, 3, 4, 5])
     manager.fork_request("a", "b")
@@ -229,7 +239,7 @@ def test_batches_have_the_rows_of_the_call_and_the_widths_of_the_manager():
 @BOTH
 def test_threads_take_turns(config):
     """Each thread lives its own requests through; whatever the order, every one reads its own tokens."""
-    manager = kv.CacheManager(config)
+    manager = new_manager(config)
     start(manager, "warm", [1, 2, 3, 4, 5])
     manager.free_request("warm")
     failures, done = [], []
@@ -286,7 +296,7 @@ def test_threads_take_turns(config):
 
 
 def test_what_cannot_be_run_or_asked_is_named():
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
 
     class Unhashable:
         __hash__ = None
@@ -331,7 +341,7 @@ def test_what_cannot_be_run_or_asked_is_named():
 
 
 def test_a_question_runs_no_step():
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     manager.allocate_request("a", [1, 2, 3])
 
     def question(cache):
@@ -373,7 +383,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     for name in ("a", "idle"):
         manager.allocate_request(name, [1, 2, 3, 4, 5])
     batch = manager.append_tokens({"a": [1, 2, 3, 4, 5], "idle": []})
@@ -391,7 +401,7 @@ def test_a_batch_whose_slots_may_be_anothers_is_refused(change):
 
 def test_a_batch_of_another_manager_is_refused():
     """Of one that still is, and of one that is gone."""
-    manager, other = kv.CacheManager(CONFIG), kv.CacheManager(CONFIG)
+    manager, other = new_manager(), new_manager()
     start(manager, "a", [1, 2, 3])
     other.allocate_request("a", [7, 8, 9])
     batch = other.append_tokens("a", [7, 8, 9])
@@ -409,7 +419,7 @@ def test_a_batch_of_another_manager_is_refused():
 
 
 def test_a_batch_of_tokens_that_a_step_took_back_is_refused():
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     manager.allocate_request("a", [])
     batch = manager.append_tokens("a", [1, 2, 3])
     manager.run(write_step, batch)
@@ -432,7 +442,7 @@ def test_a_batch_whose_blocks_left_a_window_is_refused():
 
 def test_batches_may_be_run_late_and_twice():
     """Where others changed, or its own request in ways that move nothing."""
-    manager = kv.CacheManager(CONFIG)
+    manager = new_manager()
     text = list(range(1, 10))
     for name in "ab":
         manager.allocate_request(name, text if name == "a" else [50])

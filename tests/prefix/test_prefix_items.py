@@ -66,24 +66,6 @@ def test_a_hit_never_ends_inside_an_item(user, tokens, num_cached, num_items):
 
 
 @pytest.mark.slow
-def test_a_manager_takes_items_too():
-    manager = kv.CacheManager(kv.init(CONFIG, storage=False))
-    manager.allocate_request("first", prompt(), items=ITEMS)
-    manager.append_tokens("first", prompt())
-    manager.commit_tokens("first")
-    cut = prompt()[:22]  # 20 would end inside the second image
-    assert manager.allocate_request("second", cut, items=ITEMS) == 16
-    assert manager.allocate_request("third", cut, items=ITEMS[:1]) == 20
-    assert manager.allocate_request("third", cut, items=[[0, 4], *ITEMS], replace=True) == 16
-    assert manager.allocate_request("fourth", cut) == 20
-    with pytest.raises(ValueError, match=r"items has shape \(2,\), expected \(any, 2\)"):
-        manager.allocate_request("fourth", cut, items=ITEMS[0], replace=True)
-    for first, end in ((15, 5), (-1, 5)):
-        with pytest.raises(ValueError, match=rf"items has \[{first}, {end}\], expected .* 0 <= first <= end"):
-            manager.allocate_request("fourth", cut, items=[[0, 0], [first, end]], replace=True)
-
-
-@pytest.mark.slow
 def test_rows_with_fewer_items_and_none(user):
     tokens = prompt()[:22]
     _, *found = allocate(user, [1, 2], [tokens] * 2, [[[5, 15], NO_ITEM], ITEMS])
