@@ -13,8 +13,8 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0 \
 CONTRACT_TESTS = $(shell grep -rl 'pytest\.mark\.contract' tests --include='test_*.py')
 
 # Of the cases that are compiled for H200, those which the oldest jax compiles too; all if empty.
-CASES_0112 := 32_rows head_64_group_16 block_24 8_queries_head_256 window 20_lanes 40_lanes bf16_16x128 append_64 \
-	decode_loop step_on_a_mesh
+CASES_0112 := head_64_group_16 head_64_block_24 8_queries_head_256 window 40_lanes bf16_16x128 append_64 decode_loop \
+	step_on_a_mesh
 
 PY := .venv/bin/python
 PY_0112 := .venv-0112/bin/python

@@ -27,7 +27,8 @@ from experiments.kernel_speed.problem import Problem
 from tests.aot import h200
 from tests.aot.hlo import num_copies
 
-CELLS = (Cell(8, 1024, 4, 16), Cell(32, 1024, 8, 64))
+CELLS = {1: Cell(8, 1024, 4, 16), 3: Cell(32, 1024, 8, 64)}
+"""By the number of buffers."""
 POOLS = moves.Pools(num_blocks=256)
 NUM_LAUNCHES = 16
 
@@ -79,13 +80,12 @@ def zeros_problem(cell: Cell, num_buffers: int) -> Problem:
 
 def loops() -> Iterator[tuple[str, timing.Side, int, int, int]]:
     """(name, side, `largest`, launches, bytes in place) of every loop."""
-    for cell in CELLS:
-        for num_buffers in (1, 3):
-            problem = zeros_problem(cell, num_buffers)
-            # What a gather makes counts too.
-            largest = cell.kv_bytes // 4
-            for side in kernel_speed_sides.jax_sides(problem):
-                yield f"{cell.name}, {num_buffers} buffers, {side.name}", side, largest, NUM_LAUNCHES, 0
+    for num_buffers, cell in CELLS.items():
+        problem = zeros_problem(cell, num_buffers)
+        # What a gather makes counts too.
+        largest = cell.kv_bytes // 4
+        for side in kernel_speed_sides.jax_sides(problem):
+            yield f"{cell.name}, {num_buffers} buffers, {side.name}", side, largest, NUM_LAUNCHES, 0
     makers = moves.ceiling_makers(1 << 16)
     for name in (names.READ, names.COPY):
         contest, sides = makers[name]()

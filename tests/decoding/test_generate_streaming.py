@@ -41,17 +41,17 @@ def generate(prompts=PROMPTS, sizes=None, **options):
 
 @functools.partial(jax.jit, static_argnames="reach")
 def masked_logits(tokens, reach):
-    """Logits of a text, of which each token sees the first tokens and a window of last ones."""
+    """Logits of a text, of which each token sees the first tokens and a window of last ones, by layer."""
 
     def attention(cache, layer, q, k, v, step):
-        reached = dict(zip(("window", "num_sink_tokens"), reach, strict=True))
+        reached = dict(zip(("window", "num_sink_tokens"), reach[layer], strict=True))
         return cache, dense_attention(q[0], k[0], v[0], **reached)[0][None]
 
     step = types.SimpleNamespace(positions=jnp.arange(LENGTH, dtype=jnp.int32)[None])
     return forward(PARAMS, tokens[None], None, step, attention)[0][0]
 
 
-def check(generation, prompt, num_new=NUM_NEW, reach=(9, 3)):
+def check(generation, prompt, num_new=NUM_NEW, reach=((9, 3), (9, 3))):
     """Each token is the one that the mask over all tokens gives behind those before it."""
     assert generation.finish_reason == "length" and len(generation.tokens) == num_new
     text = np.array([*prompt, *generation.tokens])
@@ -102,15 +102,15 @@ def test_samples_stream_from_the_prompt_that_they_share():
 
 @pytest.mark.slow
 def test_layers_with_windows_of_their_own_stream_too():
-    window = kv.SlidingWindow(2, 4, window=5, num_sink_tokens=2, block_size=2)
+    """One that is narrower than what is streamed, and one that is wider."""
+    layers = [kv.SlidingWindow(2, 4, window=n, num_sink_tokens=2, block_size=2) for n in (4, 9)]
     cfg = kv.CacheConfig(
-        [window] * 2, num_blocks=40, max_seqs=4, max_seq_len=MAX_LEN, max_query_len=8, enable_drop=True
+        layers, num_blocks=40, max_seqs=4, max_seq_len=MAX_LEN, max_query_len=8, enable_drop=True
     )
-    options = dict(max_new_tokens=NUM_NEW, chunk_len=8)
-    for streaming, reach in ((STREAMING, (5, 2)), (kv.Streaming(window=4, num_sink_tokens=2), (4, 2))):
-        result = kv.generate(forward, PARAMS, PROMPTS, cfg, streaming=streaming, **options)
-        for prompt, generation in zip(PROMPTS, result.generations, strict=True):
-            check(generation, prompt, reach=reach)
+    options = dict(max_new_tokens=NUM_NEW, chunk_len=8, streaming=kv.Streaming(window=6, num_sink_tokens=2))
+    result = kv.generate(forward, PARAMS, PROMPTS, cfg, **options)
+    for prompt, generation in zip(PROMPTS, result.generations, strict=True):
+        check(generation, prompt, reach=((4, 2), (6, 2)))
 
 
 def test_other_texts_compile_nothing():

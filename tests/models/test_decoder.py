@@ -137,9 +137,13 @@ def test_a_cache_whose_layers_do_not_repeat_like_the_model_is_refused():
     config = kv.CacheConfig(
         [full, kv.SlidingWindow(2, 6, window=3)], num_blocks=4, max_seqs=1, max_seq_len=16
     )
-    cache, step = kv.extend(kv.allocate(kv.init(config), [0], [1])[0], [1], max_new=1)
+
+    def logits(tokens):
+        cache, step = kv.extend(kv.allocate(kv.init(config), [0], [1])[0], [1], max_new=1)
+        return forward(decoder, tokens, cache, step)
+
     with pytest.raises(ValueError, match=r"layers from 0 on are \(.*repeat every 1 .*use cache_config"):
-        forward(decoder, np.zeros((1, 1), np.int32), cache, step)
+        jax.eval_shape(logits, jax.ShapeDtypeStruct((1, 1), jnp.int32))
 
 
 # --- dtypes ---
@@ -189,15 +193,14 @@ def test_two_models_of_one_config_share_a_program_and_a_structure(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
-def test_a_new_model_predicts_about_evenly(param_dtype):
+def test_a_new_model_predicts_about_evenly():
     config = dataclasses.replace(
-        TINY, num_layers=1, tie_embeddings=True, use_qkv_bias=True, param_dtype=param_dtype
+        TINY, num_layers=1, tie_embeddings=True, use_qkv_bias=True, param_dtype=jnp.bfloat16
     )
     decoder = Decoder(config, rngs=nnx.Rngs(0))
-    assert {leaf.dtype for leaf in jax.tree.leaves(decoder)} == {jnp.dtype(param_dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoder)} == {jnp.dtype(jnp.bfloat16)}
     logits = Driver(decoder, {ROW: 12}).feed({ROW: np.arange(12)}, 12)[ROW]
-    loss = -jax.nn.log_softmax(logits).mean()
+    loss = (np.log(np.exp(logits).sum(axis=-1, keepdims=True)) - logits).mean()
     assert abs(loss - math.log(config.vocab_size)) < 0.1
 
 
@@ -227,13 +230,12 @@ LATENTS = dict(
 @pytest.mark.parametrize(
     ("options", "num_parameters", "most_absorbed"),
     [
-        (dict(use_qkv_bias=True, use_qk_norm=True, windows=(None, 3)), 14, 0),
-        (GEMMA, 13, 0),
+        (GEMMA | dict(use_qkv_bias=True), 16, 0),
         (LATENTS, 12, 128),
         (LATENTS, 12, 0),
         (dict(experts=EXPERTS), 13, 0),
     ],
-    ids=["qwen", "gemma", "absorbed", "expanded", "experts"],
+    ids=["gemma", "absorbed", "expanded", "experts"],
 )
 def test_gradients_reach_every_parameter(monkeypatch, options, num_parameters, most_absorbed):
     """Through the cache, with two kinds of layers: the slope along the gradient is its squared length."""

@@ -33,7 +33,7 @@ LATENTS = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, GEMMA, LATENTS], ids=["plain", "gemma", "latents"])
+@pytest.mark.parametrize("options", [GEMMA, LATENTS], ids=["gemma", "latents"])
 def test_first_layers_store_and_ask_what_the_model_does(monkeypatch, options):
     """Of three layers the first two, of rows that differ in length."""
     config = dataclasses.replace(TINY, **options)

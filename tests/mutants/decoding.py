@@ -40,8 +40,8 @@ MUTATIONS = [
         ),
         (
             "prompts start without blocks for what follows",
-            "max_len[row]) - 1,",
-            "prompt_len[row]),",
+            "int(max_len[row]) - 1)",
+            "int(prompt_len[row]))",
             "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
         ),
         (

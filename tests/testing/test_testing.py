@@ -33,12 +33,8 @@ def model(tokens, cache, step):
 
 @pytest.mark.slow
 def test_a_good_model_passes_with_a_policy_and_the_least_of_everything():
-    least = config(enable_prefix_caching=True, eviction_policy="fifo", max_seq_len=9, num_blocks=12)
-    check(model, config=least, num_tokens=9)
+    """It may rule a token out, and need room beside its cache."""
 
-
-@pytest.mark.slow
-def test_a_good_model_may_rule_a_token_out_and_need_room_beside_its_cache():
     def masked(tokens, cache, step):
         logits, cache = model(tokens, cache, step)
         if tokens.shape[1] > 1:
@@ -46,7 +42,8 @@ def test_a_good_model_may_rule_a_token_out_and_need_room_beside_its_cache():
             logits += 0 * jnp.sort(jnp.outer(flat, flat))[0, 0]
         return logits.at[..., 3].set(-jnp.inf), cache
 
-    check(masked)
+    least = config(enable_prefix_caching=True, eviction_policy="fifo", max_seq_len=9, num_blocks=12)
+    check(masked, config=least, num_tokens=9)
 
 
 def with_call_positions(tokens, cache, step):
