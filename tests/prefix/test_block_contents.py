@@ -59,12 +59,12 @@ A, B = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 8]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "lfu", "hyperbolic"])
+@pytest.mark.parametrize("policy", ["lru", "hyperbolic"])
 def test_candidates_are_what_eviction_gives_up(policy):
     cache = filled(dataclasses.replace(CONFIG, eviction_policy=policy), A, B, [5, 5, 5])
     before = leaf_bytes(cache)
     published = np.asarray(cache.control.block_pools[0].cached.is_published)
-    for n in (1, 3, 5, NUM_BLOCKS):
+    for n in (1, 5, NUM_BLOCKS):
         chosen = np.asarray(kv.eviction_candidates(cache, n))
         after, num_evicted = kv.evict(cache, n)
         gone = published & ~np.asarray(after.control.block_pools[0].cached.is_published)
@@ -120,8 +120,9 @@ def test_a_block_that_fails_changes_nothing_and_others_go_on():
     assert statuses(status) == [OK] * 3
     assert_invariants(after)
     assert leaf_bytes(kv.import_blocks(after, second)[0]) == leaf_bytes(after)  # it is there
-    full, admission = kv.allocate(empty, [0, 1], [8, 8], tokens=prompts([0] * 8, [0] * 8, [])[0][:2])
-    full, _ = kv.allocate(full, [2], [8], tokens=prompts([0] * 8)[0][:1])
+    full = empty
+    for row in range(3):
+        full, _ = kv.allocate(full, [row], [8], tokens=prompts([0] * 8)[0][:1])
     assert int(kv.num_available_blocks(full, group=0)) == 0
     after, status = kv.import_blocks(full, first)
     assert statuses(status) == [kv.Status.OUT_OF_BLOCKS] and leaf_bytes(after) == leaf_bytes(full)

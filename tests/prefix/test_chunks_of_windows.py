@@ -77,9 +77,8 @@ class ChunkScript(WindowScript):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_a_long_random_script(seed):
-    script = ChunkScript(seed)
+def test_a_long_random_script():
+    script = ChunkScript(0)
     for _ in range(1_200):
         script.step()
     for name, status, least in (

@@ -138,7 +138,7 @@ def test_rows_that_are_committed_together_collide(four_bits, monkeypatch, per_ba
     rows, lengths = np.arange(num_rows), np.full(num_rows, length)
     # Of few tokens there are rows that begin alike, and equal blocks in different places. Of few blocks those
     # in one place collide with each other.
-    for seed, (num_tokens, most) in enumerate([(9, 16), *[(9, 2), (3, 4), (2, 16), (3, 16), (3, 6)] * 8]):
+    for seed, (num_tokens, most) in enumerate([(9, 16), *[(9, 2), (3, 4), (2, 16), (3, 16), (3, 6)] * 5]):
         texts = np.random.default_rng(seed).integers(0, num_tokens, (num_rows, length)).astype(np.int32)
         cache, _ = kv.allocate(kv.init(config, storage=False), rows, lengths, tokens=texts)
         cache, step = kv.extend(cache, lengths, max_new=length, tokens=texts)
@@ -211,8 +211,7 @@ def one_bucket(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [1, 2])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("together", "num_blocks"), [(False, 1), (True, 2)])
 def test_a_full_bucket_refuses_blocks_and_takes_them_later(one_bucket, together, num_blocks):
     config = dataclasses.replace(CONFIG, max_seqs=10, num_blocks=40)
     rows, prompts, length = np.arange(10), np.arange(90).reshape(10, 9), num_blocks * BLOCK
