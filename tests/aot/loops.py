@@ -1,11 +1,10 @@
 """Compiles the public operations and whole steps for H200 and counts where they wait for the host.
 
-    python -m tests.aot.loops                      # as `make aot` does
+    python -m tests.aot.loops                      # all of them, as `make aot` does
     python -m tests.aot.loops extend fork          # those with one of these words in their names
     python -m tests.aot.loops --lowered            # before XLA: no plugin needed, loops alone are counted
     python -m tests.aot.loops --markdown           # the table for docs/measured.md
 
-What a program of more groups repeats is only lowered, but for the table.
 Without `--lowered` it needs the CUDA plugin's wheels, see `make .venv-aot`. The programs and their limits are
 in `operation_programs.py` and `step_programs.py`. Exit status 1 if a program waits more often, launches more,
 takes more memory, copies a pool, or does not compile.
@@ -16,7 +15,7 @@ import concurrent.futures
 import multiprocessing
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -47,18 +46,21 @@ HEADINGS = (
 )
 
 
-def costs(programs: Sequence[Program], lowered: Collection[str]) -> Iterator[ProgramCost | Exception]:
-    """Yields each program's cost, or what the compiler raised, in order; those named `lowered` before XLA."""
+def costs(programs: Sequence[Program], is_lowered: bool) -> Iterator[ProgramCost | BaseException]:
+    """Yields each program's cost, or what the compiler raised, in order."""
+    if is_lowered:
+        for program in programs:
+            try:
+                yield lower(program)
+            except Exception as error:  # this program's verdict
+                yield error
+        return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.aot.program_cost"])
     with concurrent.futures.ProcessPoolExecutor(WORKERS, context, initializer=start_compiler) as executor:
-        names = [program.name for program in programs if program.name not in lowered]
-        compiling = {name: executor.submit(compile_for_h200, name) for name in names}
-        for program in programs:
-            try:
-                yield compiling[program.name].result() if program.name in compiling else lower(program)
-            except Exception as error:  # this program's verdict
-                yield error
+        futures = [executor.submit(compile_for_h200, program.name) for program in programs]
+        for future in futures:
+            yield future.exception() or future.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,18 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start, num_failed = time.monotonic(), 0
     labels = [(program.subject, program.detail) for program in programs]
     table = Table(HEADINGS, list(zip(*labels, strict=True)), options.markdown)
-    lowered = {
-        program.name
-        for program in programs
-        if options.lowered or (program.is_repeated and not options.markdown)
-    }
     print(f"{'Lowered' if options.lowered else 'Compiled'} for H200 by jax {jax.__version__}\n")
     print(table.head())
-    for program, cost in zip(programs, costs(programs, lowered), strict=True):
+    for program, cost in zip(programs, costs(programs, options.lowered), strict=True):
         if isinstance(cost, ProgramCost):
             counts, found = cost.counts, failures(cost, program.limits)
-            is_compiled = program.name not in lowered
-            launches = (counts.launches, counts.trip_launches) if is_compiled else (None, None)
+            launches = (None, None) if options.lowered else (counts.launches, counts.trip_launches)
             numbers = [counts.loops, counts.conditionals, program.limits.waits, counts.known_loops]
             numbers += [*launches, cost.pool_copies, cost.temporary_bytes]
         else:

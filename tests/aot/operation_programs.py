@@ -111,7 +111,6 @@ def _programs_of(num_groups: int, policy: str | None) -> list[Program]:
         def arguments() -> tuple:
             return shapes_of(config), *columns
 
-        options["is_repeated"] = has_index and num_groups == 1
         return Program(subject, ", ".join(words), config, function, arguments, limits, **options)
 
     def waits(most: int) -> dict:
@@ -237,7 +236,6 @@ def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list
         def arguments() -> tuple:
             return shapes_of(config), *columns
 
-        options["is_repeated"] = num_groups == 1
         return Program(subject, ", ".join(words), config, function, arguments, limits, **options)
 
     def moves(most: int) -> Limits:

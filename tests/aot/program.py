@@ -42,7 +42,6 @@ class Program:
       is_loop: Whether the step is the body of the program's one outer loop, which also waits.
       is_ordinary: Whether the step passes its inner loops of unknown trips, so that what is in them does not
         count.
-      is_repeated: Whether a program of more groups has all of this one, so that the gate only lowers it.
     """
 
     subject: str
@@ -54,7 +53,6 @@ class Program:
     donated: int | None = 0
     is_loop: bool = False
     is_ordinary: bool = False
-    is_repeated: bool = False
 
     @property
     def name(self) -> str:

@@ -29,8 +29,6 @@ from tests.aot.tpu import SURROUNDINGS
 TARGET = "v6e:2x2"
 HEADINGS = ("program", "cache", "code", "temporary", "pool copies", "seconds", "verdict")
 ATTENDING = ("attention", "write, attend")
-REPEATED = {("plain step", "attention by XLA"), ("rows end", "commit and free of 4")}
-"""Steps of what the evicting step has, and of `commit` and `free`: only their loops would be others."""
 MOVES_VALUES = {
     "attention": "2 groups",
     "write": "2 groups",
@@ -72,9 +70,7 @@ def tpu_programs() -> list[tuple[Program, TpuCost]]:
             limits = {"rewrite": REWRITE, "compose": MOVES}.get(program.subject, OPERATION)
             chosen.append((program, ATTENTION if program.subject in ATTENDING else limits))
     for program in step_programs("mosaic_tpu"):
-        if (program.subject, program.detail) in REPEATED:
-            continue
-        limits = {"engine step": ENGINE}.get(program.subject, STEP)
+        limits = {"rows end": OPERATION, "engine step": ENGINE}.get(program.subject, STEP)
         chosen.append((program, limits))
     return chosen
 

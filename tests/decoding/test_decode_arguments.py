@@ -290,13 +290,14 @@ def test_a_module_is_told_to_part_with_its_arrays():
             call(module)
 
 
-@pytest.mark.slow
 def test_a_function_made_for_each_call_is_warned_of_once():
     def score_with(make):
+        models = [make() for _ in range(4)]  # all are alive, so that none has the address of another
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for _ in range(4):
-                kv.score(make(), PARAMS, [1], [], config())
+            for model in models:
+                with pytest.raises(TypeError, match="continuations is 3"):  # before anything is compiled
+                    kv.score(model, PARAMS, [1], 3, config())
         return [(w.filename, str(w.message)) for w in caught]
 
     assert score_with(lambda: forward) == []

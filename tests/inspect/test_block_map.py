@@ -142,7 +142,7 @@ def test_cached_blocks_are_neither_used_nor_free():
     tokens = np.arange(32, dtype=np.int32).reshape(4, 8)
     cache, _ = kv.allocate(kv.init(config, storage=False), [0, 1], [8, 8], tokens=tokens[:2])
     cache, _ = kv.extend(cache, [8, 8, 0, 0], max_new=8, tokens=tokens)
-    cache, _ = kv.extend(cache, [1, 1, 0, 0], max_new=1, tokens=tokens[:, :1])
+    cache, _ = kv.extend(cache, [1, 1, 0, 0], max_new=8, tokens=tokens)
     cache, _ = kv.commit(cache, [0, 1])
     assert "cached" not in check(cache)
     cache, _ = kv.free(cache, [0])

@@ -5,7 +5,7 @@ from tests.mutants.mutations import in_module
 ROWS = "attention/test_compressed_rows.py"
 KEPT = f"{ROWS}::test_each_layer_and_head_keeps_its_own_tokens[group]"
 PUBLISHED = f"{ROWS}::test_each_layer_and_head_keeps_its_own_tokens[groups]"
-BUDGETS = f"{ROWS}::test_groups_of_layers_keep_as_many_as_their_budgets_say[0]"
+BUDGETS = f"{ROWS}::test_groups_of_layers_keep_as_many_as_their_budgets_say"
 PLAIN = f"{ROWS}::test_private_blocks_serve_again_and_the_others_go_back"
 BEHIND = f"{ROWS}::test_what_was_compressed_is_dropped_from_behind_only"
 WEIGHTS = "attention/test_attention_scores.py::test_weights_times_values_are_what_attention_gives"

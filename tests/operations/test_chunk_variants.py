@@ -131,7 +131,7 @@ class Store:
 
     def use(self, ids):
         """Composes row 2 of chunks, one behind the other."""
-        self.cache, _ = kv.allocate(self.cache, [2], [1])
+        self.cache, _ = kv.allocate(self.cache, [2, ROWS], [1, 0])
         ids = [id_ for id_ in ids if id_ in self.chunks][:3]
         starts = np.cumsum([0, *(self.chunks[id_][2] for id_ in ids)])[:3]
         padded = np.array([ids + [NUM_CHUNKS] * (3 - len(ids))])
@@ -143,7 +143,7 @@ class Store:
             *rest, uses, _ = self.chunks[id_]
             self.chunks[id_] = *rest, uses + 1, clock
         self.check()
-        self.cache, _ = kv.free(self.cache, [2])
+        self.cache, _ = kv.free(self.cache, [2, ROWS])
 
     def evict(self, num_places, keep=()):
         clock = int(self.cache.control.clock)

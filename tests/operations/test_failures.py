@@ -282,9 +282,11 @@ def test_failure_in_one_group_leaves_both(num_full_blocks, num_window_blocks):
 @pytest.mark.slow
 def test_failed_copy_in_one_group_leaves_both():
     """Both groups share a tail; only one has a block left for the copy."""
-    for num_full_blocks, num_window_blocks in ((2, 40), (20, 3)):
-        cache = kv.init(two_groups(num_full_blocks, num_window_blocks))
+    for short, sizes in enumerate([(5, 40), (20, 9)]):
+        cache = kv.init(two_groups(*sizes))
         cache, _ = kv.allocate(cache, [1], [5])
+        cache, _ = kv.allocate(cache, [2], [12])  # all that is left of one group
+        assert num_free(cache, short) == 0
         cache, found = append_two(cache, [1], [5])
         assert found == [Status.OK]
         cache, status = kv.fork(cache, [1, 1], [3, 0])

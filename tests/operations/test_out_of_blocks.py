@@ -207,8 +207,7 @@ def test_out_of_blocks_at_every_moment():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [1, 2, 4])
-def test_out_of_blocks_in_a_pool_of_that_size(num_blocks):
-    driver = TokenDriver(tiny_config(num_blocks=num_blocks, block_size=4, max_seqs=6, max_seq_len=44))
-    run_script(driver, BlockModel(num_blocks, 4, 44))
-    assert num_free(driver.cache) == num_blocks
+def test_out_of_blocks_in_a_pool_of_one():
+    driver = TokenDriver(tiny_config(num_blocks=1, block_size=4, max_seqs=6, max_seq_len=44))
+    run_script(driver, BlockModel(1, 4, 44))
+    assert num_free(driver.cache) == 1

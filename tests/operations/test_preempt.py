@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from tests.support.prefix_user import CONFIG, PrefixUser
 
 ROWS = 5
 
@@ -149,20 +150,12 @@ def selected_of(cache):
 
 @pytest.mark.slow
 def test_published_blocks_stay_cached():
-    cache = make_cache_with_prefixes()
-    cache, dropped = kv.preempt_to_utilization(cache, 0.0)
-    assert dropped[0] == 0 and int(kv.stats(cache).num_blocks_cached) == 2
-    assert kv.lookup(cache, jnp.arange(9)[None], [9]).tolist() == [8]
-
-
-def make_cache_with_prefixes():
-    config = kv.CacheConfig(
-        [kv.FullAttention(1, 5)], num_blocks=20, block_size=4, max_seqs=ROWS, enable_prefix_caching=True
-    )
-    tokens = jnp.arange(9, dtype=jnp.int32)[None]
-    cache, _ = kv.allocate(kv.init(config, storage=False), [0], [9], tokens=tokens)
-    cache, _ = kv.extend(cache, [9], max_new=9, seq_ids=[0], tokens=tokens)
-    return kv.commit(cache, [0])[0]
+    user = PrefixUser(CONFIG)
+    text = user.new_text(1, 9)
+    user.start(0, text)
+    user.cache, dropped = kv.preempt_to_utilization(user.cache, 0.0)
+    assert dropped[0] == 0 and user.stats().num_blocks_cached == 2
+    assert user.lookup(text) == 8
 
 
 def test_it_runs_inside_jit():

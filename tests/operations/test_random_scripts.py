@@ -116,13 +116,13 @@ operations = st.one_of(
 @pytest.mark.slow
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_a_full_group(script):
-    run_script(full_config(num_blocks=9), script)
+    run_script(full_config(num_blocks=NUM_BLOCKS), script)
 
 
 @pytest.mark.slow
 @given(st.lists(operations, max_size=25))
 def test_any_script_of_three_groups(script):
-    run_script(grouped_config(num_blocks=9), script)
+    run_script(grouped_config(num_blocks=NUM_BLOCKS), script)
 
 
 def run_script(config, script):

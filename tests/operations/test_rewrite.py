@@ -6,7 +6,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import Status
 from tests.support.helpers import assert_invariants, num_copies, statuses
-from tests.support.prefix_user import PrefixUser, commit
+from tests.support.prefix_user import CONFIG, PrefixUser
 from tests.support.row_calls import NOWHERE, NUM_ENTRIES, NUM_ROWS, call, make_crowded
 
 
@@ -48,9 +48,7 @@ def test_a_row_without_indices_is_left_alone(crowded):
 
 
 def row_of_text():
-    layers = [kv.FullAttention(1, 8)]
-    sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=32)
-    user = PrefixUser(kv.CacheConfig(layers, enable_prefix_caching=True, **sizes))
+    user = PrefixUser(CONFIG)
     text = user.new_text(1, 15)
     user.admit(0, text)
     user.append({0: text})
@@ -59,18 +57,18 @@ def row_of_text():
 
 def published_row():
     user, text = row_of_text()
-    user.cache, _ = commit(user.cache)
+    user.commit(0)
     return user, text
 
 
 @pytest.mark.slow
 def test_published_blocks_behind_a_copied_one_are_copied_too():
     user, text = published_row()
-    user.cache, found = rewritten(user.cache, [0], [[5, 32]])
+    user.cache, found = rewritten(user.cache, [0], [[5, 48]])
     assert found == [Status.OK] and num_copies(user.cache) == 2  # of columns 1 and 2, not of the private tail
-    assert user.cache.control.num_published.tolist() == [1, 0, 0]
+    assert user.cache.control.num_published.tolist() == [1, 0, 0, 0]
     assert user.admit(1, text) == 12  # what was published is as it was
-    user.cache, num_evicted = kv.evict(user.cache, 12)
+    user.cache, num_evicted = kv.evict(user.cache, 24)
     assert int(num_evicted) == 0
     user.check()
 
@@ -79,7 +77,7 @@ def test_published_blocks_behind_a_copied_one_are_copied_too():
 def test_shared_blocks_behind_a_copied_one_are_copied_too():
     """Another row may publish them, behind a parent that this row does not hold."""
     cache, _ = kv.fork(row_of_text()[0].cache, [0], [1])
-    cache, found = rewritten(cache, [1], [[5, 32]])
+    cache, found = rewritten(cache, [1], [[5, 48]])
     assert found == [Status.OK] and num_copies(cache) == 3  # of columns 1 to 3, not of column 0
     cache, _ = kv.commit(cache, [0])
     assert_invariants(cache)
@@ -89,10 +87,9 @@ def test_shared_blocks_behind_a_copied_one_are_copied_too():
 def test_what_was_copied_is_given_back_when_it_is_committed():
     user, text = published_row()
     num_free = int(kv.stats(user.cache).num_blocks_free)
-    user.cache, _ = rewritten(user.cache, [0], [[5, 32]])
-    user.cache, _ = commit(user.cache)
-    user.check()
-    assert user.cache.control.num_published.tolist() == [3, 0, 0]
+    user.cache, _ = rewritten(user.cache, [0], [[5, 48]])
+    user.commit(0)
+    assert user.cache.control.num_published.tolist() == [3, 0, 0, 0]
     assert int(kv.stats(user.cache).num_blocks_free) == num_free
 
 

@@ -10,16 +10,8 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
 from tests.support.helpers import append_donated, assert_same, leaf_bytes, num_free, table
-from tests.support.prefix_user import TENANT_A, TENANT_B, PrefixUser, owned_slots, with_nan
+from tests.support.prefix_user import CONFIG, TENANT_A, TENANT_B, PrefixUser, owned_slots, with_nan
 
-CONFIG = kv.CacheConfig(
-    [kv.FullAttention(2, 5)] * 2,
-    num_blocks=24,
-    block_size=4,
-    max_seqs=4,
-    max_seq_len=48,
-    enable_prefix_caching=True,
-)
 scrub = kv.donate(kv.scrub)
 
 
@@ -122,7 +114,7 @@ def test_scrubbing_a_namespace_leaves_nothing_of_it():
     assert user.texts.keys() == {2}
     # The rest of the last block behind 11 tokens was somebody's once.
     for half in user.cache.pools[0].k, user.cache.pools[0].v:
-        rest = np.asarray(half).reshape(2, 24, 2, 4, 5)[:, kept[-1], :, 3:]
+        rest = np.asarray(half).reshape(2, 24, 1, 4, 5)[:, kept[-1], :, 3:]
         assert not rest.any()
     assert user.start(1, text, TENANT_A) == 0
 

@@ -87,7 +87,6 @@ class WindowDriver(AttentionDriver):
 
 
 LAYERS = {
-    "window 6": window_layer(6),
     "window 7, 5 sinks": window_layer(7, num_sink_tokens=5),
     "window 1": window_layer(1),
     "window 3, 4 sinks, rollback 2": window_layer(3, num_sink_tokens=4, max_rollback=2),
@@ -113,8 +112,11 @@ def speculative_config(block_size, num_sink_tokens):
     return config_of(kind, block_size=block_size, num_rows=4)
 
 
+NARROW = config_of(window_layer(4, num_sink_tokens=2, max_rollback=4), block_size=2, num_rows=3)
+
+
 @pytest.mark.quick_cases("window 7, 5 sinks")
-@pytest.mark.parametrize("name", ["window 7, 5 sinks", "window 1", "window 3, 4 sinks, rollback 2"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_long_prompt_and_long_decode_in_a_bounded_pool(name):
     """Two rows of up to 80 tokens live in a pool that holds two windows, and never run out of blocks."""
     driver = WindowDriver(config_of(LAYERS[name]))
@@ -138,8 +140,8 @@ def test_long_prompt_and_long_decode_in_a_bounded_pool(name):
 
 @pytest.mark.slow
 def test_blocks_that_left_the_window_come_back_at_the_next_extend():
-    """Window 4, block 2, one token a step: in steady state each step that takes a block gives one back."""
-    config = config_of(window_layer(4), block_size=2, num_rows=3)
+    """Block 2, one token a step: in steady state each step that takes a block gives one back."""
+    config = NARROW
     driver = WindowDriver(config)
     driver.start(1, 0)
     free = []
@@ -253,7 +255,8 @@ def test_truncate_beyond_the_rollback_is_window_lost():
 @pytest.mark.parametrize("max_rollback", [0, 3])
 def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
     """Each alone is within the rollback, together they are not: OK must mean that all keys are there."""
-    driver = WindowDriver(speculative_config(4, 0) if max_rollback else config_of(LAYERS["window 6"]))
+    sinks = config_of(LAYERS["window 7, 5 sinks"])
+    driver = WindowDriver(speculative_config(4, 0) if max_rollback else sinks)
     driver.start(0, 30)
     for _ in range(6):
         driver.step({0: 5})
@@ -272,7 +275,7 @@ def test_repeated_truncates_see_the_right_keys_or_fail(max_rollback):
 @pytest.mark.slow
 def test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost():
     """Each truncate is within the rollback; the next token would read tokens 1 to 4, and 2 and 3 are gone."""
-    driver = WindowDriver(config_of(window_layer(4, num_sink_tokens=2, max_rollback=4), block_size=2))
+    driver = WindowDriver(NARROW)
     driver.start(0, 12)
     for _ in range(12):
         driver.step({0: 1})
