@@ -60,8 +60,9 @@ def check_mixes(engine, seeds, num_requests=9):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_mixes(name):
+    """Of all engines 200 mixes."""
     engine = make_engine(name)
-    check_mixes(engine, range(12))
+    check_mixes(engine, range(40))
     counts = engine.figures().counts
     assert counts[EngineCounter.PREEMPTIONS] > 0 and counts[EngineCounter.FORKS] > 0
     has_index = engine.config.enable_prefix_caching

@@ -29,7 +29,7 @@ def look_up(params, tokens, cache, step):
     return 9.0 * (jnp.arange(16)[None, None] == (tokens[..., None] + 1) % 16).astype(jnp.float32), cache
 
 
-def test_thousands_of_requests_through_32_rows_and_a_pool_that_fits_8():
+def test_ten_thousand_requests_through_32_rows_and_a_pool_that_fits_8():
     """Of 200 different ones, each many times in other company; the state is checked now and then."""
     rng = np.random.default_rng(0)
     kinds = [random_request(rng, num_samples=1, stop_tokens=()) for _ in range(150)]
@@ -38,7 +38,7 @@ def test_thousands_of_requests_through_32_rows_and_a_pool_that_fits_8():
     engine = kv.Engine(
         forward, make_params(), config(max_seqs=32, num_blocks=8 * 11), token_budget=96, watermark=0.05
     )
-    which = rng.integers(len(kinds), size=3_000)
+    which = rng.integers(len(kinds), size=10_000)
     waiting = [dataclasses.replace(kinds[k], id=i) for i, k in enumerate(which)]
     said, num_drains = {}, 0
     while waiting or engine.num_unfinished:
@@ -50,7 +50,7 @@ def test_thousands_of_requests_through_32_rows_and_a_pool_that_fits_8():
         note(said, engine.take_events())
     note(said, engine)
     check_idle(engine)
-    assert len(said) == 3_000
+    assert len(said) == 10_000
     for i, k in enumerate(which):
         tokens, _, reason = alone[k]
         assert (said[i, 0][0], said[i, 0][2]) == (tokens, reason)
@@ -72,12 +72,12 @@ def test_reads_of_the_host_at_1_and_at_64_rows(num_requests, reads_are_refused):
     assert 0 < figures.num_reads <= figures.counts[EngineCounter.STEPS] / 16
 
 
-def test_a_pool_of_one_requests_need_for_thousands_of_steps():
+def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
     """All requests want all blocks: nobody waits for ever, and no step is lost."""
     engine = make_engine()
     rng = np.random.default_rng(1)
     done, said, number = 0, {}, 0
-    while engine.figures().counts[EngineCounter.STEPS] < 3_000:
+    while engine.figures().counts[EngineCounter.STEPS] < 10_000:
         requests = []
         for _ in range(7):
             prompt_len = int(rng.integers(1, 40))
@@ -89,7 +89,7 @@ def test_a_pool_of_one_requests_need_for_thousands_of_steps():
     counts = engine.figures().counts
     computed = counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.GENERATED_TOKENS]
     assert done == number and computed >= counts[EngineCounter.STEPS] - number
-    assert counts[EngineCounter.PREEMPTIONS] > 30
+    assert counts[EngineCounter.PREEMPTIONS] > 100
 
 
 def test_a_client_who_floods_does_not_slow_another():

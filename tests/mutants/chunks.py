@@ -15,9 +15,9 @@ BY_KIND = (
     "operations/test_chunks_by_kind.py::test_windows_and_latents_are_composed_with_what_the_next_token_reads"
 )
 NOT_STORED = f"{ROWS}::test_what_cannot_be_stored_is_said_and_changes_nothing"
-WINDOWS = "operations/test_chunk_scripts.py::test_a_random_script_of_windows"
-PREFIXES = "operations/test_chunk_scripts.py::test_a_random_script_of_rows_that_share_prefixes"
-SCRIPT = "operations/test_chunk_scripts.py::test_a_random_script"
+WINDOWS = "operations/test_chunk_scripts.py::test_a_random_script_of_windows[0]"
+PREFIXES = "operations/test_chunk_scripts.py::test_a_random_script_of_rows_that_share_prefixes[1]"
+SCRIPT = "operations/test_chunk_scripts.py::test_a_random_script[1]"
 ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
 MUTATIONS = [

@@ -68,12 +68,7 @@ def rounds_of(rounds):
 # Each on states that matter to it, then single tokens.
 ROUNDS = [
     dict(allocate=[[2, 0, 1], [9, 6, 1]], append=[6, 1, 7, 2]),
-    dict(
-        fork=[[2, 0], [3, 4]],
-        append=[1, 0, 1, 1],
-        reorder=[[0, 3], [3, 2]],
-        truncate=[[0, 2], [7, 8]],
-    ),
+    dict(fork=[[2, 0], [3, 4]], append=[1, 0, 1, 1], reorder=[[0, 3], [3, 2]], truncate=[[0, 2], [7, 8]]),
     dict(append=[2, 2, 0, 1], touch=[[1, 4]], set_priority=[[1, 2], [5, 6]], free=[[1, 1]]),
     dict(allocate=[[1], [0]], append=[1, 0, 1, 1]),
     *(dict(append=[1, i % 2, 1, 1]) for i in range(12)),
