@@ -11,7 +11,6 @@ import kvcache_jax as kv
 from kvcache_jax.core.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.prefix import victim_heap
 from kvcache_jax.testing.oracle_blocks import EVICTION_KEYS, OracleBlock
-from tests.support.helpers import append_donated
 from tests.support.prefix_script import (
     NAMESPACES,
     PROMPT_WIDTH,
@@ -22,7 +21,7 @@ from tests.support.prefix_script import (
     prefix_config,
     random_prefix_operation,
 )
-from tests.support.random_script import ENTRIES, ROWS, padded
+from tests.support.random_script import ENTRIES, ROWS, append_some, padded
 
 LAYERS = [kv.FullAttention(1, 5)]
 
@@ -52,9 +51,6 @@ class PolicyDriver(PrefixDriver):
     """How tokens are laid out, which test_prefix_scripts.py varies, is nothing to a policy."""
 
     left_out = ("allocate", "extend_some", "extend_packed", "rewrite")
-
-    def extend(self, num_new):
-        return super().extend(num_new, WIDTH)
 
     def apply(self, name, *args):
         if (name, args[:1]) != ("commit", (None,)):  # nor whether rows are named
@@ -187,7 +183,8 @@ def serve_in_steps(cache, prompts):
         )
         new = prompt[int(admission.num_cached[0]) :]
         num_new = np.array([len(new), *[0] * (ROWS - 1)])
-        cache, status = append_donated(cache, padded([new, *[()] * (ROWS - 1)], WIDTH), num_new)
+        tokens = padded([new, *[()] * (ROWS - 1)], WIDTH)
+        cache, status = append_some(cache, tokens, num_new, np.arange(ROWS))
         assert not int(admission.status[0]) and not int(status[0])
         cache, _ = commit(cache, row, final_len=np.full(ENTRIES, 2**31 - 1))
         cache, _ = kv.free(cache, row)

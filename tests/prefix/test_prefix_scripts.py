@@ -54,7 +54,7 @@ class FreshDriver(PrefixDriver):
         left = [lengths.get(row, 0) for row in range(ROWS)]
         while any(left):
             new = [min(n, WIDTH) for n in left]
-            self.apply("extend", new, WIDTH)
+            self.apply("extend", new)
             left = [n - m for n, m in zip(left, new, strict=True)]
         self.apply("commit", [*lengths], [2**31 - 1] * len(lengths))
         return [self.oracle.rows[row].tokens for row in lengths]
