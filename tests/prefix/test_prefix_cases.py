@@ -200,12 +200,12 @@ def test_case_v_of_two_equal_computations_one_copy_remains(together):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_case_w_three_rows_that_share_five_blocks(one_by_one):
-    user = PrefixUser(BLOCKS_OF_16)
-    shared = user.new_text(1, 80)
-    texts = {row: shared + user.new_text(2 + row, 16) for row in range(3)}
+def test_case_w_three_rows_that_share_fifty_tokens(one_by_one):
+    user = PrefixUser(dataclasses.replace(CONFIG, block_size=10, max_seq_len=100))
+    shared = user.new_text(1, 50)
+    texts = {row: shared + user.new_text(2 + row, 10) for row in range(3)}
     if one_by_one:
-        assert [user.start(row, text) for row, text in texts.items()] == [0, 80, 80]
+        assert [user.start(row, text) for row, text in texts.items()] == [0, 50, 50]
     else:
         user.allocate(texts)
         user.fill(*texts)
