@@ -21,7 +21,7 @@ from models.decoder import Decoder, DecoderConfig
 pytestmark = pytest.mark.slow
 
 TINY = DecoderConfig(
-    vocab_size=128,
+    vocab_size=256,
     hidden_size=16,
     mlp_size=16,
     num_layers=2,
