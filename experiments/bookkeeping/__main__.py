@@ -2,20 +2,18 @@
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
 Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0
-Answer:  a decode step's `extend` of 256 rows takes 14 us inside a loop (bar 40) and 153 us as a separate
-  call, 117 of them above the dispatch floor (bar 150). As separate calls: a prompt of 8,192 tokens 142 us,
-  fork of 64 rows 201, reorder 548, free of 64 rows of 256 blocks 514, truncate 412. With the prefix cache:
-  `extend` 24 us in a loop, evicting 26 (bar 80), evicting by a policy with keys 173; a prompt found 237 us,
-  commit of a prompt 886.
-  5 of 68 bars are missed, all by `commit` in a loop: with `extend`, 103 us (bar 80). From 1,024 blocks to
-  65,536 and 1,048,576 that grows 1.64x and 3.66x, and the commit of a prompt 1.52x and 3.59x (bars 1.5 and
-  3). All other operations grow at most 1.21x and 1.46x, separate calls of `commit` 1.26x and 2.29x.
+Answer:  a decode step's `extend` of 256 rows takes 14 us inside a loop (bar 40) and 158 us as a separate
+  call, 117 of them above the dispatch floor (bar 150). As separate calls: a prompt of 8,192 tokens 150 us,
+  fork of 64 rows 260, reorder 720, free of 64 rows of 256 blocks 640, truncate 469. With the prefix cache:
+  `extend` 28 us in a loop, with `commit` 57 (bar 80), evicting 37 (bar 80), evicting by a policy with keys
+  224; a prompt found 275 us.
+  1 of 68 bars is missed: `commit` of a prompt takes 1,022 us as a separate call (bar 1,000), 632 in a loop.
+  From 1,024 blocks to 65,536 and 1,048,576 operations grow at most 1.36x and 2.10x (bars 1.5 and 3).
   The control state is 1.06 MB; the temporaries of a decode step (6.3 MB) do not grow with the pool.
   Beside it (--peers, in the record): vLLM 0.33's manager 862 us for the same step with prefix caching off,
   903 with it on; for the prompt 34 us with it off (a slice of a list), 449 with it on. Levanter's pager
-  1,114 us when 16 of the rows take a page and 15,751 us when all do, where `extend` takes 216.
-Record:  experiments/results/bookkeeping.json, of revision 5c0e031. Its peers are those above; our own figures
-  are newer, and higher, for the control plane is no longer fused into one kernel on CPUs.
+  1,114 us when 16 of the rows take a page and 15,751 us when all do, where `extend` takes 239.
+Record:  experiments/results/bookkeeping.json; its peers are of 25 November 2026.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
 order, `max_seq_len` 8,192. Each operation is timed as
