@@ -2,12 +2,14 @@
 
 import asyncio
 
+import jax
 import numpy as np
 import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import EngineCounter
 from kvcache_jax.engine.table import TokenRuns
+from kvcache_jax.operations.reserve import needs
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import (
     NAN_TOKEN,
@@ -316,6 +318,19 @@ def test_samples_fork_the_prompt():
     for tokens in expected:  # 23 were computed, and the sixth block was never full
         text = [[*request.prompt, *tokens]]
         assert kv.lookup(engine.state.cache, text, [24]).tolist() == [20]
+
+
+def test_the_copy_of_a_shared_last_block_counts_among_what_a_row_needs():
+    cache, _ = kv.allocate(make_engine().state.cache, [0], [5], tokens=np.ones((1, 5), np.int32))
+    num_new = [5, *[0] * (cache.max_seqs - 1)]
+    cache, _ = kv.extend(cache, num_new, max_new=5, tokens=np.ones((cache.max_seqs, 5), np.int32))
+    cache, _ = kv.fork(cache, [0], [1])
+    wanted = np.int32(np.arange(cache.max_seqs) < 2)
+    count = jax.jit(needs, static_argnames="config")
+    shared, alone = (count(c.control, wanted, config=c.config) for c in (cache, kv.free(cache, [0])[0]))
+    for need, num_copies in ((shared, 1), (alone, 0)):
+        assert need.copies.tolist() == [(num_copies * wanted > 0).tolist()]
+    assert shared.num_blocks.tolist() == [wanted.tolist()]
 
 
 def test_samples_without_a_row_find_the_prompt_in_the_cache():

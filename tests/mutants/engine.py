@@ -187,7 +187,7 @@ MUTATIONS = [
             "of two owners of a last block neither copies it",
             "(get_at(owners, tail, 0) > 1)",
             "(get_at(owners, tail, 0) > 2)",
-            SAMPLES,
+            f"{ENGINE}::test_the_copy_of_a_shared_last_block_counts_among_what_a_row_needs",
         ),
         (
             "a copy's tokens are not those of the original",
