@@ -109,7 +109,7 @@ MUTATIONS = [
         (
             "the same variant is kept twice",
             "is_namesake & _is_same(before[:, None], before[None])",
-            "is_namesake & (other == entry)",
+            "is_namesake & jnp.eye(asks.size, dtype=bool)",
             SCRIPT,
         ),
         (
