@@ -242,7 +242,7 @@ def test_an_interruption_of_saving_leaves_no_mixture_of_two_models(copy_checkpoi
     ],
 )
 def test_a_model_that_no_family_has_is_not_saved(tmp_path, options):
-    decoder = own_shapes(**options)
+    decoder = own_model(**options)
     with pytest.raises(CheckpointError, match=r"the model has \w+=.*, expected the options .*llama"):
         checkpoint.save(tmp_path / "new", decoder)
     assert not (tmp_path / "new").exists()
