@@ -163,7 +163,7 @@ MUTATIONS = [
         (
             "cached blocks are spoilt",
             "< num_tokens[:, None]",
-            "< (num_tokens * (block_pool.ref_count > 0).astype(jnp.int32))[:, None]",
+            "< (num_tokens * (cache.control.block_pools[g].ref_count > 0).astype(jnp.int32))[:, None]",
             SPARED,
         ),
     ),
