@@ -1,7 +1,7 @@
 """Question: what does the bookkeeping of the cache cost, without any keys and values?
 
 Command: python -m experiments.bookkeeping [--json] [--peers] [--peers-python PYTHON]
-Machine: 2 cores of an AMD EPYC, shared with other work; jax 0.12.0
+Machine: 2 cores of an Intel Xeon, shared with other work; jax 0.12.0.1
 Answer:  a decode step's `extend` of 256 rows takes 14 us inside a loop (bar 40) and 158 us as a separate
   call, 117 of them above the dispatch floor (bar 150). As separate calls: a prompt of 8,192 tokens 150 us,
   fork of 64 rows 260, reorder 720, free of 64 rows of 256 blocks 640, truncate 469. With the prefix cache:
@@ -13,7 +13,7 @@ Answer:  a decode step's `extend` of 256 rows takes 14 us inside a loop (bar 40)
   Beside it (--peers, in the record): vLLM 0.33's manager 862 us for the same step with prefix caching off,
   903 with it on; for the prompt 34 us with it off (a slice of a list), 449 with it on. Levanter's pager
   1,114 us when 16 of the rows take a page and 15,751 us when all do, where `extend` takes 239.
-Record:  experiments/results/bookkeeping.json; its peers are of 25 November 2026.
+Record:  experiments/results/bookkeeping.json; its peers are of 25 November 2026, on 2 cores of an AMD EPYC.
 
 The control plane alone (`init(config, storage=False)`): 256 rows, 65,536 blocks of 16 tokens in random
 order, `max_seq_len` 8,192. Each operation is timed as

@@ -220,7 +220,10 @@ def target_device() -> TargetDevice:
 
 
 def by_platform(*, cpu: int, accelerator: int) -> int:
-    """Returns a batch size for the target: CPUs want what fits their caches, accelerators few launches."""
+    """Returns a batch size, or a choice, for the target.
+
+    CPUs want what fits their caches and no work that is for nothing, accelerators few launches and waits.
+    """
     return cpu if target_device().platform == "cpu" else accelerator
 
 

@@ -40,9 +40,7 @@ class _Shape:
 RING = Budget(registers=48, shared_memory=98_400, min_tma=4, temporary_bytes=16)
 
 
-def _move_cases(
-    name: str, kernels: tuple[Callable, ...] = (gather_blocks, scatter_blocks, copy_blocks), **shape: Any
-) -> tuple[CompileCase, ...]:
+def _move_cases(name: str, **shape: Any) -> tuple[CompileCase, ...]:
     of = _Shape(**shape)
     ids = i32(of.num_ids)
 
@@ -57,12 +55,11 @@ def _move_cases(
         )
 
     pools, blocks = (of.pool(), of.pool()), (of.blocks(), of.blocks())
-    cases = {
-        gather_blocks: case(gather_blocks, (*pools, ids, i32()), ()),
-        scatter_blocks: case(scatter_blocks, (*pools, *blocks, ids, i32()), (0, 1)),
-        copy_blocks: case(copy_blocks, (*pools, ids, ids, i32()), (0, 1), fences=2),
-    }
-    return tuple(cases[kernel] for kernel in kernels)
+    return (
+        case(gather_blocks, (*pools, ids, i32()), ()),
+        case(scatter_blocks, (*pools, *blocks, ids, i32()), (0, 1)),
+        case(copy_blocks, (*pools, ids, ids, i32()), (0, 1), fences=2),
+    )
 
 
 def _append_case(name: str, num_tokens: int, budget: Budget, **shape: Any) -> CompileCase:
@@ -80,18 +77,9 @@ def _append_case(name: str, num_tokens: int, budget: Budget, **shape: Any) -> Co
 
 MOVE_CASES = (
     *_move_cases("bf16_16x128"),
-    # The same ring of other pieces: a copy goes in and out.
-    *_move_cases(
-        "bf16_512x256",
-        (copy_blocks,),
-        num_kv_heads=16,
-        block_size=512,
-        head_dim=256,
-        num_blocks=32,
-        num_layers=2,
-    ),
-    *_move_cases("f16_24x64", (copy_blocks,), num_kv_heads=2, block_size=24, head_dim=64, dtype="float16"),
-    *_move_cases("f32_8x256", (copy_blocks,), block_size=8, head_dim=256, dtype="float32"),
+    *_move_cases("bf16_512x256", num_kv_heads=16, block_size=512, head_dim=256, num_blocks=32, num_layers=2),
+    *_move_cases("f16_24x64", num_kv_heads=2, block_size=24, head_dim=64, dtype="float16"),
+    *_move_cases("f32_8x256", block_size=8, head_dim=256, dtype="float32"),
     # One token a CTA: K and V, and a barrier.
     _append_case("1", 1, Budget(registers=32, shared_memory=4_104, min_tma=2)),
     _append_case("64", 64, Budget(registers=32, shared_memory=4_104, min_tma=2)),

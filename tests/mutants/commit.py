@@ -200,6 +200,12 @@ ADOPTION = in_module(
         REVIVED_ONCE,
     ),
     (
+        "blocks are exchanged only where all are",
+        "is_exchanged.any(), lambda",
+        "is_exchanged.all(), lambda",
+        ONE_COPY,
+    ),
+    (
         "adoptions are not counted",
         "{Counter.ADOPTIONS: num_adopted}",
         "{Counter.ADOPTIONS: 0 * num_adopted}",

@@ -27,7 +27,7 @@ from tests.support.helpers import (
     tiny_config,
     token_vectors,
 )
-from tests.support.letter_cases import HOARDERS, MAX_LEN, MAX_SEQS, NUM_BLOCKS, ROOMY, start_with
+from tests.support.letter_cases import CONFIG, HOARDERS, MAX_LEN, MAX_SEQS, NUM_BLOCKS, start_with
 
 
 def test_case_a_sizes_from_a_memory_budget():
@@ -46,14 +46,14 @@ def test_case_a_sizes_from_a_memory_budget():
         config = kv.CacheConfig(layers=[wide], num_blocks=7, block_size=16, dtype=dtype)
         assert config.groups[0].block_bytes == block_bytes
         assert kv.memory_bytes(config) == 7 * block_bytes
-    cache = kv.init(ROOMY)
+    cache = kv.init(CONFIG)
     arrays = [half for pool in cache.pools for half in (pool.k, pool.v)]
     num_bytes = sum(array.nbytes for array in arrays)
-    assert kv.memory_bytes(ROOMY) == num_bytes == NUM_BLOCKS * ROOMY.groups[0].block_bytes
+    assert kv.memory_bytes(CONFIG) == num_bytes == NUM_BLOCKS * CONFIG.groups[0].block_bytes
 
 
 def test_case_b_blocks_used_by_lengths():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     driver.start(4, 48)
     assert num_used(driver.cache) == 3 and len(table(driver.cache, 4)) == 3
     driver.start(7, 8)
@@ -128,7 +128,7 @@ def test_case_d_full_pool_at_a_block_boundary():
 
 @pytest.mark.slow
 def test_case_e_nothing_to_do_and_block_boundaries():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     zeros = np.zeros(MAX_SEQS, np.int32)
     empty = leaf_bytes(driver.cache)
     for num_new, expected in ((zeros, Status.OK), (zeros + 3, Status.SEQ_NOT_ACTIVE)):
@@ -169,7 +169,7 @@ def test_case_e_nothing_to_do_and_block_boundaries():
 
 
 def test_case_f_release_leaves_others_alone():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     for seq_id, length in ((2, 33), (7, 16), (0, 50), (11, 1)):
         driver.start(seq_id, length)
     driver.check()
@@ -210,7 +210,7 @@ def test_case_g_padding_and_idle_rows_write_nowhere():
             keys = np.full((2, 6, 1, 2, 3), np.nan, np.float32)
             values = keys.copy()
             for layer in range(2):
-                keys[layer, 2], values[layer, 2] = token_vectors(ROOMY, layer, [token], position)
+                keys[layer, 2], values[layer, 2] = token_vectors(CONFIG, layer, [token], position)
             driver.cache, step = append(driver.cache, keys, values, num_new, seq_ids=seq_ids)
             assert statuses(step.status) == expected
     is_written = np.zeros((NUM_BLOCKS, 16), bool)
@@ -227,7 +227,7 @@ def test_case_g_padding_and_idle_rows_write_nowhere():
 @pytest.mark.parametrize("max_seq_len", [MAX_LEN, 48])
 def test_case_h_row_at_max_seq_len(max_seq_len):
     """In a block that is cut short, and in a whole one."""
-    driver = TokenDriver(ROOMY if max_seq_len == MAX_LEN else tiny_config(**helpers.ROOMY))
+    driver = TokenDriver(CONFIG if max_seq_len == MAX_LEN else tiny_config(**helpers.ROOMY))
     driver.start(1, max_seq_len - 1)
     driver.start(0, 5)
     driver.check()
@@ -285,7 +285,7 @@ def test_case_n_truncate():
 
 
 def test_case_bb_repeats_empty_prompts_and_duplicates():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     text = driver.start(3, 16)
     driver.start(0, list(text))  # an exact repeat: hit 0 (`TokenDriver.allocate` checks num_cached)
     assert num_used(driver.cache) == 2

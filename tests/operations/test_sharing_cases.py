@@ -21,11 +21,11 @@ from tests.support.helpers import (
     num_used,
     table,
 )
-from tests.support.letter_cases import NUM_BLOCKS, ROOMY, start_with
+from tests.support.letter_cases import CONFIG, NUM_BLOCKS, start_with
 
 
 def test_case_i_fork_takes_no_block():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     driver.start(4, 48)
     assert num_used(driver.cache) == 3
     assert driver.fork([4], [9]) == [Status.OK]
@@ -43,7 +43,7 @@ def test_case_i_fork_takes_no_block():
 
 
 def test_case_i_reserved_blocks_stay_with_the_source():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     assert driver.allocate({4: 90}) == {4: Status.OK}  # 6 blocks reserved, 2 of them filled
     assert driver.append({4: 20}) == {4: Status.OK}
     assert driver.fork([4], [9]) == [Status.OK]
@@ -58,7 +58,7 @@ def test_case_i_reserved_blocks_stay_with_the_source():
 
 @pytest.mark.parametrize("is_fork_first", [True, False])
 def test_case_j_copy_on_write_counts(is_fork_first):
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     for n, k in itertools.product((5, 15, 16, 17, 32, 33), (1, 11, 16, 28)):
         driver.start(2, n)
         driver.fork([2], [6])
@@ -87,7 +87,7 @@ def test_case_j_copy_on_write_counts(is_fork_first):
 
 
 def test_case_k_three_branches_of_one_row():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     driver.start(1, 20)
     driver.fork([1, 1], [5, 3])
     copies = num_copies(driver.cache)
@@ -106,7 +106,7 @@ def test_case_k_three_branches_of_one_row():
 
 
 def test_case_l_fork_into_an_active_row_and_chains():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     driver.start(0, 21)
     chain = list(range(10)), list(range(1, 11))
     assert driver.fork(*chain) == [Status.OK] + [Status.SEQ_NOT_ACTIVE] * 9  # none sees what the call starts
@@ -136,7 +136,7 @@ def test_case_l_fork_into_an_active_row_and_chains():
 
 
 def test_case_m_reorder_with_duplicates():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     for seq_id, length in ((0, 19), (1, 35), (2, 37), (3, 50)):
         driver.start(seq_id, length)
     driver.check()
@@ -163,7 +163,7 @@ def test_case_m_reorder_with_duplicates():
 
 
 def test_case_dd_truncate_into_an_own_block_writes_in_place():
-    driver = TokenDriver(ROOMY)
+    driver = TokenDriver(CONFIG)
     driver.start(6, 45)
     driver.check()
     blocks, copies = table(driver.cache, 6), num_copies(driver.cache)
