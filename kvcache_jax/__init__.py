@@ -26,6 +26,7 @@ from kvcache_jax.attention.chunk_deviation import chunk_deviation
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.token_scores import token_scores
 from kvcache_jax.attention.write import write
+from kvcache_jax.core import mosaic as _mosaic
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 from kvcache_jax.core.cache_craft import context_impact, fix_overhead, num_of_share, prefix_overlap
@@ -122,6 +123,8 @@ from kvcache_jax.prefix.item_tokens import item_tokens
 from kvcache_jax.prefix.namespace import namespace
 
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
+for _backend in _mosaic.BACKENDS:
+    register_backend(_backend)
 
 __version__ = "0.1.0"
 

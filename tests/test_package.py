@@ -38,7 +38,7 @@ KERNEL_CALLERS = ("kvcache_jax/core/mosaic.py",)
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
 OPTIONAL_IMPORTS = {"kvcache_jax/inspect/block_map.py": {"matplotlib"}}
-MAX_LINES = dict.fromkeys(LAYERS, 400) | {"tests": 500}
+MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
     f"test_{name}.py"
@@ -160,6 +160,56 @@ def test_rooms_import_only_rooms_above_them():
     for path in files:
         violations += room_violations(path.relative_to(ROOT).as_posix(), path.read_text())
     assert not violations, "\n".join(violations)
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Finds the groups of files that import one another, whether to run, for types or inside a function.
+
+    Args:
+      sources: By their paths from the repository's root.
+    """
+    files = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources}
+
+    def imported(file: str) -> set[str]:
+        names = {entry.name for entry in read_imports(file, sources[file])}
+        # `from a import b` is read as `a.b`: where that is no file, it is a name in the file a.
+        modules = {name if name in files else name.rpartition(".")[0] for name in names}
+        return {files[module] for module in modules if module in files} - {file}
+
+    arrows = {file: imported(file) for file in sources}
+    reached = dict.fromkeys(sources, frozenset())
+    for file in sources:
+        found, to_visit = set(), [file]
+        while to_visit:
+            new = arrows[to_visit.pop()] - found
+            found |= new
+            to_visit += new
+        reached[file] = frozenset(found)
+    within = {frozenset(other for other in reached[file] if file in reached[other]) for file in sources}
+    return sorted(sorted(group) for group in within if group)
+
+
+def test_no_files_import_one_another():
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in source_files(*LAYERS)}
+    assert circles(sources) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import kvcache_jax.a",
+        "def f():\n  from kvcache_jax import a",
+        "if TYPE_CHECKING:\n  from .a import A",
+    ],
+)
+def test_files_that_import_one_another_are_found(back):
+    sources = {
+        "kvcache_jax/a.py": "from kvcache_jax.core.b import B",
+        "kvcache_jax/core/b.py": "from kvcache_jax.c import c",
+        "kvcache_jax/c.py": back,
+        "kvcache_jax/d.py": "from kvcache_jax import a",
+    }
+    assert circles(sources) == [["kvcache_jax/a.py", "kvcache_jax/c.py", "kvcache_jax/core/b.py"]]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from kvcache_jax.arrays.sharding import as_varied, axis_of_types, check_split
 from kvcache_jax.attention import vjp
 from kvcache_jax.attention.write import store
 from kvcache_jax.blocks import storage
-from kvcache_jax.core import arguments, backends
+from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer, Place
 from kvcache_jax.core.attention_plan import in_runs
 from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
 
 AttentionOutput = jax.Array | tuple[jax.Array, jax.Array]
@@ -157,11 +158,11 @@ def _attend(
     return_lse = static_flag("return_lse", return_lse)
     arguments.refuse_shared_cache("q", q, cache)
 
-    backend = backends.choose(config, implementation, pool, group, q.shape[-2] // num_kv_heads)
+    backend = choose(config, implementation, pool, group, q.shape[-2] // num_kv_heads)
     plan, num_queries = in_runs(plan, group, backend, _num_queries(step, plan))
     if backend.attend(num_queries) is None:  # others are mapped over the heads
         check_split("q", q, axis_of_types(pool.arrays, group.head_positions))
-    if plan.work and backend is not backends.choose(config, None, pool, group):
+    if plan.work and backend is not choose(config, None, pool, group):
         plan = dataclasses.replace(plan, work=())  # cut for the cache's own backend
     call = vjp.Call(
         config=config,

@@ -12,7 +12,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.state import Cache, Control, KVPool
+from kvcache_jax.core.state import Cache, Control, KVPool, row_len
 
 
 @takes_one
@@ -59,7 +59,7 @@ def _gather(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     block_pool = control.block_pools[group_id]
     is_layer = index < group.num_layers
-    length = jnp.where(is_layer, get_at(group.kind.length(control), seq_id, 0), 0)
+    length = jnp.where(is_layer, get_at(row_len(control, group.kind), seq_id, 0), 0)
     ids = get_at(block_pool.block_table, seq_id)
     rows = storage.block_rows(ids, index, block_pool.num_blocks, pool.num_rows)
     tile = storage.load_blocks(pool, group, rows[None], is_fenced=False)

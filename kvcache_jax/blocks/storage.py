@@ -17,6 +17,7 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
+from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import KeysValues
@@ -52,7 +53,7 @@ def store_tokens(
 ) -> KVPool:
     """Writes what the kind stores of `new`, inputs `[*slots.shape, ...]` of one layer, at `slots`."""
     group = config.groups[group_id]
-    backend = backends.choose(config, None, pool, group)
+    backend = choose(config, None, pool, group)
     new = {name: values.reshape(-1, *values.shape[slots.ndim :]) for name, values in new.items()}
     stored = _stored(group, pool, new)
     slots, layer = slots.reshape(-1), jnp.asarray(layer)
@@ -180,7 +181,7 @@ def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
         if group.holds_sources:  # nobody writes into them again
             pools.append(pool)
             continue
-        name = backends.choose(config, None, pool, group).name
+        name = choose(config, None, pool, group).name
         pools.append(_copy(name, config.head_axis, group, as_varied(pool, copied), *copied))
     return dataclasses.replace(cache, pools=tuple(pools))
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
-from kvcache_jax.core.backends import Backend, choose
+from kvcache_jax.core.backends import Backend
+from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import Span
-from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
+from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step, row_len
 
 
 def plan_attention(
@@ -36,7 +37,7 @@ def plan_attention(
         block_pool = cache.control.block_pools[group_id]
         num_keys = None
         if not group.kind.is_causal:
-            num_keys = get_at(group.kind.length(cache.control), table_row, 0)
+            num_keys = get_at(row_len(cache.control, group.kind), table_row, 0)
         holes = cache.control.holes
         if holes is not None:
             holes = holes.of_rows(table_row).of_group(group_id)

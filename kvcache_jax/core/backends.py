@@ -1,26 +1,18 @@
 """Backends: implementations of attention and of the movement of keys and values, by name.
 
-`register_backend` adds one. "xla" serves every cache; "mosaic_gpu" and "mosaic_tpu" are the kernels of
-`pallas_kernels`, which are imported when a cache names them.
+`register_backend` adds one. "xla" serves every cache; the package registers "mosaic_gpu" and "mosaic_tpu",
+the kernels of `pallas_kernels`. `choose_backend` picks one for a call.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-
-if TYPE_CHECKING:  # these need the names of the backends
-    from kvcache_jax.core.config import CacheConfig
-    from kvcache_jax.core.layer_group import LayerGroup
-    from kvcache_jax.core.state import KVPool
 
 XLA, MOSAIC_GPU, MOSAIC_TPU = "xla", "mosaic_gpu", "mosaic_tpu"
 MAX_DECODE_QUERIES = 8
 """Most new tokens of a row that are decoded; where a step has room for more, rows are prefilled."""
-
-# Backends that `None` may pick: those that have run, and were measured, on their hardware.
-_MEASURED: tuple[str, ...] = ()
 
 
 class TargetDevice(NamedTuple):
@@ -68,6 +60,7 @@ class Backend:
         handed to all its layers as `plan.work`, for `num_queries` tokens a row and a block table of
         `num_columns`. `pool` has shapes alone, those on one device. `plan.work` is () where the step was
         planned by another backend.
+      load: `() -> None`, imports what the other functions need; called by `init`, before anything is traced.
 
     Example:
       >>> import kvcache_jax as kv
@@ -84,6 +77,7 @@ class Backend:
     write: Callable[..., Any] | None = None
     copy_blocks: Callable[..., Any] | None = None
     plan: Callable[..., tuple[jax.Array, ...]] | None = None
+    load: Callable[[], None] | None = None
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -98,13 +92,13 @@ class Backend:
         return self.decode if num_queries <= MAX_DECODE_QUERIES else self.prefill
 
     def __str__(self) -> str:
-        parts = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)[2:-1]}
+        parts = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)[2:-2]}
         own = ", ".join(name for name, function in parts.items() if function)
         of_xla = ", ".join(name for name, function in parts.items() if not function)
         return f"{self.name}: {own or 'nothing'}" + (f"; xla: {of_xla}" if of_xla else "")
 
 
-def _serves_all(pool: "KVPool", group: "LayerGroup", group_size: int, device: TargetDevice) -> None:
+def _serves_all(pool: Any, group: Any, group_size: int, device: TargetDevice) -> None:
     return None
 
 
@@ -126,7 +120,7 @@ def register_backend(backend: Backend) -> None:
     """
     if not isinstance(backend, Backend):
         raise TypeError(f"backend is a {type(backend).__name__}, expected a kvcache_jax.Backend")
-    if backend.name in backend_names():
+    if _backends.get(backend.name, backend) is not backend:
         raise ValueError(
             f"there is a backend {backend.name!r} already, expected a new name: compiled programs go by it"
         )
@@ -135,15 +129,11 @@ def register_backend(backend: Backend) -> None:
 
 def backend_names() -> tuple[str, ...]:
     """Lists the names that `CacheConfig(implementation=)` takes."""
-    return tuple(dict.fromkeys((XLA, MOSAIC_GPU, MOSAIC_TPU, *_backends)))
+    return tuple(_backends)
 
 
 def get_backend(name: str) -> Backend:
     """Returns the backend of that name."""
-    if name not in _backends:
-        from kvcache_jax.core import mosaic  # which needs this module
-
-        _backends.update({backend.name: backend for backend in mosaic.BACKENDS})
     return _backends[name]
 
 
@@ -154,56 +144,6 @@ def require_name(value: Any) -> None:
             f"implementation is {value!r}, expected None or one of {', '.join(backend_names())}; register "
             "others first, with kvcache_jax.register_backend"
         )
-
-
-def choose(
-    config: "CacheConfig", asked: str | None, pool: "KVPool", group: "LayerGroup", group_size: int = 1
-) -> Backend:
-    """Chooses the backend of a call; a named one runs or raises.
-
-    Args:
-      config: Names one for the cache, or leaves it open.
-      asked: Named by the call, or None.
-      pool: Of the layer group.
-      group: The layer group.
-      group_size: Query heads of a key/value head.
-
-    Raises:
-      ValueError: there is no such backend.
-      NotImplementedError: it does not serve this cache here.
-    """
-    require_name(asked)
-    name = asked or config.implementation
-    if config.enable_drop and get_backend(name or XLA).decode:
-        raise NotImplementedError(
-            f"implementation {name!r} is asked for and enable_drop is True, expected 'xla' or None: kernels "
-            "do not know tokens that are hidden"
-        )
-    if name is None and config.enable_drop:
-        return get_backend(XLA)
-    if name is None:
-        fits = (name for name in _MEASURED if not _why_not(get_backend(name), pool, group, group_size))
-        return get_backend(next(fits, XLA))
-    backend = get_backend(name)
-    if reason := _why_not(backend, pool, group, group_size):
-        raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
-    return backend
-
-
-def _why_not(backend: Backend, pool: "KVPool", group: "LayerGroup", group_size: int) -> str | None:
-    return backend.supports(pool, group, group_size, target_device())
-
-
-def load(name: str | None) -> None:
-    """Imports the kernels of a backend, or those that `None` may pick.
-
-    Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
-    """
-    for each in _MEASURED if name is None else (name,):
-        if each in (MOSAIC_GPU, MOSAIC_TPU):
-            from kvcache_jax.core import mosaic
-
-            mosaic.load(each)
 
 
 def target_device() -> TargetDevice:

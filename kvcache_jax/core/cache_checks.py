@@ -1,48 +1,13 @@
-"""Checks of a cache's form: one or several stacked, with values or traced, donated."""
+"""Checks of what an operation gets as its cache."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
+from kvcache_jax.core.cache_form import are_deleted, is_batched, is_donated, is_traced, missing_values
 from kvcache_jax.core.state import Cache
-
-_HAS_VALUES = jax.Array, np.ndarray, np.generic
-
-
-def is_batched(cache: Cache) -> bool:
-    """Tells whether these are several caches, stacked; within a `vmap` over them there is one."""
-    return cache.control.is_active.ndim != 1
-
-
-def is_traced(cache: Cache) -> bool:
-    """Tells whether the operation that got the cache becomes part of a program."""
-    return isinstance(cache.control.is_active, Tracer)
-
-
-def missing_values(cache: Cache) -> str | None:
-    """Returns the type of an array without values, such as a tracer; None if all have values."""
-    for leaf in jax.tree.leaves(cache.control):
-        if isinstance(leaf, Tracer) or not isinstance(leaf, _HAS_VALUES):
-            return type(leaf).__name__
-    return None
-
-
-def is_donated(cache: Cache) -> bool:
-    """Tells whether a step was given the cache's arrays; the cache must have values.
-
-    The pools are not asked: operations that move no keys and values pass the pools through, so that a later
-    step donates those of an older cache, whose control state stays.
-    """
-    return _is_deleted(cache.control)
-
-
-def _is_deleted(arrays: Any) -> bool:
-    leaves = (leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array))
-    return any(leaf.is_deleted() for leaf in leaves if not isinstance(leaf, Tracer))
 
 
 def require_cache(caller: str, cache: Any) -> None:
@@ -56,7 +21,7 @@ def require_cache(caller: str, cache: Any) -> None:
 
 def require_one(caller: str, cache: Cache, advice: str = "call it under jax.vmap, or on one") -> None:
     """Refuses stacked caches, by a shape alone: the check adds nothing to a program."""
-    if is_batched(cache):
+    if is_batched(cache.control):
         raise ValueError(
             f"{caller} got a batched cache, is_active has shape {cache.control.is_active.shape}, expected "
             f"(max_seqs,): {advice} at a time, jax.tree.map(lambda x: x[i], cache)"
@@ -69,19 +34,19 @@ def require_values(caller: str, cache: Any, *, pools: bool = False) -> None:
     With `pools`, also one whose keys and values alone were donated.
     """
     require_cache(caller, cache)
-    if (kind := missing_values(cache)) is not None:
+    if (kind := missing_values(cache.control)) is not None:
         raise TypeError(
             f"{caller} got a {kind} in the cache, expected arrays with values: call it outside of jit, vmap, "
             "scan and eval_shape, or hand the cache to jax.debug.callback"
         )
-    if is_donated(cache) or (pools and _is_deleted(cache.pools)):
+    if is_donated(cache.control) or (pools and are_deleted(cache.pools)):
         raise _donated(caller)
     require_one(caller, cache, "look at one")
 
 
 def refuse_donated(caller: str, cache: Cache) -> None:
     """Refuses a cache that a step was given, where no array is read that would tell."""
-    if not is_traced(cache) and is_donated(cache):
+    if not is_traced(cache.control) and is_donated(cache.control):
         raise _donated(caller)
 
 
@@ -109,7 +74,7 @@ def takes_one[**P, T](operation: Callable[P, T]) -> Callable[P, T]:
         try:
             return operation(*args, **kwargs)
         except RuntimeError as error:  # jax's, which says of what shape the array was
-            if isinstance(cache, Cache) and _is_deleted(cache):
+            if isinstance(cache, Cache) and are_deleted(cache):
                 raise _donated(operation.__name__) from error
             raise
 

@@ -1,14 +1,10 @@
 """The counters of a cache: how often what happened since `init`."""
 
 import enum
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-if TYPE_CHECKING:  # which names the counters
-    from kvcache_jax.core.state import Control
 
 
 class Counter(enum.IntEnum):
@@ -40,9 +36,9 @@ class Counter(enum.IntEnum):
     """Those in reused blocks."""
 
 
-def count_events(control: "Control", events: dict[Counter, jax.Array]) -> jax.Array:
-    """Adds each count of `events` to `control.counters`."""
-    counters, order = control.counters, np.arange(len(Counter))
+def count_events(counters: jax.Array, events: dict[Counter, jax.Array]) -> jax.Array:
+    """Adds each count of `events` to `counters`, the u32[len(Counter)] of a control state."""
+    order = np.arange(len(Counter))
     for counter, num_events in events.items():
         counters += jnp.asarray(num_events).astype(jnp.uint32) * (order == counter).astype(np.uint32)
     return counters

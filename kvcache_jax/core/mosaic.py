@@ -37,7 +37,7 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def load(name: str) -> None:
+def _load(name: str) -> None:
     """Imports the kernels, unless they were not tested with this jax."""
     from pallas_kernels.versions import untested_jax
 
@@ -185,8 +185,8 @@ def _decode_rows(plan: AttentionPlan, group: LayerGroup, num_queries: int) -> An
 
 def _backend(name: str, plan: Any) -> Backend:
     attend, copy_blocks = functools.partial(_attend, name), functools.partial(_copy_blocks, name)
-    supports = functools.partial(_supports, name)
-    return Backend(name, supports, attend, prefill=attend, copy_blocks=copy_blocks, plan=plan)
+    supports, load = functools.partial(_supports, name), functools.partial(_load, name)
+    return Backend(name, supports, attend, prefill=attend, copy_blocks=copy_blocks, plan=plan, load=load)
 
 
 BACKENDS = _backend(MOSAIC_GPU, _plan), _backend(MOSAIC_TPU, None)

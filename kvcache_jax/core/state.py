@@ -9,9 +9,11 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
+from kvcache_jax.core.cache_form import summary
 from kvcache_jax.core.chunks import Chunks
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.core.holes import Holes
+from kvcache_jax.core.layer_kinds.base import LayerKind
 from kvcache_jax.core.layer_kinds.span import Span, span_from_json, span_to_json
 
 
@@ -269,9 +271,7 @@ class Cache:
         return self.control.max_seqs
 
     def __repr__(self) -> str:
-        from kvcache_jax.core.summary import summary  # which needs this class
-
-        return summary(self)
+        return summary(self.control, self.pools, self.config)
 
 
 @pytree_dataclass()
@@ -378,6 +378,11 @@ class BlockCopies(NamedTuple):
     src: jax.Array
     dst: jax.Array
     num_copies: jax.Array
+
+
+def row_len(control: Control, kind: LayerKind) -> jax.Array:
+    """Returns the tokens that each row holds in layers of `kind`, i32[max_seqs]."""
+    return kind.row_len(control.context_len, control.source_len)
 
 
 def mark_used(control: Control, rows: jax.Array, **fields: ArrayLike) -> Control:

@@ -11,7 +11,7 @@ import numpy as np
 from kvcache_jax.core.arguments import group_ids
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.state import Cache
+from kvcache_jax.core.state import Cache, row_len
 
 # One glyph per row; the last one is that of all further rows.
 GLYPHS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "*"
@@ -53,7 +53,7 @@ def group_views(cache: Cache, caller: str, group: int | None) -> list[GroupView]
 def _group_view(cache: Cache, group_id: int) -> GroupView:
     pool, group = cache.control.block_pools[group_id], cache.config.groups[group_id]
     table, ref_count = np.asarray(pool.block_table), np.asarray(pool.ref_count)
-    length = np.asarray(group.kind.length(cache.control))
+    length = np.asarray(row_len(cache.control, group.kind))
     rows, columns = np.nonzero((table >= 0) & (table < pool.num_blocks))
     held = table[rows, columns]
     owner = np.full(pool.num_blocks, len(length))

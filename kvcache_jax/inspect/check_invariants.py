@@ -20,6 +20,7 @@ from kvcache_jax.core.state import (
     GroupLinks,
     PrefixIndex,
     row_fields,
+    row_len,
 )
 from kvcache_jax.inspect.chunk_invariants import blocks_of_chunks, check_chunks, is_composed, plain_len_of
 from kvcache_jax.inspect.sink_invariants import blocks_of_sinks, check_sinks
@@ -60,7 +61,7 @@ def check_invariants(cache: Cache) -> list[str]:
         for row in np.flatnonzero((context_len < 0) | (context_len > cache.config.max_seq_len))
     ]
     for group in cache.config.groups:
-        length = np.asarray(group.kind.length(cache.control))
+        length = np.asarray(row_len(cache.control, group.kind))
         if group.holds_sources:
             unusable += [
                 f"row {row} has a source of {length[row]} tokens, outside [0, {group.max_len}]"
@@ -74,7 +75,7 @@ def check_invariants(cache: Cache) -> list[str]:
             f"group {g}: {violation}"
             for violation in _check_counts(pool, blocks_of_chunks(cache, g), blocks_of_sinks(pool))
         ]
-        table, lengths = np.asarray(pool.block_table), np.asarray(group.kind.length(cache.control))
+        table, lengths = np.asarray(pool.block_table), np.asarray(row_len(cache.control, group.kind))
         for row, hole in enumerate(_holes_of(cache, g)):
             length = int(lengths[row]) if is_active[row] else None
             violations += [

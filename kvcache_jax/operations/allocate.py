@@ -328,4 +328,4 @@ def _count_admissions(
         Counter.TOKEN_QUERIES: total(num_asked),
         Counter.TOKEN_HITS: total(num_cached),
     }
-    return count_events(control, events)
+    return count_events(control.counters, events)

@@ -239,7 +239,7 @@ def _publish_batch(
         num_published=add_at(control.num_published, done_rows, 1),
         prefix_index=index,
         block_pools=(*control.block_pools[:group_id], pool, *control.block_pools[group_id + 1 :]),
-        counters=count_events(control, {Counter.ADOPTIONS: num_adopted}),
+        counters=count_events(control.counters, {Counter.ADOPTIONS: num_adopted}),
     )
     if len(config.groups) > 1:
         control = group_links.link(

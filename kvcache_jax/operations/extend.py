@@ -163,7 +163,7 @@ def take_blocks(
     control = dataclasses.replace(
         control,
         block_pools=tuple(pools),
-        counters=count_events(control, {Counter.COPIES: num_copies}),
+        counters=count_events(control.counters, {Counter.COPIES: num_copies}),
     )
     return control, tuple(copies)
 

@@ -68,6 +68,6 @@ def fork_rows(
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, ids)))
     return dataclasses.replace(
         inherit(control, rows, src_ids, is_active=True),
-        counters=count_events(control, {Counter.FORKS: num_true(ok)}),
+        counters=count_events(control.counters, {Counter.FORKS: num_true(ok)}),
         block_pools=tuple(pools),
     ), status

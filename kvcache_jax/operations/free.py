@@ -48,6 +48,6 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
         control,
         **{name: set_at(values, rows, 0) for name, values in row_fields(control).items()},
         holes=jax.tree.map(lambda x: set_at(x, rows, 0), control.holes),
-        counters=count_events(control, {Counter.FREES: num_true(status == Status.OK)}),
+        counters=count_events(control.counters, {Counter.FREES: num_true(status == Status.OK)}),
         block_pools=tuple(pools),
     ), status

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.sharding import axis_of_types, check_in_mesh
-from kvcache_jax.core import backends
 from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.choose_backend import load
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
@@ -58,7 +58,7 @@ def init(
         sharding = PartitionSpec(None, config.head_axis, None, None)
     if isinstance(sharding, NamedSharding | PartitionSpec):
         _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
-    backends.load(config.implementation)
+    load(config.implementation)
     if sharding is None and _is_plain():
         # A program to make so many small arrays would take longer to compile than all of this.
         control = jax.device_put(empty_control(config, np.array(_DEFAULT_HASH_KEY, np.uint32), np))

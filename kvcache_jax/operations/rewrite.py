@@ -184,7 +184,7 @@ def _take_copies(
     control = dataclasses.replace(
         mark_used(control, rows),
         block_pools=tuple(pools),
-        counters=count_events(control, {Counter.COPIES: num_copies}),
+        counters=count_events(control.counters, {Counter.COPIES: num_copies}),
     )
     if (index := control.prefix_index) is not None:
         first_copied = first_true(is_copied[config.indexed_group])

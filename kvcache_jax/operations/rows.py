@@ -17,10 +17,10 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.core.cache_checks import is_traced
+from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used, row_fields
+from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used, row_fields, row_len
 from kvcache_jax.core.status import Status, first_failure
 
 
@@ -28,7 +28,9 @@ def on_rows(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, An
     """Runs a row operation, jitted over the control state; the pools are attached again by reference."""
     num_rows = columns[0].shape[0]
     num_more = 0
-    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(columns)) and not is_traced(cache):
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(columns)) and not is_traced(
+        cache.control
+    ):
         # Lists of five to eight rows are one program, and so on.
         num_more = (1 << (num_rows - 1).bit_length()) - num_rows
         columns = _padded(columns, num_more, cache.max_seqs)
@@ -150,7 +152,7 @@ def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
 
 def token_blocks(pool: BlockPool, group: LayerGroup, control: Control, seq_ids: jax.Array) -> jax.Array:
     """Reads the rows' blocks that hold tokens, i32[n, max_blocks_per_seq]; nowhere for reserved ones."""
-    num_held = group.num_columns(get_at(group.kind.length(control), seq_ids))
+    num_held = group.num_columns(get_at(row_len(control, group.kind), seq_ids))
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
     return jnp.where(columns[None] < num_held[:, None], get_at(pool.block_table, seq_ids), pool.num_blocks)
 

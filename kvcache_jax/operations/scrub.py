@@ -18,7 +18,7 @@ from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
-from kvcache_jax.core.state import Cache, Control, KVPool
+from kvcache_jax.core.state import Cache, Control, KVPool, row_len
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.free_chunks import forget
 from kvcache_jax.prefix import eviction
@@ -135,7 +135,7 @@ def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> 
     is_other = control.is_active & ~is_row
     for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
         columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
-        length = group.kind.length(control)
+        length = row_len(control, group.kind)
         is_filled = is_other[:, None] & (columns * group.block_size < length[:, None])
         kept = jnp.where(is_filled, pool.block_table, pool.num_blocks)
         is_kept = jnp.zeros(pool.num_blocks, bool).at[kept].set(True, mode="drop")
@@ -224,7 +224,7 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
 def _zero_rests(pool: KVPool, control: Control, group_id: int, group: LayerGroup) -> KVPool:
     """Overwrites with zeros behind the last token of every row, except what others use or is published."""
     blocks, block_size = control.block_pools[group_id], group.block_size
-    columns, _ = group.tail_column(group.kind.length(control))
+    columns, _ = group.tail_column(row_len(control, group.kind))
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
     num_tokens = num_tokens_held(control, group_id, group)
@@ -248,7 +248,7 @@ def num_tokens_held(control: Control, group_id: int, group: LayerGroup) -> jax.A
     """Counts the tokens that each block of a group holds for rows, for chunks, or published; i32[any]."""
     pool, block_size = control.block_pools[group_id], group.block_size
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
-    filled = jnp.clip(group.kind.length(control)[:, None] - starts[None], 0, block_size)
+    filled = jnp.clip(row_len(control, group.kind)[:, None] - starts[None], 0, block_size)
     # A last block may be shared by a longer fork, for which it is not the last.
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
     if control.chunks is not None:

@@ -48,7 +48,7 @@ def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheC
         return control, left - num_evicted
 
     control, _ = lax.while_loop(lambda state: state[1] > 0, evict_some, (control, num_blocks))
-    counters = count_events(control, {Counter.EVICTIONS: num_blocks})
+    counters = count_events(control.counters, {Counter.EVICTIONS: num_blocks})
     return dataclasses.replace(control, counters=counters)
 
 

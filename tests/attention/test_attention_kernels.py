@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from kvcache_jax.core.backends import choose
+from kvcache_jax.core.choose_backend import choose
 from pallas_kernels import mosaic_gpu, mosaic_tpu
 from pallas_kernels.mosaic_gpu.decode_plan import plan_decode
 from tests.aot.hlo import COLLECTIVE
@@ -388,7 +388,7 @@ assert "pallas_kernels.mosaic_tpu" in sys.modules, "not imported"
 
 
 def test_none_picks_a_measured_kernel_where_it_serves(monkeypatch):
-    monkeypatch.setattr("kvcache_jax.core.backends._MEASURED", ("mosaic_tpu",))
+    monkeypatch.setattr("kvcache_jax.core.choose_backend._MEASURED", ("mosaic_tpu",))
     config = dataclasses.replace(config_of("mosaic_tpu", windows=(None,)), implementation=None)
     short = dataclasses.replace(config, layers=[kv.FullAttention(2, 8)])
 
@@ -459,7 +459,7 @@ def test_a_mesh_of_gpus_runs_the_kernels_for_them():
 
 def test_an_untested_jax_is_named_and_xla_goes_on(monkeypatch):
     monkeypatch.setattr("pallas_kernels.versions.BEFORE", (0, 11, 2))
-    monkeypatch.setattr("kvcache_jax.core.backends._MEASURED", ("mosaic_tpu",))
+    monkeypatch.setattr("kvcache_jax.core.choose_backend._MEASURED", ("mosaic_tpu",))
     config = config_of("mosaic_tpu", windows=(None,))
     (q, k, v) = chunk("mosaic_tpu", 1, 0)
 

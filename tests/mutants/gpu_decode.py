@@ -274,13 +274,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/backends",
-        (
-            "a mesh of GPUs is not for the GPU's kernels",
-            'platform = "cuda" if device.platform == "gpu" else device.platform',
-            "platform = device.platform",
-            "attention/test_attention_kernels.py::test_a_mesh_of_gpus_runs_the_kernels_for_them",
-        ),
+        "core/choose_backend",
         (
             "named implementation falls back",
             "raise NotImplementedError(f",
@@ -292,6 +286,21 @@ MUTATIONS = [
             "fits = (name for name in _MEASURED if not _why_not(",
             "fits = (name for name in _MEASURED if not None and (",
             "attention/test_attention_kernels.py::test_none_picks_a_measured_kernel_where_it_serves",
+        ),
+        (
+            "the cache goes before the call",
+            "name = asked or config.implementation",
+            "name = config.implementation or asked",
+            f"{BACKENDS}::test_a_call_may_name_another_backend_than_the_cache",
+        ),
+    ),
+    *in_module(
+        "core/backends",
+        (
+            "a mesh of GPUs is not for the GPU's kernels",
+            'platform = "cuda" if device.platform == "gpu" else device.platform',
+            "platform = device.platform",
+            "attention/test_attention_kernels.py::test_a_mesh_of_gpus_runs_the_kernels_for_them",
         ),
         (
             "long steps are decoded",
@@ -306,14 +315,8 @@ MUTATIONS = [
             f"{BACKENDS}::test_a_step_of_more_tokens_than_eight_is_prefilled[8-decode-1.5]",
         ),
         (
-            "the cache goes before the call",
-            "name = asked or config.implementation",
-            "name = config.implementation or asked",
-            f"{BACKENDS}::test_a_call_may_name_another_backend_than_the_cache",
-        ),
-        (
             "a name is taken twice",
-            "if backend.name in backend_names():",
+            "if _backends.get(backend.name, backend) is not backend:",
             "if False:",
             f"{BACKENDS}::test_registration_refuses_what_cannot_work",
         ),
@@ -340,7 +343,7 @@ MUTATIONS = [
         "operations/init",
         (
             "kernels imported within a trace",
-            "backends.load(config.implementation)",
+            "load(config.implementation)",
             "pass",
             "attention/test_attention_kernels.py::test_init_imports_the_kernels_and_the_library_does_not",
         ),

@@ -124,8 +124,8 @@ MUTATIONS = [
         ),
         (
             "cross attention reads as many tokens as the row has",
-            "return control.source_len",
-            "return control.context_len",
+            "return source_len",
+            "return context_len",
             READ_BACK,
         ),
     ),
@@ -180,7 +180,7 @@ MUTATIONS = [
         ("forks have no source", '"num_published", "source_len"', '"num_published"', KEPT),
         (
             "forks share as many blocks of a source as they have tokens",
-            "group.kind.length(control), seq_ids",
+            "row_len(control, group.kind), seq_ids",
             "control.context_len, seq_ids",
             KEPT,
         ),
@@ -204,7 +204,7 @@ MUTATIONS = [
         ),
         (
             "slots of sources are counted by their rows' tokens",
-            "jnp.clip(group.kind.length(control)[:, None]",
+            "jnp.clip(row_len(control, group.kind)[:, None]",
             "jnp.clip(control.context_len[:, None]",
             READ_BACK,
         ),

@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     *in_module(
         "core/cache_checks",
-        ("stacked caches are taken for one", "    if is_batched(cache):", "    if False:", STACKED),
+        ("stacked caches are taken for one", "    if is_batched(cache.control):", "    if False:", STACKED),
     ),
     *in_module(
         "operations/set_priority",
@@ -243,8 +243,8 @@ MUTATIONS = [
         "operations/scrub",
         (
             "longer forks are cut",
-            "jnp.clip(group.kind.length(control)[:, None] - starts[None], 0, block_size)",
-            "(group.kind.length(control)[:, None] - starts[None]) % block_size",
+            "jnp.clip(row_len(control, group.kind)[:, None] - starts[None], 0, block_size)",
+            "(row_len(control, group.kind)[:, None] - starts[None]) % block_size",
             FORKS,
         ),
         (

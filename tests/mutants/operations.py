@@ -401,8 +401,8 @@ OTHERS = [
         "attention/gather",
         (
             "gather wraps ids",
-            "get_at(group.kind.length(control), seq_id, 0)",
-            "get_at(group.kind.length(control), seq_id % 3, 0)",
+            "get_at(row_len(control, group.kind), seq_id, 0)",
+            "get_at(row_len(control, group.kind), seq_id % 3, 0)",
             GATHER,
         ),
     ),

@@ -8,7 +8,7 @@ a subclass does not say is as for plain keys and values.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.layer_kinds.span import Span
-
-if TYPE_CHECKING:  # the state needs the config, which needs the kinds
-    from kvcache_jax.core.state import Control
 
 MAX_INDEX = 2**31
 """One past the largest index that 32 bits reach."""
@@ -153,9 +150,14 @@ class LayerKind:
         """Computes the results of sums `[..., heads, value_dim]` of the values of `keys_values`."""
         return out
 
-    def length(self, control: "Control") -> jax.Array:
-        """Returns the tokens that each row holds in layers of this kind, i32[max_seqs]."""
-        return control.context_len
+    def row_len(self, context_len: jax.Array, source_len: jax.Array | None) -> jax.Array:
+        """Returns the tokens that rows hold in layers of this kind, i32 like both arguments.
+
+        Args:
+          context_len: Tokens of the rows.
+          source_len: Tokens of their sources; None in a cache without layers that read one.
+        """
+        return context_len
 
     @property
     def rotated_features(self) -> Mapping[str, slice] | None:
@@ -168,7 +170,7 @@ class LayerKind:
     @property
     def is_plain(self) -> bool:
         """Whether blocks hold keys and values as they are multiplied: all that the library's kernels read."""
-        parts = "arrays", "encode", "keys_values", "queries", "outputs", "length", "is_causal"
+        parts = "arrays", "encode", "keys_values", "queries", "outputs", "row_len", "is_causal"
         is_own = self.shared_layer is None and self.source_len_limit is None
         return is_own and all(getattr(type(self), part) is getattr(LayerKind, part) for part in parts)
 

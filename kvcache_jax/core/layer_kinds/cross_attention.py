@@ -1,14 +1,10 @@
 """Cross attention: all tokens of a row read a source that was written once."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 
 from kvcache_jax.core.layer_kinds.base import LayerKind, check_positive
-
-if TYPE_CHECKING:  # the state needs the config, which needs the kinds
-    from kvcache_jax.core.state import Control
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,7 @@ class CrossAttention(LayerKind):
         """Name and most tokens of a source."""
         return f"CrossAttention({self.max_source_len})"
 
-    def length(self, control: "Control") -> jax.Array:
+    def row_len(self, context_len: jax.Array, source_len: jax.Array | None) -> jax.Array:
         """Returns the tokens of each row's source."""
-        assert control.source_len is not None
-        return control.source_len
+        assert source_len is not None
+        return source_len

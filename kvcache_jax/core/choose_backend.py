@@ -1,0 +1,57 @@
+"""The choice of the backend that serves a call."""
+
+from kvcache_jax.core.backends import XLA, Backend, get_backend, require_name, target_device
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.state import KVPool
+
+# Backends that `None` may pick: those that have run, and were measured, on their hardware.
+_MEASURED: tuple[str, ...] = ()
+
+
+def choose(
+    config: CacheConfig, asked: str | None, pool: KVPool, group: LayerGroup, group_size: int = 1
+) -> Backend:
+    """Chooses the backend of a call; a named one runs or raises.
+
+    Args:
+      config: Names one for the cache, or leaves it open.
+      asked: Named by the call, or None.
+      pool: Of the layer group.
+      group: The layer group.
+      group_size: Query heads of a key/value head.
+
+    Raises:
+      ValueError: there is no such backend.
+      NotImplementedError: it does not serve this cache here.
+    """
+    require_name(asked)
+    name = asked or config.implementation
+    if config.enable_drop and get_backend(name or XLA).decode:
+        raise NotImplementedError(
+            f"implementation {name!r} is asked for and enable_drop is True, expected 'xla' or None: kernels "
+            "do not know tokens that are hidden"
+        )
+    if name is None and config.enable_drop:
+        return get_backend(XLA)
+    if name is None:
+        fits = (name for name in _MEASURED if not _why_not(get_backend(name), pool, group, group_size))
+        return get_backend(next(fits, XLA))
+    backend = get_backend(name)
+    if reason := _why_not(backend, pool, group, group_size):
+        raise NotImplementedError(f"implementation {name!r} does not run here: {reason}; use 'xla' or None")
+    return backend
+
+
+def _why_not(backend: Backend, pool: KVPool, group: LayerGroup, group_size: int) -> str | None:
+    return backend.supports(pool, group, group_size, target_device())
+
+
+def load(name: str | None) -> None:
+    """Imports what a backend needs, or the backends that `None` may pick.
+
+    Before anything is traced: importing Pallas makes jax trace anew whatever it has traced before.
+    """
+    for each in _MEASURED if name is None else (name,):
+        if load_backend := get_backend(each).load:
+            load_backend()
