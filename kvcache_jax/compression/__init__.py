@@ -1,0 +1,1 @@
+"""Tokens that go: drop, compress, the scores that choose, streaming."""

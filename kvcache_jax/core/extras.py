@@ -1,0 +1,188 @@
+"""Extras: what a cache keeps for a feature, and the moments at which operations ask the feature.
+
+A feature is a static value in `CacheConfig(extras=)`, of a subclass of `Extra` in the feature's own room. Its
+arrays are `Control.extras[name]`. Operations that concern every cache call the hooks of all extras, through
+`CacheConfig.hooks`, and name no feature.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvcache_jax.core.layer_kinds.base import kind_name
+
+
+class HeldBlocks(NamedTuple):
+    """Blocks of one layer group that are held beside the block tables; each entry counts as an owner.
+
+    Attributes:
+      holder: What holds them, as violations and pictures say it.
+      block_ids: i32[n, columns], or nowhere. All their slots are kept.
+      namespace: u32[n, 4], whose they are.
+      is_of_rows: Whether row `i` holds entry `i`, which then goes with the row.
+    """
+
+    holder: str
+    block_ids: jax.Array
+    namespace: jax.Array
+    is_of_rows: bool
+
+
+_extras: dict[str, type["Extra"]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """What a feature keeps in a cache. Subclasses are frozen dataclasses; their fields are its options.
+
+    Every hook gets the control state and returns a new one; `rows` i32[n] differ, and `max_seqs` is skipped.
+    The default of each does nothing.
+    """
+
+    name: ClassVar[str]
+    """The key of its arrays in `Control.extras`; a cache has one extra of a name."""
+    hides_tokens: ClassVar[bool] = False
+    """Whether rows may have tokens that no query sees; the control state then has `Holes`."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        _extras[kind_name(cls)] = cls
+
+    def check(self, config: Any) -> None:
+        """Refuses a `CacheConfig` that the feature cannot serve: got, expected and the fix."""
+
+    def empty(self, config: Any, numpy: Any) -> Any:
+        """Builds its arrays of an empty cache, a pytree that `numpy` makes; None for none."""
+
+    def inherit(self, control: Any, rows: jax.Array, parent_ids: jax.Array) -> Any:
+        """Gives `rows` what their parents i32[n] have; the rows' tables are set already."""
+        return control
+
+    def forget(self, control: Any, rows: jax.Array) -> Any:
+        """Forgets `rows`, which end."""
+        return control
+
+    def truncate(self, control: Any, rows: jax.Array, new_len: jax.Array) -> Any:
+        """Prepares `rows` for their end at `new_len` i32[n]; lengths, holes and tables are as before."""
+        return control
+
+    def move(self, control: Any, rows: jax.Array, prefix_len: jax.Array) -> Any:
+        """Notes that the tokens of `rows` after the first `prefix_len` i32[n] moved to other places."""
+        return control
+
+    def prefix_len(self, control: Any, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
+        """Counts the first tokens of rows i32[n] that are as computed in their text, at most `length`."""
+        return length
+
+    def is_fixed(self, control: Any, seq_ids: jax.Array, places: jax.Array) -> jax.Array:
+        """Masks the places i32[n, T] of rows i32[n] that must not be written again, bool[n, T]."""
+        return jnp.zeros_like(places, bool)
+
+    def forget_namespace(self, control: Any, namespace: jax.Array) -> Any:
+        """Forgets what belongs to a namespace u32[4] and to no row."""
+        return control
+
+    def held_blocks(self, control: Any, group_id: int) -> HeldBlocks | None:
+        """Lists the blocks of a layer group that it holds."""
+
+    def violations(self, cache: Any) -> list[str]:
+        """Finds what is wrong in a cache with values, a sentence for each."""
+        return []
+
+
+class Hooks(tuple[Extra, ...]):
+    """The extras of a config, asked one after the other; the methods are those of `Extra`."""
+
+    def inherit(self, control: Any, rows: jax.Array, parent_ids: jax.Array) -> Any:
+        """Gives `rows` what their parents have."""
+        for extra in self:
+            control = extra.inherit(control, rows, parent_ids)
+        return control
+
+    def forget(self, control: Any, rows: jax.Array) -> Any:
+        """Forgets `rows`."""
+        for extra in self:
+            control = extra.forget(control, rows)
+        return control
+
+    def truncate(self, control: Any, rows: jax.Array, new_len: jax.Array) -> Any:
+        """Prepares `rows` for their end at `new_len`."""
+        for extra in self:
+            control = extra.truncate(control, rows, new_len)
+        return control
+
+    def move(self, control: Any, rows: jax.Array, prefix_len: jax.Array) -> Any:
+        """Notes that the tokens of `rows` after the first `prefix_len` moved."""
+        for extra in self:
+            control = extra.move(control, rows, prefix_len)
+        return control
+
+    def prefix_len(self, control: Any, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
+        """Counts the first tokens of rows that are as computed in their text."""
+        for extra in self:
+            length = extra.prefix_len(control, seq_ids, length)
+        return length
+
+    def is_fixed(self, control: Any, seq_ids: jax.Array, places: jax.Array) -> jax.Array:
+        """Masks the places of rows that must not be written again."""
+        fixed = jnp.zeros_like(places, bool)
+        for extra in self:
+            fixed |= extra.is_fixed(control, seq_ids, places)
+        return fixed
+
+    def forget_namespace(self, control: Any, namespace: jax.Array) -> Any:
+        """Forgets what belongs to a namespace and to no row."""
+        for extra in self:
+            control = extra.forget_namespace(control, namespace)
+        return control
+
+    def held_blocks(self, control: Any, group_id: int) -> Iterator[HeldBlocks]:
+        """Yields the blocks that each extra holds in a layer group."""
+        for extra in self:
+            if (held := extra.held_blocks(control, group_id)) is not None:
+                yield held
+
+    def blocks_of_rows(self, control: Any, group_id: int) -> jax.Array:
+        """Lists the blocks that each row holds, i32[max_seqs, any]: those of its table, and its extra ones."""
+        more = [held.block_ids for held in self.held_blocks(control, group_id) if held.is_of_rows]
+        return jnp.concatenate([control.block_pools[group_id].block_table, *more], axis=1) if more else (
+            control.block_pools[group_id].block_table
+        )
+
+
+def check_extras(extras: Any) -> Hooks:
+    """Returns the extras as a config keeps them, or refuses what is none."""
+    if isinstance(extras, Extra) or not isinstance(extras, tuple | list):
+        raise TypeError(f"extras is {extras!r}, expected a list of extras such as kv.chunks.Store(...)")
+    for i, extra in enumerate(extras):
+        if not isinstance(extra, Extra):
+            raise TypeError(f"extras[{i}] is {extra!r}, expected an extra such as kv.chunks.Store(...)")
+    names = [extra.name for extra in extras]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"extras has {names.count(name)} of the name {name!r}, expected one of each")
+    return Hooks(extras)
+
+
+def extra_to_json(extra: Extra) -> dict[str, Any]:
+    """Returns an extra as an object of JSON."""
+    return {"extra": kind_name(type(extra)), **dataclasses.asdict(extra)}
+
+
+def extra_from_json(values: dict[str, Any]) -> Extra:
+    """Computes the inverse of `extra_to_json`.
+
+    Raises:
+      ValueError: no class of that name is defined.
+    """
+    options = dict(values)
+    name = options.pop("extra")
+    if name not in _extras:
+        raise ValueError(
+            f"the extra is {name!r}, expected one of {', '.join(map(repr, _extras))}: import the module that "
+            "defines it first"
+        )
+    return _extras[name](**options)
