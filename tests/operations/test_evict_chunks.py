@@ -23,7 +23,7 @@ CONFIG = kv.CacheConfig(
 )
 # Passages of rows 0 and 1: first place and length.
 SPANS = [(0, 4), (5, 6), (17, 5), (0, 6)]
-OK, SKIPPED = kv.Status.OK, kv.Status.SKIPPED
+OK = kv.Status.OK
 
 pytestmark = pytest.mark.slow
 
