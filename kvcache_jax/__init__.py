@@ -21,7 +21,7 @@ from kvcache_jax import manager, testing
 from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
-from kvcache_jax.attention.chunk_attention import ChunkAttention, chunk_attention
+from kvcache_jax.attention.chunk_attention import chunk_attention
 from kvcache_jax.attention.chunk_deviation import chunk_deviation
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.token_scores import token_scores
@@ -29,9 +29,7 @@ from kvcache_jax.attention.write import write
 from kvcache_jax.core import mosaic as _mosaic
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
-from kvcache_jax.core.cache_craft import context_impact, fix_overhead, num_of_share, prefix_overlap
 from kvcache_jax.core.chunk_selector import ChunkMetadata, chunk_selector, chunk_selectors
-from kvcache_jax.core.chunk_stats import ChunkStats
 from kvcache_jax.core.chunks import Chunks, StoredChunks
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.counter import Counter
@@ -74,9 +72,7 @@ from kvcache_jax.inspect.explain import explain
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
-from kvcache_jax.operations.chunk_digests import chunk_digests, chunks_before
 from kvcache_jax.operations.chunk_metadata import chunk_metadata
-from kvcache_jax.operations.chunk_overhead import chunk_overhead
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.compress import compress
@@ -141,10 +137,8 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheManager",
-    "ChunkAttention",
     "ChunkMetadata",
     "ChunkReuse",
-    "ChunkStats",
     "Chunks",
     "Control",
     "Counter",
@@ -191,16 +185,12 @@ __all__ = [
     "check_invariants",
     "chunk_attention",
     "chunk_deviation",
-    "chunk_digests",
     "chunk_metadata",
-    "chunk_overhead",
     "chunk_selector",
     "chunk_selectors",
-    "chunks_before",
     "commit",
     "compose",
     "compress",
-    "context_impact",
     "describe",
     "donate",
     "draw_block_map",
@@ -214,7 +204,6 @@ __all__ = [
     "export_blocks",
     "extend",
     "find_chunks",
-    "fix_overhead",
     "fork",
     "free",
     "free_chunks",
@@ -233,9 +222,7 @@ __all__ = [
     "needs_preemption",
     "num_available_blocks",
     "num_blocks_needed",
-    "num_of_share",
     "preempt_to_utilization",
-    "prefix_overlap",
     "pyramid_budgets",
     "raise_for_status",
     "register_backend",

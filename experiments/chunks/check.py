@@ -18,6 +18,7 @@ from experiments.chunks import rows
 from experiments.common.command import InputError
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
 from experiments.common.timing import show_table
+from kvcache_jax.core.select_tokens import num_of_share
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 
@@ -138,7 +139,7 @@ class Gate:
     def _chosen(self, found: kv.ChunkMetadata, prompt: Prompt) -> np.ndarray:
         """The places that are computed again, of each passage its share."""
         num = np.zeros((1, self.num_chunks), np.int32)
-        num[0, : len(prompt.chunks)] = kv.num_of_share(self.reuse.share, prompt.lengths)
+        num[0, : len(prompt.chunks)] = num_of_share(self.reuse.share, prompt.lengths)
         places = kv.select_tokens(self.reuse.selector, found, num, max_select=self.prompt_len)
         return np.asarray(places)[0]
 

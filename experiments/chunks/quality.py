@@ -14,7 +14,7 @@ from models.decoder import Decoder
 SHARES = 0.1, 0.2, 0.5, 0.75
 NONE, UNTURNED, ALL, RANDOM = "none", "none, keys not rotated", "all", "random"
 SELECTORS = "attention", "key deviation", "value deviation", "first", RANDOM
-STORED, SEEN = "attention, as stored", "attention, of this prompt"
+EARLIER, SEEN = "attention, of an earlier prompt", "attention, of this prompt"
 
 
 class Study:
@@ -78,7 +78,7 @@ class Study:
             v_deviation=v_deviation,
             key=jax.random.key(0),
         )
-        names = {STORED if name == "attention" else name: (name, found) for name in SELECTORS}
+        names = {EARLIER if name == "attention" else name: (name, found) for name in SELECTORS}
         seen = found._replace(attention=self._attention(self.full, self.prompts.chunks))
         return names | {SEEN: ("attention", seen)}
 

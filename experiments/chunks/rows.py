@@ -152,7 +152,7 @@ def inter_attention(decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = kv.attention_scores(cache, layer, q, step)
-        found.append(kv.chunk_attention(scores, places, starts, lengths).outside)
+        found.append(kv.chunk_attention(scores, places, starts, lengths))
         return _attended(cache, layer, q, step)
 
     dense_decoder.run(dense_decoder.unstacked(decoder), tokens, step.positions, attend)

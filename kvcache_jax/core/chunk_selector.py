@@ -30,8 +30,8 @@ class ChunkMetadata(NamedTuple):
       nth_chunk: i32[n, S], the row's chunk, in the order that the caller gave.
       place_in_chunk: i32[n, S], 0 for a chunk's first token.
       chunk_len: i32[n, S], tokens of the chunk.
-      attention: f32[n, S], attention that the token gave to what stood in front of its chunk when it was
-        computed, mean over heads and layers; see `chunk_attention`.
+      attention: f32[n, S], attention that the token gives to what stands in front of its chunk, mean over
+        heads; see `chunk_attention`.
       k_deviation: f32[n, S], squared difference of the key that is right here and the composed one, summed
         over heads and features of a layer; see `chunk_deviation`.
       v_deviation: f32[n, S], of values likewise.
@@ -125,7 +125,7 @@ def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
 
 @chunk_selector("attention", needs=["attention"])
 def _attention(chunks: ChunkMetadata) -> jax.Array:
-    """Scores by the attention that the token gave to what stood in front of its chunk (Cache-Craft)."""
+    """Scores by the attention that the token gives to what stands in front of its chunk (Cache-Craft)."""
     assert chunks.attention is not None
     return chunks.attention
 

@@ -9,8 +9,7 @@ Invariants, which `check_invariants` looks for:
   starts from these, never from keys that were rotated before.
 * Each entry counts as an owner in `ref_count`, so that whoever writes into a shared block copies it first.
   Nobody writes into the blocks of chunks.
-* No two chunks have the same name and the same chunks before them. Of a name there are at most
-  `max_chunk_variants`, each with what it was computed behind; without them one.
+* No two chunks have the same name.
 * With prefix caching no block of a chunk is published: a published block stands behind its parent, which a
   chunk does not hold. Chunks then hold copies alone.
 """
@@ -20,11 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.core.chunk_stats import ChunkStats, overheads, unknown_stats
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
@@ -43,7 +40,6 @@ class Chunks:
         then nowhere.
       num_uses: u32[num_chunks], how often `compose` put the chunk into a row.
       last_used: u32[num_chunks], clock of the last of these, or of `store_chunk`.
-      stats: ChunkStats of `num_chunks`; None without `max_chunks_before`.
     """
 
     tokens: jax.Array
@@ -53,49 +49,25 @@ class Chunks:
     block_ids: tuple[jax.Array, ...]
     num_uses: jax.Array
     last_used: jax.Array
-    stats: ChunkStats | None
 
     @property
     def num_chunks(self) -> int:
         """Places for chunks; also the id that means nowhere."""
         return self.length.shape[-1]
 
-    def variants(
-        self, tokens: jax.Array, length: jax.Array, namespace: jax.Array, max_variants: int
-    ) -> jax.Array:
-        """Finds chunks by name, i32[n, max_variants] ascending, then nowhere.
+    def find(self, tokens: jax.Array, length: jax.Array, namespace: jax.Array) -> jax.Array:
+        """Finds chunks by name, i32[n], or nowhere.
 
         Args:
           tokens: i32[n, max_chunk_len], 0 behind the last one.
           length: i32[n].
           namespace: u32[n, 4].
-          max_variants: Chunks that have the same name at most.
         """
         is_equal = (self.tokens[None] == tokens[:, None]).all(axis=-1)
         is_equal &= (self.namespace[None] == namespace[:, None]).all(axis=-1)
         is_equal &= (self.length[None] == length[:, None]) & (self.length > 0)[None]
         ids = jnp.arange(self.num_chunks, dtype=jnp.int32)
-        ids = jnp.where(is_equal, ids[None], self.num_chunks)
-        if max_variants == 1:
-            return jnp.min(ids, axis=1, keepdims=True)
-        return jnp.sort(ids, axis=1)[:, :max_variants]
-
-    def stats_of(self, chunk_ids: jax.Array) -> ChunkStats:
-        """Reads the statistics of `chunk_ids` i32[...]; nothing is known of nowhere."""
-        assert self.stats is not None
-        return jax.tree.map(lambda values: get_at(values, chunk_ids, 0), self.stats)
-
-    def best_of(self, variants: jax.Array, before: jax.Array | None) -> jax.Array:
-        """Chooses of `variants` i32[n, V] the one that fits best behind others u32[n, J, 2], i32[n].
-
-        That is the one of the least CFO, of equal ones the one with most of its chunks in front again, then
-        the first. Without `before` it is the first.
-        """
-        if before is None or variants.shape[1] == 1:
-            return variants[:, 0]
-        share, num_common = overheads(self.stats_of(variants), before[:, None])
-        share = jnp.where(variants < self.num_chunks, share, jnp.inf)
-        return lax.sort((share, -num_common, variants), dimension=1, num_keys=3)[2][:, 0]
+        return jnp.min(jnp.where(is_equal, ids[None], self.num_chunks), axis=1)
 
     def used(self, chunk_ids: jax.Array, clock: jax.Array) -> "Chunks":
         """Counts a use of each of `chunk_ids` i32[...] at `clock` u32[]; nowhere is skipped."""
@@ -134,7 +106,7 @@ def num_chunk_columns(group: LayerGroup, max_chunk_len: int) -> int:
 def empty_chunks(config: CacheConfig, numpy: Any = jnp) -> Chunks:
     """Builds a store without chunks; `numpy` makes its arrays."""
     assert config.num_chunks is not None and config.max_chunk_len is not None
-    num_chunks, max_chunk_len, num_before = config.num_chunks, config.max_chunk_len, config.max_chunks_before
+    num_chunks, max_chunk_len = config.num_chunks, config.max_chunk_len
 
     def block_ids(group: LayerGroup) -> Any:
         shape = num_chunks, num_chunk_columns(group, max_chunk_len)
@@ -148,7 +120,6 @@ def empty_chunks(config: CacheConfig, numpy: Any = jnp) -> Chunks:
         block_ids=tuple(block_ids(group) for group in config.groups),
         num_uses=numpy.zeros(num_chunks, jnp.uint32),
         last_used=numpy.zeros(num_chunks, jnp.uint32),
-        stats=unknown_stats(num_chunks, max_chunk_len, num_before, numpy) if num_before else None,
     )
 
 

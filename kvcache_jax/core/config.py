@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
-from kvcache_jax.core.chunk_options import check_chunk_variants
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import (
@@ -56,9 +55,6 @@ class CacheConfig:
       num_chunks: Chunks that `store_chunk` keeps at the same time. Default: none; then no program knows of
         chunks. All layers must store keys that can be rotated to another position.
       max_chunk_len: Most tokens of a chunk, given together with `num_chunks`.
-      max_chunks_before: Most chunks in front of one that its statistics tell of. Default: none are kept.
-      max_chunk_variants: With `max_chunks_before`, how often the same tokens may be kept, behind other chunks
-        each; `find_chunks(before=)` chooses.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
@@ -100,8 +96,6 @@ class CacheConfig:
     max_sink_len: int | None = None
     num_chunks: int | None = None
     max_chunk_len: int | None = None
-    max_chunks_before: int | None = None
-    max_chunk_variants: int = 1
     eviction_policy: str = LRU
     eviction_batch: int = 1
     implementation: str | None = None
@@ -142,14 +136,13 @@ class CacheConfig:
                 raise TypeError(
                     f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
                 )
-        check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch", "max_chunk_variants")
+        check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
         for name in ("enable_prefix_caching", "partial_hits", "enable_drop"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(
             self,
             *("num_blocks", "max_query_len", "memory_budget", "max_sink_len", "num_chunks", "max_chunk_len"),
         )
-        check_positive_or_none(self, "max_chunks_before")
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(
@@ -258,7 +251,6 @@ class CacheConfig:
             )
 
     def _check_chunks(self) -> None:
-        check_chunk_variants(self.num_chunks, self.max_chunks_before, self.max_chunk_variants)
         if (self.num_chunks is None) != (self.max_chunk_len is None):
             raise ValueError(
                 f"got num_chunks = {self.num_chunks} and max_chunk_len = {self.max_chunk_len}, expected both "

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
@@ -53,6 +54,14 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
         )
     max_select = static_count("max_select", max_select, most=num_places, most_name="places of a row")
     return _select(chunks, num_select, selector=selector, max_select=max_select)
+
+
+def num_of_share(share: ArrayLike, num_tokens: ArrayLike) -> jax.Array:
+    """Counts the tokens that a share f32[...] of `num_tokens` i32[...] is, rounded up, i32[...]."""
+    num_tokens = jnp.asarray(num_tokens, jnp.float32)
+    # A share such as 0.2 is rounded, which adds no token.
+    exact = jnp.ceil(jnp.asarray(share, jnp.float32) * num_tokens * (1 - 2**-21))
+    return jnp.clip(exact, 0, num_tokens).astype(jnp.int32)
 
 
 def _checked(chunks: ChunkMetadata) -> ChunkMetadata:

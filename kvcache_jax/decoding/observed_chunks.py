@@ -83,7 +83,7 @@ def _observe_piece(
     if not with_attention:
         return cache, jnp.zeros((1, cache.config.max_seq_len), jnp.float32), step.status
     scores = attention_scores(cache, layer, queries, step)
-    return cache, chunk_attention(scores, indices, starts, lengths).outside, step.status
+    return cache, chunk_attention(scores, indices, starts, lengths), step.status
 
 
 def _checked(result: Any) -> tuple[jax.Array, Cache]:

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import set_at
-from kvcache_jax.core.cache_craft import num_of_share
 from kvcache_jax.core.chunk_selector import ChunkMetadata
 from kvcache_jax.core.chunks import Chunks
-from kvcache_jax.core.select_tokens import select_tokens
+from kvcache_jax.core.select_tokens import num_of_share, select_tokens
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.chunk_reuse import ChunkReuse, Span

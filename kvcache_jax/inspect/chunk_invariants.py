@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from kvcache_jax.core.chunks import Chunks
 from kvcache_jax.core.state import Cache
 
 
@@ -33,7 +32,7 @@ def check_chunks(cache: Cache) -> list[str]:
         return []
     violations = []
     tokens, namespaces = np.asarray(chunks.tokens), np.asarray(chunks.namespace)
-    names: dict[tuple, list[int]] = {}
+    names: dict[tuple, int] = {}
     for chunk, length in enumerate(np.asarray(chunks.length).tolist()):
         start = int(chunks.start[chunk])
         if not 0 <= length <= tokens.shape[1] or not 0 <= start <= cache.config.max_seq_len - length:
@@ -42,8 +41,11 @@ def check_chunks(cache: Cache) -> list[str]:
         if tokens[chunk, length:].any() or not length and (start or namespaces[chunk].any()):
             violations.append(f"chunk {chunk} of {length} tokens has more in its name")
         name = namespaces[chunk].tobytes(), tokens[chunk, :length].tobytes()
-        if length:
-            names.setdefault(name, []).append(chunk)
+        if length and names.setdefault(name, chunk) != chunk:
+            violations.append(f"chunks {names[name]} and {chunk} have the same name")
+        for known in ("num_uses", "last_used"):
+            if not length and int(getattr(chunks, known)[chunk]):
+                violations.append(f"place {chunk} holds no chunk and has {known}")
         for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
             is_held = np.asarray(chunks.block_ids[g][chunk]) < pool.num_blocks
             first, end = start // group.block_size, -(-(start + length) // group.block_size)
@@ -57,7 +59,6 @@ def check_chunks(cache: Cache) -> list[str]:
                     f"group {g}: chunk {chunk} holds blocks {np.flatnonzero(is_held).tolist()}, expected "
                     f"{np.flatnonzero(must_hold).tolist()}"
                 )
-    violations += _check_variants(chunks, list(names.values()), cache.config.max_chunk_variants)
     for g, pool in enumerate(cache.control.block_pools):
         held = blocks_of_chunks(cache, g)
         is_published = np.zeros(pool.num_blocks, bool)
@@ -68,34 +69,4 @@ def check_chunks(cache: Cache) -> list[str]:
     for row, length in enumerate(np.asarray(cache.context_len).tolist()):
         if not 0 <= plain_len_of(cache, row) <= length:
             violations.append(f"row {row} of {length} tokens is composed from {plain_len_of(cache, row)} on")
-    return violations
-
-
-def _check_variants(chunks: Chunks, namesakes: list[list[int]], max_variants: int) -> list[str]:
-    """Finds what is wrong with the variants of names, with uses, and with what is known of chunks."""
-    violations = []
-    before = None if chunks.stats is None else np.asarray(chunks.stats.before)
-    for variants in namesakes:
-        if len(variants) > max_variants:
-            violations.append(f"chunks {variants} have the same name, expected at most {max_variants} of one")
-        seen: dict[bytes, int] = {}
-        for chunk in variants:
-            behind = b"" if before is None else before[chunk].tobytes()
-            if max_variants > 1 and behind in seen:
-                violations.append(
-                    f"chunks {seen[behind]} and {chunk} have the same name behind the same chunks"
-                )
-            seen[behind] = chunk
-    known = {"num_uses": chunks.num_uses, "last_used": chunks.last_used}
-    known |= {} if chunks.stats is None else vars(chunks.stats)
-    for name, values in known.items():
-        is_known = np.asarray(values).reshape(chunks.num_chunks, -1).any(axis=1)
-        for chunk in np.flatnonzero(is_known & (np.asarray(chunks.length) == 0)):
-            violations.append(f"place {chunk} holds no chunk and has {name}")
-    if before is not None:
-        is_chunk = before.any(axis=-1)
-        for chunk in np.flatnonzero((is_chunk[:, 1:] & ~is_chunk[:, :-1]).any(axis=1)):
-            violations.append(
-                f"chunk {chunk} stood behind chunks {is_chunk[chunk].tolist()}, expected the first"
-            )
     return violations

@@ -11,7 +11,6 @@ from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.chunk_selector import ChunkMetadata
-from kvcache_jax.core.chunk_stats import ChunkStats
 from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.state import Cache
 
@@ -29,9 +28,7 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
       starts: i32[n, K], as in `compose`.
 
     Returns:
-      `ChunkMetadata`, each of `[n, max_seq_len]`, with attention where the store keeps statistics: that of
-      each token when the chunk was computed, 0 where nothing is known. Deviations and a key are added with
-      `_replace`.
+      `ChunkMetadata`, each of `[n, max_seq_len]`. Attention, deviations and a key are added with `_replace`.
 
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
@@ -73,16 +70,4 @@ def _described(chunks: Chunks, chunk_ids: jax.Array, starts: jax.Array, max_seq_
         nth_chunk=of_chunk(lax.broadcasted_iota(jnp.int32, shape, 2)),
         place_in_chunk=of_chunk(behind),
         chunk_len=of_chunk(lengths[:, None]),
-        attention=None
-        if chunks.stats is None
-        else _attention(chunks.stats, chunk_ids, covers, of_chunk(behind)),
     )
-
-
-def _attention(
-    stats: ChunkStats, chunk_ids: jax.Array, covers: jax.Array, place_in_chunk: jax.Array
-) -> jax.Array:
-    """Reads the attention of each token of a chunk, f32[n, max_seq_len]."""
-    nowhere = stats.a.shape[0]
-    chunk_id = jnp.min(jnp.where(covers, chunk_ids[:, None], nowhere), axis=-1)
-    return get_at(stats.attention, (chunk_id, place_in_chunk), 0)

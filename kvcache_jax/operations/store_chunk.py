@@ -15,14 +15,11 @@ from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunk_arguments import checked_stats
-from kvcache_jax.core.chunk_stats import ChunkStats
 from kvcache_jax.core.chunks import Chunks, StoredChunks, require_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.chunk_names import ChunkNames, resolve
 from kvcache_jax.operations.rows import fitting_rows, plain_len
 from kvcache_jax.prefix import eviction
 
@@ -30,13 +27,7 @@ from kvcache_jax.prefix import eviction
 @takes_one
 @jax.named_scope("kvcache.store_chunk")
 def store_chunk(
-    cache: Cache,
-    seq_ids: IntRows,
-    start: IntRows,
-    length: IntRows,
-    tokens: ArrayLike,
-    *,
-    stats: ChunkStats | None = None,
+    cache: Cache, seq_ids: IntRows, start: IntRows, length: IntRows, tokens: ArrayLike
 ) -> tuple[Cache, StoredChunks]:
     """Keeps spans of rows as chunks, in the rows' namespaces, under the names of their tokens.
 
@@ -45,9 +36,7 @@ def store_chunk(
     window layer the chunk has what the row still holds. Rows do not change, and may be freed; whoever writes
     into a shared block copies it first. A chunk that is stored already stays as it is. Scarce blocks and
     places for chunks go in entry order; of equal chunks of a call the first is stored, and the others share
-    its fate. With `max_chunk_variants` the same tokens are kept again where `stats` say that other chunks
-    stood in front; a name that has all its variants gets no more, and the one that fits best is the result.
-    Call it inside a donated jit: called eagerly it copies the pools.
+    its fate. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
@@ -55,9 +44,6 @@ def store_chunk(
       start: i32[n], first place of each span.
       length: i32[n], its tokens.
       tokens: i32[n, P], the tokens of the spans, at most `max_chunk_len`; padded at the end.
-      stats: Of n chunks as they are computed here, see `ChunkAttention.stats`; for `chunk_overhead`,
-        `find_chunks(before=)` and `chunk_metadata`. Default: nothing is known of them. Better none for a
-        chunk that was computed alone: by Cache-Craft's formulas nothing of it is to be computed again.
 
     Returns:
       The cache and `StoredChunks` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
@@ -66,8 +52,7 @@ def store_chunk(
       OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError, TypeError: a cache without a store of chunks, `stats` where it keeps none, or shapes or
-        dtypes that do not fit.
+      ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
 
     Example:
       >>> import kvcache_jax as kv
@@ -87,9 +72,8 @@ def store_chunk(
     start = arguments.int_column("start", start, seq_ids.shape[0])
     length = arguments.int_column("length", length, seq_ids.shape[0])
     tokens = token_arguments.token_ids(tokens, seq_ids.shape[0], None)
-    stats = checked_stats(stats, seq_ids.shape[0], chunks.stats)
     name = padded_name(tokens, chunks)
-    return _store(cache, seq_ids, start, length, name, stats, max_len=tokens.shape[1])
+    return _store(cache, seq_ids, start, length, name, max_len=tokens.shape[1])
 
 
 def padded_name(tokens: arguments.Array, chunks: Chunks) -> jax.Array:
@@ -108,13 +92,15 @@ class _Plan(NamedTuple):
     Attributes:
       stored: StoredChunks, the result.
       new_ids: i32[n], chunks to store, else nowhere.
-      names: ChunkNames of n.
+      tokens: i32[n, max_chunk_len], the names.
+      namespace: u32[n, 4].
       columns: _Columns of each group.
     """
 
     stored: StoredChunks
     new_ids: jax.Array
-    names: ChunkNames
+    tokens: jax.Array
+    namespace: jax.Array
     columns: list["_Columns"]
 
 
@@ -143,13 +129,12 @@ def _store(
     start: jax.Array,
     length: jax.Array,
     tokens: jax.Array,
-    stats: ChunkStats | None,
     max_len: int,
 ) -> tuple[Cache, StoredChunks]:
     config = cache.config
-    control, columns = as_varied((cache.control, (seq_ids, start, length, tokens, stats)))
-    seq_ids, start, length, tokens, stats = columns
-    plan = _plan(control, seq_ids, start, length, tokens, stats, max_len, config)
+    control, columns = as_varied((cache.control, (seq_ids, start, length, tokens)))
+    seq_ids, start, length, tokens = columns
+    plan = _plan(control, seq_ids, start, length, tokens, max_len, config)
     chunks = control.chunks
     assert chunks is not None
     is_new = plan.new_ids < chunks.num_chunks
@@ -168,16 +153,15 @@ def _store(
             moves = _moves(pool, group, columns, start, length, copies)
             cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves))
     chunks = Chunks(
-        tokens=set_at(chunks.tokens, plan.new_ids, plan.names.tokens),
+        tokens=set_at(chunks.tokens, plan.new_ids, plan.tokens),
         length=set_at(chunks.length, plan.new_ids, length),
         start=set_at(chunks.start, plan.new_ids, start),
-        namespace=set_at(chunks.namespace, plan.new_ids, plan.names.namespace),
+        namespace=set_at(chunks.namespace, plan.new_ids, plan.namespace),
         block_ids=tuple(
             set_at(old, plan.new_ids, new) for old, new in zip(chunks.block_ids, block_ids, strict=True)
         ),
         num_uses=chunks.num_uses,
         last_used=set_at(chunks.last_used, plan.new_ids, control.clock),
-        stats=jax.tree.map(lambda old, new: set_at(old, plan.new_ids, new), chunks.stats, plan.names.stats),
     )
     control = dataclasses.replace(control, chunks=chunks, block_pools=tuple(pools))
     return dataclasses.replace(cache, control=control), plan.stored
@@ -189,7 +173,6 @@ def _plan(
     start: jax.Array,
     length: jax.Array,
     tokens: jax.Array,
-    stats: ChunkStats | None,
     max_len: int,
     config: CacheConfig,
 ) -> _Plan:
@@ -204,8 +187,16 @@ def _plan(
     status = _checked(control, seq_ids, start, length, is_lost, max_len)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     tokens = jnp.where(places[None] < length[:, None], tokens, 0)
-    names = ChunkNames(tokens, length, get_at(control.namespace, seq_ids), stats)
-    found, is_new, wants, leader = resolve(chunks, names, status == Status.OK, config.max_chunk_variants)
+    namespace = get_at(control.namespace, seq_ids)
+    found = chunks.find(tokens, length, namespace)
+    is_new = (status == Status.OK) & (found == chunks.num_chunks)
+
+    is_same = is_new[None] & (length[:, None] == length[None])
+    is_same &= (tokens[:, None] == tokens[None]).all(axis=-1)
+    is_same &= (namespace[:, None] == namespace[None]).all(axis=-1)
+    order = jnp.arange(length.shape[0], dtype=jnp.int32)
+    leader = jnp.min(jnp.where(is_same, order[None], order.size), axis=1)
+    wants = is_new & (leader == order)
 
     needs = [jnp.sum(of_group.is_copied, axis=1, dtype=jnp.int32) for of_group in columns]
     needs = jnp.where(wants, jnp.stack([*needs, jnp.ones_like(length)]), 0)
@@ -223,7 +214,7 @@ def _plan(
     status = jnp.where(is_new, get_at(outcome, leader), status)
     chunk_ids = jnp.where(is_new, get_at(new_ids, leader), found)
     chunk_ids = jnp.where(status == Status.OK, chunk_ids, chunks.num_chunks)
-    return _Plan(StoredChunks(status=status, chunk_ids=chunk_ids), new_ids, names, columns)
+    return _Plan(StoredChunks(status=status, chunk_ids=chunk_ids), new_ids, tokens, namespace, columns)
 
 
 def _checked(

@@ -76,13 +76,8 @@ ON_HOST = {
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
 CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, num_chunks=2, max_chunk_len=4)
-WITH_STATS = dataclasses.replace(CHUNKS, max_chunks_before=2)
 OF_OTHERS = {
     "chunk_metadata": (CHUNKS, lambda cache: kv.chunk_metadata(cache, [[0]] * 3, [[0]] * 3)),
-    "chunk_overhead": (
-        WITH_STATS,
-        lambda cache: kv.chunk_overhead(cache, ROWS, np.zeros((len(ROWS), 2, 2), np.uint32)),
-    ),
     "compose": (
         CHUNKS,
         lambda cache: kv.compose(cache, ROWS, [[0]] * 3, [[0]] * 3, rotate=None),

@@ -1,8 +1,5 @@
 """What a rotation of keys and a store of chunks accept, and the rotation itself."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,20 +57,13 @@ def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
         kv.CacheConfig([plain], num_chunks=3)
     with pytest.raises(ValueError, match="max_chunk_len is 8, expected at most max_seq_len = 7"):
         kv.CacheConfig([plain], max_seq_len=7, **sizes)
-    with pytest.raises(ValueError, match="max_chunks_before is 2 and there is no store of chunks"):
-        kv.CacheConfig([plain], max_chunks_before=2)
-    with pytest.raises(
-        ValueError, match="max_chunk_variants is 2 and no statistics are kept, expected max_chunks"
-    ):
-        kv.CacheConfig([plain], max_chunk_variants=2, **sizes)
     without = kv.init(kv.CacheConfig([plain], num_blocks=2, max_seqs=1, max_seq_len=9))
-    ids, before = np.zeros((1, 1), int), np.zeros((1, 1, 2), np.uint32)
+    ids = np.zeros((1, 1), int)
     for call in (
         lambda: kv.store_chunk(without, [0], [0], [1], ids),
         lambda: kv.find_chunks(without, ids, [1]),
         lambda: kv.free_chunks(without, [0]),
         lambda: kv.compose(without, [0], ids, ids, rotate=None),
-        lambda: kv.chunk_overhead(without, [0], before),
         lambda: kv.evict_chunks(without, 1),
     ):
         with pytest.raises(ValueError, match="without a store of chunks, expected one built with"):
@@ -87,40 +77,3 @@ def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
         kv.compose(cache, [0], ids, np.zeros((1, 2), int), rotate=None)
     with pytest.raises(ValueError, match="rotate returned shape"):
         kv.compose(cache, [0], ids, ids, rotate=lambda keys, distance: keys[..., 1:])
-
-
-def test_statistics_are_refused_where_they_do_not_fit():
-    sizes: dict[str, Any] = dict(num_blocks=2, max_seqs=1, max_seq_len=9, num_chunks=3, max_chunk_len=8)
-    plain = kv.init(kv.CacheConfig([kv.FullAttention(2, 8)], **sizes), storage=False)
-    cache = kv.init(kv.CacheConfig([kv.FullAttention(2, 8)], **sizes, max_chunks_before=2), storage=False)
-    tokens, before = np.zeros((1, 4), int), np.zeros((1, 2, 2), np.uint32)
-    zeros = jnp.zeros((1, 2))
-    stats = kv.ChunkStats(
-        a=zeros[0, :1], b=zeros[0, :1], attention=zeros, before=jnp.asarray(before), inter=zeros
-    )
-
-    def store(cache, **changed):
-        return kv.store_chunk(cache, [0], [0], [1], tokens, stats=dataclasses.replace(stats, **changed))
-
-    with pytest.raises(ValueError, match="stats are given and the store keeps none, expected CacheConfig"):
-        store(plain)
-    with pytest.raises(TypeError, match="stats is a dict, expected ChunkStats, see ChunkAttention.stats"):
-        kv.store_chunk(cache, [0], [0], [1], tokens, stats={})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"stats.inter has shape \(1, 3\), expected \(1, 2\), or narrower"):
-        store(cache, inter=jnp.zeros((1, 3)))
-    with pytest.raises(ValueError, match=r"stats.a has shape \(2,\), expected \(1,\)"):
-        store(cache, a=jnp.zeros(2))
-    with pytest.raises(ValueError, match=r"stats.attention has shape \(2,\), expected \(1, 8\)"):
-        store(cache, attention=jnp.zeros(2))
-    for call in (
-        lambda before: kv.find_chunks(cache, tokens, [1], before=before),
-        lambda before: kv.chunk_overhead(cache, [0], before),
-    ):
-        with pytest.raises(ValueError, match=r"before is int64\[1, 2, 2\], expected uint32\[1, J, 2\]"):
-            call(before.astype(int))
-        with pytest.raises(ValueError, match=r"before is uint32\[2, 2, 2\], expected uint32\[1, J, 2\]"):
-            call(np.concatenate([before, before]))
-    with pytest.raises(ValueError, match="before is given and the store keeps no statistics"):
-        kv.find_chunks(plain, tokens, [1], before=before)
-    with pytest.raises(ValueError, match=r"digests is uint32\[2, 2\], expected uint32\[n, K, 2\]"):
-        kv.chunks_before(before[0])

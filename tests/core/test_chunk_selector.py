@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.core.select_tokens import num_of_share
 
 PLACES, MOST = 23, 11
 SPANS = [[(2, 5), (7, 4), (13, 6)], [(0, 3), (5, 9), (14, 1)]]  # first place and length
@@ -87,6 +88,14 @@ def test_each_selector_looks_at_what_it_is_named_after():
     other = kv.select_tokens("random", chunks._replace(key=jax.random.key(4)), [4, 5], max_select=MOST)
     assert random.tolist() != other.tolist()
     assert kv.chunk_selectors()[:7] == (*list(by_name)[:3], "first", "random", "all", "none")
+
+
+@pytest.mark.slow
+def test_a_share_is_rounded_up_and_no_further():
+    for length in range(1, 400):
+        shares = np.arange(21) / 20
+        assert num_of_share(shares, length).tolist() == [-(-k * length // 20) for k in range(21)]
+    assert num_of_share(1e-3, [1, 0]).tolist() == [1, 0]
 
 
 def test_what_cannot_be_selected_is_refused():

@@ -102,11 +102,8 @@ MUTATIONS = [
         ),
         ("a chunk does not own what it shares", "block_pool.share(pool, shared)", "pool", SHARED),
         ("edges of chunks are shared", "is_in & is_whole & ", "is_in & ", SHARED),
+        ("equal chunks of a call are two", "wants = is_new & (leader == order)", "wants = is_new", SCARCE),
         ("composed tokens become chunks", "most = plain_len(control, seq_ids, most)", "", IN_PLACE),
-    ),
-    *in_module(
-        "operations/chunk_names",
-        ("equal chunks of a call are two", "asks & (twin == entry[:, 0])", "asks", SCARCE),
     ),
     *in_module(
         "core/chunks",

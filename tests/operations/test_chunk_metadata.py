@@ -1,9 +1,7 @@
 """What `chunk_metadata` says of chunks at their places, against loops."""
 
-import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,13 +13,13 @@ SIZES: dict[str, Any] = dict(num_blocks=20, block_size=4, max_seqs=ROWS, max_seq
 CONFIG = kv.CacheConfig([LAYER], **SIZES, num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
 
 
-def stored(config=CONFIG, **options):
+def stored():
     """Chunks 0 to 2 of row 1, computed from places 0, 5 and 9 on."""
-    cache = kv.init(config, storage=False)
+    cache = kv.init(CONFIG, storage=False)
     cache, _ = kv.allocate(cache, [1], [14])
     cache, _ = kv.extend(cache, [0, 14, 0], max_new=14)
     tokens = np.arange(3 * MAX_CHUNK).reshape(3, MAX_CHUNK)
-    cache, stored = kv.store_chunk(cache, [1, 1, 1], [0, 5, 9], [4, 2, 5], tokens, **options)
+    cache, stored = kv.store_chunk(cache, [1, 1, 1], [0, 5, 9], [4, 2, 5], tokens)
     assert stored.chunk_ids.tolist() == [0, 1, 2]
     return cache
 
@@ -49,31 +47,6 @@ def test_tokens_of_chunks_are_described_at_their_places():
         [7, 8, 15],
         [0, 21, 21],
     ]
-
-
-@pytest.mark.slow
-def test_attention_is_that_of_each_token_when_the_chunk_was_computed():
-    attention = np.arange(3 * 5, dtype=np.float32).reshape(3, 5)
-    stats = kv.ChunkStats(
-        a=jnp.ones(3),
-        b=jnp.ones(3),
-        attention=jnp.asarray(attention),
-        before=jnp.zeros((3, 1, 2), jnp.uint32),
-        inter=jnp.zeros((3, 1)),
-    )
-    cache = stored(dataclasses.replace(CONFIG, max_chunks_before=2), stats=stats)
-    got = kv.chunk_metadata(cache, [[2, 1, 3], [NUM_CHUNKS, 0, 2]], [[3, 15, 9], [2, 7, 16]]).attention
-    assert got is not None
-    want = np.zeros((2, MAX_LEN))
-    want[0, 3:8], want[0, 15:17], want[1, 7:11], want[1, 16:21] = (
-        attention[2],
-        attention[1, :2],
-        attention[0, :4],
-        attention[2],
-    )
-    np.testing.assert_array_equal(got, want)
-    chosen = kv.select_tokens("attention", kv.chunk_metadata(cache, [[1, 2]], [[3, 8]]), [3], max_select=3)
-    assert chosen.tolist() == [[10, 11, 12]]
 
 
 def test_what_is_no_chunk_at_a_place_is_refused():
