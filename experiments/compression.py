@@ -65,7 +65,11 @@ def empty_cache(decoder: Decoder, num_rows: int) -> kv.Cache:
         for i in range(config.num_layers)
     ]
     cache_config = kv.CacheConfig(
-        layers, max_seqs=num_rows, block_size=BLOCK_SIZE, max_seq_len=PROMPT + REST, enable_drop=True
+        layers,
+        max_seqs=num_rows,
+        block_size=BLOCK_SIZE,
+        max_seq_len=PROMPT + REST,
+        extras=[kv.compression.Dropping()],
     )
     cache, admission = kv.allocate(kv.init(cache_config), np.arange(num_rows), [0] * num_rows)
     kv.raise_for_status(admission.status, "allocate")

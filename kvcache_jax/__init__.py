@@ -17,20 +17,38 @@ Its rooms, each of which imports only those above it; a public operation's file 
 
 import logging as _logging
 
-from kvcache_jax import manager, testing
+from kvcache_jax import chunks, compression, manager, testing
 from kvcache_jax.attention.append import append
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
-from kvcache_jax.attention.chunk_attention import chunk_attention
-from kvcache_jax.attention.chunk_deviation import chunk_deviation
 from kvcache_jax.attention.gather import gather
-from kvcache_jax.attention.token_scores import token_scores
 from kvcache_jax.attention.write import write
+from kvcache_jax.chunks.chunk_attention import chunk_attention
+from kvcache_jax.chunks.chunk_deviation import chunk_deviation
+from kvcache_jax.chunks.chunk_metadata import chunk_metadata
+from kvcache_jax.chunks.compose import compose
+from kvcache_jax.chunks.evict_chunks import evict_chunks
+from kvcache_jax.chunks.find_chunks import find_chunks
+from kvcache_jax.chunks.free_chunks import free_chunks
+from kvcache_jax.chunks.reuse import ChunkReuse
+from kvcache_jax.chunks.select_tokens import select_tokens
+from kvcache_jax.chunks.selector import ChunkMetadata, chunk_selector, chunk_selectors
+from kvcache_jax.chunks.store import Chunks, StoredChunks
+from kvcache_jax.chunks.store_chunk import store_chunk
+from kvcache_jax.compression.compress import compress
+from kvcache_jax.compression.drop import drop
+from kvcache_jax.compression.streaming import Streaming
+from kvcache_jax.compression.token_scorer import (
+    TokenMetadata,
+    future_queries,
+    pyramid_budgets,
+    token_scorer,
+    token_scorers,
+)
+from kvcache_jax.compression.token_scores import token_scores
 from kvcache_jax.core import mosaic as _mosaic
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
-from kvcache_jax.core.chunk_selector import ChunkMetadata, chunk_selector, chunk_selectors
-from kvcache_jax.core.chunks import Chunks, StoredChunks
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.describe import describe
@@ -46,19 +64,9 @@ from kvcache_jax.core.layer_kinds.quantised import Quantised
 from kvcache_jax.core.layer_kinds.shared_with import SharedWith
 from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
 from kvcache_jax.core.layer_kinds.span import Span
-from kvcache_jax.core.select_tokens import select_tokens
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
-from kvcache_jax.core.streaming import Streaming
-from kvcache_jax.core.token_scorer import (
-    TokenMetadata,
-    future_queries,
-    pyramid_budgets,
-    token_scorer,
-    token_scorers,
-)
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
-from kvcache_jax.decoding.chunk_reuse import ChunkReuse
 from kvcache_jax.decoding.generate import Draft, GenerateResult, Generation, Snapshot, generate
 from kvcache_jax.decoding.score import ScoreResult, score
 from kvcache_jax.engine.engine import Engine
@@ -72,21 +80,14 @@ from kvcache_jax.inspect.explain import explain
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
-from kvcache_jax.operations.chunk_metadata import chunk_metadata
 from kvcache_jax.operations.commit import commit
-from kvcache_jax.operations.compose import compose
-from kvcache_jax.operations.compress import compress
 from kvcache_jax.operations.donate import donate
-from kvcache_jax.operations.drop import drop
 from kvcache_jax.operations.evict import evict
-from kvcache_jax.operations.evict_chunks import evict_chunks
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
 from kvcache_jax.operations.extend import extend
-from kvcache_jax.operations.find_chunks import find_chunks
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
-from kvcache_jax.operations.free_chunks import free_chunks
 from kvcache_jax.operations.import_blocks import import_blocks
 from kvcache_jax.operations.init import init, reset
 from kvcache_jax.operations.lookup import lookup
@@ -111,7 +112,6 @@ from kvcache_jax.operations.stats import (
     stats,
     utilization,
 )
-from kvcache_jax.operations.store_chunk import store_chunk
 from kvcache_jax.operations.touch import touch
 from kvcache_jax.operations.truncate import truncate
 from kvcache_jax.operations.write_source import write_source

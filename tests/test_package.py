@@ -30,6 +30,8 @@ ROOMS = (
     "attention",
     "inspect",
     "decoding",
+    "compression",
+    "chunks",
     "engine",
     "manager",
     "testing",

@@ -38,8 +38,7 @@ def empty_cache(
         max_seq_len=max_seq_len,
         num_blocks=max_seqs * blocks_of_row + num_chunks * blocks_of_chunk,
         block_size=BLOCK_SIZE,
-        num_chunks=num_chunks,
-        max_chunk_len=max_chunk_len,
+        extras=[kv.chunks.Store(num_chunks, max_chunk_len)],
     )
     return kv.init(config)
 

@@ -55,17 +55,20 @@ def make_requests(
 def measure(requests: list[Request]) -> list[dict[str, Any]]:
     """Counts the tokens that each side computes of all prompts, by a model that computes nothing."""
     passages = {tuple(r.prompt[start:end]) for r in requests for start, end in r.spans}
-    store = dict(num_chunks=len(passages), max_chunk_len=max(map(len, passages)))
+    store = kv.chunks.Store(len(passages), max_chunk_len=max(map(len, passages)))
     max_seq_len = max(len(request.prompt) for request in requests) + 1
     of_rows = 2 * _num_blocks(max_seq_len)
     of_prompts = of_rows + sum(_num_blocks(len(request.prompt)) for request in requests)
-    of_chunks = of_rows + store["num_chunks"] * _num_blocks(store["max_chunk_len"])
+    of_chunks = of_rows + store.num_chunks * _num_blocks(store.max_chunk_len)
     spans = [request.spans for request in requests]
     reuse = [kv.ChunkReuse(rotate=None, selector="first", share=share) for share in SHARES]
     sides = [
         ("prefix cache, memory for all", None, of_prompts, {}, {}),
         ("prefix cache, as much memory", None, of_chunks, {}, {}),
-        *(("chunk cache", x.share, of_chunks, store, dict(chunks=spans, chunk_reuse=x)) for x in reuse),
+        *(
+            ("chunk cache", x.share, of_chunks, dict(extras=[store]), dict(chunks=spans, chunk_reuse=x))
+            for x in reuse
+        ),
     ]
     prompts = [request.prompt for request in requests]
     records = [{"side": "no cache", "share": None, "computed": sum(map(len, prompts)), "blocks": 0}]

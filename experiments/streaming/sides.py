@@ -53,14 +53,16 @@ class Side:
         """Of a cache with as many blocks as the row can use."""
         heads = decoder.config.num_kv_heads, decoder.config.head_dim
         layer = kv.SlidingWindow(*heads, window=self.window) if self.window else kv.FullAttention(*heads)
+        extras = []
+        if self.streaming is not None:
+            extras.append(kv.compression.Dropping(self.streaming.num_sink_tokens if self.rotate else None))
         return kv.CacheConfig(
             [layer] * decoder.config.num_layers,
             block_size=BLOCK_SIZE,
             max_seqs=1,
             max_seq_len=self.max_seq_len,
             max_query_len=STEP_LEN,
-            enable_drop=self.streaming is not None,
-            max_sink_len=self.streaming.num_sink_tokens if self.streaming and self.rotate else None,
+            extras=extras,
             tile_tokens=TILE_TOKENS,
         )
 

@@ -1,9 +1,9 @@
 """Rows that let tokens go from within, and the original keys of the sinks in front of them.
 
-What `drop(positions="cache")` lets go shortens the way from a query to a row's first tokens, the sinks. No key
-after them moves: the keys of the sinks are rotated by as many positions as were let go, each time from the
-original ones. These stay in blocks that the row holds beside its table, column for column. Forks share both;
-the next drop of either row takes a block of its own.
+What `drop(positions="cache")` lets go shortens the way from a query to a row's first tokens, the sinks. No
+key after them moves: the keys of the sinks are rotated by as many positions as were let go, each time from
+the original ones. These stay in blocks that the row holds beside its table, column for column. Forks share
+both; the next drop of either row takes a block of its own.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import Extra, HeldBlocks
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import BlockPool, Cache, Control
 
@@ -29,11 +30,11 @@ class OriginalSinks:
     """The blocks with original keys of sinks that were rotated.
 
     Attributes:
-      block_ids: per group i32[max_seqs, columns], nowhere for columns that the row reads as they were written;
-        None for a group of sources.
+      block_ids: per group i32[max_seqs, columns], nowhere where the row reads what was written; a group of
+        sources has no columns.
     """
 
-    block_ids: tuple[jax.Array | None, ...]
+    block_ids: tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Dropping(Extra):
             return
         if config.enable_prefix_caching:
             raise ValueError(
-                f"max_sink_len is {self.max_sink_len} and enable_prefix_caching is True, expected False: what "
-                "a row holds after dropped tokens cannot be found by its tokens"
+                f"max_sink_len is {self.max_sink_len} and enable_prefix_caching is True, expected False: "
+                "what a row holds after dropped tokens cannot be found by its tokens"
             )
         if self.max_sink_len > config.max_seq_len:
             raise ValueError(
@@ -87,13 +88,11 @@ class Dropping(Extra):
         if max_sink_len is None:
             return None
 
-        def nowhere(group_id: int) -> Any:
-            if (group := config.row_groups.get(group_id)) is None:
-                return None
-            shape = config.max_seqs, ceil_div(max_sink_len, group.block_size)
-            return numpy.full(shape, group.num_blocks, jnp.int32)
+        def nowhere(group_id: int, group: LayerGroup) -> Any:
+            num_columns = ceil_div(max_sink_len, group.block_size) if group_id in config.row_groups else 0
+            return numpy.full((config.max_seqs, num_columns), group.num_blocks, jnp.int32)
 
-        return OriginalSinks(block_ids=tuple(map(nowhere, range(len(config.groups)))))
+        return OriginalSinks(block_ids=tuple(nowhere(g, group) for g, group in enumerate(config.groups)))
 
     def inherit(self, control: Control, rows: jax.Array, parent_ids: jax.Array) -> Control:
         """Lets `rows` share the original blocks of their parents, in place of their own."""
@@ -142,9 +141,9 @@ class Dropping(Extra):
     def held_blocks(self, control: Control, group_id: int) -> HeldBlocks | None:
         """Lists the original blocks of a layer group."""
         sinks = original_sinks(control)
-        if sinks is None or (block_ids := sinks.block_ids[group_id]) is None:
+        if sinks is None:
             return None
-        return HeldBlocks("original sinks", block_ids, control.namespace, is_of_rows=True)
+        return HeldBlocks("original sinks", sinks.block_ids[group_id], control.namespace, is_of_rows=True)
 
     def violations(self, cache: Cache) -> list[str]:
         """Finds original sinks in columns where no dropped token follows, or that the row reads."""
@@ -165,6 +164,17 @@ class Dropping(Extra):
         return violations
 
 
+def require_dropping(operation: str, config: CacheConfig) -> Dropping:
+    """Refuses a cache whose rows cannot drop tokens, and returns what lets them."""
+    for extra in config.extras:
+        if isinstance(extra, Dropping):
+            return extra
+    raise ValueError(
+        f"{operation} got a cache whose rows cannot drop tokens, expected one built with "
+        "CacheConfig(extras=[kv.compression.Dropping()])"
+    )
+
+
 def original_sinks(control: Control) -> OriginalSinks | None:
     """Returns the blocks of original sinks; None without `max_sink_len`."""
     return control.extras.get(Dropping.name)
@@ -175,9 +185,8 @@ def reads_rotated(control: Control, seq_ids: jax.Array) -> jax.Array:
     is_rotated = jnp.zeros_like(seq_ids, bool)
     if (sinks := original_sinks(control)) is not None:
         for pool, block_ids in zip(control.block_pools, sinks.block_ids, strict=True):
-            if block_ids is not None:
-                held = get_at(block_ids, seq_ids, pool.num_blocks)
-                is_rotated |= (held < pool.num_blocks).any(axis=1)
+            held = get_at(block_ids, seq_ids, pool.num_blocks)
+            is_rotated |= (held < pool.num_blocks).any(axis=1)
     return is_rotated
 
 
@@ -201,13 +210,13 @@ def _in_groups(
         return control
     pools, block_ids = list(control.block_pools), list(sinks.block_ids)
     for g, of_group in enumerate(sinks.block_ids):
-        if of_group is not None:
+        if of_group.shape[-1]:
             pools[g], block_ids[g] = change(g, pools[g], of_group)
     return with_original_sinks(control, tuple(pools), tuple(block_ids))
 
 
 def with_original_sinks(
-    control: Control, block_pools: tuple[BlockPool, ...], block_ids: tuple[jax.Array | None, ...]
+    control: Control, block_pools: tuple[BlockPool, ...], block_ids: tuple[jax.Array, ...]
 ) -> Control:
     """Sets the pools, and the original blocks beside them."""
     extras = control.extras | {Dropping.name: OriginalSinks(block_ids=block_ids)}

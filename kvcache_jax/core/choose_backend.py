@@ -27,12 +27,12 @@ def choose(
     """
     require_name(asked)
     name = asked or config.implementation
-    if config.enable_drop and get_backend(name or XLA).decode:
+    if config.hides_tokens and get_backend(name or XLA).decode:
         raise NotImplementedError(
-            f"implementation {name!r} is asked for and enable_drop is True, expected 'xla' or None: kernels "
-            "do not know tokens that are hidden"
+            f"implementation {name!r} is asked for and rows may hide tokens, by extras, expected 'xla' or None: "
+            "kernels do not know tokens that are hidden"
         )
-    if name is None and config.enable_drop:
+    if name is None and config.hides_tokens:
         return get_backend(XLA)
     if name is None:
         fits = (name for name in _MEASURED if not _why_not(get_backend(name), pool, group, group_size))

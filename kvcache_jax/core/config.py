@@ -13,6 +13,7 @@ from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
+from kvcache_jax.core.extras import Extra, Hooks, check_extras, extra_from_json, extra_to_json
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.base import (
     LayerKind,
@@ -25,7 +26,6 @@ from kvcache_jax.core.layer_kinds.base import (
 from kvcache_jax.core.layer_kinds.block_array import check_arrays
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.memory_plan import check_indices, spend
-from kvcache_jax.core.moved_sinks import check_max_sink_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +48,8 @@ class CacheConfig:
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
       partial_hits: With prefix caching, `allocate` also shares the published block whose first tokens alone
         are the prompt's; the next `extend` copies it. All layer groups then have one block size.
-      enable_drop: Rows may let tokens go from anywhere, by `compress`, and without prefix caching by `drop`.
-        XLA then does all attention: no kernel knows tokens that are hidden.
-      max_sink_len: With `enable_drop`, most first tokens of a row whose keys `drop(positions="cache")` moves
-        along. Default: none; then no program knows of them.
-      num_chunks: Chunks that `store_chunk` keeps at the same time. Default: none; then no program knows of
-        chunks. All layers must store keys that can be rotated to another position.
-      max_chunk_len: Most tokens of a chunk, given together with `num_chunks`.
+      extras: Features that keep something in the cache, one of each, such as `kv.compression.Dropping()`. No
+        program knows of a feature that is not here.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
@@ -92,10 +87,7 @@ class CacheConfig:
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
     partial_hits: bool = False
-    enable_drop: bool = False
-    max_sink_len: int | None = None
-    num_chunks: int | None = None
-    max_chunk_len: int | None = None
+    extras: Sequence[Extra] = ()
     eviction_policy: str = LRU
     eviction_batch: int = 1
     implementation: str | None = None
@@ -137,12 +129,10 @@ class CacheConfig:
                     f"layers[{i}] is {kind!r}, expected a layer kind such as FullAttention or SlidingWindow"
                 )
         check_positive(self, "block_size", "max_seqs", "max_seq_len", "eviction_batch")
-        for name in ("enable_prefix_caching", "partial_hits", "enable_drop"):
+        for name in ("enable_prefix_caching", "partial_hits"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
-        check_positive_or_none(
-            self,
-            *("num_blocks", "max_query_len", "memory_budget", "max_sink_len", "num_chunks", "max_chunk_len"),
-        )
+        check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
+        object.__setattr__(self, "extras", check_extras(self.extras))
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
             raise ValueError(
@@ -177,8 +167,8 @@ class CacheConfig:
         self._check_partial_hits()
         for group in self.groups:
             check_indices(group)
-        self._check_chunks()
-        check_max_sink_len(self)
+        for extra in self.extras:
+            extra.check(self)
 
     @property
     def num_layers(self) -> int:
@@ -206,8 +196,8 @@ class CacheConfig:
 
     @property
     def drop_unit(self) -> int:
-        """Tokens whose blocks `drop` gives back together: whole blocks of every group."""
-        return math.lcm(*(group.block_size for group in self.groups if not group.holds_sources))
+        """Tokens whose blocks a row releases from within itself together: whole blocks of every group."""
+        return math.lcm(*(group.block_size for group in self.row_groups.values()))
 
     @functools.cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -222,11 +212,25 @@ class CacheConfig:
             plans = spend(self.memory_budget, plans)
         return tuple(plans)
 
+    @functools.cached_property
+    def row_groups(self) -> dict[int, LayerGroup]:
+        """The layer groups that store their rows' tokens, not sources, by their ids."""
+        return {g: group for g, group in enumerate(self.groups) if not group.holds_sources}
+
+    @property
+    def hooks(self) -> Hooks:
+        """The extras, as operations ask them."""
+        return Hooks(self.extras)
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether rows may have tokens that no query sees."""
+        return any(extra.hides_tokens for extra in self.extras)
+
     @property
     def indexed_group(self) -> int:
         """The layer group by whose blocks prefixes are found: the first that keeps all positions, else 0."""
-        keeps_all = [group.span.keeps_all and not group.holds_sources for group in self.groups]
-        return keeps_all.index(True) if True in keeps_all else 0
+        return next((g for g, group in self.row_groups.items() if group.span.keeps_all), 0)
 
     def locate(self, layer: int) -> tuple[int, int]:
         """Returns a layer's group and its index in that group; of a shared layer, those of the other."""
@@ -249,26 +253,6 @@ class CacheConfig:
                 "False: what tokens compute depends on their row's source, and prefixes are found by tokens "
                 "alone"
             )
-
-    def _check_chunks(self) -> None:
-        if (self.num_chunks is None) != (self.max_chunk_len is None):
-            raise ValueError(
-                f"got num_chunks = {self.num_chunks} and max_chunk_len = {self.max_chunk_len}, expected both "
-                "or none: the store of chunks has static sizes"
-            )
-        if self.max_chunk_len is None:
-            return
-        if self.max_chunk_len > self.max_seq_len:
-            raise ValueError(
-                f"max_chunk_len is {self.max_chunk_len}, expected at most max_seq_len = {self.max_seq_len}"
-            )
-        for group in self.groups:
-            if group.kind.rotated_features is None:
-                raise NotImplementedError(
-                    f"num_chunks is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
-                    "layers whose keys can be rotated to another position, as FullAttention, SlidingWindow "
-                    "and LatentAttention"
-                )
 
     def _check_partial_hits(self) -> None:
         if self.partial_hits and not self.enable_prefix_caching:
@@ -332,6 +316,7 @@ def config_to_json(config: CacheConfig) -> bytes:
     }
     values["dtype"] = config.dtype.name
     values["layers"] = [kind_to_json(kind) for kind in config.layers]
+    values["extras"] = [extra_to_json(extra) for extra in config.extras]
     return json.dumps(values).encode()
 
 
@@ -344,6 +329,7 @@ def config_from_json(data: bytes | bytearray) -> CacheConfig:
     values = json.loads(bytes(data))
     require_format(values.pop("format_version", None))
     values["layers"] = [kind_from_json(kind) for kind in values["layers"]]
+    values["extras"] = [extra_from_json(extra) for extra in values["extras"]]
     return CacheConfig(**values)
 
 

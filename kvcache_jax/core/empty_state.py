@@ -5,14 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.chunks import empty_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
-from kvcache_jax.core.moved_sinks import num_sink_columns
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -39,6 +37,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         return numpy.full(shape, fill, jnp.int32)
 
     max_seqs = config.max_seqs
+    extras = {extra.name: extra.empty(config, numpy) for extra in config.extras}
     return Control(
         is_active=numpy.zeros(max_seqs, bool),
         context_len=ints(max_seqs),
@@ -51,9 +50,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         hash_key=hash_key,
         num_published=ints(max_seqs),
         source_len=ints(max_seqs) if config.source_layers else None,
-        holes=_no_holes(config, numpy) if config.enable_drop else None,
-        chunks=empty_chunks(config, numpy) if config.num_chunks else None,
-        first_composed=ints(max_seqs) if config.num_chunks else None,
+        holes=_no_holes(config, numpy) if config.hides_tokens else None,
         prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
         block_pools=tuple(
             BlockPool(
@@ -64,17 +61,11 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
                 num_free=ints(fill=group.num_blocks),
                 peak_used=ints(),
                 cached=_no_cached_blocks(group.num_blocks, numpy) if config.enable_prefix_caching else None,
-                sink_blocks=_no_sink_blocks(config, group, numpy),
             )
             for group in config.groups
         ),
+        extras={name: values for name, values in extras.items() if values is not None},
     )
-
-
-def _no_sink_blocks(config: CacheConfig, group: LayerGroup, numpy: Any) -> Any:
-    num_columns = num_sink_columns(config, group)
-    shape = config.max_seqs, num_columns
-    return numpy.full(shape, group.num_blocks, jnp.int32) if num_columns else None
 
 
 def _no_holes(config: CacheConfig, numpy: Any) -> Holes:

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.cache_form import summary
-from kvcache_jax.core.chunks import Chunks
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_kinds.base import LayerKind
@@ -56,15 +55,13 @@ class BlockPool:
         `[column * block_size, (column + 1) * block_size)` of the row, or its source, or nowhere. Columns
         past the tokens held are blocks reserved by `allocate`, then nowhere. A window group has a
         hole of nowhere between its sinks and the tokens in reach.
-      ref_count: i32[num_blocks], entries of the table, of chunks and of `sink_blocks` that point at the
-        block; 0 = free or cached.
+      ref_count: i32[num_blocks], entries of the table, and of what extras hold, that point at the block;
+        0 = free or cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
       num_free: i32[], free blocks.
       peak_used: i32[], most blocks that were referenced at the same time.
       cached: CachedBlocks; None without prefix caching.
-      sink_blocks: i32[max_seqs, columns], blocks with the original keys of a row's sinks where its table has
-        others, see `moved_sinks`; nowhere otherwise. None without `max_sink_len`, and of sources.
     """
 
     block_table: jax.Array
@@ -73,7 +70,6 @@ class BlockPool:
     num_free: jax.Array
     peak_used: jax.Array
     cached: CachedBlocks | None
-    sink_blocks: jax.Array | None
 
     @property
     def num_blocks(self) -> int:
@@ -200,12 +196,10 @@ class Control:
       num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
         with a last one that `truncate` cut into, whoever published that.
       source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
-      holes: Holes of all rows, 0 for those that dropped nothing; None without `enable_drop`.
-      chunks: Chunks, those that are stored; None without `num_chunks`.
-      first_composed: i32[max_seqs], first place that `compose` wrote, counted from 1; 0 for rows without
-        chunks. None without `num_chunks`.
+      holes: Holes of all rows, 0 for those that dropped nothing; None where no row hides tokens.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
+      extras: by name what each of the config's `extras` keeps, for those that keep something.
     """
 
     is_active: jax.Array
@@ -220,10 +214,9 @@ class Control:
     num_published: jax.Array
     source_len: jax.Array | None
     holes: Holes | None
-    chunks: Chunks | None
-    first_composed: jax.Array | None
     prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
+    extras: dict[str, Any]
 
     @property
     def max_seqs(self) -> int:
@@ -237,8 +230,7 @@ _ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_publishe
 def row_fields(control: Control) -> dict[str, jax.Array]:
     """Returns the arrays of `Control` that have an entry per row, 0 for idle ones, by name."""
     fields = {name: getattr(control, name) for name in _ROW_FIELDS}
-    more = {"source_len": control.source_len, "first_composed": control.first_composed}
-    return fields | {name: values for name, values in more.items() if values is not None}
+    return fields if control.source_len is None else fields | {"source_len": control.source_len}
 
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
@@ -305,7 +297,7 @@ class AttentionPlan:
       num_queries: i32[r], queries that count; 0 for failed rows and padding.
       positions: i32[r, t], of the queries, ascending; None where they follow one another.
       num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
-      holes: Holes of the rows; None without `enable_drop`.
+      holes: Holes of the rows; None where no row hides tokens.
       within: Span (static) that queries do not see beyond, whatever that of the kind; None for no other.
       work: From the backend's `plan`; () for a backend without one.
     """
@@ -346,7 +338,7 @@ class Step:
       plans: per group AttentionPlan; () for a cache without storage.
       cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
-      shift: i32[tokens], by how many places the text is ahead of the row; None without `enable_drop`.
+      shift: i32[tokens], by how many places the text is ahead of the row; None where no row hides tokens.
     """
 
     status: jax.Array

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from kvcache_jax.chunks.prompt_chunks import NOT_LOOKED_UP, PromptChunks
+from kvcache_jax.compression.streaming import Streaming
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status
-from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.host import Host, Requests
 from kvcache_jax.decoding.loop import DecodeState
-from kvcache_jax.decoding.prompt_chunks import NOT_LOOKED_UP, PromptChunks
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.lookup import lookup
 

@@ -15,21 +15,21 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.chunks.prompt_chunks import PromptChunks
+from kvcache_jax.chunks.reuse import ChunkReuse, prompt_spans
+from kvcache_jax.compression.streaming import Streaming
+from kvcache_jax.compression.streaming_loop import streaming_chunk_len, streaming_width
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
-from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding import arguments, loop
 from kvcache_jax.decoding.admission import admit
-from kvcache_jax.decoding.chunk_reuse import ChunkReuse, prompt_spans
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
 from kvcache_jax.decoding.prefill import prefill, vocab_size
-from kvcache_jax.decoding.prompt_chunks import PromptChunks
 from kvcache_jax.decoding.sampling import sampling_params
-from kvcache_jax.decoding.streaming import streaming_chunk_len, streaming_width
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.init import init
@@ -146,7 +146,7 @@ def generate(
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
       streaming: The tokens that each token sees, of prompts and continuations; a row drops the others, and
         goes on past `max_seq_len` in blocks for these, the tokens of a call and two more. The cache needs
-        `enable_drop`; there are no drafts then. Default: all tokens.
+        `kv.compression.Dropping`; there are no drafts then. Default: all tokens.
       chunks: For each prompt the spans `(start, end)` of passages that other prompts hold too, at any place.
         Each is computed once and kept in the cache, which has `num_chunks` places for them. Default: none.
       chunk_reuse: Says how prompts are put together from chunks, and how much is computed again; given

@@ -14,13 +14,13 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true
 from kvcache_jax.arrays.pytree import pytree_dataclass
+from kvcache_jax.compression.streaming import Streaming
+from kvcache_jax.compression.streaming_loop import drop_unseen
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
-from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
-from kvcache_jax.decoding.streaming import drop_unseen
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
 from kvcache_jax.operations.truncate import truncate

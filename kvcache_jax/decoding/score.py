@@ -8,16 +8,16 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from kvcache_jax.chunks.prompt_chunks import NOT_LOOKED_UP, PromptChunks
+from kvcache_jax.chunks.reuse import ChunkReuse, prompt_spans
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_chunk_len
-from kvcache_jax.decoding.chunk_reuse import ChunkReuse, prompt_spans
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
-from kvcache_jax.decoding.prompt_chunks import NOT_LOOKED_UP, PromptChunks
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork

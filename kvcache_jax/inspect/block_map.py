@@ -35,8 +35,8 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
     """Draws the blocks of each layer group as text: owners, and what is shared, reserved, cached or free.
 
     A block is two characters wide: the glyph of its row (`0`-`9`, `a`-`z`, `A`-`Z`, then `*`), behind
-    `~` while it holds no token; `#` and the number of owners (`+` from ten on) when rows or chunks share it;
-    `:` when only the prefix cache keeps it, `=` when only a chunk does; `.` when it is free. Below, each
+    `~` while it holds no token; `#` and the number of owners (`+` from ten on) when several share it;
+    `:` when only the prefix cache keeps it, `=` when only an extra does; `.` when it is free. Below, each
     active row has its tokens and its blocks in order. Large pools, many rows and long rows are cut short, and
     the text says by how much. Host side: waits for the device.
 
@@ -112,7 +112,7 @@ def _cell_text(view: GroupView, block_id: int) -> str:
             return "."
         case "cached":
             return ":"
-        case "chunk":
+        case "extra":
             return "="
         case "shared":
             return f"#{view.ref_count[block_id]}" if view.ref_count[block_id] < 10 else "#+"
@@ -170,8 +170,8 @@ def _legend(views: list[GroupView]) -> str:
     rare = []
     if any((view.state == "cached").any() for view in views):
         rare.append(": cached, held by no row")
-    if any((view.state == "chunk").any() for view in views):
-        rare.append("= held by a chunk alone")
+    if any((view.state == "extra").any() for view in views):
+        rare.append("= held by an extra alone")
     if any((view.ref_count > 9).any() for view in views):
         rare.append("#+ shared by 10 or more")
     if any(view.is_active[len(GLYPHS) - 1 :].any() for view in views):
@@ -191,7 +191,7 @@ def _style(view: GroupView, block_id: int) -> str:
     styles = {
         "free": _GREY,
         "cached": _GREY,
-        "chunk": _GREY,
+        "extra": _GREY,
         "reserved": f"38;5;{row_color(row)}",
         "own": _row_style(row),
         "shared": _SHARED,
@@ -277,7 +277,7 @@ def _draw_block(
         text, style = f"\u00d7{view.ref_count[block_id]}", {"weight": "bold", "bbox": box}
     looks = _looks(state, row_rgb(row))
     ax.add_patch(patches.Rectangle((left, top), side, side, gid=f"block {block_id}", **looks))
-    if state not in ("free", "cached", "chunk"):
+    if state not in ("free", "cached", "extra"):
         middle = left + side / 2, top + side / 2
         ax.text(*middle, text, ha="center", va="center_baseline", fontsize=font_size, **style)
 
@@ -287,7 +287,7 @@ def _looks(state: str, color: tuple[float, ...]) -> dict[str, Any]:
     return {
         "free": {"facecolor": "white", "edgecolor": "0.85"},
         "cached": {"facecolor": "0.85", "edgecolor": "0.6"},
-        "chunk": {"facecolor": "0.85", "edgecolor": "0.2", "linestyle": ":"},
+        "extra": {"facecolor": "0.85", "edgecolor": "0.2", "linestyle": ":"},
         "reserved": {"facecolor": (*color, 0.25), "edgecolor": color, "linestyle": "--"},
         "own": {"facecolor": color, "edgecolor": color},
         "shared": {"facecolor": "none", "edgecolor": "0.2", "hatch": "////"},

@@ -31,7 +31,7 @@ class GroupView(NamedTuple):
       ref_count: i32[num_blocks].
       owner: i64[num_blocks], the lowest row that holds the block; `max_seqs` for none.
       state: str[num_blocks], "free", "cached" (published, held by no row), "reserved" (one row holds it for
-        tokens to come), "chunk" (held by a chunk alone), "own" or "shared".
+        tokens to come), "extra" (held by an extra alone), "own" or "shared".
     """
 
     title: str
@@ -58,17 +58,16 @@ def _group_view(cache: Cache, group_id: int) -> GroupView:
     held = table[rows, columns]
     owner = np.full(pool.num_blocks, len(length))
     np.minimum.at(owner, held, rows)
-    if pool.sink_blocks is not None:
-        originals = np.asarray(pool.sink_blocks)
-        np.minimum.at(
-            owner, originals[originals < pool.num_blocks], np.nonzero(originals < pool.num_blocks)[0]
-        )
+    others = [*cache.config.hooks.held_blocks(cache.control, group_id)]
+    for of_rows in (np.asarray(held.block_ids) for held in others if held.is_of_rows):
+        rows_of_extras, columns_of_extras = np.nonzero(of_rows < pool.num_blocks)
+        np.minimum.at(owner, of_rows[rows_of_extras, columns_of_extras], rows_of_extras)
     state = np.where(ref_count > 0, "own", "free").astype("<U8")
     if pool.cached is not None:
         state[(ref_count == 0) & np.asarray(pool.cached.is_published)] = "cached"
     state[held[columns * group.block_size >= length[rows]]] = "reserved"
-    if cache.control.chunks is not None:
-        state[(ref_count > 0) & (owner == len(length))] = "chunk"
+    if others:
+        state[(ref_count > 0) & (owner == len(length))] = "extra"
     state[ref_count > 1] = "shared"
     layers = f"{group.kind.label} x {group.num_layers} layer{'s' * (group.num_layers > 1)}"
     return GroupView(

@@ -22,8 +22,6 @@ from kvcache_jax.core.state import (
     row_fields,
     row_len,
 )
-from kvcache_jax.inspect.chunk_invariants import blocks_of_chunks, check_chunks, is_composed, plain_len_of
-from kvcache_jax.inspect.sink_invariants import blocks_of_sinks, check_sinks
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
 
@@ -72,8 +70,7 @@ def check_invariants(cache: Cache) -> list[str]:
         return violations + unusable  # what follows looks things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [
-            f"group {g}: {violation}"
-            for violation in _check_counts(pool, blocks_of_chunks(cache, g), blocks_of_sinks(pool))
+            f"group {g}: {violation}" for violation in _check_counts(pool, *_blocks_of_extras(cache, g))
         ]
         table, lengths = np.asarray(pool.block_table), np.asarray(row_len(cache.control, group.kind))
         for row, hole in enumerate(_holes_of(cache, g)):
@@ -81,7 +78,17 @@ def check_invariants(cache: Cache) -> list[str]:
             violations += [
                 f"group {g}: row {row} {what}" for what in _check_row(table[row], pool, group, length, hole)
             ]
-    return violations + check_chunks(cache) + check_sinks(cache) + _check_index(cache)
+    for extra in cache.config.extras:
+        violations += extra.violations(cache)
+    return violations + _check_index(cache)
+
+
+def _blocks_of_extras(cache: Cache, group_id: int) -> list[np.ndarray]:
+    """Lists the blocks of a group that each extra holds, each as often as it does; i64[any]."""
+    nowhere = cache.control.block_pools[group_id].num_blocks
+    held = cache.config.hooks.held_blocks(cache.control, group_id)
+    ids = [np.asarray(of_extra.block_ids, np.int64) for of_extra in held]
+    return [of_extra[of_extra < nowhere] for of_extra in ids]
 
 
 class _Hole(NamedTuple):
@@ -127,12 +134,11 @@ def _check_ids(cache: Cache) -> list[str]:
     control, index = cache.control, cache.control.prefix_index
     found = []
     for g, pool in enumerate(control.block_pools):
-        lists = {"block table": pool.block_table, "original sinks": pool.sink_blocks}
-        lists["chunks"] = control.chunks and control.chunks.block_ids[g]
-        lists["queue"] = pool.cached and pool.cached.queue
-        found += [
-            (f"group {g}: the {name}", ids, pool.num_blocks) for name, ids in lists.items() if ids is not None
-        ]
+        lists = {held.holder: held.block_ids for held in cache.config.hooks.held_blocks(control, g)}
+        lists |= {"block table": pool.block_table}
+        if pool.cached is not None:
+            lists |= {"queue": pool.cached.queue}
+        found += [(f"group {g}: the {name}", ids, pool.num_blocks) for name, ids in lists.items()]
     if index is not None:
         nowhere = index.parent.shape[0]
         cached = control.block_pools[cache.config.indexed_group].cached
@@ -331,6 +337,8 @@ def _check_published_rows(
     block_size = cache.config.groups[group_id].block_size
     num_published, row_namespaces = np.asarray(control.num_published), np.asarray(control.namespace)
     holes = _holes_of(cache, group_id)
+    rows = jnp.arange(control.max_seqs, dtype=jnp.int32)
+    prefix_len = np.asarray(cache.config.hooks.prefix_len(control, rows, control.context_len))
     for row, length in enumerate(np.asarray(control.context_len).tolist()):
         blocks = table[row][table[row] < nowhere]
         num_full = length // block_size
@@ -339,8 +347,10 @@ def _check_published_rows(
             violations.append(f"row {row} does not count its published last block")
         if not 0 <= num_published[row] <= num_full + is_published[tail].sum():
             violations.append(f"row {row} has {num_published[row]} blocks published of {num_full} full ones")
-        if is_composed(cache, row) and num_published[row] * block_size > plain_len_of(cache, row):
-            violations.append(f"row {row} has blocks published that were composed")
+        if prefix_len[row] < length and num_published[row] * block_size > prefix_len[row]:
+            violations.append(
+                f"row {row} has blocks published after the {prefix_len[row]} tokens of its prefix"
+            )
         hole = holes[row]
         if hole.num_dropped and num_published[row] * block_size > hole.start - hole.num_kept:
             violations.append(f"row {row} has blocks published that are no prefix")

@@ -34,7 +34,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import BlockPool, Cache, Control, PrefixIndex
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, partial_tails, plain_len
+from kvcache_jax.operations.rows import check_ids, partial_tails, prefix_len
 from kvcache_jax.prefix import block_metadata, group_links, prefix_index
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import Content
@@ -158,10 +158,7 @@ def commit_rows(
         is_idle = ~get_at(control.is_active, rows)
         id_checks = (*check_ids(control, rows), (is_idle, Status.SEQ_NOT_ACTIVE))
     status = first_failure(*id_checks, (final_len < 0, Status.BAD_LENGTH))
-    if control.holes is not None:  # what a row holds behind what it let go is no prefix
-        holes = control.holes.of_rows(rows)
-        context_len = jnp.where(holes.is_plain, context_len, jnp.minimum(holes.plain_len, context_len))
-    context_len = plain_len(control, rows, context_len)
+    context_len = prefix_len(control, rows, context_len, config)  # what follows is not found by its tokens
     num_full = quotient(jnp.maximum(jnp.minimum(final_len, context_len), 0), block_size)
     num_pending = jnp.where(status == Status.OK, jnp.maximum(num_full - num_published, 0), 0)
     ends = jnp.cumsum(num_pending, dtype=jnp.int32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
-from kvcache_jax.blocks import block_pool, sink_blocks
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -63,11 +63,10 @@ def fork_rows(
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         ids = token_blocks(pool, group, control, src_ids)
         pool = block_pool.share(pool, jnp.where(ok[:, None], ids, pool.num_blocks))
-        if pool.sink_blocks is not None:
-            pool = sink_blocks.inherit(pool, rows, src_ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, ids)))
-    return dataclasses.replace(
+    control = dataclasses.replace(
         inherit(control, rows, src_ids, is_active=True),
         counters=count_events(control.counters, {Counter.FORKS: num_true(ok)}),
         block_pools=tuple(pools),
-    ), status
+    )
+    return config.hooks.inherit(control, rows, src_ids), status

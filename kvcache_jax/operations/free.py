@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
-from kvcache_jax.blocks import block_pool, sink_blocks
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -41,13 +41,12 @@ def free_rows(control: Control, seq_ids: jax.Array, *, config: CacheConfig) -> t
     for pool in control.block_pools:
         ids = get_at(pool.block_table, rows, pool.num_blocks)
         pool = block_pool.release(pool, ids[:, ::-1])
-        if pool.sink_blocks is not None:
-            pool = sink_blocks.forget(pool, rows)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, pool.num_blocks)))
-    return dataclasses.replace(
+    control = dataclasses.replace(
         control,
         **{name: set_at(values, rows, 0) for name, values in row_fields(control).items()},
         holes=jax.tree.map(lambda x: set_at(x, rows, 0), control.holes),
         counters=count_events(control.counters, {Counter.FREES: num_true(status == Status.OK)}),
         block_pools=tuple(pools),
-    ), status
+    )
+    return config.hooks.forget(control, rows), status

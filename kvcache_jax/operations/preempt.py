@@ -1,4 +1,4 @@
-"""Preemption when blocks run short: rows are selected by a policy, and freed or cut down to a level.
+"""Preemption when blocks run short: rows are selected by a policy, and freed down to a level.
 
 Only the blocks that a row alone holds come free with it, so only these count.
 """
@@ -13,18 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import first_true, get_at, num_true, quotient
+from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, sink_blocks
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.registry import Registry
-from kvcache_jax.core.state import BlockPool, Cache, Control
-from kvcache_jax.core.streaming import Streaming, require_streaming
-from kvcache_jax.operations.drop import drop_rows
+from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.operations.free import free_rows
 
 _MAX = jnp.iinfo(jnp.int32).max
@@ -49,7 +46,7 @@ class RowMetadata(NamedTuple):
 
 
 RowKey = Callable[[RowMetadata], jax.Array]
-_row_policies = Registry[RowKey]("a row policy", "row_policy", RowMetadata)
+row_policies = Registry[RowKey]("a row policy", "row_policy", RowMetadata)
 
 
 def row_policy(name: str) -> Callable[[RowKey], RowKey]:
@@ -73,7 +70,7 @@ def row_policy(name: str) -> Callable[[RowKey], RowKey]:
       ... def shortest(rows: kv.RowMetadata):
       ...     return rows.context_len
     """
-    return _row_policies.decorate(name)
+    return row_policies.decorate(name)
 
 
 @row_policy("lru")
@@ -120,99 +117,88 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
       >>> kv.select_rows_to_preempt(cache, "longest", 2).tolist()
       [1, 0]
     """
-    _row_policies.find(policy, "policy")
+    row_policies.find(policy, "policy")
     n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
-    return _select(cache.control, policy=policy)[:n]
+    return _select(cache.control, policy=policy, config=cache.config)[:n]
 
 
 @takes_one
-def preempt_to_utilization(
-    cache: Cache,
-    target: ArrayLike,
-    policy: str | None = None,
-    *,
-    strategy: str = "free",
-    streaming: Streaming | None = None,
-) -> tuple[Cache, jax.Array]:
-    """Frees rows, or drops some of their tokens, row by row until `utilization` is at most `target`.
+def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru") -> tuple[Cache, jax.Array]:
+    """Frees rows one by one until `utilization` is at most `target`.
 
     Published blocks of these rows stay cached. The call stops early when no row is left that frees a block on
-    its own in a layer group that is above the target.
+    its own in a layer group that is above the target. `compression.drop_to_utilization` lets rows go on.
 
     Args:
       cache: Not changed.
       target: f32[], share of referenced blocks, 0 to 1.
-      policy: As in `select_rows_to_preempt`, by the blocks that the strategy frees; asked again after each
-        row, for what rows share changes. Default: "lru", and "longest" of the strategy "streaming".
-      strategy: "free" ends rows. "streaming" lets them go on: they drop whole blocks behind their sinks, or
-        behind what they dropped before, oldest tokens first, no more than are needed (see `drop`).
-      streaming: The tokens that rows keep by the strategy "streaming". Default: `Streaming()`.
+      policy: As in `select_rows_to_preempt`; asked again after each row, for what rows share changes.
 
     Returns:
-      The cache and i32[max_seqs], the rows that gave blocks back, in that order, then `max_seqs`.
+      The cache and i32[max_seqs], the rows that were freed, in that order, then `max_seqs`.
 
     Raises:
-      ValueError, TypeError: there is no such policy or strategy, `target` is not from 0 to 1 (unless it is
-        traced), or the cache's rows cannot drop tokens.
+      ValueError, TypeError: there is no such policy, or `target` is not from 0 to 1 (unless it is traced).
 
     Example:
       >>> import kvcache_jax as kv
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=4, max_seq_len=64))
       >>> cache, _ = kv.allocate(cache, [0, 1, 2], [20, 60, 1])
-      >>> cache, dropped = kv.preempt_to_utilization(cache, 0.5, "longest")
-      >>> dropped.tolist(), float(kv.utilization(cache))
+      >>> cache, freed = kv.preempt_to_utilization(cache, 0.5, "longest")
+      >>> freed.tolist(), float(kv.utilization(cache))
       ([1, 4, 4, 4], 0.375)
     """
-    if strategy not in _STRATEGIES:
-        names = ", ".join(map(repr, _STRATEGIES))
-        raise ValueError(f"strategy is {strategy!r}, expected one of {names}")
-    policy = _STRATEGIES[strategy] if policy is None else policy
-    _row_policies.find(policy, "policy")
-    kept = None
-    if strategy == "streaming":
-        kept = Streaming() if streaming is None else streaming
-        require_streaming("preempt_to_utilization", kept, cache.config)
-    elif streaming is not None:
-        raise ValueError(
-            f"streaming is given and strategy is {strategy!r}, expected the strategy 'streaming' with it"
-        )
+    row_policies.find(policy, "policy")
     target = arguments.fraction("target", target)
-    control, rows = _preempt_rows(cache.control, target, policy=policy, kept=kept, config=cache.config)
+    control, rows = _free_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), rows
 
 
-_STRATEGIES = {"free": "lru", "streaming": "longest"}
-"""How rows give blocks back, and the policy that selects them unless one is given."""
+@functools.partial(jax.jit, static_argnames=("policy", "config"))
+def _select(control: Control, policy: str, config: CacheConfig) -> jax.Array:
+    is_counted = [jnp.bool_(True)] * len(control.block_pools)
+    return rows_in_order(control, num_freed_by(control, is_counted, config), policy)
 
 
-@functools.partial(jax.jit, static_argnames="policy")
-def _select(control: Control, policy: str) -> jax.Array:
-    return _in_order(control, _num_freed(control, [jnp.bool_(True)] * len(control.block_pools)), policy)
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "kept", "config"))
-def _preempt_rows(
-    control: Control, target: jax.Array, policy: str, kept: Streaming | None, config: CacheConfig
+@functools.partial(jax.jit, static_argnames=("policy", "config"))
+def _free_rows(
+    control: Control, target: jax.Array, policy: str, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    control, target = as_varied((control, target))
+    def next_row(control: Control) -> tuple[jax.Array]:
+        num_freed = num_freed_by(control, groups_above(control, target), config)
+        return (rows_in_order(control, num_freed, policy)[:1],)
 
-    def next_row(control: Control) -> tuple[jax.Array, ...]:
-        """Selects the row that gives blocks back now, or `max_seqs`; which tokens of it would be dropped."""
-        is_above = [block_pool.utilization(pool) > target for pool in control.block_pools]
-        start = length = control.context_len
-        if kept is None:
-            num_freed = _num_freed(control, is_above)
-        else:
-            num_freed, start, length = _droppable(control, is_above, target, kept, config)
-        row = _in_order(control, num_freed, policy)[:1]
-        return row, get_at(start, row, 0), get_at(length, row, 0)
+    def free_row(control: Control, row: jax.Array) -> Control:
+        return free_rows(control, row, config=config)[0]
+
+    control, target = as_varied((control, target))
+    return one_by_one(control, next_row, free_row)
+
+
+def groups_above(control: Control, target: jax.Array) -> list[jax.Array]:
+    """Tells which layer groups are above a utilization, bool[] each."""
+    return [block_pool.utilization(pool) > target for pool in control.block_pools]
+
+
+def one_by_one(
+    control: Control,
+    next_row: Callable[[Control], tuple[jax.Array, ...]],
+    take_back: Callable[..., Control],
+) -> tuple[Control, jax.Array]:
+    """Takes blocks back from rows, one after the other, while there is a next one.
+
+    Args:
+      control: The state.
+      next_row: Returns the row i32[1], `max_seqs` for none, and what else `take_back` gets of it.
+      take_back: Returns the control state after that row.
+
+    Returns:
+      The control state and i32[max_seqs], the rows in that order, then `max_seqs`.
+    """
 
     def preempt_one(state):
-        control, rows, num_rows, (row, start, length) = state
-        if kept is None:
-            control, _ = free_rows(control, row, config=config)
-        else:
-            control, _ = drop_rows(control, row, start, length, config=config)
+        control, rows, num_rows, (row, *more) = state
+        control = take_back(control, row, *more)
         return control, rows.at[num_rows].set(row[0]), num_rows + 1, next_row(control)
 
     # Made of the rows' lengths: inside shard_map a constant would differ from what the loop makes of it.
@@ -222,59 +208,22 @@ def _preempt_rows(
     return state[:2]
 
 
-def _droppable(
-    control: Control, is_above: list[jax.Array], target: jax.Array, kept: Streaming, config: CacheConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the tokens of each row that lie in whole blocks behind its sinks, and as few of them as will do.
-
-    Returns:
-      i32[max_seqs], blocks of groups above the target that come free if all of these tokens go.
-      i32[max_seqs], the first of them in the text.
-      i32[max_seqs], how many go: up to the first block with which all groups are at the target, or all.
-    """
-    assert control.holes is not None
-    holes, unit = control.holes, config.drop_unit
-    start = jnp.where(holes.is_plain, ceil_div(kept.num_sink_tokens, unit) * unit, holes.start)
-    first = quotient(start + unit - 1, unit)  # in units, like the following
-    end = jnp.maximum(quotient(control.context_len - kept.window, unit), first)
-    num_units = ceil_div(config.max_seq_len, unit)
-    units = jnp.arange(num_units, dtype=jnp.int32)[None]
-    is_droppable = (units >= first[:, None]) & (units < end[:, None])
-    num_freed, is_enough = jnp.zeros_like(start), jnp.ones_like(is_droppable)
-    for pool, group, counts in zip(control.block_pools, config.groups, is_above, strict=True):
-        if group.holds_sources:
-            continue
-        per_unit = unit // group.block_size
-        is_own = jnp.pad(_is_own(pool), ((0, 0), (0, num_units * per_unit - pool.max_blocks_per_seq)))
-        num_own = is_own.reshape(-1, num_units, per_unit).sum(axis=2, dtype=jnp.int32)
-        freed = jnp.cumsum(jnp.where(is_droppable, num_own, 0), axis=1)
-        num_freed += jnp.where(counts, freed[:, -1], 0)
-        is_enough &= block_pool.utilization(pool, freed) <= target
-    end = jnp.minimum(jnp.where(is_enough.any(axis=1), first_true(is_enough) + 1, end), end) * unit
-    return num_freed, start, jnp.maximum(end + holes.num_dropped - start, 0)
-
-
-def _num_freed(control: Control, counts: list[jax.Array]) -> jax.Array:
+def num_freed_by(control: Control, counts: list[jax.Array], config: CacheConfig) -> jax.Array:
     """Counts the blocks that each row alone holds, i32[max_seqs], in the groups where `counts` is true."""
     num_freed = jnp.zeros_like(control.context_len)
-    for pool, is_counted in zip(control.block_pools, counts, strict=True):
-        is_own = block_pool.ref_counts(pool, sink_blocks.all_entries(pool)) == 1
+    for g, (pool, is_counted) in enumerate(zip(control.block_pools, counts, strict=True)):
+        is_own = block_pool.ref_counts(pool, config.hooks.blocks_of_rows(control, g)) == 1
         num_freed += jnp.where(is_counted, jnp.sum(is_own, axis=1, dtype=jnp.int32), 0)
     return num_freed
 
 
-def _is_own(pool: BlockPool) -> jax.Array:
-    """Tells which entries of the table are blocks that their row alone holds, bool like the table."""
-    return block_pool.ref_counts(pool, pool.block_table) == 1
-
-
-def _in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:
+def rows_in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Array:
     """Sorts the rows that free something, i32[max_seqs], the least valuable first, then `max_seqs`."""
     # The clock wraps around; the time since a row was used does not.
     idle = jnp.minimum(control.clock - control.last_used, jnp.uint32(_MAX)).astype(jnp.int32)
     num_uses = jnp.minimum(control.num_uses, jnp.uint32(_MAX)).astype(jnp.int32)
     rows = RowMetadata(idle, num_uses, num_freed, control.priority, control.context_len)
-    keys = jnp.asarray(_row_policies.find(policy, "policy").function(rows))
+    keys = jnp.asarray(row_policies.find(policy, "policy").function(rows))
     if keys.shape != num_freed.shape or not jnp.issubdtype(keys.dtype, jnp.signedinteger):
         raise TypeError(
             f"row policy {policy!r} returned {keys.dtype}{list(keys.shape)}, expected "

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, set_at
-from kvcache_jax.blocks import block_pool, sink_blocks
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -56,8 +56,6 @@ def reorder_rows(
         old_ids = get_at(pool.block_table, rows, pool.num_blocks)
         pool = block_pool.share(pool, jnp.where(moves[:, None], new_ids, pool.num_blocks))
         pool = block_pool.release(pool, old_ids[:, ::-1])
-        if pool.sink_blocks is not None:
-            pool = sink_blocks.inherit(pool, rows, parent_ids)
         pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, new_ids)))
-    control = inherit(control, rows, parent_ids)
-    return dataclasses.replace(control, block_pools=tuple(pools)), status
+    control = dataclasses.replace(inherit(control, rows, parent_ids), block_pools=tuple(pools))
+    return config.hooks.inherit(control, rows, parent_ids), status

@@ -19,7 +19,7 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, sink_blocks, storage
+from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.attention_plan import plan_attention
@@ -121,8 +121,7 @@ def _checked(
     if control.holes is not None:
         holes = control.holes.of_rows(seq_ids)
         is_outside |= is_token & (holes.of_group(0).is_hidden(indices) | holes.is_kept(indices))
-        has_moved = sink_blocks.have_moved(control, seq_ids)
-        is_outside |= is_token & has_moved[:, None] & (indices < holes.start[:, None])
+    is_outside |= is_token & config.hooks.is_fixed(control, seq_ids, indices)
     descends = is_token[:, 1:] & (indices[:, 1:] <= indices[:, :-1])
     is_lost = any_of(
         [

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient, set_at
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
@@ -116,7 +116,7 @@ def fitting_rows(available: jax.Array, needs: jax.Array, wants: jax.Array) -> ja
 
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
     """Marks `rows` as used and gives them what their parents have, except the blocks."""
-    names = "context_len", "priority", "namespace", "num_published", "source_len", "first_composed"
+    names = "context_len", "priority", "namespace", "num_published", "source_len"
     held = row_fields(control)
     inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
     control = mark_used(control, rows, **inherited, **fields)
@@ -125,24 +125,12 @@ def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: 
     return control
 
 
-def plain_len(control: Control, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
-    """Counts the tokens of rows before the first that `compose` wrote, i32[n], at most `length` i32[n]."""
-    if control.first_composed is None:
-        return length
-    first = get_at(control.first_composed, seq_ids, 0)
-    return jnp.where(first > 0, jnp.minimum(length, first - 1), length)
-
-
-def cut_composed(control: Control, rows: jax.Array, plain_len: jax.Array) -> jax.Array | None:
-    """Notes that of `rows` only the first `plain_len` tokens, i32[n] both, still stand where they did.
-
-    Returns:
-      The new `Control.first_composed`: what a row let go moved what was composed behind it.
-    """
-    if control.first_composed is None:
-        return None
-    first = jnp.minimum(get_at(control.first_composed, rows, 0), plain_len + 1)  # 0 stays 0
-    return set_at(control.first_composed, rows, first)
+def prefix_len(control: Control, seq_ids: jax.Array, length: jax.Array, config: CacheConfig) -> jax.Array:
+    """Counts the first tokens of rows that are as computed in their text, i32[n], at most `length` i32[n]."""
+    if (holes := control.holes) is not None:
+        holes = holes.of_rows(seq_ids)
+        length = jnp.where(holes.is_plain, length, jnp.minimum(holes.plain_len, length))
+    return config.hooks.prefix_len(control, seq_ids, length)
 
 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:

@@ -11,16 +11,13 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, rank_true
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import sink_blocks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import Cache, Control, KVPool, row_len
 from kvcache_jax.operations.free import free_rows
-from kvcache_jax.operations.free_chunks import forget
 from kvcache_jax.prefix import eviction
 
 
@@ -32,12 +29,12 @@ def scrub(
     """Ends rows and overwrites what they own with zeros: keys, values and recorded tokens.
 
     With `seq_ids`: the blocks that these rows hold and no other row does, published or not, and the cached
-    blocks that continue them. Blocks that another row or a chunk holds stay as they are, findable if they
+    blocks that continue them. Blocks that another row or an extra holds stay as they are, findable if they
     were.
 
-    With `namespace`: all its rows end, and all their blocks go, its chunks, and all that is cached in it. A
-    free block does not know whose it was, nor does the part of a block behind a row's last token: so every
-    free block, every reserved one and the empty rest of last blocks is overwritten too. Nothing of the
+    With `namespace`: all its rows end, and all their blocks go, what extras keep of it, and all that is cached
+    in it. A free block does not know whose it was, nor does the part of a block after a row's last token: so
+    every free block, every reserved one and the empty rest of last blocks is overwritten too. Nothing of the
     namespace is left in the pools, nor of its tokens in the index. What rows of other namespaces hold, and
     what is cached in them, is not touched.
 
@@ -82,8 +79,8 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         assert words is not None
         is_row = (control.namespace == words[None]).all(axis=-1) & control.is_active
     masks = _blocks_of_rows(cache, is_row) if words is None else _blocks_not_of_others(cache, is_row, words)
-    if words is not None and control.chunks is not None:
-        control = _forget_chunks(control, words)
+    if words is not None:
+        control = cache.config.hooks.forget_namespace(control, words)
     control = _unpublish(_end_rows(control, is_row, cache.config), masks, cache.config)
     if words is not None:
         control = _forget_rests(control, cache.config)
@@ -91,7 +88,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
     for g, pool in enumerate(cache.pools):
         pool = jax.tree.map(functools.partial(_zero_blocks, mask=masks[g]), pool)
         if words is not None:
-            pool = _zero_rests(pool, control, g, cache.config.groups[g])
+            pool = _zero_rests(pool, control, g, cache.config)
         pools.append(pool)
     num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
@@ -100,8 +97,9 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
 def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
     """Masks per group what only these rows hold, and the cached blocks that go with it; bool[num_blocks]."""
     index, masks = cache.control.prefix_index, []
-    for pool in cache.control.block_pools:
-        entries = jnp.where(is_row[:, None], sink_blocks.all_entries(pool), pool.num_blocks)
+    for g, pool in enumerate(cache.control.block_pools):
+        held = cache.config.hooks.blocks_of_rows(cache.control, g)
+        entries = jnp.where(is_row[:, None], held, pool.num_blocks)
         num_refs = jnp.zeros_like(pool.ref_count).at[entries].add(1, mode="drop")
         masks.append((num_refs > 0) & (num_refs == pool.ref_count))
     if index is None:
@@ -144,24 +142,12 @@ def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> 
             if links is not None:
                 namespace = get_at(namespace, links.indexed_ids)
             is_kept |= pool.cached.is_published & (namespace != words[None]).any(axis=-1)
-        if (chunks := control.chunks) is not None:
-            is_of_other = (chunks.namespace != words[None]).any(axis=-1)
-            of_chunks = jnp.where(is_of_other[:, None], chunks.block_ids[g], pool.num_blocks)
-            is_kept = is_kept.at[of_chunks].set(True, mode="drop")
-        if pool.sink_blocks is not None:
-            of_sinks = jnp.where(is_other[:, None], pool.sink_blocks, pool.num_blocks)
-            is_kept = is_kept.at[of_sinks].set(True, mode="drop")
+        for held in cache.config.hooks.held_blocks(control, g):
+            is_of_other = (held.namespace != words[None]).any(axis=-1)
+            of_others = jnp.where(is_of_other[:, None], held.block_ids, pool.num_blocks)
+            is_kept = is_kept.at[of_others].set(True, mode="drop")
         masks.append(~is_kept)
     return masks
-
-
-def _forget_chunks(control: Control, words: jax.Array) -> Control:
-    """Forgets the chunks of a namespace u32[4]."""
-    chunks = control.chunks
-    assert chunks is not None
-    order = jnp.arange(chunks.num_chunks, dtype=jnp.int32)
-    is_its = (chunks.namespace == words[None]).all(axis=-1) & (chunks.length > 0)
-    return forget(control, jnp.where(is_its, order, chunks.num_chunks))
 
 
 def _end_rows(control: Control, is_row: jax.Array, config: CacheConfig) -> Control:
@@ -215,19 +201,20 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     if index is None:
         return control
     block_size = config.groups[g].block_size
-    num_tokens = num_tokens_held(control, g, config.groups[g])
+    num_tokens = num_tokens_held(control, g, config)
     is_token = jnp.arange(block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
     index = dataclasses.replace(index, block_tokens=jnp.where(is_token, index.block_tokens, 0))
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _zero_rests(pool: KVPool, control: Control, group_id: int, group: LayerGroup) -> KVPool:
-    """Overwrites with zeros behind the last token of every row, except what others use or is published."""
+def _zero_rests(pool: KVPool, control: Control, group_id: int, config: CacheConfig) -> KVPool:
+    """Overwrites with zeros after the last token of every row, except what others use or is published."""
+    group = config.groups[group_id]
     blocks, block_size = control.block_pools[group_id], group.block_size
     columns, _ = group.tail_column(row_len(control, group.kind))
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
-    num_tokens = num_tokens_held(control, group_id, group)
+    num_tokens = num_tokens_held(control, group_id, config)
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 
     def clear(values: jax.Array, array: BlockArray) -> jax.Array:
@@ -244,17 +231,16 @@ def _zero_rests(pool: KVPool, control: Control, group_id: int, group: LayerGroup
     return KVPool(arrays={name: clear(pool.arrays[name], array) for name, array in group.arrays})
 
 
-def num_tokens_held(control: Control, group_id: int, group: LayerGroup) -> jax.Array:
-    """Counts the tokens that each block of a group holds for rows, for chunks, or published; i32[any]."""
+def num_tokens_held(control: Control, group_id: int, config: CacheConfig) -> jax.Array:
+    """Counts the tokens that each block of a group holds for rows, for extras, or published; i32[any]."""
+    group = config.groups[group_id]
     pool, block_size = control.block_pools[group_id], group.block_size
     starts = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32) * block_size
     filled = jnp.clip(row_len(control, group.kind)[:, None] - starts[None], 0, block_size)
     # A last block may be shared by a longer fork, for which it is not the last.
     num_tokens = max_at(jnp.zeros_like(pool.ref_count), pool.block_table, filled)
-    if control.chunks is not None:
-        num_tokens = max_at(num_tokens, control.chunks.block_ids[group_id], block_size)
-    if pool.sink_blocks is not None:
-        num_tokens = max_at(num_tokens, pool.sink_blocks, block_size)
+    for held in config.hooks.held_blocks(control, group_id):
+        num_tokens = max_at(num_tokens, held.block_ids, block_size)
     if pool.cached is None:
         return num_tokens
     return jnp.where(pool.cached.is_published, block_size, num_tokens)

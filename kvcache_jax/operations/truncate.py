@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, quotient, set_at
-from kvcache_jax.blocks import block_pool, sink_blocks
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -46,8 +46,10 @@ def truncate_rows(
 ) -> tuple[Control, jax.Array]:
     """Drops the tokens of rows `seq_ids` from `new_len` on, i32[n] both."""
     context_len = get_at(control.context_len, seq_ids, 0)
-    pools = list(zip(control.block_pools, config.groups, strict=True))
-    is_lost = any_of([_is_lost(pool, group, seq_ids, context_len, new_len) for pool, group in pools])
+    groups = config.row_groups.items()
+    is_lost = any_of(
+        [_is_lost(control.block_pools[g], group, seq_ids, context_len, new_len) for g, group in groups]
+    )
     status = first_failure(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
@@ -57,22 +59,15 @@ def truncate_rows(
         (is_lost, Status.WINDOW_LOST),
     )
     rows = jnp.where(status == Status.OK, seq_ids, control.max_seqs)
-    if config.max_sink_len is not None:  # sinks that are left alone stand where they did
-        assert control.holes is not None
-        is_plain = new_len <= control.holes.of_rows(rows).plain_len
-        plain_rows = jnp.where(is_plain, rows, control.max_seqs)
-        pools = [
-            (pool if group.holds_sources else sink_blocks.put_back(pool, plain_rows), group)
-            for pool, group in pools
-        ]
+    control = config.hooks.truncate(control, rows, new_len)
+    pools = list(control.block_pools)
+    for g, group in groups:
+        pools[g] = _shortened(pools[g], group, rows, new_len)
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, rows, new_len),
         holes=_cut(control, rows, new_len),
-        first_composed=_cut_chunks(control, rows, new_len),
-        block_pools=tuple(
-            pool if group.holds_sources else _shortened(pool, group, rows, new_len) for pool, group in pools
-        ),
+        block_pools=tuple(pools),
     )
     return _count_published(control, rows, config), status
 
@@ -91,14 +86,6 @@ def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
         return None
     kept = control.holes.of_rows(rows)
     return control.holes.with_rows(rows, kept.forgotten(new_len <= kept.plain_len))
-
-
-def _cut_chunks(control: Control, rows: jax.Array, new_len: jax.Array) -> jax.Array | None:
-    """Forgets that `rows` were composed where only tokens in front of their chunks are left."""
-    if control.first_composed is None:
-        return None
-    first = get_at(control.first_composed, rows, 0)
-    return set_at(control.first_composed, rows, jnp.where(new_len < first, 0, first))
 
 
 def _is_lost(

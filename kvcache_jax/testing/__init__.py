@@ -133,7 +133,7 @@ def check_tokens(cache: Cache, expected: Mapping[int, Sequence[int | None]]) -> 
 
 def _texts_of_chunks(cache: Cache) -> dict[int, list[int]]:
     """Reads the tokens of the chunks that are stored, by id."""
-    if (chunks := cache.control.chunks) is None:
+    if (chunks := cache.control.extras.get("chunks")) is None:
         return {}
     tokens, lengths = np.asarray(chunks.tokens), np.asarray(chunks.length)
     return {i: tokens[i, : lengths[i]].tolist() for i in np.flatnonzero(lengths).tolist()}
@@ -147,7 +147,7 @@ def _held_blocks(
     lines = np.full((len(rows) + len(chunk_ids), pool.max_blocks_per_seq), pool.num_blocks)
     firsts = np.zeros(len(lines), int)
     lines[: len(rows)] = np.asarray(pool.block_table)[[*rows]]
-    if (chunks := cache.control.chunks) is not None:
+    if (chunks := cache.control.extras.get("chunks")) is not None:
         blocks = np.asarray(chunks.block_ids[group_id])[[*chunk_ids]]
         lines[len(rows) :, : blocks.shape[1]] = blocks
         firsts[len(rows) :] = np.asarray(chunks.start)[[*chunk_ids]] % block_size
@@ -185,9 +185,9 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
             of_row = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept
             if (got := tuple(int(values[row]) for values in of_row)) != want:
                 found.append(f"row {row} dropped (start, hidden, gone, kept) {got}, expected {want}")
-    if (first_composed := cache.control.first_composed) is not None:
+    if (chunks := cache.control.extras.get("chunks")) is not None:
         for row in active:
-            got, want = int(first_composed[row]) - 1, oracle.rows[row].first_composed
+            got, want = int(chunks.first_composed[row]) - 1, oracle.rows[row].first_composed
             if got != (-1 if want is None else want):
                 found.append(f"row {row} is composed from {got} on, expected {want}")
     counters = np.asarray(cache.control.counters)
@@ -204,7 +204,7 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
             found.append(f"group {g} has {int(pool.num_free)} free blocks, expected {oracle.num_free(g)}")
         holders = {f"row {row}": oracle.rows[row].tables[g] for row in active}
         lines = np.asarray(pool.block_table)[active]
-        if (chunks := cache.control.chunks) is not None:
+        if (chunks := cache.control.extras.get("chunks")) is not None:
             holders |= {f"chunk {i}": chunk.blocks[g] for i, chunk in oracle.chunks.items()}
             lines = [*lines, *np.asarray(chunks.block_ids[g])[[*oracle.chunks]]]
         names, taken = {}, {}
@@ -222,7 +222,7 @@ def check_against_oracle(cache: Cache, oracle: Oracle) -> list[str]:
 
 def _check_chunks(cache: Cache, oracle: Oracle) -> list[str]:
     """Compares the names of chunks, and where they began."""
-    if (chunks := cache.control.chunks) is None:
+    if (chunks := cache.control.extras.get("chunks")) is None:
         return []
     texts, starts = _texts_of_chunks(cache), np.asarray(chunks.start).tolist()
     namespaces = np.asarray(chunks.namespace).tolist()

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from kvcache_jax.chunks.store import Store, store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
@@ -40,8 +41,12 @@ class OracleChunks(OracleCompression):
         return self._num_chunks
 
     @property
+    def _store(self) -> Store | None:
+        return store_of(self.config)
+
+    @property
     def _num_chunks(self) -> int:
-        return self.config.num_chunks or 0
+        return self._store.num_chunks if self._store else 0
 
     def store_chunk(
         self,
@@ -95,7 +100,7 @@ class OracleChunks(OracleCompression):
             return Status.SKIPPED
         if seq_id not in self.rows:
             return Status.SEQ_NOT_ACTIVE
-        is_inside = start >= 0 and 0 < length <= (self.config.max_chunk_len or 0)
+        is_inside = start >= 0 and 0 < length <= (self._store.max_chunk_len if self._store else 0)
         if not is_inside or start + length > self.rows[seq_id].prefix_len:
             return Status.BAD_LENGTH
         for group, table in zip(self.config.groups, self.rows[seq_id].tables, strict=True):

@@ -27,7 +27,7 @@ def poison(cache: Cache) -> Cache:
     """
     pools = []
     for g, group in enumerate(cache.config.groups):
-        num_tokens = num_tokens_held(cache.control, g, group)
+        num_tokens = num_tokens_held(cache.control, g, cache.config)
         is_kept = jnp.arange(group.block_size, dtype=jnp.int32)[None] < num_tokens[:, None]
         pool = pool_of(cache, g)
         pools.append(

@@ -44,7 +44,7 @@ def config_of(num_groups: int, policy: str | None, num_layers: int = 1) -> kv.Ca
 
 def dropping_config(num_groups: int) -> kv.CacheConfig:
     """Returns a cache of so many groups whose rows may drop tokens."""
-    return dataclasses.replace(config_of(num_groups, None), enable_drop=True)
+    return dataclasses.replace(config_of(num_groups, None), extras=[kv.compression.Dropping()])
 
 
 def source_config() -> kv.CacheConfig:
@@ -192,7 +192,7 @@ def _halves_of_attention(num_layers: int = 3) -> Program:
 
 def _compress(policy: str | None, num_layers: int = 3) -> Program:
     """`kv.compress` of some rows, by a score per layer and head; layers are a loop of known trips."""
-    config = dataclasses.replace(config_of(1, policy, num_layers), enable_drop=True)
+    config = dataclasses.replace(config_of(1, policy, num_layers), extras=[kv.compression.Dropping()])
 
     def arguments() -> tuple:
         shape = NUM_LISTED, num_layers, NUM_KV_HEADS, config.max_seq_len
@@ -221,7 +221,7 @@ def _compose_rows(cache, seq_ids, chunk_ids, starts):
 
 def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list[Program]:
     """The operations on chunks; layers are a loop of known trips in each group, on rows of one layer."""
-    sizes = dict(num_chunks=64, max_chunk_len=PROMPT_LEN)
+    sizes = dict(extras=[kv.chunks.Store(64, PROMPT_LEN)])
     config = dataclasses.replace(config_of(num_groups, policy, num_layers), **sizes)
     listed, placed = i32(NUM_LISTED), i32(NUM_LISTED, NUM_CHUNKS_PER_ROW)
     names = i32(NUM_LISTED, PROMPT_LEN)

@@ -74,7 +74,12 @@ def check(num_new, out, weights, last, values):
 @pytest.mark.slow
 def test_tokens_that_were_dropped_weigh_nothing_and_rewritten_ones_what_they_did():
     config = kv.CacheConfig(
-        [kv.FullAttention(1, 4)], enable_drop=True, num_blocks=6, block_size=4, max_seqs=1, max_seq_len=20
+        [kv.FullAttention(1, 4)],
+        extras=[kv.compression.Dropping()],
+        num_blocks=6,
+        block_size=4,
+        max_seqs=1,
+        max_seq_len=20,
     )
     cache, _ = kv.allocate(kv.init(config), [0], [0])
     rng = np.random.default_rng(0)

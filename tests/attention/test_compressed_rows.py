@@ -35,7 +35,7 @@ class Texts:
 
     def __init__(self, options, **sizes):
         sizes = dict(num_blocks=26, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN) | sizes
-        self.config = kv.CacheConfig(enable_drop=True, **options, **sizes)
+        self.config = kv.CacheConfig(extras=[kv.compression.Dropping()], **options, **sizes)
         self.num_layers = self.config.num_layers
         self.cache, self.rng = kv.init(self.config), np.random.default_rng(0)
         self.k, self.v, self.kept = {}, {}, {}
@@ -254,7 +254,9 @@ def test_private_blocks_serve_again_and_the_others_go_back():
 
 @pytest.mark.slow
 def test_what_was_compressed_is_dropped_from_behind_only():
-    config = kv.CacheConfig([WIDE], enable_drop=True, num_blocks=8, block_size=4, max_seqs=2, max_seq_len=28)
+    config = kv.CacheConfig(
+        [WIDE], extras=[kv.compression.Dropping()], num_blocks=8, block_size=4, max_seqs=2, max_seq_len=28
+    )
     cache, _ = kv.allocate(kv.init(config), [0], [20])
     cache, _ = kv.extend(cache, [20, 0], max_new=20)
     cache, _ = kv.compress(cache, [0], np.arange(28, dtype=np.float32)[None], [7])
@@ -281,10 +283,14 @@ def test_what_was_compressed_is_dropped_from_behind_only():
 def test_what_cannot_be_compressed():
     sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=28)
     plain = kv.init(kv.CacheConfig([WIDE] * 2, **sizes))
-    cache = kv.init(kv.CacheConfig([WIDE] * 2, enable_drop=True, **sizes))
-    window = kv.init(kv.CacheConfig([WIDE, kv.SlidingWindow(1, 4, window=3)], enable_drop=True, **sizes))
+    cache = kv.init(kv.CacheConfig([WIDE] * 2, extras=[kv.compression.Dropping()], **sizes))
+    window = kv.init(
+        kv.CacheConfig([WIDE, kv.SlidingWindow(1, 4, window=3)], extras=[kv.compression.Dropping()], **sizes)
+    )
     scores = np.zeros((1, 28), np.float32)
-    with pytest.raises(ValueError, match="expected CacheConfig\\(enable_drop=True\\)"):
+    with pytest.raises(
+        ValueError, match="compress got a cache whose rows cannot drop tokens, expected one built"
+    ):
         kv.compress(plain, [0], scores, [3])
     with pytest.raises(NotImplementedError, match="compress got SlidingWindow\\(3\\) layers, expected"):
         kv.compress(window, [0], scores, [3])

@@ -87,13 +87,21 @@ def test_a_row_is_cut_behind_what_it_dropped_or_in_front_of_it():
 
 def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
-    with pytest.raises(ValueError, match="expected CacheConfig\\(enable_drop=True\\)"):
+    with pytest.raises(
+        ValueError, match="drop got a cache whose rows cannot drop tokens, expected one built"
+    ):
         kv.drop(kv.init(kv.CacheConfig([FULL], **sizes)), [0], [1], [1])
     with pytest.raises(ValueError, match="drop got a cache with enable_prefix_caching=True, expected False"):
-        published = kv.CacheConfig([FULL], enable_prefix_caching=True, enable_drop=True, **sizes)
+        published = kv.CacheConfig(
+            [FULL], enable_prefix_caching=True, extras=[kv.compression.Dropping()], **sizes
+        )
         kv.drop(kv.init(published), [0], [1], [1])
-    with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu' is asked for and enable_drop"):
-        cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, implementation="mosaic_gpu", **sizes))
+    with pytest.raises(
+        NotImplementedError, match="implementation 'mosaic_gpu' is asked for and rows may hide tokens"
+    ):
+        cache = kv.init(
+            kv.CacheConfig([FULL], extras=[kv.compression.Dropping()], implementation="mosaic_gpu", **sizes)
+        )
         kv.extend(cache, [1, 1], max_new=1)
 
 
@@ -102,12 +110,10 @@ def test_keep_everything_is_the_same_bit_for_bit():
     """A cache that may drop and does not computes what one does that cannot."""
     q, k, v = (np.random.default_rng(i).standard_normal((2, 5, 1, DIM), np.float32) for i in range(3))
     outs = []
-    for enable_drop in (False, True):
-        cache = kv.init(
-            kv.CacheConfig([FULL], num_blocks=4, max_seqs=2, max_seq_len=32, enable_drop=enable_drop)
-        )
+    for extras in ([], [kv.compression.Dropping()]):
+        cache = kv.init(kv.CacheConfig([FULL], num_blocks=4, max_seqs=2, max_seq_len=32, extras=extras))
         cache, _ = kv.allocate(cache, [0, 1], [5, 3])
-        if enable_drop:
+        if extras:
             cache, _ = kv.drop(cache, [0, 1], [0, 0], [0, 0])
         cache, reserved = kv.extend(cache, [5, 3], max_new=5)
         outs.append(np.asarray(kv.attention(cache, 0, q, k, v, reserved)[1]))

@@ -139,7 +139,7 @@ def test_what_a_row_with_moved_sinks_refuses():
 def test_beside_sources():
     layers = [FULL, kv.CrossAttention(1, DIM, max_source_len=8)]
     sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=MAX_LEN)
-    cache = kv.init(kv.CacheConfig(layers, enable_drop=True, max_sink_len=3, **sizes))
+    cache = kv.init(kv.CacheConfig(layers, extras=[kv.compression.Dropping(3)], **sizes))
     cache, _ = kv.allocate(cache, [0], [20])
     cache, step = kv.extend(cache, [20, 0, 0], max_new=20)
     k = np.random.default_rng(0).standard_normal((3, 20, 1, DIM), np.float32)
@@ -161,7 +161,7 @@ def test_beside_sources():
 @pytest.mark.slow
 def test_a_namespace_is_scrubbed_and_sinks_of_another_stay():
     sizes = dict(num_blocks=12, block_size=4, max_seqs=3, max_seq_len=MAX_LEN)
-    cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, max_sink_len=3, **sizes))
+    cache = kv.init(kv.CacheConfig([FULL], extras=[kv.compression.Dropping(3)], **sizes))
     names = np.array([[1, 0, 0, 0], [2, 0, 0, 0]], np.uint32)
     cache, _ = kv.allocate(cache, [0, 1], [12, 12], namespace=names)
     cache, step = kv.extend(cache, [12, 12, 0], max_new=12)
@@ -174,8 +174,8 @@ def test_a_namespace_is_scrubbed_and_sinks_of_another_stay():
     cache, _ = kv.scrub(cache, namespace=names[0])
     assert_invariants(cache)
     stored = np.asarray(cache.pools[0].arrays["k"])
-    pool = cache.control.block_pools[0]
-    held = {*pool.block_table[1].tolist(), *pool.block_table[2].tolist(), *pool.sink_blocks[1].tolist()}
+    pool, originals = cache.control.block_pools[0], cache.control.extras["dropping"].block_ids[0]
+    held = {*pool.block_table[1].tolist(), *pool.block_table[2].tolist(), *originals[1].tolist()}
     assert not stored[[block for block in range(12) if block not in held]].any()
     cache, status = kv.truncate(cache, [1], [3])
     assert statuses(status) == [OK]
@@ -188,7 +188,7 @@ def test_of_a_latent_the_key_part_moves_alone():
         kv.LatentAttention(latent_dim=6, rope_dim=4),
         dict(num_blocks=12, block_size=4, max_seqs=1),
     )
-    config = kv.CacheConfig([latent] * 2, max_seq_len=MAX_LEN, enable_drop=True, max_sink_len=3, **sizes)
+    config = kv.CacheConfig([latent] * 2, max_seq_len=MAX_LEN, extras=[kv.compression.Dropping(3)], **sizes)
     cache, _ = kv.allocate(kv.init(config), [0], [12])
     cache, step = kv.extend(cache, [12], max_new=12)
     values = np.random.default_rng(0).standard_normal((2, 1, 12, 1, 10), np.float32)
@@ -211,22 +211,23 @@ def test_of_a_latent_the_key_part_moves_alone():
 
 def test_options_that_do_not_fit_are_named():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
-    plain = kv.init(kv.CacheConfig([FULL], enable_drop=True, **sizes))
+    plain = kv.init(kv.CacheConfig([FULL], extras=[kv.compression.Dropping()], **sizes))
     with pytest.raises(ValueError, match='expected "text" or "cache"'):
         kv.drop(plain, [0], [1], [1], positions="text ")
     with pytest.raises(ValueError, match="a cache without blocks for original sinks"):
         kv.drop(plain, [0], [1], [1], positions="cache", rotate=ROTATE)
     with pytest.raises(ValueError, match='rotate is given with positions="text"'):
         kv.drop(plain, [0], [1], [1], rotate=ROTATE)
-    cache = kv.init(kv.CacheConfig([FULL], enable_drop=True, max_sink_len=4, **sizes))
+    cache = kv.init(kv.CacheConfig([FULL], extras=[kv.compression.Dropping(4)], **sizes))
     with pytest.raises(TypeError, match="rotate is None with positions=.cache., expected a function"):
         kv.drop(cache, [0], [1], [1], positions="cache")
+    with pytest.raises(ValueError, match="max_sink_len is 0, expected"):
+        kv.compression.Dropping(max_sink_len=0)
     for options, message in (
-        (dict(max_sink_len=4), "max_sink_len is 4, expected enable_drop=True with it"),
-        (dict(max_sink_len=33, enable_drop=True), "max_sink_len is 33, expected at most max_seq_len = 32"),
-        (dict(max_sink_len=0, enable_drop=True), "max_sink_len is 0, expected"),
+        (dict(max_seq_len=3), "max_sink_len is 4, expected at most max_seq_len = 3"),
+        (dict(enable_prefix_caching=True), "max_sink_len is 4 and enable_prefix_caching is True, expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            kv.CacheConfig([FULL], **sizes, **options)
+            kv.CacheConfig([FULL], extras=[kv.compression.Dropping(4)], **sizes | options)
     with pytest.raises(NotImplementedError, match="max_sink_len is given and layers.0. is Quantised"):
-        kv.CacheConfig([kv.Quantised(FULL, "int8")], enable_drop=True, max_sink_len=4, **sizes)
+        kv.CacheConfig([kv.Quantised(FULL, "int8")], extras=[kv.compression.Dropping(4)], **sizes)

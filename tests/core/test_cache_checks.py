@@ -75,7 +75,7 @@ ON_HOST = {
 }
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
-CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, num_chunks=2, max_chunk_len=4)
+CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.chunks.Store(2, 4)])
 OF_OTHERS = {
     "chunk_metadata": (CHUNKS, lambda cache: kv.chunk_metadata(cache, [[0]] * 3, [[0]] * 3)),
     "compose": (
@@ -87,11 +87,11 @@ OF_OTHERS = {
     "free_chunks": (CHUNKS, lambda cache: kv.free_chunks(cache, ONES)),
     "store_chunk": (CHUNKS, lambda cache: kv.store_chunk(cache, ROWS, ONES, ONES, TOKENS)),
     "compress": (
-        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, enable_drop=True),
+        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.compress(cache, ROWS, np.ones((len(ROWS), 20), np.float32), ONES),
     ),
     "drop": (
-        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, enable_drop=True),
+        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.drop(cache, ROWS, ONES, ONES),
     ),
     "write_source": (

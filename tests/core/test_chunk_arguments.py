@@ -42,7 +42,7 @@ def test_keys_are_rotated_by_a_table_of_float64():
 
 
 def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
-    sizes = dict(num_chunks=3, max_chunk_len=8)
+    sizes = dict(extras=[kv.chunks.Store(3, 8)])
     plain = kv.FullAttention(2, 8)
     for kind in (
         kv.Quantised(plain, "int8"),
@@ -53,8 +53,8 @@ def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
             match=r"layers\[1\] is .*, expected layers whose keys can be rotated to another",
         ):
             kv.CacheConfig([plain, kind], **sizes)
-    with pytest.raises(ValueError, match="num_chunks = 3 and max_chunk_len = None, expected both or none"):
-        kv.CacheConfig([plain], num_chunks=3)
+    with pytest.raises(ValueError, match="num_chunks is 0, expected at least 1"):
+        kv.chunks.Store(0, 3)
     with pytest.raises(ValueError, match="max_chunk_len is 8, expected at most max_seq_len = 7"):
         kv.CacheConfig([plain], max_seq_len=7, **sizes)
     without = kv.init(kv.CacheConfig([plain], num_blocks=2, max_seqs=1, max_seq_len=9))

@@ -27,7 +27,7 @@ from tests.support.tiny_model import DIM, HEADS, VOCAB
 NUM_NEW = 5
 # One config, so that most tests share their programs: a prompt of 45 tokens leaves room for two long chunks.
 PREFIXES = dict(enable_prefix_caching=True, num_blocks=40)
-SIZES = dict(num_blocks=20, num_chunks=3, max_chunk_len=12)
+SIZES = dict(num_blocks=20, extras=[kv.chunks.Store(3, 12)])
 
 
 def config(**sizes):
@@ -47,7 +47,7 @@ def check_left(cache):
     """Rows are idle, chunks hold their own blocks, and all are free once chunks are forgotten."""
     assert kv.check_invariants(cache) == []
     assert not np.asarray(cache.is_active).any()
-    stored = np.flatnonzero(np.asarray(cache.control.chunks.length))
+    stored = np.flatnonzero(np.asarray(cache.control.extras["chunks"].length))
     emptied, status = kv.free_chunks(cache, stored) if len(stored) else (cache, np.zeros(0))
     assert not np.asarray(status).any() and int(kv.stats(emptied).num_blocks_used) == 0
 
@@ -196,7 +196,7 @@ def test_chunks_without_room_are_computed_as_other_text():
 def test_a_store_of_one_place_is_enough():
     """Two chunks of a prompt are not held together; of prompts that take turns each comes anew."""
     prompts, spans = zip(*PROMPTS, strict=True)
-    result = generate(prompts, spans, sizes=dict(num_chunks=1))
+    result = generate(prompts, spans, sizes=dict(extras=[kv.chunks.Store(1, 12)]))
     for i, (chunks, prompt) in enumerate(zip(spans, prompts, strict=True)):
         first = [span for span in chunks if prompt[slice(*span)] == prompt[slice(*chunks[0])]]
         tokens, scores = greedy(prompt, first, first_of(0.25))
@@ -381,7 +381,7 @@ def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     reuse = kv.ChunkReuse(rotate=ROTATE)
     result = kv.generate(forward, params, prompts, config(), chunk_reuse=reuse, **options)
     assert [g.finish_reason for g in result.generations] == ["nan_logits", "length"]
-    assert np.asarray(result.cache.control.chunks.length).tolist() == [3, 0, 0]
+    assert np.asarray(result.cache.control.extras["chunks"].length).tolist() == [3, 0, 0]
     assert result.num_composed_tokens == 2
     check_left(result.cache)
 
@@ -406,9 +406,12 @@ REUSE = kv.ChunkReuse(rotate=ROTATE)
         ({"chunks": [[], [(2, 7)]]}, r"chunks\[1\] has the span \(2, 7\), expected .* <= 6"),
         ({"chunks": [[(2, 15)], []]}, r"\(2, 15\) of 13 tokens, expected at most max_chunk_len = 12"),
         ({"chunks": [[(5, 9), (2, 6)], []]}, r"\(2, 6\) and \(5, 9\), expected spans that do not overlap"),
-        ({"sizes": {"num_chunks": None, "max_chunk_len": None}}, "without a store of chunks"),
+        ({"sizes": {"extras": []}}, "without a store of chunks"),
         (
-            {"streaming": kv.Streaming(window=4), "sizes": {"enable_drop": True}},
+            {
+                "streaming": kv.Streaming(window=4),
+                "sizes": {"extras": [kv.compression.Dropping(), kv.chunks.Store(3, 12)]},
+            },
             "generate got chunks and streaming, expected one of them",
         ),
         ({"prompts": [[1] * 20, [1] * 47], "sizes": {"num_blocks": 11}}, "needs 12 blocks, expected at most"),

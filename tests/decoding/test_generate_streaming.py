@@ -30,7 +30,7 @@ NUM_BLOCKS = 4 * (MOST_BLOCKS - 1)
 
 def config(**sizes):
     return tiny_model.config(
-        **{"num_blocks": NUM_BLOCKS, "max_seq_len": MAX_LEN, "enable_drop": True} | sizes
+        **{"num_blocks": NUM_BLOCKS, "max_seq_len": MAX_LEN, "extras": [kv.compression.Dropping()]} | sizes
     )
 
 
@@ -105,7 +105,12 @@ def test_layers_with_windows_of_their_own_stream_too():
     """One that is narrower than what is streamed, and one that is wider."""
     layers = [kv.SlidingWindow(2, 4, window=n, num_sink_tokens=2, block_size=2) for n in (4, 9)]
     cfg = kv.CacheConfig(
-        layers, num_blocks=40, max_seqs=4, max_seq_len=MAX_LEN, max_query_len=8, enable_drop=True
+        layers,
+        num_blocks=40,
+        max_seqs=4,
+        max_seq_len=MAX_LEN,
+        max_query_len=8,
+        extras=[kv.compression.Dropping()],
     )
     options = dict(max_new_tokens=NUM_NEW, chunk_len=8, streaming=kv.Streaming(window=6, num_sink_tokens=2))
     result = kv.generate(forward, PARAMS, PROMPTS, cfg, **options)
@@ -140,16 +145,16 @@ def test_no_program_of_a_stream_copies_a_pool(monkeypatch):
             "generate got 508, expected kv.Streaming\\(",
         ),
         (
-            dict(enable_drop=False),
+            dict(extras=[]),
             {},
             ValueError,
-            "generate got streaming, expected CacheConfig\\(enable_drop",
+            "generate got streaming, expected a cache with extras=",
         ),
         (
-            dict(enable_drop=False, enable_prefix_caching=True),
+            dict(extras=[], enable_prefix_caching=True),
             {},
             ValueError,
-            "streaming and a cache with enable_prefix_caching=True, expected CacheConfig\\(enable_drop",
+            "streaming and a cache with enable_prefix_caching=True, expected False",
         ),
         ({}, dict(num_drafts=2), ValueError, "streaming and num_drafts = 2, expected 0"),
         (
@@ -173,7 +178,7 @@ def test_a_streaming_is_checked():
     with pytest.raises(TypeError, match="num_sink_tokens is 1.5, expected an integer"):
         kv.Streaming(window=3, num_sink_tokens=1.5)
     layers = [kv.SlidingWindow(2, 4, window=6, num_sink_tokens=5)] * 2
-    cfg = kv.CacheConfig(layers, max_seqs=4, max_seq_len=48, enable_drop=True)
+    cfg = kv.CacheConfig(layers, max_seqs=4, max_seq_len=48, extras=[kv.compression.Dropping()])
     with pytest.raises(ValueError, match="has num_sink_tokens = 3, expected at least 5: the sinks of"):
         kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=2, streaming=STREAMING)
 

@@ -9,7 +9,7 @@ import pytest
 import kvcache_jax as kv
 
 SIZES: dict[str, Any] = dict(
-    num_blocks=9, block_size=4, max_seqs=2, max_seq_len=20, num_chunks=3, max_chunk_len=5
+    num_blocks=9, block_size=4, max_seqs=2, max_seq_len=20, extras=[kv.chunks.Store(3, 5)]
 )
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def stored():
 
 def test_broken_stores_are_found():
     cache = stored()
-    chunks = cache.control.chunks
+    chunks = cache.control.extras["chunks"]
     assert chunks is not None
     tokens, ids = chunks.tokens, chunks.block_ids[0]
     for changed, violation in [

@@ -22,7 +22,7 @@ def compose_rows(cache, rows, chunk_ids, starts):
 
 def compose(kind):
     """Chunks stand behind what a row holds, their source stays as it was, and windows have what they read."""
-    sizes = dict(num_blocks=30, num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
+    sizes = dict(num_blocks=30, extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)])
     config = dataclasses.replace(config_of(kind), **sizes)
     rows = Rows(kind, empty(config))
     rows.start({2: random_text(14), 1: random_text(3), 0: random_text(6)})

@@ -29,7 +29,7 @@ def compress(kind):
     if kind.spans_as:  # in the caches of "drop"; what the index makes of it, another line tells
         config = dropping_config(kind)
     else:
-        config = dataclasses.replace(config_of(kind), enable_drop=True)
+        config = dataclasses.replace(config_of(kind), extras=[kv.compression.Dropping()])
     rows, num_keep = Rows(kind, empty(config)), {2: 7, 0: 3}
     ids, counts = map(np.array, entries(list(num_keep), list(num_keep.values())))
     scores = np.float32(np.random.default_rng(4).permutation(NUM_ROWS * MAX_LEN)).reshape(NUM_ROWS, MAX_LEN)

@@ -42,7 +42,9 @@ def indexed_config(kind):
 
 
 def dropping_config(kind):
-    return dataclasses.replace(config_of(kind), enable_prefix_caching=False, enable_drop=True)
+    return dataclasses.replace(
+        config_of(kind), enable_prefix_caching=False, extras=[kv.compression.Dropping()]
+    )
 
 
 @functools.cache

@@ -22,7 +22,7 @@ DESCRIBED = "operations/test_chunk_metadata.py::test_tokens_of_chunks_are_descri
 
 MUTATIONS = [
     *in_module(
-        "core/select_tokens",
+        "chunks/select_tokens",
         ("NaN is never computed again", "jnp.isnan(scores), jnp.inf", "jnp.isnan(scores), -jnp.inf", CHOSEN),
         ("minus infinity is computed again", ".is_token & (scores > -jnp.inf)", ".is_token", CHOSEN),
         ("infinity counts as any score", "(rank < num) | (scores == jnp.inf)", "(rank < num)", CHOSEN),
@@ -38,26 +38,26 @@ MUTATIONS = [
         ("a rounded share adds a token", "(1 - 2**-21)", "(1 + 2**-21)", ROUNDED),
     ),
     *in_module(
-        "core/chunk_selector",
+        "chunks/selector",
         ("the last tokens are the first", "return -chunks.place", "return chunks.place", NAMED),
     ),
     *in_module(
-        "attention/chunk_attention",
+        "chunks/chunk_attention",
         ("chunks are outside of themselves", "first = jnp.sum(", "first = places + 0 * jnp.sum(", IN_FRONT),
         ("heads are summed", "(jnp.float32).mean(axis=1)", "(jnp.float32).sum(axis=1)", IN_FRONT),
         ("chunks have no end", "(behind < lengths[:, None])", "(behind < 99)", IN_FRONT),
     ),
     *in_module(
-        "operations/chunk_metadata",
+        "chunks/chunk_metadata",
         ("no chunk is exact", "is_exact = (starts == 0) &", "is_exact = (starts < 0) &", DESCRIBED),
         ("all chunks in front are exact", " & (get_at(chunks.start, chunk_ids, 0) == 0)", "", DESCRIBED),
     ),
     *in_module(
-        "core/chunks",
+        "chunks/store",
         ("uses of chunks are not counted", ".add(jnp.uint32(1), mode", ".add(jnp.uint32(0), mode", SCRIPT),
     ),
     *in_module(
-        "operations/store_chunk",
+        "chunks/store_chunk",
         (
             "when a chunk was stored is not known",
             "set_at(chunks.last_used, plan.new_ids, control.clock)",
@@ -66,7 +66,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/free_chunks",
+        "chunks/free_chunks",
         (
             "uses outlive their chunks",
             "lambda values: set_at(values, chunk_ids, 0)",
@@ -75,7 +75,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/evict_chunks",
+        "chunks/evict_chunks",
         (
             "chunks to keep are evicted",
             "set_at(chunks.length > 0, keep, False)",
@@ -113,7 +113,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "attention/chunk_deviation",
+        "chunks/chunk_deviation",
         (
             "rows that fail deviate",
             "jnp.where(nth < step.query_len[:, None], places, old.shape[1])",

@@ -22,7 +22,7 @@ ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
 MUTATIONS = [
     *in_module(
-        "operations/compose",
+        "chunks/compose",
         ("composed keys move back", "starts - get_at(chunks.start", "get_at(chunks.start", PLACES),
         (
             "chunks of another namespace are composed",
@@ -34,7 +34,7 @@ MUTATIONS = [
         ("a composed row is a plain text", "first_composed=first)", "first_composed=0 * first)", PLACES),
     ),
     *in_module(
-        "operations/composed_columns",
+        "chunks/composed_columns",
         (
             "a chunk begins where its first block does",
             "remainder(first, group.block_size) + places",
@@ -87,7 +87,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/store_chunk",
+        "chunks/store_chunk",
         (
             "chunks are stored of what a window lost",
             "is_read & (entries == pool.num_blocks)",
@@ -106,7 +106,7 @@ MUTATIONS = [
         ("composed tokens become chunks", "most = plain_len(control, seq_ids, most)", "", IN_PLACE),
     ),
     *in_module(
-        "core/chunks",
+        "chunks/store",
         (
             "chunks are found in any namespace",
             "is_equal &= (self.namespace[None]",
@@ -130,20 +130,20 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/drop",
+        "compression/drop",
         (
             "dropping forgets where chunks stand",
-            "cut_composed(control, plan.rows, plan.holes.plain_len)",
-            "control.first_composed",
+            "config.hooks.move(control, plan.rows, plan.holes.plain_len)",
+            "control",
             SCRIPT,
         ),
     ),
     *in_module(
-        "operations/compress",
+        "compression/compress",
         (
             "compressing forgets where chunks stand",
-            "cut_composed(control, plan.rows, plain_len)",
-            "control.first_composed",
+            "config.hooks.move(control, plan.rows, plain_len)",
+            "control",
             SCRIPT,
         ),
     ),

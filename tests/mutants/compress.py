@@ -16,7 +16,7 @@ SAID = f"{SCORERS}::test_a_scorer_is_what_kvpress_says"
 
 MUTATIONS = [
     *in_module(
-        "core/token_scorer",
+        "compression/token_scorer",
         ("SnapKV pools over too few tokens", "= 64, 5, 4", "= 64, 3, 4", f"{SAID}[snapkv]"),
         ("H2O does not count who sees a token", "/ _float(jnp.maximum(num_seeing, 1))", "", f"{SAID}[h2o]"),
         ("KeyDiff keeps the common", "-jnp.sum(unit * anchor", "jnp.sum(unit * anchor", f"{SAID}[keydiff]"),
@@ -36,7 +36,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/compress",
+        "compression/compress",
         ("a row may keep nothing", "group.span.num_sink_tokens, 1)", "group.span.num_sink_tokens, 0)", KEPT),
         ("a row may keep more than it has", "(count > num_shown)", "(count > num_shown + 1)", KEPT),
         ("hidden tokens can be kept", "context_len - holes.num_hidden - ", "context_len - ", BEHIND),
@@ -72,7 +72,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/kept_tokens",
+        "compression/kept_tokens",
         ("the lowest scores are kept", "(is_less, -scores, places)", "(is_less, scores, places)", KEPT),
         ("tokens behind the row are kept", "(row_places < context_len[:, None]) &", "", KEPT),
         (
@@ -89,7 +89,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/moved_columns",
+        "compression/moved_columns",
         (
             "a shared block is written",
             "(block_pool.ref_counts(pool, entries) == 1)",
@@ -130,7 +130,7 @@ MUTATIONS = [
         ("kept tokens are computed again", " | holes.is_kept(indices)", "", PLAIN),
     ),
     *in_module(
-        "operations/drop",
+        "compression/drop",
         ("kept tokens are dropped", "(before.num_kept > 0) & (start < before.start)", "start < -1", BEHIND),
     ),
     *in_module(

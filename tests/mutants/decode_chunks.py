@@ -19,7 +19,7 @@ LEAST_USE = f"{TESTS}::test_chunks_of_least_use_are_forgotten_first"
 
 MUTATIONS = [
     *in_module(
-        "decoding/prompt_chunks",
+        "chunks/prompt_chunks",
         (
             "texts between chunks are not computed",
             "(is_selected | ~placed.is_composed)",
@@ -65,7 +65,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "decoding/chunk_reuse",
+        "chunks/reuse",
         (
             "chunks find room beside a prompt that leaves none",
             "min(left) < 0 or ",
@@ -81,7 +81,7 @@ MUTATIONS = [
         ("equal chunks of a prompt need room twice", "if name not in names:", "if True:", ONE_PLACE),
     ),
     *in_module(
-        "decoding/observed_chunks",
+        "chunks/observed_chunks",
         (
             "keys deviate from nothing",
             "new.astype(jnp.float32) - old.astype(jnp.float32)",

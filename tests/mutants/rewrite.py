@@ -29,7 +29,7 @@ MOVED = f"{SINKS}::test_what_a_row_with_moved_sinks_refuses"
 
 MUTATIONS = [
     *in_module(
-        "operations/drop",
+        "compression/drop",
         (
             "sinks move by what the row gave back",
             "plan.holes.num_hidden + plan.holes.num_dropped",
@@ -95,7 +95,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/compress",
+        "compression/compress",
         (
             "moved sinks are compressed",
             "is_bad |= sink_blocks.have_moved(control, seq_ids) & ~is_same",
@@ -192,7 +192,7 @@ MUTATIONS = [
         ("queries with gaps see as a run does", "if plan.positions is not None:", "if False:", CELL),
     ),
     *in_module(
-        "operations/drop",
+        "compression/drop",
         (
             "a drop is not released",
             "where(is_gone, entries, pool.num_blocks)",
@@ -279,7 +279,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/streaming",
+        "compression/streaming",
         (
             "rows that stream are thought to hold less",
             "unit - 1 + self.window - 1",
@@ -288,7 +288,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "decoding/streaming",
+        "compression/streaming_loop",
         ("a token sees one token too many", "text_len + 1 - streaming", "text_len - streaming", PAST_THE_END),
         (
             "sinks are dropped",

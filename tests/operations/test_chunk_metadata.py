@@ -10,7 +10,7 @@ import kvcache_jax as kv
 ROWS, MAX_LEN, NUM_CHUNKS, MAX_CHUNK = 3, 21, 4, 6
 LAYER = kv.FullAttention(1, 8)
 SIZES: dict[str, Any] = dict(num_blocks=20, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN)
-CONFIG = kv.CacheConfig([LAYER], **SIZES, num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
+CONFIG = kv.CacheConfig([LAYER], **SIZES, extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)])
 
 
 def stored():

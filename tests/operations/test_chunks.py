@@ -56,7 +56,7 @@ class Texts:
 
     def __init__(self, options=ONE_GROUP, seed=0, **sizes):
         sizes = dict(num_blocks=37, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN) | options | sizes
-        sizes = dict(num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK) | sizes
+        sizes = dict(extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)]) | sizes
         self.config = kv.CacheConfig(**sizes)
         self.num_layers, self.rng = self.config.num_layers, np.random.default_rng(seed)
         self.cache, self.texts, self.chunks = kv.init(self.config), {}, {}
@@ -165,7 +165,7 @@ class Texts:
     def check_others(self, before, rows):
         """Blocks of other rows and of chunks, and published ones, are as they were bit for bit."""
         for g, pool in enumerate(before.control.block_pools):
-            held = {*np.asarray(before.control.chunks.block_ids[g]).reshape(-1).tolist()}
+            held = {*np.asarray(before.control.extras["chunks"].block_ids[g]).reshape(-1).tolist()}
             table = np.asarray(pool.block_table)
             held |= {*table[[row for row in range(ROWS) if row not in rows]].reshape(-1).tolist()}
             if pool.cached is not None:  # and not evicted
@@ -213,7 +213,7 @@ def test_chunks_stand_at_any_place_of_a_row(options):
         OK,
         OK,
     ]
-    assert int(texts.cache.control.first_composed[2]) == 1
+    assert int(texts.cache.control.extras["chunks"].first_composed[2]) == 1
     texts.grow([0, 3, 1, 5])
 
     texts.free(0, 1)  # chunks outlive the rows that they came from
@@ -255,7 +255,7 @@ def test_a_chunk_shares_the_whole_blocks_of_its_span():
     assert texts.num_free() == [before - 2]
     table, ids = (
         texts.cache.control.block_pools[0].block_table[0],
-        texts.cache.control.chunks.block_ids[0][chunk],
+        texts.cache.control.extras["chunks"].block_ids[0][chunk],
     )
     assert ids[1:3].tolist() == table[1:3].tolist()
     # Of the chunk's blocks the row holds two, which the picture calls shared.
@@ -389,9 +389,9 @@ def test_a_composed_row_publishes_what_is_in_front_alone():
     assert int(texts.cache.control.num_published[3]) == 4
     # Once its chunk is gone the row is a plain text again, and so is a fork of it.
     texts.cache, _ = kv.fork(texts.cache, [3], [2])
-    assert int(texts.cache.control.first_composed[2]) == 15
+    assert int(texts.cache.control.extras["chunks"].first_composed[2]) == 15
     texts.cache, _ = kv.truncate(texts.cache, [3, 2], [14, 15])
-    assert texts.cache.control.first_composed[2:4].tolist() == [15, 0]
+    assert texts.cache.control.extras["chunks"].first_composed[2:4].tolist() == [15, 0]
     del texts.texts[3]
     assert_invariants(texts.cache)
 
@@ -422,7 +422,7 @@ def test_scrubbing_a_namespace_forgets_its_chunks_and_no_others():
     texts.texts[1] = tuple(x[:6] if x.ndim == 1 else x[:, :6] for x in texts.texts[1])
     texts.cache, _ = kv.scrub(texts.cache, namespace=mine)
     del texts.texts[2]
-    assert texts.cache.control.chunks.length.tolist() == [11, 13, 0, 0, 0]
+    assert texts.cache.control.extras["chunks"].length.tolist() == [11, 13, 0, 0, 0]
     texts.check()
     texts.start([2])
     assert texts.compose({2: [(theirs, 3), (whole, 19)]}) == [OK]

@@ -66,8 +66,7 @@ class Texts:
             max_seqs=ROWS,
             max_seq_len=MAX_LEN,
             max_query_len=WIDTH,
-            num_chunks=NUM_CHUNKS,
-            max_chunk_len=MAX_CHUNK,
+            extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)],
         )
         self.cache, self.rng, self.texts, self.chunks = kv.init(config), np.random.default_rng(0), {}, {}
         for row in range(ROWS):
@@ -191,7 +190,7 @@ def test_a_composed_row_of_windows_is_computed_again_where_it_is_in_reach():
 
 
 def test_rotations_of_a_layer_group_are_one():
-    sizes = dict(num_blocks=4, max_seqs=1, max_seq_len=9, num_chunks=2, max_chunk_len=3)
+    sizes = dict(num_blocks=4, max_seqs=1, max_seq_len=9, extras=[kv.chunks.Store(2, 3)])
     cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 4)] * 2, **sizes))
     one = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ValueError, match=r"rotate differs among layers \(0, 1\), which are one group"):

@@ -18,8 +18,7 @@ CONFIG = kv.CacheConfig(
     block_size=4,
     max_seqs=ROWS,
     max_seq_len=MAX_LEN,
-    num_chunks=NUM_CHUNKS,
-    max_chunk_len=MAX_CHUNK,
+    extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)],
 )
 # Passages of rows 0 and 1: first place and length.
 SPANS = [(0, 4), (5, 6), (17, 5), (0, 6)]
@@ -44,7 +43,7 @@ class Store:
 
     def check(self):
         assert_invariants(self.cache)
-        chunks = self.cache.control.chunks
+        chunks = self.cache.control.extras["chunks"]
         assert chunks is not None
         assert np.flatnonzero(chunks.length).tolist() == sorted(self.chunks)
         for id_, (row, start, length, uses, last) in self.chunks.items():

@@ -169,7 +169,7 @@ def test_it_runs_inside_jit():
 def streamed(cache, target, window=6, **options):
     """The rows that drop blocks, in that order, and the blocks that each row holds then."""
     kept = kv.Streaming(window=window, num_sink_tokens=3)
-    cache, rows = kv.preempt_to_utilization(cache, target, strategy="streaming", streaming=kept, **options)
+    cache, rows = kv.compression.drop_to_utilization(cache, target, streaming=kept, **options)
     assert not kv.check_invariants(cache)
     held = (np.asarray(cache.control.block_pools[0].block_table) < 20).sum(axis=1)
     return cache, [row for row in rows.tolist() if row < ROWS], held.tolist()
@@ -177,7 +177,7 @@ def streamed(cache, target, window=6, **options):
 
 def make_streaming(num_dropped=0):
     """Rows of 9, 18, 27 and 3 tokens in 3, 5, 7 and 1 blocks; row 2 may have dropped behind its fifth."""
-    cache = make_cache([9, 18, 27, 3], enable_drop=True)
+    cache = make_cache([9, 18, 27, 3], extras=[kv.compression.Dropping()])
     cache, step = kv.extend(cache, [9, 18, 27, 3, 0], max_new=27)
     kv.raise_for_status(step.status, "extend")
     return kv.drop(cache, [2], [5], [num_dropped])[0]
@@ -219,18 +219,14 @@ def test_rows_that_stream_go_on_dropping_behind_what_they_dropped():
     cache, _ = kv.fork(make_streaming(), [2], [4])
     assert streamed(cache, 0.0)[1] == [1]
     assert streamed(make_streaming(), 0.0, policy="lru")[1] == [1, 2]
-    relieve = jax.jit(lambda cache: kv.preempt_to_utilization(cache, 0.5, strategy="streaming"))
+    relieve = jax.jit(lambda cache: kv.compression.drop_to_utilization(cache, 0.5))
     assert relieve(make_streaming())[1].tolist() == [ROWS] * ROWS  # 4 + 508 tokens
 
 
 def test_what_is_refused():
     cache = make_cache([4])
-    with pytest.raises(ValueError, match="strategy is 'swap', expected one of 'free', 'streaming'"):
-        kv.preempt_to_utilization(cache, 0.5, strategy="swap")
-    with pytest.raises(ValueError, match="preempt_to_utilization got streaming, expected CacheConfig"):
-        kv.preempt_to_utilization(cache, 0.5, strategy="streaming")
-    with pytest.raises(ValueError, match="strategy is 'free', expected the strategy 'streaming' with it"):
-        kv.preempt_to_utilization(cache, 0.5, streaming=kv.Streaming())
+    with pytest.raises(ValueError, match="drop_to_utilization got streaming, expected a cache with extras"):
+        kv.compression.drop_to_utilization(cache, 0.5)
     with pytest.raises(
         ValueError, match="policy is 'newest', expected one of 'lru', 'lfu', 'longest', 'prio"
     ):

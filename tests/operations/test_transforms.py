@@ -315,7 +315,7 @@ def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks():
         cache, _ = kv.drop(cache, jnp.arange(4), jnp.full(4, 2), jnp.full(4, 7))
         return decode(cache)
 
-    num_bytes, pool_bytes = compiled_bytes([KIND, WINDOW], stream, enable_drop=True)
+    num_bytes, pool_bytes = compiled_bytes([KIND, WINDOW], stream, extras=[kv.compression.Dropping()])
     assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
 
 
@@ -327,7 +327,7 @@ def test_moving_sinks_copies_no_pool_and_no_array_of_blocks():
         rows = jnp.arange(4)
         return kv.drop(cache, rows, jnp.full(4, 2), jnp.full(4, 7), positions="cache", rotate=rotate)
 
-    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, stream, enable_drop=True, max_sink_len=2)
+    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, stream, extras=[kv.compression.Dropping(2)])
     assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
 
 
@@ -339,7 +339,7 @@ def test_compressing_copies_no_pool_and_no_array_of_blocks():
         scores = jnp.ones((4, 2, 2, 40))
         return kv.compress(cache, jnp.arange(4), scores, jnp.full(4, 7))
 
-    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, compress, enable_drop=True)
+    num_bytes, pool_bytes = compiled_bytes([KIND] * 2, compress, extras=[kv.compression.Dropping()])
     assert num_bytes < 0.01 * pool_bytes
     of_rows = 4 * 40 * 2 * 2 * 8 * 4
     assert num_bytes < 4 * NUM_BLOCKS + of_rows

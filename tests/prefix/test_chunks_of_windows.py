@@ -27,7 +27,7 @@ class ChunkScript(WindowScript):
     """
 
     def __init__(self, seed):
-        super().__init__(seed, 2, grouped_config(num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK))
+        super().__init__(seed, 2, grouped_config(extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK)]))
         self.chunks, self.outcomes = {}, collections.Counter()
 
     def step(self):

@@ -17,7 +17,7 @@ from tests.support.random_script import (
 )
 
 NUM_CHUNKS, MAX_CHUNK, CHUNKS_PER_ROW = 5, 9, 2
-SIZES = dict(num_chunks=NUM_CHUNKS, max_chunk_len=MAX_CHUNK)
+SIZES = dict(extras=[kv.chunks.Store(NUM_CHUNKS, MAX_CHUNK), kv.compression.Dropping()])
 
 
 def chunk_config(**sizes):
@@ -29,13 +29,13 @@ def window_chunk_config(**sizes):
     """Two window groups, of blocks of 2 and 3 tokens, whose rows may drop tokens and be composed."""
     window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=26)
     narrow = kv.SlidingWindow(1, 5, window=1, block_size=3)
-    limits = dict(max_seqs=ROWS, max_seq_len=31, max_query_len=9, enable_drop=True)
+    limits = dict(max_seqs=ROWS, max_seq_len=31, max_query_len=9)
     return kv.CacheConfig([window, narrow], **SIZES | limits | sizes)
 
 
 def prefix_chunk_config(**sizes):
     """A full group with prefix caching whose rows may be compressed and be composed."""
-    return prefix_config(**SIZES | dict(enable_drop=True) | sizes)
+    return prefix_config(**SIZES | sizes)
 
 
 # Keys of the token test know no position, so that composing moves them bit for bit.

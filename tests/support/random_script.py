@@ -40,14 +40,16 @@ def dropping_config(**sizes):
     full = kv.FullAttention(1, 5)
     window = kv.SlidingWindow(2, 5, window=6, num_sink_tokens=3, max_rollback=2, block_size=2, num_blocks=40)
     sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
-    return kv.CacheConfig([window, full, window], max_query_len=9, enable_drop=True, **sizes)
+    return kv.CacheConfig(
+        [window, full, window], max_query_len=9, extras=[kv.compression.Dropping()], **sizes
+    )
 
 
 def compressing_config(**sizes):
     """Two full groups with blocks of 4 and 2 tokens, whose rows may drop tokens and be compressed."""
     layers = [kv.FullAttention(1, 5), kv.FullAttention(2, 5, block_size=2, num_blocks=40)]
     sizes = {"num_blocks": 24, "block_size": 4, "max_seqs": ROWS, "max_seq_len": 31} | sizes
-    return kv.CacheConfig(layers, enable_drop=True, **sizes)
+    return kv.CacheConfig(layers, **{"extras": [kv.compression.Dropping()]} | sizes)
 
 
 # The compiled steps are shared by all drivers of one config.
@@ -282,8 +284,8 @@ def changed_blocks(before, after):
 def _of_chunks(cache, group_id):
     """bool[num_blocks], a chunk holds the block."""
     is_held = np.zeros(cache.control.block_pools[group_id].num_blocks + 1, bool)
-    if cache.control.chunks is not None:
-        is_held[cache.control.chunks.block_ids[group_id]] = True
+    if "chunks" in cache.control.extras:
+        is_held[cache.control.extras["chunks"].block_ids[group_id]] = True
     return is_held[:-1]
 
 
@@ -318,7 +320,7 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
     name = rng.choice(names, p=[0.1, 0.32, 0.1, 0.07, 0.14, 0.05, 0.1, 0.12])
     active = sorted(driver.oracle.rows)
     idle = sorted({*range(ROWS)} - {*active})
-    if driver.config.enable_drop and keeps_all(driver.config) and rng.random() < 0.12:
+    if driver.config.hides_tokens and keeps_all(driver.config) and rng.random() < 0.12:
         ids = row_ids(rng, active)
         return (
             "compress",
@@ -326,7 +328,7 @@ def random_operation(rng: np.random.Generator, driver: Driver) -> tuple:
             rng.integers(1000, size=ENTRIES).tolist(),
             [_num_keep(rng, driver, r) for r in ids],
         )
-    if driver.config.enable_drop and not driver.config.enable_prefix_caching and rng.random() < 0.15:
+    if driver.config.hides_tokens and not driver.config.enable_prefix_caching and rng.random() < 0.15:
         ids = row_ids(rng, active)
         runs = [_run(rng, driver, row) for row in ids]
         return "drop", ids, [start for start, _ in runs], [length for _, length in runs]

@@ -48,9 +48,10 @@ class Texts:
     With `rotate`, a function as `drop` takes it, the tokens in front of those that were dropped move along.
     """
 
-    def __init__(self, layers, seed=0, rotate=None, **sizes):
+    def __init__(self, layers, seed=0, rotate=None, max_sink_len=None, **sizes):
         sizes = dict(num_blocks=30, block_size=4, max_seqs=ROWS, max_seq_len=MAX_LEN) | sizes
-        self.cache = kv.init(kv.CacheConfig(layers, max_query_len=WIDTH, enable_drop=True, **sizes))
+        extras = [kv.compression.Dropping(max_sink_len)]
+        self.cache = kv.init(kv.CacheConfig(layers, max_query_len=WIDTH, extras=extras, **sizes))
         self.cache, _ = kv.allocate(self.cache, range(ROWS), [0] * ROWS)
         self.rotate = rotate
         self.drop_tokens = kv.drop

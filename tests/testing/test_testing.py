@@ -235,7 +235,7 @@ def test_the_token_test_notices_one_wrong_number(name):
 
 @pytest.mark.slow
 def test_the_token_test_and_the_oracle_look_at_chunks_too():
-    sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=24, num_chunks=3, max_chunk_len=6)
+    sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=24, extras=[kv.chunks.Store(3, 6)])
     config = kv.CacheConfig([kv.FullAttention(1, 5)], **sizes)
     cache, oracle = testing.poison(kv.init(config)), testing.Oracle(config)
     text = [*range(100, 109)]
@@ -250,7 +250,7 @@ def test_the_token_test_and_the_oracle_look_at_chunks_too():
     oracle.compose([1], [[0]], [[3]])
     assert expected(oracle)[1] == [None] * 3 + text[2:8]
     assert testing.check_against_oracle(cache, oracle) == testing.check_tokens(cache, expected(oracle)) == []
-    block = int(cache.control.chunks.block_ids[0][0, 0])
+    block = int(cache.control.extras["chunks"].block_ids[0][0, 0])
     arrays = {name: values.at[block, 0, 3].add(1) for name, values in cache.pools[0].arrays.items()}
     spoiled = dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=arrays),))
     assert testing.check_tokens(spoiled, expected(oracle)) == [

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.blocks.storage import keys_values_shapes
+from kvcache_jax.compression.token_scorer import TokenMetadata, registered_scorer, scores_by
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import refuse_donated, takes_one
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.core.token_scorer import TokenMetadata, registered_scorer, scores_by
 
 
 @takes_one
@@ -51,7 +51,7 @@ def token_scores(
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
       >>> layers, sizes = [kv.FullAttention(1, 8)], dict(num_blocks=4, max_seqs=2, max_seq_len=64)
-      >>> cache = kv.init(kv.CacheConfig(layers, enable_drop=True, **sizes))
+      >>> cache = kv.init(kv.CacheConfig(layers, extras=[kv.compression.Dropping()], **sizes))
       >>> cache, _ = kv.allocate(cache, [0], [20])
       >>> cache, step = kv.extend(cache, [20, 0], max_new=20)
       >>> q, new = jnp.ones((2, 20, 4, 8)), jnp.ones((2, 20, 1, 8))

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.chunks.selector import ChunkMetadata
+from kvcache_jax.chunks.store import Chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunk_selector import ChunkMetadata
-from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.state import Cache
 
 
@@ -23,7 +23,7 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
     A chunk that was computed at place 0 and stands there is exact: its tokens are none to compute again.
 
     Args:
-      cache: Not changed; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
+      cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.
       chunk_ids: i32[n, K], as in `compose`; `num_chunks` for none.
       starts: i32[n, K], as in `compose`.
 
@@ -35,7 +35,7 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
       >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
@@ -44,7 +44,7 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
       >>> kv.select_tokens("first", chunks, [2], max_select=3).tolist()
       [[30, 31, 64]]
     """
-    chunks = require_chunks("chunk_metadata", cache.control.chunks)
+    chunks = require_chunks("chunk_metadata", cache)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
     starts = arguments.saturated("starts", starts)
     if chunk_ids.ndim != 2 or starts.shape != chunk_ids.shape:

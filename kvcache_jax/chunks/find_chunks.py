@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from kvcache_jax.chunks.store import Chunks, require_chunks
+from kvcache_jax.chunks.store_chunk import padded_name
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.state import Cache
-from kvcache_jax.operations.store_chunk import padded_name
 
 
 @takes_one
@@ -20,7 +20,7 @@ def find_chunks(
     """Finds the chunks with exactly these tokens in a namespace; changes nothing.
 
     Args:
-      cache: Not changed; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
+      cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.
       tokens: i32[n, P], the passages, padded at the end; P is at most `max_chunk_len`.
       num_tokens: i32[n], their lengths.
       namespace: u32[4] or u32[n, 4]. Default: all zero.
@@ -31,7 +31,7 @@ def find_chunks(
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
     """
-    chunks = require_chunks("find_chunks", cache.control.chunks)
+    chunks = require_chunks("find_chunks", cache)
     num_tokens = arguments.int_column("num_tokens", num_tokens)
     tokens = token_arguments.token_ids(tokens, num_tokens.shape[0], None)
     namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])

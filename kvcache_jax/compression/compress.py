@@ -10,8 +10,12 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, sink_blocks, storage
+from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.token_moves import TokenMoves, move_tokens
+from kvcache_jax.compression import kept_tokens, moved_columns
+from kvcache_jax.compression.dropping import reads_rotated, require_dropping
+from kvcache_jax.compression.kept_tokens import Kept
+from kvcache_jax.compression.moved_columns import MovedColumns
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -20,10 +24,7 @@ from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations import kept_tokens, moved_columns
-from kvcache_jax.operations.kept_tokens import Kept
-from kvcache_jax.operations.moved_columns import MovedColumns
-from kvcache_jax.operations.rows import check_ids, cut_composed, fitting_rows
+from kvcache_jax.operations.rows import check_ids, fitting_rows
 from kvcache_jax.prefix import eviction
 
 
@@ -44,7 +45,7 @@ def compress(
     given back. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
-      cache: Not changed, unless donated; built with `CacheConfig(enable_drop=True)`.
+      cache: Not changed, unless donated; built with `CacheConfig(extras=[Dropping()])`.
       seq_ids: i32[n], active rows, each at most once.
       scores: f32[n, max_seq_len]; or `[n, layers, max_seq_len]`, or `[n, layers, heads, max_seq_len]`, of the
         layers `cache.config.own_layers` in this order. Of equal scores the earlier token's counts more; NaN
@@ -57,13 +58,13 @@ def compress(
       OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError, TypeError: the cache has no `enable_drop`, or shapes or dtypes do not fit.
+      ValueError, TypeError: the cache has no `Dropping`, or shapes or dtypes do not fit.
       NotImplementedError: a layer has a window, whose distances need the position of every token.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
       >>> layers, sizes = [kv.FullAttention(1, 8)], dict(num_blocks=8, max_seqs=2, max_seq_len=64)
-      >>> cache = kv.init(kv.CacheConfig(layers, enable_drop=True, **sizes))
+      >>> cache = kv.init(kv.CacheConfig(layers, extras=[kv.compression.Dropping()], **sizes))
       >>> cache, _ = kv.allocate(cache, [0], [60])
       >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
       >>> latest = jnp.arange(64.0)[None]
@@ -96,12 +97,9 @@ def compress(
 
 
 def _require_compressible(config: CacheConfig) -> None:
-    if not config.enable_drop:
-        raise ValueError(
-            "compress needs a cache that may let tokens go, expected CacheConfig(enable_drop=True)"
-        )
-    for group in config.groups:
-        if not (group.span.keeps_all or group.holds_sources):
+    require_dropping("compress", config)
+    for group in config.row_groups.values():
+        if not group.span.keeps_all:
             raise NotImplementedError(
                 f"compress got {group.kind.label} layers, expected layers that keep all tokens: how far a "
                 "window reaches depends on the positions of tokens, which differ by layer once some are gone"
@@ -137,7 +135,7 @@ def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments
 
 def _groups(config: CacheConfig) -> list[tuple[int, LayerGroup]]:
     """Lists the groups of layers that store their rows' tokens."""
-    return [(g, group) for g, group in enumerate(config.groups) if not group.holds_sources]
+    return list(config.row_groups.items())
 
 
 class _Plan(NamedTuple):
@@ -196,7 +194,7 @@ def _plan(
         is_bad |= (count < max(group.span.num_sink_tokens, 1)) | (count > num_shown) | is_uneven
         is_same &= count == num_shown
         counts.append(count)
-    is_bad |= sink_blocks.have_moved(control, seq_ids) & ~is_same
+    is_bad |= reads_rotated(control, seq_ids) & ~is_same
     status = first_failure(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
@@ -239,10 +237,10 @@ def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig
         first=first,
     )
     num_plain = quotient(plain_len, config.groups[config.indexed_group].block_size)
-    return dataclasses.replace(
+    control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, plan.rows, plan.new_len),
         num_published=min_at(control.num_published, plan.rows, num_plain),
         holes=control.holes.with_rows(plan.rows, new_holes),
-        first_composed=cut_composed(control, plan.rows, plain_len),
     )
+    return config.hooks.move(control, plan.rows, plain_len)

@@ -8,12 +8,11 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, set_at
 from kvcache_jax.blocks import block_pool
+from kvcache_jax.chunks.store import Chunks, chunks_of, forget_chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control
-from kvcache_jax.operations.free_chunks import forget
 from kvcache_jax.operations.rows import on_rows
 
 
@@ -28,7 +27,7 @@ def evict_chunks(
     that may go would not suffice, none goes.
 
     Args:
-      cache: Not changed; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
+      cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.
       num_places: i32[], places of the store to be empty.
       num_blocks: i32[], blocks to be free or cached in each layer group.
       keep: i32[any], chunks that do not go, such as those that a row is about to be composed of.
@@ -41,20 +40,20 @@ def evict_chunks(
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
       >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
       >>> cache, _ = kv.store_chunk(cache, [0], [0], [30], [range(30)])
       >>> cache, _ = kv.store_chunk(cache, [0], [0], [30], [range(1, 31)])
       >>> cache, num_evicted = kv.evict_chunks(cache, 2)             # one place of three is empty
-      >>> int(num_evicted), cache.control.chunks.length.tolist()
+      >>> int(num_evicted), cache.control.extras["chunks"].length.tolist()
       (1, [0, 30, 0])
 
     References:
       Cache-Craft (Agarwal et al.; arXiv:2502.15734), for use times tokens saved.
     """
-    require_chunks("evict_chunks", cache.control.chunks)
+    require_chunks("evict_chunks", cache)
     asked = [
         arguments.int_scalar(name, x) for name, x in (("num_places", num_places), ("num_blocks", num_blocks))
     ]
@@ -65,8 +64,7 @@ def evict_chunks(
 def _evict(
     control: Control, keep: jax.Array, num_places: jax.Array, num_blocks: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    chunks = control.chunks
-    assert chunks is not None
+    chunks = chunks_of(control)
     may_go = set_at(chunks.length > 0, keep, False)
     rank = _ranks(chunks, may_go, control.clock)
     num_going = jnp.arange(chunks.num_chunks + 1, dtype=jnp.int32)
@@ -78,7 +76,7 @@ def _evict(
     num_evicted = jnp.min(jnp.where(suffices, num_going, chunks.num_chunks + 1))
     num_evicted = jnp.where(num_evicted > chunks.num_chunks, 0, num_evicted)
     going = jnp.where(rank < num_evicted, num_going[:-1], chunks.num_chunks)
-    return forget(control, going), num_evicted
+    return forget_chunks(control, going), num_evicted
 
 
 def _ranks(chunks: Chunks, mask: jax.Array, clock: jax.Array) -> jax.Array:

@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.chunks.selector import ChunkMetadata, scores_by, visible_to
 from kvcache_jax.core import arguments
-from kvcache_jax.core.chunk_selector import ChunkMetadata, scores_by, visible_to
 
 
 @jax.named_scope("kvcache.select_tokens")

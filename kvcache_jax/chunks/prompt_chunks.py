@@ -9,25 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import set_at
-from kvcache_jax.core.chunk_selector import ChunkMetadata
-from kvcache_jax.core.chunks import Chunks
-from kvcache_jax.core.select_tokens import num_of_share, select_tokens
+from kvcache_jax.chunks.chunk_metadata import chunk_metadata
+from kvcache_jax.chunks.compose import compose
+from kvcache_jax.chunks.evict_chunks import evict_chunks
+from kvcache_jax.chunks.find_chunks import find_chunks
+from kvcache_jax.chunks.observed_chunks import observe_chunks
+from kvcache_jax.chunks.reuse import ChunkReuse, Span
+from kvcache_jax.chunks.select_tokens import num_of_share, select_tokens
+from kvcache_jax.chunks.selector import ChunkMetadata
+from kvcache_jax.chunks.store import chunks_of, store_of
+from kvcache_jax.chunks.store_chunk import store_chunk
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
-from kvcache_jax.decoding.chunk_reuse import ChunkReuse, Span
 from kvcache_jax.decoding.forward import Forward, width_of
-from kvcache_jax.decoding.observed_chunks import observe_chunks
 from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
-from kvcache_jax.operations.chunk_metadata import chunk_metadata
-from kvcache_jax.operations.compose import compose
 from kvcache_jax.operations.donate import donate
-from kvcache_jax.operations.evict_chunks import evict_chunks
-from kvcache_jax.operations.find_chunks import find_chunks
 from kvcache_jax.operations.free import free
 from kvcache_jax.operations.rewrite import rewrite
-from kvcache_jax.operations.store_chunk import store_chunk
 from kvcache_jax.operations.truncate import truncate
 
 # No id of a model's. What is behind a prompt's first chunk is neither found nor published.
@@ -95,7 +95,7 @@ class PromptChunks:
           kept: Chunks that are not forgotten; the others go in the order of `evict_chunks`.
         """
         cache, result = attempt(cache)
-        while result is None and cache.control.chunks is not None:
+        while result is None and store_of(cache.config) is not None:
             cache, is_forgotten = _forget_one(cache, kept)
             if not is_forgotten:
                 break
@@ -106,7 +106,7 @@ class PromptChunks:
         self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()
     ) -> Cache:
         """Forgets chunks but those `kept`, as `with_room` does, until the cache `is_enough`."""
-        if cache.control.chunks is None:
+        if store_of(cache.config) is None:
             return cache
         return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
 
@@ -138,7 +138,7 @@ class PromptChunks:
 
     def _find(self, cache: Cache, tokens: np.ndarray, words: np.ndarray) -> int | None:
         chunk_id = int(find_chunks(cache, _name(cache, tokens), [len(tokens)], words)[0])
-        return chunk_id if chunk_id < _chunks_of(cache).num_chunks else None
+        return chunk_id if chunk_id < chunks_of(cache.control).num_chunks else None
 
     def _store(
         self, cache: Cache, tokens: np.ndarray, words: np.ndarray, row: int, kept: Sequence[int]
@@ -168,7 +168,7 @@ class PromptChunks:
         chunk_id = None
         if _is_ok(fed.status[row]):
             self.num_chunk_tokens += len(tokens) - num_cached
-            chunk_id = _chunks_of(cache).num_chunks
+            chunk_id = chunks_of(cache.control).num_chunks
             if are_numbers(fed.logits[row]):
                 cache, chunk_id = self.with_room(cache, store, kept)
         cache, _ = free(cache, [row])
@@ -193,7 +193,7 @@ class PromptChunks:
           row: Its row.
           chunk_ids: Of `hold`.
         """
-        if not any(chunk_id < _chunks_of(cache).num_chunks for chunk_id in chunk_ids):
+        if not any(chunk_id < chunks_of(cache.control).num_chunks for chunk_id in chunk_ids):
             return cache
         assert self.reuse is not None
         prompt, rows, placed = (
@@ -251,7 +251,7 @@ class PromptChunks:
 
     def _placed(self, cache: Cache, prompt_id: int, chunk_ids: Sequence[int]) -> _Placed:
         """Lists the chunks of a prompt that there are, as `compose` takes them."""
-        nowhere = _chunks_of(cache).num_chunks
+        nowhere = chunks_of(cache.control).num_chunks
         width = max(1 << (len(chunk_ids) - 1).bit_length(), _FEWEST_CHUNKS)
         placed = _Placed(
             chunk_ids=np.full((1, width), nowhere, np.int32),
@@ -278,14 +278,9 @@ class PromptChunks:
             yield tokens, indices
 
 
-def _chunks_of(cache: Cache) -> Chunks:
-    assert cache.control.chunks is not None
-    return cache.control.chunks
-
-
 def _forget_one(cache: Cache, kept: Sequence[int]) -> tuple[Cache, bool]:
     """Forgets the chunk of least value, but none of those `kept`; tells whether there was one."""
-    chunks = _chunks_of(cache)
+    chunks = chunks_of(cache.control)
     keep = np.full(chunks.num_chunks, chunks.num_chunks)
     keep[: len(kept)] = kept
     num_empty = int(np.asarray(chunks.length == 0).sum())
@@ -295,7 +290,7 @@ def _forget_one(cache: Cache, kept: Sequence[int]) -> tuple[Cache, bool]:
 
 def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:
     """Pads the tokens of a chunk, i32[1, max_chunk_len]: chunks of any length share their programs."""
-    name = np.zeros((1, _chunks_of(cache).tokens.shape[1]), np.int32)
+    name = np.zeros((1, chunks_of(cache.control).tokens.shape[1]), np.int32)
     name[0, : len(tokens)] = tokens
     return name
 

@@ -63,10 +63,10 @@ def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:
     if config.enable_prefix_caching:
         raise ValueError(
             f"{caller} got streaming and a cache with enable_prefix_caching=True, expected "
-            "CacheConfig(enable_drop=True) without it: what is behind dropped tokens is not found by its own"
+            "False: what is behind dropped tokens is not found by its own"
         )
-    if not config.enable_drop:
-        raise ValueError(f"{caller} got streaming, expected CacheConfig(enable_drop=True) with it")
+    if not config.hides_tokens:
+        raise ValueError(f"{caller} got streaming, expected a cache with extras=[kv.compression.Dropping()]")
     least = max(group.num_sink_tokens for group in config.groups)
     if streaming.num_sink_tokens < least:
         raise ValueError(

@@ -10,8 +10,15 @@ import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, sink_blocks, storage
+from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.span_moves import move_spans
+from kvcache_jax.compression.dropping import (
+    keep_first,
+    original_sinks,
+    require_dropping,
+    with_original_sinks,
+)
+from kvcache_jax.compression.sinks import rotate_sinks, sink_columns
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -19,10 +26,11 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.moved_sinks import CACHE, TEXT
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import check_ids, cut_composed, fitting_rows, num_blocks_for, on_rows
+from kvcache_jax.operations.rows import check_ids, fitting_rows, num_blocks_for, on_rows
+
+TEXT, CACHE = "text", "cache"
 
 
 @takes_one
@@ -49,13 +57,14 @@ def drop(
     original ones. The row keeps these in blocks beside its own; `truncate` into the sinks puts them back.
 
     Args:
-      cache: Not changed; built with `CacheConfig(enable_drop=True)`.
+      cache: Not changed; built with `CacheConfig(extras=[Dropping()])`.
       seq_ids: i32[n], active rows, each at most once.
       start: i32[n], position in the text of the first token to drop.
       length: i32[n], positions from there on, of which some may be dropped already; 0 changes nothing.
       positions: "text" or "cache", the places that queries find sinks at. Rows that streamed by "cache" go on
         by it. Call "cache" inside a donated jit: called eagerly it copies the pools.
-      rotate: With "cache", as in `compose`.
+      rotate: With "cache", a function that returns keys f32`[..., heads, head_dim]` rotated by distances
+        i32`[...]`, such as a `key_rotation`, or a list with one per layer.
 
     Returns:
       The cache and status i32[n]: BAD_LENGTH (the run ends outside of the row, begins among the sinks of a
@@ -65,13 +74,13 @@ def drop(
       DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
     Raises:
-      ValueError, TypeError: the cache has no `enable_drop`, or has prefix caching; "cache" without a
+      ValueError, TypeError: the cache has no `Dropping`, or has prefix caching; "cache" without a
         `max_sink_len` or a function `rotate`.
 
     Example:
       >>> import kvcache_jax as kv
       >>> layers, sizes = [kv.FullAttention(1, 8)], dict(num_blocks=8, max_seqs=2, max_seq_len=64)
-      >>> cache = kv.init(kv.CacheConfig(layers, enable_drop=True, **sizes))
+      >>> cache = kv.init(kv.CacheConfig(layers, extras=[kv.compression.Dropping()], **sizes))
       >>> cache, _ = kv.allocate(cache, [0], [60])
       >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
       >>> cache, status = kv.drop(cache, [0], [4], [40])  # of which 16 to 31 are a whole block
@@ -81,10 +90,7 @@ def drop(
     References:
       Efficient Streaming Language Models with Attention Sinks (Xiao et al.; arXiv:2309.17453).
     """
-    if not cache.config.enable_drop:
-        raise ValueError(
-            "drop needs a cache that may have dropped tokens, expected CacheConfig(enable_drop=True)"
-        )
+    dropping = require_dropping("drop", cache.config)
     if cache.config.enable_prefix_caching:
         raise ValueError(
             "drop got a cache with enable_prefix_caching=True, expected False: what a row holds behind "
@@ -101,15 +107,17 @@ def drop(
                 'rotate is given with positions="text", expected positions="cache": no key moves'
             )
         return on_rows(drop_rows, cache, seq_ids, start, length)
-    if cache.config.max_sink_len is None:
+    if dropping.max_sink_len is None:
         raise ValueError(
             'drop got positions="cache" and a cache without blocks for original sinks, expected '
-            "CacheConfig(max_sink_len=...)"
+            "CacheConfig(extras=[kv.compression.Dropping(max_sink_len=...)])"
         )
     if rotate is None:
         raise TypeError('rotate is None with positions="cache", expected a function, such as a key_rotation')
     rotations = rotations_of_groups(rotate, cache.config)
-    return _drop_and_move(cache, seq_ids, start, length, rotations=rotations)
+    return _drop_and_rotate(
+        cache, seq_ids, start, length, rotations=rotations, max_sink_len=dropping.max_sink_len
+    )
 
 
 def drop_rows(
@@ -177,60 +185,58 @@ def _plan(
 def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Control:
     """Carries a plan out: its blocks go back, and rows note what they dropped."""
     assert control.holes is not None
-    pools = []
-    for pool, group in zip(control.block_pools, config.groups, strict=True):
-        if not group.holds_sources:
-            pool = _without_columns(pool, group, plan.rows, plan.first_gone, plan.num_gone)
-            if pool.sink_blocks is not None:
-                num_columns = num_blocks_for(plan.holes.start, group.block_size)
-                pool = sink_blocks.keep_first(pool, plan.rows, num_columns)
-        pools.append(pool)
-    return dataclasses.replace(
+    pools = list(control.block_pools)
+    for g, group in config.row_groups.items():
+        pools[g] = _without_columns(pools[g], group, plan.rows, plan.first_gone, plan.num_gone)
+    control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, plan.rows, plan.context_len - plan.num_gone),
         holes=control.holes.with_rows(plan.rows, plan.holes),
-        first_composed=cut_composed(control, plan.rows, plan.holes.plain_len),
         block_pools=tuple(pools),
     )
+    num_columns = [num_blocks_for(plan.holes.start, group.block_size) for group in config.groups]
+    control = keep_first(control, plan.rows, num_columns)
+    return config.hooks.move(control, plan.rows, plan.holes.plain_len)
 
 
-@functools.partial(jax.jit, static_argnames="rotations")
-def _drop_and_move(
+@functools.partial(jax.jit, static_argnames=("rotations", "max_sink_len"))
+def _drop_and_rotate(
     cache: Cache,
     seq_ids: jax.Array,
     start: jax.Array,
     length: jax.Array,
     rotations: tuple[Rotate | None, ...],
+    max_sink_len: int,
 ) -> tuple[Cache, jax.Array]:
-    """Drops tokens, and moves the sinks in front of them along."""
-    config, max_sink_len = cache.config, cache.config.max_sink_len
-    assert max_sink_len is not None
+    """Drops tokens, and rotates the sinks before them."""
+    config = cache.config
     control, (seq_ids, start, length) = as_varied((cache.control, (seq_ids, start, length)))
     plan = _plan(control, seq_ids, start, length, config)
     num_sinks = plan.holes.start
     wants = plan.rows < control.max_seqs
     is_bad = wants & ((num_sinks > max_sink_len) | (plan.holes.num_kept > 0))
     wants &= ~is_bad
-    moved = [
-        (g, group, sink_blocks.find(control.block_pools[g], group, seq_ids, num_sinks))
-        for g, group in enumerate(config.groups)
-        if not group.holds_sources
-    ]
-    needs = [jnp.sum(found.is_taken & wants[:, None], axis=1, dtype=jnp.int32) for _, _, found in moved]
-    available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g, _, _ in moved])
+    sinks, groups = original_sinks(control), config.row_groups
+    assert sinks is not None
+    pools, block_ids = list(control.block_pools), list(sinks.block_ids)
+    columns = {
+        g: sink_columns(pools[g], block_ids[g], group, seq_ids, num_sinks) for g, group in groups.items()
+    }
+    needs = [jnp.sum(found.is_taken & wants[:, None], axis=1, dtype=jnp.int32) for found in columns.values()]
+    available = jnp.stack([block_pool.num_available(pools[g]) for g in groups])
     ok = fitting_rows(available, jnp.stack(needs), wants)
     status = jnp.where(is_bad, jnp.int32(Status.BAD_LENGTH), plan.status)
     status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     plan = plan._replace(status=status, rows=jnp.where(ok, plan.rows, control.max_seqs))
 
-    pools, distance = list(control.block_pools), plan.holes.num_hidden + plan.holes.num_dropped
-    for g, group, found in moved:
-        pools[g], moves = sink_blocks.replace(
-            pools[g], group, plan.rows, found, num_sinks, plan.context_len, distance
+    distance = plan.holes.num_hidden + plan.holes.num_dropped
+    for g, group in groups.items():
+        pools[g], block_ids[g], moves = rotate_sinks(
+            pools[g], block_ids[g], group, plan.rows, columns[g], num_sinks, plan.context_len, distance
         )
         if cache.pools:
             cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotations[g]))
-    control = dataclasses.replace(control, block_pools=tuple(pools))
+    control = with_original_sinks(control, tuple(pools), tuple(block_ids))
     return dataclasses.replace(cache, control=_without_tokens(control, plan, config)), plan.status
 
 

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, num_true, quotient
+from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, num_true, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.span_moves import move_spans
+from kvcache_jax.chunks import composed_columns
+from kvcache_jax.chunks.composed_columns import ComposedColumns, Placed
+from kvcache_jax.chunks.store import Chunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunks import Chunks, require_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.core.state import BlockCopies, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations import composed_columns
-from kvcache_jax.operations.composed_columns import ComposedColumns, Placed
 from kvcache_jax.operations.extend import copy_tokens
 from kvcache_jax.operations.rows import check_ids, fitting_rows
 from kvcache_jax.prefix import eviction
@@ -52,7 +52,7 @@ def compose(
     donated jit: called eagerly it copies the pools.
 
     Args:
-      cache: Not changed, unless donated; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
+      cache: Not changed, unless donated; built with `CacheConfig(extras=[Store(...)])`.
       seq_ids: i32[n], active rows, each at most once.
       chunk_ids: i32[n, K], chunks of the row's namespace, which may repeat; `num_chunks` for none. A row
         with none is left alone, even an idle one.
@@ -73,7 +73,7 @@ def compose(
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
       >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
@@ -86,7 +86,7 @@ def compose(
     References:
       Cache-Craft (Agarwal et al.; arXiv:2502.15734) and CacheBlend (Yao et al.; arXiv:2405.16444).
     """
-    require_chunks("compose", cache.control.chunks)
+    require_chunks("compose", cache)
     rotations = rotations_of_groups(rotate, cache.config)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
@@ -109,8 +109,7 @@ def _compose(
 ) -> tuple[Cache, jax.Array]:
     config = cache.config
     control, (seq_ids, chunk_ids, starts) = as_varied((cache.control, (seq_ids, chunk_ids, starts)))
-    chunks = control.chunks
-    assert chunks is not None
+    chunks = chunks_of(control)
     placed = _placed(control, chunks, seq_ids, chunk_ids, starts)
     groups = list(zip(control.block_pools, config.groups, chunks.block_ids, strict=True))
     found = [
@@ -206,16 +205,12 @@ def _note(
     control: Control, seq_ids: jax.Array, rows: jax.Array, placed: Placed, config: CacheConfig
 ) -> Control:
     """Notes the lengths of rows, and that what follows is no prefix."""
-    assert control.first_composed is not None
-    first = get_at(control.first_composed, seq_ids, 0)
+    chunks = chunks_of(control)
+    first = get_at(chunks.first_composed, seq_ids, 0)
     first = jnp.where(first > 0, first, placed.context_len + 1)
     num_full = quotient(placed.context_len, config.groups[config.indexed_group].block_size)
-    control = mark_used(control, rows, context_len=placed.new_len, first_composed=first)
+    control = mark_used(control, rows, context_len=placed.new_len)
     is_row = (rows < control.max_seqs)[:, None]
-    chunks = control.chunks
-    assert chunks is not None
-    return dataclasses.replace(
-        control,
-        num_published=min_at(control.num_published, rows, num_full),
-        chunks=chunks.used(jnp.where(is_row, placed.chunk_ids, chunks.num_chunks), control.clock),
-    )
+    chunks = chunks.used(jnp.where(is_row, placed.chunk_ids, chunks.num_chunks), control.clock)
+    chunks = dataclasses.replace(chunks, first_composed=set_at(chunks.first_composed, rows, first))
+    return with_chunks(control, chunks, num_published=min_at(control.num_published, rows, num_full))

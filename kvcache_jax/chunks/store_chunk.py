@@ -10,17 +10,17 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient, rank_true, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, sink_blocks, storage
+from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
+from kvcache_jax.chunks.store import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.chunks import Chunks, StoredChunks, require_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.operations.rows import fitting_rows, plain_len
+from kvcache_jax.operations.rows import fitting_rows, prefix_len
 from kvcache_jax.prefix import eviction
 
 
@@ -39,7 +39,7 @@ def store_chunk(
     its fate. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
-      cache: Not changed, unless donated; built with `CacheConfig(num_chunks=, max_chunk_len=)`.
+      cache: Not changed, unless donated; built with `CacheConfig(extras=[Store(...)])`.
       seq_ids: i32[n], active rows, which may repeat; their keys and values of the spans are written.
       start: i32[n], first place of each span.
       length: i32[n], its tokens.
@@ -56,7 +56,7 @@ def store_chunk(
 
     Example:
       >>> import kvcache_jax as kv
-      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, num_chunks=3, max_chunk_len=40)
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0], [60])
       >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
@@ -67,7 +67,7 @@ def store_chunk(
     References:
       Cache-Craft (Agarwal et al.; arXiv:2502.15734), for chunks that are kept to be used at any position.
     """
-    chunks = require_chunks("store_chunk", cache.control.chunks)
+    chunks = require_chunks("store_chunk", cache)
     seq_ids = arguments.int_column("seq_ids", seq_ids)
     start = arguments.int_column("start", start, seq_ids.shape[0])
     length = arguments.int_column("length", length, seq_ids.shape[0])
@@ -135,8 +135,7 @@ def _store(
     control, columns = as_varied((cache.control, (seq_ids, start, length, tokens)))
     seq_ids, start, length, tokens = columns
     plan = _plan(control, seq_ids, start, length, tokens, max_len, config)
-    chunks = control.chunks
-    assert chunks is not None
+    chunks = chunks_of(control)
     is_new = plan.new_ids < chunks.num_chunks
     if control.prefix_index is not None:
         needs = [num_true(columns.is_copied & is_new[:, None]) for columns in plan.columns]
@@ -152,7 +151,8 @@ def _store(
         if cache.pools:
             moves = _moves(pool, group, columns, start, length, copies)
             cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves))
-    chunks = Chunks(
+    chunks = dataclasses.replace(
+        chunks,
         tokens=set_at(chunks.tokens, plan.new_ids, plan.tokens),
         length=set_at(chunks.length, plan.new_ids, length),
         start=set_at(chunks.start, plan.new_ids, start),
@@ -160,10 +160,9 @@ def _store(
         block_ids=tuple(
             set_at(old, plan.new_ids, new) for old, new in zip(chunks.block_ids, block_ids, strict=True)
         ),
-        num_uses=chunks.num_uses,
         last_used=set_at(chunks.last_used, plan.new_ids, control.clock),
     )
-    control = dataclasses.replace(control, chunks=chunks, block_pools=tuple(pools))
+    control = with_chunks(control, chunks, block_pools=tuple(pools))
     return dataclasses.replace(cache, control=control), plan.stored
 
 
@@ -177,14 +176,13 @@ def _plan(
     config: CacheConfig,
 ) -> _Plan:
     """Decides which chunks are stored, in entry order where blocks or places are scarce."""
-    chunks = control.chunks
-    assert chunks is not None
+    chunks = chunks_of(control)
     columns = [
         _columns(pool, group, ids.shape[1], seq_ids, start, length, config)
         for pool, group, ids in zip(control.block_pools, config.groups, chunks.block_ids, strict=True)
     ]
     is_lost = any_of([of_group.is_lost for of_group in columns])
-    status = _checked(control, seq_ids, start, length, is_lost, max_len)
+    status = _checked(control, seq_ids, start, length, is_lost, max_len, config)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     tokens = jnp.where(places[None] < length[:, None], tokens, 0)
     namespace = get_at(control.namespace, seq_ids)
@@ -224,14 +222,11 @@ def _checked(
     length: jax.Array,
     is_lost: jax.Array,
     max_len: int,
+    config: CacheConfig,
 ) -> jax.Array:
     """Computes the status of each entry as far as blocks do not matter, i32[n]."""
     most = get_at(control.context_len, seq_ids, 0)
-    most = plain_len(control, seq_ids, most)
-    if control.holes is not None:
-        holes = control.holes.of_rows(seq_ids)
-        most = jnp.where(holes.is_plain, most, jnp.minimum(holes.plain_len, most))
-        most = jnp.where(sink_blocks.have_moved(control, seq_ids), 0, most)
+    most = prefix_len(control, seq_ids, most, config)
     is_length = (start >= 0) & (length > 0) & (length <= max_len) & (start <= most - length)
     return first_failure(
         ((seq_ids < 0) | (seq_ids > control.max_seqs), Status.BAD_SEQ_ID),

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.compression.drop import drop
+from kvcache_jax.compression.streaming import Streaming, require_streaming
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
-from kvcache_jax.core.streaming import Streaming, require_streaming
-from kvcache_jax.operations.drop import drop
 
 
 def streaming_chunk_len(streaming: Streaming, config: CacheConfig, num_drafts: int, chunk_len: int) -> int:

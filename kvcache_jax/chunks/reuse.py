@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
-from kvcache_jax.core.chunk_selector import registered_selector
+from kvcache_jax.chunks.selector import registered_selector
+from kvcache_jax.chunks.store import store_of
+from kvcache_jax.compression.streaming import Streaming
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.arguments import as_list
 from kvcache_jax.decoding.prefill import one_call_len
 
@@ -141,10 +142,10 @@ def prompt_spans(
         raise ValueError(
             f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
         )
-    if config.max_chunk_len is None:
+    if (store := store_of(config)) is None:
         raise ValueError(
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
-            "CacheConfig(num_chunks=..., max_chunk_len=...)"
+            "CacheConfig(extras=[kv.chunks.Store(num_chunks=..., max_chunk_len=...)])"
         )
     of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
@@ -154,9 +155,9 @@ def prompt_spans(
     found: list[list[Span]] = []
     for i, (spans, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
         name = f"chunks[{i}]"
-        ordered = _ordered(name, spans, len(prompt), config.max_chunk_len)
+        ordered = _ordered(name, spans, len(prompt), store.max_chunk_len)
         ordered = _within_windows(name, ordered, len(prompt), config)
-        found.append(_with_room(ordered, prompt, config))
+        found.append(_with_room(ordered, prompt, config, store.num_chunks))
     return found
 
 
@@ -206,7 +207,7 @@ def _within_windows(name: str, spans: list[Span], num_tokens: int, config: Cache
     return spans
 
 
-def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig) -> list[Span]:
+def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig, num_chunks: int) -> list[Span]:
     """Leaves out those of a prompt's spans that do not fit beside it and the others, in order.
 
     It does not depend on what the cache holds: the rest of it can be evicted, and chunks be forgotten.
@@ -223,7 +224,7 @@ def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig) -> li
         if name not in names:
             needs = [ceil_div(end - start, group.block_size) for group in config.groups]
             left = [num - need for num, need in zip(num_left, needs, strict=True)]
-            if min(left) < 0 or len(names) == config.num_chunks:
+            if min(left) < 0 or len(names) == num_chunks:
                 continue
             num_left = left
             names.add(name)

@@ -1,0 +1,5 @@
+"""Passages that are stored once and composed into rows at any position."""
+
+from kvcache_jax.chunks.store import Store
+
+__all__ = ["Store"]
