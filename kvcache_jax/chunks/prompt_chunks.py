@@ -17,11 +17,12 @@ from kvcache_jax.chunks.observed_chunks import observe_chunks
 from kvcache_jax.chunks.reuse import ChunkReuse, Span
 from kvcache_jax.chunks.select_tokens import num_of_share, select_tokens
 from kvcache_jax.chunks.selector import ChunkMetadata
-from kvcache_jax.chunks.store import chunks_of, store_of
+from kvcache_jax.chunks.store import chunks_of
 from kvcache_jax.chunks.store_chunk import store_chunk
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.forward import Forward, width_of
+from kvcache_jax.decoding.prompts import PromptCall, PromptRows
 from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
@@ -29,9 +30,6 @@ from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.free import free
 from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.truncate import truncate
-
-# No id of a model's. What is behind a prompt's first chunk is neither found nor published.
-NOT_LOOKED_UP = -1
 
 # Prompts of fewer chunks share their programs.
 _FEWEST_CHUNKS = 4
@@ -53,36 +51,24 @@ class _Placed(NamedTuple):
     is_composed: np.ndarray
 
 
-class PromptChunks:
-    """The chunks of a call's prompts, on the host. A prompt without chunks is left to ordinary prefill.
+class ChunkRows(PromptRows):
+    """A call's prompts that are put together from chunks. A prompt without spans is left to ordinary prefill.
 
     A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
     result is its own: it depends neither on what was stored before nor on the other prompts, unless a caller
     stores chunks otherwise. Behind chunks that were composed, none could be stored from a prompt's own row.
 
-    Attributes:
-      num_composed_tokens: Tokens of prompts that were taken from chunks and not computed again.
-      num_chunk_tokens: Tokens that were computed to be stored as chunks.
+    `num_reused_tokens` are those of chunks that were not computed again.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        params: Any,
-        prompts: Sequence[np.ndarray],
-        namespaces: np.ndarray,
-        spans: list[list[Span]],
-        reuse: ChunkReuse | None,
-        chunk_len: int,
-    ):
-        self.forward, self.params, self.chunk_len = forward, params, chunk_len
-        self.prompts, self.namespaces, self.spans, self.reuse = prompts, namespaces, spans, reuse
-        self.num_composed_tokens, self.num_chunk_tokens = 0, 0
+    def __init__(self, call: PromptCall, spans: list[list[Span]], reuse: ChunkReuse):
+        super().__init__(call)
+        self.spans, self.reuse = spans, reuse
 
-    def plain_len(self, prompt_id: int) -> int:
-        """Counts the tokens in front of a prompt's first chunk: what its row publishes, and finds."""
+    def prefix_len(self, prompt_id: int) -> int:
+        """Counts the tokens before a prompt's first chunk."""
         spans = self.spans[prompt_id]
-        return spans[0][0] if spans else len(self.prompts[prompt_id])
+        return spans[0][0] if spans else super().prefix_len(prompt_id)
 
     def with_room[T](
         self, cache: Cache, attempt: Callable[[Cache], tuple[Cache, T | None]], kept: Sequence[int] = ()
@@ -90,24 +76,20 @@ class PromptChunks:
         """Tries what may lack blocks or places, and forgets a chunk after each failure.
 
         Args:
-          cache: With or without chunks.
+          cache: The cache.
           attempt: Returns the cache and a result, None for a failure.
           kept: Chunks that are not forgotten; the others go in the order of `evict_chunks`.
         """
         cache, result = attempt(cache)
-        while result is None and store_of(cache.config) is not None:
+        while result is None:
             cache, is_forgotten = _forget_one(cache, kept)
             if not is_forgotten:
                 break
             cache, result = attempt(cache)
         return cache, result
 
-    def forget_until(
-        self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()
-    ) -> Cache:
+    def make_room(self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()) -> Cache:
         """Forgets chunks but those `kept`, as `with_room` does, until the cache `is_enough`."""
-        if store_of(cache.config) is None:
-            return cache
         return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
@@ -122,7 +104,7 @@ class PromptChunks:
           The cache, and the chunk of each span, `num_chunks` for one that cannot be computed: its logits hold
           NaN. None in place of all where blocks are lacking, which other rows hold.
         """
-        prompt, words = self.prompts[prompt_id], self.namespaces[prompt_id]
+        prompt, words = self.call.tokens[prompt_id], self.call.namespaces[prompt_id]
         texts = [prompt[start:end] for start, end in self.spans[prompt_id]]
         held = {}
         for tokens in texts:
@@ -147,9 +129,9 @@ class PromptChunks:
         name, length = _name(cache, tokens), np.array([len(tokens)])
         # What a window lets go from one call to the next is missing where tokens are computed again.
         has_windows = not all(group.span.keeps_all for group in cache.config.groups)
-        chunk_len = self.chunk_len
+        prefill_len = self.call.prefill_len
         if has_windows:
-            chunk_len = max(chunk_len, min(one_call_len(name.shape[1]), cache.config.query_len_limit))
+            prefill_len = max(prefill_len, min(one_call_len(name.shape[1]), cache.config.query_len_limit))
 
         def start(cache: Cache) -> tuple[Cache, int | None]:
             started, admission = allocate(
@@ -164,24 +146,25 @@ class PromptChunks:
         cache, num_cached = self.with_room(cache, start, kept)
         if num_cached is None:
             return cache, None
-        cache, fed = self._feed(cache, row, tokens, chunk_len)
+        cache, fed = self._feed(cache, row, tokens, prefill_len)
         chunk_id = None
         if _is_ok(fed.status[row]):
-            self.num_chunk_tokens += len(tokens) - num_cached
+            self.num_stored_tokens += len(tokens) - num_cached
             chunk_id = chunks_of(cache.control).num_chunks
             if are_numbers(fed.logits[row]):
                 cache, chunk_id = self.with_room(cache, store, kept)
         cache, _ = free(cache, [row])
         return cache, chunk_id
 
-    def _feed(self, cache: Cache, row: int, tokens: np.ndarray, chunk_len: int) -> tuple[Cache, FeedResult]:
+    def _feed(self, cache: Cache, row: int, tokens: np.ndarray, prefill_len: int) -> tuple[Cache, FeedResult]:
         """Feeds a row, and no other, to the last of `tokens`."""
         history = np.zeros((cache.max_seqs, len(tokens)), np.int32)
         length = np.zeros(cache.max_seqs, np.int32)
         history[row], length[row] = tokens, len(tokens)
-        return feed(self.forward, self.params, cache, history, length, chunk_len=chunk_len)
+        call = self.call
+        return feed(call.forward, call.params, cache, history, length, chunk_len=prefill_len)
 
-    def compose(self, cache: Cache, prompt_id: int, row: int, chunk_ids: Sequence[int]) -> Cache:
+    def compose(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
 
         What stands in front of the first chunk is fed, all chunks are composed, and then everything that is
@@ -191,29 +174,29 @@ class PromptChunks:
           cache: Donated.
           prompt_id: The prompt.
           row: Its row.
-          chunk_ids: Of `hold`.
+          parts: Of `hold`.
         """
-        if not any(chunk_id < chunks_of(cache.control).num_chunks for chunk_id in chunk_ids):
+        if not any(chunk_id < chunks_of(cache.control).num_chunks for chunk_id in parts):
             return cache
-        assert self.reuse is not None
         prompt, rows, placed = (
-            self.prompts[prompt_id],
+            self.call.tokens[prompt_id],
             np.array([row]),
-            self._placed(cache, prompt_id, chunk_ids),
+            self._placed(cache, prompt_id, parts),
         )
         first, last = np.flatnonzero(placed.is_composed)[[0, -1]].tolist()
         end = min(last + 1, len(prompt) - 1)  # the last token is always fed, for its logits
-        cache, fed = self._feed(cache, row, prompt[:first], self.chunk_len)
+        cache, fed = self._feed(cache, row, prompt[:first], self.call.prefill_len)
         raise_for_status(fed.status[row], "computing the text in front of chunks")
         rotate = self.reuse.rotate
         cache, status = _compose_donated(cache, rows, placed.chunk_ids, placed.starts, rotate=rotate)
         raise_for_status(status, "composing chunks")
-        cache, is_selected = self._select(cache, self.reuse, row, prompt, placed, first, end)
+        cache, is_selected = self._select(cache, row, prompt, placed, first, end)
         is_again = (is_selected | ~placed.is_composed)[first:end]
-        self.num_composed_tokens += int((~is_again).sum())
+        self.num_reused_tokens += int((~is_again).sum())
         outcomes = []
         for tokens, indices in self._pieces(cache, prompt, first + np.flatnonzero(is_again)):
-            cache, status = _rewrite_donated(self.forward, self.params, cache, rows, tokens, indices)
+            forward, params = self.call.forward, self.call.params
+            cache, status = _rewrite_donated(forward, params, cache, rows, tokens, indices)
             outcomes.append(status)
         for status in outcomes:
             raise_for_status(status, "computing tokens of chunks again")
@@ -225,7 +208,6 @@ class PromptChunks:
     def _select(
         self,
         cache: Cache,
-        reuse: ChunkReuse,
         row: int,
         prompt: np.ndarray,
         placed: _Placed,
@@ -238,11 +220,12 @@ class PromptChunks:
         computed by the model's first layers before.
         """
         chunks = chunk_metadata(cache, placed.chunk_ids, placed.starts)
+        reuse = self.reuse
         if reuse.is_observed:
             is_right = placed.is_composed & ~np.asarray(chunks.is_token[0])
             pieces = self._pieces(cache, prompt, first + np.flatnonzero(~is_right[first:end]))
             cache, observed = observe_chunks(
-                reuse, self.params, cache, row, pieces, placed.starts, placed.lengths
+                reuse, self.call.params, cache, row, pieces, placed.starts, placed.lengths
             )
             chunks = chunks._replace(**observed)
         share, seed = np.float32(reuse.share), np.uint32(reuse.seed)
@@ -269,10 +252,11 @@ class PromptChunks:
     def _pieces(
         self, cache: Cache, prompt: np.ndarray, places: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Splits ascending `places` of a prompt into tokens and places i32[1, chunk_len], for `rewrite`."""
-        for first in range(0, len(places), self.chunk_len):
-            piece = places[first : first + self.chunk_len]
-            tokens, indices = np.zeros((2, 1, self.chunk_len), np.int32)
+        """Splits ascending `places` of a prompt into tokens and places i32[1, prefill_len], for `rewrite`."""
+        width = self.call.prefill_len
+        for first in range(0, len(places), width):
+            piece = places[first : first + width]
+            tokens, indices = np.zeros((2, 1, width), np.int32)
             indices[:] = cache.config.max_seq_len
             tokens[0, : len(piece)], indices[0, : len(piece)] = prompt[piece], piece
             yield tokens, indices

@@ -10,7 +10,7 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
 from kvcache_jax.chunks.selector import registered_selector
 from kvcache_jax.chunks.store import store_of
-from kvcache_jax.compression.streaming import Streaming
+from kvcache_jax.decoding.prompts import PromptCall
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
 from kvcache_jax.core.layer_kinds.span import ceil_div
@@ -101,23 +101,13 @@ class ChunkReuse:
         return bool(registered_selector(self.selector).needs & _OBSERVED)
 
 
-def prompt_spans(
-    caller: str,
-    chunks: Any,
-    chunk_reuse: ChunkReuse | None,
-    prompts: Sequence[np.ndarray],
-    config: CacheConfig,
-    streaming: Streaming | None = None,
-) -> list[list[Span]]:
+def prompt_spans(call: PromptCall, chunks: Any, reuse: Any) -> list[list[Span]]:
     """Checks the chunks of prompts; leaves out those that the cache has no room for, whatever it holds.
 
     Args:
-      caller: The function that was called.
-      chunks: For each prompt pairs `(start, end)`, in any order; None for no chunks at all.
-      chunk_reuse: Given together with chunks.
-      prompts: Their tokens.
-      config: The cache's.
-      streaming: Refused together with chunks.
+      call: The prompts.
+      chunks: For each prompt pairs `(start, end)`, in any order.
+      reuse: A `ChunkReuse`.
 
     Returns:
       For each prompt its spans in order.
@@ -125,20 +115,16 @@ def prompt_spans(
     Raises:
       ValueError, TypeError: names got, expected and the fix.
     """
-    if chunks is None and chunk_reuse is None:
-        return [[] for _ in prompts]
-    if chunks is None or chunk_reuse is None:
-        got, missing = ("chunk_reuse", "chunks") if chunks is None else ("chunks", "chunk_reuse")
-        raise ValueError(f"{caller} got {got} without {missing}, expected both or none")
-    if streaming is not None:
+    caller, prompts, config = call.caller, call.tokens, call.config
+    if call.retention.max_held_len(config, 1) is not None:
         raise ValueError(
-            f"{caller} got chunks and streaming, expected one of them: a row that dropped tokens takes no "
-            "chunks"
+            f"{caller} got chunks and a retention that drops tokens, expected one of them: a row that dropped "
+            "tokens takes no chunks"
         )
-    if not isinstance(chunk_reuse, ChunkReuse):
-        raise TypeError(f"chunk_reuse is {chunk_reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
-    layer, num_layers = chunk_reuse.observed_layer, config.num_layers
-    if chunk_reuse.observe is not None and layer >= num_layers:
+    if not isinstance(reuse, ChunkReuse):
+        raise TypeError(f"reuse is {reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
+    layer, num_layers = reuse.observed_layer, config.num_layers
+    if reuse.observe is not None and layer >= num_layers:
         raise ValueError(
             f"observed_layer is {layer}, expected one of the cache's {num_layers} layers, from 0 on"
         )

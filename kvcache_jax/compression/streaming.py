@@ -1,15 +1,24 @@
 """Streaming: endless texts in fixed memory, of which the first tokens and the last ones stay."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.compression.drop import drop
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import Span, ceil_div
+from kvcache_jax.core.state import Cache
+from kvcache_jax.decoding.prompts import Retention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Streaming:
+class Streaming(Retention):
     """The tokens of a text that stay as it goes on; the others are dropped (StreamingLLM).
 
     A token sees the first `num_sink_tokens` and the last `window`, whatever the layers' kinds, which may see
@@ -50,6 +59,36 @@ class Streaming:
         """
         unit = config.drop_unit
         return ceil_div(self.num_sink_tokens, unit) * unit + unit - 1 + self.window - 1 + num_new
+
+    def check(self, caller: str, config: CacheConfig, num_drafts: int) -> None:
+        """Refuses drafts, and a cache whose rows cannot stream so."""
+        require_streaming(caller, self, config)
+        if num_drafts:
+            raise ValueError(
+                f"{caller} got streaming and num_drafts = {num_drafts}, expected 0: rows that stream take none"
+            )
+        if config.max_seq_len < self.max_held_len(config, 1):
+            raise ValueError(
+                f"max_seq_len is {config.max_seq_len}, expected at least {self.max_held_len(config, 1)}: "
+                f"{self.num_sink_tokens} sinks, a window of {self.window}, and what fills their blocks of "
+                f"{config.drop_unit}; raise max_seq_len"
+            )
+
+    def prefill_len(self, config: CacheConfig, prefill_len: int) -> int:
+        """Limits the tokens of one call of the model to those that a row holds beside what stays."""
+        return min(prefill_len, config.max_seq_len - self.max_held_len(config, 0))
+
+    def max_text_len(self, config: CacheConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> int:
+        """Counts the tokens of the longest text: a power of two, so that lengths share programs."""
+        return 1 << (max(map(len, prompts), default=0) + max_new_tokens - 1).bit_length()
+
+    def drop_unseen(self, cache: Cache, rows: jax.Array) -> Cache:
+        """Drops what the next token of `rows` i32[n] will not see."""
+        assert cache.control.holes is not None
+        text_len = get_at(cache.context_len, rows, 0) + cache.control.holes.of_rows(rows).num_dropped
+        start = jnp.full_like(rows, self.num_sink_tokens)
+        length = jnp.maximum(text_len + 1 - self.window - start, 0)
+        return drop(cache, rows, start, length)[0]
 
 
 def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:

@@ -146,7 +146,7 @@ class Hooks(tuple[Extra, ...]):
                 yield held
 
     def blocks_of_rows(self, control: Any, group_id: int) -> jax.Array:
-        """Lists the blocks that each row holds, i32[max_seqs, any]: its table, and what extras hold for it."""
+        """Lists the blocks of each row, i32[max_seqs, any]: its table, and what extras hold for it."""
         tables = [control.block_pools[group_id].block_table]
         tables += [held.block_ids for held in self.held_blocks(control, group_id) if held.is_of_rows]
         return jnp.concatenate(tables, axis=1)

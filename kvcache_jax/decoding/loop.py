@@ -14,11 +14,10 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true
 from kvcache_jax.arrays.pytree import pytree_dataclass
-from kvcache_jax.compression.streaming import Streaming
-from kvcache_jax.compression.streaming_loop import drop_unseen
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
 from kvcache_jax.operations.extend import extend
@@ -119,7 +118,7 @@ def begin(
     return _end_undrawn(state, starts & ~is_drawn)
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "draft_source", "streaming"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("forward", "draft_source", "retention"), donate_argnames="state")
 def decode(
     forward: Forward,
     params: Any,
@@ -128,7 +127,7 @@ def decode(
     max_steps: jax.Array,
     *,
     draft_source: DraftSource | None,
-    streaming: Streaming | None = None,
+    retention: Retention = KEEP_ALL,
 ) -> DecodeState:
     """Decodes until a row has ended, so that its blocks can go to others, or for `max_steps` steps.
 
@@ -141,7 +140,7 @@ def decode(
       state: Donated.
       max_steps: i32[].
       draft_source: For speculative decoding, or None (static).
-      streaming: The tokens that rows keep, or None for all (static); without drafts.
+      retention: The tokens that rows keep (static); all with drafts.
     """
     first_step = state.num_steps
 
@@ -152,22 +151,21 @@ def decode(
 
     def body(state: DecodeState) -> DecodeState:
         if draft_source is None:
-            return _decode_one(forward, params, state, streaming)
+            return _decode_one(forward, params, state, retention)
         return _decode_drafted(forward, params, draft_params, state, draft_source)
 
     return lax.while_loop(goes_on, body, state)
 
 
 def _decode_one(
-    forward: Forward, params: Any, state: DecodeState, streaming: Streaming | None
+    forward: Forward, params: Any, state: DecodeState, retention: Retention
 ) -> DecodeState:
     """Decodes one token for every running row."""
     tokens = _last_token(state)[:, None]
     cache, is_running = state.cache, state.phase == Phase.RUNNING
     num_new = is_running.astype(jnp.int32)
-    if streaming is not None:
-        rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
-        cache = drop_unseen(cache, jnp.where(is_running, rows, cache.max_seqs), streaming)
+    rows = jnp.arange(cache.max_seqs, dtype=jnp.int32)
+    cache = retention.drop_unseen(cache, jnp.where(is_running, rows, cache.max_seqs))
     cache, step = extend(cache, num_new, max_new=1, tokens=tokens)
     logits, cache = forward(params, tokens, cache, step)
     logits = logits[:, 0].astype(jnp.float32)

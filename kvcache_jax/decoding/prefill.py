@@ -16,12 +16,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.compression.streaming import Streaming
-from kvcache_jax.compression.streaming_loop import drop_unseen
 from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
+from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.host import row_list
 from kvcache_jax.decoding.sampling import are_numbers
@@ -90,21 +89,21 @@ def prefill(
     *,
     chunk_len: int,
     is_scoring: bool = False,
-    streaming: Streaming | None = None,
+    retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
     """Feeds prompts as `feed` does; with prefix caching commits those whose last logits are numbers.
 
     Args:
-      forward: As in `feed`, like the following.
-      params: Likewise.
-      cache: Likewise.
-      history: Likewise.
-      length: Likewise.
-      chunk_len: Likewise.
-      is_scoring: Likewise.
-      streaming: Likewise.
+      forward: As in `feed`, as all that follow.
+      params: The model's.
+      cache: Donated.
+      history: i32[max_seqs, P].
+      length: i32[max_seqs].
+      chunk_len: Tokens of all rows in one call.
+      is_scoring: Scores the tokens too.
+      retention: The tokens that rows keep.
     """
-    options: dict[str, Any] = dict(chunk_len=chunk_len, is_scoring=is_scoring, streaming=streaming)
+    options: dict[str, Any] = dict(chunk_len=chunk_len, is_scoring=is_scoring, retention=retention)
     cache, fed = feed(forward, params, cache, history, length, **options)
     if cache.config.enable_prefix_caching and length.any():
         rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
@@ -121,7 +120,7 @@ def feed(
     *,
     chunk_len: int,
     is_scoring: bool = False,
-    streaming: Streaming | None = None,
+    retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
     """Feeds rows from their `context_len` to their `length`, by calls of at most `chunk_len` tokens together.
 
@@ -133,13 +132,13 @@ def feed(
       length: i32[max_seqs]; rows that are already there take no part.
       chunk_len: Tokens of all rows in one call.
       is_scoring: Scores the tokens too, each by the logits before it.
-      streaming: The tokens that a token sees, the others are dropped; None for all. Rows start empty then.
+      retention: The tokens that rows keep; rows that drop some start empty.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
     for pieces in _calls(np.asarray(cache.context_len), history, length, chunk_len):
         cache, status, ends, scored = _feed_pieces(
-            forward, params, cache, status, pieces, is_scoring=is_scoring, streaming=streaming
+            forward, params, cache, status, pieces, is_scoring=is_scoring, retention=retention
         )
         if not logits.size:
             logits = np.zeros((max_seqs, ends.shape[1]), np.float32)
@@ -162,7 +161,7 @@ def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> i
     """
     pieces = _nobody(chunk_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
-    options: dict[str, Any] = dict(is_scoring=False, streaming=None)
+    options: dict[str, Any] = dict(is_scoring=False, retention=KEEP_ALL)
     return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
 
 
@@ -202,7 +201,7 @@ def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
     return Pieces(tokens, tokens.copy(), nobody, zeros.copy(), zeros.copy(), zeros.copy(), nobody.copy())
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "is_scoring", "streaming"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("forward", "is_scoring", "retention"), donate_argnames="cache")
 def _feed_pieces(
     forward: Forward,
     params: Any,
@@ -211,7 +210,7 @@ def _feed_pieces(
     pieces: Pieces,
     *,
     is_scoring: bool,
-    streaming: Streaming | None,
+    retention: Retention,
 ) -> tuple[Cache, jax.Array, jax.Array, Scores | None]:
     """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
@@ -228,8 +227,7 @@ def _feed_pieces(
     rows = jnp.where(begins, pieces.rows, nobody)
     entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - pieces.num_tokens], axis=1).reshape(-1)
-    if streaming is not None:
-        cache = drop_unseen(cache, rows, streaming)
+    cache = retention.drop_unseen(cache, rows)
     cache, step = extend(
         cache, lens, num_tokens=pieces.tokens.size, seq_ids=entries, tokens=pieces.tokens.reshape(-1)
     )
@@ -237,7 +235,7 @@ def _feed_pieces(
 
     step = padded_step(step, 2 * (order - pieces.nth), pieces.first, pieces.num_tokens, pieces.tokens.shape)
     # Of the first token's window the others of a call do not see all.
-    step = plan_attention(cache, step, within=None if streaming is None else streaming.span)
+    step = plan_attention(cache, step, within=retention.span)
     result = forward(params, jnp.asarray(pieces.tokens), cache, step)
     width_of(result, num_pieces, piece_len)
     logits, cache = result

@@ -8,8 +8,6 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvcache_jax.chunks.prompt_chunks import NOT_LOOKED_UP, PromptChunks
-from kvcache_jax.chunks.reuse import ChunkReuse, prompt_spans
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
@@ -18,6 +16,7 @@ from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, u
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
+from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, Prompts, prompt_rows
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
@@ -33,15 +32,15 @@ class ScoreResult:
       logprobs: f32[len(continuation)] log-probability of each token, per continuation.
       cache: The cache at the end, all rows idle; with prefix caching it still knows the context.
       num_cached_tokens: Tokens of the context that the prefix cache had.
-      num_composed_tokens: Tokens of the context that were taken from chunks and not computed again.
-      num_chunk_tokens: Tokens of chunks that were missing, computed to be stored.
+      num_reused_tokens: Tokens of the context that `prompts` put into its row, not computed.
+      num_stored_tokens: Tokens that were computed to be reused.
     """
 
     logprobs: list[np.ndarray]
     cache: Cache
     num_cached_tokens: int
-    num_composed_tokens: int
-    num_chunk_tokens: int
+    num_reused_tokens: int
+    num_stored_tokens: int
 
 
 def score(
@@ -53,8 +52,7 @@ def score(
     *,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
-    chunks: Sequence[tuple[int, int]] | None = None,
-    chunk_reuse: ChunkReuse | None = None,
+    prompts: Prompts | None = None,
     chunk_len: int = 128,
 ) -> ScoreResult:
     """Computes the log-probability of each continuation of one context, token by token.
@@ -69,8 +67,7 @@ def score(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.
-      chunks: Spans `(start, end)` of the context that are chunks, as those of a prompt in `generate`.
-      chunk_reuse: As in `generate`.
+      prompts: How the context is put together, the one prompt of the call, as in `generate`.
       chunk_len: Tokens of all rows in one call of the model, as in `generate`.
 
     Returns:
@@ -98,15 +95,26 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
-    spans = prompt_spans("score", None if chunks is None else [chunks], chunk_reuse, [shared], config)
-    prompt_chunks = PromptChunks(forward, params, [shared], np.asarray(words), spans, chunk_reuse, chunk_len)
+    context_rows = prompt_rows(
+        prompts,
+        PromptCall(
+            caller="score",
+            forward=forward,
+            params=params,
+            config=config,
+            tokens=[shared],
+            namespaces=np.asarray(words),
+            prefill_len=chunk_len,
+            retention=KEEP_ALL,
+        ),
+    )
     context_len = np.zeros(config.max_seqs, np.int32)
     context_len[0] = len(shared)
     history = np.zeros((config.max_seqs, config.max_seq_len), np.int32)
     history[:, : len(shared)] = shared
 
     found_by = history[:1].copy()
-    found_by[0, prompt_chunks.plain_len(0) : len(shared)] = NOT_LOOKED_UP
+    found_by[0, context_rows.prefix_len(0) : len(shared)] = NOT_LOOKED_UP
     num_more = np.where(np.arange(config.max_seqs) == 0, longest - len(shared), 0)
 
     def start(cache: Cache) -> tuple[Cache, Admission]:
@@ -121,19 +129,19 @@ def score(
 
     def hold_context(cache: Cache) -> tuple[Cache, Admission, np.ndarray]:
         """Holds the context in row 0; returns also f32[vocab], the log-probability of each next token."""
-        cache, chunk_ids = prompt_chunks.hold(cache, 0, 0)
-        assert chunk_ids is not None  # all rows are idle: nobody else holds blocks
-        cache = prompt_chunks.forget_until(
-            cache, lambda cache: int(start(cache)[1].status[0]) == Status.OK, chunk_ids
+        cache, parts = context_rows.hold(cache, 0, 0)
+        assert parts is not None  # all rows are idle: no other row holds blocks
+        cache = context_rows.make_room(
+            cache, lambda cache: int(start(cache)[1].status[0]) == Status.OK, parts
         )
         cache, admission = start(cache)
         raise_for_status(admission.status, "allocating the context")
-        cache = prompt_chunks.compose(cache, 0, 0, chunk_ids)
+        cache = context_rows.compose(cache, 0, 0, parts)
         cache, fed = prefill(
             forward, params, cache, history, context_len, chunk_len=chunk_len, is_scoring=True
         )
         raise_for_status(fed.status, "prefilling the context")
-        cache = prompt_chunks.forget_until(cache, has_room)
+        cache = context_rows.make_room(cache, has_room)
         logits = fed.logits[0]
         if not are_numbers(logits):
             raise FloatingPointError(_NO_SCORE.format("the context"))
@@ -168,7 +176,7 @@ def score(
         return free(cache, ids)[0], status
 
     held, admission, firsts = hold_context(idle_cache("score", cache, config))
-    num_composed_tokens = prompt_chunks.num_composed_tokens  # may be held again, and counts once
+    num_reused_tokens = context_rows.num_reused_tokens  # may be held again, and counts once
     results = [np.full(len(tokens), np.nan, np.float32) for tokens in own]
     for found, tokens in zip(results, own, strict=True):
         if len(tokens) and tokens[0] < len(firsts):
@@ -195,8 +203,8 @@ def score(
         logprobs=results,
         cache=held,
         num_cached_tokens=int(admission.num_cached[0]),
-        num_composed_tokens=num_composed_tokens,
-        num_chunk_tokens=prompt_chunks.num_chunk_tokens,
+        num_reused_tokens=num_reused_tokens,
+        num_stored_tokens=context_rows.num_stored_tokens,
     )
 
 

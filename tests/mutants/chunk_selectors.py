@@ -67,12 +67,6 @@ MUTATIONS = [
     ),
     *in_module(
         "chunks/free_chunks",
-        (
-            "uses outlive their chunks",
-            "lambda values: set_at(values, chunk_ids, 0)",
-            "lambda values: values if values.dtype == jnp.uint32 else set_at(values, chunk_ids, 0)",
-            SCRIPT,
-        ),
     ),
     *in_module(
         "chunks/evict_chunks",
@@ -105,12 +99,6 @@ MUTATIONS = [
     ),
     *in_module(
         "inspect/chunk_invariants",
-        (
-            "two chunks may have one name",
-            "names.setdefault(name, chunk) != chunk",
-            "name in ()",
-            FOUND_BROKEN,
-        ),
     ),
     *in_module(
         "chunks/chunk_deviation",
@@ -137,6 +125,21 @@ MUTATIONS = [
             "= read_first(deviations, cache)",
             "= deviations, cache",
             NO_COPY,
+        ),
+    ),
+    *in_module(
+        "chunks/store",
+        (
+            "two chunks may have one name",
+            "names.setdefault(name, chunk) != chunk",
+            "name in ()",
+            FOUND_BROKEN,
+        ),
+        (
+            "uses outlive their chunks",
+            '"tokens", "length", "start", "namespace", "num_uses", "last_used"',
+            '"tokens", "length", "start", "namespace", "last_used"',
+            SCRIPT,
         ),
     ),
 ]

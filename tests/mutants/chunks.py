@@ -31,7 +31,6 @@ MUTATIONS = [
             REFUSED,
         ),
         ("chunks may overlap", "is_bad = overlaps.any(axis=(1, 2)) | ", "is_bad = ", REFUSED),
-        ("a composed row is a plain text", "first_composed=first)", "first_composed=0 * first)", PLACES),
     ),
     *in_module(
         "chunks/composed_columns",
@@ -103,7 +102,6 @@ MUTATIONS = [
         ("a chunk does not own what it shares", "block_pool.share(pool, shared)", "pool", SHARED),
         ("edges of chunks are shared", "is_in & is_whole & ", "is_in & ", SHARED),
         ("equal chunks of a call are two", "wants = is_new & (leader == order)", "wants = is_new", SCARCE),
-        ("composed tokens become chunks", "most = plain_len(control, seq_ids, most)", "", IN_PLACE),
     ),
     *in_module(
         "chunks/store",
@@ -122,12 +120,6 @@ MUTATIONS = [
     ),
     *in_module(
         "operations/commit",
-        (
-            "composed tokens are published",
-            "context_len = plain_len(control, rows, context_len)",
-            "",
-            PUBLISHED,
-        ),
     ),
     *in_module(
         "compression/drop",
@@ -149,15 +141,45 @@ MUTATIONS = [
     ),
     *in_module(
         "operations/scrub",
-        (
-            "scrubbing takes blocks of chunks",
-            "is_kept.at[of_chunks].set(True",
-            "is_kept.at[of_chunks].min(True",
-            SCRUBBED,
-        ),
     ),
     *in_module(
         "core/key_rotation",
         ("keys never move back", "jnp.where((distance < 0)", "jnp.where((distance > 2**30)", ROTATED),
+    ),
+    *in_module(
+        "chunks/compose",
+        (
+            "a composed row is a plain text",
+            "set_at(chunks.first_composed, rows, first)",
+            "chunks.first_composed",
+            PLACES,
+        ),
+    ),
+    *in_module(
+        "chunks/store",
+        (
+            "composed tokens are published",
+            "jnp.where(first > 0, jnp.minimum(length, first - 1), length)",
+            "length",
+            PUBLISHED,
+        ),
+    ),
+    *in_module(
+        "chunks/store_chunk",
+        (
+            "composed tokens become chunks",
+            "most = prefix_len(control, seq_ids, most, config)",
+            "",
+            IN_PLACE,
+        ),
+    ),
+    *in_module(
+        "operations/scrub",
+        (
+            "scrubbing takes blocks of chunks",
+            "is_kept.at[of_others].set(True",
+            "is_kept.at[of_others].min(True",
+            SCRUBBED,
+        ),
     ),
 ]

@@ -135,12 +135,6 @@ MUTATIONS = [
     ),
     *in_module(
         "operations/commit",
-        (
-            "a compressed row publishes what is no prefix",
-            "jnp.where(holes.is_plain, context_len, jnp.minimum(holes.plain_len, context_len))",
-            "context_len",
-            PLAIN,
-        ),
     ),
     *in_module(
         "operations/truncate",
@@ -172,6 +166,15 @@ MUTATIONS = [
             "i * tile_len, axis=3",
             "0 * tile_len, axis=3",
             MIX,
+        ),
+    ),
+    *in_module(
+        "operations/rows",
+        (
+            "a compressed row publishes what is no prefix",
+            "jnp.where(holes.is_plain, length, jnp.minimum(holes.plain_len, length))",
+            "length",
+            PLAIN,
         ),
     ),
 ]

@@ -35,12 +35,6 @@ MUTATIONS = [
         ),
         ("what is computed again is cut off", "range(0, len(places), self.chunk_len)", "range(0, 1)", PLACES),
         ("chunks are taken back together with the last token", "rows, [end])", "rows, [first])", PLACES),
-        (
-            "chunks that are found are computed anew",
-            "chunk_id < _chunks_of(cache).num_chunks else",
-            "False else",
-            OWN,
-        ),
         ("composed tokens are counted as computed", "int((~is_again).sum())", "int(is_again.sum())", PLACES),
         ("chunks of another namespace are taken", "[len(tokens)], words)[0]", "[len(tokens)])[0]", TENANTS),
         ("chunks of NaN are stored", "if are_numbers(fed.logits[row]):", "if True:", NUMBERS),
@@ -56,12 +50,6 @@ MUTATIONS = [
             "evict_chunks(cache, num_empty + 1,",
             "evict_chunks(cache, num_empty + 2,",
             LEAST_USE,
-        ),
-        (
-            "stored chunks stay whatever prompts need",
-            "if cache.control.chunks is None:\n            return cache",
-            "if True:\n            return cache",
-            GIVE_WAY,
         ),
     ),
     *in_module(
@@ -108,6 +96,21 @@ MUTATIONS = [
             "continuations find no room beside chunks",
             "cache = prompt_chunks.forget_until(cache, has_room)",
             "pass",
+            GIVE_WAY,
+        ),
+    ),
+    *in_module(
+        "chunks/prompt_chunks",
+        (
+            "chunks that are found are computed anew",
+            "chunk_id < chunks_of(cache.control).num_chunks else",
+            "False else",
+            OWN,
+        ),
+        (
+            "stored chunks stay whatever prompts need",
+            "if store_of(cache.config) is None:\n            return cache",
+            "if True:\n            return cache",
             GIVE_WAY,
         ),
     ),

@@ -168,12 +168,6 @@ MUTATIONS = [
     ),
     *in_module(
         "operations/truncate",
-        (
-            "a row that is cut loses its source",
-            "pool if group.holds_sources else _shortened",
-            "_shortened",
-            KEPT,
-        ),
     ),
     *in_module(
         "operations/rows",
@@ -276,6 +270,15 @@ MUTATIONS = [
             "jnp.where(is_finite, 0, jnp.nan)",
             "jnp.where(is_finite, 0, 0.0)",
             NOT_FINITE,
+        ),
+    ),
+    *in_module(
+        "operations/truncate",
+        (
+            "a row that is cut loses its source",
+            "groups = config.row_groups.items()",
+            "groups = [*enumerate(config.groups)]",
+            KEPT,
         ),
     ),
 ]

@@ -333,12 +333,6 @@ PREEMPTED = in_module(
         f"{TARGET}[0.5-lru-dropped1]",
     ),
     (
-        "blocks of other rows come free",
-        "sink_blocks.all_entries(pool)) == 1",
-        "sink_blocks.all_entries(pool)) >= 1",
-        f"{PREEMPT}::test_case_bb_a_row_whose_blocks_are_all_shared_frees_nothing",
-    ),
-    (
         "the most recently used goes first",
         "keys.astype(jnp.int32), ~idle, ids)",
         "keys.astype(jnp.int32), idle, ids)",
@@ -427,4 +421,13 @@ MUTATIONS = [
     *PREEMPTED,
     *FIGURED,
     *OTHERS,
+    *in_module(
+        "operations/preempt",
+        (
+            "blocks of other rows come free",
+            "config.hooks.blocks_of_rows(control, g)) == 1",
+            "config.hooks.blocks_of_rows(control, g)) >= 1",
+            f"{PREEMPT}::test_case_bb_a_row_whose_blocks_are_all_shared_frees_nothing",
+        ),
+    ),
 ]

@@ -52,77 +52,15 @@ MUTATIONS = [
     ),
     *in_module(
         "blocks/sink_blocks",
-        ("sinks drift", "jnp.where(is_first, read, jnp.where(is_sink, kept, pool.num_blocks))", "read", NEAR),
-        (
-            "shared sinks are rotated in place",
-            "(block_pool.ref_counts(pool, read) != 1)",
-            "(read < 0)",
-            PARTED,
-        ),
-        (
-            "what is behind the sinks moves along",
-            "jnp.where(moves, distance[:, None], 0)",
-            "distance[:, None] + 0 * places",
-            NEAR,
-        ),
-        (
-            "tokens behind the sinks come from the original block",
-            "jnp.where(moves, original, jnp.where(",
-            "jnp.where(moves | True, original, jnp.where(",
-            f"{SINKS}::test_tokens_that_came_into_the_block_of_the_sinks_stay",
-        ),
-        (
-            "a row keeps its own original sinks beside those it inherits",
-            "forget(block_pool.share(pool, new), rows)",
-            "block_pool.share(pool, new)",
-            PARTED,
-        ),
-        (
-            "original sinks that are no longer ones are held",
-            "jnp.where(goes, held, pool.num_blocks)[:, ::-1]",
-            "jnp.where(goes & False, held, pool.num_blocks)[:, ::-1]",
-            NEAR,
-        ),
-        ("a cut row keeps its rotated sinks", "jnp.where(is_back, original, rotated)", "rotated", PARTED),
     ),
     *in_module(
         "operations/rewrite",
-        (
-            "moved sinks are computed again",
-            "has_moved[:, None] & (indices < holes.start[:, None])",
-            "has_moved[:, None] & (indices < 0)",
-            MOVED,
-        ),
     ),
     *in_module(
         "compression/compress",
-        (
-            "moved sinks are compressed",
-            "is_bad |= sink_blocks.have_moved(control, seq_ids) & ~is_same",
-            "",
-            MOVED,
-        ),
     ),
     *in_module(
         "operations/scrub",
-        (
-            "original sinks are not scrubbed",
-            "sink_blocks.all_entries(pool), pool.num_blocks",
-            "pool.block_table, pool.num_blocks",
-            PARTED,
-        ),
-        (
-            "original sinks of another namespace are scrubbed",
-            "is_kept.at[of_sinks].set(True",
-            "is_kept.at[of_sinks].set(False",
-            f"{SINKS}::test_a_namespace_is_scrubbed_and_sinks_of_another_stay",
-        ),
-        (
-            "what is behind original sinks is scrubbed",
-            "max_at(num_tokens, pool.sink_blocks, block_size)",
-            "max_at(num_tokens, pool.sink_blocks, 0)",
-            f"{SINKS}::test_a_namespace_is_scrubbed_and_sinks_of_another_stay",
-        ),
     ),
     *in_module(
         "operations/rewrite",
@@ -323,17 +261,121 @@ MUTATIONS = [
     ),
     *in_module(
         "operations/preempt",
-        ("rows drop more than is needed", "is_enough.any(axis=1), first", "False, first", CUT_DOWN),
+    ),
+    *in_module(
+        "compression/sinks",
+        (
+            "sinks drift",
+            "jnp.where(is_first, read, jnp.where(is_sink, kept, pool.num_blocks))",
+            "read",
+            NEAR,
+        ),
+        (
+            "shared sinks are rotated in place",
+            "(block_pool.ref_counts(pool, read) != 1)",
+            "(read < 0)",
+            PARTED,
+        ),
+        (
+            "what is behind the sinks moves along",
+            "jnp.where(moves, distance[:, None], 0)",
+            "distance[:, None] + 0 * places",
+            NEAR,
+        ),
+        (
+            "tokens behind the sinks come from the original block",
+            "jnp.where(moves, original, jnp.where(",
+            "jnp.where(moves | True, original, jnp.where(",
+            f"{SINKS}::test_tokens_that_came_into_the_block_of_the_sinks_stay",
+        ),
+    ),
+    *in_module(
+        "compression/dropping",
+        (
+            "a row keeps its own original sinks beside those it inherits",
+            "return block_pool.release(pool, old[:, ::-1]), set_at",
+            "return pool, set_at",
+            PARTED,
+        ),
+        (
+            "original sinks that are no longer ones are held",
+            "jnp.where(goes, held, pool.num_blocks)[:, ::-1]",
+            "jnp.where(goes & False, held, pool.num_blocks)[:, ::-1]",
+            NEAR,
+        ),
+        (
+            "a cut row keeps its rotated sinks",
+            "jnp.where(is_back, original, rotated)",
+            "rotated",
+            PARTED,
+        ),
+        (
+            "moved sinks are computed again",
+            "(places < starts[:, None])",
+            "(places < 0)",
+            MOVED,
+        ),
+    ),
+    *in_module(
+        "compression/compress",
+        (
+            "moved sinks are compressed",
+            "is_bad |= reads_rotated(control, seq_ids) & ~is_same",
+            "",
+            MOVED,
+        ),
+    ),
+    *in_module(
+        "core/extras",
+        (
+            "original sinks are not scrubbed",
+            "if held.is_of_rows]",
+            "if False]",
+            PARTED,
+        ),
+    ),
+    *in_module(
+        "operations/scrub",
+        (
+            "original sinks of another namespace are scrubbed",
+            "is_kept.at[of_others].set(True",
+            "is_kept.at[of_others].set(False",
+            f"{SINKS}::test_a_namespace_is_scrubbed_and_sinks_of_another_stay",
+        ),
+        (
+            "what is behind original sinks is scrubbed",
+            "max_at(num_tokens, held.block_ids, block_size)",
+            "max_at(num_tokens, held.block_ids, 0)",
+            f"{SINKS}::test_a_namespace_is_scrubbed_and_sinks_of_another_stay",
+        ),
+    ),
+    *in_module(
+        "operations/preempt",
+        (
+            "original sinks do not come free",
+            "config.hooks.blocks_of_rows(control, g)) == 1",
+            "pool.block_table) == 1",
+            f"{SINKS}::test_the_original_sinks_count_among_the_blocks_that_a_row_frees",
+        ),
+    ),
+    *in_module(
+        "compression/drop_to_utilization",
+        (
+            "rows drop more than is needed",
+            "is_enough.any(axis=1), first",
+            "False, first",
+            CUT_DOWN,
+        ),
         (
             "rows drop blocks with tokens of the window",
-            "control.context_len - kept.window, unit",
-            "control.context_len - kept.window + unit - 1, unit",
+            "control.context_len - streaming.window, unit",
+            "control.context_len - streaming.window + unit - 1, unit",
             CUT_DOWN,
         ),
         (
             "rows drop the block of their sinks",
-            "ceil_div(kept.num_sink_tokens, unit) * unit",
-            "kept.num_sink_tokens // unit * unit",
+            "ceil_div(streaming.num_sink_tokens, unit) * unit",
+            "streaming.num_sink_tokens // unit * unit",
             CUT_DOWN,
         ),
         (
@@ -349,11 +391,10 @@ MUTATIONS = [
             GO_ON,
         ),
         (
-            "original sinks do not come free",
-            "sink_blocks.all_entries(pool)) == 1",
-            "pool.block_table) == 1",
-            f"{SINKS}::test_the_original_sinks_count_among_the_blocks_that_a_row_frees",
+            "the shortest rows drop first",
+            'policy: str = "longest"',
+            'policy: str = "lru"',
+            CUT_DOWN,
         ),
-        ("the shortest rows drop first", '"streaming": "longest"', '"streaming": "lru"', CUT_DOWN),
     ),
 ]

@@ -1,0 +1,158 @@
+"""What the loops ask of features: how a prompt is put together, and which tokens a row keeps.
+
+`generate` and `score` take a value of each, and name no feature. The classes here do nothing: every token of
+a prompt is computed, and every token is kept. A feature's own subclass does more, such as
+`kv.chunks.Prompts` and `kv.compression.Streaming`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.core.state import Cache
+from kvcache_jax.decoding.forward import Forward
+
+# No id of a model's: what follows a prompt's prefix is neither found nor published.
+NOT_LOOKED_UP = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptCall:
+    """The prompts of one call of `generate` or `score`.
+
+    Attributes:
+      caller: The function's name, for errors.
+      forward: The model.
+      params: Its parameters.
+      config: The cache's.
+      tokens: Of each prompt, i32[any].
+      namespaces: u32[prompts, 4].
+      prefill_len: Prompt tokens in one call of the model.
+      retention: The tokens that rows keep.
+    """
+
+    caller: str
+    forward: Forward
+    params: Any
+    config: CacheConfig
+    tokens: Sequence[np.ndarray]
+    namespaces: np.ndarray
+    prefill_len: int
+    retention: "Retention"
+
+
+class PromptRows:
+    """The prompts of a call while rows are started for them, on the host.
+
+    Attributes:
+      num_reused_tokens: Tokens of prompts that were put into rows and not computed, beside cached prefixes.
+      num_stored_tokens: Tokens that were computed to be reused.
+    """
+
+    def __init__(self, call: PromptCall):
+        self.call = call
+        self.num_reused_tokens, self.num_stored_tokens = 0, 0
+
+    def prefix_len(self, prompt_id: int) -> int:
+        """Counts the first tokens of a prompt that its row publishes, and finds."""
+        return len(self.call.tokens[prompt_id])
+
+    def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, Sequence[int] | None]:
+        """Makes what a prompt is put together from.
+
+        Args:
+          cache: Donated.
+          prompt_id: The prompt.
+          row: An idle row, which is idle again afterwards.
+
+        Returns:
+          The cache, and ids of the parts; None in their place where other rows hold the blocks for them.
+        """
+        return cache, ()
+
+    def with_room[T](
+        self, cache: Cache, attempt: Callable[[Cache], tuple[Cache, T | None]], kept: Sequence[int] = ()
+    ) -> tuple[Cache, T | None]:
+        """Tries what may lack blocks, and again as long as blocks can be given up for it.
+
+        Args:
+          cache: The cache.
+          attempt: Returns the cache and a result, None for a failure.
+          kept: Parts that are not given up.
+        """
+        return attempt(cache)
+
+    def make_room(self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()) -> Cache:
+        """Gives up what it holds, but for parts that are `kept`, until the cache `is_enough`."""
+        return cache
+
+    def compose(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
+        """Fills a row that was allocated for a prompt as far as its parts reach, but not its last token.
+
+        Args:
+          cache: Donated.
+          prompt_id: The prompt.
+          row: Its row.
+          parts: Of `hold`.
+        """
+        return cache
+
+
+class Prompts:
+    """Prompts of which every token that is not cached is computed."""
+
+    def rows(self, call: PromptCall) -> PromptRows:
+        """Checks a call's prompts, and returns them as rows are started for them.
+
+        Raises:
+          ValueError, TypeError: they cannot be put together so; names got, expected and the fix.
+        """
+        return PromptRows(call)
+
+
+def prompt_rows(prompts: Any, call: PromptCall) -> PromptRows:
+    """Returns a call's prompts as rows are started for them; refuses what is no `Prompts`."""
+    prompts = Prompts() if prompts is None else prompts
+    if not isinstance(prompts, Prompts):
+        raise TypeError(
+            f"{call.caller} got prompts={prompts!r}, expected None or a value such as kv.chunks.Prompts(...)"
+        )
+    return prompts.rows(call)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """The tokens that rows keep while they decode: all of them. Static: compiled programs go by it."""
+
+    @property
+    def span(self) -> Span | None:
+        """The positions that a token sees, whatever its layer's kind; None for those of the kind."""
+        return None
+
+    def check(self, caller: str, config: CacheConfig, num_drafts: int) -> None:
+        """Refuses a cache whose rows cannot keep tokens so: got, expected and the fix."""
+
+    def prefill_len(self, config: CacheConfig, prefill_len: int) -> int:
+        """Limits the prompt tokens in one call of the model to those that a row has room for."""
+        return prefill_len
+
+    def max_held_len(self, config: CacheConfig, num_new: int) -> int | None:
+        """Counts the most tokens that a row holds in a step of `num_new`; None for all of its text."""
+        return None
+
+    def max_text_len(self, config: CacheConfig, prompts: Sequence[np.ndarray], max_new_tokens: int) -> int:
+        """Counts the tokens of the longest text that a row may come to."""
+        return config.max_seq_len
+
+    def drop_unseen(self, cache: Cache, rows: jax.Array) -> Cache:
+        """Drops what no later token of `rows` i32[n] sees; `max_seqs` is skipped."""
+        return cache
+
+
+KEEP_ALL = Retention()
+"""Rows keep all tokens."""
