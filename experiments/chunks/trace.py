@@ -62,17 +62,17 @@ def measure(requests: list[Request]) -> list[dict[str, Any]]:
     of_chunks = of_rows + store.num_chunks * _num_blocks(store.max_chunk_len)
     spans = [request.spans for request in requests]
     reuse = [kv.ChunkReuse(rotate=None, selector="first", share=share) for share in SHARES]
+    prompts = [request.prompt for request in requests]
     sides = [
-        ("prefix cache, memory for all", None, of_prompts, {}, {}),
-        ("prefix cache, as much memory", None, of_chunks, {}, {}),
+        ("prefix cache, memory for all", None, of_prompts, {}, prompts),
+        ("prefix cache, as much memory", None, of_chunks, {}, prompts),
         *(
-            ("chunk cache", x.share, of_chunks, dict(extras=[store]), dict(chunks=spans, chunk_reuse=x))
+            ("chunk cache", x.share, of_chunks, dict(extras=[store]), kv.chunks.Prompts(prompts, spans, x))
             for x in reuse
         ),
     ]
-    prompts = [request.prompt for request in requests]
     records = [{"side": "no cache", "share": None, "computed": sum(map(len, prompts)), "blocks": 0}]
-    for side, share, num_blocks, sizes, options in sides:
+    for side, share, num_blocks, sizes, made_of in sides:
         config = kv.CacheConfig(
             [kv.FullAttention(1, 1)],
             num_blocks=num_blocks,
@@ -83,7 +83,7 @@ def measure(requests: list[Request]) -> list[dict[str, Any]]:
             partial_hits=True,
             **sizes,
         )
-        found = kv.generate(_no_model, None, prompts, config, max_new_tokens=1, **options)
+        found = kv.generate(_no_model, None, made_of, config, max_new_tokens=1)
         record = {"side": side, "share": share, "computed": found.num_prompt_tokens, "blocks": num_blocks}
         records.append(record)
     return records

@@ -10,7 +10,7 @@ Record:  experiments/results/streaming.json, docs/streaming.png.
 The small model, float32, reads 100,000 bytes of held-out files, one behind the other, in one row. Before each
 step `kv.drop` hides what is neither among the first 4 tokens nor among the last 508, and gives whole blocks
 back. A step has 32 tokens, of which the first sees 4 + 508 and the last 31 more: the windows of all begin
-where the first one's does. (`kv.generate(streaming=)` has each token see its own window.)
+where the first one's does. (`kv.generate(retention=)` has each token see its own window.)
 
 Beside it: the same with the first tokens as near as the window is long (`kv.drop(positions="cache")`), as
 StreamingLLM has them; layers of `SlidingWindow(512)`; full attention that holds all, as far as its table

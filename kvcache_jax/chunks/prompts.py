@@ -11,19 +11,20 @@ from kvcache_jax.decoding.prompts import PromptCall
 
 @dataclasses.dataclass(frozen=True)
 class Prompts(prompts.Prompts):
-    """Prompts that are put together from chunks, for `generate(prompts=)` and `score(prompts=)`.
+    """Prompts that are put together from chunks: the `prompts` of `generate`, or the `context` of `score`.
 
     Each passage is computed once, alone, and kept in the cache's `Store`. A chunk that never finds room
     beside its prompt is computed as other text is.
 
     Attributes:
+      tokens: Token ids of each prompt; one for `score`.
       spans: For each prompt the pairs `(start, end)` of its passages, at any place, in any order.
       reuse: Says how chunks are composed, and how much of them is computed again.
 
     Example:
       >>> import kvcache_jax as kv
       >>> rotate = kv.key_rotation([1.0, 0.1], max_distance=100)
-      >>> composed = kv.chunks.Prompts([[(0, 20), (20, 35)]], kv.ChunkReuse(rotate=rotate))
+      >>> composed = kv.chunks.Prompts([range(40)], [[(0, 20), (20, 35)]], kv.ChunkReuse(rotate=rotate))
     """
 
     spans: Sequence[Sequence[tuple[int, int]]]

@@ -101,12 +101,12 @@ class ChunkReuse:
         return bool(registered_selector(self.selector).needs & _OBSERVED)
 
 
-def prompt_spans(call: PromptCall, chunks: Any, reuse: Any) -> list[list[Span]]:
+def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
     """Checks the chunks of prompts; leaves out those that the cache has no room for, whatever it holds.
 
     Args:
       call: The prompts.
-      chunks: For each prompt pairs `(start, end)`, in any order.
+      spans: For each prompt pairs `(start, end)`, in any order.
       reuse: A `ChunkReuse`.
 
     Returns:
@@ -133,15 +133,15 @@ def prompt_spans(call: PromptCall, chunks: Any, reuse: Any) -> list[list[Span]]:
             f"{caller} got chunks and a cache without a store of chunks, expected one built with "
             "CacheConfig(extras=[kv.chunks.Store(num_chunks=..., max_chunk_len=...)])"
         )
-    of_prompts = as_list("chunks", chunks, "spans of each prompt, pairs (start, end)")
+    of_prompts = as_list("spans", spans, "spans of each prompt, pairs (start, end)")
     if len(of_prompts) != len(prompts):
         raise ValueError(
-            f"chunks has {len(of_prompts)} lists of spans, expected {len(prompts)}, one per prompt"
+            f"spans has {len(of_prompts)} lists of spans, expected {len(prompts)}, one per prompt"
         )
     found: list[list[Span]] = []
-    for i, (spans, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
-        name = f"chunks[{i}]"
-        ordered = _ordered(name, spans, len(prompt), store.max_chunk_len)
+    for i, (of_prompt, prompt) in enumerate(zip(of_prompts, prompts, strict=True)):
+        name = f"spans[{i}]"
+        ordered = _ordered(name, of_prompt, len(prompt), store.max_chunk_len)
         ordered = _within_windows(name, ordered, len(prompt), config)
         found.append(_with_room(ordered, prompt, config, store.num_chunks))
     return found

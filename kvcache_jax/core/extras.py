@@ -155,10 +155,10 @@ class Hooks(tuple[Extra, ...]):
 def check_extras(extras: Any) -> Hooks:
     """Returns the extras as a config keeps them, or refuses what is none."""
     if isinstance(extras, Extra) or not isinstance(extras, tuple | list):
-        raise TypeError(f"extras is {extras!r}, expected a list of extras such as kv.chunks.Store(...)")
+        raise TypeError(f"extras is {extras!r}, expected a list of extras: {', '.join(_extras)}")
     for i, extra in enumerate(extras):
         if not isinstance(extra, Extra):
-            raise TypeError(f"extras[{i}] is {extra!r}, expected an extra such as kv.chunks.Store(...)")
+            raise TypeError(f"extras[{i}] is {extra!r}, expected an extra: {', '.join(_extras)}")
     names = [extra.name for extra in extras]
     for name in names:
         if names.count(name) > 1:

@@ -17,16 +17,16 @@ class Holes:
     those of the last `num_dropped` further:
 
         0 ... start - num_kept ... start ... end ... context_len
-        plain | kept by `compress` | hidden by `drop` | later
+        plain | kept | hidden | later
 
     Attributes:
       start: i32[rows], first place behind the plain and the kept tokens; 0 for rows that let nothing go.
       num_hidden: i32[rows], dropped tokens whose places the row still has, from `start` on.
       num_dropped: i32[rows], tokens that the row let go with their places.
-      num_kept: i32[rows], tokens that `compress` kept, of which it is not known where in the text they stand;
-        layers and heads may have kept others.
+      num_kept: i32[rows], tokens that were kept of more, whose positions in the text are not known; layers and
+        heads may have kept others.
       first: i32[rows, groups], first place at which the row has a token in each layer group; above 0 where
-        `compress` kept fewer there than in another group.
+        fewer were kept there than in another group.
     """
 
     start: jax.Array
@@ -77,7 +77,7 @@ class Holes:
         return is_dropped | (places < _spread(self.first, places))
 
     def is_kept(self, places: jax.Array) -> jax.Array:
-        """Tells which `places` i32[rows, ...] hold tokens that `compress` kept, bool."""
+        """Tells which `places` i32[rows, ...] hold kept tokens, bool."""
         return (places >= _spread(self.plain_len, places)) & (places < _spread(self.start, places))
 
 

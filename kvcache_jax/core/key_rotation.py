@@ -1,4 +1,4 @@
-"""The rotation of stored keys to another position of the text, as `compose` wants it."""
+"""The rotation of stored keys to another position of the text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def key_rotation(
       is_interleaved: Features `2 i` and `2 i + 1` are a pair, in place of `i` and `i + d`.
 
     Returns:
-      The function, for `compose`.
+      The function, for operations with an argument `rotate`.
 
     Raises:
       NotImplementedError: the angles of a token depend on the length of its text: "dynamic", "longrope".

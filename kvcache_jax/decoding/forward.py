@@ -1,4 +1,4 @@
-"""A model as decoding sees it: one step function, for prefill, chunks and decode alike."""
+"""A model as decoding sees it: one step function, for prefill and decode alike."""
 
 from collections.abc import Callable
 from typing import Any

@@ -50,7 +50,7 @@ class DecodeState:
       cache: The target model's.
       draft_cache: The draft model's; None without one.
       history: i32[max_seqs, width], each row's prompt and what was generated; `width` is `max_seq_len`, but
-        of rows that stream that of the longest text.
+        of rows that drop tokens that of the longest text.
       prompt_len: i32[max_seqs].
       length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
       max_len: i32[max_seqs], length at which the row ends.

@@ -1,8 +1,7 @@
 """What the loops ask of features: how a prompt is put together, and which tokens a row keeps.
 
 `generate` and `score` take a value of each, and name no feature. The classes here do nothing: every token of
-a prompt is computed, and every token is kept. A feature's own subclass does more, such as
-`kv.chunks.Prompts` and `kv.compression.Streaming`.
+a prompt is computed, and every token is kept. A feature's own subclass does more.
 """
 
 import dataclasses
@@ -103,8 +102,15 @@ class PromptRows:
         return cache
 
 
+@dataclasses.dataclass(frozen=True)
 class Prompts:
-    """Prompts of which every token that is not cached is computed."""
+    """Prompts of which every token that is not cached is computed.
+
+    Attributes:
+      tokens: Token ids of each prompt.
+    """
+
+    tokens: Sequence[Sequence[int]]
 
     def rows(self, call: PromptCall) -> PromptRows:
         """Checks a call's prompts, and returns them as rows are started for them.
@@ -113,16 +119,6 @@ class Prompts:
           ValueError, TypeError: they cannot be put together so; names got, expected and the fix.
         """
         return PromptRows(call)
-
-
-def prompt_rows(prompts: Any, call: PromptCall) -> PromptRows:
-    """Returns a call's prompts as rows are started for them; refuses what is no `Prompts`."""
-    prompts = Prompts() if prompts is None else prompts
-    if not isinstance(prompts, Prompts):
-        raise TypeError(
-            f"{call.caller} got prompts={prompts!r}, expected None or a value such as kv.chunks.Prompts(...)"
-        )
-    return prompts.rows(call)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, u
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
-from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, Prompts, prompt_rows
+from kvcache_jax.decoding.prompts import KEEP_ALL, NOT_LOOKED_UP, PromptCall, Prompts
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
@@ -46,13 +46,12 @@ class ScoreResult:
 def score(
     forward: Forward,
     params: Any,
-    context: Sequence[int],
+    context: Sequence[int] | Prompts,
     continuations: Sequence[Sequence[int]],
     config: CacheConfig,
     *,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
-    prompts: Prompts | None = None,
     chunk_len: int = 128,
 ) -> ScoreResult:
     """Computes the log-probability of each continuation of one context, token by token.
@@ -60,14 +59,13 @@ def score(
     Args:
       forward: As in `generate`.
       params: Passed on to `forward`.
-      context: Token ids, at least one.
+      context: Token ids, at least one; or a feature's `Prompts` of one prompt.
       continuations: Token ids of each; an empty one scores as an empty array, an id that the model's logits
         do not reach as NaN, the only one there is.
       config: The cache's, with at least 2 rows. There may be more continuations than rows; they take turns.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.
-      prompts: How the context is put together, the one prompt of the call, as in `generate`.
       chunk_len: Tokens of all rows in one call of the model, as in `generate`.
 
     Returns:
@@ -82,7 +80,10 @@ def score(
     """
     check_model("score", forward, config, params, cache)
     words = namespace_words(namespace, 1)
-    shared = model_tokens("context", context, least=1)
+    prompts = context if isinstance(context, Prompts) else Prompts([context])
+    if len(prompts.tokens) != 1:
+        raise ValueError(f"context has {len(prompts.tokens)} prompts, expected one")
+    shared = model_tokens("context", prompts.tokens[0], least=1)
     continuations = as_list("continuations", continuations, "continuations, each a list of token ids")
     own = [model_tokens(f"continuation {i}", tokens) for i, tokens in enumerate(continuations)]
     if config.max_seqs < 2:
@@ -95,8 +96,7 @@ def score(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
     chunk_len = usable_chunk_len(chunk_len, config)
-    context_rows = prompt_rows(
-        prompts,
+    context_rows = prompts.rows(
         PromptCall(
             caller="score",
             forward=forward,

@@ -127,7 +127,7 @@ def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru")
     """Frees rows one by one until `utilization` is at most `target`.
 
     Published blocks of these rows stay cached. The call stops early when no row is left that frees a block on
-    its own in a layer group that is above the target. `compression.drop_to_utilization` lets rows go on.
+    its own in a layer group that is above the target.
 
     Args:
       cache: Not changed.

@@ -52,7 +52,7 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
 
     Returns:
       The cache and a `Step` with arrays `[n, T]`. `status`: BAD_LENGTH (an index repeats, descends, lies
-      outside the row or is that of a token that `compress` kept, whose position is not known), WINDOW_LOST
+      outside the row or is that of a kept token, whose position is not known), WINDOW_LOST
       (a window group gave back what the token reads), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
       BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
 

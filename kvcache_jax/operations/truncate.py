@@ -30,7 +30,7 @@ def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, j
       cache: Not changed.
       seq_ids: i32[n], active rows, each at most once.
       new_len: i32[n], tokens to keep, hidden ones counted; a row cannot end among tokens that it dropped, nor
-        among those that `compress` kept.
+        among kept ones, whose positions are not known; see `Holes`.
 
     Returns:
       The cache and status i32[n]: TOO_LONG (`new_len` exceeds the row), BAD_LENGTH, WINDOW_LOST,
@@ -73,7 +73,7 @@ def truncate_rows(
 
 
 def _ends_hidden(control: Control, seq_ids: jax.Array, new_len: jax.Array) -> jax.Array:
-    """Tells which rows would end among tokens that they dropped, or that `compress` kept."""
+    """Tells which rows would end among tokens that they dropped, or among kept ones."""
     if control.holes is None:
         return jnp.zeros_like(new_len, bool)
     holes = control.holes.of_rows(seq_ids)

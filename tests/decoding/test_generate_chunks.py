@@ -85,7 +85,7 @@ def generate(prompts, spans, reuse=None, sizes=None, **options):
     options = {"max_new_tokens": NUM_NEW, "chunk_len": 8} | options
     size = config(**(sizes or {}))
     options.setdefault("cache", testing.poison(kv.init(size)))
-    return kv.generate(forward, PARAMS, prompts, size, chunks=spans, chunk_reuse=reuse, **options)
+    return kv.generate(forward, PARAMS, kv.chunks.Prompts(prompts, spans, reuse), size, **options)
 
 
 @functools.cache
@@ -101,9 +101,9 @@ def test_prompts_are_made_of_chunks_wherever_those_stand():
     # Three tokens of 11, two of 8 and of 5, but none of a first chunk, and always the last of a prompt.
     again = [3 + 2 + 2, 3, 3 + 2 + 2, 0, 2 + 2 + 2 + 1, 1]
     num_composed = sum(end - start for chunks in spans for start, end in chunks) - sum(again)
-    assert result.num_composed_tokens == num_composed
-    assert result.num_chunk_tokens == len(A) + len(B) + len(C) + len(C)
-    assert result.num_prompt_tokens == sum(map(len, prompts)) - num_composed + result.num_chunk_tokens
+    assert result.num_reused_tokens == num_composed
+    assert result.num_stored_tokens == len(A) + len(B) + len(C) + len(C)
+    assert result.num_prompt_tokens == sum(map(len, prompts)) - num_composed + result.num_stored_tokens
 
 
 def test_a_prompt_is_its_own_whatever_stands_beside_and_was_before():
@@ -116,7 +116,7 @@ def test_a_prompt_is_its_own_whatever_stands_beside_and_was_before():
         got, want = alone.generations[0], together.generations[i]
         assert got.tokens == want.tokens
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
-    assert alone.num_chunk_tokens == 0 and alone.num_prompt_tokens == 3 + 1  # all was there
+    assert alone.num_stored_tokens == 0 and alone.num_prompt_tokens == 3 + 1  # all was there
 
 
 @pytest.mark.slow
@@ -158,12 +158,10 @@ def test_scores_are_those_of_a_context_made_of_chunks():
         result = kv.score(
             forward,
             PARAMS,
-            context,
+            kv.chunks.Prompts([context], [spans], kv.ChunkReuse(rotate=ROTATE, share=0.25)),
             continuations,
             config(),
             cache=testing.poison(cache),
-            chunks=spans,
-            chunk_reuse=kv.ChunkReuse(rotate=ROTATE, share=0.25),
             chunk_len=8,
         )
         cache = result.cache
@@ -174,7 +172,7 @@ def test_scores_are_those_of_a_context_made_of_chunks():
             logits = logits[len(context) - 1 : -1]
             want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
             np.testing.assert_allclose(found, want[np.arange(len(continuation)), continuation], atol=1e-4)
-        assert result.num_composed_tokens == num_composed and result.num_cached_tokens == 0
+        assert result.num_reused_tokens == num_composed and result.num_cached_tokens == 0
         check_left(cache)
 
 
@@ -212,8 +210,8 @@ def test_chunks_of_least_use_are_forgotten_first():
     prompts, spans = zip(*(prompt_of([4], names[i], [2]) for i in (0, 1, 2, 0, 3, 0, 2, 3)), strict=True)
     result = generate(prompts, spans)
     check(result, prompts, spans, first_of(0.25))
-    assert result.num_chunk_tokens == 4 * 5
-    assert generate(prompts[1:2], spans[1:2], cache=result.cache).num_chunk_tokens == 5
+    assert result.num_stored_tokens == 4 * 5
+    assert generate(prompts[1:2], spans[1:2], cache=result.cache).num_stored_tokens == 5
 
 
 @pytest.mark.slow
@@ -247,7 +245,7 @@ def test_chunks_are_found_within_their_namespace():
     tenants = np.stack([kv.namespace(tenant=name) for name in "aba"])
     result = generate([prompt] * 3, [spans] * 3, namespace=tenants)
     check(result, [prompt] * 3, [spans] * 3, first_of(0.25))
-    assert result.num_chunk_tokens == 2 * len(C)
+    assert result.num_stored_tokens == 2 * len(C)
 
 
 @pytest.mark.slow
@@ -269,7 +267,7 @@ def test_the_text_in_front_of_chunks_is_shared_as_a_prefix():
     assert again.num_cached_tokens == 8 + 8 + 12 + 12
     emptied, _ = kv.free_chunks(again.cache, [0, 1, 2])
     anew = generate(prompts[:1], spans[:1], sizes=PREFIXES, cache=emptied)
-    assert anew.num_chunk_tokens == len(A) - 8  # the others were a prompt's
+    assert anew.num_stored_tokens == len(A) - 8  # the others were a prompt's
 
 
 @pytest.mark.slow
@@ -292,7 +290,7 @@ def test_a_selector_of_ones_own_and_one_that_draws():
     ]
     scores = [[g.logprobs for g in result.generations] for result in drawn]
     assert scores[0] == scores[1] != scores[2]
-    assert {result.num_composed_tokens for result in drawn} == {own.num_composed_tokens}
+    assert {result.num_reused_tokens for result in drawn} == {own.num_reused_tokens}
 
 
 def scores_by(selector, prompt, spans):
@@ -318,10 +316,8 @@ def test_selectors_see_what_first_layers_compute(selector):
     result = kv.generate(
         forward,
         DEEP,
-        prompts,
+        kv.chunks.Prompts(prompts, spans, reuse),
         size,
-        chunks=spans,
-        chunk_reuse=reuse,
         max_new_tokens=NUM_NEW,
         chunk_len=8,
         cache=testing.poison(kv.init(size)),
@@ -356,10 +352,8 @@ def test_windows_see_chunks_as_other_tokens(max_rollback):
     result = kv.generate(
         forward,
         PARAMS,
-        prompts,
+        kv.chunks.Prompts(prompts, spans, kv.ChunkReuse(rotate=[ROTATE, ROTATE], share=0.25)),
         size,
-        chunks=spans,
-        chunk_reuse=kv.ChunkReuse(rotate=[ROTATE, ROTATE], share=0.25),
         max_new_tokens=NUM_NEW,
         chunk_len=8,
         cache=testing.poison(kv.init(size)),
@@ -377,12 +371,11 @@ def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     """Its token of NaN ends the prompt, and a prompt without it goes on."""
     params = PARAMS | {"embedding": PARAMS["embedding"].at[0].set(jnp.nan)}
     prompts, spans = zip(prompt_of([1], (5, 0, 3), [2]), prompt_of([1], (5, 4, 3), [2]), strict=True)
-    options = dict(max_new_tokens=1, chunk_len=8, chunks=spans)
-    reuse = kv.ChunkReuse(rotate=ROTATE)
-    result = kv.generate(forward, params, prompts, config(), chunk_reuse=reuse, **options)
+    made_of = kv.chunks.Prompts(prompts, spans, kv.ChunkReuse(rotate=ROTATE))
+    result = kv.generate(forward, params, made_of, config(), max_new_tokens=1, chunk_len=8)
     assert [g.finish_reason for g in result.generations] == ["nan_logits", "length"]
     assert np.asarray(result.cache.control.extras["chunks"].length).tolist() == [3, 0, 0]
-    assert result.num_composed_tokens == 2
+    assert result.num_reused_tokens == 2
     check_left(result.cache)
 
 
@@ -392,27 +385,25 @@ REUSE = kv.ChunkReuse(rotate=ROTATE)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunks": None}, "generate got chunk_reuse without chunks, expected both or none"),
-        ({"chunk_reuse": None}, "generate got chunks without chunk_reuse, expected both or none"),
-        ({"chunk_reuse": "first"}, "chunk_reuse is 'first', expected kv.ChunkReuse"),
-        ({"chunks": [[]]}, "chunks has 1 lists of spans, expected 2, one per prompt"),
-        ({"chunks": 3}, "chunks is 3, expected a list of spans of each prompt"),
-        ({"chunks": [[], 5]}, r"chunks\[1\] is 5, expected a list of spans"),
-        ({"chunks": [[], [5]]}, r"chunks\[1\] is 5, expected a list of spans"),
-        ({"chunks": [[(1, 2, 3)], []]}, r"chunks\[0\] has the span \(1, 2, 3\), expected a pair"),
-        ({"chunks": [[(1, 2.5)], []]}, r"chunks\[0\] is 2.5, expected an integer"),
-        ({"chunks": [[(2, 2)], []]}, r"the span \(2, 2\), expected 0 <= start < end <= 20, the prompt's"),
-        ({"chunks": [[(-1, 2)], []]}, r"the span \(-1, 2\), expected 0 <= start"),
-        ({"chunks": [[], [(2, 7)]]}, r"chunks\[1\] has the span \(2, 7\), expected .* <= 6"),
-        ({"chunks": [[(2, 15)], []]}, r"\(2, 15\) of 13 tokens, expected at most max_chunk_len = 12"),
-        ({"chunks": [[(5, 9), (2, 6)], []]}, r"\(2, 6\) and \(5, 9\), expected spans that do not overlap"),
+        ({"reuse": "first"}, "reuse is 'first', expected kv.ChunkReuse"),
+        ({"spans": [[]]}, "spans has 1 lists of spans, expected 2, one per prompt"),
+        ({"spans": 3}, "spans is 3, expected a list of spans of each prompt"),
+        ({"spans": [[], 5]}, r"spans\[1\] is 5, expected a list of spans"),
+        ({"spans": [[], [5]]}, r"spans\[1\] is 5, expected a list of spans"),
+        ({"spans": [[(1, 2, 3)], []]}, r"spans\[0\] has the span \(1, 2, 3\), expected a pair"),
+        ({"spans": [[(1, 2.5)], []]}, r"spans\[0\] is 2.5, expected an integer"),
+        ({"spans": [[(2, 2)], []]}, r"the span \(2, 2\), expected 0 <= start < end <= 20, the prompt's"),
+        ({"spans": [[(-1, 2)], []]}, r"the span \(-1, 2\), expected 0 <= start"),
+        ({"spans": [[], [(2, 7)]]}, r"spans\[1\] has the span \(2, 7\), expected .* <= 6"),
+        ({"spans": [[(2, 15)], []]}, r"\(2, 15\) of 13 tokens, expected at most max_chunk_len = 12"),
+        ({"spans": [[(5, 9), (2, 6)], []]}, r"\(2, 6\) and \(5, 9\), expected spans that do not overlap"),
         ({"sizes": {"extras": []}}, "without a store of chunks"),
         (
             {
-                "streaming": kv.Streaming(window=4),
+                "retention": kv.Streaming(window=4),
                 "sizes": {"extras": [kv.compression.Dropping(), kv.chunks.Store(3, 12)]},
             },
-            "generate got chunks and streaming, expected one of them",
+            "generate got chunks and a retention that drops tokens, expected one",
         ),
         ({"prompts": [[1] * 20, [1] * 47], "sizes": {"num_blocks": 11}}, "needs 12 blocks, expected at most"),
     ],
@@ -421,25 +412,25 @@ def test_what_are_no_chunks_of_prompts_is_refused(options, message):
     options = dict(options)
     sizes = options.pop("sizes", {})
     prompts = options.pop("prompts", [[1] * 20, [2] * 6])
-    options = {"chunks": [[(1, 3)], []], "chunk_reuse": REUSE} | options
+    made_of = kv.chunks.Prompts(
+        prompts, options.pop("spans", [[(1, 3)], []]), options.pop("reuse", REUSE)
+    )
     with pytest.raises((ValueError, TypeError), match=message):
-        kv.generate(forward, PARAMS, prompts, config(**sizes), max_new_tokens=1, **options)
+        kv.generate(forward, PARAMS, made_of, config(**sizes), max_new_tokens=1, **options)
 
 
 def test_spans_beyond_what_windows_hold_at_once_are_refused():
     sizes = dict(layers=[kv.FullAttention(HEADS, DIM), WINDOW], max_query_len=10)
     message = (
-        r"chunks\[0\] has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10"
+        r"spans\[0\] has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10"
     )
     with pytest.raises(ValueError, match=message):
         kv.generate(
             forward,
             PARAMS,
-            [[1] * 20],
+            kv.chunks.Prompts([[1] * 20], [[(1, 4), (9, 12)]], REUSE),
             dataclasses.replace(config(), **sizes),
             max_new_tokens=1,
-            chunks=[[(1, 4), (9, 12)]],
-            chunk_reuse=REUSE,
         )
 
 
@@ -464,7 +455,7 @@ def test_options_of_chunk_reuse_are_checked(options, message):
 
 
 def test_a_context_without_what_it_needs_is_refused():
-    with pytest.raises(ValueError, match="score got chunks without chunk_reuse, expected both or none"):
-        kv.score(forward, PARAMS, [1, 2], [[3]], config(), chunks=[(0, 1)])
-    with pytest.raises(ValueError, match=r"chunks\[0\] has the span \(1, 3\), expected .* <= 2"):
-        kv.score(forward, PARAMS, [1, 2], [[3]], config(), chunks=[(1, 3)], chunk_reuse=REUSE)
+    with pytest.raises(ValueError, match="context has 2 prompts, expected one"):
+        kv.score(forward, PARAMS, kv.chunks.Prompts([[1], [2]], [[], []], REUSE), [[3]], config())
+    with pytest.raises(ValueError, match=r"spans\[0\] has the span \(1, 3\), expected .* <= 2"):
+        kv.score(forward, PARAMS, kv.chunks.Prompts([[1, 2]], [[(1, 3)]], REUSE), [[3]], config())

@@ -35,7 +35,7 @@ def config(**sizes):
 
 
 def generate(prompts=PROMPTS, sizes=None, **options):
-    options = {"max_new_tokens": NUM_NEW, "streaming": STREAMING, "chunk_len": 5} | options
+    options = {"max_new_tokens": NUM_NEW, "retention": STREAMING, "chunk_len": 5} | options
     return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **options)
 
 
@@ -112,7 +112,7 @@ def test_layers_with_windows_of_their_own_stream_too():
         max_query_len=8,
         extras=[kv.compression.Dropping()],
     )
-    options = dict(max_new_tokens=NUM_NEW, chunk_len=8, streaming=kv.Streaming(window=6, num_sink_tokens=2))
+    options = dict(max_new_tokens=NUM_NEW, chunk_len=8, retention=kv.Streaming(window=6, num_sink_tokens=2))
     result = kv.generate(forward, PARAMS, PROMPTS, cfg, **options)
     for prompt, generation in zip(PROMPTS, result.generations, strict=True):
         check(generation, prompt, reach=((4, 2), (6, 2)))
@@ -140,9 +140,9 @@ def test_no_program_of_a_stream_copies_a_pool(monkeypatch):
     [
         (
             {},
-            dict(streaming=508),
+            dict(retention=508),
             TypeError,
-            "generate got 508, expected kv.Streaming\\(",
+            "retention is 508, expected",
         ),
         (
             dict(extras=[]),
@@ -180,7 +180,7 @@ def test_a_streaming_is_checked():
     layers = [kv.SlidingWindow(2, 4, window=6, num_sink_tokens=5)] * 2
     cfg = kv.CacheConfig(layers, max_seqs=4, max_seq_len=48, extras=[kv.compression.Dropping()])
     with pytest.raises(ValueError, match="has num_sink_tokens = 3, expected at least 5: the sinks of"):
-        kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=2, streaming=STREAMING)
+        kv.generate(forward, PARAMS, PROMPTS, cfg, max_new_tokens=2, retention=STREAMING)
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_a_chunk_shares_the_whole_blocks_of_its_span():
     assert ids[1:3].tolist() == table[1:3].tolist()
     # Of the chunk's blocks the row holds two, which the picture calls shared.
     assert kv.block_map(texts.cache).count(" #2") == 2 + 1  # one in the legend
-    assert kv.block_map(texts.cache).splitlines()[-1] == "= held by a chunk alone"
+    assert kv.block_map(texts.cache).splitlines()[-1] == "= held by an extra alone"
     # Who computes such tokens again gets blocks of its own.
     kept = np.asarray(texts.cache.pools[0].k)[np.asarray(ids[:4])].tobytes()
     texts.cache, step = kv.rewrite(texts.cache, [0], [[5, 9, 10]])

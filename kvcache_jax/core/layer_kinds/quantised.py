@@ -21,7 +21,7 @@ class Quantised(LayerKind):
 
     Every token and head has a scale of its own, computed from its numbers when they are written: there is
     nothing to calibrate, and nothing that goes stale when weights change. Equal keys and values are stored as
-    equal bits, whatever the batch, the chunk or the block. Scales are applied to logits and weights, not to
+    equal bits, whatever the batch, the piece or the block. Scales are applied to logits and weights, not to
     tiles. Keys or values with a NaN or an infinite number are read as NaN. There is no gradient.
 
     Attributes:
