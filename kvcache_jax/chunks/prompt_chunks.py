@@ -22,8 +22,8 @@ from kvcache_jax.chunks.store_chunk import store_chunk
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.forward import Forward, width_of
-from kvcache_jax.decoding.prompts import PromptCall, PromptRows
 from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
+from kvcache_jax.decoding.prompts import PromptCall, PromptRows
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.donate import donate

@@ -1,4 +1,4 @@
-"""The value that tells `generate` and `score` which passages of prompts are chunks, and how they are reused."""
+"""The value that tells `generate` and `score` which passages of prompts are chunks."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -10,13 +10,13 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
 from kvcache_jax.chunks.selector import registered_selector
 from kvcache_jax.chunks.store import store_of
-from kvcache_jax.decoding.prompts import PromptCall
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.arguments import as_list
 from kvcache_jax.decoding.prefill import one_call_len
+from kvcache_jax.decoding.prompts import PromptCall
 
 Span = tuple[int, int]
 """First place of a chunk in its prompt, and one past its last."""
@@ -118,8 +118,8 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
     caller, prompts, config = call.caller, call.tokens, call.config
     if call.retention.max_held_len(config, 1) is not None:
         raise ValueError(
-            f"{caller} got chunks and a retention that drops tokens, expected one of them: a row that dropped "
-            "tokens takes no chunks"
+            f"{caller} got chunks and a retention that drops tokens, expected one of them: a row that "
+            "dropped tokens takes no chunks"
         )
     if not isinstance(reuse, ChunkReuse):
         raise TypeError(f"reuse is {reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")

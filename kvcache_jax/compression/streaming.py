@@ -65,7 +65,8 @@ class Streaming(Retention):
         require_streaming(caller, self, config)
         if num_drafts:
             raise ValueError(
-                f"{caller} got streaming and num_drafts = {num_drafts}, expected 0: rows that stream take none"
+                f"{caller} got streaming and num_drafts = {num_drafts}, expected 0: rows that stream take "
+                "none"
             )
         if config.max_seq_len < self.max_held_len(config, 1):
             raise ValueError(

@@ -29,8 +29,8 @@ def choose(
     name = asked or config.implementation
     if config.hides_tokens and get_backend(name or XLA).decode:
         raise NotImplementedError(
-            f"implementation {name!r} is asked for and rows may hide tokens, expected 'xla' or None, or a cache "
-            "without such extras: kernels do not know tokens that are hidden"
+            f"implementation {name!r} is asked for and rows may hide tokens, expected 'xla' or None, or a "
+            "cache without such extras: kernels do not know tokens that are hidden"
         )
     if name is None and config.hides_tokens:
         return get_backend(XLA)

@@ -48,8 +48,8 @@ class CacheConfig:
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
       partial_hits: With prefix caching, `allocate` also shares the published block whose first tokens alone
         are the prompt's; the next `extend` copies it. All layer groups then have one block size.
-      extras: Features that keep something in the cache, one of each; see `core/extras.py`. No program knows of
-        a feature that is not here.
+      extras: Features that keep something in the cache, one of each; see `core/extras.py`. No program knows
+        of a feature that is not here.
       eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;

@@ -23,8 +23,8 @@ class Holes:
       start: i32[rows], first place behind the plain and the kept tokens; 0 for rows that let nothing go.
       num_hidden: i32[rows], dropped tokens whose places the row still has, from `start` on.
       num_dropped: i32[rows], tokens that the row let go with their places.
-      num_kept: i32[rows], tokens that were kept of more, whose positions in the text are not known; layers and
-        heads may have kept others.
+      num_kept: i32[rows], tokens that were kept of more, whose positions in the text are not known; layers
+        and heads may have kept others.
       first: i32[rows, groups], first place at which the row has a token in each layer group; above 0 where
         fewer were kept there than in another group.
     """

@@ -5,7 +5,6 @@ one compiled loop (`loop.decode`).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +14,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.chunks.prompt_chunks import PromptChunks
-from kvcache_jax.chunks.reuse import ChunkReuse, prompt_spans
-from kvcache_jax.compression.streaming import Streaming
-from kvcache_jax.compression.streaming_loop import streaming_chunk_len, streaming_width
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
@@ -29,6 +24,7 @@ from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
 from kvcache_jax.decoding.prefill import prefill, vocab_size
+from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, Prompts, Retention
 from kvcache_jax.decoding.sampling import sampling_params
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
@@ -43,10 +39,11 @@ class GenerateResult:
       generations: One per prompt and sample, in that order.
       cache: The cache at the end, all rows idle; its counters tell forks and copies.
       num_steps: Calls of the model in the decode loop.
-      num_prompt_tokens: Computed in prefill, chunks included; a prompt with many samples counts once.
+      num_prompt_tokens: Computed in prefill; a prompt counts once for all samples that start
+        together.
       num_cached_tokens: Tokens of prompts that were not computed, for the prefix cache had them.
-      num_composed_tokens: Tokens of prompts that were not computed, for they were taken from chunks.
-      num_chunk_tokens: Of `num_prompt_tokens`, those of chunks that were missing, computed to be stored.
+      num_reused_tokens: Tokens of prompts that a feature put into rows, beside cached prefixes.
+      num_stored_tokens: Of `num_prompt_tokens`, those that were computed to be reused.
       num_drafted: Draft tokens proposed.
       num_accepted: Draft tokens accepted.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
@@ -59,8 +56,8 @@ class GenerateResult:
     num_steps: int
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_composed_tokens: int
-    num_chunk_tokens: int
+    num_reused_tokens: int
+    num_stored_tokens: int
     num_drafted: int
     num_accepted: int
     prefill_seconds: float
@@ -86,7 +83,7 @@ class Draft:
 def generate(
     forward: Forward,
     params: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Prompts,
     config: CacheConfig,
     *,
     max_new_tokens: int,
@@ -103,9 +100,7 @@ def generate(
     draft: Draft | None = None,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
-    streaming: Streaming | None = None,
-    chunks: Sequence[Sequence[tuple[int, int]]] | None = None,
-    chunk_reuse: ChunkReuse | None = None,
+    retention: Retention = KEEP_ALL,
     chunk_len: int = 128,
     look_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
@@ -114,20 +109,21 @@ def generate(
     """Continues prompts with a model that keeps its keys and values in a cache.
 
     Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
-    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If the whole
-    cache has too few blocks for a row, the row ends with what it has. A row whose logits hold NaN or +inf
-    ends too, and publishes none of its blocks from there on. With prefix caching, what prompts have in common
-    is computed once, also across calls that hand `cache` on.
+    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If they do
+    not fit into the cache side by side, as many as do start together, and the others later, from the prompt
+    again. If the whole cache has too few blocks for one row, the row ends with what it has. A row whose
+    logits hold NaN or +inf ends too, and publishes none of its blocks from there on. With prefix caching,
+    what prompts have in common is computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
         function, so that compiled programs are found again. Functions made anew for each call are warned of.
       params: Passed on to `forward`.
-      prompts: Token ids, each prompt at least one.
+      prompts: Token ids, each prompt at least one; or a feature's `Prompts`, which puts them together.
       config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
-      max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless they
-        stream.
-      num_samples: Continuations per prompt, at most `max_seqs`.
+      max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless rows
+        drop tokens.
+      num_samples: Continuations per prompt; more than `max_seqs` take turns.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
       top_p: 1 is off.
@@ -144,16 +140,10 @@ def generate(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4] or u32[prompts, 4], who may share the prompts' blocks. A cache that served other
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
-      streaming: The tokens that each token sees, of prompts and continuations; a row drops the others, and
-        goes on past `max_seq_len` in blocks for these, the tokens of a call and two more. The cache needs
-        `kv.compression.Dropping`; there are no drafts then. Default: all tokens.
-      chunks: For each prompt the spans `(start, end)` of passages that other prompts hold too, at any place.
-        Each is computed once and kept in the cache, which has `num_chunks` places for them. Default: none.
-      chunk_reuse: Says how prompts are put together from chunks, and how much is computed again; given
-        together with `chunks`, and not while prompts stream. A chunk that never finds room beside its
-        prompt is computed as other text is.
+      retention: The tokens that rows keep, of prompts and continuations. Default: all of them. A row that
+        drops tokens goes on past `max_seq_len`.
       chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
-        left. More of them keep an accelerator busier. Rows that stream compute fewer if they hold no more.
+        left. More of them keep an accelerator busier. Rows that drop tokens may compute fewer.
       look_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
@@ -168,19 +158,33 @@ def generate(
         call within `jit`, a `forward` without a hash; names got and expected.
     """
     arguments.check_model("generate", forward, config, params, cache)
-    requests = Requests(prompts, static_count("num_samples", num_samples), namespace, seed)
+    prompts = prompts if isinstance(prompts, Prompts) else Prompts(prompts)
+    requests = Requests(prompts.tokens, static_count("num_samples", num_samples), namespace, seed)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_drafts = static_count("num_drafts", num_drafts, least=0)
     stop_strings = arguments.texts_to_stop_at(stop_strings, detokenize)
     arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_look=on_look)
     chunk_len = arguments.usable_chunk_len(chunk_len, config)
-    max_held_len, width = None, config.max_seq_len
-    if streaming is not None:
-        chunk_len = streaming_chunk_len(streaming, config, num_drafts, chunk_len)
-        max_held_len = streaming.max_held_len(config, chunk_len)
-        width = streaming_width(requests.prompts, max_new_tokens)
-    _check(requests, config, num_drafts, draft, max_held_len)
-    spans = prompt_spans("generate", chunks, chunk_reuse, requests.prompts, config, streaming)
+    if not isinstance(retention, Retention):
+        raise TypeError(
+            f"retention is {retention!r}, expected {KEEP_ALL!r} or a feature's, a `Retention` too"
+        )
+    retention.check("generate", config, num_drafts)
+    chunk_len = retention.prefill_len(config, chunk_len)
+    width = retention.max_text_len(config, requests.prompts, max_new_tokens)
+    _check(requests, config, num_drafts, draft, retention.max_held_len(config, chunk_len))
+    prompt_rows = prompts.rows(
+        PromptCall(
+            caller="generate",
+            forward=forward,
+            params=params,
+            config=config,
+            tokens=requests.prompts,
+            namespaces=requests.namespaces,
+            prefill_len=chunk_len,
+            retention=retention,
+        )
+    )
     is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
     look_every = arguments.steps_between_looks(look_every, is_watched)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
@@ -189,11 +193,6 @@ def generate(
     stops = arguments.stop_ids(stop_tokens)
     host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
     prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
-    prompt_chunks = PromptChunks(
-        forward, params, requests.prompts, requests.namespaces, spans, chunk_reuse, chunk_len
-    )
-    # Chunks are computed while prompts are admitted.
-    admitting = admit if chunk_reuse is None else functools.partial(prefilling, admit)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: arguments.one_number(name, value) for name, value in options.items()}
     cache = idle_cache("generate", cache, config)
@@ -205,12 +204,12 @@ def generate(
         )
     while requests.waiting or host.running:
         while True:
-            state, admitted, num_cached = admitting(
-                state, requests, host, prompt_chunks, max_new_tokens, streaming, chunk_len
+            state, admitted, num_cached = prefilling(  # a feature may compute parts of prompts here
+                admit, state, requests, host, prompt_rows, max_new_tokens, retention, chunk_len
             )
             if not admitted:
                 break
-            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len, streaming)
+            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len, retention)
             num_tokens = sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
             num_prompt_tokens += num_tokens - num_cached
             num_cached_tokens += num_cached
@@ -223,19 +222,17 @@ def generate(
             state,
             jnp.int32(look_every),
             draft_source=draft_source,
-            streaming=streaming,
+            retention=retention,
         )
         state = host.check_in(state)
     return GenerateResult(
         generations=sorted(host.done, key=lambda g: (g.prompt_id, g.sample_id)),
         cache=state.cache,
         num_steps=int(state.num_steps),
-        num_prompt_tokens=num_prompt_tokens
-        + prompt_chunks.num_chunk_tokens
-        - prompt_chunks.num_composed_tokens,
+        num_prompt_tokens=num_prompt_tokens + prompt_rows.num_stored_tokens - prompt_rows.num_reused_tokens,
         num_cached_tokens=num_cached_tokens,
-        num_composed_tokens=prompt_chunks.num_composed_tokens,
-        num_chunk_tokens=prompt_chunks.num_chunk_tokens,
+        num_reused_tokens=prompt_rows.num_reused_tokens,
+        num_stored_tokens=prompt_rows.num_stored_tokens,
         num_drafted=int(state.num_drafted),
         num_accepted=int(state.num_accepted),
         prefill_seconds=prefilling.seconds,
@@ -251,10 +248,6 @@ def _check(
     draft: Draft | None,
     max_held_len: int | None,
 ) -> None:
-    if requests.num_samples > config.max_seqs:
-        raise ValueError(
-            f"num_samples is {requests.num_samples}, expected at most max_seqs = {config.max_seqs}"
-        )
     for i, prompt in enumerate(requests.prompts):
         if max_held_len is None and len(prompt) >= config.max_seq_len:
             raise ValueError(
@@ -330,7 +323,7 @@ def _prefill(
     host: Host,
     admitted: dict[int, list[int]],
     chunk_len: int,
-    streaming: Streaming | None,
+    retention: Retention,
 ) -> DecodeState:
     """Computes the admitted prompts, forks their samples and draws the first tokens."""
     max_seqs, width = state.history.shape
@@ -339,7 +332,7 @@ def _prefill(
         prompt = host.requests.prompts[host.running[row][0]]
         prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     cache, fed = prefill(
-        forward, params, state.cache, prompts, lengths, chunk_len=chunk_len, streaming=streaming
+        forward, params, state.cache, prompts, lengths, chunk_len=chunk_len, retention=retention
     )
     draft_cache = state.draft_cache
     if draft is not None and draft_cache is not None:

@@ -157,9 +157,7 @@ def decode(
     return lax.while_loop(goes_on, body, state)
 
 
-def _decode_one(
-    forward: Forward, params: Any, state: DecodeState, retention: Retention
-) -> DecodeState:
+def _decode_one(forward: Forward, params: Any, state: DecodeState, retention: Retention) -> DecodeState:
     """Decodes one token for every running row."""
     tokens = _last_token(state)[:, None]
     cache, is_running = state.cache, state.phase == Phase.RUNNING

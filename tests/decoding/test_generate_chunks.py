@@ -412,18 +412,14 @@ def test_what_are_no_chunks_of_prompts_is_refused(options, message):
     options = dict(options)
     sizes = options.pop("sizes", {})
     prompts = options.pop("prompts", [[1] * 20, [2] * 6])
-    made_of = kv.chunks.Prompts(
-        prompts, options.pop("spans", [[(1, 3)], []]), options.pop("reuse", REUSE)
-    )
+    made_of = kv.chunks.Prompts(prompts, options.pop("spans", [[(1, 3)], []]), options.pop("reuse", REUSE))
     with pytest.raises((ValueError, TypeError), match=message):
         kv.generate(forward, PARAMS, made_of, config(**sizes), max_new_tokens=1, **options)
 
 
 def test_spans_beyond_what_windows_hold_at_once_are_refused():
     sizes = dict(layers=[kv.FullAttention(HEADS, DIM), WINDOW], max_query_len=10)
-    message = (
-        r"spans\[0\] has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10"
-    )
+    message = r"spans\[0\] has spans from 1 to 12 and layers\[1\] is SlidingWindow\(7\), .*max_query_len = 10"
     with pytest.raises(ValueError, match=message):
         kv.generate(
             forward,
