@@ -34,9 +34,9 @@ def scrub(
 
     With `namespace`: all its rows end, and all their blocks go, what extras keep of it, and all that is
     cached in it. A free block does not know whose it was, nor does the part of a block after a row's last
-    token: so every free block, every reserved one and the empty rest of last blocks is overwritten too. Nothing of the
-    namespace is left in the pools, nor of its tokens in the index. What rows of other namespaces hold, and
-    what is cached in them, is not touched.
+    token: so every free block, every reserved one and the empty rest of last blocks is overwritten too.
+    Nothing of the namespace is left in the pools, nor of its tokens in the index. What rows of other
+    namespaces hold, and what is cached in them, is not touched.
 
     Overwritten blocks are free, except those that other rows have reserved. Call it inside a donated jit:
     called eagerly it copies the pools.
