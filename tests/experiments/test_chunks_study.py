@@ -158,7 +158,7 @@ def test_a_study_of_a_tiny_model(decoder, monkeypatch):
     assert found["different_bits_of_first"] == 0 and found["difference_of_all"] < 1e-4
     assert abs(kl[quality.ALL, 1.0]) < 1e-6 < kl[quality.NONE, 0.0] < kl[quality.UNTURNED, 0.0]
     assert {name for name, _ in kl} == {
-        *(quality.STORED, quality.SEEN, "key deviation", "value deviation", "first", "random"),
+        *(quality.EARLIER, quality.SEEN, "key deviation", "value deviation", "first", "random"),
         *(quality.ALL, quality.NONE, quality.UNTURNED),
     }
     # Without repair a deviation is what full prefill has otherwise, for the first layer is right.
