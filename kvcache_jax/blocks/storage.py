@@ -325,8 +325,8 @@ def keys_values_shapes(pool: KVPool, group: LayerGroup, weights: Any) -> KeysVal
 
 
 def _keys_values(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
-    k, v, k_scale, v_scale = group.kind.keys_values(tile, weights)
-    return KeysValues(k, v, k_scale, v_scale)
+    read: tuple[Any, ...] = group.kind.keys_values(tile, weights)
+    return KeysValues(*read)
 
 
 def with_pool(cache: Cache, group_id: int, pool: KVPool) -> Cache:
