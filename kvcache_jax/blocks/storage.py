@@ -325,8 +325,7 @@ def keys_values_shapes(pool: KVPool, group: LayerGroup, weights: Any) -> KeysVal
 
 
 def _keys_values(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
-    read: tuple[Any, ...] = group.kind.keys_values(tile, weights)
-    return KeysValues(*read)
+    return KeysValues(*group.kind.keys_values(tile, weights))  # type: ignore  # the first fields, or all
 
 
 def with_pool(cache: Cache, group_id: int, pool: KVPool) -> Cache:
