@@ -7,6 +7,7 @@ from typing import NoReturn
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.manager import programs
 from kvcache_jax.manager.batches import Batches
 from kvcache_jax.manager.queries import Queries
@@ -44,21 +45,38 @@ class Eviction(Queries):
         """The old name of `select_requests_to_preempt`."""
         raise AttributeError("CacheManager.select_victim_requests is now select_requests_to_preempt")
 
-    def preempt_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
-        """Ends requests until `usage` is at most `target`; see `kvcache_jax.preempt_to_utilization`.
+    def preempt_to_utilization(
+        self,
+        target: float,
+        policy: str | None = None,
+        *,
+        strategy: str = "free",
+        streaming: Streaming | None = None,
+    ) -> list[Hashable]:
+        """Ends requests, or drops some of their tokens, until `usage` is at most `target`.
+
+        Args:
+          target: See `kvcache_jax.preempt_to_utilization`, like the following.
+          policy: Likewise.
+          strategy: "free" ends requests, "streaming" lets them go on with fewer tokens.
+          streaming: The tokens that requests keep by the strategy "streaming".
 
         Returns:
-          The requests that were ended, in that order; their published blocks stay cached.
+          The requests that gave blocks back, in that order; those that were ended are no longer known, and
+          their published blocks stay cached.
 
         Raises:
           OutOfSync: A step function started a row that would be among them; changed nothing.
+          ValueError, TypeError: As the operation's.
         """
         with self._holder.turn("preempt_to_utilization"):
-            program = functools.partial(preempt_to_utilization, target=target, policy=policy)
+            program = functools.partial(
+                preempt_to_utilization, target=target, policy=policy, strategy=strategy, streaming=streaming
+            )
             cache, rows = self._holder.on_control(program)
             dropped = self._rows.requests_at(rows)
             self._holder.cache = cache
-            for request_id in dropped:
+            for request_id in dropped if strategy == "free" else ():
                 self._end(request_id)
             return dropped
 

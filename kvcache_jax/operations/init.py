@@ -106,7 +106,7 @@ def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, c
                 raise ValueError(
                     f"the array {name!r} of {group.kind.label} layers has {num_heads} heads, and the mesh "
                     f"axis {axis!r} splits them over {num_devices} devices, expected a multiple of "
-                    f"{num_devices}: change the kind's heads, or take an axis of a size that divides {num_heads}"
+                    f"{num_devices}: change the kind's heads, or take an axis whose size divides {num_heads}"
                 )
 
 

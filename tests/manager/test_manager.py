@@ -315,6 +315,21 @@ def test_eviction_and_reset():
     assert new_manager(PLAIN).evict(3) == new_manager(PLAIN).reset_prefix_cache() == 0
 
 
+def test_requests_drop_tokens_in_place_of_ending():
+    manager = new_manager(dataclasses.replace(PLAIN, enable_drop=True))
+    start(manager, "a", list(range(16)))
+    start(manager, "b", [50, 51])
+    kept, before = kv.Streaming(window=4, num_sink_tokens=4), manager.usage()
+    with pytest.raises(ValueError, match="streaming is given and strategy is 'free'"):
+        manager.preempt_to_utilization(0.0, streaming=kept)
+    assert manager.preempt_to_utilization(before, strategy="streaming", streaming=kept) == []
+    assert manager.preempt_to_utilization(0.0, strategy="streaming", streaming=kept) == ["a"]
+    assert manager.request_ids() == ["a", "b"] and manager.usage() < before
+    assert manager.request("a").context_len == 8
+    assert manager.preempt_to_utilization(0.0, "lru") == ["a", "b"]
+    assert manager.request_ids() == [] and manager.usage() == 0
+
+
 def test_whole_requests_give_way():
     manager = new_manager()
     texts = {"a": list(range(9)), "b": list(range(20, 33)), "c": list(range(9)), "d": [50]}

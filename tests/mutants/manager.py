@@ -8,6 +8,7 @@ LIFE = "manager/test_manager.py::test_the_life_of_requests[prefix caching]"
 WINDOWS = "manager/test_manager.py::test_blocks_of_windows_have_holes"
 HIT_RATE = "manager/test_manager.py::test_no_query_yet_is_not_a_hit_rate_of_zero"
 COUNTS = "manager/test_manager.py::test_counts_go_on_where_the_cache_wraps"
+STREAM = "manager/test_manager.py::test_requests_drop_tokens_in_place_of_ending"
 GIVE_WAY = "manager/test_manager.py::test_whole_requests_give_way"
 DRAFTS = "manager/test_manager.py::test_drafts_and_namespaces"
 BATCHES = (
@@ -63,7 +64,9 @@ MUTATIONS = [
     ),
     *in_module(
         "manager/eviction",
-        ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
+        ("requests without a row stay", "for request_id in dropped if", "for request_id in () if", GIVE_WAY),
+        ("requests that stream are ended", 'dropped if strategy == "free" else ():', "dropped:", STREAM),
+        ("the manager ends in place of streaming", "strategy=strategy, streaming", "streaming", STREAM),
     ),
     *in_module(
         "manager/queries",
