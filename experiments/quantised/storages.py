@@ -132,16 +132,10 @@ def _rounded_log_p(
 
 
 def per_token(x: jax.Array, most: jax.Array) -> jax.Array:
-    """Rounds `[b, t, h, d]` to steps 0 to `most` between the least and the greatest number of each vector.
-
-    At 4 bits 0 is one of the steps, as in "int4". At 2 bits, where it would take one of four, it need not be.
-    """
+    """Rounds `[b, t, h, d]` to steps 0 to `most` between the least and the greatest number of each vector."""
     low, high = x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
-    low = jnp.where(most < 15, low, jnp.minimum(low, 0))
-    high = jnp.where(most < 15, high, jnp.maximum(high, 0))
     step = jnp.maximum((high - low) / most.astype(x.dtype), 1e-6)
-    zero = jnp.where(most < 15, -low / step, jnp.round(-low / step))
-    return (jnp.clip(jnp.round(x / step + zero), 0, most.astype(x.dtype)) - zero) * step
+    return jnp.round((x - low) / step) * step + low
 
 
 def per_channel(x: jax.Array, most: jax.Array) -> jax.Array:

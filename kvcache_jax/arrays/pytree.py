@@ -10,7 +10,7 @@ import jax.export
 
 T = TypeVar("T", bound=type)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Format of what is saved or exported: each change of a state's fields, or of their meaning, adds 1."""
 
 

@@ -150,8 +150,7 @@ def _scores(
 
     def add_tile(i: jax.Array, logits: jax.Array) -> jax.Array:
         tile = load(i)
-        k, _, k_scale, _ = keys_values_of(group, tile.stored, weights)
-        new, _ = scaled_logits(scale, soft_cap, grouped, k, k_scale)
+        new, _ = scaled_logits(scale, soft_cap, grouped, keys_values_of(group, tile.stored, weights))
         return lax.dynamic_update_slice_in_dim(
             logits, jnp.where(tile.is_seen, new, MASKED), i * tile_len, axis=3
         )

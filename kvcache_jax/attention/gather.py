@@ -29,8 +29,9 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
       `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length,
       where dropped tokens are hidden and, in a window group, where tokens were given back; length 0 for idle
       rows, and for ids and traced layers out of range. Of a kind that stores something else, keys and
-      values as its `keys_values` gives them without weights, scaled; a rotated kind's keys are those of
-      rotated queries. Of a layer that reads sources, the row's source, `[max_source_len, ...]`.
+      values as its `keys_values` gives them without weights, scaled and with their offsets; a rotated kind's
+      keys are those of rotated queries. Of a layer that reads sources, the row's source,
+      `[max_source_len, ...]`.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
@@ -63,10 +64,9 @@ def _gather(
     ids = get_at(block_pool.block_table, seq_id)
     rows = storage.block_rows(ids, index, block_pool.num_blocks, pool.num_rows)
     tile = storage.load_blocks(pool, group, rows[None], is_fenced=False)
-    stored = group.kind.keys_values({name: values[:, 0] for name, values in tile.items()})
-    k, v, k_scale, v_scale = stored
-    k = k if k_scale is None else k * k_scale[..., None].astype(k.dtype)
-    v = v if v_scale is None else v * v_scale[..., None].astype(v.dtype)
+    read = storage.keys_values_of(group, tile, None)
+    k, v = read.in_float32()
+    k, v = k[:, 0].astype(read.k.dtype), v[:, 0].astype(read.v.dtype)
     v = group.kind.outputs(jnp.moveaxis(v, 0, 1))
     is_token = jnp.repeat(ids < block_pool.num_blocks, group.block_size)
     places = jnp.arange(is_token.shape[0], dtype=jnp.int32)

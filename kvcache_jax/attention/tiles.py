@@ -17,6 +17,7 @@ from kvcache_jax.blocks.storage import block_rows, load_blocks
 from kvcache_jax.core.attention_plan import last_position
 from kvcache_jax.core.backends import target_device
 from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.core.layer_kinds.base import KeysValues
 from kvcache_jax.core.state import AttentionPlan, KVPool
 
 # On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.
@@ -148,12 +149,15 @@ def product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def scaled_logits(
-    scale: float, soft_cap: float | None, q: jax.Array, k: jax.Array, k_scale: jax.Array | None
+    scale: float, soft_cap: float | None, q: jax.Array, read: KeysValues
 ) -> tuple[jax.Array, jax.Array]:
     """Computes scaled (and capped) logits f32[h, r, m, n], and their derivative by the scaled product."""
-    logits = product("hrmd,hrnd->hrmn", q, k) * scale
-    if k_scale is not None:
-        logits *= k_scale[:, :, None].astype(jnp.float32)
+    logits = product("hrmd,hrnd->hrmn", q, read.k) * scale
+    if read.k_scale is not None:
+        logits *= read.k_scale[:, :, None].astype(jnp.float32)
+    if read.k_offset is not None:
+        sums = q.astype(jnp.float32).sum(axis=-1, keepdims=True) * scale
+        logits += sums * read.k_offset[:, :, None].astype(jnp.float32)
     if soft_cap is None:
         return logits, jnp.ones((), jnp.float32)
     capped = jnp.tanh(logits / soft_cap)

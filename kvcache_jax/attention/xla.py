@@ -5,7 +5,7 @@ computed in the dtype that keys and values are stored in, and added up in float3
 the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per key/value head,
 `m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block, `n = b * s` keys
 of a tile, `d` the width of a key, `e` that of a value. Stored blocks become keys and values tile by tile, by
-the layer kind's `keys_values`; its scales are applied to logits and weights.
+the layer kind's `keys_values`; its scales and offsets are applied to logits and weights.
 
 References:
   Online softmax normalizer calculation for softmax (Milakov, Gimelshein; arXiv:1805.02867) and
@@ -65,18 +65,22 @@ def forward(
     def add_tile(i, state):
         peak, total, out = state  # [h, r, m], [h, r, m], [h, r, m, e]
         tile = load(i)
-        k, v, k_scale, v_scale = keys_values_of(group, tile.stored, weights)
-        logits = jnp.where(tile.is_seen, scaled_logits(scale, soft_cap, q, k, k_scale)[0], MASKED)
+        stored = keys_values_of(group, tile.stored, weights)
+        logits = jnp.where(tile.is_seen, scaled_logits(scale, soft_cap, q, stored)[0], MASKED)
         new_peak = jnp.maximum(peak, logits.max(axis=-1))
         # Before a query's first key all of these are 1, and then decay to 0.
         shares = jnp.exp(logits - new_peak[..., None])
         decay = jnp.exp(peak - new_peak)
         total = total * decay + shares.sum(axis=-1)
-        v = jnp.where(tile.is_held, v, 0)
-        if v_scale is not None:
-            shares = shares * jnp.where(tile.is_held[..., 0], v_scale, 0)[:, :, None].astype(jnp.float32)
-        added = product("hrmn,hrne->hrme", shares.astype(v.dtype), v)
-        return new_peak, total, out * decay[..., None] + added
+        out = out * decay[..., None]
+        v = jnp.where(tile.is_held, stored.v, 0)
+        is_held = tile.is_held[..., 0]
+        if stored.v_offset is not None:
+            offset = jnp.where(is_held, stored.v_offset, 0).astype(jnp.float32)
+            out += product("hrmn,hrn->hrm", shares, offset)[..., None]
+        if stored.v_scale is not None:
+            shares = shares * jnp.where(is_held, stored.v_scale, 0)[:, :, None].astype(jnp.float32)
+        return new_peak, total, out + product("hrmn,hrne->hrme", shares.astype(v.dtype), v)
 
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     out = _zeros_of_width(q, read.v.shape[-1])
@@ -203,11 +207,11 @@ def backward(
         rows, is_seen, stored = tile.rows, tile.is_seen, tile.stored
         if weights is not None:  # of which each gets something from every token: 0 * NaN again
             stored = {name: _where_held(tile.is_held, values) for name, values in stored.items()}
-        k, _, k_scale, _ = keys_values_of(group, stored, weights)
+        read = keys_values_of(group, stored, weights)
         # What unseen values give is masked below; the product of a share of 0 and an unseen key is not.
-        k = jnp.where(tile.is_held, k, 0)
-        logits, slope = scaled_logits(scale, soft_cap, stored_q, k, k_scale)
-        (k, v), pull = jax.vjp(functools.partial(_scaled, group), *_in_float32((stored, weights)))
+        read = read._replace(k=jnp.where(tile.is_held, read.k, 0))
+        logits, slope = scaled_logits(scale, soft_cap, stored_q, read)
+        (k, v), pull = jax.vjp(functools.partial(_meant, group), *_in_float32((stored, weights)))
         k = jnp.where(tile.is_held, k, 0)
         shares = jnp.where(is_seen, jnp.exp(logits - safe_lse[..., None]), 0)
         grad_logits = shares * (product("hrme,hrne->hrmn", grad_out, v) - delta[..., None])
@@ -249,11 +253,9 @@ def backward(
     return KVPool(arrays=sums), grad_q, grad_weights, grad_sinks
 
 
-def _scaled(group: LayerGroup, stored: Mapping[str, jax.Array], weights: Any) -> tuple[jax.Array, jax.Array]:
-    """Computes the keys and values of a tile with their scales multiplied in."""
-    k, v, k_scale, v_scale = keys_values_of(group, stored, weights)
-    k = k if k_scale is None else k * k_scale[..., None]
-    return k, v if v_scale is None else v * v_scale[..., None]
+def _meant(group: LayerGroup, stored: Mapping[str, jax.Array], weights: Any) -> tuple[jax.Array, jax.Array]:
+    """Computes the keys and values of a tile with their scales and offsets."""
+    return keys_values_of(group, stored, weights).in_float32()
 
 
 def _in_float32(arrays: Any) -> Any:

@@ -326,8 +326,7 @@ def keys_values_shapes(pool: KVPool, group: LayerGroup, weights: Any) -> KeysVal
 
 
 def _keys_values(group: LayerGroup, tile: Mapping[str, jax.Array], weights: Any) -> KeysValues:
-    k, v, k_scale, v_scale = group.kind.keys_values(tile, weights)
-    return KeysValues(k, v, k_scale, v_scale)
+    return KeysValues(*group.kind.keys_values(tile, weights))  # type: ignore  # the first fields, or all
 
 
 def with_pool(cache: Cache, group_id: int, pool: KVPool) -> Cache:

@@ -68,8 +68,9 @@ def drop(
 
     Returns:
       The cache and status i32[n]: BAD_LENGTH (the run ends outside of the row, begins among the sinks of a
-      layer kind or among what `compress` kept, or leaves tokens between it and those dropped before; with
-      "cache" also: more than `max_sink_len` tokens in front of it, or some that `compress` kept),
+      layer kind, leaves tokens between it and those dropped before, or, in a row with tokens that `compress`
+      kept, begins in the text that these and dropped ones are from; with "cache" also: more than
+      `max_sink_len` tokens in front of it, or some that `compress` kept),
       OUT_OF_BLOCKS ("cache": no block for the sinks beside the original ones), SEQ_NOT_ACTIVE,
       DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
@@ -159,7 +160,7 @@ def _plan(
     first, end = before.start, before.end + before.num_dropped  # in the text
     is_plain = first == end
     is_apart = ~is_plain & ((start > end) | (start + length < first))
-    is_kept = (before.num_kept > 0) & (start < before.start)
+    is_kept = start < before.kept_until
     is_outside = (length < 0) | (start < 0) | (length > text_len - start)
     num_sinks = max(group.span.num_sink_tokens for group in config.groups)
     status = first_failure(

@@ -108,4 +108,5 @@ def _droppable(
         num_freed += jnp.where(is_above[g], freed[:, -1], 0)
         is_enough &= block_pool.utilization(pool, freed) <= target
     end = jnp.minimum(jnp.where(is_enough.any(axis=1), first_true(is_enough) + 1, end), end) * unit
+    start = jnp.maximum(start, holes.kept_until)
     return num_freed, start, jnp.maximum(end + holes.num_dropped - start, 0)

@@ -50,6 +50,14 @@ class Holes:
         """bool[rows], the row let nothing go."""
         return (self.num_hidden == 0) & (self.num_dropped == 0)
 
+    @property
+    def kept_until(self) -> jax.Array:
+        """i32[rows], the text up to which tokens were kept of more, or let go; 0 if none was kept.
+
+        Where in this text the kept ones stand is not known.
+        """
+        return jnp.where(self.num_kept > 0, self.end + self.num_dropped, 0)
+
     def of_rows(self, rows: jax.Array) -> "Holes":
         """Reads those of `rows` i32[n]; nothing is dropped of nobody."""
         return jax.tree.map(lambda x: get_at(x, rows, 0), self)

@@ -1,8 +1,7 @@
 """Eviction of cached blocks and preemption of whole requests, by a `CacheManager`."""
 
 import functools
-from collections.abc import Hashable
-from typing import NoReturn
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -39,28 +38,35 @@ class Eviction(Queries):
             rows = select_rows_to_preempt(programs.without_pools(cache), policy, num_rows)
             return self._rows.requests_at(self._holder.fetch(rows)[:n])
 
-    @property
-    def select_victim_requests(self) -> NoReturn:
-        """The old name of `select_requests_to_preempt`."""
-        raise AttributeError("CacheManager.select_victim_requests is now select_requests_to_preempt")
+    def preempt_to_utilization(
+        self, target: float, policy: str | None = None, *, operation: Callable = preempt_to_utilization
+    ) -> list[Hashable]:
+        """Takes blocks back from requests until `usage` is at most `target`.
 
-    def preempt_to_utilization(self, target: float, policy: str = "lru") -> list[Hashable]:
-        """Ends requests until `usage` is at most `target`; see `kvcache_jax.preempt_to_utilization`.
+        Args:
+          target: Share of referenced blocks, 0 to 1.
+          policy: The order of the requests. Default: the operation's.
+          operation: `(cache, target, policy=...) -> (cache, rows)`, on the control state alone. Default:
+            `kvcache_jax.preempt_to_utilization`, which ends requests; others may let them go on.
 
         Returns:
-          The requests that were ended, in that order; their published blocks stay cached.
+          The requests that gave blocks back, in that order; those that were ended are no longer known, and
+          their published blocks stay cached.
 
         Raises:
           OutOfSync: A step function started a row that would be among them; changed nothing.
+          ValueError, TypeError: As the operation's.
         """
+        options = {} if policy is None else {"policy": policy}
         with self._holder.turn("preempt_to_utilization"):
-            program = functools.partial(preempt_to_utilization, target=target, policy=policy)
-            cache, rows = self._holder.on_control(program)
-            dropped = self._rows.requests_at(rows)
+            cache, rows = self._holder.on_control(functools.partial(operation, target=target, **options))
+            preempted = self._rows.requests_at(rows)
+            is_active = self._holder.fetch(cache.is_active)
             self._holder.cache = cache
-            for request_id in dropped:
-                self._end(request_id)
-            return dropped
+            for request_id, row in zip(preempted, rows.tolist(), strict=False):  # rows end with nowhere
+                if not is_active[row]:
+                    self._end(request_id)
+            return preempted
 
     def reset_prefix_cache(self) -> int:
         """Forgets all published contents; returns how many blocks of all layer groups they had.

@@ -1,6 +1,7 @@
 """The operation `import_blocks`: exported blocks are published again, here or in another cache."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -61,11 +62,40 @@ def _check_shapes(cache: Cache, contents: BlockContents) -> None:
     got = jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), contents)
     want = jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), expected)
     if got != want and jax.tree.leaves(got) != jax.tree.leaves(want):
+        found = [*dict.fromkeys(_differences(cache.config, contents, expected))]
         raise ValueError(
-            f"contents hold {[*map(list, contents.arrays)]} of shapes {jax.tree.leaves(got)}, expected "
-            f"{[*map(list, expected.arrays)]} of {jax.tree.leaves(want)}: export from a cache of the same "
-            "layer kinds, block sizes and max_seq_len"
+            f"contents are of another cache: {'; '.join(found) or 'their shapes differ'}: export from a "
+            "cache of the same layer kinds, block sizes, dtypes and max_seq_len"
         )
+
+
+def _differences(config: CacheConfig, got: BlockContents, want: BlockContents) -> Iterator[str]:
+    """Says of each property of the contents that differs what was got and what is expected."""
+    if len(got.arrays) != len(want.arrays):
+        yield f"got arrays of {len(got.arrays)} layer groups, expected {len(want.arrays)}"
+        return
+    for group, arrays, expected in zip(config.groups, got.arrays, want.arrays, strict=bool(want.arrays)):
+        label = group.kind.label
+        if arrays.keys() != expected.keys():
+            yield f"got the arrays {sorted(arrays)}, expected {sorted(expected)} of {label} layers"
+            continue
+        for name, array in group.arrays:
+            shape, wanted = arrays[name].shape[2:], expected[name].shape[2:]
+            if len(shape) != len(wanted):
+                yield f"got {len(shape) - 1} axes of {name!r}, expected {len(wanted) - 1} of {label} layers"
+                continue
+            what = {axis: f"as axis {axis - 1} of {name!r}" for axis in range(len(wanted))}
+            what |= {0: "layers", 1 + array.token_axis: "tokens a block"}
+            if array.head_axis is not None:
+                what[1 + array.head_axis] = "heads"
+            for axis, (size, wanted_size) in enumerate(zip(shape, wanted, strict=True)):
+                if size != wanted_size:
+                    yield f"got {size} {what[axis]}, expected {wanted_size} of {label}"
+            dtypes = [jnp.dtype(x[name].dtype).name for x in (arrays, expected)]
+            if dtypes[0] != dtypes[1]:
+                yield f"got {name!r} in {dtypes[0]}, expected {dtypes[1]} of {label}"
+    if got.tokens.shape[1:] != want.tokens.shape[1:]:
+        yield f"got room for {got.tokens.shape[-1]} tokens of a text, expected {want.tokens.shape[-1]}"
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable
 
 import jax
@@ -42,8 +43,9 @@ def init(
 
     Raises:
       TypeError: `config` is something else.
-      ValueError: `sharding` splits another axis than the heads, or the heads over another mesh axis than
-        `config.head_axis`; or the current mesh does not have that.
+      ValueError: `sharding` splits another axis than the heads, the heads over another mesh axis than
+        `config.head_axis`, or heads over devices that do not divide them; or the current mesh does not have
+        that axis.
 
     Example:
       >>> import kvcache_jax as kv
@@ -57,7 +59,9 @@ def init(
         check_in_mesh(config.head_axis)
         sharding = PartitionSpec(None, config.head_axis, None, None)
     if isinstance(sharding, NamedSharding | PartitionSpec):
-        _check_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding, config)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        _check_spec(spec, config)
+        _check_heads(sharding, spec, config)
     load(config.implementation)
     if sharding is None and _is_plain():
         # A program to make so many small arrays would take longer to compile than all of this.
@@ -87,6 +91,23 @@ def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
             f"sharding splits the heads over {axis!r} and config.head_axis is {config.head_axis!r}, expected "
             f"the same: a kernel must know the axis, write CacheConfig(..., head_axis={axis!r})"
         )
+
+
+def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, config: CacheConfig) -> None:
+    """Raises unless the devices that split the heads divide those of every array."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+    axis = spec[1] if len(spec) > 1 else None
+    names = axis if isinstance(axis, tuple) else (axis,)
+    num_devices = math.prod(mesh.shape.get(name, 1) for name in names)
+    for group in config.groups:
+        for name, array in group.arrays:
+            num_heads = num_devices if array.head_axis is None else array.shape[array.head_axis]
+            if num_heads % num_devices:
+                raise ValueError(
+                    f"the array {name!r} of {group.kind.label} layers has {num_heads} heads, and the mesh "
+                    f"axis {axis!r} splits them over {num_devices} devices, expected a multiple of "
+                    f"{num_devices}: change the kind's heads, or take an axis whose size divides {num_heads}"
+                )
 
 
 @functools.lru_cache(maxsize=64)

@@ -144,7 +144,7 @@ class OracleRows(OracleBlocks):
         if min(first, num) < 0 or first + num > text_len:
             return Status.BAD_LENGTH
         is_among_sinks = first < max(group.kind.span.num_sink_tokens for group in self.config.groups)
-        is_among_sinks |= row.num_kept > 0 and first < min(row.dropped)  # or among what was kept
+        is_among_sinks |= row.num_kept > 0 and first <= max(row.dropped)  # or among what was kept
         is_one_run = not dropped or max(dropped) - min(dropped) + 1 == len(dropped)
         return Status.BAD_LENGTH if num and (is_among_sinks or not is_one_run) else Status.OK
 

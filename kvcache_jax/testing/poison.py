@@ -17,7 +17,7 @@ from kvcache_jax.operations.scrub import num_tokens_held
 def poison(cache: Cache) -> Cache:
     """Puts NaN into every slot that nobody may read: free blocks, reserved ones, unfilled tails.
 
-    Arrays of integers get their lowest number.
+    Arrays of integers get their lowest number, of unsigned ones their greatest.
 
     Published blocks keep all their slots, which later prompts may read: those without owner, and those of
     which a truncated row holds only a part.
@@ -42,5 +42,5 @@ def _spoilt(values: jax.Array, array: BlockArray, is_kept: jax.Array) -> jax.Arr
     per_axis[1], per_axis[2 + array.token_axis] = is_kept.shape
     layers = values.reshape(-1, is_kept.shape[0], *values.shape[1:])
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
-    worst = jnp.nan if is_float else jnp.iinfo(values.dtype).min
+    worst = jnp.nan if is_float else jnp.iinfo(values.dtype).min or jnp.iinfo(values.dtype).max
     return jnp.where(is_kept.reshape(per_axis), layers, jnp.full_like(layers, worst)).reshape(values.shape)

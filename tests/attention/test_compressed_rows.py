@@ -267,6 +267,9 @@ def test_what_was_compressed_is_dropped_from_behind_only():
         (6, 20, BAD_LENGTH),
         (0, 3, BAD_LENGTH),
         (22, 2, BAD_LENGTH),
+        (7, 13, BAD_LENGTH),  # where tokens stand that were kept
+        (10, 4, BAD_LENGTH),
+        (19, 7, BAD_LENGTH),
         (20, 6, OK),
     ):
         dropped, status = kv.drop(cache, [0], [start], [length])
@@ -274,6 +277,14 @@ def test_what_was_compressed_is_dropped_from_behind_only():
     assert_invariants(dropped)
     assert int(dropped.context_len[0]) == 12 and int(dropped.control.holes.num_dropped[0]) == 17
     assert kv.extend(dropped, [1, 0], max_new=1)[1].positions[0].tolist() == [29]
+    for start, length, expected in ((25, 3, BAD_LENGTH), (26, 2, OK)):
+        _, status = kv.drop(dropped, [0], [start], [length])
+        assert statuses(status) == [expected]
+    # Rows that stream to give blocks back go on after what was kept.
+    streaming = kv.Streaming(window=4, num_sink_tokens=2)
+    gave, rows = kv.compression.drop_to_utilization(cache, 0.0, streaming=streaming)
+    assert rows.tolist() == [0, 2] and int(gave.context_len[0]) == 12
+    assert_invariants(gave)
     cache, status = kv.compress(dropped, [0], np.arange(28, dtype=np.float32)[None], [11])
     assert statuses(status) == [BAD_LENGTH]  # 2 of the 12 are hidden
     cache, status = kv.compress(dropped, [0], np.arange(28, dtype=np.float32)[None], [10])

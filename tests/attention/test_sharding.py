@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import kvcache_jax as kv
 from kvcache_jax import testing
 from tests.aot.hlo import COLLECTIVE
+from tests.kinds.outside_kind import SideBySide
 
 pytestmark = pytest.mark.contract
 
@@ -234,6 +235,28 @@ def test_head_axis_must_be_in_the_current_mesh():
         kv.init(config)
     with jax.set_mesh(jax.make_mesh((8,), ("data",))), pytest.raises(ValueError, match=r"the axes \('data',"):
         kv.init(config)
+
+
+@pytest.mark.parametrize("how", ["named", "spec", "head_axis"])
+@pytest.mark.parametrize(
+    ("kinds", "name"),
+    [
+        ([kv.FullAttention(3, DIM)], "k"),
+        ([kv.FullAttention(4, DIM), kv.Quantised(kv.FullAttention(3, DIM), "int4")], "k"),
+        ([SideBySide(3, DIM)], "both"),
+    ],
+)
+def test_heads_that_the_mesh_axis_does_not_divide_are_refused(kinds, name, how):
+    config = kv.CacheConfig(kinds, num_blocks=4, block_size=4, max_seqs=2, max_seq_len=8)
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec, options = P(None, "heads"), {}
+    if how == "head_axis":
+        config = dataclasses.replace(config, head_axis="heads")
+    else:
+        options = dict(sharding=NamedSharding(mesh, spec) if how == "named" else spec)
+    message = f"the array '{name}' of .* layers has 3 heads, and the mesh axis 'heads' splits them over 2 dev"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        kv.init(config, **options)
 
 
 @pytest.mark.slow

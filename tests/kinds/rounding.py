@@ -6,21 +6,24 @@ import numpy as np
 
 
 def int8(x):
-    scale = max_abs(x) / 127
-    return jnp.round(x / scale) * scale
+    return of_steps(x, 255)
+
+
+def int4(x):
+    return of_steps(x, 15)
+
+
+def of_steps(x, num_steps):
+    """Multiples of one of so many steps from the least to the greatest number; of 9 bits, rounded up."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    fraction, exponent = jnp.frexp(jnp.maximum((high - low) / num_steps, max_abs(x) / 32000))
+    step = jnp.ldexp(jnp.ceil(fraction * 512) / 512, exponent)
+    return jnp.round(x / step) * step
 
 
 def fp8(x):
     scale = max_abs(x) / 448
     return (x / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
-
-
-def int4(x):
-    """Sixteen steps from the least to the greatest number, one of which is 0."""
-    low, high = jnp.minimum(x.min(-1, keepdims=True), 0), jnp.maximum(x.max(-1, keepdims=True), 0)
-    step = (high - low) / 15
-    zero = jnp.round(-low / step)
-    return (jnp.clip(jnp.round(x / step + zero), 0, 15) - zero) * step
 
 
 def rotated(round_numbers):

@@ -284,7 +284,7 @@ def export(kind):
 
 
 def poison(kind):
-    """What nobody may read is NaN, in every array of the pools, and no step notices."""
+    """What nobody may read is NaN, or for integers the end of their range, and no step notices."""
     rows = Rows(kind)
     rows.start({0: random_text(19), 1: random_text(6)})
     rows.fork(0, 3)
@@ -292,11 +292,13 @@ def poison(kind):
     rows.truncate(3, 19)
     clean, spoilt = rows.cache, testing.poison(rows.cache)
     for pool in spoilt.pools:
-        floats = [x for x in jax.tree.leaves(pool) if jnp.issubdtype(x.dtype, jnp.floating)]
-        assert floats
-        for array in floats:
-            is_nan = np.isnan(np.asarray(array.astype(jnp.float32)))
-            assert is_nan.any() and not is_nan.all()
+        for array in jax.tree.leaves(pool):
+            if jnp.issubdtype(array.dtype, jnp.floating):
+                is_spoilt = np.isnan(np.asarray(array.astype(jnp.float32)))
+            else:
+                info = np.iinfo(array.dtype)
+                is_spoilt = np.asarray(array) == (info.min if info.min < 0 else info.max)
+            assert is_spoilt.any() and not is_spoilt.all()
     arguments = rows.arguments({0: [1], 3: [2, 3, 4]})
     (_, want, _), (after, found, status) = (run_step(rows.params, x, *arguments) for x in (clean, spoilt))
     assert set(statuses(status)) == {OK}

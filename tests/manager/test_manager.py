@@ -1,6 +1,7 @@
 """`CacheManager`: requests by id, errors that change nothing, and its figures."""
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -313,6 +314,20 @@ def test_eviction_and_reset():
     assert manager.evict(100) == 0
     assert manager.allocate_request("d", list(range(9))) == 0
     assert new_manager(PLAIN).evict(3) == new_manager(PLAIN).reset_prefix_cache() == 0
+
+
+def test_requests_drop_tokens_in_place_of_ending():
+    manager = new_manager(dataclasses.replace(PLAIN, extras=[kv.compression.Dropping()]))
+    start(manager, "a", list(range(16)))
+    start(manager, "b", [50, 51])
+    kept, before = kv.Streaming(window=4, num_sink_tokens=4), manager.usage()
+    drop = functools.partial(kv.compression.drop_to_utilization, streaming=kept)
+    assert manager.preempt_to_utilization(before, operation=drop) == []
+    assert manager.preempt_to_utilization(0.0, operation=drop) == ["a"]
+    assert manager.request_ids() == ["a", "b"] and manager.usage() < before
+    assert manager.request("a").context_len == 8
+    assert manager.preempt_to_utilization(0.0, "lru") == ["a", "b"]
+    assert manager.request_ids() == [] and manager.usage() == 0
 
 
 def test_whole_requests_give_way():

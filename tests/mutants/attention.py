@@ -90,8 +90,8 @@ MUTATIONS = [
         ),
         (
             "scale left out",
-            'product("hrmd,hrnd->hrmn", q, k) * scale',
-            'product("hrmd,hrnd->hrmn", q, k)',
+            'product("hrmd,hrnd->hrmn", q, read.k) * scale',
+            'product("hrmd,hrnd->hrmn", q, read.k)',
             PADDED,
         ),
         ("soft cap left out", "if soft_cap is None:", "if True:", GROUPED_HEADS),
@@ -126,7 +126,7 @@ MUTATIONS = [
             SINKS,
         ),
         ("weights of earlier tiles not rescaled", "total = total * decay +", "total = total +", TILES),
-        ("values of earlier tiles not rescaled", "out * decay[..., None] +", "out +", TILES),
+        ("values of earlier tiles not rescaled", "out = out * decay[..., None]", "pass", TILES),
         (
             "backward: sign of the sinks' gradient",
             "grad_sinks = -jnp.sum(",

@@ -130,8 +130,17 @@ MUTATIONS = [
         ("kept tokens are computed again", " | holes.is_kept(indices)", "", PLAIN),
     ),
     *in_module(
+        "core/holes",
+        (
+            "text that compress went through is dropped again",
+            "self.num_kept > 0, self.end + self.num_dropped, 0",
+            "self.num_kept > 0, self.start, 0",
+            BEHIND,
+        ),
+    ),
+    *in_module(
         "compression/drop",
-        ("kept tokens are dropped", "(before.num_kept > 0) & (start < before.start)", "start < -1", BEHIND),
+        ("kept tokens are dropped", "is_kept = start < before.kept_until", "is_kept = start < -1", BEHIND),
     ),
     *in_module(
         "operations/commit",

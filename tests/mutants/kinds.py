@@ -7,9 +7,10 @@ from tests.mutants.operations import TRUNCATE
 
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
 AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost"
+OFFSETS = "attention/test_offsets.py::test_keys_and_values_with_offsets_are_what_they_stand_for"
 QUANTISED = "core/test_quantised_kind.py"
 DECODED = f"{QUANTISED}::test_attention_is_that_to_the_decoded_values[padded]"
-HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_at_most"
+HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_of_the_range_of_its_vector_at_most"
 SOURCES = "operations/test_sources.py"
 ONE_BEHIND = f"{SOURCES}::test_a_row_without_blocks_is_as_it_was_and_a_smaller_one_behind_it_fits"
 READ_BACK = f"{SOURCES}::test_sources_are_read_back_and_take_their_blocks_alone"
@@ -223,39 +224,60 @@ MUTATIONS = [
         ),
     ),
     *in_module(
+        "core/layer_kinds/base",
+        (
+            "keys and values are meant without offsets",
+            "return x if offset is None else",
+            "return x if x.size else",
+            OFFSETS,
+        ),
+    ),
+    *in_module(
+        "attention/tiles",
+        ("logits without offsets of keys", "if read.k_offset is not None:", "if False:", OFFSETS),
+    ),
+    *in_module(
+        "attention/xla",
+        ("sums without offsets of values", "if stored.v_offset is not None:", "if False:", OFFSETS),
+        (
+            "offsets of slots without a token count",
+            "jnp.where(is_held, stored.v_offset, 0)",
+            "stored.v_offset",
+            OFFSETS,
+        ),
+    ),
+    *in_module(
         "core/layer_kinds/quantised",
         (
             "scales of keys and values swapped",
-            "KeysValues(k, v, k_scale, v_scale)",
-            "KeysValues(k, v, v_scale, k_scale)",
+            "KeysValues(k, v, k_scale, v_scale, ",
+            "KeysValues(k, v, v_scale, k_scale, ",
             DECODED,
         ),
+        ("offsets of keys and values swapped", ", k_offset, v_offset)", ", v_offset, k_offset)", DECODED),
         ("results stay rotated", "return self._rotated(out)", "return out", DECODED),
         ("queries are not rotated", "return self._rotated(q)", "return q", DECODED),
     ),
     *in_module(
-        "core/layer_kinds/formats/int8",
+        "core/layer_kinds/formats/steps",
         (
-            "int8 reaches 128",
-            "_MOST, _LEAST_SCALE = 127, 1e-8",
-            "_MOST, _LEAST_SCALE = 128, 1e-8",
+            "ranges are stretched to hold 0",
+            "low, high = x.min(axis=-1), x.max(axis=-1)",
+            "low, high = jnp.minimum(x.min(axis=-1), 0), jnp.maximum(x.max(axis=-1), 0)",
             HALF_A_STEP,
         ),
+        (
+            "ranges are as if about 0",
+            "high / most - low / most",
+            "2 * jnp.maximum(high, -low) / most",
+            HALF_A_STEP,
+        ),
+        ("scales are rounded down", "bits + (2**_CUT_BITS - 1)", "bits", HALF_A_STEP),
+        ("zeros are out of 16 bits", "_MOST_ZERO = 32000", "_MOST_ZERO = 64000", HALF_A_STEP),
+        ("the zero is left out", 'scale * parts["zero"].astype(jnp.float32)', "scale * 0", DECODED),
     ),
     *in_module(
         "core/layer_kinds/formats/int4",
-        (
-            "the zero of int4 left out",
-            'numbers.astype(dtype) - parts["zero"][..., None].astype(dtype)',
-            "numbers.astype(dtype)",
-            DECODED,
-        ),
-        (
-            "the range of int4 need not hold 0",
-            "jnp.minimum(x.min(axis=-1), 0)",
-            "x.min(axis=-1)",
-            HALF_A_STEP,
-        ),
         (
             "nibbles of int4 in the other order",
             "jnp.stack([packed & 15, packed >> 4], axis=-1)",

@@ -8,6 +8,7 @@ LIFE = "manager/test_manager.py::test_the_life_of_requests[prefix caching]"
 WINDOWS = "manager/test_manager.py::test_blocks_of_windows_have_holes"
 HIT_RATE = "manager/test_manager.py::test_no_query_yet_is_not_a_hit_rate_of_zero"
 COUNTS = "manager/test_manager.py::test_counts_go_on_where_the_cache_wraps"
+STREAM = "manager/test_manager.py::test_requests_drop_tokens_in_place_of_ending"
 GIVE_WAY = "manager/test_manager.py::test_whole_requests_give_way"
 DRAFTS = "manager/test_manager.py::test_drafts_and_namespaces"
 BATCHES = (
@@ -63,7 +64,9 @@ MUTATIONS = [
     ),
     *in_module(
         "manager/eviction",
-        ("requests without a row stay", "for request_id in dropped:", "for request_id in ():", GIVE_WAY),
+        ("requests without a row stay", "if not is_active[row]:", "if False:", GIVE_WAY),
+        ("requests that go on are ended", "if not is_active[row]:", "if True:", STREAM),
+        ("the manager ends whatever is asked for", "partial(operation, target", "partial(preempt_to_utilization, target", STREAM),
     ),
     *in_module(
         "manager/queries",
@@ -160,6 +163,12 @@ MUTATIONS = [
     ),
     *in_module(
         "testing/poison",
+        (
+            "a stray read finds a scale of 0",
+            "jnp.iinfo(values.dtype).min or",
+            "jnp.iinfo(values.dtype).min and",
+            "kinds/test_kinds.py::test_a_cell[int4-poison]",
+        ),
         (
             "cached blocks are spoilt",
             "< num_tokens[:, None]",

@@ -406,6 +406,21 @@ OTHERS = [
     *in_module(
         "operations/init",
         ("reset forgets nothing", "return in_place_of(control, ", "return control\n    (", DONATED),
+        (
+            "heads that no mesh axis divides reach jax",
+            "if num_heads % num_devices:",
+            "if False:",
+            "attention/test_sharding.py::test_heads_that_the_mesh_axis_does_not_divide_are_refused",
+        ),
+    ),
+    *in_module(
+        "operations/import_blocks",
+        (
+            "a differing block size is called another",
+            'what |= {0: "layers", 1 + array.token_axis: "tokens a block"}',
+            'what |= {0: "layers"}',
+            "prefix/test_block_contents.py::test_what_differs_from_another_cache_is_said",
+        ),
     ),
 ]
 

@@ -145,11 +145,47 @@ def test_an_imported_block_outlives_none_before_it():
     assert found == [6, 6, 6, 4, 2]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "changes", "said"),
+    [
+        (
+            [kv.FullAttention(2, 8)] * 2,
+            dict(block_size=8),
+            "got 4 tokens a block, expected 8 of FullAttention",
+        ),
+        (
+            [kv.FullAttention(2, 8)] * 2,
+            dict(dtype=jnp.bfloat16),
+            "got 'v' in float32, expected bfloat16 of Fu",
+        ),
+        ([kv.FullAttention(2, 8)] * 3, {}, "got 2 layers, expected 3 of FullAttention"),
+        ([kv.FullAttention(1, 8)] * 2, {}, "got 2 heads, expected 1 of FullAttention"),
+        ([kv.FullAttention(2, 4)] * 2, {}, "got 8 as axis 2 of 'k', expected 4 of FullAttention"),
+        (
+            [kv.Quantised(kv.FullAttention(2, 8), "int8")] * 2,
+            {},
+            r"got the arrays \['k', 'v'\], expected \['k', ",
+        ),
+        ([kv.FullAttention(2, 8), kv.FullAttention(1, 8)], {}, "got arrays of 1 layer groups, expected 2"),
+        ([kv.FullAttention(2, 8)] * 2, dict(max_seq_len=24), "got room for 16 tokens of a text, expected 24"),
+    ],
+)
+def test_what_differs_from_another_cache_is_said(kinds, changes, said):
+    options = dict(num_blocks=4, block_size=4, max_seqs=2, max_seq_len=16, enable_prefix_caching=True)
+    one = kv.init(kv.CacheConfig([kv.FullAttention(2, 8)] * 2, **options))
+    contents = jax.eval_shape(kv.export_blocks, one, np.zeros(2, np.int32))
+    other = kv.init(kv.CacheConfig(kinds, **(options | changes)))
+    with pytest.raises(ValueError, match=f"{said}.*: export from a cache of the same") as raised:
+        kv.import_blocks(other, contents)
+    # What "k" and "v" have in common is said once.
+    assert str(raised.value).count("got") == (2 if "'" in said and "arrays" not in said else 1)
+
+
 @pytest.mark.slow
 def test_contents_of_another_cache_are_refused():
     contents = export(filled(CONFIG, A), [0])
     wider = kv.init(dataclasses.replace(CONFIG, layers=[kv.FullAttention(1, 8), LAYERS[1]]))
-    with pytest.raises(ValueError, match="expected .* export from a cache of the same layer kinds"):
+    with pytest.raises(ValueError, match="got 4 as axis 2 of .*export from a cache of the same layer kinds"):
         kv.import_blocks(wider, contents)
     with pytest.raises(TypeError, match="contents is a dict, expected the BlockContents"):
         kv.import_blocks(wider, {})

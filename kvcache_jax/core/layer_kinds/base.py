@@ -32,12 +32,26 @@ class KeysValues(NamedTuple):
       v: `[..., heads, tokens, value_dim]`, likewise.
       k_scale: `[..., heads, tokens]`, multiplies the logits; None for 1.
       v_scale: `[..., heads, tokens]`, multiplies the weights of values; None for 1.
+      k_offset: `[..., heads, tokens]`, what every number of a scaled key is greater by; None for 0.
+      v_offset: `[..., heads, tokens]`, likewise of a scaled value; None for 0.
     """
 
     k: jax.Array
     v: jax.Array
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    k_offset: jax.Array | None = None
+    v_offset: jax.Array | None = None
+
+    def in_float32(self) -> tuple[jax.Array, jax.Array]:
+        """Computes the keys and values that are meant, f32, scaled and with their offsets."""
+
+        def meant(x: jax.Array, scale: jax.Array | None, offset: jax.Array | None) -> jax.Array:
+            x = x.astype(jnp.float32)
+            x = x if scale is None else x * scale[..., None].astype(jnp.float32)
+            return x if offset is None else x + offset[..., None].astype(jnp.float32)
+
+        return meant(self.k, self.k_scale, self.k_offset), meant(self.v, self.v_scale, self.v_offset)
 
 
 _kinds: dict[str, type["LayerKind"]] = {}
@@ -137,7 +151,7 @@ class LayerKind:
           weights: The layer's own, as `attention(weights=)` got them; differentiable.
 
         Returns:
-          `(k, v, k_scale, v_scale)`, see `KeysValues`.
+          `KeysValues`, or a tuple of its first fields, such as `(k, v)` or `(k, v, k_scale, v_scale)`.
         """
         self.refuse_weights(weights)
         return KeysValues(tile["k"], tile["v"])

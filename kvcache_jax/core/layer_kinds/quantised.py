@@ -21,12 +21,17 @@ class Quantised(LayerKind):
 
     Every token and head has a scale of its own, computed from its numbers when they are written: there is
     nothing to calibrate, and nothing that goes stale when weights change. Equal keys and values are stored as
-    equal bits, whatever the batch, the piece or the block. Scales are applied to logits and weights, not to
-    tiles. Keys or values with a NaN or an infinite number are read as NaN. There is no gradient.
+    equal bits, whatever the batch, the piece or the block. Scales and zeros are applied to logits and
+    weights, not to tiles. Keys or values with a NaN or an infinite number are read as NaN. There is no
+    gradient.
+
+    Integers divide the range of the vector's own numbers, whether it holds 0 or not: a number is off by half
+    a step (and 1/256 of that) at most; or by 1/64000 of the vector's largest number, if that is more. "fp8"
+    keeps four bits of each number: of numbers between 10 and 11 "int8" keeps more.
 
     Attributes:
       kind: A layer kind that stores keys and values as they are: FullAttention, SlidingWindow or one's own.
-      format: "int8" and "fp8" (e4m3) with a scale, "int4" with a scale and a zero, per token and head.
+      format: "int8" and "int4" with a scale and a zero, "fp8" (e4m3) with a scale, per token and head.
       rotate: Rotate keys, queries and values by an orthonormal Hadamard matrix, which spreads outliers over
         the numbers of a vector: of use with "int4". Of a `head_dim` that is no power of two, parts of the
         largest one that divides it.
@@ -39,7 +44,7 @@ class Quantised(LayerKind):
       >>> import kvcache_jax as kv
       >>> layer = kv.Quantised(kv.FullAttention(num_kv_heads=2, head_dim=64), "int8")
       >>> config = kv.CacheConfig([layer] * 4, num_blocks=16, block_size=16)
-      >>> kv.memory_bytes(config) / (16 * 16 * 4 * 2 * 2 * 64)  # bytes a number, scales included
+      >>> kv.memory_bytes(config) / (16 * 16 * 4 * 2 * 2 * 64)  # bytes a number, scales and zeros included
       1.0625
 
     References:
@@ -101,15 +106,15 @@ class Quantised(LayerKind):
         return arrays
 
     def keys_values(self, tile: Mapping[str, jax.Array], weights: Any = None) -> KeysValues:
-        """Widens the stored numbers once; their scales are for logits and weights."""
+        """Widens the stored numbers once; scales and offsets are for logits and weights."""
         self.refuse_weights(weights)
 
-        def read(x: str) -> tuple[jax.Array, jax.Array]:
+        def read(x: str) -> tuple[jax.Array, jax.Array, jax.Array | None]:
             parts = {part: tile[_name(x, part)] for part in self._parts()}
             return FORMATS[self.format].decode(parts, jnp.float32 if self.dtype is None else self.dtype)
 
-        (k, k_scale), (v, v_scale) = read("k"), read("v")
-        return KeysValues(k, v, k_scale, v_scale)
+        (k, k_scale, k_offset), (v, v_scale, v_offset) = read("k"), read("v")
+        return KeysValues(k, v, k_scale, v_scale, k_offset, v_offset)
 
     def queries(self, q: jax.Array) -> jax.Array:
         """Rotates queries as keys are."""

@@ -17,13 +17,17 @@ class Format(NamedTuple):
       parts: `(head_dim) -> {part: (width, dtype)}`: what is stored per token and head. The part "" is the
         numbers; others, such as "scale", have width None for a single number.
       encode: `(x f32[..., head_dim]) -> {part: [..., width]}`, or `[...]` for a single number.
-      decode: `({part: array}, dtype) -> (values [..., head_dim], scale f32[...])`: numbers that the dtype
-        holds exactly, and what they are multiplied by.
+      decode: `({part: array}, dtype) -> (values [..., head_dim], scale f32[...], offset f32[...] or None)`:
+        numbers that the dtype holds exactly, what they are multiplied by, and what is then added to each.
     """
 
     parts: Callable[[int], Mapping[str, tuple[int | None, Any]]]
     encode: Callable[[jax.Array], Mapping[str, jax.Array]]
-    decode: Callable[[Mapping[str, jax.Array], Any], tuple[jax.Array, jax.Array]]
+    decode: Callable[[Mapping[str, jax.Array], Any], tuple[jax.Array, jax.Array, jax.Array | None]]
+
+
+LEAST_SCALE = 2.0**-100
+"""Of numbers too near to each other, or to 0, for a step of their own."""
 
 
 def finite_or_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,10 +7,10 @@ They are stored as bytes: where XLA has no such floats, it writes to an array of
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.core.layer_kinds.formats.base import Format, finite_or_zero
+from kvcache_jax.core.layer_kinds.formats.base import LEAST_SCALE, Format, finite_or_zero
 
 _DTYPE = jnp.float8_e4m3fn
-_MOST, _LEAST_SCALE = 448, 1e-8
+_MOST = 448
 
 
 def _parts(head_dim):
@@ -19,14 +19,14 @@ def _parts(head_dim):
 
 def _encode(x):
     x, nan = finite_or_zero(x)
-    scale = jnp.maximum(jnp.abs(x).max(axis=-1) / _MOST, _LEAST_SCALE)
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1) / _MOST, LEAST_SCALE)
     # Beyond the largest number of e4m3 there is nothing but NaN.
     numbers = jnp.clip(x / scale[..., None], -_MOST, _MOST).astype(_DTYPE)
     return {"": lax.bitcast_convert_type(numbers, jnp.uint8), "scale": scale + nan}
 
 
 def _decode(parts, dtype):
-    return lax.bitcast_convert_type(parts[""], _DTYPE).astype(dtype), parts["scale"]
+    return lax.bitcast_convert_type(parts[""], _DTYPE).astype(dtype), parts["scale"], None
 
 
 FP8 = Format(_parts, _encode, _decode)
