@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.core.streaming import Streaming
 from kvcache_jax.decoding.host import Host, Requests
 from kvcache_jax.decoding.loop import DecodeState
 from kvcache_jax.decoding.prompt_chunks import NOT_LOOKED_UP, PromptChunks
+from kvcache_jax.decoding.room import Rows, num_side_by_side, rows_fit
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.lookup import lookup
 
@@ -30,11 +29,12 @@ def admit(
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
-    A prompt waits until there are blocks for all that its samples and the running rows may still store. If
-    the whole cache has too few blocks for a prompt, the prompt waits until it is alone. If a prompt can share
-    more with another one that was just admitted, it waits until the other one is computed. Chunks that are
-    stored are forgotten where prompts or running rows need their blocks; a prompt's own are held until the
-    prompt is made of them.
+    As many samples of a prompt start together as fit side by side into an idle cache; the others wait, and
+    start from the prompt again. A prompt waits until there are blocks for all that these samples and the
+    running rows may still store. If the whole cache has too few blocks for one sample, it waits until it is
+    alone. If a prompt can share more with another one that was just admitted, it waits until the other one is
+    computed. Chunks that are stored are forgotten where prompts or running rows need their blocks; a prompt's
+    own are held until the prompt is made of them.
 
     Args:
       state: With the rows that run.
@@ -52,14 +52,23 @@ def admit(
     num_cached = 0
     cache = state.cache
     idle = [row for row in range(host.config.max_seqs) if row not in host.running]
-    if not requests.waiting or len(idle) < requests.num_samples:
+    if not requests.waiting or not idle:
         return state, {}, 0
     history, seeds = np.array(state.history), np.array(state.sampling.seed)
     prompt_len, max_len = np.array(state.prompt_len), np.array(state.max_len)
     width = history.shape[1]
-    while requests.waiting and len(idle) >= requests.num_samples:
-        prompt_id = requests.waiting[0]
+
+    def all_rows(*new: int) -> Rows:
+        forks = {row: group[0] for group in [*admitted.values(), new] for row in group[1:]}
+        return Rows([*host.running, *new], forks, prompt_len, max_len)
+
+    while requests.waiting and idle:
+        prompt_id, sample_ids = requests.waiting[0]
         prompt = requests.prompts[prompt_id]
+        end = min(len(prompt) + max_new_tokens, width)
+        num_samples = num_side_by_side(host.config, len(prompt), end, len(sample_ids), streaming)
+        if len(idle) < num_samples:
+            break
         words = requests.namespaces[prompt_id]
         just_admitted = [host.running[row][0] for row in admitted]
         others = [
@@ -79,14 +88,10 @@ def admit(
         if chunk_ids is None:
             assert host.running  # alone it finds room: `prompt_spans` left out what does not fit
             break
-        rows, others_idle = idle[: requests.num_samples], idle[requests.num_samples :]
-        prompt_len[rows] = len(prompt)
-        max_len[rows] = min(len(prompt) + max_new_tokens, width)
-        forks = {row: group[0] for group in [*admitted.values(), rows] for row in group[1:]}
-        started = [*host.running, *rows]
-        fits = functools.partial(
-            _fits, rows=started, max_len=max_len, forks=forks, prompt_len=prompt_len, streaming=streaming
-        )
+        rows, others_idle = idle[:num_samples], idle[num_samples:]
+        prompt_len[rows], max_len[rows] = len(prompt), end
+        # Alone all have room: they are as many as fit into an idle cache.
+        fits = functools.partial(rows_fit, rows=all_rows(*rows), streaming=streaming)
         start = functools.partial(
             _start,
             row=rows[0],
@@ -101,17 +106,15 @@ def admit(
         cache, idle = chunks.compose(cache, prompt_id, rows[0], chunk_ids), others_idle
         num_cached += int(admission.num_cached[0])
         requests.waiting.popleft()
+        if len(sample_ids) > num_samples:
+            requests.waiting.appendleft((prompt_id, sample_ids[num_samples:]))
         admitted[rows[0]] = rows
-        for sample_id, row in enumerate(rows):
+        for sample_id, row in zip(sample_ids[:num_samples], rows, strict=True):
             host.running[row], host.num_streamed[row] = (prompt_id, sample_id), 0
             history[row, : len(prompt)] = prompt
             entropy = [*requests.seeds[prompt_id], sample_id]
             seeds[row] = np.random.SeedSequence(entropy).generate_state(1)[0]
-    forks = {row: group[0] for group in admitted.values() for row in group[1:]}
-    fits = functools.partial(
-        _fits, rows=[*host.running], max_len=max_len, forks=forks, prompt_len=prompt_len, streaming=streaming
-    )
-    cache = chunks.forget_until(cache, fits)
+    cache = chunks.forget_until(cache, functools.partial(rows_fit, rows=all_rows(), streaming=streaming))
     if not admitted:
         return dataclasses.replace(state, cache=cache), {}, 0
     started = [row for rows in admitted.values() for row in rows]
@@ -147,63 +150,8 @@ def _start(
     return with_prompt, admission
 
 
-def _fits(
-    cache: Cache,
-    rows: Sequence[int],
-    max_len: np.ndarray,
-    forks: Mapping[int, int],
-    prompt_len: np.ndarray,
-    streaming: Streaming | None,
-) -> bool:
-    """Tells whether `rows` can all go on to `max_len` i32[max_seqs] together.
-
-    Args:
-      cache: Holds them, except those that are still to be forked.
-      rows: Those that run or start.
-      max_len: i32[max_seqs], where each ends.
-      forks: {row to be forked: row with its prompt}.
-      prompt_len: i32[max_seqs].
-      streaming: As in `admit`.
-    """
-    context_len = np.asarray(cache.context_len)
-    forked = [row for row in rows if row not in forks]
-    for group, pool in zip(cache.config.groups, cache.control.block_pools, strict=True):
-        table, num_cached = np.asarray(pool.block_table), 0 if pool.cached is None else pool.cached.num_cached
-        if streaming is not None:
-            # Before any row grows all drop what they do not need, so what each may come to is what counts.
-            held_len = streaming.max_held_len(cache.config, 1)
-            most = [_most_blocks(group, min(int(max_len[row]) - 1, held_len)) for row in rows]
-            if sum(most) > pool.num_blocks:
-                return False
-            continue
-        num_held = (table < pool.num_blocks).sum(axis=1)
-        num_to_come = 0
-        for row in rows:
-            # The last token of a row is drawn and not stored.
-            most = _most_blocks(group, int(max_len[row]) - 1)
-            held = num_held[forks.get(row, row)]
-            if row in forks and prompt_len[row] % group.block_size:
-                held -= 1  # the prompt's last block, which is copied
-            num_to_come += max(most - held, 0)
-        # Of the rows that share a block which is not full, all but the last to write copy it.
-        is_partial = context_len[forked] % group.block_size > 0
-        tails = table[forked, np.minimum(context_len[forked] // group.block_size, table.shape[1] - 1)]
-        tails = np.unique(tails[is_partial & (tails < pool.num_blocks)])
-        num_to_come += (np.asarray(pool.ref_count)[tails] - 1).sum()
-        if pool.cached is not None:  # one that is found by others, hit in part, is copied by the last, too
-            num_to_come += np.asarray(pool.cached.is_published)[tails].sum()
-        if num_to_come > int(pool.num_free) + int(num_cached):
-            return False
-    return True
-
-
-def _most_blocks(group: LayerGroup, num_tokens: int) -> int:
-    """Counts the most blocks that a row of up to `num_tokens` tokens holds."""
-    return min(ceil_div(num_tokens, group.block_size), group.max_held_blocks)
-
-
 def _shares_more(
-    cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: Sequence[np.ndarray]
+    cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: list[np.ndarray]
 ) -> bool:
     """Tells whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
     block_size = cache.config.groups[cache.config.indexed_group].block_size

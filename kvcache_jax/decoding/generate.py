@@ -43,7 +43,8 @@ class GenerateResult:
       generations: One per prompt and sample, in that order.
       cache: The cache at the end, all rows idle; its counters tell forks and copies.
       num_steps: Calls of the model in the decode loop.
-      num_prompt_tokens: Computed in prefill, chunks included; a prompt with many samples counts once.
+      num_prompt_tokens: Computed in prefill, chunks included; a prompt counts once for all samples that start
+        together.
       num_cached_tokens: Tokens of prompts that were not computed, for the prefix cache had them.
       num_composed_tokens: Tokens of prompts that were not computed, for they were taken from chunks.
       num_chunk_tokens: Of `num_prompt_tokens`, those of chunks that were missing, computed to be stored.
@@ -114,10 +115,11 @@ def generate(
     """Continues prompts with a model that keeps its keys and values in a cache.
 
     Requests wait until there are rows, and blocks for all tokens that they and those before them may come to,
-    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If the whole
-    cache has too few blocks for a row, the row ends with what it has. A row whose logits hold NaN or +inf
-    ends too, and publishes none of its blocks from there on. With prefix caching, what prompts have in common
-    is computed once, also across calls that hand `cache` on.
+    so there may be more of them than rows. A prompt is prefilled once; its samples fork from it. If they do
+    not fit into the cache side by side, as many as do start together, and the others later, from the prompt
+    again. If the whole cache has too few blocks for one row, the row ends with what it has. A row whose
+    logits hold NaN or +inf ends too, and publishes none of its blocks from there on. With prefix caching,
+    what prompts have in common is computed once, also across calls that hand `cache` on.
 
     Args:
       forward: `(params, tokens i32[n, T], cache, step) -> (logits [n, T, vocab], cache)`; a module-level
@@ -127,7 +129,7 @@ def generate(
       config: The cache's. Speculative decoding on window layers needs `max_rollback >= num_drafts`.
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless they
         stream.
-      num_samples: Continuations per prompt, at most `max_seqs`.
+      num_samples: Continuations per prompt; more than `max_seqs` take turns.
       temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
       top_k: 0 is off.
       top_p: 1 is off.
@@ -251,10 +253,6 @@ def _check(
     draft: Draft | None,
     max_held_len: int | None,
 ) -> None:
-    if requests.num_samples > config.max_seqs:
-        raise ValueError(
-            f"num_samples is {requests.num_samples}, expected at most max_seqs = {config.max_seqs}"
-        )
     for i, prompt in enumerate(requests.prompts):
         if max_held_len is None and len(prompt) >= config.max_seq_len:
             raise ValueError(

@@ -149,7 +149,7 @@ class Requests:
       num_samples: Samples of each prompt.
       namespaces: u32[prompts, 4].
       seeds: Two numbers per prompt that, with the sample's, begin a stream of random numbers.
-      waiting: The numbers of those that no row decodes yet.
+      waiting: The numbers of those that have samples which no row decodes yet, and these samples.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Requests:
         self.num_samples = num_samples
         self.namespaces = np.asarray(namespace_words(namespace, len(self.prompts)))
         self.seeds = prompt_seeds(seed, len(self.prompts))
-        self.waiting = deque(range(len(self.prompts)))
+        self.waiting = deque((prompt_id, range(num_samples)) for prompt_id in range(len(self.prompts)))
 
 
 class Host:

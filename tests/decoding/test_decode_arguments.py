@@ -33,7 +33,7 @@ def generate(prompts=((1, 2), (3,)), sizes=None, **options):
             "needs 8 blocks, expected at most num_blocks = 7",
         ),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"num_samples": 5}, "num_samples is 5, expected at most max_seqs = 4"),
+        ({"num_samples": 0}, "num_samples is 0, expected at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
         ({"num_drafts": -1}, "num_drafts is -1"),
         ({"seed": -1}, "seed is -1, expected at least 0"),

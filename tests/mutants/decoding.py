@@ -11,6 +11,7 @@ ACCEPTED = "decoding/test_sampling.py::test_speculation_emits_what_the_target_wo
 BEAMS = "decoding/test_beam_search.py::test_beam_search_equals_a_search_on_lists"
 SCORES = "decoding/test_generate.py::test_score_equals_the_model_without_a_cache"
 TOKEN_IDS = "decoding/test_decode_arguments.py::test_token_ids_are_checked_alike"
+ROOM = "decoding/test_generate_room.py"
 UNPUBLISHED = "decoding/test_nan_logits.py::test_what_gave_no_numbers_is_not_published"
 
 MUTATIONS = [
@@ -27,28 +28,16 @@ MUTATIONS = [
     *in_module(
         "decoding/admission",
         (
-            "the copy of a block that is hit in part is nobody's need",
-            "num_to_come += np.asarray(pool.cached.is_published)[tails].sum()",
-            "pass",
-            "decoding/test_generate_prefix.py::test_a_prompt_waits_for_the_copy_that_another_still_makes",
-        ),
-        (
             "prompts are shared with everybody",
             "tokens=tokens, namespace=namespace",
             "tokens=tokens",
             "decoding/test_generate_prefix.py::test_prompts_share_within_a_namespace",
         ),
         (
-            "prompts start without blocks for what follows",
-            "int(max_len[row]) - 1)",
-            "int(prompt_len[row]))",
-            "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
-        ),
-        (
-            "the copies of a prompt's last block are not counted",
-            "held -= 1",
-            "held -= 0",
-            "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
+            "samples that start later draw what the first ones drew",
+            "in zip(sample_ids[:num_samples], rows, strict=True)",
+            "in enumerate(rows)",
+            f"{ROOM}::test_every_answer_is_the_one_that_it_has_alone[windows]",
         ),
         (
             "prompts that share are computed together",
@@ -79,6 +68,45 @@ MUTATIONS = [
             "tokens=found_by, namespace=words",
             "tokens=found_by",
             "decoding/test_generate_prefix.py::test_other_weights_find_nothing_in_another_namespace",
+        ),
+    ),
+    *in_module(
+        "decoding/room",
+        (
+            "the copy of a block that is hit in part is nobody's need",
+            "num_published = int(np.asarray(pool.cached.is_published)[tails].sum())",
+            "pass",
+            "decoding/test_generate_prefix.py::test_a_prompt_waits_for_the_copy_that_another_still_makes",
+        ),
+        (
+            "prompts start without blocks for what follows",
+            "for length in (prompt_len, max_len - 1)",
+            "for length in (prompt_len, prompt_len)",
+            "decoding/test_generate.py::test_a_prompt_waits_until_all_that_it_may_store_fits",
+        ),
+        (
+            "the copies of a prompt's last block are not counted",
+            "int(is_copied)",
+            "0",
+            f"{ROOM}::test_as_many_samples_start_as_fit_side_by_side[8-prompt1-5-4-3]",
+        ),
+        (
+            "nobody asks whether samples fit side by side",
+            "while num_fit > 1 and",
+            "while False and",
+            f"{ROOM}::test_as_many_samples_start_as_fit_side_by_side[2-prompt2-7-2-1]",
+        ),
+        (
+            "what samples share of a window is shared for ever",
+            "prompt, end, int(is_copied)",
+            "prompt, min(end, group.max_held_blocks), int(is_copied)",
+            f"{ROOM}::test_samples_share_a_window_only_until_it_has_passed",
+        ),
+        (
+            "rows beyond their windows are counted as if they let nothing go",
+            "return min(num_held + num_taken + num_copies, apart + num_published)",
+            "return num_held + num_taken + num_copies",
+            f"{ROOM}::test_samples_share_a_window_only_until_it_has_passed",
         ),
     ),
     *in_module(
