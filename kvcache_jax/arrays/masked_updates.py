@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 Index = ArrayLike | tuple[ArrayLike, ...]
@@ -117,6 +118,26 @@ def run_if[T](condition: jax.Array, fn: Callable[[T], T], state: T) -> T:
         return fn(state), is_left & False
 
     return lax.while_loop(lambda carry: carry[1], once, (state, condition))[0]
+
+
+def common_bound(num_trips: jax.Array) -> jax.Array:
+    """Returns the trips of a loop, i32[]: under `vmap` those of the longest one, the same for all.
+
+    For loops that carry pools. With a number of its own for each cache, every trip would copy whole pools, to
+    keep those of the caches that are done. So the loop goes on for all, and its body writes nowhere from a
+    cache's own number of trips on.
+    """
+    return _common_bound(lax.stop_gradient(num_trips))
+
+
+@custom_vmap
+def _common_bound(num_trips: jax.Array) -> jax.Array:
+    return num_trips
+
+
+@_common_bound.def_vmap
+def _of_longest(axis_size: int, in_batched: list[bool], num_trips: jax.Array) -> tuple[jax.Array, bool]:
+    return _common_bound(jnp.max(num_trips, axis=0)), False
 
 
 def quotient(lengths: jax.Array, size: int) -> jax.Array:

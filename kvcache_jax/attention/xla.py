@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.masked_updates import common_bound, get_at
 from kvcache_jax.attention.tiles import (
     MASKED,
     by_head,
@@ -237,7 +237,7 @@ def backward(
             for name, position in group.head_positions.items()
         }
     start = jnp.zeros_like(q32), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), weights), sums
-    grad_q, grad_weights, sums = lax.fori_loop(0, num_tiles, add_tile, start)
+    grad_q, grad_weights, sums = lax.fori_loop(0, common_bound(num_tiles), add_tile, start)
     if not adds_to_pool:
         sums = {
             name: grad.at[saved.rows].add(sums[name].astype(grad.dtype), mode="drop")

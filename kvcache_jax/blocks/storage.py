@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
+from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, remainder
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
 from kvcache_jax.core.choose_backend import choose
@@ -240,7 +240,7 @@ _copy.defvjp(_copy_fwd, _copy_bwd)
 
 
 def _num_trips(num_copies: jax.Array) -> jax.Array:
-    return (num_copies + _COPIES_PER_TRIP - 1) // _COPIES_PER_TRIP
+    return common_bound((num_copies + _COPIES_PER_TRIP - 1) // _COPIES_PER_TRIP)
 
 
 def _copied_rows(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvcache_jax.arrays.masked_updates import get_at, max_at, num_true, rank_true
+from kvcache_jax.arrays.masked_updates import common_bound, get_at, max_at, num_true, rank_true
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
@@ -186,7 +186,11 @@ def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
     rank, num_masked = rank_true(mask)
     order = jnp.arange(num_blocks, dtype=jnp.int32)
     ids = jnp.zeros_like(rank).at[jnp.where(mask, rank, num_blocks)].set(order, mode="drop")
-    return lax.fori_loop(0, num_masked, lambda i, values: _set_zero(values, layers + ids[i]), values)
+
+    def zero_one(i: jax.Array, values: jax.Array) -> jax.Array:
+        return _set_zero(values, jnp.where(i < num_masked, layers + get_at(ids, i), values.shape[0]))
+
+    return lax.fori_loop(0, common_bound(num_masked), zero_one, values)
 
 
 def _set_zero(values: jax.Array, *index: Any) -> jax.Array:

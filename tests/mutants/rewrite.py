@@ -251,11 +251,11 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "decoding/admission",
+        "decoding/room",
         (
             "rows stream without blocks for all that they may come to",
-            "if sum(most) > pool.num_blocks",
-            "if sum(most) > 2 * pool.num_blocks",
+            "num_needed = sum(most)",
+            "num_needed = sum(most) // 2",
             f"{STREAM}::test_samples_stream_from_the_prompt_that_they_share",
         ),
     ),
