@@ -28,7 +28,7 @@ from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
-from kvcache_jax.engine.requests import GenerationRequest, TableSizes
+from kvcache_jax.engine.requests import GenerationRequest, TableSizes, require_id
 from kvcache_jax.engine.setup import (
     check_batch_invariant,
     check_drafts,
@@ -220,12 +220,13 @@ class Engine:
             items, samples or a higher client than the engine was made for. Then none was taken.
         """
         with self._lock:
-            wanted = self._checked(as_list("requests", requests, "GenerationRequests"))
+            wanted = as_list("requests", requests, "GenerationRequests")
+            ids = self._checked_ids(wanted)
             now, num_taken = time.monotonic(), 0
             for request in wanted:
                 request_id = request.id
                 if request_id is None:
-                    while self._has_id(self._next_id):
+                    while self._next_id in ids or self._has_id(self._next_id):
                         self._next_id += 1
                     request_id = self._next_id
                 tables = sorted(self._tables, key=lambda table: table.num_tokens)
@@ -237,7 +238,7 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
-        is_found = False
+        is_found, request_id = False, require_id(request_id)
         with self._lock:
             for table in self._tables:
                 for sample in table.samples_of(request_id):
@@ -368,7 +369,8 @@ class Engine:
             add_counts(counts, report)
             self._events.extend(events_of(report, self._width, table))
 
-    def _checked(self, requests: list[Any]) -> list[GenerationRequest]:
+    def _checked_ids(self, requests: list[Any]) -> set[Hashable]:
+        """Refuses what is no request or does not fit, and returns the ids that they name."""
         sizes, ids = self._sizes, set[Hashable]()
         for request in requests:
             if not isinstance(request, GenerationRequest):
@@ -380,4 +382,4 @@ class Engine:
                 )
             ids.add(request.id)
             check_fits(request, sizes, self.config.max_seq_len)
-        return requests
+        return ids

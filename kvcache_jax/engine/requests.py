@@ -124,7 +124,8 @@ class GenerationRequest:
     Attributes:
       prompt: Token ids, at least one; those of multimodal items from `item_tokens`.
       max_new_tokens: Most tokens to generate.
-      id: Names it in results; unique among those that have not ended. Default: a number.
+      id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a
+        number that no other request has.
       temperature: As in `sampling_params`, like the following three.
       top_k: Likewise.
       top_p: Likewise.
@@ -170,6 +171,7 @@ class GenerationRequest:
         items = _checked_items(self.items, len(prompt))
         checked: dict[str, Any] = {
             "prompt": prompt,
+            "id": require_id(self.id),
             "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
             "stop_tokens": stops,
             "priority": int(priorities([self.priority], 1)[0]),
@@ -209,6 +211,22 @@ def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
             )
         checked.append((first, end))
     return tuple(checked)
+
+
+def require_id(request_id: Hashable) -> Hashable:
+    """Refuses what a request could not be found by."""
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise TypeError(
+            f"id is {request_id!r} ({error}), expected one that can be hashed, such as a string or a number"
+        ) from None
+    if request_id != request_id:
+        raise ValueError(
+            f"id is {request_id!r}, which does not equal itself and could not be found again, expected one "
+            "that does, such as a string or a number"
+        )
+    return request_id
 
 
 def sample_seed(seed: int, sample_id: int) -> int:

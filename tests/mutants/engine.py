@@ -34,6 +34,21 @@ MUTATIONS = [
             "        parcels = [table.pack(self._weights, told)",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
         ),
+        (
+            "a number is given that a later request of the push names",
+            "self._next_id in ids or ",
+            "",
+            "engine/test_ids.py::test_a_number_that_is_given_is_none_that_another_request_names",
+        ),
+    ),
+    *in_module(
+        "engine/requests",
+        (
+            "an id that cannot be hashed is refused by Python's words",
+            "        hash(request_id)\n",
+            "        pass\n",
+            "engine/test_ids.py::test_an_id_that_cannot_be_hashed_is_refused_in_a_sentence",
+        ),
     ),
     *in_module(
         "engine/table",
