@@ -44,6 +44,8 @@ class Report(enum.IntEnum):
 
 HEADER_LEN = len(Report) + len(EngineCounter)
 
+_MOST_SERVICE = 2**29
+
 
 @pytree_dataclass()
 class Inbox:
@@ -227,7 +229,9 @@ def _lifted(state: EngineState) -> jax.Array:
     clients = jnp.where(is_active, state.requests.client, num_clients)
     is_client_active = set_at(jnp.zeros(num_clients, bool), clients, True)
     least = jnp.min(jnp.where(is_client_active, state.service, jnp.iinfo(jnp.int32).max))
-    return jnp.where(is_active.any(), jnp.maximum(state.service - least, 0), state.service)
+    service = jnp.where(is_active.any(), jnp.maximum(state.service - least, 0), state.service)
+    # One who asks alone is given any number of tokens.
+    return jnp.minimum(service, _MOST_SERVICE)
 
 
 def outbox_len(options: Options, max_seqs: int, steps: int, num_entering: int, num_ended: int) -> int:

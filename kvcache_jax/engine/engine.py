@@ -30,13 +30,16 @@ from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes, require_id
 from kvcache_jax.engine.setup import (
+    ageing,
     check_batch_invariant,
     check_drafts,
     check_fits,
     check_same_shapes,
     most_admissions,
     most_entering,
+    num_table_tokens,
     share,
+    size,
     with_budget,
 )
 from kvcache_jax.engine.shards import Shards
@@ -141,13 +144,15 @@ class Engine:
             policy=policy,
             num_pieces=1,
             piece_len=1,
-            num_drafts=static_count("num_drafts", num_drafts, least=0),
-            num_top_logprobs=static_count("num_top_logprobs", num_top_logprobs, least=0),
+            num_drafts=size("num_drafts", num_drafts, 0),
+            num_top_logprobs=size("num_top_logprobs", num_top_logprobs, 0),
             watermark=share("watermark", watermark),
-            ageing_steps=static_count("ageing_steps", ageing_steps, least=4),
-            max_bypasses=static_count("max_bypasses", max_bypasses),
+            ageing_steps=ageing(ageing_steps),
+            max_bypasses=size("max_bypasses", max_bypasses),
             most_admissions=most_admissions(config.max_seqs),
-            long_prefill_len=static_count("long_prefill_len", long_prefill_len or config.max_seq_len),
+            long_prefill_len=size(
+                "long_prefill_len", config.max_seq_len if long_prefill_len is None else long_prefill_len
+            ),
             input_weight=1,
             output_weight=2,
             batch_invariant=static_flag("batch_invariant", batch_invariant),
@@ -155,22 +160,22 @@ class Engine:
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)
         check_batch_invariant(self._options, config)
-        num_slots = static_count("max_requests", max_requests or max(4 * config.max_seqs, 64))
-        longest = config.max_seq_len + 1
-        num_tokens = max_tokens or max(num_slots // 4, config.max_seqs, 2) * longest
+        default = max(4 * config.max_seqs, 64)
+        num_slots = size("max_requests", default if max_requests is None else max_requests)
+        num_tokens = num_table_tokens(max_tokens, num_slots, config)
         self._sizes = TableSizes(
             num_slots=num_slots,
-            num_tokens=static_count("max_tokens", num_tokens, least=longest),
-            num_stops=max(static_count("max_stop_tokens", max_stop_tokens, least=0), 1),
-            num_clients=static_count("num_clients", num_clients),
-            num_items=static_count("max_items", max_items, least=0),
+            num_tokens=num_tokens,
+            num_stops=max(size("max_stop_tokens", max_stop_tokens, 0), 1),
+            num_clients=size("num_clients", num_clients),
+            num_items=size("max_items", max_items, 0),
         )
         inbox_sizes = dataclasses.replace(
             self._sizes,
             num_slots=min(num_slots, most_entering(config.max_seqs)),
-            num_tokens=max(longest, min(num_tokens, 256 * most_entering(config.max_seqs))),
+            num_tokens=max(config.max_seq_len + 1, min(num_tokens, 256 * most_entering(config.max_seqs))),
         )
-        self._steps = static_count("steps_per_chunk", steps_per_chunk)
+        self._steps = size("steps_per_chunk", steps_per_chunk)
         self._shards = Shards(mesh, row_axis, config, params_spec)
         self._tables = [
             RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
@@ -382,4 +387,10 @@ class Engine:
                 )
             ids.add(request.id)
             check_fits(request, sizes, self.config.max_seq_len)
+        num_left = min(table.num_left for table in self._tables)
+        if sum(request.num_samples for request in requests) > num_left:
+            raise ValueError(
+                f"got {len(requests)} requests and this engine can number {num_left} more samples, expected "
+                "fewer: make another Engine, and push them there"
+            )
         return ids

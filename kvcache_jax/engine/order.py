@@ -20,7 +20,8 @@ def metadata(state: EngineState, options: Options, num_cached: jax.Array | None 
     requests = state.requests
     return RequestMetadata(
         uid=requests.uid,
-        arrival_step=requests.arrival_step,
+        # Not since the start: steps are counted modulo 2**32, and differences stay right.
+        arrival_step=requests.arrival_step - state.step,
         priority=requests.priority,
         num_tokens=state.length,
         num_cached=jnp.zeros_like(requests.uid) if num_cached is None else num_cached,

@@ -38,7 +38,7 @@ class Requests:
       sampling: SamplingParams of R rows.
       stop: i32[R, S], tokens that end it; -1 for none.
       priority: i32[R], higher is served first by the policy "priority".
-      arrival_step: i32[R], steps of the engine before it came.
+      arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
       client: i32[R], who asks, for the policy "fair".
       namespace: u32[R, 4], who may share its blocks.
       parent: i32[R], slot of the request whose prompt it forks; R for none.
@@ -123,7 +123,8 @@ class GenerationRequest:
 
     Attributes:
       prompt: Token ids, at least one; those of multimodal items from `item_tokens`.
-      max_new_tokens: Most tokens to generate.
+      max_new_tokens: Most tokens to generate. With the prompt at most `max_seq_len + 1`: the last one is not
+        stored. What is longer, however long, is answered by the finish reason "refused".
       id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a
         number that no other request has.
       temperature: As in `sampling_params`, like the following three.

@@ -17,6 +17,29 @@ _LEAST_PIECES = 4
 _PIECE_LEN = 128
 """Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
 
+_MOST = 2**30
+"""Of anything: the sum of two is an i32."""
+_MOST_AGEING_STEPS = 2**28
+"""So that a key of the policy "priority" is an i32."""
+
+
+def size(name: str, value: Any, least: int = 1) -> int:
+    """Checks a size of an engine, at most 2**30."""
+    return static_count(name, value, least, _MOST, "2**30")
+
+
+def ageing(value: Any) -> int:
+    """Checks the steps that weigh as much as one of priority."""
+    return static_count("ageing_steps", value, 4, _MOST_AGEING_STEPS, "2**28")
+
+
+def num_table_tokens(max_tokens: Any, num_slots: int, config: CacheConfig) -> int:
+    """Checks the tokens of a table of requests, or says how many it has by default."""
+    longest = config.max_seq_len + 1
+    if max_tokens is None:
+        max_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, _MOST)
+    return size("max_tokens", max_tokens, longest)
+
 
 def share(name: str, value: Any) -> float:
     """Checks a share, 0 to below 1."""
@@ -41,7 +64,7 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
     num_next = config.max_seqs * options.width
     if token_budget is None:
         token_budget = num_next + max(min(_LEAST_PROMPT_TOKENS, config.max_seq_len), config.max_seqs)
-    num_prompt = static_count("token_budget", token_budget) - num_next
+    num_prompt = size("token_budget", token_budget) - num_next
     if num_prompt < 1:
         raise ValueError(
             f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "

@@ -151,7 +151,7 @@ class EngineState:
 
     @property
     def step(self) -> jax.Array:
-        """i32[], steps so far, as an age is measured."""
+        """i32[], steps so far, modulo 2**32: differences are ages."""
         return self.counters[EngineCounter.STEPS].astype(jnp.int32)
 
     @property

@@ -17,6 +17,9 @@ from kvcache_jax.engine.chunk import Inbox
 from kvcache_jax.engine.requests import GenerationRequest, Requests, TableSizes, empty_requests, sample_seed
 from kvcache_jax.engine.state import Finish
 
+_MOST_SAMPLES = 2**31 - 2
+"""As many as i32 tells apart, besides -1 and the number that stands for none."""
+
 
 @dataclasses.dataclass
 class Sample:
@@ -207,7 +210,7 @@ class RequestTable:
             if num_tokens + len(prompt) > sizes.num_tokens:
                 break
             slots[num_sent] = sample.slot
-            _write(columns, num_sent, sample)
+            _write(columns, num_sent, sample, self._max_seq_len)
             if sample.parent is not None:
                 parents[num_sent] = sample.parent.slot
             columns.tokens[num_tokens : num_tokens + len(prompt)] = prompt  # type: ignore
@@ -242,16 +245,23 @@ class RequestTable:
         return self._sizes.num_tokens - self._runs.num_free
 
     @property
+    def num_left(self) -> int:
+        """Samples that can still be pushed, ever: a number tells each from all others."""
+        return _MOST_SAMPLES - self._next_uid
+
+    @property
     def num_to_send(self) -> int:
         """Samples that the device has not heard of."""
         return len(self._to_send)
 
 
-def _write(columns: Any, i: int, sample: Sample) -> None:
+def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     """Writes a sample into entry `i` of an inbox's columns, in numpy."""
     request = sample.request
     columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
-    columns.prompt_len[i], columns.max_new[i] = len(request.prompt), request.max_new_tokens
+    # Enough to be refused: what the device adds up stays below 2**31.
+    columns.prompt_len[i] = min(len(request.prompt), max_seq_len + 1)
+    columns.max_new[i] = min(request.max_new_tokens, max_seq_len + 1)
     sampling = columns.sampling
     sampling.temperature[i], sampling.top_k[i] = request.temperature, request.top_k
     sampling.top_p[i], sampling.min_p[i] = request.top_p, request.min_p

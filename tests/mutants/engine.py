@@ -6,6 +6,7 @@ ENGINE = "engine/test_engine.py"
 ONE_AFTER_THE_OTHER = f"{ENGINE}::test_a_pool_that_one_request_fills_never_stands_still"
 NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_chunks"
 NAN_LOGITS = f"{ENGINE}::test_a_row_with_nan_logits_ends_alone"
+ENDS = "engine/test_ends.py"
 SAMPLES = "engine/test_engine.py::test_samples_fork_the_prompt"
 POLICIES = "engine/test_options.py::test_policies_order_requests"
 BITS = "engine/test_batch_invariance.py::test_bits_are_those_of_the_request_alone"
@@ -35,6 +36,12 @@ MUTATIONS = [
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
         ),
         (
+            "numbers of samples are given without end",
+            "for request in requests) > num_left",
+            "for request in requests) < 0",
+            f"{ENDS}::test_numbers_of_samples_come_to_an_end",
+        ),
+        (
             "a number is given that a later request of the push names",
             "self._next_id in ids or ",
             "",
@@ -59,6 +66,12 @@ MUTATIONS = [
             f"{ENGINE}::test_one_long_request_takes_the_place_of_many",
         ),
         (
+            "the longest answers wrap",
+            "min(request.max_new_tokens, max_seq_len + 1)",
+            "request.max_new_tokens",
+            f"{ENDS}::test_answers_of_any_length_are_refused_and_overwrite_nothing",
+        ),
+        (
             "all samples draw alike",
             "sample_seed(request.seed, sample.sample_id)",
             "sample_seed(request.seed, 0)",
@@ -76,6 +89,12 @@ MUTATIONS = [
             "state.may_publish & ~inbox.has_new_weights",
             "state.may_publish",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
+        ),
+        (
+            "service has no end",
+            "jnp.minimum(service, _MOST_SERVICE)",
+            "service",
+            f"{ENDS}::test_service_of_one_who_asks_alone_has_an_end",
         ),
         (
             "the batch-invariant mode is not chosen",
@@ -107,6 +126,12 @@ MUTATIONS = [
     ),
     *in_module(
         "engine/order",
+        (
+            "steps are counted from the engine's first one",
+            "requests.arrival_step - state.step",
+            "requests.arrival_step",
+            f"{ENDS}::test_who_came_first_goes_first_when_the_count_of_steps_begins_again",
+        ),
         ("prefixes of older weights are found", "^ state.weights[None]", "^ jnp.uint32(0)", NEW_WEIGHTS),
         (
             "hits may end inside items",
@@ -141,6 +166,12 @@ MUTATIONS = [
     ),
     *in_module(
         "engine/setup",
+        (
+            "sizes have no upper end",
+            'static_count(name, value, least, _MOST, "2**30")',
+            "static_count(name, value, least)",
+            f"{ENDS}::test_what_is_beyond_is_refused_in_a_sentence",
+        ),
         (
             "a step of many rows admits as few as one of few rows",
             "return max(4, max_seqs // 64)",
