@@ -46,7 +46,8 @@ from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 from kvcache_jax.engine.transfers import Reader
-from kvcache_jax.prefix.namespace import namespace as namespace_of
+from kvcache_jax.prefix.namespace import namespace as make_namespace
+from kvcache_jax.prefix.namespace import namespace_within
 
 _MOST_ENDED = 64
 """Requests that one chunk can be told to end."""
@@ -85,7 +86,7 @@ class Engine:
       ageing_steps: Steps of waiting that weigh as much as one of priority.
       max_bypasses: Later requests that "longest prefix" may serve before one.
       long_prefill_len: Most tokens of one prompt in one step.
-      namespace: u32[4], of the weights; combined with that of each request.
+      namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
       mesh: Devices to run on; with `row_axis`.
       row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
         one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
@@ -187,7 +188,7 @@ class Engine:
         )
         self._state = self._shards.place(self._sizes, (num_entries, self._width))
         self._model = Model(forward, process_logits)
-        self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
+        self._set_weights(namespace)
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
         self._events: deque[TokenEvent] = deque()
@@ -265,9 +266,30 @@ class Engine:
         with self._lock:
             self._num_weights += 1
             if namespace is None:
-                namespace = namespace_of(weights=f"engine {id(self)}, number {self._num_weights}")
-            self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
+                namespace = make_namespace(weights=f"engine {id(self)}, number {self._num_weights}")
+            self._set_weights(namespace)
             self.params, self._has_new_weights = params, True
+
+    def namespace_of(self, namespace: ArrayLike | None = None) -> np.ndarray:
+        """Finds the namespace in which the cache has a request's blocks, under the present weights.
+
+        Args:
+          namespace: u32[4], of the request.
+
+        Returns:
+          u32[4], for `lookup` and the like on `state.cache`: a digest of the weights' namespace and the
+          request's. Under weights without one it is the request's.
+
+        Example:
+          >>> import kvcache_jax as kv
+          >>> def forward(params, tokens, cache, step):
+          ...     return 1.0 * jax.nn.one_hot(tokens, 8), cache
+          >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=2, max_seq_len=32)
+          >>> engine = kv.Engine(forward, {}, config, namespace=kv.namespace(weights="of Monday"))
+          >>> (engine.namespace_of(None) == engine.namespace_of(kv.namespace(tenant="a"))).any().item()
+          False
+        """
+        return namespace_within(self._weights, _one_namespace(namespace))
 
     def figures(self) -> EngineFigures:
         """Figures of the last drain; reads nothing."""
@@ -334,9 +356,14 @@ class Engine:
           The only program that it has, whatever its requests; `.compile()` says what memory it takes.
         """
         with self._lock:
-            inboxes = [table.pack(self._weights, False).inbox for table in self._tables]
+            inboxes = [table.pack(False).inbox for table in self._tables]
             steps = np.int32(self._steps)
             return self._shards.lower(self._model, self._options, self.params, self._state, inboxes, steps)
+
+    def _set_weights(self, namespace: ArrayLike | None) -> None:
+        self._weights = _one_namespace(namespace)
+        for table in self._tables:
+            table.set_weights(self._weights)
 
     def _has_news(self) -> bool:
         return bool(self._events or self.num_unfinished or self._in_flight)
@@ -345,7 +372,7 @@ class Engine:
         return any(request_id in table for table in self._tables)
 
     def _dispatch(self, num_steps: int) -> None:
-        parcels = [table.pack(self._weights, self._has_new_weights) for table in self._tables]
+        parcels = [table.pack(self._has_new_weights) for table in self._tables]
         inboxes = [parcel.inbox for parcel in parcels]
         self._state, report = self._shards.run(
             self._model, self._options, self.params, self._state, inboxes, np.int32(num_steps)
@@ -394,3 +421,7 @@ class Engine:
                 "fewer: make another Engine, and push them there"
             )
         return ids
+
+
+def _one_namespace(namespace: ArrayLike | None) -> np.ndarray:
+    return np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)

@@ -68,7 +68,7 @@ def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
         items = None if requests.items is None else get_at(requests.items, slots, 0)
     return Prompts(
         num_tokens=num_tokens,
-        namespace=get_at(requests.namespace, slots, 0) ^ state.weights[None],
+        namespace=get_at(requests.namespace, slots, 0),
         priority=get_at(requests.priority, slots, 0),
         tokens=tokens,
         reuse=jnp.ones_like(num_tokens, bool),

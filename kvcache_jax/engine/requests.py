@@ -40,7 +40,7 @@ class Requests:
       priority: i32[R], higher is served first by the policy "priority".
       arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
       client: i32[R], who asks, for the policy "fair".
-      namespace: u32[R, 4], who may share its blocks.
+      namespace: u32[R, 4], who may share its blocks, within that of the present weights.
       parent: i32[R], slot of the request whose prompt it forks; R for none.
       parent_uid: i32[R], the `uid` that it has if it is still that one.
       items: i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
@@ -135,7 +135,7 @@ class GenerationRequest:
       stop_tokens: Ids that end it; the one that did is its last token.
       priority: Higher is served first by the policy "priority".
       client: Who asks, for the policy "fair": 0 to below `num_clients`.
-      namespace: u32[4], who may share its blocks, as in `allocate`.
+      namespace: u32[4], who may share its blocks, as in `allocate`; see `Engine.namespace_of`.
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed; what is not done then ends. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.

@@ -107,7 +107,6 @@ class EngineState:
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
       service: i32[clients], what each client got, above the least of those that have requests.
-      weights: u32[4], namespace of the weights; combined with that of each request.
       outbox: i32[any, width], what happened since the host looked; see `chunk.py`.
       outbox_len: i32[].
       counters: u32[len(EngineCounter)], modulo 2**32.
@@ -124,7 +123,6 @@ class EngineState:
     may_publish: jax.Array
     may_admit: jax.Array
     service: jax.Array
-    weights: jax.Array
     outbox: jax.Array
     outbox_len: jax.Array
     counters: jax.Array
@@ -179,7 +177,6 @@ def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) 
         may_publish=zeros(max_seqs, dtype=bool),
         may_admit=zeros(dtype=bool),
         service=zeros(sizes.num_clients),
-        weights=zeros(4, dtype=np.uint32),
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
         counters=zeros(len(EngineCounter), dtype=np.uint32),

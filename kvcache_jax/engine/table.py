@@ -16,6 +16,7 @@ import numpy as np
 from kvcache_jax.engine.chunk import Inbox
 from kvcache_jax.engine.requests import GenerationRequest, Requests, TableSizes, empty_requests, sample_seed
 from kvcache_jax.engine.state import Finish
+from kvcache_jax.prefix.namespace import namespace_within
 
 _MOST_SAMPLES = 2**31 - 2
 """As many as i32 tells apart, besides -1 and the number that stands for none."""
@@ -117,6 +118,8 @@ class RequestTable:
         self._max_seq_len = max_seq_len
         self._free_slots = deque(range(sizes.num_slots))
         self._runs = TokenRuns(sizes.num_tokens)
+        self._weights = np.zeros(4, np.uint32)
+        self._namespaces = np.zeros((sizes.num_slots, 4), np.uint32)
         self._by_slot: dict[int, Sample] = {}
         self._by_id: dict[Hashable, list[Sample]] = {}
         self._to_send: deque[Sample] = deque()
@@ -159,9 +162,16 @@ class RequestTable:
             sample = Sample(request, request_id, sample_id, uid, slot, (start, run_len), first, ends_at)
             first = first or sample
             self._by_slot[slot] = sample
+            self._namespaces[slot] = namespace_within(self._weights, sample.request.namespace)
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
         return True
+
+    def set_weights(self, namespace: np.ndarray) -> None:
+        """Sets the namespace u32[4] of the weights, within which all samples have theirs from now on."""
+        self._weights = namespace
+        for slot, sample in self._by_slot.items():
+            self._namespaces[slot] = namespace_within(namespace, sample.request.namespace)
 
     def end(self, sample: Sample, reason: Finish) -> bool:
         """Ends a sample; True if the device has not heard of it, and will not."""
@@ -189,7 +199,7 @@ class RequestTable:
         self._free_slots.append(sample.slot)
         self._runs.give_back(*sample.run)
 
-    def pack(self, weights: np.ndarray, has_new_weights: bool) -> Parcel:
+    def pack(self, has_new_weights: bool) -> Parcel:
         """Packs what the device is to be told next, as much as one inbox takes; changes nothing.
 
         Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
@@ -224,12 +234,13 @@ class RequestTable:
         arrays: dict[str, Any] = {
             name: getattr(columns, name)
             for name in (
-                "uid start prompt_len max_new sampling stop priority client parent_uid namespace items tokens"
+                "uid start prompt_len max_new sampling stop priority client parent_uid items tokens"
             ).split()
         }
+        arrays["namespace"] = self._namespaces.copy()  # a program may read it later
         arrays |= {"slots": slots, "parent": parents, "places": places}
         arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
-        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
+        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights))  # type: ignore
         return Parcel(inbox, num_sent, num_ends)
 
     def mark_sent(self, parcel: Parcel) -> None:
@@ -268,7 +279,6 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     sampling.seed[i] = sample_seed(request.seed, sample.sample_id)
     columns.stop[i, : len(request.stop_tokens)] = request.stop_tokens
     columns.priority[i], columns.client[i] = request.priority, request.client
-    columns.namespace[i] = request.namespace
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
     for k, item in enumerate(request.items):

@@ -7,6 +7,7 @@ ONE_AFTER_THE_OTHER = f"{ENGINE}::test_a_pool_that_one_request_fills_never_stand
 NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_chunks"
 NAN_LOGITS = f"{ENGINE}::test_a_row_with_nan_logits_ends_alone"
 ENDS = "engine/test_ends.py"
+NAMESPACES = "engine/test_namespaces.py"
 SAMPLES = "engine/test_engine.py::test_samples_fork_the_prompt"
 POLICIES = "engine/test_options.py::test_policies_order_requests"
 BITS = "engine/test_batch_invariance.py::test_bits_are_those_of_the_request_alone"
@@ -30,9 +31,8 @@ MUTATIONS = [
         ),
         (
             "a chunk that was not dispatched told of new weights",
-            "parcels = [table.pack(self._weights, self._has_new_weights)",
-            "told, self._has_new_weights = self._has_new_weights, False\n"
-            "        parcels = [table.pack(self._weights, told)",
+            "parcels = [table.pack(self._has_new_weights)",
+            "told, self._has_new_weights = self._has_new_weights, False\n        parcels = [table.pack(told)",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
         ),
         (
@@ -66,9 +66,21 @@ MUTATIONS = [
             f"{ENGINE}::test_one_long_request_takes_the_place_of_many",
         ),
         (
+            "requests that wait keep the namespace of older weights",
+            "for slot, sample in self._by_slot.items():",
+            "for slot, sample in ():",
+            f"{NAMESPACES}::test_who_waits_is_computed_under_new_weights",
+        ),
+        (
+            "prefixes of older weights are found",
+            "        self._weights = namespace\n",
+            "",
+            NEW_WEIGHTS,
+        ),
+        (
             "the longest answers wrap",
             "min(request.max_new_tokens, max_seq_len + 1)",
-            "request.max_new_tokens",
+            "min(request.max_new_tokens, 2**31 - 1)",
             f"{ENDS}::test_answers_of_any_length_are_refused_and_overwrite_nothing",
         ),
         (
@@ -132,7 +144,6 @@ MUTATIONS = [
             "requests.arrival_step",
             f"{ENDS}::test_who_came_first_goes_first_when_the_count_of_steps_begins_again",
         ),
-        ("prefixes of older weights are found", "^ state.weights[None]", "^ jnp.uint32(0)", NEW_WEIGHTS),
         (
             "hits may end inside items",
             "items = None if requests.items is None else get_at(requests.items, slots, 0)",
