@@ -34,13 +34,13 @@ from kvcache_jax.engine.setup import (
     check_batch_invariant,
     check_drafts,
     check_fits,
-    check_same_shapes,
     most_admissions,
     most_entering,
     num_table_tokens,
     share,
     size,
     with_budget,
+    with_same_shapes,
 )
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
@@ -63,7 +63,8 @@ class Engine:
 
     Args:
       forward: The model, as for `generate`; must be pure.
-      params: Its parameters.
+      params: Its parameters. The engine lives on the device, or the mesh, to which they are committed, else
+        on the default device; later ones are moved there.
       config: Of the cache that the engine makes.
       policy: "fcfs", "priority" (higher first, with ageing), "longest prefix" (most cached first), "fair"
         (the client who got least first), or a name registered with `request_policy`.
@@ -140,7 +141,7 @@ class Engine:
         check_model("Engine", forward, config, params)
         require_functions(process_logits=process_logits)
         get_policy(policy)
-        self.config, self.params = config, params
+        self.config = config
         options = Options(
             policy=policy,
             num_pieces=1,
@@ -177,7 +178,8 @@ class Engine:
             num_tokens=max(config.max_seq_len + 1, min(num_tokens, 256 * most_entering(config.max_seqs))),
         )
         self._steps = size("steps_per_chunk", steps_per_chunk)
-        self._shards = Shards(mesh, row_axis, config, params_spec)
+        self._shards = Shards(mesh, row_axis, config, params_spec, params)
+        self.params = self._shards.place_params(params)
         self._tables = [
             RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
             for _ in range(self._shards.num_shards)
@@ -197,7 +199,7 @@ class Engine:
         self.read = Reader()
         self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in self._tables]
-        self._next_id = 0
+        self._next_id, self._is_compiled = 0, False
 
     @property
     def state(self) -> EngineState:
@@ -262,7 +264,7 @@ class Engine:
           params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
-        check_same_shapes(params, self.params)
+        params = self._shards.place_params(with_same_shapes(params, self.params))
         with self._lock:
             self._num_weights += 1
             if namespace is None:
@@ -331,6 +333,7 @@ class Engine:
         if max_steps is not None:
             max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
         with self._consumer:
+            self._compile()
             with self._lock:
                 self._end_late()
                 while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
@@ -357,8 +360,9 @@ class Engine:
         """
         with self._lock:
             inboxes = [table.pack(False).inbox for table in self._tables]
-            steps = np.int32(self._steps)
-            return self._shards.lower(self._model, self._options, self.params, self._state, inboxes, steps)
+            params, state = self.params, self._state
+        # Not under the lock, for which pushes wait; an array that is donated meanwhile has a shape still.
+        return self._shards.lower(self._model, self._options, params, state, inboxes, np.int32(self._steps))
 
     def _set_weights(self, namespace: ArrayLike | None) -> None:
         self._weights = _one_namespace(namespace)
@@ -370,6 +374,12 @@ class Engine:
 
     def _has_id(self, request_id: Hashable) -> bool:
         return any(request_id in table for table in self._tables)
+
+    def _compile(self) -> None:
+        """Compiles the program before the first chunk: within `_dispatch` all pushes would wait for it."""
+        if not self._is_compiled and (self.num_unfinished or self._has_new_weights):
+            self.lower().compile()
+            self._is_compiled = True
 
     def _dispatch(self, num_steps: int) -> None:
         parcels = [table.pack(self._has_new_weights) for table in self._tables]

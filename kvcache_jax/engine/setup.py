@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig, ceil_div
@@ -104,19 +106,27 @@ def check_batch_invariant(options: Options, config: CacheConfig) -> None:
         )
 
 
-def check_same_shapes(params: Any, like: Any) -> None:
-    """Refuses parameters that the engine's program was not compiled for."""
+def with_same_shapes(params: Any, like: Any) -> Any:
+    """Refuses parameters that the program was not compiled for, and returns them as it wants them."""
     new, old = jax.tree.structure(params), jax.tree.structure(like)
     if new != old:
         raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
-    leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(like), strict=True)
-    for (path, leaf), old_leaf in leaves:
-        found, expected = (f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, (leaf, old_leaf)))
+
+    def same(path: Any, leaf: Any, old_leaf: Any) -> Any:
+        types = [jax.typeof(x) for x in (leaf, old_leaf)]
+        found, expected = (f"{x.dtype}{list(x.shape)}" for x in types)
+        if found == expected and types[1].weak_type and not types[0].weak_type:
+            expected = f"a Python number, {expected} of a weak type,"
         if found != expected:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {found}, expected {expected} like the engine's: its "
                 "program is compiled for these"
             )
+        is_weaker = types[0].weak_type and not types[1].weak_type
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        return numpy.asarray(leaf, types[1].dtype) if is_weaker else leaf
+
+    return jax.tree.map_with_path(same, params, like)
 
 
 def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:

@@ -36,6 +36,12 @@ MUTATIONS = [
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
         ),
         (
+            "pushes wait for the compiler",
+            "            self.lower().compile()\n",
+            "            pass\n",
+            "engine/test_compiled.py::test_a_push_does_not_wait_while_the_program_is_compiled",
+        ),
+        (
             "numbers of samples are given without end",
             "for request in requests) > num_left",
             "for request in requests) < 0",
@@ -188,6 +194,15 @@ MUTATIONS = [
             "return max(4, max_seqs // 64)",
             "return 4",
             "engine/test_long_runs.py::test_many_rows_are_full_within_some_dozens_of_steps",
+        ),
+    ),
+    *in_module(
+        "engine/shards",
+        (
+            "parameters stay where they come from",
+            "return jax.device_put(params, self._params_at)",
+            "return params",
+            "engine/test_compiled.py::test_parameters_in_any_form_are_served_by_one_program",
         ),
     ),
     *in_module(
