@@ -78,7 +78,8 @@ class Engine:
       max_items: Multimodal items of one request.
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
-      process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans.
+      process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
+        a ban. A request whose tokens are all banned ends with the finish reason "no_token".
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
         else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
         Attention is XLA's then: kernels are refused.

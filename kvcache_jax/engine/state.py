@@ -49,13 +49,15 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     """It has all its tokens."""
     NAN_LOGITS = 3
-    """Of the logits behind its tokens one is NaN or +inf, or all are -inf."""
+    """Of the logits behind its tokens one is NaN or +inf."""
     REFUSED = 4
     """It could never run: more blocks than the pool has, or more tokens than `max_seq_len`."""
     CANCELLED = 5
     """By its caller."""
     DEADLINE = 6
     """Its time was over."""
+    NO_TOKEN = 7
+    """All logits behind its tokens are -inf: whoever made them banned every token."""
 
 
 class EngineCounter(enum.IntEnum):

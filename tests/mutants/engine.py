@@ -217,6 +217,12 @@ MUTATIONS = [
     *in_module(
         "engine/parts",
         (
+            "masks are taken as logits",
+            "jnp.issubdtype(processed.dtype, jnp.floating)",
+            "True",
+            "engine/test_options.py::test_a_hook_that_returns_something_else_is_named",
+        ),
+        (
             "rows without numbers publish what they computed",
             "is_good & state.may_publish",
             "state.may_publish",
@@ -239,6 +245,12 @@ MUTATIONS = [
             "jnp.where(is_there & is_drawn, 1, 0)",
             "jnp.where(is_there, 1, 0)",
             NAN_LOGITS,
+        ),
+        (
+            "bans of all tokens are called NaN",
+            "Finish.NO_TOKEN, Finish.NAN_LOGITS)",
+            "Finish.NAN_LOGITS, Finish.NAN_LOGITS)",
+            "engine/test_options.py::test_a_request_whose_tokens_are_all_banned_says_so",
         ),
         (
             "accepted drafts hide logits that are no numbers",
