@@ -1,11 +1,18 @@
 """The tables and the figure of `experiments.serve`."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.common.timing import show_table
 from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TITLE_CHARACTERS = 26
+"""Of a line: as wide as a panel."""
 
 LOOK = "second", "running", "waiting", "blocks", "tokens", "preemptions"
 
@@ -167,16 +174,23 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
 
 
-def _pair(percentiles: dict[str, float], style: str) -> str:
-    return f"{percentiles['p50']:{style}} - {percentiles['p99']:{style}}"
+def _pair(percentiles: dict[str, float | None], style: str) -> str:
+    """Words of two percentiles; a dash where nothing was measured, which older records have as 0."""
+    p50, p99 = percentiles["p50"], percentiles["p99"]
+    return f"{p50:{style}} - {p99:{style}}" if p50 and p99 else "-"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
+    """Writes the picture of a report to a file."""
+    picture(report).savefig(path, dpi=110)
+
+
+def picture(report: dict[str, Any]) -> "Figure":
     """A panel each for rows, requests that wait, blocks and tokens over time; a line per side."""
     from matplotlib.figure import Figure
 
     works = report.get("workloads") or [{"name": "simulated", "sides": report["simulated"]["sides"]}]
-    figure = Figure(figsize=(11, 2.6 * len(works) + 0.6), layout="constrained")
+    figure = Figure(figsize=(11, 2.8 * len(works) + 0.6), layout="constrained")
     colours = {
         name: f"C{i}" for i, name in enumerate((STATIC, CONTINUOUS, PREFIX, HOST))
     }  # a table is too fast
@@ -189,10 +203,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
             style = {"label": side["side"], "color": colours[side["side"]], "linewidth": 1.2}
             for panel, name in zip(axes, ("running", "waiting", "blocks", "tokens"), strict=True):
                 panel.plot(columns["second"], columns[name], **style)
-        for panel, title in zip(
-            axes, ("rows that run", "requests that wait", "blocks held", "tokens"), strict=True
-        ):
-            panel.set_title(f"{work['name']}: {title}", fontsize=9)
+        num_blocks = max(side["num_blocks"] for side in work["sides"])
+        titles = "rows that run", "requests that wait", f"blocks held, of {num_blocks:,}", "tokens"
+        name = textwrap.fill(work["name"], _TITLE_CHARACTERS)
+        for panel, title in zip(axes, titles, strict=True):
+            panel.set_title(f"{name}\n{title}", fontsize=9)
             panel.grid(alpha=0.3)
             panel.set_axisbelow(True)
             panel.tick_params(labelsize=8)
@@ -200,4 +215,4 @@ def draw(report: dict[str, Any], path: Path) -> None:
             panel.set_xlabel("s", fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
+    return figure

@@ -63,6 +63,7 @@ class Server:
         self.first_at = np.full(len(jobs), np.nan)
         self.last_at = np.full(len(jobs), np.nan)
         self.num_tokens = np.zeros(len(jobs), int)
+        self.num_first = np.zeros(len(jobs), int)  # tokens of the first delivery
         self.num_ended = 0
         self._to_come = deque(range(len(jobs)))
         self._here: list[int] = []  # came, and is not pushed yet
@@ -141,6 +142,7 @@ class Server:
         if event.tokens:
             if not self.num_tokens[i]:
                 self.first_at[i] = now
+                self.num_first[i] = len(event.tokens)
             self.last_at[i] = now
             self.num_tokens[i] += len(event.tokens)
         if event.finish_reason is not None:
@@ -155,8 +157,10 @@ class Server:
         counts, seconds = self.counts, self.clock.now()
         arrival = np.array([job.arrival for job in self.jobs])
         is_there = self.num_tokens > 0
-        several = self.num_tokens > 1
-        per_token = (self.last_at - self.first_at)[several] / (self.num_tokens - 1)[several]
+        # Those of the first delivery came at once: nothing says how long each took.
+        num_later = self.num_tokens - self.num_first
+        is_measured = num_later > 0
+        per_token = (self.last_at - self.first_at)[is_measured] / num_later[is_measured]
         num_tokens, num_steps = int(self.num_tokens.sum()), counts[EngineCounter.STEPS]
         cached = counts[EngineCounter.CACHED_TOKENS]
         prompts = cached + counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.ADMISSIONS]
@@ -186,7 +190,7 @@ class Server:
         return [[round(look.second, 3), *look[1:]] for look in self.looks[::every]]
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float]:
+def _percentiles(values: np.ndarray) -> dict[str, float | None]:
     if not len(values):
-        return {"p50": 0.0, "p99": 0.0}
+        return {"p50": None, "p99": None}
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}

@@ -44,6 +44,8 @@ class Report(enum.IntEnum):
 
 HEADER_LEN = len(Report) + len(EngineCounter)
 
+_MOST_SERVICE = 2**29
+
 
 @pytree_dataclass()
 class Inbox:
@@ -54,7 +56,6 @@ class Inbox:
       uid, prompt_len, max_new, start, priority, client, parent, parent_uid: i32[N], as in `Requests`.
       sampling: SamplingParams of N rows.
       stop: i32[N, S].
-      namespace: u32[N, 4].
       items: i32[N, I, 2], or None.
       tokens: i32[M], tokens of prompts.
       places: i32[M], where each goes in the table's buffer; its length for none.
@@ -62,7 +63,7 @@ class Inbox:
       ended_uid: i32[E], which request it is.
       reason: i32[E], `Finish`.
       has_new_weights: bool[], rows that run were computed under other ones.
-      weights: u32[4], namespace of the weights.
+      namespace: u32[R, 4], of all slots of the table, which new weights change.
     """
 
     slots: jax.Array
@@ -76,7 +77,6 @@ class Inbox:
     client: jax.Array
     parent: jax.Array
     parent_uid: jax.Array
-    namespace: jax.Array
     items: jax.Array | None
     tokens: jax.Array
     places: jax.Array
@@ -84,7 +84,7 @@ class Inbox:
     ended_uid: jax.Array
     reason: jax.Array
     has_new_weights: jax.Array
-    weights: jax.Array
+    namespace: jax.Array
 
 
 def run_chunk(
@@ -134,11 +134,7 @@ def _report(state: EngineState) -> jax.Array:
 def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
     """Ends what the host ended, changes the weights, and enters new requests."""
     state = _end(state, inbox)
-    state = dataclasses.replace(
-        state,
-        weights=inbox.weights,
-        may_publish=state.may_publish & ~inbox.has_new_weights,
-    )
+    state = dataclasses.replace(state, may_publish=state.may_publish & ~inbox.has_new_weights)
     return _enter(count(state, updates=inbox.has_new_weights[None]), inbox)
 
 
@@ -181,7 +177,7 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
         priority=set_at(requests.priority, slots, inbox.priority),
         arrival_step=set_at(requests.arrival_step, slots, state.step),
         client=set_at(requests.client, slots, inbox.client),
-        namespace=set_at(requests.namespace, slots, inbox.namespace),
+        namespace=inbox.namespace,
         parent=set_at(requests.parent, slots, inbox.parent),
         parent_uid=set_at(requests.parent_uid, slots, inbox.parent_uid),
         items=None if requests.items is None else set_at(requests.items, slots, inbox.items),  # type: ignore
@@ -227,7 +223,9 @@ def _lifted(state: EngineState) -> jax.Array:
     clients = jnp.where(is_active, state.requests.client, num_clients)
     is_client_active = set_at(jnp.zeros(num_clients, bool), clients, True)
     least = jnp.min(jnp.where(is_client_active, state.service, jnp.iinfo(jnp.int32).max))
-    return jnp.where(is_active.any(), jnp.maximum(state.service - least, 0), state.service)
+    service = jnp.where(is_active.any(), jnp.maximum(state.service - least, 0), state.service)
+    # One who asks alone is given any number of tokens.
+    return jnp.minimum(service, _MOST_SERVICE)
 
 
 def outbox_len(options: Options, max_seqs: int, steps: int, num_entering: int, num_ended: int) -> int:

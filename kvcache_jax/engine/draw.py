@@ -25,14 +25,15 @@ class Drawn(NamedTuple):
       tokens: i32[max_seqs, width].
       logprobs: f32[max_seqs, width].
       num_tokens: i32[max_seqs], how many of them count.
-      has_failed: bool[max_seqs], behind them stand logits that nothing can be drawn from.
+      failure: i32[max_seqs], why nothing can be drawn from the logits behind them: `Finish.NAN_LOGITS` or
+        `Finish.NO_TOKEN`; `Finish.NOT_YET` where something can.
       tops: The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     num_tokens: jax.Array
-    has_failed: jax.Array
+    failure: jax.Array
     tops: tuple[jax.Array, jax.Array] | None
 
 
@@ -97,7 +98,8 @@ def draw(
         is_drawn = are_numbers(logits[:, 0])
         num_tokens = jnp.where(is_there & is_drawn, 1, 0)
         # A part of a prompt whose logits are no numbers fails with its last one.
-        drawn = token[:, None], logprob[:, None], num_tokens, is_there & ~is_drawn
+        failure = jnp.where(is_there & ~is_drawn, _failure_of(logits[:, 0]), Finish.NOT_YET)
+        drawn = token[:, None], logprob[:, None], num_tokens, failure
         return state, Drawn(*drawn, _tops(logits, options))
     return _draw_behind_drafts(state, step, logits, tokens, is_there, options)
 
@@ -139,8 +141,15 @@ def _draw_behind_drafts(
         drafted=jnp.sum(num_drafts, dtype=jnp.int32),
         accepted=jnp.sum(jnp.where(is_there, num_accepted, 0), dtype=jnp.int32),
     )
-    has_failed = is_there & (num_drawn < 1 + num_accepted)
-    return state, Drawn(emitted, logprobs, num_tokens, has_failed, _tops(logits, options))
+    first_failed = jnp.minimum(num_drawn, width - 1)[:, None]
+    why = jnp.take_along_axis(_failure_of(logits), first_failed, axis=1)[:, 0]
+    failure = jnp.where(is_there & (num_drawn < 1 + num_accepted), why, Finish.NOT_YET)
+    return state, Drawn(emitted, logprobs, num_tokens, failure, _tops(logits, options))
+
+
+def _failure_of(logits: jax.Array) -> jax.Array:
+    """Tells why nothing can be drawn from logits f32[..., vocab] that are no numbers, i32[...]."""
+    return jnp.where((logits == -jnp.inf).all(axis=-1), Finish.NO_TOKEN, Finish.NAN_LOGITS).astype(jnp.int32)
 
 
 def _tops(logits: jax.Array, options: Options) -> tuple[jax.Array, jax.Array] | None:
@@ -162,9 +171,9 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     num_tokens = jnp.where(stops, first_true(is_stop) + 1, num_tokens)
 
     finish = jnp.where((num_tokens > 0) & (num_tokens == num_left), Finish.LENGTH, Finish.NOT_YET)
-    finish = jnp.where((finish == Finish.NOT_YET) & drawn.has_failed, Finish.NAN_LOGITS, finish)
+    finish = jnp.where(finish == Finish.NOT_YET, drawn.failure, finish)
     finish = jnp.where(stops, Finish.STOP, finish).astype(jnp.int32)
-    is_undrawn = finish == Finish.NAN_LOGITS
+    is_undrawn = (finish == Finish.NAN_LOGITS) | (finish == Finish.NO_TOKEN)
     has_ended = finish != Finish.NOT_YET
 
     is_new = order < num_tokens[:, None]

@@ -28,22 +28,26 @@ from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
-from kvcache_jax.engine.requests import GenerationRequest, TableSizes
+from kvcache_jax.engine.requests import GenerationRequest, TableSizes, require_id
 from kvcache_jax.engine.setup import (
+    ageing,
     check_batch_invariant,
     check_drafts,
     check_fits,
-    check_same_shapes,
     most_admissions,
     most_entering,
+    num_table_tokens,
     share,
+    size,
     with_budget,
+    with_same_shapes,
 )
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 from kvcache_jax.engine.transfers import Reader
-from kvcache_jax.prefix.namespace import namespace as namespace_of
+from kvcache_jax.prefix.namespace import namespace as make_namespace
+from kvcache_jax.prefix.namespace import namespace_within
 
 _MOST_ENDED = 64
 """Requests that one chunk can be told to end."""
@@ -59,7 +63,8 @@ class Engine:
 
     Args:
       forward: The model, as for `generate`; must be pure.
-      params: Its parameters.
+      params: Its parameters. The engine lives on the device, or the mesh, to which they are committed, else
+        on the default device; later ones are moved there.
       config: Of the cache that the engine makes.
       policy: "fcfs", "priority" (higher first, with ageing), "longest prefix" (most cached first), "fair"
         (the client who got least first), or a name registered with `request_policy`.
@@ -73,7 +78,8 @@ class Engine:
       max_items: Multimodal items of one request.
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
-      process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans.
+      process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
+        a ban. A request whose tokens are all banned ends with the finish reason "no_token".
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
         else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
         Attention is XLA's then: kernels are refused.
@@ -82,7 +88,7 @@ class Engine:
       ageing_steps: Steps of waiting that weigh as much as one of priority.
       max_bypasses: Later requests that "longest prefix" may serve before one.
       long_prefill_len: Most tokens of one prompt in one step.
-      namespace: u32[4], of the weights; combined with that of each request.
+      namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
       mesh: Devices to run on; with `row_axis`.
       row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
         one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
@@ -136,18 +142,20 @@ class Engine:
         check_model("Engine", forward, config, params)
         require_functions(process_logits=process_logits)
         get_policy(policy)
-        self.config, self.params = config, params
+        self.config = config
         options = Options(
             policy=policy,
             num_pieces=1,
             piece_len=1,
-            num_drafts=static_count("num_drafts", num_drafts, least=0),
-            num_top_logprobs=static_count("num_top_logprobs", num_top_logprobs, least=0),
+            num_drafts=size("num_drafts", num_drafts, 0),
+            num_top_logprobs=size("num_top_logprobs", num_top_logprobs, 0),
             watermark=share("watermark", watermark),
-            ageing_steps=static_count("ageing_steps", ageing_steps, least=4),
-            max_bypasses=static_count("max_bypasses", max_bypasses),
+            ageing_steps=ageing(ageing_steps),
+            max_bypasses=size("max_bypasses", max_bypasses),
             most_admissions=most_admissions(config.max_seqs),
-            long_prefill_len=static_count("long_prefill_len", long_prefill_len or config.max_seq_len),
+            long_prefill_len=size(
+                "long_prefill_len", config.max_seq_len if long_prefill_len is None else long_prefill_len
+            ),
             input_weight=1,
             output_weight=2,
             batch_invariant=static_flag("batch_invariant", batch_invariant),
@@ -155,23 +163,24 @@ class Engine:
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)
         check_batch_invariant(self._options, config)
-        num_slots = static_count("max_requests", max_requests or max(4 * config.max_seqs, 64))
-        longest = config.max_seq_len + 1
-        num_tokens = max_tokens or max(num_slots // 4, config.max_seqs, 2) * longest
+        default = max(4 * config.max_seqs, 64)
+        num_slots = size("max_requests", default if max_requests is None else max_requests)
+        num_tokens = num_table_tokens(max_tokens, num_slots, config)
         self._sizes = TableSizes(
             num_slots=num_slots,
-            num_tokens=static_count("max_tokens", num_tokens, least=longest),
-            num_stops=max(static_count("max_stop_tokens", max_stop_tokens, least=0), 1),
-            num_clients=static_count("num_clients", num_clients),
-            num_items=static_count("max_items", max_items, least=0),
+            num_tokens=num_tokens,
+            num_stops=max(size("max_stop_tokens", max_stop_tokens, 0), 1),
+            num_clients=size("num_clients", num_clients),
+            num_items=size("max_items", max_items, 0),
         )
         inbox_sizes = dataclasses.replace(
             self._sizes,
             num_slots=min(num_slots, most_entering(config.max_seqs)),
-            num_tokens=max(longest, min(num_tokens, 256 * most_entering(config.max_seqs))),
+            num_tokens=max(config.max_seq_len + 1, min(num_tokens, 256 * most_entering(config.max_seqs))),
         )
-        self._steps = static_count("steps_per_chunk", steps_per_chunk)
-        self._shards = Shards(mesh, row_axis, config, params_spec)
+        self._steps = size("steps_per_chunk", steps_per_chunk)
+        self._shards = Shards(mesh, row_axis, config, params_spec, params)
+        self.params = self._shards.place_params(params)
         self._tables = [
             RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
             for _ in range(self._shards.num_shards)
@@ -182,7 +191,7 @@ class Engine:
         )
         self._state = self._shards.place(self._sizes, (num_entries, self._width))
         self._model = Model(forward, process_logits)
-        self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
+        self._set_weights(namespace)
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
         self._events: deque[TokenEvent] = deque()
@@ -191,7 +200,7 @@ class Engine:
         self.read = Reader()
         self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
         self._counts = [dict.fromkeys(EngineCounter, 0) for _ in self._tables]
-        self._next_id = 0
+        self._next_id, self._is_compiled = 0, False
 
     @property
     def state(self) -> EngineState:
@@ -220,12 +229,13 @@ class Engine:
             items, samples or a higher client than the engine was made for. Then none was taken.
         """
         with self._lock:
-            wanted = self._checked(as_list("requests", requests, "GenerationRequests"))
+            wanted = as_list("requests", requests, "GenerationRequests")
+            ids = self._checked_ids(wanted)
             now, num_taken = time.monotonic(), 0
             for request in wanted:
                 request_id = request.id
                 if request_id is None:
-                    while self._has_id(self._next_id):
+                    while self._next_id in ids or self._has_id(self._next_id):
                         self._next_id += 1
                     request_id = self._next_id
                 tables = sorted(self._tables, key=lambda table: table.num_tokens)
@@ -237,7 +247,7 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> bool:
         """Ends all samples of a request; their events tell when. False if it has ended, or never was."""
-        is_found = False
+        is_found, request_id = False, require_id(request_id)
         with self._lock:
             for table in self._tables:
                 for sample in table.samples_of(request_id):
@@ -255,13 +265,34 @@ class Engine:
           params: Of the same shapes and dtypes.
           namespace: u32[4], of the weights: prefixes are shared under equal ones alone. Default: a new one.
         """
-        check_same_shapes(params, self.params)
+        params = self._shards.place_params(with_same_shapes(params, self.params))
         with self._lock:
             self._num_weights += 1
             if namespace is None:
-                namespace = namespace_of(weights=f"engine {id(self)}, number {self._num_weights}")
-            self._weights = np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)
+                namespace = make_namespace(weights=f"engine {id(self)}, number {self._num_weights}")
+            self._set_weights(namespace)
             self.params, self._has_new_weights = params, True
+
+    def namespace_of(self, namespace: ArrayLike | None = None) -> np.ndarray:
+        """Finds the namespace in which the cache has a request's blocks, under the present weights.
+
+        Args:
+          namespace: u32[4], of the request.
+
+        Returns:
+          u32[4], for `lookup` and the like on `state.cache`: a digest of the weights' namespace and the
+          request's. Under weights without one it is the request's.
+
+        Example:
+          >>> import kvcache_jax as kv
+          >>> def forward(params, tokens, cache, step):
+          ...     return 1.0 * jax.nn.one_hot(tokens, 8), cache
+          >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=8, max_seqs=2, max_seq_len=32)
+          >>> engine = kv.Engine(forward, {}, config, namespace=kv.namespace(weights="of Monday"))
+          >>> (engine.namespace_of(None) == engine.namespace_of(kv.namespace(tenant="a"))).any().item()
+          False
+        """
+        return namespace_within(self._weights, _one_namespace(namespace))
 
     def figures(self) -> EngineFigures:
         """Figures of the last drain; reads nothing."""
@@ -303,6 +334,7 @@ class Engine:
         if max_steps is not None:
             max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
         with self._consumer:
+            self._compile()
             with self._lock:
                 self._end_late()
                 while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
@@ -328,9 +360,15 @@ class Engine:
           The only program that it has, whatever its requests; `.compile()` says what memory it takes.
         """
         with self._lock:
-            inboxes = [table.pack(self._weights, False).inbox for table in self._tables]
-            steps = np.int32(self._steps)
-            return self._shards.lower(self._model, self._options, self.params, self._state, inboxes, steps)
+            inboxes = [table.pack(False).inbox for table in self._tables]
+            params, state = self.params, self._state
+        # Not under the lock, for which pushes wait; an array that is donated meanwhile has a shape still.
+        return self._shards.lower(self._model, self._options, params, state, inboxes, np.int32(self._steps))
+
+    def _set_weights(self, namespace: ArrayLike | None) -> None:
+        self._weights = _one_namespace(namespace)
+        for table in self._tables:
+            table.set_weights(self._weights)
 
     def _has_news(self) -> bool:
         return bool(self._events or self.num_unfinished or self._in_flight)
@@ -338,8 +376,14 @@ class Engine:
     def _has_id(self, request_id: Hashable) -> bool:
         return any(request_id in table for table in self._tables)
 
+    def _compile(self) -> None:
+        """Compiles the program before the first chunk: within `_dispatch` all pushes would wait for it."""
+        if not self._is_compiled and (self.num_unfinished or self._has_new_weights):
+            self.lower().compile()
+            self._is_compiled = True
+
     def _dispatch(self, num_steps: int) -> None:
-        parcels = [table.pack(self._weights, self._has_new_weights) for table in self._tables]
+        parcels = [table.pack(self._has_new_weights) for table in self._tables]
         inboxes = [parcel.inbox for parcel in parcels]
         self._state, report = self._shards.run(
             self._model, self._options, self.params, self._state, inboxes, np.int32(num_steps)
@@ -368,7 +412,8 @@ class Engine:
             add_counts(counts, report)
             self._events.extend(events_of(report, self._width, table))
 
-    def _checked(self, requests: list[Any]) -> list[GenerationRequest]:
+    def _checked_ids(self, requests: list[Any]) -> set[Hashable]:
+        """Refuses what is no request or does not fit, and returns the ids that they name."""
         sizes, ids = self._sizes, set[Hashable]()
         for request in requests:
             if not isinstance(request, GenerationRequest):
@@ -380,4 +425,14 @@ class Engine:
                 )
             ids.add(request.id)
             check_fits(request, sizes, self.config.max_seq_len)
-        return requests
+        num_left = min(table.num_left for table in self._tables)
+        if sum(request.num_samples for request in requests) > num_left:
+            raise ValueError(
+                f"got {len(requests)} requests and this engine can number {num_left} more samples, expected "
+                "fewer: make another Engine, and push them there"
+            )
+        return ids
+
+
+def _one_namespace(namespace: ArrayLike | None) -> np.ndarray:
+    return np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)

@@ -22,7 +22,8 @@ class TokenEvent:
       logprobs: Log-probability of each under the model's own distribution (behind `process_logits`).
       top_logprobs: For each token the most probable ones, {token: log-probability}; empty without
         `num_top_logprobs`.
-      finish_reason: "stop", "length", "nan_logits", "refused", "cancelled" or "deadline"; None if it goes on.
+      finish_reason: "stop", "length", "nan_logits" (a logit is NaN or +inf), "no_token" (all are -inf),
+        "refused", "cancelled" or "deadline"; None if it goes on.
     """
 
     id: Hashable

@@ -20,7 +20,8 @@ def metadata(state: EngineState, options: Options, num_cached: jax.Array | None 
     requests = state.requests
     return RequestMetadata(
         uid=requests.uid,
-        arrival_step=requests.arrival_step,
+        # Not since the start: steps are counted modulo 2**32, and differences stay right.
+        arrival_step=requests.arrival_step - state.step,
         priority=requests.priority,
         num_tokens=state.length,
         num_cached=jnp.zeros_like(requests.uid) if num_cached is None else num_cached,
@@ -67,7 +68,7 @@ def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
         items = None if requests.items is None else get_at(requests.items, slots, 0)
     return Prompts(
         num_tokens=num_tokens,
-        namespace=get_at(requests.namespace, slots, 0) ^ state.weights[None],
+        namespace=get_at(requests.namespace, slots, 0),
         priority=get_at(requests.priority, slots, 0),
         tokens=tokens,
         reuse=jnp.ones_like(num_tokens, bool),

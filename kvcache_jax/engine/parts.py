@@ -109,10 +109,13 @@ def draw_next(
 
 def _processed(process: ProcessLogits, logits: jax.Array, state: EngineState) -> jax.Array:
     processed = process(logits[:, 0], state)
-    if not (isinstance(processed, jax.Array) and processed.shape == logits[:, 0].shape):
+    is_array = isinstance(processed, jax.Array)
+    is_float = is_array and jnp.issubdtype(processed.dtype, jnp.floating)
+    if not (is_float and processed.shape == logits[:, 0].shape):
+        found = f"{processed.dtype}{list(processed.shape)}" if is_array else repr(processed)
         raise TypeError(
-            f"process_logits returned {getattr(processed, 'shape', processed)!r}, expected logits of the "
-            f"shape that it got, {logits[:, 0].shape}"
+            f"process_logits returned {found}, expected floating logits of the shape that it got, "
+            f"{list(logits[:, 0].shape)}; of a mask make jnp.where(mask, logits, -jnp.inf)"
         )
     return processed.astype(jnp.float32)[:, None]
 

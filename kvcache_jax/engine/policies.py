@@ -20,7 +20,7 @@ class RequestMetadata(NamedTuple):
 
     Attributes:
       uid: i32[R], number in the order of arrival.
-      arrival_step: i32[R], steps of the engine before it came.
+      arrival_step: i32[R], the step at which it came, counted from the present one: 0 or less.
       priority: i32[R], higher is more urgent.
       num_tokens: i32[R], tokens known: prompt and what was generated.
       num_cached: i32[R], those of the first waiting requests that the cache has; 0 unless the policy asks.
@@ -115,7 +115,9 @@ def _by_priority(requests: RequestMetadata) -> tuple[jax.Array, ...]:
     boosts = jnp.minimum(requests.num_preemptions, _MOST_BOOSTS) * (requests.ageing_steps // 4)
     most = 2**30 // requests.ageing_steps
     priority = jnp.clip(requests.priority, -most, most)
-    return (requests.arrival_step - priority * requests.ageing_steps - boosts,)
+    # The sum is an i32; whoever waits longer than that has the number of arrival.
+    arrival_step = jnp.maximum(requests.arrival_step, -(2**29))
+    return (arrival_step - priority * requests.ageing_steps - boosts,)
 
 
 request_policy("priority", row_key=_by_priority)(_by_priority)

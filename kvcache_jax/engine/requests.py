@@ -38,9 +38,9 @@ class Requests:
       sampling: SamplingParams of R rows.
       stop: i32[R, S], tokens that end it; -1 for none.
       priority: i32[R], higher is served first by the policy "priority".
-      arrival_step: i32[R], steps of the engine before it came.
+      arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
       client: i32[R], who asks, for the policy "fair".
-      namespace: u32[R, 4], who may share its blocks.
+      namespace: u32[R, 4], who may share its blocks, within that of the present weights.
       parent: i32[R], slot of the request whose prompt it forks; R for none.
       parent_uid: i32[R], the `uid` that it has if it is still that one.
       items: i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
@@ -123,8 +123,10 @@ class GenerationRequest:
 
     Attributes:
       prompt: Token ids, at least one; those of multimodal items from `item_tokens`.
-      max_new_tokens: Most tokens to generate.
-      id: Names it in results; unique among those that have not ended. Default: a number.
+      max_new_tokens: Most tokens to generate. With the prompt at most `max_seq_len + 1`: the last one is not
+        stored. What is longer, however long, is answered by the finish reason "refused".
+      id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a
+        number that no other request has.
       temperature: As in `sampling_params`, like the following three.
       top_k: Likewise.
       top_p: Likewise.
@@ -133,7 +135,7 @@ class GenerationRequest:
       stop_tokens: Ids that end it; the one that did is its last token.
       priority: Higher is served first by the policy "priority".
       client: Who asks, for the policy "fair": 0 to below `num_clients`.
-      namespace: u32[4], who may share its blocks, as in `allocate`.
+      namespace: u32[4], who may share its blocks, as in `allocate`; see `Engine.namespace_of`.
       num_samples: Continuations, which share the prompt's blocks.
       deadline: Seconds after it was pushed; what is not done then ends. None: no end.
       items: First position and end of each multimodal item, as in `allocate`.
@@ -170,6 +172,7 @@ class GenerationRequest:
         items = _checked_items(self.items, len(prompt))
         checked: dict[str, Any] = {
             "prompt": prompt,
+            "id": require_id(self.id),
             "max_new_tokens": static_count("max_new_tokens", self.max_new_tokens),
             "stop_tokens": stops,
             "priority": int(priorities([self.priority], 1)[0]),
@@ -209,6 +212,22 @@ def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
             )
         checked.append((first, end))
     return tuple(checked)
+
+
+def require_id(request_id: Hashable) -> Hashable:
+    """Refuses what a request could not be found by."""
+    try:
+        hash(request_id)
+    except TypeError as error:
+        raise TypeError(
+            f"id is {request_id!r} ({error}), expected one that can be hashed, such as a string or a number"
+        ) from None
+    if request_id != request_id:
+        raise ValueError(
+            f"id is {request_id!r}, which does not equal itself and could not be found again, expected one "
+            "that does, such as a string or a number"
+        )
+    return request_id
 
 
 def sample_seed(seed: int, sample_id: int) -> int:

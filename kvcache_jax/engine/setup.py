@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig, ceil_div
@@ -16,6 +18,29 @@ _LEAST_PROMPT_TOKENS = 256
 _LEAST_PIECES = 4
 _PIECE_LEN = 128
 """Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
+
+_MOST = 2**30
+"""Of anything: the sum of two is an i32."""
+_MOST_AGEING_STEPS = 2**28
+"""So that a key of the policy "priority" is an i32."""
+
+
+def size(name: str, value: Any, least: int = 1) -> int:
+    """Checks a size of an engine, at most 2**30."""
+    return static_count(name, value, least, _MOST, "2**30")
+
+
+def ageing(value: Any) -> int:
+    """Checks the steps that weigh as much as one of priority."""
+    return static_count("ageing_steps", value, 4, _MOST_AGEING_STEPS, "2**28")
+
+
+def num_table_tokens(max_tokens: Any, num_slots: int, config: CacheConfig) -> int:
+    """Checks the tokens of a table of requests, or says how many it has by default."""
+    longest = config.max_seq_len + 1
+    if max_tokens is None:
+        max_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, _MOST)
+    return size("max_tokens", max_tokens, longest)
 
 
 def share(name: str, value: Any) -> float:
@@ -41,7 +66,7 @@ def with_budget(options: Options, config: CacheConfig, token_budget: int | None)
     num_next = config.max_seqs * options.width
     if token_budget is None:
         token_budget = num_next + max(min(_LEAST_PROMPT_TOKENS, config.max_seq_len), config.max_seqs)
-    num_prompt = static_count("token_budget", token_budget) - num_next
+    num_prompt = size("token_budget", token_budget) - num_next
     if num_prompt < 1:
         raise ValueError(
             f"token_budget is {token_budget}, expected more than {num_next}, the next tokens of "
@@ -81,19 +106,27 @@ def check_batch_invariant(options: Options, config: CacheConfig) -> None:
         )
 
 
-def check_same_shapes(params: Any, like: Any) -> None:
-    """Refuses parameters that the engine's program was not compiled for."""
+def with_same_shapes(params: Any, like: Any) -> Any:
+    """Refuses parameters that the program was not compiled for, and returns them as it wants them."""
     new, old = jax.tree.structure(params), jax.tree.structure(like)
     if new != old:
         raise ValueError(f"params has the structure {new}, expected that of the engine's, {old}")
-    leaves = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(like), strict=True)
-    for (path, leaf), old_leaf in leaves:
-        found, expected = (f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, (leaf, old_leaf)))
+
+    def same(path: Any, leaf: Any, old_leaf: Any) -> Any:
+        types = [jax.typeof(x) for x in (leaf, old_leaf)]
+        found, expected = (f"{x.dtype}{list(x.shape)}" for x in types)
+        if found == expected and types[1].weak_type and not types[0].weak_type:
+            expected = f"a Python number, {expected} of a weak type,"
         if found != expected:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {found}, expected {expected} like the engine's: its "
                 "program is compiled for these"
             )
+        is_weaker = types[0].weak_type and not types[1].weak_type
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        return numpy.asarray(leaf, types[1].dtype) if is_weaker else leaf
+
+    return jax.tree.map_with_path(same, params, like)
 
 
 def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache
@@ -33,12 +33,16 @@ class Shards:
       row_axis: Mesh axis over which rows are split; None with one shard on the mesh, or without a mesh.
       config: Of each shard's cache.
       params_spec: Of the parameters.
+      params: The first ones. Without a mesh the engine lives where they are committed to, if they are.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one without a mesh.
+      ValueError: an axis that the mesh lacks, or one without a mesh; parameters on several devices that are
+        not one mesh.
     """
 
-    def __init__(self, mesh: Mesh | None, row_axis: str | None, config: CacheConfig, params_spec: Any):
+    def __init__(
+        self, mesh: Mesh | None, row_axis: str | None, config: CacheConfig, params_spec: Any, params: Any
+    ):
         for name, axis in (("row_axis", row_axis), ("config.head_axis", config.head_axis)):
             if axis is not None and axis not in (() if mesh is None else mesh.axis_names):
                 axes = "no mesh" if mesh is None else f"a mesh with the axes {mesh.axis_names}"
@@ -47,6 +51,19 @@ class Shards:
         if params_spec is None:
             self._params_spec = PartitionSpec()
         self._programs: dict[tuple[Model, Options], Any] = {}
+        if mesh is None:
+            self._home = _home_of(params)
+            self._params_at = jax.tree.map(lambda x: x.sharding if _is_committed(x) else self._home, params)
+        else:
+            self._params_at = jax.tree.map(
+                lambda spec: NamedSharding(mesh, spec or PartitionSpec()),
+                self._params_spec,
+                is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
+            )
+
+    def place_params(self, params: Any) -> Any:
+        """Commits parameters to where the first ones were, so that one program serves all."""
+        return jax.device_put(params, self._params_at)
 
     @property
     def num_shards(self) -> int:
@@ -57,7 +74,8 @@ class Shards:
         """Makes the state of an engine without requests, where it will live."""
         mesh = self._mesh
         if mesh is None:
-            return jax.device_put(empty_state(init(self._config), sizes, outbox_shape))
+            with jax.default_device(next(iter(self._home.device_set))):
+                return jax.device_put(empty_state(init(self._config), sizes, outbox_shape), self._home)
         config = dataclasses.replace(self._config, head_axis=None)
         control = empty_state(init(config, storage=False), sizes, outbox_shape)
         stacked = jax.tree.map(lambda x: np.stack([np.asarray(x)] * self.num_shards), control)
@@ -83,7 +101,7 @@ class Shards:
     ) -> tuple[EngineState, jax.Array]:
         """Runs a chunk on all shards; the reports are i32[shards, any]."""
         if self._mesh is None:
-            return _run(params, state, inboxes[0], max_steps, model=model, options=options)
+            return _program_at(self._home)(params, state, inboxes[0], max_steps, model=model, options=options)
         return self._on_mesh(model, options)(params, state, _stacked(inboxes), max_steps)
 
     def lower(
@@ -97,7 +115,9 @@ class Shards:
     ) -> jax.stages.Lowered:
         """Lowers the program that `run` runs."""
         if self._mesh is None:
-            return _run.lower(params, state, inboxes[0], max_steps, model=model, options=options)
+            return _program_at(self._home).lower(
+                params, state, inboxes[0], max_steps, model=model, options=options
+            )
         return self._on_mesh(model, options).lower(params, state, _stacked(inboxes), max_steps)
 
     def _on_mesh(self, model: Model, options: Options) -> Any:
@@ -135,10 +155,43 @@ def _stacked(inboxes: Sequence[Inbox]) -> Inbox:
     return jax.tree.map(lambda *columns: np.stack(columns), *inboxes)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "options"), donate_argnames="state")
-def _run(
-    params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, model: Model, options: Options
-) -> tuple[EngineState, jax.Array]:
-    """Runs the program, which engines of equal models, sizes and options share."""
-    state, report = run_chunk(model, params, state, inbox, max_steps, options)
-    return state, report[None]
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.committed
+
+
+def _home_of(params: Any) -> Sharding:
+    """Finds where an engine without a mesh lives: where its parameters are, else on the default device."""
+    committed = [leaf.sharding for leaf in jax.tree.leaves(params) if _is_committed(leaf)]
+    if not committed:
+        return jnp.zeros(()).sharding
+    homes = {frozenset(sharding.device_set) for sharding in committed}
+    if len(homes) > 1:
+        names = sorted(" and ".join(sorted(map(str, devices))) for devices in homes)
+        raise ValueError(
+            f"params has arrays committed to {names[0]} and others to {names[1]}, expected all on the same: "
+            "jax.device_put(params, device), or Engine(mesh=, params_spec=)"
+        )
+    if len(committed[0].device_set) == 1:
+        return SingleDeviceSharding(*committed[0].device_set)
+    meshes = [sharding.mesh for sharding in committed if isinstance(sharding, NamedSharding)]
+    if not meshes:
+        raise ValueError(
+            f"params has arrays with {committed[0]}, expected one device, or NamedShardings over a mesh"
+        )
+    return NamedSharding(meshes[0], PartitionSpec())
+
+
+@functools.cache
+def _program_at(home: Sharding) -> Any:
+    """Makes the program at one place, which engines of equal models, sizes and options share there."""
+
+    def run(
+        params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, model: Model, options: Options
+    ) -> tuple[EngineState, jax.Array]:
+        state, report = run_chunk(model, params, state, inbox, max_steps, options)
+        return state, report[None]
+
+    # A state that comes out as it went in has the next chunk run the same program.
+    return jax.jit(
+        run, static_argnames=("model", "options"), donate_argnames="state", out_shardings=(home, home)
+    )

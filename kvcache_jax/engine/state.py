@@ -49,13 +49,15 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     """It has all its tokens."""
     NAN_LOGITS = 3
-    """Of the logits behind its tokens one is NaN or +inf, or all are -inf."""
+    """Of the logits behind its tokens one is NaN or +inf."""
     REFUSED = 4
     """It could never run: more blocks than the pool has, or more tokens than `max_seq_len`."""
     CANCELLED = 5
     """By its caller."""
     DEADLINE = 6
     """Its time was over."""
+    NO_TOKEN = 7
+    """All logits behind its tokens are -inf: whoever made them banned every token."""
 
 
 class EngineCounter(enum.IntEnum):
@@ -107,7 +109,6 @@ class EngineState:
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
       service: i32[clients], what each client got, above the least of those that have requests.
-      weights: u32[4], namespace of the weights; combined with that of each request.
       outbox: i32[any, width], what happened since the host looked; see `chunk.py`.
       outbox_len: i32[].
       counters: u32[len(EngineCounter)], modulo 2**32.
@@ -124,7 +125,6 @@ class EngineState:
     may_publish: jax.Array
     may_admit: jax.Array
     service: jax.Array
-    weights: jax.Array
     outbox: jax.Array
     outbox_len: jax.Array
     counters: jax.Array
@@ -151,7 +151,7 @@ class EngineState:
 
     @property
     def step(self) -> jax.Array:
-        """i32[], steps so far, as an age is measured."""
+        """i32[], steps so far, modulo 2**32: differences are ages."""
         return self.counters[EngineCounter.STEPS].astype(jnp.int32)
 
     @property
@@ -179,7 +179,6 @@ def empty_state(cache: Cache, sizes: TableSizes, outbox_shape: tuple[int, int]) 
         may_publish=zeros(max_seqs, dtype=bool),
         may_admit=zeros(dtype=bool),
         service=zeros(sizes.num_clients),
-        weights=zeros(4, dtype=np.uint32),
         outbox=zeros(*outbox_shape),
         outbox_len=zeros(),
         counters=zeros(len(EngineCounter), dtype=np.uint32),

@@ -16,6 +16,10 @@ import numpy as np
 from kvcache_jax.engine.chunk import Inbox
 from kvcache_jax.engine.requests import GenerationRequest, Requests, TableSizes, empty_requests, sample_seed
 from kvcache_jax.engine.state import Finish
+from kvcache_jax.prefix.namespace import namespace_within
+
+_MOST_SAMPLES = 2**31 - 2
+"""As many as i32 tells apart, besides -1 and the number that stands for none."""
 
 
 @dataclasses.dataclass
@@ -114,6 +118,8 @@ class RequestTable:
         self._max_seq_len = max_seq_len
         self._free_slots = deque(range(sizes.num_slots))
         self._runs = TokenRuns(sizes.num_tokens)
+        self._weights = np.zeros(4, np.uint32)
+        self._namespaces = np.zeros((sizes.num_slots, 4), np.uint32)
         self._by_slot: dict[int, Sample] = {}
         self._by_id: dict[Hashable, list[Sample]] = {}
         self._to_send: deque[Sample] = deque()
@@ -156,9 +162,16 @@ class RequestTable:
             sample = Sample(request, request_id, sample_id, uid, slot, (start, run_len), first, ends_at)
             first = first or sample
             self._by_slot[slot] = sample
+            self._namespaces[slot] = namespace_within(self._weights, sample.request.namespace)
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
         return True
+
+    def set_weights(self, namespace: np.ndarray) -> None:
+        """Sets the namespace u32[4] of the weights, within which all samples have theirs from now on."""
+        self._weights = namespace
+        for slot, sample in self._by_slot.items():
+            self._namespaces[slot] = namespace_within(namespace, sample.request.namespace)
 
     def end(self, sample: Sample, reason: Finish) -> bool:
         """Ends a sample; True if the device has not heard of it, and will not."""
@@ -186,7 +199,7 @@ class RequestTable:
         self._free_slots.append(sample.slot)
         self._runs.give_back(*sample.run)
 
-    def pack(self, weights: np.ndarray, has_new_weights: bool) -> Parcel:
+    def pack(self, has_new_weights: bool) -> Parcel:
         """Packs what the device is to be told next, as much as one inbox takes; changes nothing.
 
         Only `mark_sent` does, so that nothing is lost with an inbox that could not be handed over.
@@ -207,7 +220,7 @@ class RequestTable:
             if num_tokens + len(prompt) > sizes.num_tokens:
                 break
             slots[num_sent] = sample.slot
-            _write(columns, num_sent, sample)
+            _write(columns, num_sent, sample, self._max_seq_len)
             if sample.parent is not None:
                 parents[num_sent] = sample.parent.slot
             columns.tokens[num_tokens : num_tokens + len(prompt)] = prompt  # type: ignore
@@ -221,12 +234,13 @@ class RequestTable:
         arrays: dict[str, Any] = {
             name: getattr(columns, name)
             for name in (
-                "uid start prompt_len max_new sampling stop priority client parent_uid namespace items tokens"
+                "uid start prompt_len max_new sampling stop priority client parent_uid items tokens"
             ).split()
         }
+        arrays["namespace"] = self._namespaces.copy()  # a program may read it later
         arrays |= {"slots": slots, "parent": parents, "places": places}
         arrays |= {"ended": ended, "ended_uid": ended_uid, "reason": reason}
-        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights), weights=weights)  # type: ignore
+        inbox = Inbox(**arrays, has_new_weights=np.bool_(has_new_weights))  # type: ignore
         return Parcel(inbox, num_sent, num_ends)
 
     def mark_sent(self, parcel: Parcel) -> None:
@@ -242,23 +256,29 @@ class RequestTable:
         return self._sizes.num_tokens - self._runs.num_free
 
     @property
+    def num_left(self) -> int:
+        """Samples that can still be pushed, ever: a number tells each from all others."""
+        return _MOST_SAMPLES - self._next_uid
+
+    @property
     def num_to_send(self) -> int:
         """Samples that the device has not heard of."""
         return len(self._to_send)
 
 
-def _write(columns: Any, i: int, sample: Sample) -> None:
+def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     """Writes a sample into entry `i` of an inbox's columns, in numpy."""
     request = sample.request
     columns.uid[i], columns.start[i] = sample.uid, sample.run[0]
-    columns.prompt_len[i], columns.max_new[i] = len(request.prompt), request.max_new_tokens
+    # Enough to be refused: what the device adds up stays below 2**31.
+    columns.prompt_len[i] = min(len(request.prompt), max_seq_len + 1)
+    columns.max_new[i] = min(request.max_new_tokens, max_seq_len + 1)
     sampling = columns.sampling
     sampling.temperature[i], sampling.top_k[i] = request.temperature, request.top_k
     sampling.top_p[i], sampling.min_p[i] = request.top_p, request.min_p
     sampling.seed[i] = sample_seed(request.seed, sample.sample_id)
     columns.stop[i, : len(request.stop_tokens)] = request.stop_tokens
     columns.priority[i], columns.client[i] = request.priority, request.client
-    columns.namespace[i] = request.namespace
     if sample.parent is not None:
         columns.parent_uid[i] = sample.parent.uid
     for k, item in enumerate(request.items):

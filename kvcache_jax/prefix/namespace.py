@@ -4,6 +4,8 @@ import hashlib
 
 import numpy as np
 
+_PERSON = b"kvcache_jax"
+
 
 def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.ndarray:
     """Makes the namespace in which rows share cached blocks: a 128-bit digest, compared exactly.
@@ -28,8 +30,25 @@ def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.n
             raise TypeError(f"{name} is {value!r}, expected a str")
     if not any(fields.values()):
         return np.zeros(4, np.uint32)
-    digest = hashlib.blake2b(digest_size=16, person=b"kvcache_jax")
+    digest = hashlib.blake2b(digest_size=16, person=_PERSON)
     for name, value in fields.items():
         data = value.encode()
         digest.update(f"{name}:{len(data)}:".encode() + data)
+    return np.frombuffer(digest.digest(), np.uint32).copy()
+
+
+def namespace_within(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    """Makes the namespace of `inner` within `outer`, such as a request's within that of the weights.
+
+    A digest of both, u32[4], so that no two pairs share one, a pair of equals included. Within the default
+    namespace, 0, `inner` is itself.
+
+    Args:
+      outer: u32[4].
+      inner: u32[4].
+    """
+    if not outer.any():
+        return inner.astype(np.uint32)
+    words = np.concatenate([outer, inner]).astype("<u4")
+    digest = hashlib.blake2b(words.tobytes(), digest_size=16, person=_PERSON, salt=b"within")
     return np.frombuffer(digest.digest(), np.uint32).copy()

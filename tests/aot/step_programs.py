@@ -9,7 +9,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import kvcache_jax as kv
@@ -139,7 +138,7 @@ def _engine(kernels: str, limits: Limits) -> Program:
         outbox = 64 * NUM_ROWS, outbox_width(0)
         state = jax.eval_shape(lambda cache: empty_state(cache, sizes, outbox), shapes_of(config))
         table = RequestTable(sizes, dataclasses.replace(sizes, num_slots=64), 64, config.max_seq_len)
-        inbox = jax.eval_shape(lambda: table.pack(np.zeros(4, np.uint32), False).inbox)
+        inbox = jax.eval_shape(lambda: table.pack(False).inbox)
         return state, _decoder(), inbox, i32()
 
     def function(state, decoder, inbox, steps):

@@ -248,7 +248,7 @@ def test_new_weights_between_chunks():
     check_idle(engine)
     assert engine.figures().counts[EngineCounter.UPDATES] == 1
     tokens = [[*across.prompt, *said["across", 0][0]]]
-    words = kv.namespace(weights="new")
+    words = engine.namespace_of()
     assert kv.lookup(engine.state.cache, tokens, [36], words).tolist() == [4]  # what "after" published
 
 

@@ -89,7 +89,10 @@ def test_new_weights_reach_rows_though_a_dispatch_raised(monkeypatch):
     tokens = [[*request.prompt, *said["across", 0][0]]]
     assert len(tokens[0]) == 36
     published = engine.state.cache
-    assert [kv.lookup(published, tokens, [36], of).tolist() for of in (None, words)] == [[20], [0]]
+    assert [kv.lookup(published, tokens, [36], of).tolist() for of in (None, engine.namespace_of())] == [
+        [20],
+        [0],
+    ]
 
 
 def test_an_interrupt_while_a_report_is_awaited_loses_no_token(monkeypatch):

@@ -8,10 +8,12 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import EngineCounter
+from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.engine.order import keys_of
 from kvcache_jax.engine.policies import get_policy
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import (
+    NAN_TOKEN,
     ban_zero,
     collect,
     decode_alone,
@@ -135,11 +137,44 @@ def test_kernels_are_not_batch_invariant():
         kv.Engine(forward, make_params(), small, batch_invariant=True)
 
 
-def test_a_hook_that_returns_something_else_is_named():
-    engine = make_engine(process_logits=lambda logits, state: logits[:1])
+@pytest.mark.parametrize(
+    ("process", "found"),
+    [
+        (lambda logits, state: logits[:1], r"float32\[1, 24\]"),
+        (lambda logits, state: logits[:, None], r"float32\[4, 1, 24\]"),
+        (lambda logits, state: logits > 0, r"bool\[4, 24\]"),
+        (lambda logits, state: jnp.argsort(logits), r"int32\[4, 24\]"),
+        (lambda logits, state: logits.astype(jnp.complex64), r"complex64\[4, 24\]"),
+        (lambda logits, state: None, "None"),
+        (lambda logits, state: (logits, state), r"\(.*"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_named(process, found):
+    """Masks too, which are no logits; nothing is compiled, and the request stays."""
+    engine = make_engine(process_logits=process)
     engine.push([ask([1], 1)])
-    with pytest.raises(TypeError, match=r"process_logits returned \(1, 24\), expected logits of the shape"):
+    with pytest.raises(
+        TypeError, match=f"process_logits returned {found}, expected floating logits of the sh"
+    ):
         engine.drain()
+    assert engine.num_unfinished == 1
+
+
+def test_a_request_whose_tokens_are_all_banned_says_so():
+    """At its first token, in its midst; one whose logits hold NaN ends for that, and the others go on."""
+
+    def ban(logits, state):
+        uid = get_at(state.requests.uid, state.row_request, -1)
+        is_banned = (uid == 0) | ((uid == 1) & (state.row_length == 6))
+        return jnp.where(is_banned[:, None], -jnp.inf, logits)
+
+    engine = make_engine(process_logits=ban)
+    requests = [ask([1, 2, 3], 9, i) for i in range(3)] + [ask([1] * 7 + [NAN_TOKEN], 9, "NaN")]
+    said = collect(engine, requests)
+    expect(said, requests[2:])
+    assert said["NaN", 0] == ([], [], "nan_logits")
+    assert said[0, 0] == ([], [], "no_token")
+    assert said[1, 0][0::2] == (decode_alone(requests[1])[0][:3], "no_token")
 
 
 def _metadata(**columns):

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import kvcache_jax as kv
+from experiments.serve.program import counted
 from kvcache_jax import EngineCounter
 from tests.engine.exact_engine import SIZES
 from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
@@ -42,11 +43,13 @@ def test_rows_over_one_axis_and_heads_over_the_other():
     requests, said = [random_request(rng, i) for i in range(24)], {}
     assert config().max_seqs == split.max_seqs
     waiting = requests
-    while waiting or engine.num_unfinished:
-        waiting = waiting[engine.push(waiting) :]
-        engine.drain()
-        note(said, engine.take_events())
-    note(said, engine)
+    with counted() as programs:
+        while waiting or engine.num_unfinished:
+            waiting = waiting[engine.push(waiting) :]
+            engine.drain()
+            note(said, engine.take_events())
+        note(said, engine)
+    assert len(programs) == 1
     for request in requests:
         for i in range(request.num_samples):
             tokens, _, reason = decode_alone(request, sample_id=i)

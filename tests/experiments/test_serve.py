@@ -299,6 +299,46 @@ def made_up_report():
     }
 
 
+def test_the_time_of_a_token_is_measured_between_deliveries():
+    """Answers that come at once have none; of others the first delivery's tokens do not count."""
+    short = make(CONTINUOUS, [Job([1, 2], 3, 0.0), Job([3], 10, 0.0)])
+    assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
+    deliveries = [(0, 2, 1.0), (1, 4, 1.0), (1, 4, 3.0), (1, 2, 4.0)]
+    for i, num_tokens, now in deliveries[:1]:
+        short._note(kv.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
+    assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
+    for i, num_tokens, now in deliveries[1:]:
+        short._note(kv.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
+    assert short.record()["per_token_ms"] == {"p50": 500.0, "p99": 500.0}
+
+
+def test_what_was_not_measured_is_a_dash(capsys):
+    found = made_up_report()
+    for percentiles in ({"p50": None, "p99": None}, {"p50": 0.0, "p99": 92.7}):
+        found["workloads"][1]["sides"] = [made_up_record(CONTINUOUS, per_token_ms=percentiles)]
+        assert "| continuous | 100 | 1.0 - 2.0 | - | 0.010 |" in report.markdown(found)
+        report._show_sides("sides", found["workloads"][1]["sides"])
+        assert " 0.0 " not in capsys.readouterr().out
+
+
+def test_titles_of_the_picture_do_not_meet_and_say_how_large_the_pool_is():
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    found = made_up_report()
+    found["workloads"][0]["name"] = "prompts of eight questions with their answers, and two more"
+    for side in [side for work in found["workloads"] for side in work["sides"]]:
+        side["num_blocks"] = 2_147_483
+    figure = report.picture(found)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = [text for panel in figure.axes for text in (panel.title, panel.xaxis.label)]
+    boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
+    apart = [not a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]]
+    assert all(apart) and all(figure.bbox.containsx(x) for box in boxes for x in (box.x0, box.x1))
+    assert sum("blocks held, of 2,147,483" in text.get_text() for text in texts) == 2
+
+
 def test_verdicts_can_be_either():
     verdicts = {bar["bar"]: bar["holds"] for bar in bars_of(made_up_report())}
     assert [*verdicts.values()] == [True, False, True, True, True, False, True, False]

@@ -6,6 +6,8 @@ ENGINE = "engine/test_engine.py"
 ONE_AFTER_THE_OTHER = f"{ENGINE}::test_a_pool_that_one_request_fills_never_stands_still"
 NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_chunks"
 NAN_LOGITS = f"{ENGINE}::test_a_row_with_nan_logits_ends_alone"
+ENDS = "engine/test_ends.py"
+NAMESPACES = "engine/test_namespaces.py"
 SAMPLES = "engine/test_engine.py::test_samples_fork_the_prompt"
 POLICIES = "engine/test_options.py::test_policies_order_requests"
 BITS = "engine/test_batch_invariance.py::test_bits_are_those_of_the_request_alone"
@@ -29,10 +31,36 @@ MUTATIONS = [
         ),
         (
             "a chunk that was not dispatched told of new weights",
-            "parcels = [table.pack(self._weights, self._has_new_weights)",
-            "told, self._has_new_weights = self._has_new_weights, False\n"
-            "        parcels = [table.pack(self._weights, told)",
+            "parcels = [table.pack(self._has_new_weights)",
+            "told, self._has_new_weights = self._has_new_weights, False\n        parcels = [table.pack(told)",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
+        ),
+        (
+            "pushes wait for the compiler",
+            "            self.lower().compile()\n",
+            "            pass\n",
+            "engine/test_compiled.py::test_a_push_does_not_wait_while_the_program_is_compiled",
+        ),
+        (
+            "numbers of samples are given without end",
+            "for request in requests) > num_left",
+            "for request in requests) < 0",
+            f"{ENDS}::test_numbers_of_samples_come_to_an_end",
+        ),
+        (
+            "a number is given that a later request of the push names",
+            "self._next_id in ids or ",
+            "",
+            "engine/test_ids.py::test_a_number_that_is_given_is_none_that_another_request_names",
+        ),
+    ),
+    *in_module(
+        "engine/requests",
+        (
+            "an id that cannot be hashed is refused by Python's words",
+            "        hash(request_id)\n",
+            "        pass\n",
+            "engine/test_ids.py::test_an_id_that_cannot_be_hashed_is_refused_in_a_sentence",
         ),
     ),
     *in_module(
@@ -42,6 +70,24 @@ MUTATIONS = [
             "self._starts[i - 1] + self._lens[i - 1] == start",
             "False",
             f"{ENGINE}::test_one_long_request_takes_the_place_of_many",
+        ),
+        (
+            "requests that wait keep the namespace of older weights",
+            "for slot, sample in self._by_slot.items():",
+            "for slot, sample in ():",
+            f"{NAMESPACES}::test_who_waits_is_computed_under_new_weights",
+        ),
+        (
+            "prefixes of older weights are found",
+            "        self._weights = namespace\n",
+            "",
+            NEW_WEIGHTS,
+        ),
+        (
+            "the longest answers wrap",
+            "min(request.max_new_tokens, max_seq_len + 1)",
+            "min(request.max_new_tokens, 2**31 - 1)",
+            f"{ENDS}::test_answers_of_any_length_are_refused_and_overwrite_nothing",
         ),
         (
             "all samples draw alike",
@@ -61,6 +107,12 @@ MUTATIONS = [
             "state.may_publish & ~inbox.has_new_weights",
             "state.may_publish",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
+        ),
+        (
+            "service has no end",
+            "jnp.minimum(service, _MOST_SERVICE)",
+            "service",
+            f"{ENDS}::test_service_of_one_who_asks_alone_has_an_end",
         ),
         (
             "the batch-invariant mode is not chosen",
@@ -92,7 +144,12 @@ MUTATIONS = [
     ),
     *in_module(
         "engine/order",
-        ("prefixes of older weights are found", "^ state.weights[None]", "^ jnp.uint32(0)", NEW_WEIGHTS),
+        (
+            "steps are counted from the engine's first one",
+            "requests.arrival_step - state.step",
+            "requests.arrival_step",
+            f"{ENDS}::test_who_came_first_goes_first_when_the_count_of_steps_begins_again",
+        ),
         (
             "hits may end inside items",
             "items = None if requests.items is None else get_at(requests.items, slots, 0)",
@@ -127,10 +184,25 @@ MUTATIONS = [
     *in_module(
         "engine/setup",
         (
+            "sizes have no upper end",
+            'static_count(name, value, least, _MOST, "2**30")',
+            "static_count(name, value, least)",
+            f"{ENDS}::test_what_is_beyond_is_refused_in_a_sentence",
+        ),
+        (
             "a step of many rows admits as few as one of few rows",
             "return max(4, max_seqs // 64)",
             "return 4",
             "engine/test_long_runs.py::test_many_rows_are_full_within_some_dozens_of_steps",
+        ),
+    ),
+    *in_module(
+        "engine/shards",
+        (
+            "parameters stay where they come from",
+            "return jax.device_put(params, self._params_at)",
+            "return params",
+            "engine/test_compiled.py::test_parameters_in_any_form_are_served_by_one_program",
         ),
     ),
     *in_module(
@@ -144,6 +216,12 @@ MUTATIONS = [
     ),
     *in_module(
         "engine/parts",
+        (
+            "masks are taken as logits",
+            "jnp.issubdtype(processed.dtype, jnp.floating)",
+            "True",
+            "engine/test_options.py::test_a_hook_that_returns_something_else_is_named",
+        ),
         (
             "rows without numbers publish what they computed",
             "is_good & state.may_publish",
@@ -167,6 +245,12 @@ MUTATIONS = [
             "jnp.where(is_there & is_drawn, 1, 0)",
             "jnp.where(is_there, 1, 0)",
             NAN_LOGITS,
+        ),
+        (
+            "bans of all tokens are called NaN",
+            "Finish.NO_TOKEN, Finish.NAN_LOGITS)",
+            "Finish.NAN_LOGITS, Finish.NAN_LOGITS)",
+            "engine/test_options.py::test_a_request_whose_tokens_are_all_banned_says_so",
         ),
         (
             "accepted drafts hide logits that are no numbers",

@@ -28,6 +28,15 @@ HELD_PARENT = f"{EVICTION}::test_a_parent_that_a_row_holds_does_not_compete"
 
 MUTATIONS = [
     *in_module(
+        "prefix/namespace",
+        (
+            "a namespace within itself is the default one",
+            "words = np.concatenate([outer, inner])",
+            "words = outer ^ inner\n    if not words.any():\n        return words\n    words = words",
+            "engine/test_namespaces.py::test_no_two_pairs_share_a_namespace",
+        ),
+    ),
+    *in_module(
         "prefix/partial_hit",
         (
             "a prompt begins inside a block of another namespace",

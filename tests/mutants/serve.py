@@ -16,6 +16,12 @@ MUTATIONS = [
         "serve/server",
         ("batches of the longest prompts", "key=lambda i: len(", "key=lambda i: -len(", STATIC),
         ("batches do not wait", "if self.engine.num_unfinished:\n", "if False:\n", STATIC),
+        (
+            "tokens that came at once took no time",
+            "num_later = self.num_tokens - self.num_first",
+            "num_later = self.num_tokens - 1",
+            f"{TESTS}::test_the_time_of_a_token_is_measured_between_deliveries",
+        ),
         ("all requests come at once", ".arrival <= now", ".arrival <= now + 1e9", LATER),
     ),
     *in_benchmark(
@@ -26,6 +32,15 @@ MUTATIONS = [
     *in_benchmark(
         "serve/interference",
         ("what was under way counts", "before = server.step()", "before = server.clock.now()", TURNS),
+    ),
+    *in_benchmark(
+        "serve/report",
+        (
+            "a panel's title is one line",
+            'f"{name}\\n{title}"',
+            "f\"{work['name']}: {title}\"",
+            f"{TESTS}::test_titles_of_the_picture_do_not_meet_and_say_how_large_the_pool_is",
+        ),
     ),
     *in_benchmark(
         "serve/prometheus",

@@ -1,0 +1,114 @@
+"""One compiled program, whatever the parameters are committed to, and nobody who pushes waits for it."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kvcache_jax as kv
+from experiments.serve.program import counted
+from tests.engine.exact_engine import SIZES, ask, expect
+from tests.engine.exact_model import collect, config, forward, make_params
+
+DEVICES = jax.devices()
+PAIR = Mesh(np.array(DEVICES[:2]), ("model",))
+FORMS = {
+    "numpy": lambda params: params,
+    "on no device in particular": lambda params: jax.tree.map(jnp.asarray, params),
+    "committed to the default device": lambda params: jax.device_put(params, DEVICES[0]),
+    "committed to another device": lambda params: jax.device_put(params, DEVICES[3]),
+    "committed to a mesh": lambda params: jax.device_put(params, NamedSharding(PAIR, PartitionSpec())),
+    "some of them committed": lambda params: params | {"shift": jax.device_put(params["shift"], DEVICES[0])},
+    "a Python number": lambda params: params | {"shift": int(params["shift"])},
+}
+
+
+def fresh_engine(params, **options):
+    """An engine of a model that no program was compiled for."""
+
+    def model(*arguments):
+        return forward(*arguments)
+
+    return lambda form: kv.Engine(model, form(params), config(num_blocks=11), **SIZES | options)
+
+
+def test_parameters_in_any_form_are_served_by_one_program():
+    """One at each place where an engine may live: the first three forms have the same."""
+    requests = [ask([i, 5, 3], 4, i) for i in range(2)]
+    make, num_programs = fresh_engine(make_params(shift=1)), []
+    for first in list(FORMS)[:5]:
+        engine, others = make(FORMS[first]), [form(make_params(shift=2)) for form in FORMS.values()]
+        with counted() as programs:
+            found = [collect_all(engine, requests)]
+            for params in others:
+                engine.set_params(params)
+                found.append(collect_all(engine, requests))
+        for i, said in enumerate(found):
+            expect(said, requests, shift=min(i + 1, 2))
+        num_programs.append(len(programs))
+        devices = engine.state.cache.pools[0].k.devices()
+        expected = {"committed to another device": {DEVICES[3]}, "committed to a mesh": {*DEVICES[:2]}}
+        assert devices == expected.get(first, {DEVICES[0]})
+    assert num_programs == [1, 0, 0, 1, 1]
+
+
+def collect_all(engine, requests):
+    """As `collect`, which looks into the state, without programs of its own."""
+    said = {}
+    assert engine.push(requests) == len(requests)
+    for event in engine:
+        tokens, _, _ = said.get((event.id, 0), ([], [], None))
+        said[event.id, 0] = (tokens + event.tokens, [], event.finish_reason)
+    return said
+
+
+def test_a_number_of_a_weak_type_is_exchanged_for_one():
+    engine = fresh_engine(make_params() | {"more": 1.0})(lambda params: params)
+    with pytest.raises(
+        ValueError, match=r"params\['more'\] is float32\[\], expected a Python number, float32"
+    ):
+        engine.set_params(make_params() | {"more": np.float32(2)})
+    engine.set_params(make_params() | {"more": 2.0})
+
+
+def test_parameters_on_two_devices_are_refused():
+    params = make_params()
+    apart = {name: jax.device_put(x, DEVICES[i]) for i, (name, x) in enumerate(params.items())}
+    with pytest.raises(
+        ValueError, match="committed to .*0 and others to .*1, expected all on the same: jax.dev"
+    ):
+        kv.Engine(forward, apart, config(num_blocks=11), **SIZES)
+
+
+def test_a_push_does_not_wait_while_the_program_is_compiled():
+    """Traced, lowered and compiled: at each of them another thread pushes, cancels and looks."""
+    requests, waited = [ask([i, 5], 4, i) for i in range(3)], []
+
+    def from_elsewhere():
+        i = len(waited) + 1
+        thread = threading.Thread(target=lambda: (engine.push(requests[i : i + 1]), engine.figures()))
+        thread.start()
+        thread.join(timeout=10)
+        waited.append(thread.is_alive())
+
+    def model(*arguments):
+        if len(waited) < 1:
+            from_elsewhere()
+        return forward(*arguments)
+
+    def note(event, duration_secs, **_):
+        if "backend_compile" in event and len(waited) == 1:
+            from_elsewhere()
+
+    engine = kv.Engine(model, make_params(), config(num_blocks=11), **SIZES)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        assert engine.push(requests[:1]) == 1
+        said = collect(engine, [])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert waited == [False, False]
+    expect(said, requests)
