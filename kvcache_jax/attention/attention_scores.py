@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.derivatives import forward_mode_only
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
@@ -41,7 +42,8 @@ def attention_scores(
 
     Attention itself, above all by kernels, returns no weights. Here the keys are read again, tile by tile,
     for a few queries of each row. A layer may be of any kind, also one that shares, quantises or sees a
-    window. There is no gradient.
+    window. There is no gradient: it is refused by name where something is computed of it, and what `compress`
+    keeps by these scores has none either.
 
     Args:
       cache: Not changed; the step's keys and values are written.
@@ -103,7 +105,8 @@ def attention_scores(
         num_kv_heads=num_kv_heads,
         tile_tokens=cache.config.tile_tokens,
     )
-    return scores[..., : group.max_len]
+    instead = "expected lax.stop_gradient of the scores, or products with the keys of gather"
+    return forward_mode_only("attention_scores", instead, scores[..., : group.max_len])
 
 
 def _last_queries(plan: AttentionPlan, q: jax.Array, num_last: int) -> tuple[AttentionPlan, jax.Array]:

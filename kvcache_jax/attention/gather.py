@@ -46,6 +46,7 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
     pool = arguments.pool_of(cache, group_id)
     seq_id = arguments.int_scalar("seq_id", seq_id)
     group = cache.config.groups[group_id]
+    pool = storage.refuse_derivatives(group, pool)
     return _gather(pool, cache.control, seq_id, index, group=group, group_id=group_id)
 
 

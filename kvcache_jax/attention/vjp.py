@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, over_heads
 from kvcache_jax.attention import xla
 from kvcache_jax.blocks import storage
@@ -43,7 +44,6 @@ class Call(NamedTuple):
         return self.config.groups[self.group_id]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     call: Call,
     pool: KVPool,
@@ -73,8 +73,13 @@ def attend(
       (pool, out f32[r, t, h, g, e], lse f32[r, t, h, g]), `e` wide as values; out is 0 and lse -inf where
       nothing is seen.
     """
-    out, lse = _forward(call, pool, q, weights, sink_logits, block_table, plan, layer)
-    return _handed_through(pool, out, lse)
+    inputs = reverse_mode_only("attention", (pool, q, weights, sink_logits))
+    return _attend(call, *inputs, block_table, plan, layer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call, pool, *inputs):
+    return _handed_through(pool, *_forward(call, pool, *inputs))
 
 
 def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
@@ -143,4 +148,4 @@ def _refuse_second_derivative(call, primals, tangents):
     )
 
 
-attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)

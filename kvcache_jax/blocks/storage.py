@@ -1,7 +1,7 @@
 """Moving keys and values: into slots, between blocks, out as contiguous arrays.
 
 Reverse-mode rules are written out: autodiff of a scatter would build index arrays as large as the
-pool, and it cannot pass a loop with a dynamic number of trips. Forward mode raises.
+pool, and it cannot pass a loop with a dynamic number of trips. Forward mode is refused by name.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvcache_jax.arrays.derivatives import no_derivative, reverse_mode_only
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, remainder
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, for_each_head, over_heads
 from kvcache_jax.core import backends
@@ -57,7 +58,7 @@ def store_tokens(
     new = {name: values.reshape(-1, *values.shape[slots.ndim :]) for name, values in new.items()}
     stored = _stored(group, pool, new)
     slots, layer = slots.reshape(-1), jnp.asarray(layer)
-    pool, stored = as_varied((pool, stored), slots)
+    pool, stored = reverse_mode_only("what is written into pools", as_varied((pool, stored), slots))
     return _store(backend.name, config.head_axis, group, pool, stored, slots, layer)
 
 
@@ -143,11 +144,11 @@ def _places(
 
 
 def _store_fwd(name, head_axis, group, pool, new, slots, layer):
+    require_gradient(group)  # backwards nothing comes through arrays of integers alone
     return _store(name, head_axis, group, pool, new, slots, layer), (slots, layer)
 
 
 def _store_bwd(name, head_axis, group, residuals, grads):
-    require_gradient(group)
     kept, new = {}, {}
     for name, places in _places(group, grads, *residuals).items():
         grad = grads.arrays[name]
@@ -160,12 +161,25 @@ def _store_bwd(name, head_axis, group, residuals, grads):
 
 def require_gradient(group: LayerGroup) -> None:
     """Refuses a gradient through a layer whose kind has none."""
+    if not _is_differentiable(group):
+        raise NotImplementedError(_no_gradient_of(group))
+
+
+def _is_differentiable(group: LayerGroup) -> bool:
     is_float = all(jnp.issubdtype(array.dtype, jnp.floating) for _, array in group.arrays)
-    if not (group.kind.is_differentiable and is_float):
-        raise NotImplementedError(
-            f"got a gradient through {group.kind.label} layers, which have none, expected layers that store "
-            "keys and values as they are: FullAttention or SlidingWindow"
-        )
+    return group.kind.is_differentiable and is_float
+
+
+def _no_gradient_of(group: LayerGroup) -> str:
+    return (
+        f"got a gradient through {group.kind.label} layers, which have none, expected layers that store "
+        "keys and values as they are: FullAttention or SlidingWindow"
+    )
+
+
+def refuse_derivatives[T](group: LayerGroup, arrays: T) -> T:
+    """Returns arrays whose derivatives are refused, when one is computed, where the layer's kind has none."""
+    return arrays if _is_differentiable(group) else no_derivative(_no_gradient_of(group), arrays)
 
 
 _store.defvjp(_store_fwd, _store_bwd)
@@ -182,7 +196,8 @@ def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
             pools.append(pool)
             continue
         name = choose(config, None, pool, group).name
-        pools.append(_copy(name, config.head_axis, group, as_varied(pool, copied), *copied))
+        pool = reverse_mode_only("blocks that are copied", as_varied(pool, copied))
+        pools.append(_copy(name, config.head_axis, group, pool, *copied))
     return dataclasses.replace(cache, pools=tuple(pools))
 
 

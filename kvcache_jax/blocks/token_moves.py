@@ -8,6 +8,7 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
 from kvcache_jax.arrays.sharding import axis_of_types
+from kvcache_jax.blocks.layer_moves import move_in_layers
 from kvcache_jax.blocks.storage import as_blocks, block_rows
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
@@ -37,23 +38,22 @@ def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
     """
     num_blocks = pool.num_rows // group.num_layers
 
-    def move_layer(layer: jax.Array, pool: KVPool) -> KVPool:
-        layer = layer.astype(jnp.int32)
+    def move_layer(pool: KVPool, moves: TokenMoves, layer: jax.Array, place: jax.Array) -> KVPool:
         sources = get_at(jnp.moveaxis(moves.sources, 1, 0), layer)  # [n, heads, C * s]; clips to the one
         columns, offsets = quotient(sources, group.block_size), remainder(sources, group.block_size)
         order = lax.broadcasted_iota(jnp.int32, sources.shape, 0)
         ids = get_at(moves.table, (order, columns), num_blocks)
-        rows = block_rows(ids, layer, num_blocks, pool.num_rows)
+        rows = block_rows(ids, place, num_blocks, pool.num_rows)
         tiles = {
             name: as_blocks(read_tokens(pool.arrays[name], array, rows, offsets), array, group.block_size)
             for name, array in group.arrays
         }
         # Without the fence XLA may write where it has yet to read (openxla/xla#49176).
         tiles, arrays = read_first(tiles, pool.arrays)
-        written = block_rows(moves.destination, layer, num_blocks, pool.num_rows)
+        written = block_rows(moves.destination, place, num_blocks, pool.num_rows)
         return KVPool(arrays={name: set_at(arrays[name], written, tiles[name]) for name in arrays})
 
-    return lax.fori_loop(0, group.num_layers, move_layer, pool)
+    return move_in_layers(move_layer, group, pool, moves)
 
 
 def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -70,6 +70,8 @@ def compose(
     Raises:
       ValueError, TypeError: a cache without a store of chunks, a `rotate` that is no function, returns
         another shape or differs within a layer group, or shapes or dtypes that do not fit.
+      NotImplementedError: a gradient through a `rotate` that is not linear in the keys. Others take the
+        memory that the gradient of `compress` takes.
 
     Example:
       >>> import kvcache_jax as kv

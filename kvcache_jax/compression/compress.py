@@ -44,6 +44,9 @@ def compress(
     more than the blocks in front that stayed as they were. Scarce blocks go in entry order, before any is
     given back. Call it inside a donated jit: called eagerly it copies the pools.
 
+    The gradient passes through the tokens kept, and the choice has none. Beside the pool's gradient it takes
+    three copies of one layer of the pool.
+
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(extras=[Dropping()])`.
       seq_ids: i32[n], active rows, each at most once.

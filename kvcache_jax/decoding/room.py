@@ -80,7 +80,7 @@ def rows_fit(cache: Cache, rows: Rows, retention: Retention) -> bool:
         # What extras hold is no room, and does not become any when rows release it.
         is_room = ref_count <= np.bincount(entries, minlength=pool.num_blocks)
         if (held_len := retention.max_held_len(cache.config, 1)) is not None:
-            # Rows drop unneeded tokens before any of them grows: compare their largest sizes, not the present.
+            # Rows drop tokens before any of them grows: compare their largest sizes, not the present ones.
             num_needed = sum(_most_held(group, int(rows.max_len[row]), held_len) for row in rows.ids)
         else:
             num_needed = sum(

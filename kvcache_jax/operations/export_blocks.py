@@ -7,7 +7,7 @@ from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.blocks.storage import rows_of_all_layers
+from kvcache_jax.blocks.storage import refuse_derivatives, rows_of_all_layers
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
@@ -75,8 +75,9 @@ def _export(cache: Cache, block_ids: jax.Array) -> BlockContents:
             ids = get_at(links.block_ids, block_ids, control.block_pools[g].num_blocks)
         is_held.append(ids < control.block_pools[g].num_blocks)
         if cache.pools:
-            rows = rows_of_all_layers(cache.pools[g], config.groups[g], ids)
-            arrays.append({name: get_at(x, rows, 0) for name, x in cache.pools[g].arrays.items()})
+            kv_pool = refuse_derivatives(config.groups[g], cache.pools[g])
+            rows = rows_of_all_layers(kv_pool, config.groups[g], ids)
+            arrays.append({name: get_at(x, rows, 0) for name, x in kv_pool.arrays.items()})
     return BlockContents(
         tokens=tokens,
         num_tokens=jnp.where(is_block, (depth + 1) * indexed.block_size, 0),

@@ -11,7 +11,7 @@ from jax import lax
 from kvcache_jax.arrays.masked_updates import get_at, num_true, quotient, read_first, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.blocks.storage import rows_of_all_layers
+from kvcache_jax.blocks.storage import refuse_derivatives, rows_of_all_layers
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
@@ -114,6 +114,7 @@ def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
     published = jax.tree.map(lambda x: x[in_place], published)
     pools = []
     for g, (pool, arrays) in enumerate(zip(cache.pools, contents.arrays, strict=True)):
+        pool, arrays = refuse_derivatives(config.groups[g], (pool, arrays))
         rows = rows_of_all_layers(pool, config.groups[g], published.block_ids[g])
         values = {name: set_at(x, rows, arrays[name]) for name, x in pool.arrays.items()}
         pools.append(KVPool(arrays=values))

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.arrays.masked_updates import common_bound, get_at, max_at, num_true, rank_true
 from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import Cache, Control, KVPool, row_len
 from kvcache_jax.operations.free import free_rows
@@ -86,10 +89,9 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
         control = _forget_rests(control, cache.config)
     pools = []
     for g, pool in enumerate(cache.pools):
-        pool = jax.tree.map(functools.partial(_zero_blocks, mask=masks[g]), pool)
-        if words is not None:
-            pool = _zero_rests(pool, control, g, cache.config)
-        pools.append(pool)
+        rests = None if words is None else _rests(control, g, cache.config)
+        pool = reverse_mode_only("scrubbed pools", pool)
+        pools.append(_overwrite(cache.config.groups[g], pool, masks[g], rests))
     num_blocks = sum((num_true(mask) for mask in masks), start=jnp.int32(0))
     return dataclasses.replace(cache, control=control, pools=tuple(pools)), num_blocks
 
@@ -179,6 +181,27 @@ def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) ->
     return dataclasses.replace(control, prefix_index=index)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _overwrite(
+    group: LayerGroup, pool: KVPool, mask: jax.Array, rests: tuple[jax.Array, jax.Array] | None
+) -> KVPool:
+    """Overwrites blocks, and what is behind last tokens, with zeros."""
+    pool = jax.tree.map(functools.partial(_zero_blocks, mask=mask), pool)
+    return pool if rests is None else _zero_rests(pool, group, *rests)
+
+
+def _overwrite_fwd(group, pool, *where):
+    return _overwrite(group, pool, *where), where
+
+
+def _overwrite_bwd(group, where, grads):
+    storage.require_gradient(group)
+    return _overwrite(group, grads, *where), None, None  # zeros had no part in what came out
+
+
+_overwrite.defvjp(_overwrite_fwd, _overwrite_bwd)
+
+
 def _zero_blocks(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Overwrites the masked blocks of all layers with zeros, one block after the other."""
     num_blocks = mask.shape[0]
@@ -211,26 +234,30 @@ def _forget_rests(control: Control, config: CacheConfig) -> Control:
     return dataclasses.replace(control, prefix_index=index)
 
 
-def _zero_rests(pool: KVPool, control: Control, group_id: int, config: CacheConfig) -> KVPool:
-    """Overwrites with zeros after the last token of every row, except what others use or is published."""
-    group = config.groups[group_id]
-    blocks, block_size = control.block_pools[group_id], group.block_size
+def _rests(control: Control, group_id: int, config: CacheConfig) -> tuple[jax.Array, jax.Array]:
+    """Finds the last block of every row, i32[max_seqs], and how many tokens each block holds."""
+    blocks, group = control.block_pools[group_id], config.groups[group_id]
     columns, _ = group.tail_column(row_len(control, group.kind))
     order = jnp.arange(control.max_seqs, dtype=jnp.int32)
     tails = get_at(blocks.block_table, (order, columns), blocks.num_blocks)
-    num_tokens = num_tokens_held(control, group_id, config)
+    return tails, num_tokens_held(control, group_id, config)
+
+
+def _zero_rests(pool: KVPool, group: LayerGroup, tails: jax.Array, num_tokens: jax.Array) -> KVPool:
+    """Overwrites with zeros after the last token of every row, except what others use or is published."""
+    block_size, num_blocks = group.block_size, pool.num_rows // group.num_layers
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 
     def clear(values: jax.Array, array: BlockArray) -> jax.Array:
         def clear_row(row: jax.Array, values: jax.Array) -> jax.Array:
             tail = tails[row]
-            layers = jnp.arange(group.num_layers, dtype=jnp.int32) * blocks.num_blocks
-            where = jnp.where(tail < blocks.num_blocks, layers + tail, values.shape[0])
+            layers = jnp.arange(group.num_layers, dtype=jnp.int32) * num_blocks
+            where = jnp.where(tail < num_blocks, layers + tail, values.shape[0])
             is_rest = offsets >= get_at(num_tokens, tail)
             offset = jnp.where(is_rest, offsets, block_size)
             return _set_zero(values, where[:, None], *[slice(None)] * array.token_axis, offset)
 
-        return lax.fori_loop(0, control.max_seqs, clear_row, values)
+        return lax.fori_loop(0, tails.shape[0], clear_row, values)
 
     return KVPool(arrays={name: clear(pool.arrays[name], array) for name, array in group.arrays})
 

@@ -37,8 +37,10 @@ def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig)
 
 
 def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig) -> Control:
-    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group; there are as many."""
-    assert control.prefix_index is not None
+    """Evicts the `num_blocks` i32[] least valuable cached blocks of a group, or as many as there are."""
+    cached = control.block_pools[group_id].cached
+    assert control.prefix_index is not None and cached is not None
+    num_blocks = jnp.minimum(num_blocks, cached.num_cached)
     has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
     evict_most = _evict_by_key if has_keys else _evict_from_front
 
@@ -55,7 +57,11 @@ def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheC
 def _evict_from_front(
     control: Control, group_id: int, most: jax.Array, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    """Evicts up to `most` of the blocks in the next entries of the queue; returns also how many."""
+    """Evicts up to `most` of the blocks in the next entries of the queue.
+
+    Returns:
+      The control state; and i32[], how many were evicted, or `most` where the queue has no more.
+    """
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None
     cached = pool.cached
@@ -71,13 +77,13 @@ def _evict_from_front(
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
     control = unpublish(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
-    return control, jnp.minimum(num_found, most)
+    return control, jnp.where(head == cached.tail, most, jnp.minimum(num_found, most))
 
 
 def _evict_by_key(
     control: Control, group_id: int, num_blocks: jax.Array, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    """Evicts `num_blocks` of the blocks with the lowest keys; there are as many cached ones."""
+    """Evicts `num_blocks` of the blocks with the lowest keys, or all that there are; returns `num_blocks`."""
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None and index.history is not None
     # Children go before parents, for a child is never found without its parent: only leaves compete.
@@ -103,10 +109,11 @@ def _evict_by_key(
         competes &= block_pool.has_no_owner(pool.ref_count, parents)
         entering = jnp.where(competes, parents, heap.key.size)
         heap, _ = lax.scan(lambda heap, block_id: (victim_heap.push(heap, block_id), None), heap, entering)
-        return control, heap, left - num_true(block_ids < pool.num_blocks)
+        num_evicted = num_true(block_ids < pool.num_blocks)
+        return control, heap, jnp.where(num_evicted > 0, left - num_evicted, 0)
 
-    control, _, left = lax.while_loop(lambda state: state[2] > 0, evict_batch, (control, heap, num_blocks))
-    return control, num_blocks - left
+    control, *_ = lax.while_loop(lambda state: state[2] > 0, evict_batch, (control, heap, num_blocks))
+    return control, num_blocks
 
 
 def unpublish(

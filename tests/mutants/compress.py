@@ -11,6 +11,7 @@ BEHIND = f"{ROWS}::test_what_was_compressed_is_dropped_from_behind_only"
 WEIGHTS = "attention/test_attention_scores.py::test_weights_times_values_are_what_attention_gives"
 MIX, ROTATED = f"{WEIGHTS}[mix]", f"{WEIGHTS}[int4-rotated]"
 
+DERIVATIVES = "operations/test_derivatives.py"
 SCORERS = "core/test_token_scorer.py"
 SAID = f"{SCORERS}::test_a_scorer_is_what_kvpress_says"
 
@@ -114,7 +115,45 @@ MUTATIONS = [
             "jnp.moveaxis(moves.sources, 1, 0), 0 * layer)",
             KEPT,
         ),
-        ("the first layer alone moves", "fori_loop(0, group.num_layers,", "fori_loop(0, 1,", KEPT),
+    ),
+    *in_module(
+        "blocks/layer_moves",
+        (
+            "the first layer alone moves",
+            "fori_loop(0, group.num_layers, move_layer",
+            "fori_loop(0, 1, move_layer",
+            KEPT,
+        ),
+        (
+            "the first layer alone passes its gradient back",
+            "fori_loop(0, group.num_layers, return_layer",
+            "fori_loop(0, 1, return_layer",
+            f"{DERIVATIVES}::test_what_moves_tokens_has_its_gradient[full]",
+        ),
+        (
+            "moved tokens of any kind have a gradient",
+            "require_gradient(group)",
+            "pass",
+            f"{DERIVATIVES}::test_quantised_layers_are_refused_by_their_name[grad]",
+        ),
+    ),
+    *in_module(
+        "blocks/span_moves",
+        (
+            "angles beyond the table reach gradients",
+            "jnp.where(is_moved, moves.distance, 0)",
+            "moves.distance",
+            f"{DERIVATIVES}::test_what_moves_tokens_has_its_gradient[full]",
+        ),
+    ),
+    *in_module(
+        "attention/gather",
+        (
+            "what gather reads of any kind has a gradient",
+            "pool = storage.refuse_derivatives(group, pool)",
+            "",
+            f"{DERIVATIVES}::test_quantised_layers_are_refused_by_their_name[grad]",
+        ),
     ),
     *in_module(
         "core/holes",

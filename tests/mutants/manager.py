@@ -66,7 +66,12 @@ MUTATIONS = [
         "manager/eviction",
         ("requests without a row stay", "if not is_active[row]:", "if False:", GIVE_WAY),
         ("requests that go on are ended", "if not is_active[row]:", "if True:", STREAM),
-        ("the manager ends whatever is asked for", "partial(operation, target", "partial(preempt_to_utilization, target", STREAM),
+        (
+            "the manager ends whatever is asked for",
+            "partial(operation, target",
+            "partial(preempt_to_utilization, target",
+            STREAM,
+        ),
     ),
     *in_module(
         "manager/queries",
@@ -234,7 +239,18 @@ MUTATIONS = [
             "index.block_tokens",
             OWN,
         ),
-        ("the rests of last blocks stay", "pool = _zero_rests(pool", "_ = _zero_rests(pool", NAMESPACE),
+        (
+            "what was overwritten has a gradient",
+            "return _overwrite(group, grads, *where), None, None",
+            "return grads, None, None",
+            "operations/test_derivatives.py::test_what_moves_tokens_has_its_gradient[full]",
+        ),
+        (
+            "the rests of last blocks stay",
+            "rests is None else _zero_rests(",
+            "True else _zero_rests(",
+            NAMESPACE,
+        ),
         (
             "reserved blocks stay",
             "is_other[:, None] & (columns * group.block_size < length[:, None])",

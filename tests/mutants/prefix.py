@@ -169,7 +169,12 @@ MUTATIONS = [
             "1 + first_true(stays).astype(jnp.uint32)",
             SCRIPT,
         ),
-        ("a trip evicts all that is left", "left - num_evicted", "jnp.zeros_like(left)", IN_BATCHES),
+        (
+            "a trip evicts all that is left",
+            "return control, left - num_evicted",
+            "return control, 0 * left",
+            IN_BATCHES,
+        ),
         ("evicts too little", "needs[group_id] - num_free, 0", "needs[group_id] - num_free - 1, 0", SCRIPT),
     ),
     *in_module(

@@ -216,6 +216,20 @@ def test_wide_numbers_of_blocks_mean_all_or_none(num_blocks, expected):
     assert int(kv.evict(cache, num_blocks)[1]) == expected
 
 
+@pytest.mark.parametrize("policy", ["fifo", pytest.param("lru", marks=pytest.mark.slow)])
+def test_an_eviction_ends_with_the_cached_blocks_where_the_count_of_them_is_wrong(policy):
+    """The loop ends, so that a fault elsewhere shows as a wrong number and not as a program that hangs."""
+    cache = serve(kv.init(config_of(policy), storage=False), [(A, 0), (B, 0)])
+    (pool,) = cache.control.block_pools
+    pool = dataclasses.replace(
+        pool, cached=dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached + 3)
+    )
+    control = dataclasses.replace(cache.control, block_pools=(pool,))
+    cache, _ = kv.evict(dataclasses.replace(cache, control=control), 5)
+    assert cached_lens(cache, [A, B]) == {A: 0, B: 0}
+    assert int(cache.control.block_pools[0].num_free) == cache.config.num_blocks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_parent_counts_as_its_most_valuable_child(batch):
