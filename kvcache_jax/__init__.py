@@ -26,26 +26,26 @@ from kvcache_jax.attention.write import write
 from kvcache_jax.chunks.chunk_attention import chunk_attention
 from kvcache_jax.chunks.chunk_deviation import chunk_deviation
 from kvcache_jax.chunks.chunk_metadata import chunk_metadata
-from kvcache_jax.chunks.compose import compose
+from kvcache_jax.chunks.chunk_reuse import ChunkReuse
+from kvcache_jax.chunks.chunk_selector import ChunkMetadata, chunk_selector, chunk_selectors
+from kvcache_jax.chunks.compose_chunks import compose
 from kvcache_jax.chunks.evict_chunks import evict_chunks
 from kvcache_jax.chunks.find_chunks import find_chunks
 from kvcache_jax.chunks.free_chunks import free_chunks
-from kvcache_jax.chunks.reuse import ChunkReuse
-from kvcache_jax.chunks.select_tokens import select_tokens
-from kvcache_jax.chunks.selector import ChunkMetadata, chunk_selector, chunk_selectors
-from kvcache_jax.chunks.store import Chunks, StoredChunks
+from kvcache_jax.chunks.selected_tokens import select_tokens
 from kvcache_jax.chunks.store_chunk import store_chunk
-from kvcache_jax.compression.compress import compress
-from kvcache_jax.compression.drop import drop
-from kvcache_jax.compression.streaming import Streaming
-from kvcache_jax.compression.token_scorer import (
+from kvcache_jax.chunks.stored_chunks import Chunks, StoredChunks
+from kvcache_jax.compression.compress_rows import compress
+from kvcache_jax.compression.drop_tokens import drop
+from kvcache_jax.compression.score_tokens import token_scores
+from kvcache_jax.compression.scorers import (
     TokenMetadata,
     future_queries,
     pyramid_budgets,
     token_scorer,
     token_scorers,
 )
-from kvcache_jax.compression.token_scores import token_scores
+from kvcache_jax.compression.streaming import Streaming
 from kvcache_jax.core import mosaic as _mosaic
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend

@@ -18,7 +18,7 @@ from experiments.chunks import rows
 from experiments.common.command import InputError
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
 from experiments.common.timing import show_table
-from kvcache_jax.chunks.select_tokens import num_of_share
+from kvcache_jax.chunks.selected_tokens import num_of_share
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 

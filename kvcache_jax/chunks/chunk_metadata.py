@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.chunks.selector import ChunkMetadata
-from kvcache_jax.chunks.store import Chunks, require_chunks
+from kvcache_jax.chunks.chunk_selector import ChunkMetadata
+from kvcache_jax.chunks.stored_chunks import Chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.state import Cache

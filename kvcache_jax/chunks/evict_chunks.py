@@ -8,7 +8,7 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, set_at
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.chunks.store import Chunks, chunks_of, forget_chunks, require_chunks
+from kvcache_jax.chunks.stored_chunks import Chunks, chunks_of, forget_chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig

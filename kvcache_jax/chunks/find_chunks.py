@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvcache_jax.chunks.store import Chunks, require_chunks
 from kvcache_jax.chunks.store_chunk import padded_name
+from kvcache_jax.chunks.stored_chunks import Chunks, require_chunks
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at
-from kvcache_jax.chunks.store import chunks_of, forget_chunks, require_chunks
+from kvcache_jax.chunks.stored_chunks import chunks_of, forget_chunks, require_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one

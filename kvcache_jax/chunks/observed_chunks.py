@@ -11,8 +11,8 @@ import numpy as np
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.chunks.chunk_attention import chunk_attention
-from kvcache_jax.chunks.reuse import ChunkReuse, Observe
-from kvcache_jax.chunks.selector import registered_selector
+from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Observe
+from kvcache_jax.chunks.chunk_selector import registered_selector
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import raise_for_status
 from kvcache_jax.operations.rewrite import rewrite

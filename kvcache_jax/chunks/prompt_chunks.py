@@ -10,15 +10,15 @@ import numpy as np
 
 from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.chunks.chunk_metadata import chunk_metadata
-from kvcache_jax.chunks.compose import compose
+from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Span
+from kvcache_jax.chunks.chunk_selector import ChunkMetadata
+from kvcache_jax.chunks.compose_chunks import compose
 from kvcache_jax.chunks.evict_chunks import evict_chunks
 from kvcache_jax.chunks.find_chunks import find_chunks
 from kvcache_jax.chunks.observed_chunks import observe_chunks
-from kvcache_jax.chunks.reuse import ChunkReuse, Span
-from kvcache_jax.chunks.select_tokens import num_of_share, select_tokens
-from kvcache_jax.chunks.selector import ChunkMetadata
-from kvcache_jax.chunks.store import chunks_of
+from kvcache_jax.chunks.selected_tokens import num_of_share, select_tokens
 from kvcache_jax.chunks.store_chunk import store_chunk
+from kvcache_jax.chunks.stored_chunks import chunks_of
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.forward import Forward, width_of

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from kvcache_jax.chunks.chunk_reuse import ChunkReuse, prompt_spans
 from kvcache_jax.chunks.prompt_chunks import ChunkRows
-from kvcache_jax.chunks.reuse import ChunkReuse, prompt_spans
 from kvcache_jax.decoding import prompts
 from kvcache_jax.decoding.prompts import PromptCall
 

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
-from kvcache_jax.chunks.store import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
+from kvcache_jax.chunks.stored_chunks import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one

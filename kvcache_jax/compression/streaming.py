@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.compression.drop import drop
+from kvcache_jax.compression.drop_tokens import drop
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import Span, ceil_div
 from kvcache_jax.core.state import Cache

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvcache_jax.chunks.store import Store, store_of
+from kvcache_jax.chunks.stored_chunks import Store, store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status

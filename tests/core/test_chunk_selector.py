@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.chunks.select_tokens import num_of_share
+from kvcache_jax.chunks.selected_tokens import num_of_share
 
 PLACES, MOST = 23, 11
 SPANS = [[(2, 5), (7, 4), (13, 6)], [(0, 3), (5, 9), (14, 1)]]  # first place and length

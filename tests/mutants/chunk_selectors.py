@@ -22,7 +22,7 @@ DESCRIBED = "operations/test_chunk_metadata.py::test_tokens_of_chunks_are_descri
 
 MUTATIONS = [
     *in_module(
-        "chunks/select_tokens",
+        "chunks/selected_tokens",
         ("NaN is never computed again", "jnp.isnan(scores), jnp.inf", "jnp.isnan(scores), -jnp.inf", CHOSEN),
         ("minus infinity is computed again", ".is_token & (scores > -jnp.inf)", ".is_token", CHOSEN),
         ("infinity counts as any score", "(rank < num) | (scores == jnp.inf)", "(rank < num)", CHOSEN),
@@ -38,7 +38,7 @@ MUTATIONS = [
         ("a rounded share adds a token", "(1 - 2**-21)", "(1 + 2**-21)", ROUNDED),
     ),
     *in_module(
-        "chunks/selector",
+        "chunks/chunk_selector",
         ("the last tokens are the first", "return -chunks.place", "return chunks.place", NAMED),
     ),
     *in_module(
@@ -53,7 +53,7 @@ MUTATIONS = [
         ("all chunks in front are exact", " & (get_at(chunks.start, chunk_ids, 0) == 0)", "", DESCRIBED),
     ),
     *in_module(
-        "chunks/store",
+        "chunks/stored_chunks",
         ("uses of chunks are not counted", ".add(jnp.uint32(1), mode", ".add(jnp.uint32(0), mode", SCRIPT),
     ),
     *in_module(
@@ -128,7 +128,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "chunks/store",
+        "chunks/stored_chunks",
         (
             "two chunks may have one name",
             "names.setdefault(name, chunk) != chunk",

@@ -22,7 +22,7 @@ ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
 MUTATIONS = [
     *in_module(
-        "chunks/compose",
+        "chunks/compose_chunks",
         ("composed keys move back", "starts - get_at(chunks.start", "get_at(chunks.start", PLACES),
         (
             "chunks of another namespace are composed",
@@ -104,7 +104,7 @@ MUTATIONS = [
         ("equal chunks of a call are two", "wants = is_new & (leader == order)", "wants = is_new", SCARCE),
     ),
     *in_module(
-        "chunks/store",
+        "chunks/stored_chunks",
         (
             "chunks are found in any namespace",
             "is_equal &= (self.namespace[None]",
@@ -122,7 +122,7 @@ MUTATIONS = [
         "operations/commit",
     ),
     *in_module(
-        "compression/drop",
+        "compression/drop_tokens",
         (
             "dropping forgets where chunks stand",
             "config.hooks.move(control, plan.rows, plan.holes.plain_len)",
@@ -131,7 +131,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "compression/compress",
+        "compression/compress_rows",
         (
             "compressing forgets where chunks stand",
             "config.hooks.move(control, plan.rows, plain_len)",
@@ -147,7 +147,7 @@ MUTATIONS = [
         ("keys never move back", "jnp.where((distance < 0)", "jnp.where((distance > 2**30)", ROTATED),
     ),
     *in_module(
-        "chunks/compose",
+        "chunks/compose_chunks",
         (
             "a composed row is a plain text",
             "set_at(chunks.first_composed, rows, first)",
@@ -156,7 +156,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "chunks/store",
+        "chunks/stored_chunks",
         (
             "composed tokens are published",
             "jnp.where(first > 0, jnp.minimum(length, first - 1), length)",

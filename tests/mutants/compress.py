@@ -17,7 +17,7 @@ SAID = f"{SCORERS}::test_a_scorer_is_what_kvpress_says"
 
 MUTATIONS = [
     *in_module(
-        "compression/token_scorer",
+        "compression/scorers",
         ("SnapKV pools over too few tokens", "= 64, 5, 4", "= 64, 3, 4", f"{SAID}[snapkv]"),
         ("H2O does not count who sees a token", "/ _float(jnp.maximum(num_seeing, 1))", "", f"{SAID}[h2o]"),
         ("KeyDiff keeps the common", "-jnp.sum(unit * anchor", "jnp.sum(unit * anchor", f"{SAID}[keydiff]"),
@@ -37,7 +37,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "compression/compress",
+        "compression/compress_rows",
         ("a row may keep nothing", "group.span.num_sink_tokens, 1)", "group.span.num_sink_tokens, 0)", KEPT),
         ("a row may keep more than it has", "(count > num_shown)", "(count > num_shown + 1)", KEPT),
         ("hidden tokens can be kept", "context_len - holes.num_hidden - ", "context_len - ", BEHIND),
@@ -178,7 +178,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "compression/drop",
+        "compression/drop_tokens",
         ("kept tokens are dropped", "is_kept = start < before.kept_until", "is_kept = start < -1", BEHIND),
     ),
     *in_module(

@@ -53,7 +53,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "chunks/reuse",
+        "chunks/chunk_reuse",
         (
             "chunks find room beside a prompt that leaves none",
             "min(left) < 0 or ",

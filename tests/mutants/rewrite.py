@@ -29,7 +29,7 @@ MOVED = f"{SINKS}::test_what_a_row_with_moved_sinks_refuses"
 
 MUTATIONS = [
     *in_module(
-        "compression/drop",
+        "compression/drop_tokens",
         (
             "sinks move by what the row gave back",
             "plan.holes.num_hidden + plan.holes.num_dropped",
@@ -57,7 +57,7 @@ MUTATIONS = [
         "operations/rewrite",
     ),
     *in_module(
-        "compression/compress",
+        "compression/compress_rows",
     ),
     *in_module(
         "operations/scrub",
@@ -130,7 +130,7 @@ MUTATIONS = [
         ("queries with gaps see as a run does", "if plan.positions is not None:", "if False:", CELL),
     ),
     *in_module(
-        "compression/drop",
+        "compression/drop_tokens",
         (
             "a drop is not released",
             "where(is_gone, entries, pool.num_blocks)",
@@ -317,7 +317,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "compression/compress",
+        "compression/compress_rows",
         (
             "moved sinks are compressed",
             "is_bad |= reads_rotated(control, seq_ids) & ~is_same",
@@ -359,7 +359,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "compression/drop_to_utilization",
+        "compression/drop_blocks",
         (
             "rows drop more than is needed",
             "is_enough.any(axis=1), first",

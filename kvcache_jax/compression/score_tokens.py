@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.blocks.storage import keys_values_shapes
-from kvcache_jax.compression.token_scorer import TokenMetadata, registered_scorer, scores_by
+from kvcache_jax.compression.scorers import TokenMetadata, registered_scorer, scores_by
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import refuse_donated, takes_one

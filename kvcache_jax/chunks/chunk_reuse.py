@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
-from kvcache_jax.chunks.selector import registered_selector
-from kvcache_jax.chunks.store import store_of
+from kvcache_jax.chunks.chunk_selector import registered_selector
+from kvcache_jax.chunks.stored_chunks import store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.key_rotation import Rotate
 from kvcache_jax.core.layer_kinds.span import ceil_div

@@ -14,7 +14,7 @@ from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.span_moves import move_spans
 from kvcache_jax.chunks import composed_columns
 from kvcache_jax.chunks.composed_columns import ComposedColumns, Placed
-from kvcache_jax.chunks.store import Chunks, chunks_of, require_chunks, with_chunks
+from kvcache_jax.chunks.stored_chunks import Chunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.chunks.selector import ChunkMetadata, scores_by, visible_to
+from kvcache_jax.chunks.chunk_selector import ChunkMetadata, scores_by, visible_to
 from kvcache_jax.core import arguments
 
 

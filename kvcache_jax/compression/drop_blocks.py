@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import first_true, get_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.compression.drop import drop_rows
+from kvcache_jax.compression.drop_tokens import drop_rows
 from kvcache_jax.compression.streaming import Streaming, require_streaming
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
