@@ -2,27 +2,32 @@
 
 Its rooms, each of which imports only those above it; a public operation's file bears its name:
 
-* `arrays`: masked updates, sharding types, checks of numbers; nothing of caches
-* `core`: what a cache is: config, layer kinds, state, status, checks of arguments
-* `blocks`: who holds which block, and the movement of keys and values
+* `arrays`: masked updates, sharding types, registries, checks of numbers; nothing of caches
+* `layers`: what a model layer keeps per token, a kind a file, and groups of equal layers
+* `quantised`: keys and values in fewer bits: `Quantised` and its formats
+* `core`: what a cache is: config, every array of the state, status, checks of arguments, backends
+* `blocks`: owners of blocks, and the movement of keys and values
+* `attention`: `write`, `attend`, `attention`, `gather`, `attention_scores`; XLA, gradients, kernels
 * `prefix`: blocks found by their contents: hashes, the index, eviction
 * `operations`: `allocate`, `extend`, `fork`, `commit` and the others, a file each
-* `attention`: `write`, `attend`, `attention`, `append`, `gather`, `attention_scores`; XLA, gradients, kernels
 * `inspect`: invariants, block maps, reasons for a miss
-* `decoding`: `generate`, `beam_search`, `score`, speculation, for anybody's model
+* `decoding`: `generate`, `beam_search`, `score`, speculation, for any model
+* `compression`: fewer tokens per row: `drop`, `compress`, scores of tokens, streaming
+* `chunks`: stored passages that are reused at any position
 * `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
-* `testing`: an oracle, poison, checks of one's own model
+* `testing`: poison, the token test, checks of a model of one's own
 """
 
 import logging as _logging
 
 from kvcache_jax import chunks, compression, manager, testing
-from kvcache_jax.attention.append import append
+from kvcache_jax.attention import mosaic as _mosaic
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.attention.write import write
+from kvcache_jax.blocks.key_rotation import key_rotation
 from kvcache_jax.chunks.chunk_attention import chunk_attention
 from kvcache_jax.chunks.chunk_deviation import chunk_deviation
 from kvcache_jax.chunks.chunk_metadata import chunk_metadata
@@ -46,24 +51,14 @@ from kvcache_jax.compression.scorers import (
     token_scorers,
 )
 from kvcache_jax.compression.streaming import Streaming
-from kvcache_jax.core import mosaic as _mosaic
 from kvcache_jax.core import state
 from kvcache_jax.core.backends import Backend, TargetDevice, register_backend
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.describe import describe
+from kvcache_jax.core.donate import donate
 from kvcache_jax.core.eviction_policy import BlockMetadata, eviction_policies, eviction_policy
-from kvcache_jax.core.key_rotation import key_rotation
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
-from kvcache_jax.core.layer_kinds.cross_attention import CrossAttention
-from kvcache_jax.core.layer_kinds.full_attention import FullAttention
-from kvcache_jax.core.layer_kinds.latent_attention import LatentAttention
-from kvcache_jax.core.layer_kinds.quantised import Quantised
-from kvcache_jax.core.layer_kinds.shared_with import SharedWith
-from kvcache_jax.core.layer_kinds.sliding_window import SlidingWindow
-from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.core.init import init, reset
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import Beam, BeamResult, beam_search
@@ -76,12 +71,21 @@ from kvcache_jax.engine.requests import GenerationRequest
 from kvcache_jax.engine.state import EngineCounter, EngineState
 from kvcache_jax.inspect.block_map import block_map, draw_block_map
 from kvcache_jax.inspect.check_invariants import check_invariants
-from kvcache_jax.inspect.explain import explain
+from kvcache_jax.inspect.explain_miss import explain
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.cross_attention import CrossAttention
+from kvcache_jax.layers.full_attention import FullAttention
+from kvcache_jax.layers.latent_attention import LatentAttention
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import KeysValues, LayerKind
+from kvcache_jax.layers.shared_with import SharedWith
+from kvcache_jax.layers.sliding_window import SlidingWindow
+from kvcache_jax.layers.span import Span
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.manager.requests import Batch, Request
 from kvcache_jax.operations.allocate import allocate
+from kvcache_jax.operations.append import append
 from kvcache_jax.operations.commit import commit
-from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.evict import evict
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
@@ -89,7 +93,6 @@ from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
 from kvcache_jax.operations.import_blocks import import_blocks
-from kvcache_jax.operations.init import init, reset
 from kvcache_jax.operations.lookup import lookup
 from kvcache_jax.operations.preempt import (
     RowMetadata,
@@ -117,6 +120,7 @@ from kvcache_jax.operations.truncate import truncate
 from kvcache_jax.operations.write_source import write_source
 from kvcache_jax.prefix.item_tokens import item_tokens
 from kvcache_jax.prefix.namespace import namespace
+from kvcache_jax.quantised.quantised import Quantised
 
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
 for _backend in _mosaic.BACKENDS:

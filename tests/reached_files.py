@@ -26,14 +26,13 @@ import kvcache_jax as kv
 FOLDER = pathlib.Path(kv.__file__).resolve().parent
 APART = (
     "arrays/",
+    "layers/",
     "core/arguments.py",
     "core/backends.py",
     "core/cache_checks.py",
     "core/cache_form.py",
     "core/config.py",
     "core/counter.py",
-    "core/layer_group.py",
-    "core/layer_kinds/",
     "core/state.py",
     "core/status.py",
     "core/token_arguments.py",

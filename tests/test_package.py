@@ -23,11 +23,13 @@ SHIPPED = ("pallas_kernels", "kvcache_jax")
 # The rooms of the library: each imports only from itself and from those before it.
 ROOMS = (
     "arrays",
+    "layers",
+    "quantised",
     "core",
     "blocks",
+    "attention",
     "prefix",
     "operations",
-    "attention",
     "inspect",
     "decoding",
     "compression",
@@ -36,7 +38,7 @@ ROOMS = (
     "manager",
     "testing",
 )
-KERNEL_CALLERS = ("kvcache_jax/core/mosaic.py",)
+KERNEL_CALLERS = ("kvcache_jax/attention/mosaic.py",)
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
 OPTIONAL_IMPORTS = {"kvcache_jax/inspect/block_map.py": {"matplotlib"}}
@@ -217,7 +219,7 @@ def test_files_that_import_one_another_are_found(back):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from kvcache_jax.attention import kernels", "operations stands before attention"),
+        ("from kvcache_jax.decoding import kernels", "operations stands before decoding"),
         ("def f():\n  from kvcache_jax.testing.oracle import Oracle", "operations stands before testing"),
         ("import kvcache_jax as kv", "expected a file of a room"),
         ("from kvcache_jax import fork", "expected a file of a room"),
@@ -263,19 +265,19 @@ def test_a_helper_of_the_tests_has_one_name():
         ("kvcache_jax/a.py", "__import__('mod' + 'els')", "computed name"),
         ("kvcache_jax/operations/api.py", "def f():\n  import pallas_kernels", "call kernels"),
         ("kvcache_jax/sub/attention.py", "def f():\n  import pallas_kernels", "call kernels"),
-        ("kvcache_jax/core/mosaic.py", "from pallas_kernels import reference", "inside a function"),
+        ("kvcache_jax/attention/mosaic.py", "from pallas_kernels import reference", "inside a function"),
         (
-            "kvcache_jax/core/mosaic.py",
+            "kvcache_jax/attention/mosaic.py",
             "if True:\n  import pallas_kernels.reference as r",
             "inside a function",
         ),
         (
-            "kvcache_jax/core/mosaic.py",
+            "kvcache_jax/attention/mosaic.py",
             "def f(r=__import__('pallas_kernels')): pass",
             "inside a function",
         ),
         (
-            "kvcache_jax/core/mosaic.py",
+            "kvcache_jax/attention/mosaic.py",
             "def f():\n  from jax.experimental import pallas as pl",
             "belongs to",
         ),
@@ -295,10 +297,10 @@ def test_a_forbidden_import_is_found(file, source, expected):
         ("pallas_kernels/a.py", "import jax.experimental.pallas as pl\nfrom . import reference"),
         ("kvcache_jax/a.py", "import os, numpy as np\nfrom jax import lax\nfrom .b import c"),
         (
-            "kvcache_jax/core/mosaic.py",
+            "kvcache_jax/attention/mosaic.py",
             "def f():\n  def g():\n    from pallas_kernels import reference",
         ),
-        ("kvcache_jax/core/mosaic.py", "async def f():\n  import pallas_kernels"),
+        ("kvcache_jax/attention/mosaic.py", "async def f():\n  import pallas_kernels"),
         ("kvcache_jax/inspect/block_map.py", "def figure():\n  import matplotlib.pyplot as plt"),
         ("models/a.py", "import flax, kvcache_jax as kv, pallas_kernels"),
         ("experiments/a.py", "import models, kvcache_jax, rich"),

@@ -17,8 +17,8 @@ from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
 from kvcache_jax.core.backends import backend_names
-from kvcache_jax.core.layer_kinds.base import STORAGE_DTYPES
-from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.layers.layer_kind import STORAGE_DTYPES
+from kvcache_jax.layers.span import ceil_div
 from models.decoder import DecoderConfig, cache_config
 from models.tokenizer import Tokenizer
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph, row_rgb
+from kvcache_jax.layers.layer_group import LayerGroup
 
 MAX_LOOKS, MAX_BLOCKS, MAX_ROWS = 20, 100, 16
 """Lines of the text, blocks in a line, rows in the picture's legend."""

@@ -24,8 +24,8 @@ from experiments.kernel_speed.cells import StepSizes
 from experiments.kernel_speed.names import OURS, XLA_ATTENTION
 from experiments.kernel_speed.problem import error_of, random_pool
 from experiments.kernel_speed.timing import Contest, Program, Side, compiled
+from kvcache_jax.attention.mosaic import interpreted
 from kvcache_jax.core.backends import MOSAIC_GPU, XLA
-from kvcache_jax.core.mosaic import interpreted
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 from models.rope import Llama3Scaling, Rope
 

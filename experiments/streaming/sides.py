@@ -14,7 +14,7 @@ from jax import lax
 import kvcache_jax as kv
 from experiments.common import corpus
 from experiments.decode_speed import dense_decoder
-from kvcache_jax.core.key_rotation import Rotate
+from kvcache_jax.blocks.key_rotation import Rotate
 from models.decoder import Decoder, forward
 
 BLOCK_SIZE = 16

@@ -14,11 +14,11 @@ from jax.core import Tracer
 from kvcache_jax.arrays.number_checks import finite_number, static_flag
 from kvcache_jax.arrays.sharding import as_varied, axis_of_types, check_split
 from kvcache_jax.attention import vjp
+from kvcache_jax.attention.attention_plan import in_runs
 from kvcache_jax.attention.write import store
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer, Place
-from kvcache_jax.core.attention_plan import in_runs
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step

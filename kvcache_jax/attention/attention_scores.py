@@ -20,8 +20,8 @@ from kvcache_jax.blocks.storage import keys_values_of, keys_values_shapes
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 @takes_one

@@ -11,8 +11,8 @@ from kvcache_jax.blocks import storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control, KVPool, row_len
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 @takes_one

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.attention.attention_plan import last_position
 from kvcache_jax.blocks.storage import block_rows, load_blocks
-from kvcache_jax.core.attention_plan import last_position
 from kvcache_jax.core.backends import target_device
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import KeysValues
 from kvcache_jax.core.state import AttentionPlan, KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import KeysValues
 
 # On an accelerator the host waits for every trip of a loop: few trips, as far as memory allows.
 _TILE_TOKENS = 2048

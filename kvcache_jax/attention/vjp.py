@@ -15,8 +15,8 @@ from kvcache_jax.attention import xla
 from kvcache_jax.blocks import storage
 from kvcache_jax.core import backends
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class Call(NamedTuple):

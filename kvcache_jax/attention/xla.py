@@ -32,8 +32,8 @@ from kvcache_jax.attention.tiles import (
     tiles,
 )
 from kvcache_jax.blocks.storage import as_blocks, block_rows, keys_values_of, keys_values_shapes
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 def forward(

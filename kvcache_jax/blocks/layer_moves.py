@@ -10,8 +10,8 @@ from jax import lax
 
 from kvcache_jax.arrays.derivatives import reverse_mode_only
 from kvcache_jax.blocks.storage import require_gradient
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 type MoveLayer = Callable[[KVPool, Any, jax.Array, jax.Array], KVPool]
 """Moves tokens of one layer, `(pool, moves, layer, place) -> pool`: its blocks are the `place`-th of those of

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import read_first, set_at
+from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.blocks.layer_moves import move_in_layers
 from kvcache_jax.blocks.storage import as_blocks, block_rows
 from kvcache_jax.blocks.token_moves import read_tokens
-from kvcache_jax.core.key_rotation import Rotate
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import KVPool
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class SpanMoves(NamedTuple):

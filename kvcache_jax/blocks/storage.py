@@ -20,10 +20,10 @@ from kvcache_jax.arrays.sharding import as_varied, axis_of_types, axis_to_map, f
 from kvcache_jax.core import backends
 from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import KeysValues
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import BlockCopies, Cache, KVPool
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import KeysValues
 
 _COPIES_PER_TRIP = 16
 

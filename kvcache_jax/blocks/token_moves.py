@@ -10,9 +10,9 @@ from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, rema
 from kvcache_jax.arrays.sharding import axis_of_types
 from kvcache_jax.blocks.layer_moves import move_in_layers
 from kvcache_jax.blocks.storage import as_blocks, block_rows
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import KVPool
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class TokenMoves(NamedTuple):

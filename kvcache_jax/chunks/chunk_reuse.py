@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
+from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.chunks.chunk_selector import registered_selector
 from kvcache_jax.chunks.stored_chunks import store_of
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.key_rotation import Rotate
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.arguments import as_list
 from kvcache_jax.decoding.prefill import one_call_len
 from kvcache_jax.decoding.prompts import PromptCall
+from kvcache_jax.layers.span import ceil_div
 
 Span = tuple[int, int]
 """First place of a chunk in its prompt, and one past its last."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.core.registry import Registered, Registry
+from kvcache_jax.arrays.registry import Registered, Registry
 
 
 class ChunkMetadata(NamedTuple):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, num_true, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.blocks.span_moves import move_spans
 from kvcache_jax.chunks import composed_columns
 from kvcache_jax.chunks.composed_columns import ComposedColumns, Placed
@@ -19,7 +20,6 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.core.state import BlockCopies, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.extend import copy_tokens

@@ -10,8 +10,8 @@ from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder, set_a
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.blocks.span_moves import SpanMoves
 from kvcache_jax.chunks.stored_chunks import Chunks
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.rows import num_blocks_for
 
 

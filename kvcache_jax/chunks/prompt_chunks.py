@@ -19,6 +19,7 @@ from kvcache_jax.chunks.observed_chunks import observe_chunks
 from kvcache_jax.chunks.selected_tokens import num_of_share, select_tokens
 from kvcache_jax.chunks.store_chunk import store_chunk
 from kvcache_jax.chunks.stored_chunks import chunks_of
+from kvcache_jax.core.donate import donate
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding.forward import Forward, width_of
@@ -26,7 +27,6 @@ from kvcache_jax.decoding.prefill import FeedResult, feed, one_call_len
 from kvcache_jax.decoding.prompts import PromptCall, PromptRows
 from kvcache_jax.decoding.sampling import are_numbers
 from kvcache_jax.operations.allocate import allocate
-from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.free import free
 from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.truncate import truncate

@@ -17,9 +17,9 @@ from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.rows import fitting_rows, prefix_len
 from kvcache_jax.prefix import eviction
 

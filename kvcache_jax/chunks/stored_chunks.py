@@ -26,10 +26,10 @@ from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import Extra, HeldBlocks
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import check_positive
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import check_positive
+from kvcache_jax.layers.span import ceil_div
 
 
 @pytree_dataclass()

@@ -21,9 +21,9 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.rows import check_ids, fitting_rows
 from kvcache_jax.prefix import eviction
 

@@ -15,8 +15,8 @@ from kvcache_jax.compression.streaming import Streaming, require_streaming
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache, Control
+from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.preempt import groups_above, one_by_one, row_policies, rows_in_order
 
 

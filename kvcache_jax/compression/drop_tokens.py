@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.blocks.span_moves import move_spans
 from kvcache_jax.compression.dropping import (
     keep_first,
@@ -24,10 +25,9 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.key_rotation import Rotate, rotations_of_groups
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.rows import check_ids, fitting_rows, num_blocks_for, on_rows
 
 TEXT, CACHE = "text", "cache"

@@ -9,7 +9,7 @@ from jax import lax
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.layer_group import LayerGroup
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class Kept(NamedTuple):

@@ -9,8 +9,8 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, set_at
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class MovedColumns(NamedTuple):

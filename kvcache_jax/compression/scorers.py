@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.core.registry import Registered, Registry
+from kvcache_jax.arrays.registry import Registered, Registry
 
 
 class TokenMetadata(NamedTuple):

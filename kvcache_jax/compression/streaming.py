@@ -12,9 +12,9 @@ from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.compression.drop_tokens import drop
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_kinds.span import Span, ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.prompts import Retention
+from kvcache_jax.layers.span import Span, ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.number_checks import as_integer
 from kvcache_jax.arrays.sharding import axis_of_types, check_split
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, KVPool, Step
+from kvcache_jax.layers.layer_group import LayerGroup
 
 IntRows = ArrayLike | Sequence[int]
 """Types that row operations accept for an i32[n]."""

@@ -2,8 +2,8 @@
 
 from kvcache_jax.core.backends import XLA, Backend, get_backend, require_name, target_device
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 # Backends that `None` may pick: those that have run, and were measured, on their hardware.
 _MEASURED: tuple[str, ...] = ()

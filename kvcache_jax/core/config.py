@@ -14,8 +14,10 @@ from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, eviction_policies
 from kvcache_jax.core.extras import Extra, Hooks, check_extras, extra_from_json, extra_to_json
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import (
+from kvcache_jax.core.memory_plan import check_indices, spend
+from kvcache_jax.layers.block_array import check_arrays
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import (
     LayerKind,
     check_positive,
     check_positive_or_none,
@@ -23,9 +25,7 @@ from kvcache_jax.core.layer_kinds.base import (
     kind_to_json,
     storage_dtype,
 )
-from kvcache_jax.core.layer_kinds.block_array import check_arrays
-from kvcache_jax.core.layer_kinds.span import ceil_div
-from kvcache_jax.core.memory_plan import check_indices, spend
+from kvcache_jax.layers.span import ceil_div
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.config import CacheConfig, format_bytes, memory_bytes, require_config
 from kvcache_jax.core.empty_state import empty_control
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import LayerKind
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import LayerKind
 
 
 @functools.lru_cache(maxsize=64)

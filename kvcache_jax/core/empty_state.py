@@ -9,8 +9,6 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, needed_metadata
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -20,6 +18,8 @@ from kvcache_jax.core.state import (
     KVPool,
     PrefixIndex,
 )
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.span import ceil_div
 
 # A bucket is compared at once. A full one refuses a block: now and then, if there is one bucket per block.
 _WAYS, _BUCKETS_PER_BLOCK = 8, 2

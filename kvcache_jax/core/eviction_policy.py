@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvcache_jax.core.registry import Registry
+from kvcache_jax.arrays.registry import Registry
 
 
 class BlockMetadata(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.layer_kinds.base import kind_name
+from kvcache_jax.layers.layer_kind import kind_name
 
 
 class HeldBlocks(NamedTuple):

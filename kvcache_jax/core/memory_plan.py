@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.base import MAX_INDEX
-from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.layer_kind import MAX_INDEX
+from kvcache_jax.layers.span import ceil_div
 
 
 def spend(budget: int, groups: list[LayerGroup]) -> list[LayerGroup]:

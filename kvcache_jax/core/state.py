@@ -12,8 +12,8 @@ from kvcache_jax.arrays.pytree import Static, pytree_dataclass
 from kvcache_jax.core.cache_form import summary
 from kvcache_jax.core.config import CacheConfig, config_from_json, config_to_json
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.layer_kinds.base import LayerKind
-from kvcache_jax.core.layer_kinds.span import Span, span_from_json, span_to_json
+from kvcache_jax.layers.layer_kind import LayerKind
+from kvcache_jax.layers.span import Span, span_from_json, span_to_json
 
 
 @pytree_dataclass()

@@ -14,6 +14,7 @@ from jax import lax
 
 from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding import arguments
@@ -24,7 +25,6 @@ from kvcache_jax.decoding.sampling import without_nan
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.fork import fork
-from kvcache_jax.operations.init import init
 from kvcache_jax.operations.reorder import reorder
 
 _NEVER = -1e30

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding import arguments, loop
@@ -26,9 +26,9 @@ from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
 from kvcache_jax.decoding.prefill import prefill, vocab_size
 from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, Prompts, Retention
 from kvcache_jax.decoding.sampling import sampling_params
+from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
-from kvcache_jax.operations.init import init
 
 
 @dataclasses.dataclass

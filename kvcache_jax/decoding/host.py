@@ -14,12 +14,12 @@ from kvcache_jax.blocks.block_pool import num_used
 from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
 from kvcache_jax.decoding.loop import DecodeState, Phase
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.free import free
-from kvcache_jax.operations.init import init
 
 _FINISH_REASONS = {
     Phase.STOPPED: "stop",

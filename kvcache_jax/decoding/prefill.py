@@ -16,14 +16,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.core.attention_plan import plan_attention
-from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward, width_of
 from kvcache_jax.decoding.host import row_list
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
 from kvcache_jax.decoding.sampling import are_numbers
+from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.extend import extend
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.layers.span import Span
 
 # No id of a model's: what follows a prompt's prefix is neither found nor published.
 NOT_LOOKED_UP = -1

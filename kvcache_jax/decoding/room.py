@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import BlockPool, Cache
 from kvcache_jax.decoding.prompts import Retention
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.span import ceil_div
 
 
 @dataclasses.dataclass(frozen=True)

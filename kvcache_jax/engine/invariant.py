@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvcache_jax.arrays.masked_updates import num_true, run_if
-from kvcache_jax.core.attention_plan import plan_attention
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.core.config import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.forward import width_of

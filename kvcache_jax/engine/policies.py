@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.registry import Registry
+from kvcache_jax.arrays.registry import Registry
 
 
 class RequestMetadata(NamedTuple):

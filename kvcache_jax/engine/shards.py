@@ -16,13 +16,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.engine.chunk import Inbox, run_chunk
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.parts import Model
 from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.state import EngineState, empty_state
-from kvcache_jax.operations.init import init
 
 
 class Shards:

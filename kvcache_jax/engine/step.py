@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import run_if
-from kvcache_jax.core.attention_plan import plan_attention
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.decoding.forward import width_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.parts import Model, draw_next, make_room, reserve_next, reserve_prompts

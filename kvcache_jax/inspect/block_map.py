@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, static_count
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.state import Cache
 from kvcache_jax.inspect.block_view import (
     GLYPHS,
@@ -22,6 +21,7 @@ from kvcache_jax.inspect.block_view import (
     row_glyph,
     row_rgb,
 )
+from kvcache_jax.layers.span import ceil_div
 
 _GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
 # Bounds of a picture, whatever the size of the cache.

@@ -10,8 +10,8 @@ import numpy as np
 
 from kvcache_jax.core.arguments import group_ids
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, row_len
+from kvcache_jax.layers.layer_group import LayerGroup
 
 # One glyph per row; the last one is that of all further rows.
 GLYPHS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "*"

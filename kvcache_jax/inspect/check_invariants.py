@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.core.cache_checks import require_values
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -22,6 +21,7 @@ from kvcache_jax.core.state import (
     row_fields,
     row_len,
 )
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import bucket_of
 

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec, Sharding
 
 from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.init import init, sharding_of
 from kvcache_jax.core.state import Cache
 from kvcache_jax.manager.errors import CacheLost, ManagerBusy, ManagerClosed
 from kvcache_jax.manager.programs import without_pools
-from kvcache_jax.operations.init import init, sharding_of
 
 _MAX_STEP_FNS = 32
 

@@ -18,15 +18,15 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows
-from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter, count_events
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, Step, mark_used
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.extend_plan import (
     ExtendPlan,
     GroupPlan,

@@ -23,9 +23,9 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Control
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.rows import check_ids
 
 

@@ -15,12 +15,12 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.arrays.number_checks import static_count
+from kvcache_jax.arrays.registry import Registry
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.registry import Registry
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.operations.free import free_rows
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, remainder
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.blocks import block_pool, storage
-from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
 from kvcache_jax.operations.extend import copy_tokens, grow, record_tokens, take_blocks

@@ -19,16 +19,16 @@ from kvcache_jax.arrays.masked_updates import (
     set_at,
 )
 from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
-from kvcache_jax.core.attention_plan import plan_attention
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter, count_events
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, Step, mark_used
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.extend import copy_tokens
 from kvcache_jax.operations.rows import check_ids, fitting_rows
 from kvcache_jax.prefix import eviction

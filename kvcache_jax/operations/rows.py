@@ -19,9 +19,9 @@ from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used, row_fields, row_len
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 def on_rows(operation: Callable, cache: Cache, *columns: Any) -> tuple[Cache, Any]:

@@ -17,9 +17,9 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import Cache, Control, KVPool, row_len
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.prefix import eviction
 

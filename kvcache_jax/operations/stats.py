@@ -15,8 +15,8 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.counter import Counter
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Cache
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 @pytree_dataclass()

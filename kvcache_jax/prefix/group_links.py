@@ -23,8 +23,8 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import BlockPool, Control, GroupLinks, PrefixIndex
+from kvcache_jax.layers.layer_group import LayerGroup
 
 
 def usable_prefix(

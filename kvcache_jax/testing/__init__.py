@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvcache_jax.attention.mosaic import interpreted
 from kvcache_jax.attention.write import write
 from kvcache_jax.core.cache_checks import require_values, takes_one
 from kvcache_jax.core.counter import Counter
-from kvcache_jax.core.layer_kinds.base import LayerKind
-from kvcache_jax.core.mosaic import interpreted
 from kvcache_jax.core.state import Cache, Step
-from kvcache_jax.testing.check_forward import check_forward
+from kvcache_jax.layers.layer_kind import LayerKind
+from kvcache_jax.testing.forward_checks import check_forward
 from kvcache_jax.testing.oracle import Oracle, OracleRow
 from kvcache_jax.testing.oracle_chunks import OracleChunk
-from kvcache_jax.testing.poison import poison
+from kvcache_jax.testing.poisoned_slots import poison
 
 __all__ = [
     "Oracle",

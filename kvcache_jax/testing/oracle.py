@@ -10,9 +10,9 @@ from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
 
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.testing.oracle_blocks import OracleBlock
 from kvcache_jax.testing.oracle_chunks import OracleChunks
 from kvcache_jax.testing.oracle_rows import OracleRow, first_kept

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
+from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.testing.oracle_rows import OracleRow, OracleRows
 
 

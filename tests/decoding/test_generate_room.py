@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.layer_kinds.span import ceil_div
+from kvcache_jax.layers.span import ceil_div
 from tests.support.tiny_model import DIM, HEADS, forward, make_params
 
 PARAMS, BLOCK_SIZE, MAX_LEN = make_params(), 4, 40

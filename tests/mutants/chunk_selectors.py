@@ -2,23 +2,21 @@
 
 from tests.mutants.mutations import in_module
 
-SELECTOR = "core/test_chunk_selector.py"
+SELECTOR = "chunks/test_chunk_selector.py"
 CHOSEN = f"{SELECTOR}::test_the_highest_scores_are_chosen_and_of_equal_ones_the_first"
 NAMED = f"{SELECTOR}::test_each_selector_looks_at_what_it_is_named_after"
 OWN = f"{SELECTOR}::test_a_selector_of_ones_own_is_checked"
 ROUNDED = f"{SELECTOR}::test_a_share_is_rounded_up_and_no_further"
-IN_FRONT = (
-    "attention/test_chunk_attention.py::test_attention_in_front_of_chunks_is_that_of_each_pair_of_tokens"
-)
+IN_FRONT = "chunks/test_chunk_attention.py::test_attention_in_front_of_chunks_is_that_of_each_pair_of_tokens"
 EVICT = "operations/test_evict_chunks.py"
 SCRIPT = f"{EVICT}::test_a_random_script_of_uses_and_evictions"
 ORDER = f"{EVICT}::test_the_least_uses_times_tokens_go_first_and_then_the_oldest_use"
 EVICTED = f"{EVICT}::test_chunks_are_evicted_for_blocks_that_nobody_else_holds"
 OF_BOTH = f"{EVICT}::test_a_block_of_two_chunks_is_free_once_both_are_gone"
-FOUND_BROKEN = "inspect/test_chunk_invariants.py::test_broken_stores_are_found"
-DEVIATION = "attention/test_chunk_deviation.py::test_deviations_stand_at_the_places_of_the_tokens"
-NO_COPY = "attention/test_chunk_deviation.py::test_a_step_that_looks_and_writes_copies_no_pool"
-DESCRIBED = "operations/test_chunk_metadata.py::test_tokens_of_chunks_are_described_at_their_places"
+FOUND_BROKEN = "chunks/test_chunk_invariants.py::test_broken_stores_are_found"
+DEVIATION = "chunks/test_chunk_deviation.py::test_deviations_stand_at_the_places_of_the_tokens"
+NO_COPY = "chunks/test_chunk_deviation.py::test_a_step_that_looks_and_writes_copies_no_pool"
+DESCRIBED = "chunks/test_chunk_metadata.py::test_tokens_of_chunks_are_described_at_their_places"
 
 MUTATIONS = [
     *in_module(
@@ -98,7 +96,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "inspect/chunk_invariants",
+        "chunks/chunk_invariants",
     ),
     *in_module(
         "chunks/chunk_deviation",

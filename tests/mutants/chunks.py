@@ -2,7 +2,7 @@
 
 from tests.mutants.mutations import in_module
 
-ROWS, ARGUMENTS = "operations/test_chunks.py", "core/test_chunk_arguments.py"
+ROWS, ARGUMENTS = "chunks/test_chunks.py", "chunks/test_chunk_arguments.py"
 PLACES = f"{ROWS}::test_chunks_stand_at_any_place_of_a_row[group]"
 IN_PLACE = f"{ROWS}::test_chunks_that_stay_in_place_are_the_same_bit_for_bit"
 SHARED = f"{ROWS}::test_a_chunk_shares_the_whole_blocks_of_its_span"
@@ -12,12 +12,12 @@ FOUND = f"{ROWS}::test_chunks_are_found_by_all_their_tokens_in_their_namespace"
 SCARCE = f"{ROWS}::test_scarce_blocks_and_places_go_in_entry_order"
 SCRUBBED = f"{ROWS}::test_scrubbing_a_namespace_forgets_its_chunks_and_no_others"
 BY_KIND = (
-    "operations/test_chunks_by_kind.py::test_windows_and_latents_are_composed_with_what_the_next_token_reads"
+    "chunks/test_chunks_by_kind.py::test_windows_and_latents_are_composed_with_what_the_next_token_reads"
 )
 NOT_STORED = f"{ROWS}::test_what_cannot_be_stored_is_said_and_changes_nothing"
-WINDOWS = "operations/test_chunk_scripts.py::test_a_random_script_of_windows[0]"
-PREFIXES = "operations/test_chunk_scripts.py::test_a_random_script_of_rows_that_share_prefixes[1]"
-SCRIPT = "operations/test_chunk_scripts.py::test_a_random_script[1]"
+WINDOWS = "chunks/test_chunk_scripts.py::test_a_random_script_of_windows[0]"
+PREFIXES = "chunks/test_chunk_scripts.py::test_a_random_script_of_rows_that_share_prefixes[1]"
+SCRIPT = "chunks/test_chunk_scripts.py::test_a_random_script[1]"
 ROTATED = f"{ARGUMENTS}::test_keys_are_rotated_by_a_table_of_float64"
 
 MUTATIONS = [
@@ -77,7 +77,7 @@ MUTATIONS = [
         ("no chunk is rotated", "name in rotated_features:", "name in {}:", PLACES),
     ),
     *in_module(
-        "core/layer_kinds/latent_attention",
+        "layers/latent_attention",
         (
             "all of a latent is rotated",
             "slice(self.latent_dim, None)}",
@@ -143,7 +143,7 @@ MUTATIONS = [
         "operations/scrub",
     ),
     *in_module(
-        "core/key_rotation",
+        "blocks/key_rotation",
         ("keys never move back", "jnp.where((distance < 0)", "jnp.where((distance > 2**30)", ROTATED),
     ),
     *in_module(

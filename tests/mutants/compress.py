@@ -2,7 +2,7 @@
 
 from tests.mutants.mutations import in_module
 
-ROWS = "attention/test_compressed_rows.py"
+ROWS = "compression/test_compressed_rows.py"
 KEPT = f"{ROWS}::test_each_layer_and_head_keeps_its_own_tokens[group]"
 PUBLISHED = f"{ROWS}::test_each_layer_and_head_keeps_its_own_tokens[groups]"
 BUDGETS = f"{ROWS}::test_groups_of_layers_keep_as_many_as_their_budgets_say"
@@ -12,7 +12,7 @@ WEIGHTS = "attention/test_attention_scores.py::test_weights_times_values_are_wha
 MIX, ROTATED = f"{WEIGHTS}[mix]", f"{WEIGHTS}[int4-rotated]"
 
 DERIVATIVES = "operations/test_derivatives.py"
-SCORERS = "core/test_token_scorer.py"
+SCORERS = "compression/test_token_scorer.py"
 SAID = f"{SCORERS}::test_a_scorer_is_what_kvpress_says"
 
 MUTATIONS = [

@@ -161,7 +161,7 @@ MUTATIONS = [
         ("wide token ids are cut", "if values.dtype.itemsize > 4:", "if False:", WIDE_TOKENS),
     ),
     *in_module(
-        "core/layer_group",
+        "layers/layer_group",
         (
             "memory plan of one array",
             "return self.num_layers * sum(values)",

@@ -2,7 +2,7 @@
 
 from tests.mutants.mutations import Mutation, in_module
 
-TESTS = "decoding/test_generate_chunks.py"
+TESTS = "chunks/test_generate_chunks.py"
 PLACES = f"{TESTS}::test_prompts_are_made_of_chunks_wherever_those_stand"
 OWN = f"{TESTS}::test_a_prompt_is_its_own_whatever_stands_beside_and_was_before"
 ROOM = f"{TESTS}::test_chunks_without_room_are_computed_as_other_text"

@@ -214,7 +214,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/mosaic",
+        "attention/mosaic",
         (
             "all cuts of a prompt begin alike",
             "plan.first_position[:, None] + starts",
@@ -253,7 +253,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/attention_plan",
+        "attention/attention_plan",
         (
             "a column too few",
             "return first_position + num_queries - 1",
@@ -340,7 +340,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "operations/init",
+        "core/init",
         (
             "kernels imported within a trace",
             "load(config.implementation)",

@@ -8,7 +8,7 @@ from tests.mutants.operations import TRUNCATE
 SINKS = f"{BOUNDED}[window 7, 5 sinks]"
 AMONG_SINKS = f"{WINDOWS}::test_a_window_that_begins_among_the_sinks_and_was_given_back_behind_them_is_lost"
 OFFSETS = "attention/test_offsets.py::test_keys_and_values_with_offsets_are_what_they_stand_for"
-QUANTISED = "core/test_quantised_kind.py"
+QUANTISED = "quantised/test_quantised_kind.py"
 DECODED = f"{QUANTISED}::test_attention_is_that_to_the_decoded_values[padded]"
 HALF_A_STEP = f"{QUANTISED}::test_a_number_is_off_by_half_a_step_of_the_range_of_its_vector_at_most"
 SOURCES = "operations/test_sources.py"
@@ -16,12 +16,12 @@ ONE_BEHIND = f"{SOURCES}::test_a_row_without_blocks_is_as_it_was_and_a_smaller_o
 READ_BACK = f"{SOURCES}::test_sources_are_read_back_and_take_their_blocks_alone"
 KEPT = f"{SOURCES}::test_a_row_takes_over_its_parent_s_source_and_keeps_it_when_it_is_cut"
 SOURCE_STATUS = f"{SOURCES}::test_each_status"
-SHARED = "core/test_shared_layers.py"
+SHARED = "layers/test_shared_layers.py"
 NOT_FINITE = f"{QUANTISED}::test_what_is_not_finite_is_nan_in_its_row_and_head_alone"
 
 MUTATIONS = [
     *in_module(
-        "core/layer_kinds/span",
+        "layers/span",
         (
             "window read from one token later",
             "length + 1 - self.window",
@@ -60,7 +60,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/layer_kinds/span",
+        "layers/span",
         (
             "rows keep the column behind their last",
             "return quotient(length + block_size - 1, block_size)",
@@ -80,7 +80,7 @@ MUTATIONS = [
         ("sink tokens masked", "(key_position < self.num_sink_tokens)", "(key_position < 0)", SINK_LOGITS),
     ),
     *in_module(
-        "core/layer_kinds/sliding_window",
+        "layers/sliding_window",
         (
             "a window reaches past 32 bits",
             "if reach >= MAX_INDEX:",
@@ -116,7 +116,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/layer_kinds/cross_attention",
+        "layers/cross_attention",
         (
             "cross attention is causal",
             "is_causal = False",
@@ -224,7 +224,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/layer_kinds/base",
+        "layers/layer_kind",
         (
             "keys and values are meant without offsets",
             "return x if offset is None else",
@@ -247,7 +247,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/layer_kinds/quantised",
+        "quantised/quantised",
         (
             "scales of keys and values swapped",
             "KeysValues(k, v, k_scale, v_scale, ",
@@ -259,7 +259,7 @@ MUTATIONS = [
         ("queries are not rotated", "return self._rotated(q)", "return q", DECODED),
     ),
     *in_module(
-        "core/layer_kinds/formats/steps",
+        "quantised/steps",
         (
             "ranges are stretched to hold 0",
             "low, high = x.min(axis=-1), x.max(axis=-1)",
@@ -277,7 +277,7 @@ MUTATIONS = [
         ("the zero is left out", 'scale * parts["zero"].astype(jnp.float32)', "scale * 0", DECODED),
     ),
     *in_module(
-        "core/layer_kinds/formats/int4",
+        "quantised/int4",
         (
             "nibbles of int4 in the other order",
             "jnp.stack([packed & 15, packed >> 4], axis=-1)",
@@ -286,7 +286,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/layer_kinds/formats/base",
+        "quantised/format",
         (
             "an infinite number is read as 0",
             "jnp.where(is_finite, 0, jnp.nan)",

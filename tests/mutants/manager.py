@@ -154,7 +154,7 @@ MUTATIONS = [
         "inspect/check_invariants", ("any peak will do", "<= peak_used <= nowhere", "<= peak_used", BROKEN)
     ),
     *in_module(
-        "testing/check_forward",
+        "testing/forward_checks",
         ("a forward may extend rows", "np.array_equal(found, lengths)", "True", BAD_MODEL),
     ),
     *in_module(
@@ -167,7 +167,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "testing/poison",
+        "testing/poisoned_slots",
         (
             "a stray read finds a scale of 0",
             "jnp.iinfo(values.dtype).min or",
@@ -182,7 +182,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "inspect/explain",
+        "inspect/explain_miss",
         ("the block in place of the token", "At position {start + same}", "At position {start}", LEAVES),
         (
             "any cached sequence for the nearest",

@@ -383,7 +383,7 @@ OTHERS = [
         ),
     ),
     *in_module(
-        "attention/append",
+        "operations/append",
         (
             "append writes the first layer's keys",
             "write(cache, layer, k[i],",
@@ -400,11 +400,9 @@ OTHERS = [
             GATHER,
         ),
     ),
+    *in_module("core/donate", ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED)),
     *in_module(
-        "operations/donate", ("nothing donated", "jax.jit(fn, donate_argnums=0)", "jax.jit(fn)", DONATED)
-    ),
-    *in_module(
-        "operations/init",
+        "core/init",
         ("reset forgets nothing", "return in_place_of(control, ", "return control\n    (", DONATED),
         (
             "heads that no mesh axis divides reach jax",

@@ -103,7 +103,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/registry",
+        "arrays/registry",
         (
             "a kept decorator gives two functions one name",
             "self._require_new(name)  # a decorator",
@@ -114,7 +114,7 @@ MUTATIONS = [
             "a name may be taken twice",
             "if name in self.names:",
             "if name is self.names:",
-            "core/test_chunk_selector.py::test_a_selector_of_ones_own_is_checked",
+            "chunks/test_chunk_selector.py::test_a_selector_of_ones_own_is_checked",
         ),
     ),
     *in_module(

@@ -9,19 +9,19 @@ BEHIND = f"{TESTS}::test_published_blocks_behind_a_copied_one_are_copied_too"
 BEHIND_SHARED = f"{TESTS}::test_shared_blocks_behind_a_copied_one_are_copied_too"
 CELL = "kinds/test_kinds.py::test_a_cell[full-rewrite]"
 RUNS = "attention/test_rewritten_queries.py::test_a_backend_of_runs_is_given_each_query_as_a_row"
-DROPPED = "attention/test_dropped_tokens.py"
+DROPPED = "compression/test_dropped_tokens.py"
 ENDLESS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[full]"
 IN_WINDOWS = f"{DROPPED}::test_an_endless_text_in_fixed_memory[window]"
 REFUSED = f"{DROPPED}::test_what_cannot_be_dropped"
 CUT = f"{DROPPED}::test_a_row_is_cut_behind_what_it_dropped_or_in_front_of_it"
-STREAM = "decoding/test_generate_streaming.py"
+STREAM = "compression/test_generate_streaming.py"
 PAST_THE_END = f"{STREAM}::test_a_text_goes_on_past_what_a_row_holds"
 PREEMPT = "operations/test_preempt.py"
 CUT_DOWN = f"{PREEMPT}::test_rows_drop_their_oldest_blocks_in_place_of_ending"
 GO_ON = f"{PREEMPT}::test_rows_that_stream_go_on_dropping_behind_what_they_dropped"
 LOST = "kinds/test_kinds.py::test_a_cell[window-rewrite]"
 
-SINKS = "attention/test_moved_sinks.py"
+SINKS = "compression/test_moved_sinks.py"
 NEAR = f"{SINKS}::test_sinks_are_as_near_as_if_nothing_was_dropped[full]"
 PARTED = f"{SINKS}::test_rows_share_sinks_part_and_come_back"
 NO_BLOCK = f"{SINKS}::test_without_a_block_for_the_sinks_nothing_changes"
@@ -51,7 +51,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "blocks/sink_blocks",
+        "compression/sink_blocks",
     ),
     *in_module(
         "operations/rewrite",
@@ -116,7 +116,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/attention_plan",
+        "attention/attention_plan",
         ("queries with gaps are handed in as a run", "if plan.positions is None or", "if True or", RUNS),
         (
             "padding reads what nobody wrote",
@@ -208,7 +208,7 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "core/layer_kinds/span",
+        "layers/span",
         (
             "an exported step sees less",
             'else Span(**values["span"])',

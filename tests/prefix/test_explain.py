@@ -139,7 +139,7 @@ class Counted(np.ndarray):
 @pytest.mark.slow
 def test_blocks_are_not_searched_for_each_block_of_the_prompt(monkeypatch):
     """Neither where other namespaces have the prompt too: their blocks are met once."""
-    module = importlib.import_module("kvcache_jax.inspect.explain")
+    module = importlib.import_module("kvcache_jax.inspect.explain_miss")
     make_view = module._view
 
     def counted_view(cache):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.core.layer_kinds.formats.base import LEAST_SCALE, finite_or_zero
+from kvcache_jax.quantised.format import LEAST_SCALE, finite_or_zero
 
 STEP_PARTS = {"scale": (None, jnp.uint16), "zero": (None, jnp.int16)}
 """What is stored of a step, beside the integers."""

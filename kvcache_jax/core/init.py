@@ -19,8 +19,8 @@ from kvcache_jax.core.choose_backend import load
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.empty_state import empty_control, empty_pools, in_place_of
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import Cache, Control, KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 _log = logging.getLogger("kvcache_jax")
 _DEFAULT_HASH_KEY = (0x9E3779B9, 0x7F4A7C15)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_flag
-from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
-from kvcache_jax.core.layer_kinds.formats import FORMATS
-from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_kind import KeysValues, LayerKind
+from kvcache_jax.layers.span import Span
+from kvcache_jax.quantised.formats import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)

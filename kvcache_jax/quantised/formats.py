@@ -1,9 +1,9 @@
 """Formats in which `Quantised` layers store numbers: a file per format, and a line in `FORMATS`."""
 
-from kvcache_jax.core.layer_kinds.formats.base import Format
-from kvcache_jax.core.layer_kinds.formats.fp8 import FP8
-from kvcache_jax.core.layer_kinds.formats.int4 import INT4
-from kvcache_jax.core.layer_kinds.formats.int8 import INT8
+from kvcache_jax.quantised.format import Format
+from kvcache_jax.quantised.fp8 import FP8
+from kvcache_jax.quantised.int4 import INT4
+from kvcache_jax.quantised.int8 import INT8
 
 FORMATS: dict[str, Format] = {
     "int8": INT8,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.arguments import pool_of
 from kvcache_jax.core.cache_checks import takes_one
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
 from kvcache_jax.core.state import Cache, KVPool
+from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.operations.scrub import num_tokens_held
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.core.layer_kinds.base import KeysValues, LayerKind, check_positive
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_kind import KeysValues, LayerKind, check_positive
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core import token_scorer
+from kvcache_jax.compression import scorers
 
 ROWS, Q_HEADS, KV_HEADS, PLACES, WIDTH, DIM = 3, 4, 2, 30, 9, 6
 LENGTHS, NUM_QUERIES = [30, 21, 12], [9, 9, 4]
@@ -104,7 +104,7 @@ def test_a_scorer_is_what_kvpress_says(expected):
     if expected is tova:  # the scorer asks for the last query alone
         last = np.stack([TOKENS.attention[row, :, num - 1 : num] for row, num in enumerate(NUM_QUERIES)])
         tokens = tokens._replace(attention=last, num_queries=jnp.ones(ROWS, jnp.int32))
-    scores = np.asarray(token_scorer.scores_by(name, tokens))
+    scores = np.asarray(scorers.scores_by(name, tokens))
     assert scores.shape == (ROWS, KV_HEADS, PLACES)
     for row, length in enumerate(LENGTHS):
         num_queries = min(NUM_QUERIES[row], num_last)
@@ -120,7 +120,7 @@ def test_a_scorer_is_what_kvpress_says(expected):
 
 def test_chance_differs_by_head_and_key():
     first, second = (
-        np.asarray(token_scorer.scores_by("random", TOKENS._replace(key=jax.random.key(i)))) for i in (0, 1)
+        np.asarray(scorers.scores_by("random", TOKENS._replace(key=jax.random.key(i)))) for i in (0, 1)
     )
     assert (first != second).any() and (first[:, 0] != first[:, 1]).any()
 
@@ -156,7 +156,7 @@ def test_budgets_fall_from_layer_to_layer_and_keep_the_average():
 
 
 def test_scorers_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(token_scorer._scorers, "_entries", dict(token_scorer._scorers._entries))
+    monkeypatch.setattr(scorers._scorers, "_entries", dict(scorers._scorers._entries))
     with pytest.raises(ValueError, match="there is a token scorer 'h2o' already"):
         kv.token_scorer("h2o")
     with pytest.raises(ValueError, match="needs is \\['q'\\], expected some of"):
@@ -166,13 +166,13 @@ def test_scorers_that_do_not_fit(monkeypatch):
     with pytest.raises(TypeError, match="the token scorer 'mine' is 3, expected a function"):
         kv.token_scorer("mine")(3)
     with pytest.raises(ValueError, match="scorer is 'mine', expected one of 'snapkv', 'h2o'"):
-        token_scorer.scores_by("mine", TOKENS)
+        scorers.scores_by("mine", TOKENS)
     kv.token_scorer("mine")(lambda tokens: tokens.is_token)
     with pytest.raises(TypeError, match="token scorer 'mine' returned bool\\[3, 30\\], expected floats"):
-        token_scorer.scores_by("mine", TOKENS)
+        scorers.scores_by("mine", TOKENS)
     kv.token_scorer("asks")(lambda tokens: tokens.v.sum(axis=-1))
     with pytest.raises(AttributeError) as raised:
-        token_scorer.scores_by("asks", TOKENS._replace(v=None))
+        scorers.scores_by("asks", TOKENS._replace(v=None))
     assert "token scorer 'asks' has needs=[] and sees no other optional metadata" in raised.value.__notes__
     kv.token_scorer("flat")(lambda tokens: np.float32(tokens.is_token))
-    assert token_scorer.scores_by("flat", TOKENS).shape == (ROWS, KV_HEADS, PLACES)
+    assert scorers.scores_by("flat", TOKENS).shape == (ROWS, KV_HEADS, PLACES)

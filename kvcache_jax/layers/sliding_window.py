@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from kvcache_jax.core.layer_kinds.base import MAX_INDEX, LayerKind, check_not_negative, check_positive
-from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.layers.layer_kind import MAX_INDEX, LayerKind, check_not_negative, check_positive
+from kvcache_jax.layers.span import Span
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.attention_plan import plan_rows
+from kvcache_jax.attention.attention_plan import plan_rows
 from kvcache_jax.core.backends import MOSAIC_GPU, MOSAIC_TPU, Backend, TargetDevice
-from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.state import AttentionPlan, KVPool
+from kvcache_jax.layers.layer_group import LayerGroup
 
 _PLATFORM = {MOSAIC_GPU: "cuda", MOSAIC_TPU: "tpu"}
 _HOPPER = "9.0"

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
-from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.span import Span
 
 MAX_INDEX = 2**31
 """One past the largest index that 32 bits reach."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.attention_plan import plan_attention
+from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.decoding import loop, prefill
 from tests.support import tiny_model
 from tests.support.dense_reference import dense_attention

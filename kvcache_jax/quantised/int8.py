@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from kvcache_jax.core.layer_kinds.formats.base import Format
-from kvcache_jax.core.layer_kinds.formats.steps import STEP_PARTS, scale_and_offset, to_steps
+from kvcache_jax.quantised.format import Format
+from kvcache_jax.quantised.formats.steps import STEP_PARTS, scale_and_offset, to_steps
 
 
 def _parts(head_dim):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvcache_jax.core.layer_kinds.base import LayerKind, check_not_negative
+from kvcache_jax.layers.layer_kind import LayerKind, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True)

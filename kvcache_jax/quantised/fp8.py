@@ -7,7 +7,7 @@ They are stored as bytes: where XLA has no such floats, it writes to an array of
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.core.layer_kinds.formats.base import LEAST_SCALE, Format, finite_or_zero
+from kvcache_jax.quantised.format import LEAST_SCALE, Format, finite_or_zero
 
 _DTYPE = jnp.float8_e4m3fn
 _MOST = 448

@@ -11,9 +11,9 @@ from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
 from kvcache_jax.core.backends import Backend
 from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.holes import Holes
-from kvcache_jax.core.layer_group import LayerGroup
-from kvcache_jax.core.layer_kinds.span import Span
 from kvcache_jax.core.state import AttentionPlan, Cache, KVPool, Step, row_len
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.span import Span
 
 
 def plan_attention(

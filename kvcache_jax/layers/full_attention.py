@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvcache_jax.core.layer_kinds.base import LayerKind
+from kvcache_jax.layers.layer_kind import LayerKind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,15 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.describe import control_bytes
+from kvcache_jax.core.donate import donate
+from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.core.status import raise_for_status
 from kvcache_jax.decoding.forward import width_of
 from kvcache_jax.operations.allocate import allocate
-from kvcache_jax.operations.donate import donate
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.fork import fork
-from kvcache_jax.operations.init import init
-from kvcache_jax.testing.poison import poison
+from kvcache_jax.testing.poisoned_slots import poison
 
 BoundForward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 

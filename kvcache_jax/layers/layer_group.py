@@ -6,9 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.core.layer_kinds.base import LayerKind
-from kvcache_jax.core.layer_kinds.block_array import BlockArray
-from kvcache_jax.core.layer_kinds.span import Span
+from kvcache_jax.layers.block_array import BlockArray
+from kvcache_jax.layers.layer_kind import LayerKind
+from kvcache_jax.layers.span import Span
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from kvcache_jax.core.layer_kinds.base import LayerKind, check_positive
+from kvcache_jax.layers.layer_kind import LayerKind, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
