@@ -126,7 +126,7 @@ def measure(
 
 def _mode(name: str, engine: kv.Engine, before: dict, seconds: float, found: Answers) -> Mode:
     counts = {counter: num - before[counter] for counter, num in engine.figures().counts.items()}
-    computed = kv.EngineCounter.PREFILL_TOKENS, kv.EngineCounter.GENERATED_TOKENS
+    computed = kv.engine.Counter.PREFILL_TOKENS, kv.engine.Counter.GENERATED_TOKENS
     copies = [answer for request_id, answer in found.items() if isinstance(request_id, tuple)]
     tokens = np.array([tokens for tokens, _ in copies])
     bits = [(*tokens, *np.array(logprobs, np.float32).view(np.int32)) for tokens, logprobs in copies]
@@ -135,7 +135,7 @@ def _mode(name: str, engine: kv.Engine, before: dict, seconds: float, found: Ans
         name,
         seconds,
         sum(counts[counter] for counter in computed),
-        counts[kv.EngineCounter.PREEMPTIONS],
+        counts[kv.engine.Counter.PREEMPTIONS],
         len(set(map(tuple, tokens.tolist()))),
         len(set(bits)),
         int(differs.argmax()) if differs.any() else None,

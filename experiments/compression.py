@@ -37,6 +37,7 @@ from experiments.common.report import (
     show_provenance,
 )
 from experiments.decode_speed import dense_decoder
+from kvcache_jax.compression.scorers import token_scorers
 from models import checkpoint
 from models.decoder import Decoder
 from models.rope import rotate, rotation
@@ -96,14 +97,16 @@ def _read(
         cache = kv.write(cache, layer, k, v, step)
         for name in scorers:
             unturned = rotate(q, rotation(rope, dim, -step.positions))
-            queries = kv.future_queries(
+            queries = kv.compression.future_queries(
                 unturned,
                 is_query,
                 lambda x, at: rotate(x, rotation(rope, dim, at)),
                 step.context_len,
             )
             key = jax.random.key(layer)
-            scores[name].append(kv.token_scores(cache, layer, q, step, name, key=key, queries=queries))
+            scores[name].append(
+                kv.compression.token_scores(cache, layer, q, step, name, key=key, queries=queries)
+            )
         cache, out = kv.attend(cache, layer, q, step)
         assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
         return out
@@ -113,7 +116,7 @@ def _read(
     return cache, jax.nn.log_softmax(logits), stacked
 
 
-compress = jax.jit(kv.compress)
+compress = jax.jit(kv.compression.compress)
 
 
 def bits_per_byte(log_p: jax.Array, targets: np.ndarray) -> np.ndarray:
@@ -140,7 +143,7 @@ class Study:
         tokens = np.pad(prompts, ((0, 0), (0, PROMPT - self.prompt_len)))
         num_new = np.full(self.num_rows, self.prompt_len, np.int32)
         empty = empty_cache(decoder, self.num_rows)
-        self.cache, _, self.scores = _read(decoder, empty, tokens, num_new, kv.token_scorers(), PROMPT)
+        self.cache, _, self.scores = _read(decoder, empty, tokens, num_new, token_scorers(), PROMPT)
 
     def bits(self, cache: kv.Cache, what: str) -> np.ndarray:
         """Bits per byte of the continuation."""
@@ -154,7 +157,7 @@ class Study:
     def without_prompt(self) -> kv.Cache:
         """The cache after all tokens are gone; positions go on."""
         rows, zeros = np.arange(self.num_rows), np.zeros(self.num_rows, np.int32)
-        cache, status = kv.drop(self.cache, rows, zeros, zeros + self.prompt_len)
+        cache, status = kv.compression.drop(self.cache, rows, zeros, zeros + self.prompt_len)
         kv.raise_for_status(status, "drop")
         return cache
 
@@ -164,7 +167,9 @@ class Study:
         budgets = np.full((self.num_rows, num_layers), num_keep, np.int32)
         if name == PYRAMID:
             each = np.full(self.num_rows, num_keep)
-            budgets = kv.pyramid_budgets(each, num_layers, WINDOW, np.full(self.num_rows, self.prompt_len))
+            budgets = kv.compression.pyramid_budgets(
+                each, num_layers, WINDOW, np.full(self.num_rows, self.prompt_len)
+            )
         scores = self.scores["snapkv" if name == PYRAMID else name]
         start = time.perf_counter()
         cache, status = compress(self.cache, np.arange(self.num_rows), scores, np.asarray(budgets))
@@ -176,7 +181,7 @@ class Study:
 
 def names() -> tuple[str, ...]:
     """Lists the scorers, and PyramidKV's budgets for the first of them."""
-    return (*kv.token_scorers(), PYRAMID)
+    return (*token_scorers(), PYRAMID)
 
 
 def measure(study: Study) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from models.decoder import Decoder, rotations, single_layers
 def first_layers(
     decoder: Decoder, tokens: jax.Array, cache: kv.Cache, step: kv.Step, *, num_layers: int = 2
 ) -> tuple[jax.Array, kv.Cache]:
-    """Stores what the first layers store of a step's tokens, for `kv.ChunkReuse(observe=first_layers)`.
+    """Stores what the first layers store of a step's tokens, for `kv.chunks.Reuse(observe=first_layers)`.
 
     The last of them attends to nothing: its keys and values follow from the layers below.
 

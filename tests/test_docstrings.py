@@ -48,6 +48,9 @@ def test_every_public_name_has_a_docstring():
     assert len(set(kvcache_jax.__all__)) == len(kvcache_jax.__all__)
     assert (kvcache_jax.__doc__ or "").strip()
     assert undocumented(kvcache_jax) == []
+    spaces = [value for name in kvcache_jax.__all__ if inspect.ismodule(value := getattr(kvcache_jax, name))]
+    assert len(spaces) == 11
+    assert {space.__name__: missing for space in spaces if (missing := undocumented(space))} == {}
 
 
 def test_a_missing_docstring_is_found():

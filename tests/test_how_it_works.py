@@ -43,7 +43,7 @@ def test_the_examples_print_what_stands_below_them():
 def test_the_arrays_of_the_table_are_those_of_the_state():
     table = HOW_IT_WORKS.read_text().partition("| where | array |")[2].partition("\n\n")[0]
     named = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)", line.split("|")[2])]
-    classes = kv.Control, kv.BlockPool, kv.state.PrefixIndex, kv.state.KVPool
+    classes = kv.state.Control, kv.state.BlockPool, kv.state.PrefixIndex, kv.state.KVPool
     fields = {field.name for kind in classes for field in dataclasses.fields(kind)}
     assert len(named) > 20 and {*named} <= fields
 

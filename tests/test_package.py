@@ -2,7 +2,8 @@
 
 import ast
 import dataclasses
-import operator
+import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -38,6 +39,8 @@ ROOMS = (
     "manager",
     "testing",
 )
+# Files beside the rooms, which hold public names and nothing else.
+NAMESPACES = ("backends", "policies", "state", "tiers")
 KERNEL_CALLERS = ("kvcache_jax/attention/mosaic.py",)
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
@@ -159,7 +162,11 @@ def room_violations(file: str, source: str) -> list[str]:
 
 def test_rooms_import_only_rooms_above_them():
     files = source_files("kvcache_jax")
-    assert {path.relative_to(ROOT).parts[1] for path in files} == {*ROOMS, "__init__.py"}
+    assert {path.relative_to(ROOT).parts[1] for path in files} == {
+        *ROOMS,
+        "__init__.py",
+        *(f"{name}.py" for name in NAMESPACES),
+    }
     violations = []
     for path in files:
         violations += room_violations(path.relative_to(ROOT).as_posix(), path.read_text())
@@ -415,12 +422,26 @@ def test_the_package_names_each_of_its_rooms_in_order():
     assert named == list(ROOMS)
 
 
-@pytest.mark.parametrize("old", sorted(kvcache_jax._RENAMED))
-def test_an_old_name_tells_the_new_one(old):
-    new = kvcache_jax._RENAMED[old]
-    with pytest.raises(AttributeError, match=rf"kvcache_jax\.{old} is now kvcache_jax\.{new}$"):
-        getattr(kvcache_jax, old)
-    operator.attrgetter(new)(kvcache_jax)
+def test_a_public_name_has_one_place():
+    """Few names are flat; the others are in namespaces, and none is in two."""
+    spaces = [name for name in kvcache_jax.__all__ if inspect.ismodule(getattr(kvcache_jax, name))]
+    assert {*NAMESPACES} <= {*spaces} <= {*NAMESPACES, *ROOMS} and len(spaces) == 11
+    assert len(kvcache_jax.__all__) - len(spaces) == 60
+    places = {name: [getattr(kvcache_jax, name)] for name in kvcache_jax.__all__ if name not in spaces}
+    for space in spaces:
+        module = getattr(kvcache_jax, space)
+        places |= {f"{space}.{name}": [getattr(module, name)] for name in module.__all__}
+    by_value = {}
+    for place, [value] in places.items():
+        by_value.setdefault(id(value), []).append(place)
+    assert [names for names in by_value.values() if len(names) > 1] == []
+
+
+def test_no_file_of_a_room_hides_a_name_of_the_room():
+    for room in ROOMS:
+        public = getattr(importlib.import_module(f"kvcache_jax.{room}"), "__all__", ())
+        files = {path.stem for path in (ROOT / "kvcache_jax" / room).glob("*.py")}
+        assert not files & {*public}, room
 
 
 def too_long(file: str, text: str) -> bool:

@@ -114,9 +114,9 @@ def _checked(parser: command.Parser, options: argparse.Namespace) -> dict[str, A
     return {"model": folder.name, **found}
 
 
-def _reuse(rotate: Any, options: argparse.Namespace) -> kv.ChunkReuse:
+def _reuse(rotate: Any, options: argparse.Namespace) -> kv.chunks.Reuse:
     try:
-        return kv.ChunkReuse(rotate=rotate, selector=options.selector, share=options.share)
+        return kv.chunks.Reuse(rotate=rotate, selector=options.selector, share=options.share)
     except ValueError as error:
         raise command.InputError(f"got --selector {options.selector}: {error}") from None
 

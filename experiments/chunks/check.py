@@ -85,7 +85,7 @@ def _prompt(name: str, line: str, tokenizer: Tokenizer) -> Prompt:
 class Gate:
     """Prompts of one checkpoint, one at a time, in programs that all of them share."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Prompt], reuse: kv.ChunkReuse):
+    def __init__(self, decoder: Decoder, prompts: Sequence[Prompt], reuse: kv.chunks.Reuse):
         self.decoder, self.reuse = decoder, reuse
         self.num_chunks = max(len(prompt.chunks) for prompt in prompts)
         self.chunk_len = max(len(chunk) for prompt in prompts for chunk in prompt.chunks)
@@ -126,7 +126,7 @@ class Gate:
     def _predictions(self, cache: kv.Cache, prompt: Prompt) -> np.ndarray:
         return self._read(cache, prompt.question, self.question_len)[1]
 
-    def _composed(self, prompt: Prompt) -> tuple[kv.Cache, kv.ChunkMetadata]:
+    def _composed(self, prompt: Prompt) -> tuple[kv.Cache, kv.chunks.Metadata]:
         """A row of the prompt's passages, each computed alone; and what a selector sees."""
         passages = np.stack([np.pad(x, (0, self.chunk_len - len(x))) for x in prompt.chunks])[None]
         cache, found = rows.stored(self.decoder, self.empty, passages, prompt.lengths[None])
@@ -134,13 +134,13 @@ class Gate:
         ids = np.pad(found, more, constant_values=self.num_chunks)
         starts = np.pad(prompt.starts[None, :-1], more)
         cache = rows.composed(cache, ids, starts, self.reuse.rotate)
-        return cache, kv.chunk_metadata(cache, ids, starts)._replace(key=jax.random.key(self.reuse.seed))
+        return cache, kv.chunks.metadata(cache, ids, starts)._replace(key=jax.random.key(self.reuse.seed))
 
-    def _chosen(self, found: kv.ChunkMetadata, prompt: Prompt) -> np.ndarray:
+    def _chosen(self, found: kv.chunks.Metadata, prompt: Prompt) -> np.ndarray:
         """The places that are computed again, of each passage its share."""
         num = np.zeros((1, self.num_chunks), np.int32)
         num[0, : len(prompt.chunks)] = num_of_share(self.reuse.share, prompt.lengths)
-        places = kv.select_tokens(self.reuse.selector, found, num, max_select=self.prompt_len)
+        places = kv.chunks.select_tokens(self.reuse.selector, found, num, max_select=self.prompt_len)
         return np.asarray(places)[0]
 
     def _repaired(self, cache: kv.Cache, tokens: np.ndarray, places: np.ndarray) -> tuple[kv.Cache, int]:
@@ -170,7 +170,11 @@ def _first_layer_off(full: kv.Cache, composed: kv.Cache, num_tokens: int) -> flo
 
 
 def measure(
-    decoder: Decoder, prompts: Sequence[Prompt], reuse: kv.ChunkReuse, most_kl: float, least_agreement: float
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    reuse: kv.chunks.Reuse,
+    most_kl: float,
+    least_agreement: float,
 ) -> dict[str, Any]:
     """Compares all prompts, and says whether the checkpoint may be used so."""
     gate = Gate(decoder, prompts, reuse)

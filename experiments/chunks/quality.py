@@ -69,10 +69,10 @@ class Study:
         """The composed rows after the tokens at the places i32[n, T] were computed again."""
         return rows.repaired(self.decoder, self.composed, self.tokens, places)
 
-    def candidates(self) -> dict[str, tuple[str, kv.ChunkMetadata]]:
+    def candidates(self) -> dict[str, tuple[str, kv.chunks.Metadata]]:
         """Names selectors as printed, and says what they see: of attention also what full prefill shows."""
         k_deviation, v_deviation = rows.deviations(self.decoder, self.composed, self.tokens, self.places)
-        found = kv.chunk_metadata(self.stored, self.chunk_ids, self.prompts.starts)._replace(
+        found = kv.chunks.metadata(self.stored, self.chunk_ids, self.prompts.starts)._replace(
             attention=self._attention_elsewhere(),
             k_deviation=k_deviation,
             v_deviation=v_deviation,
@@ -82,10 +82,10 @@ class Study:
         seen = found._replace(attention=self._attention(self.full, self.prompts.chunks))
         return names | {SEEN: ("attention", seen)}
 
-    def chosen(self, selector: str, found: kv.ChunkMetadata, share: float) -> np.ndarray:
+    def chosen(self, selector: str, found: kv.chunks.Metadata, share: float) -> np.ndarray:
         """The places i32[n, T] of a share of the tokens that are not exact."""
         num = round(share * (self.tokens.shape[1] - self.prompts.chunk_len))
-        return np.asarray(kv.select_tokens(selector, found, [num] * len(self.tokens), max_select=num))
+        return np.asarray(kv.chunks.select_tokens(selector, found, [num] * len(self.tokens), max_select=num))
 
     def _attention(self, cache: kv.Cache, passages: np.ndarray) -> jax.Array:
         """What each token of rows i32[n, K, T] gives to earlier passages, f32[n, max_seq_len]."""

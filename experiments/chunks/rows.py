@@ -18,7 +18,7 @@ Rotate = Callable[[jax.Array, jax.Array], jax.Array]
 def rotations_of(decoder: Decoder, max_distance: int) -> tuple[Rotate, ...]:
     """Makes the rotations of each layer's keys by up to `max_distance` positions, equal ones once."""
     made = {
-        rope: kv.key_rotation(
+        rope: kv.chunks.key_rotation(
             rope.frequencies(decoder.config.rope_dim), max_distance, is_interleaved=rope.is_interleaved
         )
         for rope in dict.fromkeys(decoder.config.layer_ropes)
@@ -92,8 +92,8 @@ def rewrite(
     return cache, step
 
 
-_store = jax.jit(kv.store_chunk)
-_compose = jax.jit(kv.compose, static_argnames="rotate")
+_store = jax.jit(kv.chunks.store)
+_compose = jax.jit(kv.chunks.compose, static_argnames="rotate")
 
 
 def stored(
@@ -151,7 +151,7 @@ def inter_attention(decoder: Decoder, cache: kv.Cache, tokens: jax.Array, places
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = kv.attention_scores(cache, layer, q, step)
-        found.append(kv.chunk_attention(scores, places, starts, lengths))
+        found.append(kv.chunks.attention(scores, places, starts, lengths))
         return _attended(cache, layer, q, step)
 
     dense_decoder.run(dense_decoder.unstacked(decoder), tokens, step.positions, attend)
@@ -179,7 +179,7 @@ def deviations(
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if layer == 0:
             return _attended(cache, layer, q, step)
-        found.append(kv.chunk_deviation(cache, layer, k, v, step)[1])
+        found.append(kv.chunks.deviation(cache, layer, k, v, step)[1])
         return q  # nobody reads the result
 
     unstacked = dense_decoder.unstacked(decoder)

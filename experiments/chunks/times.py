@@ -41,13 +41,13 @@ def _compose(
 ) -> tuple[kv.Cache, jax.Array]:
     """Composes a row of its chunks i32[1, K], computes `num` tokens again, and then reads the question."""
     cache, _ = kv.allocate(cache, [0], [tokens.shape[1] + question.shape[1]])
-    cache, _ = kv.compose(cache, [0], chunk_ids, starts, rotate=rotate)
+    cache, _ = kv.chunks.compose(cache, [0], chunk_ids, starts, rotate=rotate)
     if num:
-        found = kv.chunk_metadata(cache, chunk_ids, starts)
+        found = kv.chunks.metadata(cache, chunk_ids, starts)
         if selector == DEVIATION:
             k_deviation, _ = rows.deviations(decoder, cache, tokens, jnp.arange(tokens.shape[1])[None])
             found = found._replace(k_deviation=k_deviation)
-        places = kv.select_tokens(selector, found, [num], max_select=num)
+        places = kv.chunks.select_tokens(selector, found, [num], max_select=num)
         cache, _ = rows.rewrite(decoder, cache, tokens, places)
     return _ended(decoder, cache, question)
 

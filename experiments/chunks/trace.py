@@ -61,7 +61,7 @@ def measure(requests: list[Request]) -> list[dict[str, Any]]:
     of_prompts = of_rows + sum(_num_blocks(len(request.prompt)) for request in requests)
     of_chunks = of_rows + store.num_chunks * _num_blocks(store.max_chunk_len)
     spans = [request.spans for request in requests]
-    reuse = [kv.ChunkReuse(rotate=None, selector="first", share=share) for share in SHARES]
+    reuse = [kv.chunks.Reuse(rotate=None, selector="first", share=share) for share in SHARES]
     prompts = [request.prompt for request in requests]
     sides = [
         ("prefix cache, memory for all", None, of_prompts, {}, prompts),

@@ -59,9 +59,9 @@ class Job:
 class Outcome:
     """What came of it, whether by `generate` or by `beam_search`; continuations per prompt, in order."""
 
-    continuations: Sequence[Sequence[kv.Generation | kv.Beam]]
-    result: kv.GenerateResult | kv.BeamResult
-    looks: list[kv.Snapshot]
+    continuations: Sequence[Sequence[kv.decoding.Generation | kv.decoding.Beam]]
+    result: kv.decoding.GenerateResult | kv.decoding.BeamResult
+    looks: list[kv.decoding.Snapshot]
     warm_up_seconds: float
 
 
@@ -175,14 +175,14 @@ def _prompts(job: Job) -> list[list[int]]:
     return [tokens[:1] for tokens in job.tokens]
 
 
-def _stop_at_the_second_look(look: kv.Snapshot, beams: Sequence[Sequence[kv.Beam]]) -> None:
+def _stop_at_the_second_look(look: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
     if look.num_steps:
         raise _WarmedUpError
 
 
 def generate(
     job: Job, prompts: Sequence[Sequence[int]], max_new_tokens: int, **callbacks
-) -> kv.GenerateResult:
+) -> kv.decoding.GenerateResult:
     options = job.options
     return kv.generate(
         forward,
@@ -207,7 +207,9 @@ def generate(
     )
 
 
-def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every: int) -> kv.BeamResult:
+def search(
+    job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every: int
+) -> kv.decoding.BeamResult:
     return kv.beam_search(
         forward,
         job.decoder,
@@ -224,10 +226,10 @@ def search(job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every:
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
-    looks: list[kv.Snapshot] = []
+    looks: list[kv.decoding.Snapshot] = []
 
     def noting(on_look: Callable[..., None]) -> Callable[..., None]:
-        def note(look: kv.Snapshot, *beams: Any) -> None:
+        def note(look: kv.decoding.Snapshot, *beams: Any) -> None:
             looks.append(look)
             on_look(look, *beams)
 
@@ -249,7 +251,7 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
     """The numbers of the table; times are seconds, sizes bytes."""
     result, stats = outcome.result, kv.stats(outcome.result.cache)
     lengths = [len(c.tokens) for samples in outcome.continuations for c in samples]
-    if isinstance(result, kv.GenerateResult):
+    if isinstance(result, kv.decoding.GenerateResult):
         num_prompt_tokens, num_cached_tokens = result.num_prompt_tokens, result.num_cached_tokens
         drafts = {"num_drafted": result.num_drafted, "num_accepted": result.num_accepted}
     else:
@@ -314,14 +316,16 @@ def report(job: Job, outcome: Outcome) -> dict[str, Any]:
     """The object that --json prints."""
     prompts = []
     result = outcome.result
-    searches = result.finish_reasons if isinstance(result, kv.BeamResult) else [None] * len(job.prompts)
+    searches = (
+        result.finish_reasons if isinstance(result, kv.decoding.BeamResult) else [None] * len(job.prompts)
+    )
     whole = zip(job.prompts, job.tokens, outcome.continuations, searches, strict=True)
     for prompt, tokens, continuations, search_ended in whole:
         samples = []
         for c in continuations:
             logprobs = [value if math.isfinite(value) else None for value in c.logprobs]
             sample = {"tokens": c.tokens, "text": job.text(c.tokens), "logprobs": logprobs}
-            score = {"score": c.score} if isinstance(c, kv.Beam) else {}
+            score = {"score": c.score} if isinstance(c, kv.decoding.Beam) else {}
             samples.append({**sample, **score, "finish_reason": c.finish_reason})
         search = {"finish_reason": search_ended} if search_ended else {}
         prompts.append({"prompt": prompt, "num_prompt_tokens": len(tokens), **search, "samples": samples})

@@ -45,7 +45,7 @@ def _style(owner: int) -> str:
     return f"38;5;{16 if is_bright(owner) else 231};48;5;{row_color(owner)}"
 
 
-def timeline_text(timeline: Sequence[kv.Snapshot], config: kv.CacheConfig, color: bool) -> str:
+def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConfig, color: bool) -> str:
     """One line per look, each layer group by itself; what is too long is cut, and the text says so."""
     chosen = sorted({round(i) for i in np.linspace(0, len(timeline) - 1, MAX_LOOKS)})
     width = (
@@ -78,7 +78,7 @@ def _title(group: LayerGroup) -> str:
     )
 
 
-def draw_timeline(timeline: Sequence[kv.Snapshot], config: kv.CacheConfig, path: Path) -> None:
+def draw_timeline(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConfig, path: Path) -> None:
     """Writes a picture: blocks used and referenced above, each layer group's blocks by owner below."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -43,9 +43,9 @@ class View:
 
     def on_tokens(self, prompt_id: int, sample_id: int, tokens: list[int]) -> None: ...
 
-    def on_look(self, look: kv.Snapshot) -> None: ...
+    def on_look(self, look: kv.decoding.Snapshot) -> None: ...
 
-    def on_beams(self, look: kv.Snapshot, beams: Sequence[Sequence[kv.Beam]]) -> None: ...
+    def on_beams(self, look: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None: ...
 
 
 class TextView(View):
@@ -89,7 +89,7 @@ class TextView(View):
         spoken = [token for token in tokens if token not in self.tokenizer.stop_tokens]
         self._add(key, self.streams[key].push(spoken))
 
-    def on_look(self, look: kv.Snapshot) -> None:
+    def on_look(self, look: kv.decoding.Snapshot) -> None:
         self.rows |= {key: row for row, key in look.running.items()}
         for generation in look.ended:
             key = generation.prompt_id, generation.sample_id
@@ -99,7 +99,7 @@ class TextView(View):
             self.show_end((generation.prompt_id, generation.sample_id))
         self.refresh(look)
 
-    def on_beams(self, look: kv.Snapshot, beams: Sequence[Sequence[kv.Beam]]) -> None:
+    def on_beams(self, look: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
         for prompt_id, hypotheses in enumerate(beams):
             for i, beam in enumerate(hypotheses):
                 spoken = [token for token in beam.tokens if token not in self.tokenizer.stop_tokens]
@@ -135,7 +135,7 @@ class TextView(View):
             print(self._paint(f"prompt {prompt_id}, {what}, {self.notes[key]}", "1"))
             print(_indent(self.texts[key]), flush=True)
 
-    def refresh(self, look: kv.Snapshot) -> None: ...
+    def refresh(self, look: kv.decoding.Snapshot) -> None: ...
 
     def _paint(self, text: str, style: str) -> str:
         return paint(text, style) if self.color else text
@@ -170,7 +170,7 @@ class LiveView(TextView):
 
     def show_end(self, key: tuple[int, int]) -> None: ...
 
-    def refresh(self, look: kv.Snapshot) -> None:
+    def refresh(self, look: kv.decoding.Snapshot) -> None:
         from rich.console import Group
         from rich.text import Text
 
@@ -256,7 +256,7 @@ def make_view(*args: Any, num_blocks: int) -> View:
     return TextView(*args)
 
 
-def _why(continuation: kv.Generation | kv.Beam) -> str:
+def _why(continuation: kv.decoding.Generation | kv.decoding.Beam) -> str:
     num_tokens = len(continuation.tokens)
     reason = continuation.finish_reason.replace("_", " ")
     return f"{reason} after {num_tokens} token{'s' * (num_tokens != 1)}"

@@ -19,7 +19,7 @@ TICKS_PER_REQUEST = 2  # of the cache's clock: one by `allocate`, one by `extend
 
 
 class Blocks(NamedTuple):
-    """What a candidate may look at: `kvcache_jax.BlockMetadata`, and what a cache could note too.
+    """What a candidate may look at: `kvcache_jax.policies.BlockMetadata`, and what a cache could note too.
 
     Attributes:
       recency: i32[num_blocks], grows with the moment of the last release.

@@ -13,7 +13,6 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.rollouts.sampling import BLOCK_SIZE, Rollouts
 from experiments.rollouts.task import MAX_ANSWER, MAX_PROMPT, STOP, Prompts, questions
-from kvcache_jax import EngineCounter
 from models.decoder import Decoder, cache_config, forward
 
 STEPS_PER_CHUNK = 2  # fewer than an answer has tokens
@@ -37,7 +36,7 @@ class Group:
         self.version = np.full(shape, -1, np.int32)
         self.num_tokens, self.num_ended = np.zeros(size, np.int32), 0
 
-    def add(self, event: kv.TokenEvent, version: int) -> None:
+    def add(self, event: kv.engine.TokenEvent, version: int) -> None:
         """Takes in what the engine said of one answer."""
         i, begin = event.sample_id, self.num_tokens[event.sample_id]
         new = slice(begin, begin + len(event.tokens))
@@ -116,7 +115,7 @@ class Sampler:
             self._ask()
             self.engine.drain()
             # Of the chunk whose report was read, which may be older than what `set_params` was told last.
-            version = self.engine.figures().counts[EngineCounter.UPDATES]
+            version = self.engine.figures().counts[kv.engine.Counter.UPDATES]
             for event in self.engine.take_events():
                 group = self._open[event.id]
                 group.add(event, version)

@@ -20,7 +20,6 @@ from experiments.rollouts.training import (
     make_optimizer,
     train_step,
 )
-from kvcache_jax import EngineCounter
 from models.decoder import Decoder
 
 WINDOW = 20  # updates that a reward is the mean of, at the beginning and at the end
@@ -119,9 +118,9 @@ def train_beside_engine(decoder: Decoder, sizes: Sizes) -> dict[str, Any]:
         "partial": sum(partial) / (sizes.updates * sizes.rows),
         "oldest": max(ages),
         "updates": sizes.updates,
-        "updates_told": counts[EngineCounter.UPDATES],
-        "forks": counts[EngineCounter.FORKS],
-        "prompt_share": counts[EngineCounter.PREFILL_TOKENS] / (sizes.group * sampler.num_prompt_tokens),
+        "updates_told": counts[kv.engine.Counter.UPDATES],
+        "forks": counts[kv.engine.Counter.FORKS],
+        "prompt_share": counts[kv.engine.Counter.PREFILL_TOKENS] / (sizes.group * sampler.num_prompt_tokens),
     }
 
 

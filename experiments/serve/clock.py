@@ -2,7 +2,7 @@
 
 import time
 
-from kvcache_jax import EngineCounter, EngineFigures
+import kvcache_jax as kv
 
 
 class Clock:
@@ -30,11 +30,11 @@ class Clock:
         """Is set forward."""
         self._seconds += max(second - self.now(), 0.0)
 
-    def count(self, figures: EngineFigures) -> None:
+    def count(self, figures: kv.engine.Figures) -> None:
         """Hears of a delivery; what time that took has passed already."""
 
 
-def computed_tokens(figures: EngineFigures) -> int:
+def computed_tokens(figures: kv.engine.Figures) -> int:
     """Tokens that went through the model: of prompts, and each one that another was drawn behind."""
     counts = figures.counts
-    return counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.GENERATED_TOKENS]
+    return counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.GENERATED_TOKENS]

@@ -8,7 +8,6 @@ import dataclasses
 
 import kvcache_jax as kv
 from experiments.serve.clock import Clock, computed_tokens
-from kvcache_jax import EngineCounter, EngineFigures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,7 @@ class SimulatedClock(Clock):
         self._machine, self._model = machine, model
         self._block_size = engine.config.groups[0].block_size
         figures = engine.figures()
-        self._num_tokens, self._num_steps = computed_tokens(figures), figures.counts[EngineCounter.STEPS]
+        self._num_tokens, self._num_steps = computed_tokens(figures), figures.counts[kv.engine.Counter.STEPS]
 
     def start(self) -> None:
         """Goes on."""
@@ -115,9 +114,9 @@ class SimulatedClock(Clock):
     def stop(self) -> None:
         """Stands still."""
 
-    def count(self, figures: EngineFigures) -> None:
+    def count(self, figures: kv.engine.Figures) -> None:
         """Goes forward by the time of a delivery's steps."""
-        num_tokens, num_steps = computed_tokens(figures), figures.counts[EngineCounter.STEPS]
+        num_tokens, num_steps = computed_tokens(figures), figures.counts[kv.engine.Counter.STEPS]
         steps = num_steps - self._num_steps
         if steps:
             mean = (num_tokens - self._num_tokens) / steps

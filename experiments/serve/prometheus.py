@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+import kvcache_jax as kv
 from experiments.serve.server import Server
-from kvcache_jax import EngineCounter
 
 _SECONDS = (
     0.001,
@@ -63,8 +63,8 @@ def exposition(server: Server, model_name: str) -> str:
 
     counts, figures = server.counts, server.figures
     num_blocks = sum(group.num_blocks for group in server.engine.config.groups)
-    cached = counts[EngineCounter.CACHED_TOKENS]
-    computed = counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.ADMISSIONS]
+    cached = counts[kv.engine.Counter.CACHED_TOKENS]
+    computed = counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.ADMISSIONS]
     is_done = server.num_tokens == np.array([job.num_tokens for job in server.jobs])
     arrival = np.array([job.arrival for job in server.jobs])
     prompt_len = np.array([len(job.prompt) for job in server.jobs])
@@ -81,7 +81,9 @@ def exposition(server: Server, model_name: str) -> str:
     counter("prefix_cache_queries", "Tokens of admitted prompts.", cached + computed)
     counter("prefix_cache_hits", "Those of them found in the cache.", cached)
     counter(
-        "num_preemptions", "Rows taken from requests for want of blocks.", counts[EngineCounter.PREEMPTIONS]
+        "num_preemptions",
+        "Rows taken from requests for want of blocks.",
+        counts[kv.engine.Counter.PREEMPTIONS],
     )
     counter("prompt_tokens", "Tokens of prompts with an answer.", int(prompt_len[num_tokens > 0].sum()))
     counter("generation_tokens", "Tokens of answers.", int(num_tokens.sum()))

@@ -9,7 +9,6 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.serve.clock import Clock
 from experiments.serve.workload import Job
-from kvcache_jax import EngineCounter, EngineFigures
 
 MOST_LOOKS = 240  # of a record
 
@@ -67,7 +66,7 @@ class Server:
         self.num_ended = 0
         self._to_come = deque(range(len(jobs)))
         self._here: list[int] = []  # came, and is not pushed yet
-        self._start: EngineFigures = engine.figures()
+        self._start: kv.engine.Figures = engine.figures()
 
     @property
     def is_done(self) -> bool:
@@ -75,12 +74,12 @@ class Server:
         return self.num_ended == len(self.jobs)
 
     @property
-    def figures(self) -> EngineFigures:
+    def figures(self) -> kv.engine.Figures:
         """The engine's figures, with those requests as waiting that it has not taken yet."""
         return self.engine.figures()
 
     @property
-    def counts(self) -> dict[EngineCounter, int]:
+    def counts(self) -> dict[kv.engine.Counter, int]:
         """Events since this server was made."""
         return {name: num - self._start.counts[name] for name, num in self.figures.counts.items()}
 
@@ -117,8 +116,8 @@ class Server:
                 figures.running,
                 waiting,
                 figures.blocks_used,
-                counts[EngineCounter.GENERATED_TOKENS],
-                counts[EngineCounter.PREEMPTIONS],
+                counts[kv.engine.Counter.GENERATED_TOKENS],
+                counts[kv.engine.Counter.PREEMPTIONS],
             )
         )
         return now
@@ -137,7 +136,7 @@ class Server:
         if taken:
             self._here = [i for i in self._here if i not in taken]
 
-    def _note(self, event: kv.TokenEvent, now: float) -> None:
+    def _note(self, event: kv.engine.TokenEvent, now: float) -> None:
         i: Any = event.id
         if event.tokens:
             if not self.num_tokens[i]:
@@ -161,9 +160,9 @@ class Server:
         num_later = self.num_tokens - self.num_first
         is_measured = num_later > 0
         per_token = (self.last_at - self.first_at)[is_measured] / num_later[is_measured]
-        num_tokens, num_steps = int(self.num_tokens.sum()), counts[EngineCounter.STEPS]
-        cached = counts[EngineCounter.CACHED_TOKENS]
-        prompts = cached + counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.ADMISSIONS]
+        num_tokens, num_steps = int(self.num_tokens.sum()), counts[kv.engine.Counter.STEPS]
+        cached = counts[kv.engine.Counter.CACHED_TOKENS]
+        prompts = cached + counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.ADMISSIONS]
         return {
             "side": self.name,
             "num_requests": self.num_ended,
@@ -179,7 +178,7 @@ class Server:
             "transfers_per_token": self.num_reads / max(num_tokens, 1),
             "transfers_per_step": self.num_reads / max(num_steps, 1),
             "hit_rate": cached / max(prompts, 1),
-            "preemptions": counts[EngineCounter.PREEMPTIONS],
+            "preemptions": counts[kv.engine.Counter.PREEMPTIONS],
             "peak_blocks": max((look.blocks for look in self.looks), default=0),
             "num_blocks": sum(group.num_blocks for group in self.engine.config.groups),
         }

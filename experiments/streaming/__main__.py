@@ -8,15 +8,16 @@ Answer:  35 blocks of 16 tokens, and as many bits per byte as by a mask over all
 Record:  experiments/results/streaming.json, docs/streaming.png.
 
 The small model, float32, reads 100,000 bytes of held-out files, one behind the other, in one row. Before each
-step `kv.drop` hides what is neither among the first 4 tokens nor among the last 508, and gives whole blocks
-back. A step has 32 tokens, of which the first sees 4 + 508 and the last 31 more: the windows of all begin
-where the first one's does. (`kv.generate(retention=)` has each token see its own window.)
+step `kv.compression.drop` hides what is neither among the first 4 tokens nor among the last 508, and gives
+whole blocks back. A step has 32 tokens, of which the first sees 4 + 508 and the last 31 more: the windows of
+all begin where the first one's does. (`kv.generate(retention=)` has each token see its own window.)
 
-Beside it: the same with the first tokens as near as the window is long (`kv.drop(positions="cache")`), as
-StreamingLLM has them; layers of `SlidingWindow(512)`; full attention that holds all, as far as its table
-goes, 8,192 tokens; and a mask by which each token sees the first 4 and the last 508, without a cache, for
-three of the tenths. What a layer computes of a token depends on a window of the layer below, so a tenth needs
-no more of the text before it than the sinks and a window per layer.
+Beside it: the same with the first tokens as near as the window is long
+(`kv.compression.drop(positions="cache")`), as StreamingLLM has them; layers of `SlidingWindow(512)`; full
+attention that holds all, as far as its table goes, 8,192 tokens; and a mask by which each token sees the
+first 4 and the last 508, without a cache, for three of the tenths. What a layer computes of a token depends
+on a window of the layer below, so a tenth needs no more of the text before it than the sinks and a window
+per layer.
 
 The time of a step ends when its losses are on the host. The model was trained on windows of 256 and of 1,024
 bytes, which is what full attention beyond them pays for.
@@ -45,14 +46,14 @@ from experiments.streaming.sides import (
 from models.decoder import Decoder
 
 LENGTH, NUM_PARTS, MASKED_PARTS = 100_000, 10, (0, 4, 9)
-STREAMING = kv.Streaming(window=508, num_sink_tokens=4)
+STREAMING = kv.compression.Streaming(window=508, num_sink_tokens=4)
 WINDOW, DENSE_LEN = 512, 8192
 
 
 def measure(
     decoder: Decoder,
     text: np.ndarray,
-    streaming: kv.Streaming = STREAMING,
+    streaming: kv.compression.Streaming = STREAMING,
     window: int = WINDOW,
     dense_len: int = DENSE_LEN,
     masked_parts: Sequence[int] = MASKED_PARTS,

@@ -45,7 +45,7 @@ class Side:
 
     name: str
     max_seq_len: int
-    streaming: kv.Streaming | None = None
+    streaming: kv.compression.Streaming | None = None
     rotate: tuple[Rotate, ...] | None = None
     window: int | None = None
 
@@ -67,7 +67,7 @@ class Side:
         )
 
 
-def streaming_side(streaming: kv.Streaming, rotate: tuple[Rotate, ...] | None = None) -> Side:
+def streaming_side(streaming: kv.compression.Streaming, rotate: tuple[Rotate, ...] | None = None) -> Side:
     """A row that streams, in a cache whose blocks are those of its sinks, window and step, and two more."""
     kept = streaming.num_sink_tokens + streaming.window + STEP_LEN
     max_seq_len = (-(-kept // BLOCK_SIZE) + 2) * BLOCK_SIZE
@@ -124,7 +124,7 @@ def _step(
         length = jnp.maximum(text_len + 1 - streaming.window - start, 0)
         positions = "text" if side.rotate is None else "cache"
         row = jnp.zeros(1, jnp.int32)
-        cache, _ = kv.drop(cache, row, start, length, positions=positions, rotate=side.rotate)
+        cache, _ = kv.compression.drop(cache, row, start, length, positions=positions, rotate=side.rotate)
     cache, step = kv.extend(cache, num_new, max_new=STEP_LEN)
     logits, cache = forward(decoder, tokens[:, :-1], cache, step)
     pool = cache.control.block_pools[0]
@@ -138,7 +138,7 @@ def _bits(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def masked_bits(
-    decoder: Decoder, text: np.ndarray, streaming: kv.Streaming, start: int, end: int
+    decoder: Decoder, text: np.ndarray, streaming: kv.compression.Streaming, start: int, end: int
 ) -> np.ndarray:
     """Bits f32[end - start] of the bytes behind `start` to `end`, by a mask over all tokens and no cache.
 
@@ -157,7 +157,11 @@ def masked_bits(
 
 @functools.partial(jax.jit, static_argnames="streaming")
 def _masked_bits(
-    decoder: Decoder, tokens: jax.Array, targets: jax.Array, positions: jax.Array, streaming: kv.Streaming
+    decoder: Decoder,
+    tokens: jax.Array,
+    targets: jax.Array,
+    positions: jax.Array,
+    streaming: kv.compression.Streaming,
 ) -> jax.Array:
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return windowed_attention(q[0], k[0], v[0], jnp.asarray(positions), streaming)[None]
@@ -168,7 +172,7 @@ def _masked_bits(
 
 
 def windowed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, streaming: kv.Streaming
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, streaming: kv.compression.Streaming
 ) -> jax.Array:
     """Attends from each token to the first ones and to a window, by position; a run of queries at a time.
 

@@ -45,7 +45,7 @@ def key_rotation(
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
-      >>> rotate = kv.key_rotation([1.0, 0.1], max_distance=100)
+      >>> rotate = kv.chunks.key_rotation([1.0, 0.1], max_distance=100)
       >>> keys = jnp.ones((3, 1, 4))
       >>> rotate(keys, jnp.array([0, 7, -7])).round(2)[:, 0].tolist()[0]
       [1.0, 1.0, 1.0, 1.0]

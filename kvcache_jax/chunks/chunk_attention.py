@@ -24,7 +24,7 @@ def chunk_attention(scores: jax.Array, places: Any, starts: Any, lengths: Any) -
       lengths: i32[n, K], their tokens, 0 for none.
 
     Returns:
-      f32[n, max_seq_len], means over heads by the tokens' places, for `ChunkMetadata`; 0 elsewhere.
+      f32[n, max_seq_len], means over heads by the tokens' places, for `chunks.Metadata`; 0 elsewhere.
 
     Raises:
       ValueError, TypeError: shapes or dtypes that do not fit.
@@ -32,7 +32,7 @@ def chunk_attention(scores: jax.Array, places: Any, starts: Any, lengths: Any) -
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
       >>> scores = jnp.array([[[[1.0, 0, 0], [0.75, 0.25, 0], [0.5, 0.25, 0.25]]]])    # of three tokens
-      >>> kv.chunk_attention(scores, [[0, 1, 2]], [[0, 2]], [[2, 1]]).tolist()
+      >>> kv.chunks.attention(scores, [[0, 1, 2]], [[0, 2]], [[2, 1]]).tolist()
       [[0.0, 0.0, 0.75]]
     """
     arguments.require_floats("scores", scores)

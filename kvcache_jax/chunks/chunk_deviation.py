@@ -20,7 +20,7 @@ def chunk_deviation(
     """Computes how far composed keys and values of a layer are from those computed with all in front.
 
     CacheBlend computes the first layers of all tokens again, and of the others those that are furthest off
-    there: `k_deviation` and `v_deviation` of `ChunkMetadata`. Call it before `write` or `attention` of the
+    there: `k_deviation` and `v_deviation` of `chunks.Metadata`. Call it before `write` or `attention` of the
     layer.
 
     Args:
@@ -45,7 +45,7 @@ def chunk_deviation(
       >>> cache, _ = kv.append(cache, jnp.ones((1, 2, 3, 1, 8)), jnp.ones((1, 2, 3, 1, 8)), [3, 0])
       >>> cache, step = kv.rewrite(cache, [0], [[1, 2]])
       >>> new = jnp.array([1.0, 3.0])[None, :, None, None] * jnp.ones((1, 2, 1, 8))
-      >>> cache, (of_keys, _) = kv.chunk_deviation(cache, 0, new, new, step)
+      >>> cache, (of_keys, _) = kv.chunks.deviation(cache, 0, new, new, step)
       >>> of_keys[0, :4].tolist()
       [0.0, 0.0, 32.0, 0.0]
 

@@ -1,4 +1,4 @@
-"""The operation `chunk_metadata`: what is known of the tokens of chunks at their places in rows."""
+"""The operation `chunks.metadata`: what is known of the tokens of chunks at their places in rows."""
 
 import functools
 from typing import Any
@@ -28,7 +28,8 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
       starts: i32[n, K], as in `compose`.
 
     Returns:
-      `ChunkMetadata`, each of `[n, max_seq_len]`. Attention, deviations and a key are added with `_replace`.
+      `chunks.Metadata`, each of `[n, max_seq_len]`. Attention, deviations and a key are added with
+      `_replace`.
 
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
@@ -39,9 +40,9 @@ def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
       >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
-      >>> cache, stored = kv.store_chunk(cache, [0], [0], [30], [range(30)])
-      >>> chunks = kv.chunk_metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
-      >>> kv.select_tokens("first", chunks, [2], max_select=3).tolist()
+      >>> cache, stored = kv.chunks.store(cache, [0], [0], [30], [range(30)])
+      >>> chunks = kv.chunks.metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
+      >>> kv.chunks.select_tokens("first", chunks, [2], max_select=3).tolist()
       [[30, 31, 64]]
     """
     chunks = require_chunks("chunk_metadata", cache)

@@ -54,8 +54,8 @@ class ChunkReuse:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> rotate = kv.key_rotation([1.0, 0.1], max_distance=100)
-      >>> kv.ChunkReuse(rotate=rotate, share=0.5).selector
+      >>> rotate = kv.chunks.key_rotation([1.0, 0.1], max_distance=100)
+      >>> kv.chunks.Reuse(rotate=rotate, share=0.5).selector
       'first'
 
     References:
@@ -107,7 +107,7 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
     Args:
       call: The prompts.
       spans: For each prompt pairs `(start, end)`, in any order.
-      reuse: A `ChunkReuse`.
+      reuse: A `chunks.Reuse`.
 
     Returns:
       For each prompt its spans in order.
@@ -122,7 +122,7 @@ def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:
             "dropped tokens takes no chunks"
         )
     if not isinstance(reuse, ChunkReuse):
-        raise TypeError(f"reuse is {reuse!r}, expected kv.ChunkReuse(rotate=..., share=...)")
+        raise TypeError(f"reuse is {reuse!r}, expected kv.chunks.Reuse(rotate=..., share=...)")
     layer, num_layers = reuse.observed_layer, config.num_layers
     if reuse.observe is not None and layer >= num_layers:
         raise ValueError(

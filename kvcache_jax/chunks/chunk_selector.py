@@ -31,9 +31,9 @@ class ChunkMetadata(NamedTuple):
       place_in_chunk: i32[n, S], 0 for a chunk's first token.
       chunk_len: i32[n, S], tokens of the chunk.
       attention: f32[n, S], attention that the token gives to what stands in front of its chunk, mean over
-        heads; see `chunk_attention`.
+        heads; see `chunks.attention`.
       k_deviation: f32[n, S], squared difference of the key that is right here and the composed one, summed
-        over heads and features of a layer; see `chunk_deviation`.
+        over heads and features of a layer; see `chunks.deviation`.
       v_deviation: f32[n, S], of values likewise.
       key: A key of `jax.random`.
     """
@@ -54,14 +54,14 @@ _selectors = Registry[Selector]("a chunk selector", "chunk_selector", ChunkMetad
 
 
 def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selector], Selector]:
-    """Registers a function from `ChunkMetadata` to scores f32[n, S]; the highest are computed again.
+    """Registers a function from `chunks.Metadata` to scores f32[n, S]; the highest are computed again.
 
     A score of infinity or NaN is computed again beyond the number asked for, one of minus infinity never. Of
     equal scores the token that stands first goes first. The function is traced once per program.
 
     Args:
       name: For `select_tokens`.
-      needs: The optional fields of `ChunkMetadata` that it reads.
+      needs: The optional fields of `chunks.Metadata` that it reads.
 
     Returns:
       The decorator; it hands the function on unchanged.
@@ -71,10 +71,11 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
 
     Example:
       >>> import kvcache_jax as kv
-      >>> @kv.chunk_selector("last tokens")
-      ... def last_tokens(chunks: kv.ChunkMetadata):
+      >>> @kv.chunks.selector("last tokens")
+      ... def last_tokens(chunks: kv.chunks.Metadata):
       ...     return (chunks.place_in_chunk - chunks.chunk_len).astype("float32")
-      >>> "last tokens" in kv.chunk_selectors()
+      >>> from kvcache_jax.chunks.chunk_selector import chunk_selectors
+      >>> "last tokens" in chunk_selectors()
       True
     """
     return _selectors.decorate(name, needs)
@@ -85,7 +86,8 @@ def chunk_selectors() -> tuple[str, ...]:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.chunk_selectors()[:7]
+      >>> from kvcache_jax.chunks.chunk_selector import chunk_selectors
+      >>> chunk_selectors()[:7]
       ('attention', 'key deviation', 'value deviation', 'first', 'random', 'all', 'none')
     """
     return _selectors.names

@@ -79,9 +79,9 @@ def compose(
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
       >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
-      >>> cache, stored = kv.store_chunk(cache, [0], [0], [30], [range(30)])
-      >>> rotate = kv.key_rotation([1.0, 0.1, 0.01, 0.001], max_distance=64)
-      >>> cache, status = kv.compose(cache, [1], [[0, 0]], [[31, 1]], rotate=rotate)
+      >>> cache, stored = kv.chunks.store(cache, [0], [0], [30], [range(30)])
+      >>> rotate = kv.chunks.key_rotation([1.0, 0.1, 0.01, 0.001], max_distance=64)
+      >>> cache, status = kv.chunks.compose(cache, [1], [[0, 0]], [[31, 1]], rotate=rotate)
       >>> status.tolist(), cache.context_len.tolist()
       ([0], [30, 61])
 

@@ -1,4 +1,4 @@
-"""The operation `evict_chunks`: chunks of the least value are forgotten."""
+"""The operation `chunks.evict`: chunks of the least value are forgotten."""
 
 from typing import Any
 
@@ -44,9 +44,9 @@ def evict_chunks(
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
       >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
-      >>> cache, _ = kv.store_chunk(cache, [0], [0], [30], [range(30)])
-      >>> cache, _ = kv.store_chunk(cache, [0], [0], [30], [range(1, 31)])
-      >>> cache, num_evicted = kv.evict_chunks(cache, 2)             # one place of three is empty
+      >>> cache, _ = kv.chunks.store(cache, [0], [0], [30], [range(30)])
+      >>> cache, _ = kv.chunks.store(cache, [0], [0], [30], [range(1, 31)])
+      >>> cache, num_evicted = kv.chunks.evict(cache, 2)             # one place of three is empty
       >>> int(num_evicted), cache.control.extras["chunks"].length.tolist()
       (1, [0, 30, 0])
 

@@ -1,4 +1,4 @@
-"""The operation `find_chunks`: the chunks that are stored of passages."""
+"""The operation `chunks.find`: the chunks that are stored of passages."""
 
 import jax
 import jax.numpy as jnp

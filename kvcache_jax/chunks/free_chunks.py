@@ -1,4 +1,4 @@
-"""The operation `free_chunks`: chunks are forgotten."""
+"""The operation `chunks.free`: chunks are forgotten."""
 
 import jax
 import jax.numpy as jnp

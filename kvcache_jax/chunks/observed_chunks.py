@@ -39,8 +39,8 @@ def observe_chunks(
       lengths: i32[1, K], their tokens, 0 for none.
 
     Returns:
-      The cache; f32[1, max_seq_len] each of `ChunkMetadata` by name: deviations of the last layer's keys and
-      values, and the attention that tokens give there to what stands in front of their chunk.
+      The cache; f32[1, max_seq_len] each of `chunks.Metadata` by name: deviations of the last layer's keys
+      and values, and the attention that tokens give there to what stands in front of their chunk.
     """
     observe, layer = reuse.observe, reuse.observed_layer
     assert observe is not None

@@ -23,8 +23,8 @@ class Prompts(prompts.Prompts):
 
     Example:
       >>> import kvcache_jax as kv
-      >>> rotate = kv.key_rotation([1.0, 0.1], max_distance=100)
-      >>> composed = kv.chunks.Prompts([range(40)], [[(0, 20), (20, 35)]], kv.ChunkReuse(rotate=rotate))
+      >>> rotate = kv.chunks.key_rotation([1.0, 0.1], max_distance=100)
+      >>> composed = kv.chunks.Prompts([range(40)], [[(0, 20), (20, 35)]], kv.chunks.Reuse(rotate=rotate))
     """
 
     spans: Sequence[Sequence[tuple[int, int]]]

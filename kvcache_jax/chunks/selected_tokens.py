@@ -20,10 +20,10 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
 
     Args:
       selector: A name, one of `chunk_selectors()`: "attention", "key deviation", "value deviation", "first",
-        "random", "all", "none", or one registered with `chunk_selector`.
-      chunks: What is known of the tokens; `chunk_metadata` says it of rows to compose.
+        "random", "all", "none", or one registered with `chunks.selector`.
+      chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
       num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.
-        Infinite scores stand beyond it, see `chunk_selector`.
+        Infinite scores stand beyond it, see `chunks.selector`.
       max_select: Most tokens of a row, the width of the result; of more the highest scores.
 
     Returns:
@@ -35,14 +35,14 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
 
     Example:
       >>> import kvcache_jax as kv
-      >>> chunks = kv.ChunkMetadata(    # two chunks at places 1 to 3 and 5 to 7 of 9
+      >>> chunks = kv.chunks.Metadata(    # two chunks at places 1 to 3 and 5 to 7 of 9
       ...     is_token=[[False, True, True, True, False, True, True, True, False]],
       ...     nth_chunk=[[0, 0, 0, 0, 0, 1, 1, 1, 1]],
       ...     place_in_chunk=[[0, 0, 1, 2, 0, 0, 1, 2, 0]],
       ...     chunk_len=[[3] * 9])
-      >>> kv.select_tokens("first", chunks, [3], max_select=4).tolist()
+      >>> kv.chunks.select_tokens("first", chunks, [3], max_select=4).tolist()
       [[1, 2, 5, 9]]
-      >>> kv.select_tokens("first", chunks, [[1, 2]], max_select=4).tolist()
+      >>> kv.chunks.select_tokens("first", chunks, [[1, 2]], max_select=4).tolist()
       [[1, 5, 6, 9]]
     """
     chunks = _checked(visible_to(selector, chunks))

@@ -1,4 +1,4 @@
-"""The operation `store_chunk`: spans of rows are kept as chunks, which `compose` puts into other rows."""
+"""The operation `chunks.store`: spans of rows are kept as chunks, which `compose` puts into other rows."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def store_chunk(
       tokens: i32[n, P], the tokens of the spans, at most `max_chunk_len`; padded at the end.
 
     Returns:
-      The cache and `StoredChunks` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
+      The cache and `chunks.Stored` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
       have, outside the row, or behind tokens that were composed or dropped, whose keys are not the original
       ones), WINDOW_LOST (a window gave back what the token behind the span reads of it), OUT_OF_CHUNKS,
       OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
@@ -60,7 +60,7 @@ def store_chunk(
       >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
       >>> cache, _ = kv.allocate(cache, [0], [60])
       >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
-      >>> cache, stored = kv.store_chunk(cache, [0], [10], [30], [range(30)])
+      >>> cache, stored = kv.chunks.store(cache, [0], [10], [30], [range(30)])
       >>> stored.chunk_ids.tolist(), int(kv.stats(cache).num_blocks_shared)
       ([0], 1)
 

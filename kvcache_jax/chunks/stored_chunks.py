@@ -44,7 +44,7 @@ class Chunks:
       block_ids: per group i32[num_chunks, columns], blocks that hold the tokens, from the first one's on;
         then nowhere.
       num_uses: u32[num_chunks], how often `compose` put the chunk into a row.
-      last_used: u32[num_chunks], clock of the last of these, or of `store_chunk`.
+      last_used: u32[num_chunks], clock of the last of these, or of `chunks.store`.
       first_composed: i32[max_seqs], first place of a row that `compose` wrote, counted from 1; 0 for rows
         without chunks.
     """
@@ -97,7 +97,7 @@ _PER_CHUNK = "tokens", "length", "start", "namespace", "num_uses", "last_used"
 
 @pytree_dataclass()
 class StoredChunks:
-    """The result of `store_chunk`, per entry of the call.
+    """The result of `chunks.store`, per entry of the call.
 
     Attributes:
       status: i32[n], see `Status`.

@@ -71,7 +71,7 @@ def compress(
       >>> cache, _ = kv.allocate(cache, [0], [60])
       >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
       >>> latest = jnp.arange(64.0)[None]
-      >>> cache, status = kv.compress(cache, [0], latest, [20])
+      >>> cache, status = kv.compression.compress(cache, [0], latest, [20])
       >>> status.tolist(), cache.context_len.tolist(), kv.stats(cache).num_blocks_free.tolist()
       ([0], [20, 0], 6)
       >>> kv.extend(cache, [1, 0], max_new=1)[1].positions.tolist()[0]

@@ -84,7 +84,7 @@ def drop(
       >>> cache = kv.init(kv.CacheConfig(layers, extras=[kv.compression.Dropping()], **sizes))
       >>> cache, _ = kv.allocate(cache, [0], [60])
       >>> cache, _ = kv.extend(cache, [60, 0], max_new=60)
-      >>> cache, status = kv.drop(cache, [0], [4], [40])  # of which 16 to 31 are a whole block
+      >>> cache, status = kv.compression.drop(cache, [0], [4], [40])  # of which 16 to 31 are a whole block
       >>> status.tolist(), cache.context_len.tolist(), kv.stats(cache).num_blocks_free.tolist()
       ([0], [44, 0], 5)
 

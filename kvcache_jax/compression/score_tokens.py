@@ -56,8 +56,8 @@ def token_scores(
       >>> cache, step = kv.extend(cache, [20, 0], max_new=20)
       >>> q, new = jnp.ones((2, 20, 4, 8)), jnp.ones((2, 20, 1, 8))
       >>> cache = kv.write(cache, 0, new, new, step)
-      >>> scores = kv.token_scores(cache, 0, q, step, "recency")
-      >>> scores.shape, kv.compress(cache, step.seq_ids, scores[:, None], [8, 0])[1].tolist()
+      >>> scores = kv.compression.token_scores(cache, 0, q, step, "recency")
+      >>> scores.shape, kv.compression.compress(cache, step.seq_ids, scores[:, None], [8, 0])[1].tolist()
       ((2, 1, 64), [0, 5])
     """
     refuse_donated("token_scores", cache)  # also where a scorer reads no key

@@ -87,10 +87,11 @@ def token_scorer(
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
-      >>> @kv.token_scorer("longest values", needs=["v"])
-      ... def longest_values(tokens: kv.TokenMetadata):
+      >>> @kv.compression.token_scorer("longest values", needs=["v"])
+      ... def longest_values(tokens: kv.compression.TokenMetadata):
       ...     return jnp.linalg.norm(tokens.v, axis=-1)
-      >>> "longest values" in kv.token_scorers()
+      >>> from kvcache_jax.compression.scorers import token_scorers
+      >>> "longest values" in token_scorers()
       True
     """
     if num_last is not None:
@@ -103,7 +104,8 @@ def token_scorers() -> tuple[str, ...]:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.token_scorers()[:4]
+      >>> from kvcache_jax.compression.scorers import token_scorers
+      >>> token_scorers()[:4]
       ('snapkv', 'h2o', 'tova', 'keydiff')
     """
     return _scorers.names
@@ -188,7 +190,7 @@ def pyramid_budgets(num_keep: ArrayLike, num_layers: int, window: int, num_token
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.pyramid_budgets([96], 6, 64, [768]).tolist()
+      >>> kv.compression.pyramid_budgets([96], 6, 64, [768]).tolist()
       [[126, 114, 102, 90, 78, 66]]
 
     References:

@@ -33,7 +33,7 @@ class Streaming(Retention):
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.Streaming()
+      >>> kv.compression.Streaming()
       Streaming(window=508, num_sink_tokens=4)
 
     References:
@@ -99,7 +99,9 @@ def require_streaming(caller: str, streaming: Any, config: CacheConfig) -> None:
       ValueError, TypeError: names got, expected and the fix.
     """
     if not isinstance(streaming, Streaming):
-        raise TypeError(f"{caller} got {streaming!r}, expected kv.Streaming(window=..., num_sink_tokens=...)")
+        raise TypeError(
+            f"{caller} got {streaming!r}, expected kv.compression.Streaming(window=..., num_sink_tokens=...)"
+        )
     if config.enable_prefix_caching:
         raise ValueError(
             f"{caller} got streaming and a cache with enable_prefix_caching=True, expected "

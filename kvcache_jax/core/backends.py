@@ -66,7 +66,7 @@ class Backend:
       >>> import kvcache_jax as kv
       >>> def only_cpus(pool, group, group_size, device):
       ...     return None if device.platform == "cpu" else f"it is for CPUs, and this is {device.kind}"
-      >>> kv.register_backend(kv.Backend("XLA on CPUs", only_cpus))
+      >>> kv.backends.register_backend(kv.backends.Backend("XLA on CPUs", only_cpus))
       >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], implementation="XLA on CPUs")
     """
 
@@ -119,7 +119,7 @@ def register_backend(backend: Backend) -> None:
       ValueError: the name is taken.
     """
     if not isinstance(backend, Backend):
-        raise TypeError(f"backend is a {type(backend).__name__}, expected a kvcache_jax.Backend")
+        raise TypeError(f"backend is a {type(backend).__name__}, expected a kvcache_jax.backends.Backend")
     if _backends.get(backend.name, backend) is not backend:
         raise ValueError(
             f"there is a backend {backend.name!r} already, expected a new name: compiled programs go by it"
@@ -142,7 +142,7 @@ def require_name(value: Any) -> None:
     if value is not None and not (isinstance(value, str) and value in backend_names()):
         raise ValueError(
             f"implementation is {value!r}, expected None or one of {', '.join(backend_names())}; register "
-            "others first, with kvcache_jax.register_backend"
+            "others first, with kvcache_jax.backends.register_backend"
         )
 
 

@@ -150,7 +150,7 @@ class CacheConfig:
             raise ValueError(
                 f"eviction_policy is {self.eviction_policy!r}, expected one of "
                 f"{', '.join(map(repr, eviction_policies()))}; register others first, "
-                "with the decorator kvcache_jax.eviction_policy"
+                "with the decorator kvcache_jax.policies.eviction_policy"
             )
         if self.eviction_policy != LRU and not self.enable_prefix_caching:
             raise ValueError(

@@ -69,8 +69,8 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
     Example:
       >>> import jax.numpy as jnp
       >>> import kvcache_jax as kv
-      >>> @kv.eviction_policy("beginnings last", needs=["depth"])
-      ... def beginnings_last(blocks: kv.BlockMetadata):
+      >>> @kv.policies.eviction_policy("beginnings last", needs=["depth"])
+      ... def beginnings_last(blocks: kv.policies.BlockMetadata):
       ...     return -blocks.depth
       >>> config = kv.CacheConfig(
       ...     [kv.FullAttention(1, 8)], enable_prefix_caching=True, eviction_policy="beginnings last")
@@ -83,7 +83,8 @@ def eviction_policies() -> tuple[str, ...]:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.eviction_policies()[:5]
+      >>> from kvcache_jax.core.eviction_policy import eviction_policies
+      >>> eviction_policies()[:5]
       ('lru', 'lfu', 'fifo', 'priority', 'hyperbolic')
     """
     return _policies.names

@@ -1,1 +1,19 @@
 """Loops for anybody's model: generate, beam search, scoring, speculation."""
+
+from kvcache_jax.decoding.beam_search import Beam, BeamResult
+from kvcache_jax.decoding.generate import GenerateResult
+from kvcache_jax.decoding.host import Generation, Snapshot
+from kvcache_jax.decoding.prompts import PromptCall, PromptRows, Retention
+from kvcache_jax.decoding.score import ScoreResult
+
+__all__ = [
+    "Beam",
+    "BeamResult",
+    "GenerateResult",
+    "Generation",
+    "PromptCall",
+    "PromptRows",
+    "Retention",
+    "ScoreResult",
+    "Snapshot",
+]

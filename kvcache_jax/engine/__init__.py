@@ -1,1 +1,16 @@
 """Continuous batching inside one compiled program, for anybody's model."""
+
+from kvcache_jax.engine.events import EngineFigures as Figures
+from kvcache_jax.engine.events import TokenEvent
+from kvcache_jax.engine.policies import RequestMetadata, request_policy
+from kvcache_jax.engine.state import EngineCounter as Counter
+from kvcache_jax.engine.state import EngineState as State
+
+__all__ = [
+    "Counter",
+    "Figures",
+    "RequestMetadata",
+    "State",
+    "TokenEvent",
+    "request_policy",
+]

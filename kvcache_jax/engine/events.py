@@ -44,7 +44,7 @@ class EngineFigures:
       blocks_used: Referenced blocks, all groups.
       blocks_cached: Published blocks without owner.
       blocks_free: The others.
-      counts: Events since the engine was made, by `EngineCounter`.
+      counts: Events since the engine was made, by `engine.Counter`.
       num_reads: Reads of the device.
     """
 

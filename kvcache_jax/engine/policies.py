@@ -79,8 +79,8 @@ def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = Fa
 
     Example:
       >>> import kvcache_jax as kv
-      >>> @kv.request_policy("shortest first")
-      ... def shortest_first(requests: kv.RequestMetadata):
+      >>> @kv.engine.request_policy("shortest first")
+      ... def shortest_first(requests: kv.engine.RequestMetadata):
       ...     return (requests.num_tokens,)
     """
     return _policies.decorate(name, row_key=row_key or _by_arrival, looks_up=looks_up)

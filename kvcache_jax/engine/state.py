@@ -61,7 +61,7 @@ class Finish(enum.IntEnum):
 
 
 class EngineCounter(enum.IntEnum):
-    """Index into `EngineState.counters`; events since the engine was made."""
+    """Index into `engine.State.counters`; events since the engine was made."""
 
     STEPS = 0
     """Steps of the loop."""

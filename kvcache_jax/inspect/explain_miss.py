@@ -45,7 +45,7 @@ def explain(
       >>> cache, _ = kv.allocate(kv.init(config), [0], [8], tokens=[[1, 2, 3, 4, 5, 6, 7, 8]])
       >>> cache, _ = kv.extend(cache, [8], max_new=8, seq_ids=[0], tokens=[[1, 2, 3, 4, 5, 6, 7, 8]])
       >>> cache, _ = kv.commit(cache, [0])
-      >>> print(kv.explain(cache, [1, 2, 3, 4, 5, 6, 9, 9, 9]))
+      >>> print(kv.inspect.explain(cache, [1, 2, 3, 4, 5, 6, 9, 9, 9]))
       4 of 9 tokens are cached. At position 6 the prompt has token 9, where the nearest cached sequence has 7.
     """
     require_values("explain", cache)

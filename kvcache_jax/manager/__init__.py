@@ -14,8 +14,10 @@ from kvcache_jax.manager.errors import (
     UnknownRequest,
     WindowLost,
 )
+from kvcache_jax.manager.requests import Batch, Request
 
 __all__ = [
+    "Batch",
     "CacheError",
     "CacheLost",
     "DuplicateRequest",
@@ -24,6 +26,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfRows",
     "OutOfSync",
+    "Request",
     "StaleBatch",
     "TooLong",
     "UnknownRequest",

@@ -38,7 +38,7 @@ def eviction_candidates(cache: Cache, n: int) -> jax.Array:
       >>> cache, _ = kv.allocate(cache, [0], [5], tokens=tokens)
       >>> cache, _ = kv.extend(cache, [5], max_new=5, tokens=tokens)
       >>> cache, _ = kv.free(kv.commit(cache)[0], [0])
-      >>> kv.eviction_candidates(cache, 3).tolist()  # a block before its predecessor
+      >>> kv.tiers.eviction_candidates(cache, 3).tolist()  # a block before its predecessor
       [1, 0, 4]
     """
     config = cache.config

@@ -66,8 +66,8 @@ def row_policy(name: str) -> Callable[[RowKey], RowKey]:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> @kv.row_policy("shortest")
-      ... def shortest(rows: kv.RowMetadata):
+      >>> @kv.policies.row_policy("shortest")
+      ... def shortest(rows: kv.policies.RowMetadata):
       ...     return rows.context_len
     """
     return row_policies.decorate(name)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at, num_true
-from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core import arguments
@@ -127,12 +126,6 @@ def utilization(cache: Cache) -> jax.Array:
 
 
 @takes_one
-def needs_preemption(cache: Cache, threshold: float = 0.9) -> jax.Array:
-    """Tells whether `utilization` reached `threshold`, bool[]."""
-    return utilization(cache) >= arguments.fraction("threshold", threshold)
-
-
-@takes_one
 def num_available_blocks(cache: Cache, *, group: int | None = None) -> jax.Array:
     """Counts the blocks that can be handed out, i32[]: of one layer group or (None) of all together."""
     return _num_available(cache, tuple(arguments.group_ids(cache.config, group)))
@@ -195,25 +188,6 @@ def _num_blocks_needed(
         copies_tail = (num_new > 0) & is_partial & is_kept
         needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)
     return needed
-
-
-@takes_one
-def idle_seq_ids(cache: Cache, n: int) -> jax.Array:
-    """Lists the first idle rows, i32[n], padded with `max_seqs`."""
-    n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
-    return _first_rows(cache, n, active=False)
-
-
-@takes_one
-def active_seq_ids(cache: Cache) -> jax.Array:
-    """Lists the active rows, i32[max_seqs], padded with `max_seqs`."""
-    return _first_rows(cache, cache.max_seqs, active=True)
-
-
-@functools.partial(jax.jit, static_argnames=("n", "active"))
-def _first_rows(cache: Cache, n: int, active: bool) -> jax.Array:
-    is_it = cache.is_active == active
-    return jnp.flatnonzero(is_it, size=n, fill_value=cache.max_seqs).astype(jnp.int32)
 
 
 def _selected(cache: Cache, group_ids: tuple[int, ...]) -> list[tuple[LayerGroup, BlockPool]]:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from kvcache_jax.quantised.format import Format
-from kvcache_jax.quantised.formats.steps import STEP_PARTS, scale_and_offset, to_steps
+from kvcache_jax.quantised.steps import STEP_PARTS, scale_and_offset, to_steps
 
 
 def _parts(head_dim):

@@ -58,7 +58,7 @@ class Oracle(OracleChunks):
       owners: Per layer group, how many entries of tables and chunks point at each block.
       published: The block that ends each published prefix.
       cached: Published blocks without owner, in the order of their release.
-      clock: Calls that used a row; see `kvcache_jax.Control`.
+      clock: Calls that used a row; see `kvcache_jax.state.Control`.
       history: The facts that eviction policies look at, of every published block.
       num_copies: Blocks copied on write so far.
       num_evictions: Published blocks given up so far.

@@ -34,7 +34,7 @@ class OracleChunks(OracleCompression):
         self.chunks: dict[int, OracleChunk] = {}
 
     def find_chunk(self, namespace: tuple[int, ...], tokens: Sequence[int | None]) -> int:
-        """Finds a chunk by its name like `kvcache_jax.find_chunks`, one at a time."""
+        """Finds a chunk by its name like `kvcache_jax.chunks.find`, one at a time."""
         for chunk_id, chunk in self.chunks.items():
             if (chunk.namespace, chunk.tokens) == (namespace, tuple(tokens)):
                 return chunk_id
@@ -55,7 +55,7 @@ class OracleChunks(OracleCompression):
         length: Sequence[int],
         tokens: Sequence[Sequence[int | None]],
     ) -> list[Status]:
-        """Keeps spans of rows like `kvcache_jax.store_chunk`."""
+        """Keeps spans of rows like `kvcache_jax.chunks.store`."""
         statuses: list[Status] = []
         available = [self.num_available(g) for g in range(len(self.config.groups))]
         fates: dict[Prefix, Status] = {}
@@ -135,7 +135,7 @@ class OracleChunks(OracleCompression):
         return blocks
 
     def free_chunks(self, chunk_ids: Sequence[int]) -> list[Status]:
-        """Forgets chunks like `kvcache_jax.free_chunks`."""
+        """Forgets chunks like `kvcache_jax.chunks.free`."""
         statuses, forgotten = [], []
         for chunk_id in chunk_ids:
             if chunk_id == self._num_chunks:
@@ -154,7 +154,7 @@ class OracleChunks(OracleCompression):
     def compose(
         self, seq_ids: Sequence[int], chunk_ids: Sequence[Sequence[int]], starts: Sequence[Sequence[int]]
     ) -> list[Status]:
-        """Puts chunks into rows like `kvcache_jax.compose`; places between them hold None."""
+        """Puts chunks into rows like `kvcache_jax.chunks.compose`; places between them hold None."""
         placed = [
             sorted((start, chunk_id) for chunk_id, start in pairs if chunk_id != self._num_chunks)
             for pairs in (

@@ -14,7 +14,7 @@ class OracleCompression(OracleRows):
     def compress(
         self, seq_ids: Sequence[int], scores: Sequence[Sequence[float]], num_keep: Sequence[int]
     ) -> list[Status]:
-        """Compresses rows like `kvcache_jax.compress`, with a score per token of each row."""
+        """Compresses rows like `kvcache_jax.compression.compress`, with a score per token of each row."""
         statuses = self._check_rows(seq_ids)
         available = [self.num_available(g) for g in range(len(self.config.groups))]
         compressed = []

@@ -131,7 +131,7 @@ class OracleRows(OracleBlocks):
         return Status.OK
 
     def drop(self, seq_ids: Sequence[int], start: Sequence[int], length: Sequence[int]) -> list[Status]:
-        """Drops tokens like `kvcache_jax.drop`."""
+        """Drops tokens like `kvcache_jax.compression.drop`."""
         statuses = self._check_rows(seq_ids)
         for i, (seq_id, first, num) in enumerate(zip(seq_ids, start, length, strict=True)):
             statuses[i] = statuses[i] or self._check_drop(self.rows[seq_id], first, num)

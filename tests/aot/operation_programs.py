@@ -163,7 +163,9 @@ def _drop(num_groups: int) -> Program:
     listed = i32(NUM_LISTED)
     limits = Limits(0, known_loops=0, launches=20 + 40 * num_groups, temporary_bytes=SMALL)
     detail = f"{num_groups} group{'s' * (num_groups > 1)}"
-    return Program("drop", detail, config, kv.drop, lambda: (shapes_of(config), *[listed] * 3), limits)
+    return Program(
+        "drop", detail, config, kv.compression.drop, lambda: (shapes_of(config), *[listed] * 3), limits
+    )
 
 
 def _write_source() -> Program:
@@ -191,7 +193,7 @@ def _halves_of_attention(num_layers: int = 3) -> Program:
 
 
 def _compress(policy: str | None, num_layers: int = 3) -> Program:
-    """`kv.compress` of some rows, by a score per layer and head; layers are a loop of known trips."""
+    """`kv.compression.compress` of some rows, by a score per layer and head, in a loop of known trips."""
     config = dataclasses.replace(config_of(1, policy, num_layers), extras=[kv.compression.Dropping()])
 
     def arguments() -> tuple:
@@ -203,7 +205,7 @@ def _compress(policy: str | None, num_layers: int = 3) -> Program:
     rows = 2 * 2 * NUM_LISTED * NUM_KV_HEADS * config.max_seq_len * HEAD_DIM
     limits = Limits(1 + (policy is not None), known_loops=1, temporary_bytes=rows + 20_000_000)
     words = [f"{num_layers} layers", *(["index", policy] if policy else [])]
-    return Program("compress", ", ".join(words), config, kv.compress, arguments, limits)
+    return Program("compress", ", ".join(words), config, kv.compression.compress, arguments, limits)
 
 
 def _rotate(keys: jax.Array, distance: jax.Array) -> jax.Array:
@@ -216,7 +218,7 @@ def _rotate(keys: jax.Array, distance: jax.Array) -> jax.Array:
 
 
 def _compose_rows(cache, seq_ids, chunk_ids, starts):
-    return kv.compose(cache, seq_ids, chunk_ids, starts, rotate=_rotate)
+    return kv.chunks.compose(cache, seq_ids, chunk_ids, starts, rotate=_rotate)
 
 
 def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list[Program]:
@@ -242,17 +244,17 @@ def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list
         return Limits(moving, known_loops=num_groups, temporary_bytes=most + SMALL)
 
     return [
-        program("store_chunk", kv.store_chunk, *[listed] * 3, names, limits=moves(stored)),
+        program("store_chunk", kv.chunks.store, *[listed] * 3, names, limits=moves(stored)),
         program("compose", _compose_rows, listed, placed, placed, limits=moves(composed)),
         program(
             "find_chunks",
-            kv.find_chunks,
+            kv.chunks.find,
             names,
             listed,
             donated=None,
             limits=Limits(0, temporary_bytes=SMALL),
         ),
-        program("free_chunks", kv.free_chunks, listed, limits=Limits(0, temporary_bytes=SMALL)),
+        program("free_chunks", kv.chunks.free, listed, limits=Limits(0, temporary_bytes=SMALL)),
     ]
 
 

@@ -86,7 +86,7 @@ def test_tokens_that_were_dropped_weigh_nothing_and_rewritten_ones_what_they_did
     cache, reserved = kv.extend(cache, [11], max_new=11)
     q, k = (rng.standard_normal((1, 11, heads, 4), np.float32) for heads in (2, 1))
     cache = kv.write(cache, 0, k, k, reserved)
-    cache, _ = kv.drop(cache, [0], [2], [3])
+    cache, _ = kv.compression.drop(cache, [0], [2], [3])
     cache, reserved = kv.rewrite(cache, [0], [[1, 6, 10, 20]])
     q, k = (x[:, [1, 6, 10, 0]] for x in (q, k))
     cache, out = kv.attention(cache, 0, q, k, k, reserved)

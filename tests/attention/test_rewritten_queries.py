@@ -18,7 +18,7 @@ def decode(q, pool, block_table, plan, group, *, layer, scale, soft_cap, sink_lo
     return xla.forward(q, pool, None, block_table, plan, group, **options)
 
 
-kv.register_backend(kv.Backend(NAME, lambda *_: None, decode, decode))
+kv.backends.register_backend(kv.backends.Backend(NAME, lambda *_: None, decode, decode))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ def test_keys_are_rotated_by_a_table_of_float64():
     rng = np.random.default_rng(0)
     keys, frequencies = rng.standard_normal((5, 2, 8), np.float32), [1.0, 0.3, 0.01]
     distances = np.array([0, 1, -7, 30_000, -30_000])
-    rotate = jax.jit(kv.key_rotation(frequencies, 40_000))
+    rotate = jax.jit(kv.chunks.key_rotation(frequencies, 40_000))
     angle = distances[:, None, None] * np.array(frequencies)
     x, y = np.split(keys[..., :6].astype(float), 2, axis=-1)
     halves = x * np.cos(angle) - y * np.sin(angle), y * np.cos(angle) + x * np.sin(angle)
@@ -20,7 +20,9 @@ def test_keys_are_rotated_by_a_table_of_float64():
     np.testing.assert_allclose(got[..., :6], np.concatenate(halves, axis=-1), rtol=1e-6, atol=1e-6)
     assert got[..., 6:].tobytes() == keys[..., 6:].tobytes() and got[0].tobytes() == keys[0].tobytes()
     pairs = np.array([0, 3, 1, 4, 2, 5, 6, 7])
-    mixed = jax.jit(kv.key_rotation(frequencies, 40_000, is_interleaved=True))(keys[..., pairs], distances)
+    mixed = jax.jit(kv.chunks.key_rotation(frequencies, 40_000, is_interleaved=True))(
+        keys[..., pairs], distances
+    )
     assert np.asarray(mixed).tobytes() == got[..., pairs].tobytes()
     back = rotate(got, -distances)
     np.testing.assert_allclose(back, keys, rtol=1e-6, atol=1e-6)
@@ -29,16 +31,16 @@ def test_keys_are_rotated_by_a_table_of_float64():
         with pytest.raises(
             NotImplementedError, match=f"rope_type is '{rope_type}', expected one of 'default'"
         ):
-            kv.key_rotation(frequencies, 9, rope_type=rope_type)
+            kv.chunks.key_rotation(frequencies, 9, rope_type=rope_type)
     with pytest.raises(ValueError, match="rope_type is 'x', expected one of"):
-        kv.key_rotation(frequencies, 9, rope_type="x")
+        kv.chunks.key_rotation(frequencies, 9, rope_type="x")
     for wrong in ([], [[1.0]], [np.inf]):
         with pytest.raises(ValueError, match="expected a list of finite frequencies"):
-            kv.key_rotation(wrong, 9)
+            kv.chunks.key_rotation(wrong, 9)
     with pytest.raises(TypeError, match="inv_freq is traced"):
-        jax.eval_shape(lambda x: kv.key_rotation(x, 9)(keys, distances), jnp.ones(3))
+        jax.eval_shape(lambda x: kv.chunks.key_rotation(x, 9)(keys, distances), jnp.ones(3))
     with pytest.raises(ValueError, match="keys have 8 features and inv_freq 5 frequencies"):
-        kv.key_rotation([1.0] * 5, 9)(jnp.asarray(keys), distances)
+        kv.chunks.key_rotation([1.0] * 5, 9)(jnp.asarray(keys), distances)
 
 
 def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
@@ -60,20 +62,20 @@ def test_a_store_of_chunks_is_refused_where_it_has_no_meaning():
     without = kv.init(kv.CacheConfig([plain], num_blocks=2, max_seqs=1, max_seq_len=9))
     ids = np.zeros((1, 1), int)
     for call in (
-        lambda: kv.store_chunk(without, [0], [0], [1], ids),
-        lambda: kv.find_chunks(without, ids, [1]),
-        lambda: kv.free_chunks(without, [0]),
-        lambda: kv.compose(without, [0], ids, ids, rotate=None),
-        lambda: kv.evict_chunks(without, 1),
+        lambda: kv.chunks.store(without, [0], [0], [1], ids),
+        lambda: kv.chunks.find(without, ids, [1]),
+        lambda: kv.chunks.free(without, [0]),
+        lambda: kv.chunks.compose(without, [0], ids, ids, rotate=None),
+        lambda: kv.chunks.evict(without, 1),
     ):
         with pytest.raises(ValueError, match="without a store of chunks, expected one built with"):
             call()
     cache = kv.init(kv.CacheConfig([plain], num_blocks=2, max_seqs=1, max_seq_len=9, **sizes))
     with pytest.raises(ValueError, match="tokens has 9 columns, expected at most max_chunk_len = 8"):
-        kv.store_chunk(cache, [0], [0], [1], np.zeros((1, 9), int))
+        kv.chunks.store(cache, [0], [0], [1], np.zeros((1, 9), int))
     with pytest.raises(TypeError, match="rotate is 3, expected a function of keys and distances"):
-        kv.compose(cache, [0], ids, ids, rotate=3)
+        kv.chunks.compose(cache, [0], ids, ids, rotate=3)
     with pytest.raises(ValueError, match=r"starts has shape \(1, 2\), expected \(1, K\)"):
-        kv.compose(cache, [0], ids, np.zeros((1, 2), int), rotate=None)
+        kv.chunks.compose(cache, [0], ids, np.zeros((1, 2), int), rotate=None)
     with pytest.raises(ValueError, match="rotate returned shape"):
-        kv.compose(cache, [0], ids, ids, rotate=lambda keys, distance: keys[..., 1:])
+        kv.chunks.compose(cache, [0], ids, ids, rotate=lambda keys, distance: keys[..., 1:])

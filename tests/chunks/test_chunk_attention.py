@@ -42,7 +42,7 @@ def test_attention_in_front_of_chunks_is_that_of_each_pair_of_tokens():
     pieces = []
     for places in (first, second):
         scores = weights(places)
-        got = kv.chunk_attention(scores, places, STARTS, LENGTHS)
+        got = kv.chunks.attention(scores, places, STARTS, LENGTHS)
         np.testing.assert_allclose(got, by_loops(np.asarray(scores), places), rtol=1e-5, atol=1e-6)
         pieces.append(got)
     whole = pieces[0] + pieces[1]
@@ -53,10 +53,10 @@ def test_what_does_not_fit_is_refused():
     scores = jnp.zeros((ROWS, HEADS, QUERIES, PLACES))
     places = np.zeros((ROWS, QUERIES), int)
     with pytest.raises(TypeError, match="scores has dtype int32, expected a floating dtype"):
-        kv.chunk_attention(scores.astype(int), places, STARTS, LENGTHS)
+        kv.chunks.attention(scores.astype(int), places, STARTS, LENGTHS)
     with pytest.raises(ValueError, match=r"scores has shape \(3, 9, 19\), expected \[n, num_q_heads, w"):
-        kv.chunk_attention(scores[0], places, STARTS, LENGTHS)
+        kv.chunks.attention(scores[0], places, STARTS, LENGTHS)
     with pytest.raises(ValueError, match=r"places has shape \(2, 8\), expected \(2, 9\) as scores"):
-        kv.chunk_attention(scores, places[:, :8], STARTS, LENGTHS)
+        kv.chunks.attention(scores, places[:, :8], STARTS, LENGTHS)
     with pytest.raises(ValueError, match=r"have shapes \(2, 3\) and \(2, 2\), expected \(2, K\)"):
-        kv.chunk_attention(scores, places, STARTS, np.array(LENGTHS)[:, :2])
+        kv.chunks.attention(scores, places, STARTS, np.array(LENGTHS)[:, :2])

@@ -37,7 +37,7 @@ def test_deviations_stand_at_the_places_of_the_tokens():
     new = rng.standard_normal((2, 4, 3, HEADS, DIM), np.float32)
     new[:, 2, 1:], new[:, 3] = np.nan, np.nan
     new[0, 0, 1] = k[1, 1, 4]  # a key that is the same
-    _, got = jax.jit(kv.chunk_deviation, static_argnums=1)(cache, 1, *map(jnp.asarray, new), step)
+    _, got = jax.jit(kv.chunks.deviation, static_argnums=1)(cache, 1, *map(jnp.asarray, new), step)
     for values, stored, found in zip(new, (k, v), got, strict=True):
         want = np.zeros((4, MAX_LEN), np.float32)
         for i, row in enumerate(rows[:3]):
@@ -51,17 +51,17 @@ def test_deviations_stand_at_the_places_of_the_tokens():
     assert float(got[0][0, 4]) == 0
 
     with pytest.raises(ValueError, match=r"k has shape \(4, 3, 2, 5\), expected \(4, 3, 2, 6\)"):
-        kv.chunk_deviation(cache, 0, *map(jnp.asarray, new[..., :5]), step)
+        kv.chunks.deviation(cache, 0, *map(jnp.asarray, new[..., :5]), step)
     packed = dataclasses.replace(step, cu_query_lens=jnp.zeros(5, jnp.int32))
     with pytest.raises(ValueError, match="chunk_deviation got a packed step, expected a padded one"):
-        kv.chunk_deviation(cache, 0, *map(jnp.asarray, new), packed)
+        kv.chunks.deviation(cache, 0, *map(jnp.asarray, new), packed)
 
 
 @pytest.mark.slow
 def test_a_step_that_looks_and_writes_copies_no_pool():
     def step_fn(cache, indices, k, v):
         cache, step = kv.rewrite(cache, jnp.arange(ROWS), indices)
-        cache, deviations = kv.chunk_deviation(cache, 0, k, v, step)
+        cache, deviations = kv.chunks.deviation(cache, 0, k, v, step)
         return kv.write(cache, 0, k, v, step), deviations
 
     config = dataclasses.replace(CONFIG, num_blocks=100_000)

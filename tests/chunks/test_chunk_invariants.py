@@ -19,7 +19,7 @@ def stored():
     cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **SIZES), storage=False)
     cache, _ = kv.allocate(cache, [0], [16])
     cache, _ = kv.extend(cache, [16, 0], max_new=16)
-    cache, stored = kv.store_chunk(cache, [0, 0], [2, 7], [5, 5], jnp.arange(10).reshape(2, 5))
+    cache, stored = kv.chunks.store(cache, [0, 0], [2, 7], [5, 5], jnp.arange(10).reshape(2, 5))
     assert stored.status.tolist() == [0, 0] and kv.check_invariants(cache) == []
     return cache
 

@@ -19,7 +19,7 @@ def stored():
     cache, _ = kv.allocate(cache, [1], [14])
     cache, _ = kv.extend(cache, [0, 14, 0], max_new=14)
     tokens = np.arange(3 * MAX_CHUNK).reshape(3, MAX_CHUNK)
-    cache, stored = kv.store_chunk(cache, [1, 1, 1], [0, 5, 9], [4, 2, 5], tokens)
+    cache, stored = kv.chunks.store(cache, [1, 1, 1], [0, 5, 9], [4, 2, 5], tokens)
     assert stored.chunk_ids.tolist() == [0, 1, 2]
     return cache
 
@@ -29,7 +29,7 @@ def test_tokens_of_chunks_are_described_at_their_places():
     cache = stored()
     # An exact one and itself again, one that was computed elsewhere; none, an empty place of the store.
     ids, starts = [[0, 2, 0], [1, NUM_CHUNKS, 3]], [[0, 15, 7], [0, 2, 9]]
-    got = kv.chunk_metadata(cache, ids, starts)
+    got = kv.chunks.metadata(cache, ids, starts)
     assert (got.attention, got.k_deviation, got.v_deviation, got.key) == (None,) * 4
     lengths, want = [4, 2, 5, 0], {}
     for row, of_row in enumerate(ids):
@@ -43,7 +43,7 @@ def test_tokens_of_chunks_are_described_at_their_places():
             assert bool(got.is_token[row, place]) == (said is not None and said[0])
             if said is not None:
                 assert tuple(int(x[row, place]) for x in got[1:4]) == said[1:]
-    assert kv.select_tokens("first", got, [[9, 1, 2], [1, 0, 0]], max_select=3).tolist() == [
+    assert kv.chunks.select_tokens("first", got, [[9, 1, 2], [1, 0, 0]], max_select=3).tolist() == [
         [7, 8, 15],
         [0, 21, 21],
     ]
@@ -52,6 +52,6 @@ def test_tokens_of_chunks_are_described_at_their_places():
 def test_what_is_no_chunk_at_a_place_is_refused():
     without = kv.init(kv.CacheConfig([LAYER], **SIZES), storage=False)
     with pytest.raises(ValueError, match="chunk_metadata got a cache without a store of chunks"):
-        kv.chunk_metadata(without, [[0]], [[0]])
+        kv.chunks.metadata(without, [[0]], [[0]])
     with pytest.raises(ValueError, match=r"have shapes \(1, 1\) and \(1, 2\), expected one \(n, K\)"):
-        kv.chunk_metadata(kv.init(CONFIG, storage=False), [[0]], [[0, 1]])
+        kv.chunks.metadata(kv.init(CONFIG, storage=False), [[0]], [[0, 1]])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.chunks.chunk_selector import chunk_selectors
 from kvcache_jax.chunks.selected_tokens import num_of_share
 
 PLACES, MOST = 23, 11
@@ -24,13 +25,13 @@ def metadata(**optional):
             at = row, slice(start, start + num)
             is_token[at], nth[at], place[at], length[at] = True, k, np.arange(num), num
     is_token[1, 6] = False  # composed, but exact
-    return kv.ChunkMetadata(*map(jnp.asarray, (is_token, nth, place, length)), **optional)
+    return kv.chunks.Metadata(*map(jnp.asarray, (is_token, nth, place, length)), **optional)
 
 
 CHUNKS = metadata()
 
 
-@kv.chunk_selector("test: given", needs=["attention"])
+@kv.chunks.selector("test: given", needs=["attention"])
 def given(chunks):
     assert (chunks.k_deviation, chunks.v_deviation, chunks.key) == (None, None, None)
     return chunks.attention
@@ -63,7 +64,7 @@ def test_the_highest_scores_are_chosen_and_of_equal_ones_the_first():
     for num_select in (*per_row, *per_chunk):
         scores = rng.integers(4, size=(2, PLACES)).astype(np.float32)
         scores[:, ::5], scores[0, 3], scores[1, 8] = np.inf, -np.inf, np.nan
-        got = kv.select_tokens(
+        got = kv.chunks.select_tokens(
             "test: given", CHUNKS._replace(attention=scores, k_deviation=scores), num_select, max_select=MOST
         )
         assert got.tolist() == chosen(scores, num_select), num_select
@@ -76,18 +77,20 @@ def test_each_selector_looks_at_what_it_is_named_after():
     first = -np.asarray(CHUNKS.place_in_chunk, np.float32)
     by_name = dict(zip(("attention", "key deviation", "value deviation"), values, strict=True), first=first)
     for name, scores in by_name.items():
-        assert kv.select_tokens(name, chunks, [4, 5], max_select=MOST).tolist() == chosen(scores, [4, 5])
-    assert kv.select_tokens("none", CHUNKS, [4, 5], max_select=MOST).tolist() == [[PLACES] * MOST] * 2
-    whole = kv.select_tokens("all", CHUNKS, [0, 0], max_select=PLACES)
+        assert kv.chunks.select_tokens(name, chunks, [4, 5], max_select=MOST).tolist() == chosen(
+            scores, [4, 5]
+        )
+    assert kv.chunks.select_tokens("none", CHUNKS, [4, 5], max_select=MOST).tolist() == [[PLACES] * MOST] * 2
+    whole = kv.chunks.select_tokens("all", CHUNKS, [0, 0], max_select=PLACES)
     assert [[i for i in row if i < PLACES] for row in whole.tolist()] == [
         np.flatnonzero(row).tolist() for row in CHUNKS.is_token
     ]
-    random = kv.select_tokens("random", chunks, [4, 5], max_select=MOST)
+    random = kv.chunks.select_tokens("random", chunks, [4, 5], max_select=MOST)
     assert (np.asarray(random) < PLACES).sum(axis=1).tolist() == [4, 5]
-    assert random.tolist() == kv.select_tokens("random", chunks, [4, 5], max_select=MOST).tolist()
-    other = kv.select_tokens("random", chunks._replace(key=jax.random.key(4)), [4, 5], max_select=MOST)
+    assert random.tolist() == kv.chunks.select_tokens("random", chunks, [4, 5], max_select=MOST).tolist()
+    other = kv.chunks.select_tokens("random", chunks._replace(key=jax.random.key(4)), [4, 5], max_select=MOST)
     assert random.tolist() != other.tolist()
-    assert kv.chunk_selectors()[:7] == (*list(by_name)[:3], "first", "random", "all", "none")
+    assert chunk_selectors()[:7] == (*list(by_name)[:3], "first", "random", "all", "none")
 
 
 @pytest.mark.slow
@@ -100,7 +103,7 @@ def test_a_share_is_rounded_up_and_no_further():
 
 def test_what_cannot_be_selected_is_refused():
     def select(name="first", chunks=CHUNKS, num_select=(1, 1), **options):
-        return kv.select_tokens(name, chunks, num_select, **dict(max_select=MOST) | options)
+        return kv.chunks.select_tokens(name, chunks, num_select, **dict(max_select=MOST) | options)
 
     for name, field in (("attention", "attention"), ("key deviation", "k_deviation"), ("random", "key")):
         with pytest.raises(
@@ -125,18 +128,18 @@ def test_what_cannot_be_selected_is_refused():
 
 def test_a_selector_of_ones_own_is_checked():
     with pytest.raises(ValueError, match="there is a chunk selector 'first' already, expected a new name"):
-        kv.chunk_selector("first")
+        kv.chunks.selector("first")
     with pytest.raises(TypeError, match="write @chunk_selector"):
-        kv.chunk_selector(lambda chunks: chunks.attention)  # pyright: ignore[reportArgumentType]
+        kv.chunks.selector(lambda chunks: chunks.attention)  # pyright: ignore[reportArgumentType]
     for needs in ("key", ["is_token"], 3):
         with pytest.raises(ValueError, match=r"expected some of \['attention', 'k_deviation', 'key'"):
-            kv.chunk_selector("test: needs", needs=needs)  # pyright: ignore[reportArgumentType]
+            kv.chunks.selector("test: needs", needs=needs)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="expected a function of ChunkMetadata"):
-        kv.chunk_selector("test: no function")(3)  # pyright: ignore[reportArgumentType]
-    kv.chunk_selector("test: integers")(lambda chunks: chunks.place_in_chunk)
-    kv.chunk_selector("test: greedy")(lambda chunks: chunks.attention + 1)  # pyright: ignore
+        kv.chunks.selector("test: no function")(3)  # pyright: ignore[reportArgumentType]
+    kv.chunks.selector("test: integers")(lambda chunks: chunks.place_in_chunk)
+    kv.chunks.selector("test: greedy")(lambda chunks: chunks.attention + 1)  # pyright: ignore
     with pytest.raises(TypeError, match=r"returned int32\[2, 23\], expected floats \[2, 23\]"):
-        kv.select_tokens("test: integers", CHUNKS, [1, 1], max_select=MOST)
+        kv.chunks.select_tokens("test: integers", CHUNKS, [1, 1], max_select=MOST)
     with pytest.raises(TypeError) as error:
-        kv.select_tokens("test: greedy", CHUNKS, [1, 1], max_select=MOST)
+        kv.chunks.select_tokens("test: greedy", CHUNKS, [1, 1], max_select=MOST)
     assert "chunk selector 'test: greedy' has needs=[]" in error.value.__notes__[0]

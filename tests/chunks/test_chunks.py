@@ -13,7 +13,7 @@ from tests.support.helpers import assert_invariants, assert_same, row_contents, 
 
 ROWS, WIDTH, MAX_LEN, HEADS, KV_HEADS, DIM, MAX_CHUNK = 4, 11, 41, 4, 2, 6, 13
 FREQUENCIES = np.array([1.0, 0.21, 0.03])
-ROTATE = kv.key_rotation(FREQUENCIES, MAX_LEN)
+ROTATE = kv.chunks.key_rotation(FREQUENCIES, MAX_LEN)
 WIDE, NARROW = kv.FullAttention(KV_HEADS, DIM), kv.FullAttention(KV_HEADS, DIM, block_size=3, num_blocks=80)
 ONE_GROUP = dict(layers=[WIDE] * 2)
 PUBLISHED = dict(layers=[NARROW, WIDE, NARROW], enable_prefix_caching=True, num_blocks=44)
@@ -22,9 +22,9 @@ NUM_CHUNKS = 5
 OK, SKIPPED = kv.Status.OK, kv.Status.SKIPPED
 
 store, find, compose = (
-    jax.jit(kv.store_chunk),
-    jax.jit(kv.find_chunks),
-    jax.jit(kv.compose, static_argnames="rotate"),
+    jax.jit(kv.chunks.store),
+    jax.jit(kv.chunks.find),
+    jax.jit(kv.chunks.compose, static_argnames="rotate"),
 )
 
 
@@ -224,7 +224,7 @@ def test_chunks_stand_at_any_place_of_a_row(options):
     assert texts.compose({1: [(first, 6), (third, 17)]}) == [OK]  # behind tokens that a fork shares
     texts.grow([2, 2, 0, 0])
 
-    texts.cache, status = kv.free_chunks(texts.cache, [first, second, third, first, NUM_CHUNKS])
+    texts.cache, status = kv.chunks.free(texts.cache, [first, second, third, first, NUM_CHUNKS])
     assert statuses(status) == [OK, OK, OK, kv.Status.BAD_CHUNK_ID, SKIPPED]
     texts.check()
     texts.free(*texts.texts)
@@ -485,9 +485,9 @@ def test_storing_and_composing_copies_no_pool_and_no_array_of_blocks():
 
     def store_and_compose(cache):
         rows = jnp.arange(ROWS)
-        cache, stored = kv.store_chunk(cache, rows, rows, rows + 5, jnp.zeros((ROWS, 9), jnp.int32))
+        cache, stored = kv.chunks.store(cache, rows, rows, rows + 5, jnp.zeros((ROWS, 9), jnp.int32))
         ids = stored.chunk_ids[:, None]
-        return kv.compose(cache, rows, ids, ids + 20, rotate=ROTATE)
+        return kv.chunks.compose(cache, rows, ids, ids + 20, rotate=ROTATE)
 
     config = Texts(num_blocks=8).config
     config = dataclasses.replace(config, num_blocks=num_blocks)

@@ -18,7 +18,7 @@ LAYERS = [
     kv.LatentAttention(LATENT, ROPE, num_blocks=30),
 ]
 FREQUENCIES = [np.array([1.0, 0.21, 0.03]), np.array([0.7, 0.4, 0.11]), np.array([0.9, 0.05])]
-ROTATIONS = [kv.key_rotation(frequencies, MAX_LEN) for frequencies in FREQUENCIES]
+ROTATIONS = [kv.chunks.key_rotation(frequencies, MAX_LEN) for frequencies in FREQUENCIES]
 FIRST_ROTATED = [0, 0, LATENT]
 SHAPES = [(KV_HEADS, DIM), (KV_HEADS, DIM), (1, LATENT + ROPE)]
 OK = kv.Status.OK
@@ -34,7 +34,7 @@ def grow(cache, q, k, v, num_new):
     return cache, outs, step.status
 
 
-store, compose = jax.jit(kv.store_chunk), jax.jit(lambda *args: kv.compose(*args, rotate=ROTATIONS))
+store, compose = jax.jit(kv.chunks.store), jax.jit(lambda *args: kv.chunks.compose(*args, rotate=ROTATIONS))
 
 
 def rotated(layer, keys, positions):
@@ -164,7 +164,7 @@ def test_windows_and_latents_are_composed_with_what_the_next_token_reads():
     texts.grow(0, 0, 9)
     texts.grow(0, 0, 9)  # 27 tokens: 0 to 2 and 12 to 26 in the window group
     assert texts.store(2, 8, 9) == kv.Status.WINDOW_LOST
-    texts.cache, _ = kv.free_chunks(texts.cache, [0])
+    texts.cache, _ = kv.chunks.free(texts.cache, [0])
     assert texts.store(2, 9, 12) == OK  # 9 to 11 are gone
     texts.restart(0)
     assert texts.compose(0, (0, 0)) == kv.Status.WINDOW_LOST  # at the start they are sinks
@@ -194,7 +194,7 @@ def test_rotations_of_a_layer_group_are_one():
     cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 4)] * 2, **sizes))
     one = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(ValueError, match=r"rotate differs among layers \(0, 1\), which are one group"):
-        kv.compose(cache, [0], one, one, rotate=[ROTATIONS[0], None])
+        kv.chunks.compose(cache, [0], one, one, rotate=[ROTATIONS[0], None])
     for wrong in ([None], [None, 3]):
         with pytest.raises(TypeError, match="or a list with one of them for each of 2 layers"):
-            kv.compose(cache, [0], one, one, rotate=wrong)
+            kv.chunks.compose(cache, [0], one, one, rotate=wrong)

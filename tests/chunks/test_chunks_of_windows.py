@@ -10,12 +10,12 @@ from kvcache_jax import Status
 from tests.support.window_script import ENTRIES, ROWS, WindowScript, grouped_config
 
 NUM_CHUNKS, MAX_CHUNK, CHUNKS_PER_ROW = 4, 8, 2
-store_some = kv.donate(kv.store_chunk)
+store_some = kv.donate(kv.chunks.store)
 
 
 @kv.donate
 def compose_some(cache, seq_ids, chunk_ids, starts):
-    return kv.compose(cache, seq_ids, chunk_ids, starts, rotate=None)
+    return kv.chunks.compose(cache, seq_ids, chunk_ids, starts, rotate=None)
 
 
 class ChunkScript(WindowScript):
@@ -71,7 +71,7 @@ class ChunkScript(WindowScript):
 
     def _forget(self, _):
         chunk = int(self.rng.integers(NUM_CHUNKS))
-        self.cache, status = kv.free_chunks(self.cache, [chunk])
+        self.cache, status = kv.chunks.free(self.cache, [chunk])
         assert status.tolist() == [Status.OK if chunk in self.chunks else Status.BAD_CHUNK_ID]
         self.chunks.pop(chunk, None)
 

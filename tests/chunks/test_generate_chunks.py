@@ -10,6 +10,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from kvcache_jax.chunks.chunk_selector import chunk_selectors
 from tests.support import tiny_model
 from tests.support.rotary_model import (
     DEEP,
@@ -48,7 +49,7 @@ def check_left(cache):
     assert kv.check_invariants(cache) == []
     assert not np.asarray(cache.is_active).any()
     stored = np.flatnonzero(np.asarray(cache.control.extras["chunks"].length))
-    emptied, status = kv.free_chunks(cache, stored) if len(stored) else (cache, np.zeros(0))
+    emptied, status = kv.chunks.free(cache, stored) if len(stored) else (cache, np.zeros(0))
     assert not np.asarray(status).any() and int(kv.stats(emptied).num_blocks_used) == 0
 
 
@@ -81,7 +82,7 @@ PROMPTS = [
 
 
 def generate(prompts, spans, reuse=None, sizes=None, **options):
-    reuse = reuse or kv.ChunkReuse(rotate=ROTATE, share=0.25)
+    reuse = reuse or kv.chunks.Reuse(rotate=ROTATE, share=0.25)
     options = {"max_new_tokens": NUM_NEW, "chunk_len": 8} | options
     size = config(**(sizes or {}))
     options.setdefault("cache", testing.poison(kv.init(size)))
@@ -128,7 +129,7 @@ def test_computed_again_as_a_whole_prompts_are_exact(options):
     prompts, spans = zip(*PROMPTS, strict=True)
     options = dict(options)
     sizes = options.pop("sizes", {})
-    reuse = kv.ChunkReuse(
+    reuse = kv.chunks.Reuse(
         rotate=ROTATE, selector=options.pop("selector", "first"), share=options.pop("share", 1.0)
     )
     result = generate(prompts, spans, reuse, sizes, num_samples=2, **options)
@@ -158,7 +159,7 @@ def test_scores_are_those_of_a_context_made_of_chunks():
         result = kv.score(
             forward,
             PARAMS,
-            kv.chunks.Prompts([context], [spans], kv.ChunkReuse(rotate=ROTATE, share=0.25)),
+            kv.chunks.Prompts([context], [spans], kv.chunks.Reuse(rotate=ROTATE, share=0.25)),
             continuations,
             config(),
             cache=testing.poison(cache),
@@ -265,7 +266,7 @@ def test_the_text_in_front_of_chunks_is_shared_as_a_prefix():
     again = generate(prompts, spans, sizes=PREFIXES, cache=testing.poison(result.cache))
     check(again, prompts, spans, first_of(0.25))
     assert again.num_cached_tokens == 8 + 8 + 12 + 12
-    emptied, _ = kv.free_chunks(again.cache, [0, 1, 2])
+    emptied, _ = kv.chunks.free(again.cache, [0, 1, 2])
     anew = generate(prompts[:1], spans[:1], sizes=PREFIXES, cache=emptied)
     assert anew.num_stored_tokens == len(A) - 8  # the others were a prompt's
 
@@ -274,18 +275,20 @@ def test_the_text_in_front_of_chunks_is_shared_as_a_prefix():
 def test_a_selector_of_ones_own_and_one_that_draws():
     prompts, spans = zip(*PROMPTS[:2], strict=True)
     name = "last tokens of a test"
-    if name not in kv.chunk_selectors():
-        kv.chunk_selector(name)(lambda chunks: (chunks.place_in_chunk - chunks.chunk_len).astype(jnp.float32))
+    if name not in chunk_selectors():
+        kv.chunks.selector(name)(
+            lambda chunks: (chunks.place_in_chunk - chunks.chunk_len).astype(jnp.float32)
+        )
 
     def last(spans):
         return [
             place for start, end in spans for place in range(end - math.ceil((end - start) / 2), end) if start
         ]
 
-    own = generate(prompts, spans, kv.ChunkReuse(rotate=ROTATE, selector=name, share=0.5))
+    own = generate(prompts, spans, kv.chunks.Reuse(rotate=ROTATE, selector=name, share=0.5))
     check(own, prompts, spans, last)
     drawn = [
-        generate(prompts, spans, kv.ChunkReuse(rotate=ROTATE, selector="random", share=0.5, seed=seed))
+        generate(prompts, spans, kv.chunks.Reuse(rotate=ROTATE, selector="random", share=0.5, seed=seed))
         for seed in (1, 1, 2**32 - 1)
     ]
     scores = [[g.logprobs for g in result.generations] for result in drawn]
@@ -308,7 +311,7 @@ def scores_by(selector, prompt, spans):
 @pytest.mark.parametrize("selector", ["attention", "key deviation", "value deviation"])
 def test_selectors_see_what_first_layers_compute(selector):
     """What they compute is right for all tokens, and stays; the third layer has it for those chosen."""
-    reuse = kv.ChunkReuse(rotate=ROTATE, selector=selector, share=0.3, observe=first_two, observed_layer=1)
+    reuse = kv.chunks.Reuse(rotate=ROTATE, selector=selector, share=0.3, observe=first_two, observed_layer=1)
     size = kv.CacheConfig(
         [kv.FullAttention(HEADS, DIM)] * 3, **SIZES, block_size=4, max_seqs=4, max_seq_len=48
     )
@@ -352,7 +355,7 @@ def test_windows_see_chunks_as_other_tokens(max_rollback):
     result = kv.generate(
         forward,
         PARAMS,
-        kv.chunks.Prompts(prompts, spans, kv.ChunkReuse(rotate=[ROTATE, ROTATE], share=0.25)),
+        kv.chunks.Prompts(prompts, spans, kv.chunks.Reuse(rotate=[ROTATE, ROTATE], share=0.25)),
         size,
         max_new_tokens=NUM_NEW,
         chunk_len=8,
@@ -371,7 +374,7 @@ def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     """Its token of NaN ends the prompt, and a prompt without it goes on."""
     params = PARAMS | {"embedding": PARAMS["embedding"].at[0].set(jnp.nan)}
     prompts, spans = zip(prompt_of([1], (5, 0, 3), [2]), prompt_of([1], (5, 4, 3), [2]), strict=True)
-    made_of = kv.chunks.Prompts(prompts, spans, kv.ChunkReuse(rotate=ROTATE))
+    made_of = kv.chunks.Prompts(prompts, spans, kv.chunks.Reuse(rotate=ROTATE))
     result = kv.generate(forward, params, made_of, config(), max_new_tokens=1, chunk_len=8)
     assert [g.finish_reason for g in result.generations] == ["nan_logits", "length"]
     assert np.asarray(result.cache.control.extras["chunks"].length).tolist() == [3, 0, 0]
@@ -379,13 +382,13 @@ def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     check_left(result.cache)
 
 
-REUSE = kv.ChunkReuse(rotate=ROTATE)
+REUSE = kv.chunks.Reuse(rotate=ROTATE)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reuse": "first"}, "reuse is 'first', expected kv.ChunkReuse"),
+        ({"reuse": "first"}, "reuse is 'first', expected kv.chunks.Reuse"),
         ({"spans": [[]]}, "spans has 1 lists of spans, expected 2, one per prompt"),
         ({"spans": 3}, "spans is 3, expected a list of spans of each prompt"),
         ({"spans": [[], 5]}, r"spans\[1\] is 5, expected a list of spans"),
@@ -400,7 +403,7 @@ REUSE = kv.ChunkReuse(rotate=ROTATE)
         ({"sizes": {"extras": []}}, "without a store of chunks"),
         (
             {
-                "retention": kv.Streaming(window=4),
+                "retention": kv.compression.Streaming(window=4),
                 "sizes": {"extras": [kv.compression.Dropping(), kv.chunks.Store(3, 12)]},
             },
             "generate got chunks and a retention that drops tokens, expected one",
@@ -447,7 +450,7 @@ def test_spans_beyond_what_windows_hold_at_once_are_refused():
 )
 def test_options_of_chunk_reuse_are_checked(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        kv.ChunkReuse(**{"rotate": ROTATE} | options)
+        kv.chunks.Reuse(**{"rotate": ROTATE} | options)
 
 
 def test_a_context_without_what_it_needs_is_refused():

@@ -27,7 +27,7 @@ def step(cache, q, k, v, num_new, tokens):
     return cache, jnp.stack(outs), reserved
 
 
-compress = jax.jit(kv.compress)
+compress = jax.jit(kv.compression.compress)
 
 
 class Texts:
@@ -231,7 +231,7 @@ def test_private_blocks_serve_again_and_the_others_go_back():
     scores = np.zeros((1, MAX_LEN), np.float32)
     scores[0, :6] = 2  # the first block of 4, and half of the second
     scores[0, 13:] = 1
-    cache, _ = kv.compress(texts.cache, [0], scores, [9])  # 0 to 5, 13, 14, 15
+    cache, _ = kv.compression.compress(texts.cache, [0], scores, [9])  # 0 to 5, 13, 14, 15
     after = [np.asarray(pool.block_table)[0] for pool in cache.control.block_pools]
     assert_invariants(cache)
     # In blocks of 2: columns 0 and 1 are published and stay, 2 to 4 are new ones but for what was private.
@@ -259,7 +259,7 @@ def test_what_was_compressed_is_dropped_from_behind_only():
     )
     cache, _ = kv.allocate(kv.init(config), [0], [20])
     cache, _ = kv.extend(cache, [20, 0], max_new=20)
-    cache, _ = kv.compress(cache, [0], np.arange(28, dtype=np.float32)[None], [7])
+    cache, _ = kv.compression.compress(cache, [0], np.arange(28, dtype=np.float32)[None], [7])
     cache, reserved = kv.extend(cache, [9, 0], max_new=9)
     assert reserved.positions[0].tolist() == list(range(20, 29))
     assert reserved.cache_positions[0].tolist() == list(range(7, 16))
@@ -272,22 +272,22 @@ def test_what_was_compressed_is_dropped_from_behind_only():
         (19, 7, BAD_LENGTH),
         (20, 6, OK),
     ):
-        dropped, status = kv.drop(cache, [0], [start], [length])
+        dropped, status = kv.compression.drop(cache, [0], [start], [length])
         assert statuses(status) == [expected]
     assert_invariants(dropped)
     assert int(dropped.context_len[0]) == 12 and int(dropped.control.holes.num_dropped[0]) == 17
     assert kv.extend(dropped, [1, 0], max_new=1)[1].positions[0].tolist() == [29]
     for start, length, expected in ((25, 3, BAD_LENGTH), (26, 2, OK)):
-        _, status = kv.drop(dropped, [0], [start], [length])
+        _, status = kv.compression.drop(dropped, [0], [start], [length])
         assert statuses(status) == [expected]
     # Rows that stream to give blocks back go on after what was kept.
-    streaming = kv.Streaming(window=4, num_sink_tokens=2)
+    streaming = kv.compression.Streaming(window=4, num_sink_tokens=2)
     gave, rows = kv.compression.drop_to_utilization(cache, 0.0, streaming=streaming)
     assert rows.tolist() == [0, 2] and int(gave.context_len[0]) == 12
     assert_invariants(gave)
-    cache, status = kv.compress(dropped, [0], np.arange(28, dtype=np.float32)[None], [11])
+    cache, status = kv.compression.compress(dropped, [0], np.arange(28, dtype=np.float32)[None], [11])
     assert statuses(status) == [BAD_LENGTH]  # 2 of the 12 are hidden
-    cache, status = kv.compress(dropped, [0], np.arange(28, dtype=np.float32)[None], [10])
+    cache, status = kv.compression.compress(dropped, [0], np.arange(28, dtype=np.float32)[None], [10])
     assert statuses(status) == [OK] and not changed_leaves(dropped, cache)
 
 
@@ -302,18 +302,18 @@ def test_what_cannot_be_compressed():
     with pytest.raises(
         ValueError, match="compress got a cache whose rows cannot drop tokens, expected one built"
     ):
-        kv.compress(plain, [0], scores, [3])
+        kv.compression.compress(plain, [0], scores, [3])
     with pytest.raises(NotImplementedError, match="compress got SlidingWindow\\(3\\) layers, expected"):
-        kv.compress(window, [0], scores, [3])
+        kv.compression.compress(window, [0], scores, [3])
     with pytest.raises(ValueError, match="scores has shape \\(1, 27\\), expected \\(1, 28\\)"):
-        kv.compress(cache, [0], scores[:, :27], [3])
+        kv.compression.compress(cache, [0], scores[:, :27], [3])
     with pytest.raises(ValueError, match="and 3 layers, expected 2"):
-        kv.compress(cache, [0], np.zeros((1, 3, 28), np.float32), [3])
+        kv.compression.compress(cache, [0], np.zeros((1, 3, 28), np.float32), [3])
     with pytest.raises(ValueError, match="scores has 4 heads, expected 2, as the array 'k' of FullAttention"):
-        kv.compress(cache, [0], np.zeros((1, 2, 4, 28), np.float32), [3])
+        kv.compression.compress(cache, [0], np.zeros((1, 2, 4, 28), np.float32), [3])
     with pytest.raises(TypeError, match="scores has dtype int"):
-        kv.compress(cache, [0], np.zeros((1, 28), np.int32), [3])
+        kv.compression.compress(cache, [0], np.zeros((1, 28), np.int32), [3])
     with pytest.raises(ValueError, match="num_keep has shape \\(2,\\), expected \\(1,\\)"):
-        kv.compress(cache, [0], scores, [3, 4])
+        kv.compression.compress(cache, [0], scores, [3, 4])
     with pytest.raises(ValueError, match="num_keep has a number per layer, and the layers are one group"):
-        kv.compress(cache, [0], scores, [[3, 4]])
+        kv.compression.compress(cache, [0], scores, [[3, 4]])

@@ -90,12 +90,12 @@ def test_a_cache_that_drops_nothing_refuses_and_prefix_caching_is_refused():
     with pytest.raises(
         ValueError, match="drop got a cache whose rows cannot drop tokens, expected one built"
     ):
-        kv.drop(kv.init(kv.CacheConfig([FULL], **sizes)), [0], [1], [1])
+        kv.compression.drop(kv.init(kv.CacheConfig([FULL], **sizes)), [0], [1], [1])
     with pytest.raises(ValueError, match="drop got a cache with enable_prefix_caching=True, expected False"):
         published = kv.CacheConfig(
             [FULL], enable_prefix_caching=True, extras=[kv.compression.Dropping()], **sizes
         )
-        kv.drop(kv.init(published), [0], [1], [1])
+        kv.compression.drop(kv.init(published), [0], [1], [1])
     with pytest.raises(
         NotImplementedError, match="implementation 'mosaic_gpu' is asked for and rows may hide tokens"
     ):
@@ -114,7 +114,7 @@ def test_keep_everything_is_the_same_bit_for_bit():
         cache = kv.init(kv.CacheConfig([FULL], num_blocks=4, max_seqs=2, max_seq_len=32, extras=extras))
         cache, _ = kv.allocate(cache, [0, 1], [5, 3])
         if extras:
-            cache, _ = kv.drop(cache, [0, 1], [0, 0], [0, 0])
+            cache, _ = kv.compression.drop(cache, [0, 1], [0, 0], [0, 0])
         cache, reserved = kv.extend(cache, [5, 3], max_new=5)
         outs.append(np.asarray(kv.attention(cache, 0, q, k, v, reserved)[1]))
     np.testing.assert_array_equal(*outs)

@@ -20,7 +20,7 @@ from tests.support.tiny_model import VOCAB, forward, make_params
 PARAMS = make_params()
 # A text is up to five times as long as what a row may hold.
 LENGTH, MAX_LEN, NUM_NEW = 128, 24, 60
-STREAMING = kv.Streaming(window=9, num_sink_tokens=3)
+STREAMING = kv.compression.Streaming(window=9, num_sink_tokens=3)
 PROMPTS = [np.random.default_rng(i).integers(VOCAB, size=n).tolist() for i, n in enumerate((7, 61, 1, 30))]
 # The sinks' block, the window, the tokens of a call (5), and what was dropped in the window's first block.
 MOST_BLOCKS = (4 + 8 + 5 + 3) // 4
@@ -112,7 +112,9 @@ def test_layers_with_windows_of_their_own_stream_too():
         max_query_len=8,
         extras=[kv.compression.Dropping()],
     )
-    options = dict(max_new_tokens=NUM_NEW, chunk_len=8, retention=kv.Streaming(window=6, num_sink_tokens=2))
+    options = dict(
+        max_new_tokens=NUM_NEW, chunk_len=8, retention=kv.compression.Streaming(window=6, num_sink_tokens=2)
+    )
     result = kv.generate(forward, PARAMS, PROMPTS, cfg, **options)
     for prompt, generation in zip(PROMPTS, result.generations, strict=True):
         check(generation, prompt, reach=((4, 2), (6, 2)))
@@ -174,9 +176,9 @@ def test_what_cannot_stream_is_refused(sizes, options, error, said):
 
 def test_a_streaming_is_checked():
     with pytest.raises(ValueError, match="window is 0, expected at least 1"):
-        kv.Streaming(window=0)
+        kv.compression.Streaming(window=0)
     with pytest.raises(TypeError, match="num_sink_tokens is 1.5, expected an integer"):
-        kv.Streaming(window=3, num_sink_tokens=1.5)
+        kv.compression.Streaming(window=3, num_sink_tokens=1.5)
     layers = [kv.SlidingWindow(2, 4, window=6, num_sink_tokens=5)] * 2
     cfg = kv.CacheConfig(layers, max_seqs=4, max_seq_len=48, extras=[kv.compression.Dropping()])
     with pytest.raises(ValueError, match="has num_sink_tokens = 3, expected at least 5: the sinks of"):
@@ -209,7 +211,7 @@ def test_a_step_that_streams_is_exported():
 def test_a_piece_behind_dropped_tokens_tells_its_place_in_the_row():
     cache, _ = kv.allocate(kv.init(config(), storage=False), [2], [14])
     cache, _ = kv.extend(cache, [0, 0, 14, 0], max_new=14)
-    cache, _ = kv.drop(cache, [2], [3], [7])  # of which 4 to 7 are a block
+    cache, _ = kv.compression.drop(cache, [2], [3], [7])  # of which 4 to 7 are a block
     cache, step = kv.extend(cache, [5], num_tokens=6, seq_ids=[2])
     pieces = prefill.padded_step(step, np.array([0, 0]), np.array([14, 17]), np.array([3, 2]), (2, 3))
     assert pieces.context_len.tolist() == [14 - 4 + 3, 14 - 4 + 5]

@@ -8,7 +8,7 @@ import kvcache_jax as kv
 from tests.support.helpers import assert_invariants, statuses
 from tests.support.texts import DIM, FULL, MAX_LEN, OK, WIDTH, WINDOW, Texts
 
-ROTATE = kv.key_rotation(0.9 ** np.arange(DIM // 2), max_distance=200)
+ROTATE = kv.chunks.key_rotation(0.9 ** np.arange(DIM // 2), max_distance=200)
 BAD_LENGTH = kv.Status.BAD_LENGTH
 NUM_BLOCKS = 16
 
@@ -127,9 +127,9 @@ def test_what_a_row_with_moved_sinks_refuses():
     _, step = kv.rewrite(texts.cache, [0], [[5]])
     assert statuses(step.status) == [BAD_LENGTH]
     scores = np.zeros((1, MAX_LEN), np.float32)
-    assert statuses(kv.compress(texts.cache, [0], scores, [8])[1]) == [BAD_LENGTH]
+    assert statuses(kv.compression.compress(texts.cache, [0], scores, [8])[1]) == [BAD_LENGTH]
     assert bits(texts.cache.control) == before
-    texts.cache, status = kv.compress(texts.cache, [1], scores, [5])
+    texts.cache, status = kv.compression.compress(texts.cache, [1], scores, [5])
     step = texts.extend([0, 2, 0])
     assert statuses([*status, step.status[1]]) == [OK] * 2
     assert texts.drop(1, 16, 1) == BAD_LENGTH
@@ -144,7 +144,7 @@ def test_beside_sources():
     cache, step = kv.extend(cache, [20, 0, 0], max_new=20)
     k = np.random.default_rng(0).standard_normal((3, 20, 1, DIM), np.float32)
     cache = kv.write(cache, 0, k, k, step)
-    cache, status = kv.drop(cache, [0], [3], [8], positions="cache", rotate=ROTATE)
+    cache, status = kv.compression.drop(cache, [0], [3], [8], positions="cache", rotate=ROTATE)
     found = [status]
     for operation, ids in ((kv.fork, ([0], [1])), (kv.reorder, ([0, 1], [1, 0])), (kv.truncate, ([0], [2]))):
         cache, status = operation(cache, *ids)
@@ -169,7 +169,7 @@ def test_a_namespace_is_scrubbed_and_sinks_of_another_stay():
     cache = kv.write(cache, 0, k, k, step)
     cache, _ = kv.fork(cache, [1], [2])  # reads two of the sinks in the block that comes to keep them
     cache, _ = kv.truncate(cache, [2], [2])
-    cache, status = kv.drop(cache, [0, 1], [3, 3], [5, 5], positions="cache", rotate=ROTATE)
+    cache, status = kv.compression.drop(cache, [0, 1], [3, 3], [5, 5], positions="cache", rotate=ROTATE)
     assert statuses(status) == [OK] * 2
     cache, _ = kv.scrub(cache, namespace=names[0])
     assert_invariants(cache)
@@ -194,10 +194,10 @@ def test_of_a_latent_the_key_part_moves_alone():
     values = np.random.default_rng(0).standard_normal((2, 1, 12, 1, 10), np.float32)
     for layer in range(2):
         cache = kv.write(cache, layer, values[layer], None, step)
-    turns = [kv.key_rotation([angle, 0.1], max_distance=12) for angle in (1.0, 1.0)]
+    turns = [kv.chunks.key_rotation([angle, 0.1], max_distance=12) for angle in (1.0, 1.0)]
     with pytest.raises(ValueError, match="rotate differs among layers \\(0, 1\\), which are one group"):
-        kv.drop(cache, [0], [3], [5], positions="cache", rotate=turns)
-    cache, status = kv.drop(cache, [0], [3], [5], positions="cache", rotate=turns[:1] * 2)
+        kv.compression.drop(cache, [0], [3], [5], positions="cache", rotate=turns)
+    cache, status = kv.compression.drop(cache, [0], [3], [5], positions="cache", rotate=turns[:1] * 2)
     assert statuses(status) == [OK]
     stored = np.asarray(cache.pools[0].arrays["latent"])
     [rotated] = (int(pool.block_table[0, 0]) for pool in cache.control.block_pools)
@@ -213,14 +213,14 @@ def test_options_that_do_not_fit_are_named():
     sizes = dict(num_blocks=4, max_seqs=2, max_seq_len=32)
     plain = kv.init(kv.CacheConfig([FULL], extras=[kv.compression.Dropping()], **sizes))
     with pytest.raises(ValueError, match='expected "text" or "cache"'):
-        kv.drop(plain, [0], [1], [1], positions="text ")
+        kv.compression.drop(plain, [0], [1], [1], positions="text ")
     with pytest.raises(ValueError, match="a cache without blocks for original sinks"):
-        kv.drop(plain, [0], [1], [1], positions="cache", rotate=ROTATE)
+        kv.compression.drop(plain, [0], [1], [1], positions="cache", rotate=ROTATE)
     with pytest.raises(ValueError, match='rotate is given with positions="text"'):
-        kv.drop(plain, [0], [1], [1], rotate=ROTATE)
+        kv.compression.drop(plain, [0], [1], [1], rotate=ROTATE)
     cache = kv.init(kv.CacheConfig([FULL], extras=[kv.compression.Dropping(4)], **sizes))
     with pytest.raises(TypeError, match="rotate is None with positions=.cache., expected a function"):
-        kv.drop(cache, [0], [1], [1], positions="cache")
+        kv.compression.drop(cache, [0], [1], [1], positions="cache")
     with pytest.raises(ValueError, match="max_sink_len is 0, expected"):
         kv.compression.Dropping(max_sink_len=0)
     for options, message in (

@@ -29,7 +29,7 @@ def metadata():
     mean = rng.standard_normal((ROWS, Q_HEADS, DIM), np.float32)
     root = rng.standard_normal((ROWS, Q_HEADS, DIM, DIM), np.float32)
     covariance = root @ root.swapaxes(-1, -2)
-    return kv.TokenMetadata(
+    return kv.compression.TokenMetadata(
         is_token=is_token,
         num_tokens=jnp.array(LENGTHS),
         num_queries=jnp.array(NUM_QUERIES),
@@ -138,7 +138,9 @@ def test_queries_to_come_are_the_mean_and_spread_of_turned_ones():
         cos, sin = (f(positions.astype(jnp.float32) * 0.3)[:, None] for f in (jnp.cos, jnp.sin))
         return jnp.stack([x[..., 0] * cos - x[..., 1] * sin, x[..., 0] * sin + x[..., 1] * cos], axis=-1)
 
-    future = jax.jit(lambda *arguments: kv.future_queries(*arguments, num_future=3), static_argnums=2)
+    future = jax.jit(
+        lambda *arguments: kv.compression.future_queries(*arguments, num_future=3), static_argnums=2
+    )
     mean, covariance = map(np.asarray, future(q, is_query, traced, np.array([5, 3])))
     for row, length in enumerate((5, 3)):
         at = np.arange(length, length + 3)
@@ -149,7 +151,7 @@ def test_queries_to_come_are_the_mean_and_spread_of_turned_ones():
 
 
 def test_budgets_fall_from_layer_to_layer_and_keep_the_average():
-    budgets = np.asarray(kv.pyramid_budgets(np.array([96, 300]), 6, 64, np.array([768, 400])))
+    budgets = np.asarray(kv.compression.pyramid_budgets(np.array([96, 300]), 6, 64, np.array([768, 400])))
     assert budgets[0].tolist() == [126, 114, 102, 90, 78, 66]
     assert budgets[1, 0] == 400 and (np.diff(budgets) < 0).all()  # no more than the row has
     np.testing.assert_allclose(budgets.mean(axis=1), [96, 300], atol=0.5)
@@ -158,21 +160,21 @@ def test_budgets_fall_from_layer_to_layer_and_keep_the_average():
 def test_scorers_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(scorers._scorers, "_entries", dict(scorers._scorers._entries))
     with pytest.raises(ValueError, match="there is a token scorer 'h2o' already"):
-        kv.token_scorer("h2o")
+        kv.compression.token_scorer("h2o")
     with pytest.raises(ValueError, match="needs is \\['q'\\], expected some of"):
-        kv.token_scorer("mine", needs=["q"])
+        kv.compression.token_scorer("mine", needs=["q"])
     with pytest.raises(TypeError, match="name is <function"):
-        kv.token_scorer(lambda tokens: tokens.k)
+        kv.compression.token_scorer(lambda tokens: tokens.k)
     with pytest.raises(TypeError, match="the token scorer 'mine' is 3, expected a function"):
-        kv.token_scorer("mine")(3)
+        kv.compression.token_scorer("mine")(3)
     with pytest.raises(ValueError, match="scorer is 'mine', expected one of 'snapkv', 'h2o'"):
         scorers.scores_by("mine", TOKENS)
-    kv.token_scorer("mine")(lambda tokens: tokens.is_token)
+    kv.compression.token_scorer("mine")(lambda tokens: tokens.is_token)
     with pytest.raises(TypeError, match="token scorer 'mine' returned bool\\[3, 30\\], expected floats"):
         scorers.scores_by("mine", TOKENS)
-    kv.token_scorer("asks")(lambda tokens: tokens.v.sum(axis=-1))
+    kv.compression.token_scorer("asks")(lambda tokens: tokens.v.sum(axis=-1))
     with pytest.raises(AttributeError) as raised:
         scorers.scores_by("asks", TOKENS._replace(v=None))
     assert "token scorer 'asks' has needs=[] and sees no other optional metadata" in raised.value.__notes__
-    kv.token_scorer("flat")(lambda tokens: np.float32(tokens.is_token))
+    kv.compression.token_scorer("flat")(lambda tokens: np.float32(tokens.is_token))
     assert scorers.scores_by("flat", TOKENS).shape == (ROWS, KV_HEADS, PLACES)

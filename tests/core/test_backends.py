@@ -41,12 +41,14 @@ def plan(plan, pool, group, *, num_queries, num_columns):
     return (jnp.float32(0.5),)
 
 
-OWN = kv.Backend("test: own", everywhere, noted("decode", 1), noted("prefill", 2), write, copy_blocks, plan)
-OTHER = kv.Backend("test: other", everywhere, noted("other", 3))
-NOTHING = kv.Backend("test: nothing", everywhere)
-NOWHERE = kv.Backend("test: nowhere", lambda *_: "it is for nobody")
+OWN = kv.backends.Backend(
+    "test: own", everywhere, noted("decode", 1), noted("prefill", 2), write, copy_blocks, plan
+)
+OTHER = kv.backends.Backend("test: other", everywhere, noted("other", 3))
+NOTHING = kv.backends.Backend("test: nothing", everywhere)
+NOWHERE = kv.backends.Backend("test: nowhere", lambda *_: "it is for nobody")
 for each in (OWN, OTHER, NOTHING, NOWHERE):
-    kv.register_backend(each)
+    kv.backends.register_backend(each)
 
 
 def config_of(name, num_layers=2):
@@ -129,14 +131,14 @@ def test_a_backend_that_does_not_serve_is_refused_by_name():
 
 def test_registration_refuses_what_cannot_work():
     with pytest.raises(ValueError, match="there is a backend 'test: own' already, expected a new name"):
-        kv.register_backend(kv.Backend("test: own", everywhere))
+        kv.backends.register_backend(kv.backends.Backend("test: own", everywhere))
     for name in ("xla", "mosaic_gpu", "mosaic_tpu"):
         with pytest.raises(ValueError, match=f"there is a backend '{name}' already"):
-            kv.register_backend(kv.Backend(name, everywhere))
-    with pytest.raises(TypeError, match="backend is a str, expected a kvcache_jax.Backend"):
-        kv.register_backend("test: other")
+            kv.backends.register_backend(kv.backends.Backend(name, everywhere))
+    with pytest.raises(TypeError, match="backend is a str, expected a kvcache_jax.backends.Backend"):
+        kv.backends.register_backend("test: other")
     with pytest.raises(TypeError, match="supports of backend 'test: unmade' is None, expected a function"):
-        kv.Backend("test: unmade", None)
+        kv.backends.Backend("test: unmade", None)
     with pytest.raises(TypeError, match="write of backend 'test: unmade' is 3, expected a function"):
-        kv.Backend("test: unmade", everywhere, write=3)
+        kv.backends.Backend("test: unmade", everywhere, write=3)
     assert str(NOTHING) == "test: nothing: nothing; xla: decode, prefill, write, copy_blocks"

@@ -22,30 +22,27 @@ Q, K = np.zeros((3, 2, 4, 8), np.float32), np.zeros((3, 2, 2, 8), np.float32)
 TOKENS = np.zeros((3, 2), np.int32)
 ROWS, ONES = [0, 1, 2], [1, 1, 1]
 
-CONTENTS = kv.export_blocks(kv.init(CONFIG), [0])
+CONTENTS = kv.tiers.export_blocks(kv.init(CONFIG), [0])
 
 # Every public function of a cache; those of the device take `(cache, step)` here, those of the host a cache.
 ON_DEVICE = {
-    "active_seq_ids": lambda cache, step: kv.active_seq_ids(cache),
     "allocate": lambda cache, step: kv.allocate(cache, ROWS, ONES, tokens=TOKENS),
     "append": lambda cache, step: kv.append(cache, [K, K], [K, K], ONES, tokens=TOKENS),
     "attend": lambda cache, step: kv.attend(cache, 0, Q, step),
     "attention_scores": lambda cache, step: kv.attention_scores(cache, 0, K, step),
     "attention": lambda cache, step: kv.attention(cache, 0, Q, K, K, step),
-    "chunk_deviation": lambda cache, step: kv.chunk_deviation(cache, 0, K, K, step),
+    "chunk_deviation": lambda cache, step: kv.chunks.deviation(cache, 0, K, K, step),
     "commit": lambda cache, step: kv.commit(cache, ROWS),
     "evict": lambda cache, step: kv.evict(cache, 1),
-    "eviction_candidates": lambda cache, step: kv.eviction_candidates(cache, 1),
-    "export_blocks": lambda cache, step: kv.export_blocks(cache, [0]),
-    "import_blocks": lambda cache, step: kv.import_blocks(cache, CONTENTS),
+    "eviction_candidates": lambda cache, step: kv.tiers.eviction_candidates(cache, 1),
+    "export_blocks": lambda cache, step: kv.tiers.export_blocks(cache, [0]),
+    "import_blocks": lambda cache, step: kv.tiers.import_blocks(cache, CONTENTS),
     "preempt_to_utilization": lambda cache, step: kv.preempt_to_utilization(cache, 0.5),
     "extend": lambda cache, step: kv.extend(cache, ONES, max_new=2, tokens=TOKENS),
     "fork": lambda cache, step: kv.fork(cache, ROWS, ROWS),
     "free": lambda cache, step: kv.free(cache, ROWS),
     "gather": lambda cache, step: kv.gather(cache, 0, 0),
-    "idle_seq_ids": lambda cache, step: kv.idle_seq_ids(cache, 2),
     "lookup": lambda cache, step: kv.lookup(cache, np.zeros((3, 5), np.int32), ONES),
-    "needs_preemption": lambda cache, step: kv.needs_preemption(cache),
     "num_available_blocks": lambda cache, step: kv.num_available_blocks(cache),
     "num_blocks_needed": lambda cache, step: kv.num_blocks_needed(cache, ONES),
     "poison": lambda cache, step: testing.poison(cache),
@@ -57,7 +54,7 @@ ON_DEVICE = {
     "select_rows_to_preempt": lambda cache, step: kv.select_rows_to_preempt(cache, "lru", 2),
     "set_priority": lambda cache, step: kv.set_priority(cache, ROWS, ONES),
     "stats": lambda cache, step: kv.stats(cache),
-    "token_scores": lambda cache, step: kv.token_scores(cache, 0, K, step, "recency"),
+    "token_scores": lambda cache, step: kv.compression.token_scores(cache, 0, K, step, "recency"),
     "touch": lambda cache, step: kv.touch(cache, ROWS),
     "truncate": lambda cache, step: kv.truncate(cache, ROWS, ONES),
     "utilization": lambda cache, step: kv.utilization(cache),
@@ -70,29 +67,29 @@ ON_HOST = {
     "check_against_oracle": lambda cache: testing.check_against_oracle(cache, testing.Oracle(CONFIG)),
     "check_invariants": kv.check_invariants,
     "check_tokens": lambda cache: testing.check_tokens(cache, {}),
-    "draw_block_map": kv.draw_block_map,
-    "explain": lambda cache: kv.explain(cache, [1, 2]),
+    "draw_block_map": kv.inspect.draw_block_map,
+    "explain": lambda cache: kv.inspect.explain(cache, [1, 2]),
 }
 # Those of other caches: a config, and a call.
 SIZES = dict(num_blocks=8, block_size=4, max_seqs=3, max_seq_len=20)
 CHUNKS = kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.chunks.Store(2, 4)])
 OF_OTHERS = {
-    "chunk_metadata": (CHUNKS, lambda cache: kv.chunk_metadata(cache, [[0]] * 3, [[0]] * 3)),
+    "chunk_metadata": (CHUNKS, lambda cache: kv.chunks.metadata(cache, [[0]] * 3, [[0]] * 3)),
     "compose": (
         CHUNKS,
-        lambda cache: kv.compose(cache, ROWS, [[0]] * 3, [[0]] * 3, rotate=None),
+        lambda cache: kv.chunks.compose(cache, ROWS, [[0]] * 3, [[0]] * 3, rotate=None),
     ),
-    "evict_chunks": (CHUNKS, lambda cache: kv.evict_chunks(cache, 1)),
-    "find_chunks": (CHUNKS, lambda cache: kv.find_chunks(cache, TOKENS, ONES)),
-    "free_chunks": (CHUNKS, lambda cache: kv.free_chunks(cache, ONES)),
-    "store_chunk": (CHUNKS, lambda cache: kv.store_chunk(cache, ROWS, ONES, ONES, TOKENS)),
+    "evict_chunks": (CHUNKS, lambda cache: kv.chunks.evict(cache, 1)),
+    "find_chunks": (CHUNKS, lambda cache: kv.chunks.find(cache, TOKENS, ONES)),
+    "free_chunks": (CHUNKS, lambda cache: kv.chunks.free(cache, ONES)),
+    "store_chunk": (CHUNKS, lambda cache: kv.chunks.store(cache, ROWS, ONES, ONES, TOKENS)),
     "compress": (
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
-        lambda cache: kv.compress(cache, ROWS, np.ones((len(ROWS), 20), np.float32), ONES),
+        lambda cache: kv.compression.compress(cache, ROWS, np.ones((len(ROWS), 20), np.float32), ONES),
     ),
     "drop": (
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
-        lambda cache: kv.drop(cache, ROWS, ONES, ONES),
+        lambda cache: kv.compression.drop(cache, ROWS, ONES, ONES),
     ),
     "write_source": (
         kv.CacheConfig([kv.FullAttention(2, 8), kv.CrossAttention(2, 8, max_source_len=2)], **SIZES),
@@ -125,7 +122,8 @@ def started(cache):
 
 
 def test_no_function_is_forgotten():
-    functions = [getattr(module, name) for module in (kv, testing) for name in module.__all__]
+    spaces = kv, *(value for name in kv.__all__ if inspect.ismodule(value := getattr(kv, name)))
+    functions = [getattr(space, name) for space in spaces for name in space.__all__]
     takes_cache = {
         function.__name__
         for function in functions

@@ -222,9 +222,8 @@ def test_what_is_no_flag_share_or_namespace_is_named(small):
         with pytest.raises(ValueError, match=r"namespace is .*, expected uint32 \(4,\) or \(1, 4\)"):
             kv.allocate(kv.init(SMALL), [0], [4], **prompt, namespace=namespace)
     for number in ("0", [2.0], None, True, [[0.5]]):
-        for call in (kv.preempt_to_utilization, kv.needs_preemption):
-            with pytest.raises(TypeError, match=r"(target|threshold) is .*, expected one number from 0 to 1"):
-                call(cache, number)
+        with pytest.raises(TypeError, match=r"target is .*, expected one number from 0 to 1"):
+            kv.preempt_to_utilization(cache, number)
     for number in (float("nan"), -0.1, np.float32(2), jnp.float32(2)):
         with pytest.raises(ValueError, match="target is .*, expected 0 <= target <= 1"):
             kv.preempt_to_utilization(cache, number)
@@ -321,7 +320,7 @@ def test_token_ids_that_do_not_fit_are_refused(wide):
         lambda ids: kv.lookup(cache, [ids], [2]),
         lambda ids: kv.allocate(cache, [0], [2], tokens=[ids]),
         lambda ids: kv.extend(cache, [2, 0, 0], max_new=2, tokens=[ids, [0, 0], [0, 0]]),
-        lambda ids: kv.explain(cache, ids),
+        lambda ids: kv.inspect.explain(cache, ids),
     )
     for call in calls:
         with pytest.raises(ValueError, match=says(wide, "uint32")):
@@ -390,14 +389,14 @@ def test_scalars_are_one_integer(small, name, call):
 
 def test_counts_are_integers_of_the_host(small):
     cache, _ = small
-    assert kv.idle_seq_ids(cache, np.int64(2)).tolist() == [3, 3]
+    assert kv.select_rows_to_preempt(cache, "lru", np.int64(2)).shape == (2,)
     for value in (2.5, True, np.bool_(True), None, "2"):
         with pytest.raises(TypeError, match=rf"n is {re.escape(repr(value))}, expected an integer"):
-            kv.idle_seq_ids(cache, value)
+            kv.select_rows_to_preempt(cache, "lru", value)
     with pytest.raises(TypeError, match="n is .*Tracer.*expected an integer: a Python int"):
-        jax.jit(kv.idle_seq_ids)(cache, 2)
+        jax.jit(lambda n: kv.select_rows_to_preempt(cache, "lru", n))(2)
     with pytest.raises(ValueError, match="n is 4, expected 1 <= n <= max_seqs = 3"):
-        kv.idle_seq_ids(cache, 4)
+        kv.select_rows_to_preempt(cache, "lru", 4)
     with pytest.raises(ValueError, match="num_tokens is -1, expected at least 0"):
         kv.item_tokens(b"image", -1)
     for value in (False, 1.0, "0"):

@@ -335,14 +335,6 @@ def test_token_ids_are_checked_alike(tokens, message):
             call()
 
 
-def test_a_name_that_left_says_where_to():
-    with pytest.raises(AttributeError, match=r"kvcache_jax\.Look is now kvcache_jax\.Snapshot"):
-        kv.Look  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute 'Looks'"):
-        kv.Looks  # noqa: B018
-    assert kv.Snapshot.__name__ == "Snapshot"
-
-
 def test_lists_of_rows_have_few_lengths():
     assert row_list([3, 1], 4).tolist() == [3, 1, 4, 4]
     assert {len(row_list(range(n), 100)) for n in range(101)} == {8, 16, 32, 64, 100}

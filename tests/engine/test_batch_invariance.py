@@ -19,7 +19,6 @@ import kvcache_jax as kv
 from experiments.batch_invariance import answers
 from experiments.common import corpus
 from experiments.train.bits_per_byte import empty_cache, losses
-from kvcache_jax import EngineCounter
 from models import checkpoint
 from models.decoder import cache_config, forward
 from tests.engine.exact_model import check_idle
@@ -63,7 +62,7 @@ def test_bits_are_those_of_the_request_alone():
     requests = list(requests_of_all_lengths(np.random.default_rng(0), 14))
     together = answers(engine, requests)
     counts = engine.figures().counts
-    assert counts[EngineCounter.PREEMPTIONS] > 0 and counts[EngineCounter.CACHED_TOKENS] > 0
+    assert counts[kv.engine.Counter.PREEMPTIONS] > 0 and counts[kv.engine.Counter.CACHED_TOKENS] > 0
     assert as_bits(answers(engine, requests[::-1])) == as_bits(together)
     cache = empty_cache(decoder.config, 1, MAX_LEN)
     for request in requests[:6]:

@@ -81,7 +81,7 @@ def test_who_came_first_goes_first_when_the_count_of_steps_begins_again():
     engine = make_engine(policy="priority", ageing_steps=2**28)
     for start in (2**31 - 2, 2**32 - 2):
         order = []
-        counters = engine.state.counters.at[kv.EngineCounter.STEPS].set(np.uint32(start))
+        counters = engine.state.counters.at[kv.engine.Counter.STEPS].set(np.uint32(start))
         engine._state = dataclasses.replace(engine.state, counters=counters)
         assert engine.push([ask([i], 7, f"row {i}") for i in range(4)] + [ask([9], 2, "before")]) == 5
         for _ in range(3):

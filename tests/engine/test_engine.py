@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import EngineCounter
 from kvcache_jax.engine.table import TokenRuns
 from kvcache_jax.operations.reserve import needs
 from tests.engine.exact_engine import ask, expect, make_engine
@@ -32,13 +31,13 @@ def test_a_pool_that_one_request_fills_never_stands_still():
     def on_drain():
         figures.append(engine.figures().counts)
         before, after = figures[-2:]
-        done = [EngineCounter.PREFILL_TOKENS, EngineCounter.GENERATED_TOKENS]
-        num_steps = after[EngineCounter.STEPS] - before[EngineCounter.STEPS]
+        done = [kv.engine.Counter.PREFILL_TOKENS, kv.engine.Counter.GENERATED_TOKENS]
+        num_steps = after[kv.engine.Counter.STEPS] - before[kv.engine.Counter.STEPS]
         steps.append(num_steps)
         assert sum(after[c] - before[c] for c in done) >= num_steps
 
     expect(collect(engine, requests, on_drain), requests)
-    assert figures[-1][EngineCounter.PREEMPTIONS] > 2
+    assert figures[-1][kv.engine.Counter.PREEMPTIONS] > 2
     assert sum(steps) <= sum(request.num_tokens for request in requests)
 
 
@@ -47,7 +46,7 @@ def test_the_worst_row_gives_way():
     engine, said = make_engine(), {}
     requests = [ask([i] * 10, 20, i) for i in range(3)]
     assert engine.push(requests) == 3
-    while engine.figures().counts[EngineCounter.PREEMPTIONS] == 0:
+    while engine.figures().counts[kv.engine.Counter.PREEMPTIONS] == 0:
         engine.drain(max_steps=1)
         note(said, engine.take_events())
     assert engine.state.num_preemptions[:3].tolist() == [0, 0, 1]
@@ -69,7 +68,7 @@ def test_what_could_never_run_is_refused_at_once():
     expect(said, fits)
     samples = [(request.id, i) for request in refused for i in range(request.num_samples)]
     assert [said[sample] for sample in samples] == [([], [], "refused")] * 5
-    assert engine.figures().counts[EngineCounter.REFUSED] == 5
+    assert engine.figures().counts[kv.engine.Counter.REFUSED] == 5
 
 
 @pytest.mark.parametrize(
@@ -246,7 +245,7 @@ def test_new_weights_between_chunks():
     assert len(said["across", 0][0]) == 30
     assert said["across", 0][0] != decode_alone(across)[0]
     check_idle(engine)
-    assert engine.figures().counts[EngineCounter.UPDATES] == 1
+    assert engine.figures().counts[kv.engine.Counter.UPDATES] == 1
     tokens = [[*across.prompt, *said["across", 0][0]]]
     words = engine.namespace_of()
     assert kv.lookup(engine.state.cache, tokens, [36], words).tolist() == [4]  # what "after" published
@@ -262,7 +261,7 @@ def test_the_host_reads_once_per_chunk_and_nowhere_else(reads_are_refused):
             note(said, engine)
             after = engine.figures()
         expect(said, requests)
-        num_steps = after.counts[EngineCounter.STEPS] - before.counts[EngineCounter.STEPS]
+        num_steps = after.counts[kv.engine.Counter.STEPS] - before.counts[kv.engine.Counter.STEPS]
         assert 0 < after.num_reads - before.num_reads <= num_steps // 8 + 2
 
 
@@ -302,7 +301,7 @@ def test_the_program_can_be_lowered_at_any_time():
 
 def counted(engine, *names):
     counts = engine.figures().counts
-    return tuple(counts[EngineCounter[name]] for name in names)
+    return tuple(counts[kv.engine.Counter[name]] for name in names)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import EngineCounter
 from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
 
 # A pool that one long request fills, so that rows are preempted and come back; short and long pieces, blocks
@@ -64,7 +63,7 @@ def test_random_mixes(name):
     engine = make_engine(name)
     check_mixes(engine, range(40))
     counts = engine.figures().counts
-    assert counts[EngineCounter.PREEMPTIONS] > 0 and counts[EngineCounter.FORKS] > 0
+    assert counts[kv.engine.Counter.PREEMPTIONS] > 0 and counts[kv.engine.Counter.FORKS] > 0
     has_index = engine.config.enable_prefix_caching
-    assert (counts[EngineCounter.CACHED_TOKENS] > 0) == has_index
-    assert counts[EngineCounter.GENERATED_TOKENS] > counts[EngineCounter.STEPS]
+    assert (counts[kv.engine.Counter.CACHED_TOKENS] > 0) == has_index
+    assert counts[kv.engine.Counter.GENERATED_TOKENS] > counts[kv.engine.Counter.STEPS]

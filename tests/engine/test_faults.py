@@ -212,7 +212,7 @@ def test_nan_logits_behind_drafts_hurt_no_other_row():
     expect(said, random)
     ends = [reason for *_, reason in said.values()]
     assert ends.count("nan_logits") > 3 and ends.count("length") > 3
-    assert engine.figures().counts[kv.EngineCounter.ACCEPTED] > 0
+    assert engine.figures().counts[kv.engine.Counter.ACCEPTED] > 0
 
     engine.set_params(make_params(counts=True))
     counting = [ask([1, 2, 3, 4, 5, 6, 0, 1, 2], 20, i) for i in range(4)]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import EngineCounter
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import (
     check_idle,
@@ -55,8 +54,8 @@ def test_ten_thousand_requests_through_32_rows_and_a_pool_that_fits_8():
         tokens, _, reason = alone[k]
         assert (said[i, 0][0], said[i, 0][2]) == (tokens, reason)
     figures = engine.figures()
-    assert figures.counts[EngineCounter.PREEMPTIONS] > 50
-    assert figures.num_reads <= figures.counts[EngineCounter.STEPS] / 16
+    assert figures.counts[kv.engine.Counter.PREEMPTIONS] > 50
+    assert figures.num_reads <= figures.counts[kv.engine.Counter.STEPS] / 16
 
 
 @pytest.mark.parametrize("num_requests", [1, 64])
@@ -69,7 +68,7 @@ def test_reads_of_the_host_at_1_and_at_64_rows(num_requests, reads_are_refused):
         note(said, engine)
         figures = engine.figures()
     assert [len(tokens) for tokens, *_ in said.values()] == [250] * num_requests
-    assert 0 < figures.num_reads <= figures.counts[EngineCounter.STEPS] / 16
+    assert 0 < figures.num_reads <= figures.counts[kv.engine.Counter.STEPS] / 16
 
 
 def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
@@ -77,7 +76,7 @@ def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
     engine = make_engine()
     rng = np.random.default_rng(1)
     done, said, number = 0, {}, 0
-    while engine.figures().counts[EngineCounter.STEPS] < 10_000:
+    while engine.figures().counts[kv.engine.Counter.STEPS] < 10_000:
         requests = []
         for _ in range(7):
             prompt_len = int(rng.integers(1, 40))
@@ -87,9 +86,9 @@ def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
         expect(said, requests)
         done += len(said)
     counts = engine.figures().counts
-    computed = counts[EngineCounter.PREFILL_TOKENS] + counts[EngineCounter.GENERATED_TOKENS]
-    assert done == number and computed >= counts[EngineCounter.STEPS] - number
-    assert counts[EngineCounter.PREEMPTIONS] > 100
+    computed = counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.GENERATED_TOKENS]
+    assert done == number and computed >= counts[kv.engine.Counter.STEPS] - number
+    assert counts[kv.engine.Counter.PREEMPTIONS] > 100
 
 
 def test_a_client_who_floods_does_not_slow_another():
@@ -158,11 +157,11 @@ def test_nobody_waits_longer_than_ageing_allows():
         assert engine.push([request]) == 1
         for _ in range(int(rng.integers(1, 6))):
             engine.drain()
-            step = engine.figures().counts[EngineCounter.STEPS]
+            step = engine.figures().counts[kv.engine.Counter.STEPS]
             ended |= {event.id: step for event in engine.take_events() if event.finish_reason}
     while engine.num_unfinished:
         engine.drain()
-        step = engine.figures().counts[EngineCounter.STEPS]
+        step = engine.figures().counts[kv.engine.Counter.STEPS]
         ended |= {event.id: step for event in engine.take_events() if event.finish_reason}
     assert len(ended) == 300
     waits = []

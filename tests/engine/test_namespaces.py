@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import EngineCounter
 from kvcache_jax.prefix.namespace import namespace_within
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import collect, make_params, note
@@ -35,10 +34,10 @@ def test_prompts_find_only_what_the_same_weights_computed_for_the_same_namespace
             engine.set_params(make_params(shift=version), words)
         hits = []
         for i, name in enumerate([None, A, B, A ^ B] * 2):
-            before = engine.figures().counts[EngineCounter.CACHED_TOKENS]
+            before = engine.figures().counts[kv.engine.Counter.CACHED_TOKENS]
             request = ask(prompt, 2, i, namespace=name)
             expect(collect(engine, [request]), [request], shift=version)
-            hits.append(engine.figures().counts[EngineCounter.CACHED_TOKENS] - before)
+            hits.append(engine.figures().counts[kv.engine.Counter.CACHED_TOKENS] - before)
             found = kv.lookup(engine.state.cache, [prompt], [9], engine.namespace_of(name)).tolist()
             assert found == [8]
         # Eleven blocks: those of other versions made room.

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax import EngineCounter
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.engine.order import keys_of
 from kvcache_jax.engine.policies import get_policy
@@ -72,9 +71,9 @@ def test_hits_never_end_inside_an_item():
         return ask([1, 2, *item, *end], max_new, request_id, items=items)
 
     def num_cached(request):
-        before = engine.figures().counts[EngineCounter.CACHED_TOKENS]
+        before = engine.figures().counts[kv.engine.Counter.CACHED_TOKENS]
         expect(collect(engine, [request]), [request], bans_zero=True)
-        return engine.figures().counts[EngineCounter.CACHED_TOKENS] - before
+        return engine.figures().counts[kv.engine.Counter.CACHED_TOKENS] - before
 
     assert num_cached(with_image(image, [3, 4, 5, 6, 7], "first")) == 0
     assert num_cached(with_image(image, [3, 4, 5, 9], "the same, and 3 tokens behind it")) == 12
@@ -83,7 +82,7 @@ def test_hits_never_end_inside_an_item():
     assert num_cached(ask([1, 2, *image, 8], 2, "no item, but its words", items=[])) == 8
     crowd = [with_image(image, [i] * 5, i, 20) for i in range(5)]
     expect(collect(engine, crowd), crowd, bans_zero=True)
-    assert engine.figures().counts[EngineCounter.PREEMPTIONS] > 0
+    assert engine.figures().counts[kv.engine.Counter.PREEMPTIONS] > 0
 
 
 @pytest.mark.slow
@@ -93,14 +92,14 @@ def test_drafts_change_nothing_but_the_number_of_steps():
     requests = [random_request(rng, i) for i in range(12)]
     expect(collect(engine, requests), requests)
     counts = engine.figures().counts
-    assert counts[EngineCounter.DRAFTED] > 0
+    assert counts[kv.engine.Counter.DRAFTED] > 0
 
     engine.set_params(make_params(counts=True))
     requests = [ask([1, 2, 3, 4, 5, 6, 0, 1, 2], 20, i, stop_tokens=[9]) for i in range(3)]
     expect(collect(engine, requests), requests, counts=True)
     after = engine.figures().counts
-    num_steps = after[EngineCounter.STEPS] - counts[EngineCounter.STEPS]
-    assert after[EngineCounter.ACCEPTED] - counts[EngineCounter.ACCEPTED] > 20
+    num_steps = after[kv.engine.Counter.STEPS] - counts[kv.engine.Counter.STEPS]
+    assert after[kv.engine.Counter.ACCEPTED] - counts[kv.engine.Counter.ACCEPTED] > 20
     assert num_steps < 20
 
 
@@ -180,9 +179,9 @@ def test_a_request_whose_tokens_are_all_banned_says_so():
 def _metadata(**columns):
     num = len(next(iter(columns.values())))
     zeros = jnp.zeros(num, jnp.int32)
-    arrays = {name: zeros for name in kv.RequestMetadata._fields[:8]} | {"uid": jnp.arange(num)}
+    arrays = {name: zeros for name in kv.engine.RequestMetadata._fields[:8]} | {"uid": jnp.arange(num)}
     arrays |= {name: jnp.array(values, jnp.int32) for name, values in columns.items()}
-    return kv.RequestMetadata(**arrays, ageing_steps=8, max_bypasses=2)
+    return kv.engine.RequestMetadata(**arrays, ageing_steps=8, max_bypasses=2)
 
 
 def _order(policy, **columns):
@@ -203,10 +202,10 @@ def test_policies_order_requests():
 
 def test_policies_of_ones_own():
     with pytest.raises(ValueError, match="there is a request policy 'fcfs' already"):
-        kv.request_policy("fcfs")
+        kv.engine.request_policy("fcfs")
     with pytest.raises(TypeError, match="name is 3, expected a str"):
-        kv.request_policy(3)  # type: ignore
+        kv.engine.request_policy(3)  # type: ignore
     with pytest.raises(TypeError, match="is None, expected a function of RequestMetadata"):
-        kv.request_policy("none")(None)  # type: ignore
+        kv.engine.request_policy("none")(None)  # type: ignore
     with pytest.raises(TypeError, match="expected a tuple of i32"):
         keys_of(lambda requests: (3,), _metadata(uid=[0, 1]))  # type: ignore

@@ -8,7 +8,6 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvcache_jax as kv
 from experiments.serve.program import counted
-from kvcache_jax import EngineCounter
 from tests.engine.exact_engine import SIZES
 from tests.engine.exact_model import DIM, check_state, config, decode_alone, make_params, note, random_request
 from tests.engine.exact_model import forward as forward_of_one
@@ -60,8 +59,8 @@ def test_rows_over_one_axis_and_heads_over_the_other():
     for i in range(4):
         check_state(jax.tree.map(lambda x, i=i: x[i], jax.device_get(state)))
         counts = np.asarray(state.counters)[i]
-        assert counts[EngineCounter.GENERATED_TOKENS] > 0
-    assert engine.figures().counts[EngineCounter.PREEMPTIONS] > 0
+        assert counts[kv.engine.Counter.GENERATED_TOKENS] > 0
+    assert engine.figures().counts[kv.engine.Counter.PREEMPTIONS] > 0
     assert engine.figures().blocks_used == 0
 
 

@@ -236,7 +236,7 @@ def test_windows_and_several_rotations_are_checked_too():
     for rope, turn in zip(decoder.config.layer_ropes, rotations, strict=True):
         want = rotate(keys, rotation(rope, 8, jnp.array([7])))
         np.testing.assert_allclose(turn(keys, jnp.array([7])), want, rtol=1e-5, atol=1e-6)
-    reuse = kv.ChunkReuse(rotate=rotations, share=0.5)
+    reuse = kv.chunks.Reuse(rotate=rotations, share=0.5)
     found = check.measure(decoder, [prompt], reuse, most_kl=1.0, least_agreement=0.0)
     assert [bar["holds"] for bar in found["bars"]] == [True] * 4
     [record] = found["prompts"]

@@ -19,7 +19,7 @@ from models.tokenizer import ByteTokenizer
 def look(table, step=8, running=None, ended=()):
     table = np.asarray(table, np.int32)
     held = table[table < 12]
-    return kv.Snapshot(
+    return kv.decoding.Snapshot(
         num_steps=step,
         seconds=0.5,
         num_blocks_used=len(set(held.tolist())),
@@ -109,7 +109,7 @@ def make_view(monkeypatch):
 
 def generation(prompt_id, sample_id, text):
     tokens = list(text.encode()) if isinstance(text, str) else text
-    return kv.Generation(prompt_id, sample_id, tokens, [-1.0] * len(tokens), "stop")
+    return kv.decoding.Generation(prompt_id, sample_id, tokens, [-1.0] * len(tokens), "stop")
 
 
 def test_plain_text_is_shown_when_a_continuation_ends(make_view):

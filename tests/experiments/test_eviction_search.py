@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 NAMES = [candidate.name for candidate in search.candidates()]
 
 
-@kv.eviction_policy("test: everything that a trace has", needs=["num_hits", "depth", "idle", "age"])
+@kv.policies.eviction_policy("test: everything that a trace has", needs=["num_hits", "depth", "idle", "age"])
 def everything(blocks):
     return blocks.num_hits * 5 - blocks.idle * 3 + blocks.age - blocks.depth * 2
 

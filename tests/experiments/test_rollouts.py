@@ -184,12 +184,12 @@ def test_a_group_takes_answers_as_they_come():
     group = Group(SIZES.batch(0), 2)
     said = [(0, [1, 2], None, 0), (1, [3], "stop", 0), (0, [4], "length", 1)]
     for sample, tokens, reason, version in said:
-        event = kv.TokenEvent("a", sample, tokens, [-0.5] * len(tokens), [], reason)
+        event = kv.engine.TokenEvent("a", sample, tokens, [-0.5] * len(tokens), [], reason)
         group.add(event, version)
     assert group.tokens[:, :3].tolist() == [[1, 2, 4], [3, 0, 0]] and group.num_ended == 2
     assert group.version[:, :3].tolist() == [[0, 0, 1], [0, -1, -1]] and group.num_tokens.tolist() == [3, 1]
     with pytest.raises(RuntimeError, match="ended by 'refused'"):
-        group.add(kv.TokenEvent("a", 1, [], [], [], "refused"), 1)
+        group.add(kv.engine.TokenEvent("a", 1, [], [], [], "refused"), 1)
 
 
 @pytest.mark.slow
@@ -217,8 +217,8 @@ def test_answers_go_on_under_new_weights_and_none_is_lost(decoder):
         assert rows.any()
     assert len(set(seen)) == len(seen) and partial > 0
     counts = sampler.engine.figures().counts
-    assert counts[kv.EngineCounter.UPDATES] == 3 and counts[kv.EngineCounter.FORKS] > 0
-    assert counts[kv.EngineCounter.PREFILL_TOKENS] < 0.7 * SIZES.group * sampler.num_prompt_tokens
+    assert counts[kv.engine.Counter.UPDATES] == 3 and counts[kv.engine.Counter.FORKS] > 0
+    assert counts[kv.engine.Counter.PREFILL_TOKENS] < 0.7 * SIZES.group * sampler.num_prompt_tokens
 
 
 # --- the command ---

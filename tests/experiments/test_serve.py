@@ -138,11 +138,11 @@ def test_a_side_serves_every_request_to_its_length():
     record = server.record()
     assert record["num_requests"] == 5 and record["num_tokens"] == 31
     counts = server.counts
-    computed = counts[kv.EngineCounter.PREFILL_TOKENS] + counts[kv.EngineCounter.GENERATED_TOKENS]
+    computed = counts[kv.engine.Counter.PREFILL_TOKENS] + counts[kv.engine.Counter.GENERATED_TOKENS]
     assert server.clock.now() == pytest.approx(computed)
     prompts = sum(len(job.prompt) for job in JOBS)
-    assert counts[kv.EngineCounter.CACHED_TOKENS] > 0
-    assert record["hit_rate"] == counts[kv.EngineCounter.CACHED_TOKENS] / prompts
+    assert counts[kv.engine.Counter.CACHED_TOKENS] > 0
+    assert record["hit_rate"] == counts[kv.engine.Counter.CACHED_TOKENS] / prompts
     assert (server.first_at <= server.last_at).all() and server.last_at.max() <= server.clock.now()
     assert record["transfers_per_token"] == server.num_reads / 31
     seconds, *_ = zip(*server.timeline(), strict=True)
@@ -239,10 +239,10 @@ def test_prometheus_text_has_the_names_of_vllm(tmp_path):
     assert samples["vllm:num_requests_running"] == samples["vllm:num_requests_waiting"] == 0
     assert samples["vllm:kv_cache_usage_perc"] == 0
     assert samples["vllm:prompt_tokens_total"] == samples["vllm:prefix_cache_queries_total"] == 68
-    assert samples["vllm:prefix_cache_hits_total"] == counts[kv.EngineCounter.CACHED_TOKENS] > 0
+    assert samples["vllm:prefix_cache_hits_total"] == counts[kv.engine.Counter.CACHED_TOKENS] > 0
     assert samples["vllm:generation_tokens_total"] == samples["vllm:request_generation_tokens_sum"] == 31
     assert samples["vllm:request_success_total"] == 5
-    assert samples["vllm:num_preemptions_total"] == counts[kv.EngineCounter.PREEMPTIONS]
+    assert samples["vllm:num_preemptions_total"] == counts[kv.engine.Counter.PREEMPTIONS]
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
         assert families[f"vllm:{name}"].type == "histogram" and samples[f"vllm:{name}_count"] == 5
     assert samples["vllm:e2e_request_latency_seconds_sum"] == pytest.approx(server.last_at.sum())
@@ -305,10 +305,10 @@ def test_the_time_of_a_token_is_measured_between_deliveries():
     assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
     deliveries = [(0, 2, 1.0), (1, 4, 1.0), (1, 4, 3.0), (1, 2, 4.0)]
     for i, num_tokens, now in deliveries[:1]:
-        short._note(kv.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
+        short._note(kv.engine.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
     assert short.record()["per_token_ms"] == {"p50": None, "p99": None}
     for i, num_tokens, now in deliveries[1:]:
-        short._note(kv.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
+        short._note(kv.engine.TokenEvent(i, 0, [0] * num_tokens, [0.0] * num_tokens, [], None), now)
     assert short.record()["per_token_ms"] == {"p50": 500.0, "p99": 500.0}
 
 

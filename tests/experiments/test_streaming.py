@@ -27,7 +27,7 @@ TINY = DecoderConfig(
     use_qk_norm=True,
     tie_embeddings=True,
 )
-KEPT = kv.Streaming(window=16, num_sink_tokens=3)
+KEPT = kv.compression.Streaming(window=16, num_sink_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_sides_read_what_they_hold(decoder):
 def test_the_small_model_generates_as_the_mask_says():
     """In the memory of 4 + 60 tokens, of which a prompt alone has twice as many, and drawn at random."""
     decoder = checkpoint.load(byte_model.corpus.MODEL, dtype=jnp.float32)
-    kept, prompt = kv.Streaming(window=60, num_sink_tokens=4), sides.read_text(130)
+    kept, prompt = kv.compression.Streaming(window=60, num_sink_tokens=4), sides.read_text(130)
     config = cache_config(decoder.config, max_seqs=1, max_seq_len=128, extras=[kv.compression.Dropping()])
     options = dict(max_new_tokens=80, chunk_len=32, temperature=0.8, retention=kept)
     [generation] = kv.generate(forward, decoder, [prompt.tolist()], config, **options).generations

@@ -77,8 +77,8 @@ def test_broken_rows_and_blocks_are_found(rows, sentence):
 POLICY = "test: everything, for the checker"
 
 
-@kv.eviction_policy(POLICY, needs=["num_hits", "depth", "idle", "age", "priority"])
-def everything(blocks: kv.BlockMetadata) -> jax.Array:
+@kv.policies.eviction_policy(POLICY, needs=["num_hits", "depth", "idle", "age", "priority"])
+def everything(blocks: kv.policies.BlockMetadata) -> jax.Array:
     return blocks.num_hits
 
 

@@ -11,13 +11,13 @@ from tests.kinds.kind_rows import MAX_LEN, NUM_ROWS, OK, Rows, config_of, empty,
 from tests.support.helpers import assert_invariants, assert_same, statuses
 
 MAX_CHUNK, NUM_CHUNKS = 9, 3
-store_rows = jax.jit(kv.store_chunk)
+store_rows = jax.jit(kv.chunks.store)
 
 
 @jax.jit
 def compose_rows(cache, rows, chunk_ids, starts):
     """Keys that keep their positions, which the texts of these rows say."""
-    return kv.compose(cache, rows, chunk_ids, starts, rotate=None)
+    return kv.chunks.compose(cache, rows, chunk_ids, starts, rotate=None)
 
 
 def compose(kind):

@@ -21,7 +21,7 @@ from tests.kinds.kind_rows import (
 )
 from tests.support.helpers import assert_invariants, assert_same, statuses
 
-compress_rows = jax.jit(kv.compress)
+compress_rows = jax.jit(kv.compression.compress)
 
 
 def compress(kind):

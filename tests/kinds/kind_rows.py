@@ -315,7 +315,7 @@ class Rows:
                 np.testing.assert_allclose(logits[i, : len(line)], want, rtol=2e-5, atol=2e-5)
 
     def drop(self, row, start, length):
-        self.cache, status = kv.drop(self.cache, *entries([row], [start], [length]))
+        self.cache, status = kv.compression.drop(self.cache, *entries([row], [start], [length]))
         if statuses(status)[0] == OK:
             self.dropped[row] = {*self.dropped.get(row, ()), *range(start, start + length)}
         assert_invariants(self.cache)

@@ -89,8 +89,8 @@ def transfer(kind):
     rows.feed({2: [1, 2, 3]})
     rows.cache, _ = kv.commit(rows.cache, *entries([2]))
     rows.free(2)
-    chosen = kv.eviction_candidates(rows.cache, 5)
-    contents = kv.export_blocks(rows.cache, chosen)
+    chosen = kv.tiers.eviction_candidates(rows.cache, 5)
+    contents = kv.tiers.export_blocks(rows.cache, chosen)
     assert contents.num_tokens.tolist() == [16, 12, 8, 4, 0]
     rows.cache, num_evicted = kv.evict(rows.cache, 5)
     assert int(num_evicted) == 4 and cached_len(rows, text) == 0
@@ -99,9 +99,9 @@ def transfer(kind):
         other.cache, status = run_import(other.cache, contents)
         assert statuses(status) == [OK] * 4 + [kv.Status.SKIPPED]
         assert_invariants(other.cache)
-        again = kv.export_blocks(other.cache, kv.eviction_candidates(other.cache, 5))
+        again = kv.tiers.export_blocks(other.cache, kv.tiers.eviction_candidates(other.cache, 5))
         assert_same(leaf_bytes(again), leaf_bytes(contents))
         assert other.start({0: [*text, 1, 2, 3, 7, 9]}) == [16]
 
 
-run_import = kv.donate(kv.import_blocks)
+run_import = kv.donate(kv.tiers.import_blocks)

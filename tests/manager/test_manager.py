@@ -243,7 +243,7 @@ def test_counts_go_on_where_the_cache_wraps():
     stats = manager.stats()
     assert stats["num_allocations"] == 2**32 + 1 and stats["num_frees"] == 2**32 - 2
     assert (stats["num_requests"], stats["num_active_seqs"], stats["usage"]) == (3, 3, 0.25)
-    assert set(stats) == {field.name for field in dataclasses.fields(kv.Stats)} | {
+    assert set(stats) == {field.name for field in dataclasses.fields(kv.state.Stats)} | {
         "num_requests", "usage", "hit_rate"
     }  # fmt: skip
     assert all(type(value) in (int, float) for value in stats.values())
@@ -320,7 +320,7 @@ def test_requests_drop_tokens_in_place_of_ending():
     manager = new_manager(dataclasses.replace(PLAIN, extras=[kv.compression.Dropping()]))
     start(manager, "a", list(range(16)))
     start(manager, "b", [50, 51])
-    kept, before = kv.Streaming(window=4, num_sink_tokens=4), manager.usage()
+    kept, before = kv.compression.Streaming(window=4, num_sink_tokens=4), manager.usage()
     drop = functools.partial(kv.compression.drop_to_utilization, streaming=kept)
     assert manager.preempt_to_utilization(before, operation=drop) == []
     assert manager.preempt_to_utilization(0.0, operation=drop) == ["a"]
@@ -353,8 +353,6 @@ def test_whole_requests_give_way():
         manager.preempt_to_utilization(2)
     with pytest.raises(ValueError, match="policy is 'newest'"):
         manager.select_requests_to_preempt("newest", 1)
-    with pytest.raises(AttributeError, match=r"select_victim_requests is now select_requests_to_preempt"):
-        manager.select_victim_requests("longest", 1)
 
 
 def test_drafts_and_namespaces():

@@ -78,7 +78,7 @@ def test_an_implementation_without_soft_caps_says_so(part):
         raise NotImplementedError(f"soft_cap is {soft_cap}, expected None; use implementation 'xla'")
 
     name = f"without soft caps, {part}"
-    kv.register_backend(kv.Backend(name, lambda *_: None, **{part: refuse}))
+    kv.backends.register_backend(kv.backends.Backend(name, lambda *_: None, **{part: refuse}))
     decoder, num_new = load("gemma2"), {"decode": 1, "prefill": 9}[part]
     config = cache_config(decoder.config, max_seqs=1, max_seq_len=16, implementation=name)
 

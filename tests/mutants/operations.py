@@ -369,7 +369,6 @@ FIGURED = in_module(
     ),
     ("own blocks count as shared", "ref_count > 1)", "ref_count > 0)", FIGURES),
     ("utilization of the emptiest group", "reduce(jnp.maximum,", "reduce(jnp.minimum,", FIGURES),
-    ("eviction only above the threshold", "(cache) >= arguments", "(cache) > arguments", FIGURES),
 )
 
 OTHERS = [

@@ -21,7 +21,7 @@ KINDS = {
     "latent": kv.LatentAttention(latent_dim=4, rope_dim=2),
 }
 QUANTISED = kv.Quantised(FULL, "int8")
-ROTATE = kv.key_rotation([0.7], max_distance=20)
+ROTATE = kv.chunks.key_rotation([0.7], max_distance=20)
 LENGTHS = (13, 6, 0, 5)
 
 
@@ -39,22 +39,22 @@ def started(*kinds, **options):
 def compress(cache):
     """Whole blocks, for what is behind the last token may be anything."""
     scores = np.random.default_rng(3).standard_normal((1, 32)).astype(np.float32)
-    return kv.compress(cache, [0], scores, [8])
+    return kv.compression.compress(cache, [0], scores, [8])
 
 
 def drop(cache):
-    return kv.drop(cache, [0], [3], [6], positions="cache", rotate=ROTATE)
+    return kv.compression.drop(cache, [0], [3], [6], positions="cache", rotate=ROTATE)
 
 
 def store_chunk(cache):
-    cache, stored = kv.store_chunk(cache, [0], [2], [7], [range(7)])
+    cache, stored = kv.chunks.store(cache, [0], [2], [7], [range(7)])
     return cache, stored.status
 
 
 def compose(cache):
     """The chunk twice in a row, and in one that fails, with angles beyond the table."""
     cache, _ = store_chunk(cache)
-    cache, status = kv.compose(cache, [1, 2], [[0, 0], [0, 2]], [[7, 14], [30, 0]], rotate=ROTATE)
+    cache, status = kv.chunks.compose(cache, [1, 2], [[0, 0], [0, 2]], [[7, 14], [30, 0]], rotate=ROTATE)
     return cache, status[:1]
 
 
@@ -88,9 +88,9 @@ def write_source(cache):
 
 def export_and_import(cache):
     """Blocks of one cache are published in another one, whose pools have a gradient too."""
-    contents = kv.export_blocks(cache, cache.control.block_pools[0].block_table[0, :3])
+    contents = kv.tiers.export_blocks(cache, cache.control.block_pools[0].block_table[0, :3])
     pools = jax.tree.map(lambda x: 2 * x, cache.pools)
-    empty, status = kv.import_blocks(dataclasses.replace(kv.init(cache.config), pools=pools), contents)
+    empty, status = kv.tiers.import_blocks(dataclasses.replace(kv.init(cache.config), pools=pools), contents)
     return empty, status
 
 
@@ -198,7 +198,7 @@ def test_forward_mode_is_refused_by_what_is_asked(operation):
 def test_a_rotation_that_is_not_linear_is_refused():
     def compose_bent(cache):
         cache, _ = store_chunk(cache)
-        return kv.compose(cache, [1], [[0]], [[7]], rotate=lambda keys, distance: jnp.tanh(keys))
+        return kv.chunks.compose(cache, [1], [[0]], [[7]], rotate=lambda keys, distance: jnp.tanh(keys))
 
     with pytest.raises(NotImplementedError, match="^got a gradient through rotate=.*, expected .* linear"):
         refused(streaming(FULL), compose_bent, jax.grad)
@@ -216,7 +216,7 @@ def test_a_gradient_of_attention_scores_is_refused_where_it_is_used():
 
     def compress_by_scores(cache):
         by_token = scores(cache)[0][:1].sum(axis=(1, 2))
-        return kv.compress(cache, [0], by_token, [8])
+        return kv.compression.compress(cache, [0], by_token, [8])
 
     refused(streaming(FULL), compress_by_scores, jax.grad)  # it is not: what is kept has no derivative
 

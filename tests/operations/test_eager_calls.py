@@ -111,7 +111,6 @@ def test_each_call_is_one_program_or_two():
         "evict": (1, lambda: kv.evict(cache, 2)),
         "num_available_blocks": (1, lambda: kv.num_available_blocks(cache)),
         "num_blocks_needed": (1, lambda: kv.num_blocks_needed(cache, one_each)),
-        "idle_seq_ids": (1, lambda: kv.idle_seq_ids(cache, 3)),
     }
     with compiled_programs() as programs:
         _, step = kv.extend(cache, one_each, max_new=1, tokens=tokens)

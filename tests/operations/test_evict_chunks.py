@@ -112,8 +112,8 @@ class Store:
         self.check()
 
 
-store, evict = jax.jit(kv.store_chunk), jax.jit(kv.evict_chunks)
-compose = jax.jit(kv.compose, static_argnames="rotate")
+store, evict = jax.jit(kv.chunks.store), jax.jit(kv.chunks.evict)
+compose = jax.jit(kv.chunks.compose, static_argnames="rotate")
 
 
 def test_a_random_script_of_uses_and_evictions():
@@ -130,11 +130,11 @@ def test_a_random_script_of_uses_and_evictions():
             )
         elif kept.chunks:
             id_ = int(rng.choice(list(kept.chunks)))
-            kept.cache, status = kv.free_chunks(kept.cache, [id_])
+            kept.cache, status = kv.chunks.free(kept.cache, [id_])
             assert statuses(status) == [OK]
             del kept.chunks[id_]
             kept.check()
-    kept.cache, status = kv.free_chunks(kept.cache, list(kept.chunks))
+    kept.cache, status = kv.chunks.free(kept.cache, list(kept.chunks))
     kept.cache, _ = kv.free(kept.cache, [0, 1])
     assert_invariants(kept.cache)
     assert int(kept.cache.control.block_pools[0].num_free) == CONFIG.num_blocks
@@ -187,10 +187,10 @@ def test_a_block_of_two_chunks_is_free_once_both_are_gone():
 def test_eviction_copies_no_pool_and_no_array_of_blocks():
     def step(cache):
         rows, names = jnp.arange(ENTRIES), jnp.zeros((ENTRIES, MAX_CHUNK), jnp.int32)
-        cache, _ = kv.store_chunk(cache, rows, rows, rows + 3, names)
-        ids = kv.find_chunks(cache, names, rows + 3)
-        cache, _ = kv.compose(cache, rows, ids[:, None], ids[:, None] + 20, rotate=None)
-        return kv.evict_chunks(cache, 4, num_blocks=50, keep=ids)
+        cache, _ = kv.chunks.store(cache, rows, rows, rows + 3, names)
+        ids = kv.chunks.find(cache, names, rows + 3)
+        cache, _ = kv.chunks.compose(cache, rows, ids[:, None], ids[:, None] + 20, rotate=None)
+        return kv.chunks.evict(cache, 4, num_blocks=50, keep=ids)
 
     config = dataclasses.replace(CONFIG, num_blocks=100_000)
     cache = jax.eval_shape(lambda: kv.init(config))

@@ -168,7 +168,7 @@ def test_it_runs_inside_jit():
 
 def streamed(cache, target, window=6, **options):
     """The rows that drop blocks, in that order, and the blocks that each row holds then."""
-    kept = kv.Streaming(window=window, num_sink_tokens=3)
+    kept = kv.compression.Streaming(window=window, num_sink_tokens=3)
     cache, rows = kv.compression.drop_to_utilization(cache, target, streaming=kept, **options)
     assert not kv.check_invariants(cache)
     held = (np.asarray(cache.control.block_pools[0].block_table) < 20).sum(axis=1)
@@ -180,7 +180,7 @@ def make_streaming(num_dropped=0):
     cache = make_cache([9, 18, 27, 3], extras=[kv.compression.Dropping()])
     cache, step = kv.extend(cache, [9, 18, 27, 3, 0], max_new=27)
     kv.raise_for_status(step.status, "extend")
-    return kv.drop(cache, [2], [5], [num_dropped])[0]
+    return kv.compression.drop(cache, [2], [5], [num_dropped])[0]
 
 
 @pytest.mark.parametrize(

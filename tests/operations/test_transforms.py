@@ -312,7 +312,7 @@ def test_control_operations_copy_no_array_of_blocks(name):
 @pytest.mark.slow
 def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks():
     def stream(cache):
-        cache, _ = kv.drop(cache, jnp.arange(4), jnp.full(4, 2), jnp.full(4, 7))
+        cache, _ = kv.compression.drop(cache, jnp.arange(4), jnp.full(4, 2), jnp.full(4, 7))
         return decode(cache)
 
     num_bytes, pool_bytes = compiled_bytes([KIND, WINDOW], stream, extras=[kv.compression.Dropping()])
@@ -321,11 +321,13 @@ def test_a_step_that_drops_tokens_copies_no_pool_and_no_array_of_blocks():
 
 @pytest.mark.slow
 def test_moving_sinks_copies_no_pool_and_no_array_of_blocks():
-    rotate = kv.key_rotation([1.0, 0.1], max_distance=40)
+    rotate = kv.chunks.key_rotation([1.0, 0.1], max_distance=40)
 
     def stream(cache):
         rows = jnp.arange(4)
-        return kv.drop(cache, rows, jnp.full(4, 2), jnp.full(4, 7), positions="cache", rotate=rotate)
+        return kv.compression.drop(
+            cache, rows, jnp.full(4, 2), jnp.full(4, 7), positions="cache", rotate=rotate
+        )
 
     num_bytes, pool_bytes = compiled_bytes([KIND] * 2, stream, extras=[kv.compression.Dropping(2)])
     assert num_bytes < 0.01 * pool_bytes and num_bytes < 4 * NUM_BLOCKS
@@ -337,7 +339,7 @@ def test_compressing_copies_no_pool_and_no_array_of_blocks():
 
     def compress(cache):
         scores = jnp.ones((4, 2, 2, 40))
-        return kv.compress(cache, jnp.arange(4), scores, jnp.full(4, 7))
+        return kv.compression.compress(cache, jnp.arange(4), scores, jnp.full(4, 7))
 
     num_bytes, pool_bytes = compiled_bytes([KIND] * 2, compress, extras=[kv.compression.Dropping()])
     assert num_bytes < 0.01 * pool_bytes

@@ -146,23 +146,26 @@ def serve(cache, n, texts):
     return kv.free(cache, n[:2])[0], admission, out, status
 
 
-ROTATE = kv.key_rotation(np.ones(64), 64)
+ROTATE = kv.chunks.key_rotation(np.ones(64), 64)
 CHUNKS = dict(num_chunks=3, max_chunk_len=8)
 OPERATIONS = {
     "copy on write": (grow, {}),
     "evictions": (serve, dict(enable_prefix_caching=True)),
     "evictions by key": (serve, dict(enable_prefix_caching=True, eviction_policy="lfu")),
     "drop": (
-        lambda c, n, texts: kv.drop(c, [0, 1], [0, 0], n[2:], positions="cache", rotate=ROTATE),
+        lambda c, n, texts: kv.compression.drop(c, [0, 1], [0, 0], n[2:], positions="cache", rotate=ROTATE),
         dict(enable_drop=True, max_sink_len=4),
     ),
     "compress": (
-        lambda c, n, texts: kv.compress(c, [0, 1], jnp.ones((2, 64)), n[:2]),
+        lambda c, n, texts: kv.compression.compress(c, [0, 1], jnp.ones((2, 64)), n[:2]),
         dict(enable_drop=True),
     ),
     "rewrite": (lambda c, n, texts: kv.rewrite(c, jnp.arange(2, dtype=jnp.int32), texts[:2, :3]), {}),
-    "store": (lambda c, n, texts: kv.store_chunk(c, [0], n[:1], n[1:2], texts[:1, :8]), CHUNKS),
-    "compose": (lambda c, n, texts: kv.compose(c, [0], n[None, :1], n[None, 1:2], rotate=ROTATE), CHUNKS),
+    "store": (lambda c, n, texts: kv.chunks.store(c, [0], n[:1], n[1:2], texts[:1, :8]), CHUNKS),
+    "compose": (
+        lambda c, n, texts: kv.chunks.compose(c, [0], n[None, :1], n[None, 1:2], rotate=ROTATE),
+        CHUNKS,
+    ),
     "scrub rows": (lambda c, n, texts: kv.scrub(c, n), dict(enable_prefix_caching=True)),
     "scrub a namespace": (
         lambda c, n, texts: kv.scrub(c, namespace=n.astype(jnp.uint32)),

@@ -22,8 +22,8 @@ CONFIG = kv.CacheConfig(
     max_seq_len=WIDTH,
     enable_prefix_caching=True,
 )
-export = jax.jit(kv.export_blocks)
-import_ = kv.donate(kv.import_blocks)
+export = jax.jit(kv.tiers.export_blocks)
+import_ = kv.donate(kv.tiers.import_blocks)
 
 
 @kv.donate
@@ -65,7 +65,7 @@ def test_candidates_are_what_eviction_gives_up(policy):
     before = leaf_bytes(cache)
     published = np.asarray(cache.control.block_pools[0].cached.is_published)
     for n in (1, 5, NUM_BLOCKS):
-        chosen = np.asarray(kv.eviction_candidates(cache, n))
+        chosen = np.asarray(kv.tiers.eviction_candidates(cache, n))
         after, num_evicted = kv.evict(cache, n)
         gone = published & ~np.asarray(after.control.block_pools[0].cached.is_published)
         assert sorted(chosen[chosen < NUM_BLOCKS]) == np.flatnonzero(gone).tolist()
@@ -77,7 +77,7 @@ def test_candidates_are_what_eviction_gives_up(policy):
 def test_what_comes_back_is_what_left():
     """Read back by rows that hit it: every token of every layer, windows and all; nobody else finds it."""
     cache = filled(CONFIG, A, B, [5, 5, 5], namespace=(0, 0, 3))
-    contents = export(cache, kv.eviction_candidates(cache, 6))
+    contents = export(cache, kv.tiers.eviction_candidates(cache, 6))
     assert sorted(contents.num_tokens.tolist()) == [0, 2, 2, 4, 4, 6]
     again, status = import_(testing.poison(kv.init(CONFIG)), contents)
     assert sorted(statuses(status)) == [OK] * 5 + [kv.Status.SKIPPED]
@@ -111,20 +111,22 @@ def test_a_block_that_fails_changes_nothing_and_others_go_on():
         (dataclasses.replace(first, num_tokens=jnp.array([-2])), kv.Status.BAD_LENGTH),
         (by_len[0], kv.Status.SKIPPED),
     ):
-        after, status = kv.import_blocks(empty, contents)
+        after, status = kv.tiers.import_blocks(empty, contents)
         assert statuses(status) == [failure] and leaf_bytes(after) == before
     both = jax.tree.map(lambda *x: jnp.concatenate(x), third, odd, first)
-    after, status = kv.import_blocks(empty, both)
+    after, status = kv.tiers.import_blocks(empty, both)
     assert statuses(status) == [kv.Status.NO_PARENT, kv.Status.BAD_LENGTH, OK]
-    after, status = kv.import_blocks(after, jax.tree.map(lambda *x: jnp.concatenate(x), third, second, first))
+    after, status = kv.tiers.import_blocks(
+        after, jax.tree.map(lambda *x: jnp.concatenate(x), third, second, first)
+    )
     assert statuses(status) == [OK] * 3
     assert_invariants(after)
-    assert leaf_bytes(kv.import_blocks(after, second)[0]) == leaf_bytes(after)  # it is there
+    assert leaf_bytes(kv.tiers.import_blocks(after, second)[0]) == leaf_bytes(after)  # it is there
     full = empty
     for row in range(3):
         full, _ = kv.allocate(full, [row], [8], tokens=prompts([0] * 8)[0][:1])
     assert int(kv.num_available_blocks(full, group=0)) == 0
-    after, status = kv.import_blocks(full, first)
+    after, status = kv.tiers.import_blocks(full, first)
     assert statuses(status) == [kv.Status.OUT_OF_BLOCKS] and leaf_bytes(after) == leaf_bytes(full)
 
 
@@ -132,9 +134,9 @@ def test_a_block_that_fails_changes_nothing_and_others_go_on():
 def test_an_imported_block_outlives_none_before_it():
     """Its predecessors, which were cached long before, are evicted after it."""
     cache = filled(CONFIG, A, [8, 8, 8], [5, 5, 5])
-    contents = export(cache, kv.eviction_candidates(cache, 1))
+    contents = export(cache, kv.tiers.eviction_candidates(cache, 1))
     cache, _ = kv.evict(cache, 1)
-    cache, status = kv.import_blocks(cache, contents)
+    cache, status = kv.tiers.import_blocks(cache, contents)
     assert statuses(status) == [OK]
     tokens, lengths = prompts(A)
     found = []
@@ -173,10 +175,10 @@ def test_an_imported_block_outlives_none_before_it():
 def test_what_differs_from_another_cache_is_said(kinds, changes, said):
     options = dict(num_blocks=4, block_size=4, max_seqs=2, max_seq_len=16, enable_prefix_caching=True)
     one = kv.init(kv.CacheConfig([kv.FullAttention(2, 8)] * 2, **options))
-    contents = jax.eval_shape(kv.export_blocks, one, np.zeros(2, np.int32))
+    contents = jax.eval_shape(kv.tiers.export_blocks, one, np.zeros(2, np.int32))
     other = kv.init(kv.CacheConfig(kinds, **(options | changes)))
     with pytest.raises(ValueError, match=f"{said}.*: export from a cache of the same") as raised:
-        kv.import_blocks(other, contents)
+        kv.tiers.import_blocks(other, contents)
     # What "k" and "v" have in common is said once.
     assert str(raised.value).count("got") == (2 if "'" in said and "arrays" not in said else 1)
 
@@ -186,13 +188,13 @@ def test_contents_of_another_cache_are_refused():
     contents = export(filled(CONFIG, A), [0])
     wider = kv.init(dataclasses.replace(CONFIG, layers=[kv.FullAttention(1, 8), LAYERS[1]]))
     with pytest.raises(ValueError, match="got 4 as axis 2 of .*export from a cache of the same layer kinds"):
-        kv.import_blocks(wider, contents)
+        kv.tiers.import_blocks(wider, contents)
     with pytest.raises(TypeError, match="contents is a dict, expected the BlockContents"):
-        kv.import_blocks(wider, {})
+        kv.tiers.import_blocks(wider, {})
     plain = kv.init(dataclasses.replace(CONFIG, enable_prefix_caching=False))
-    for call in (lambda: kv.export_blocks(plain, [0]), lambda: kv.import_blocks(plain, contents)):
+    for call in (lambda: kv.tiers.export_blocks(plain, [0]), lambda: kv.tiers.import_blocks(plain, contents)):
         with pytest.raises(ValueError, match="got a cache without prefix caching"):
             call()
-    assert kv.eviction_candidates(plain, 2).tolist() == [NUM_BLOCKS] * 2
+    assert kv.tiers.eviction_candidates(plain, 2).tolist() == [NUM_BLOCKS] * 2
     with pytest.raises(ValueError, match="n is 13, expected 1 <= n <= num_blocks = 12"):
-        kv.eviction_candidates(plain, 13)
+        kv.tiers.eviction_candidates(plain, 13)

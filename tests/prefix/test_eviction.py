@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.eviction_policy import eviction_keys, needed_metadata
+from kvcache_jax.core.eviction_policy import eviction_keys, eviction_policies, needed_metadata
 from kvcache_jax.prefix import victim_heap
 from kvcache_jax.testing.oracle_blocks import EVICTION_KEYS, OracleBlock
 from tests.support.prefix_script import (
@@ -26,7 +26,9 @@ from tests.support.random_script import ENTRIES, ROWS, append_some, padded
 LAYERS = [kv.FullAttention(1, 5)]
 
 
-@kv.eviction_policy("test: used, not deep, not idle", needs=["num_hits", "depth", "idle", "age", "priority"])
+@kv.policies.eviction_policy(
+    "test: used, not deep, not idle", needs=["num_hits", "depth", "idle", "age", "priority"]
+)
 def mixed_policy(blocks):
     """Every field of the metadata matters."""
     used = jnp.minimum(blocks.num_hits, 3) * 8 - blocks.depth * 4 + blocks.priority
@@ -38,7 +40,7 @@ def mixed_key(block, clock):
     return used - (clock - block.last_used_at) // 4 - (clock - block.published_at) // 16
 
 
-@kv.eviction_policy("test: all alike")
+@kv.policies.eviction_policy("test: all alike")
 def all_alike(blocks):
     return jnp.zeros_like(blocks.recency)
 
@@ -80,7 +82,7 @@ def test_keys_have_the_oracles_order(policy):
     blocks = [
         OracleBlock(*map(int, rng.integers(0, clock, 2)), *map(int, rng.integers(0, 9, 3))) for _ in range(99)
     ]
-    metadata = kv.BlockMetadata(
+    metadata = kv.policies.BlockMetadata(
         recency=np.arange(99),
         num_hits=np.array([block.num_hits for block in blocks]),
         age=np.array([clock - block.published_at for block in blocks]),
@@ -341,7 +343,7 @@ def test_broken_histories_are_found():
 
 
 def test_a_config_names_its_policy():
-    assert kv.eviction_policies()[:5] == ("lru", "lfu", "fifo", "priority", "hyperbolic")
+    assert eviction_policies()[:5] == ("lru", "lfu", "fifo", "priority", "hyperbolic")
     with pytest.raises(ValueError, match="eviction_policy is 'newest', expected one of 'lru', 'lfu'"):
         config_of("newest")
     with pytest.raises(ValueError, match="expected enable_prefix_caching=True with it"):
@@ -352,34 +354,36 @@ def test_a_config_names_its_policy():
 
 def test_registration_refuses_what_cannot_work():
     with pytest.raises(ValueError, match="there is an eviction policy 'lfu' already, expected a new name"):
-        kv.eviction_policy("lfu")
+        kv.policies.eviction_policy("lfu")
     with pytest.raises(ValueError, match=r"needs is \['colour'\], expected some of \['age', 'depth'"):
-        kv.eviction_policy("test: by colour", needs=["colour"])
+        kv.policies.eviction_policy("test: by colour", needs=["colour"])
     with pytest.raises(TypeError, match="expected a str: write @eviction_policy"):
-        kv.eviction_policy(mixed_policy)
+        kv.policies.eviction_policy(mixed_policy)
     for needs in (None, 3, "age", [1], [["age"]]):
         with pytest.raises(ValueError, match=r"needs is .*, expected some of \['age', 'depth'"):
-            kv.eviction_policy("test: unmade", needs=needs)
+            kv.policies.eviction_policy("test: unmade", needs=needs)
     with pytest.raises(TypeError, match="the eviction policy 'test: unmade' is 3, expected a function"):
-        kv.eviction_policy("test: unmade")(3)
-    first, second = kv.eviction_policy("test: twice"), kv.eviction_policy("test: twice")
+        kv.policies.eviction_policy("test: unmade")(3)
+    first, second = kv.policies.eviction_policy("test: twice"), kv.policies.eviction_policy("test: twice")
     first(mixed_policy)
-    by_generator = kv.eviction_policy("test: by a generator", needs=(field for field in ["age", "depth"]))
+    by_generator = kv.policies.eviction_policy(
+        "test: by a generator", needs=(field for field in ["age", "depth"])
+    )
     by_generator(mixed_policy)
     assert needed_metadata("test: by a generator") == {"age", "depth"}
     for decorator in (first, second):
         with pytest.raises(ValueError, match="there is an eviction policy 'test: twice' already"):
             decorator(mixed_policy)
 
-    @kv.eviction_policy("test: halves", needs=["num_hits"])
+    @kv.policies.eviction_policy("test: halves", needs=["num_hits"])
     def halves(blocks):
         return blocks.num_hits / 2
 
-    @kv.eviction_policy("test: forgot")
+    @kv.policies.eviction_policy("test: forgot")
     def forgot(blocks):
         return blocks.num_hits
 
-    @kv.eviction_policy("test: forgot one", needs=["num_hits"])
+    @kv.policies.eviction_policy("test: forgot one", needs=["num_hits"])
     def forgot_one(blocks):
         return blocks.num_hits - blocks.age
 

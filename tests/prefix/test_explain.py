@@ -18,7 +18,7 @@ ELSEWHERE = "More of it is cached in another namespace, where this one may not l
 
 def ask(user, text, **options):
     """One width for all prompts, so that one program looks them up."""
-    return kv.explain(user.cache, user.prompts([text])[0], len(text), **options)
+    return kv.inspect.explain(user.cache, user.prompts([text])[0], len(text), **options)
 
 
 def explain(user, text, namespace=None):
@@ -158,7 +158,7 @@ def test_blocks_are_not_searched_for_each_block_of_the_prompt(monkeypatch):
     monkeypatch.setattr(module, "_view", counted_view)
     other = np.append(text[0, :80], [999] * 9).astype(np.int32)
     assert (
-        kv.explain(cache, other, namespace=words)
+        kv.inspect.explain(cache, other, namespace=words)
         == f"80 of 89 tokens are cached. {DIFFERS.format(80, 999, 80)}"
     )
     assert 80 <= Counted.num_seen < 10 * 160
@@ -177,7 +177,7 @@ def test_what_was_reset_is_not_said_to_wait_for_a_first_commit():
 
 
 def test_a_prompt_that_no_row_can_hold(two_texts):
-    assert kv.explain(two_texts.cache, [1, 2, 3, 4, 5, 6, 7, 8, *range(41)]) == (
+    assert kv.inspect.explain(two_texts.cache, [1, 2, 3, 4, 5, 6, 7, 8, *range(41)]) == (
         "0 of 49 tokens are cached: allocate refuses prompts of more than 48 tokens, the cache's max_seq_len."
     )
 
@@ -222,10 +222,10 @@ def test_another_namespace_is_named_where_it_would_serve_more():
     needed = "another has let go of blocks that are needed at that length, or none of its blocks ends there."
     cache = computed_in_steps(kv.init(config, storage=False), list(range(1, 21)), TENANT_A)
     assert int(kv.lookup(cache, [prompt], [9], TENANT_A)[0]) == 0  # of the window the end alone is there
-    assert kv.explain(cache, prompt, namespace=TENANT_B) == f"0 of 9 tokens are cached. {NOTHING}"
+    assert kv.inspect.explain(cache, prompt, namespace=TENANT_B) == f"0 of 9 tokens are cached. {NOTHING}"
     cache = computed_in_steps(cache, prompt[:8], TENANT_B)
     assert int(kv.lookup(cache, [prompt], [9], TENANT_B)[0]) == 8
-    assert kv.explain(cache, prompt, namespace=TENANT_A).endswith(f"{needed} {ELSEWHERE}")
+    assert kv.inspect.explain(cache, prompt, namespace=TENANT_A).endswith(f"{needed} {ELSEWHERE}")
 
 
 def computed_in_steps(cache, text, namespace):
@@ -240,7 +240,7 @@ def computed_in_steps(cache, text, namespace):
 
 def test_without_prefix_caching():
     cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 5)], num_blocks=4, max_seqs=2, max_seq_len=32))
-    assert kv.explain(cache, [1, 2]).startswith(
+    assert kv.inspect.explain(cache, [1, 2]).startswith(
         "0 of 2 tokens are cached: the cache was built without prefix"
     )
 
@@ -248,8 +248,8 @@ def test_without_prefix_caching():
 def test_absurd_arguments():
     cache = kv.init(CONFIG)
     with pytest.raises(ValueError, match="num_tokens is 3, expected 0 <= num_tokens <= tokens = 2"):
-        kv.explain(cache, [1, 2], 3)
+        kv.inspect.explain(cache, [1, 2], 3)
     with pytest.raises(ValueError, match="uint32"):
-        kv.explain(cache, [1, 2], 2, np.zeros(4, np.int32))
+        kv.inspect.explain(cache, [1, 2], 2, np.zeros(4, np.int32))
     with pytest.raises(ValueError, match="expected a list of token ids"):
-        kv.explain(cache, [[1, 2]])
+        kv.inspect.explain(cache, [[1, 2]])

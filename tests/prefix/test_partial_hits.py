@@ -161,9 +161,9 @@ def test_a_pool_of_exactly_the_row_takes_whole_hits_alone():
 def test_explain_names_the_token_behind_what_is_cached():
     rows = Rows(config_of())
     rows.serve(0, [1, 2, 3, 4, 5, 6, 7, 8])
-    said = kv.explain(rows.cache, padded([1, 2, 3, 4, 5, 6, 9, 9, 9])[0], 9)
+    said = kv.inspect.explain(rows.cache, padded([1, 2, 3, 4, 5, 6, 9, 9, 9])[0], 9)
     assert said.startswith("6 of 9 tokens are cached. At position 6 the prompt has token 9"), said
-    said = kv.explain(rows.cache, padded([1, 2, 3, 4, 5, 6, 7, 8])[0], 8)
+    said = kv.inspect.explain(rows.cache, padded([1, 2, 3, 4, 5, 6, 7, 8])[0], 8)
     assert said == "7 of 8 tokens are cached. That is all that can be: the last token is always computed."
 
 

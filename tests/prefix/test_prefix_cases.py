@@ -266,7 +266,7 @@ def test_case_z_without_prefix_caching_the_same_blocks_are_counted():
         user.fork(0, 2)
         user.append({2: [1, 2, 3], 0: [4]})
         assert user.allocate({3: user.new_text(2, 33)}) == ([Status.OK], [0])
-    for field in dataclasses.fields(kv.Stats):
+    for field in dataclasses.fields(kv.state.Stats):
         if field.name.startswith(("num_request", "num_block_", "num_token")):
             assert getattr(off.stats(), field.name) == 0
         else:

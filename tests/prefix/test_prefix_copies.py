@@ -17,7 +17,7 @@ LRU = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=9, **SIZES)
 DEEPEST = "test: deepest first"
 
 
-@kv.eviction_policy(DEEPEST, needs=["depth"])
+@kv.policies.eviction_policy(DEEPEST, needs=["depth"])
 def deepest_first(block):
     return -block.depth
 

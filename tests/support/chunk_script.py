@@ -39,12 +39,12 @@ def prefix_chunk_config(**sizes):
 
 
 # Keys of the token test know no position, so that composing moves them bit for bit.
-store_some, find_some = kv.donate(kv.store_chunk), jax.jit(kv.find_chunks)
+store_some, find_some = kv.donate(kv.chunks.store), jax.jit(kv.chunks.find)
 
 
 @kv.donate
 def compose_some(cache, seq_ids, chunk_ids, starts):
-    return kv.compose(cache, seq_ids, chunk_ids, starts, rotate=None)
+    return kv.chunks.compose(cache, seq_ids, chunk_ids, starts, rotate=None)
 
 
 class _OnChunks(Driver):
@@ -74,7 +74,7 @@ class _OnChunks(Driver):
         return stored.status, expected
 
     def free_chunks(self, chunk_ids):
-        self.cache, status = kv.free_chunks(self.cache, chunk_ids)
+        self.cache, status = kv.chunks.free(self.cache, chunk_ids)
         return status, self.oracle.free_chunks(chunk_ids)
 
     def compose(self, seq_ids, chunk_ids, starts):

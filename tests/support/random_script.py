@@ -73,7 +73,7 @@ def rewrite_some(cache, tokens, indices, seq_ids):
 
 @kv.donate
 def compress_some(cache, scores, num_keep, seq_ids):
-    return kv.compress(cache, seq_ids, scores, num_keep)
+    return kv.compression.compress(cache, seq_ids, scores, num_keep)
 
 
 @dataclasses.dataclass
@@ -210,7 +210,7 @@ class Driver:
         return status, self.oracle.rewrite(seq_ids, indices, tokens)
 
     def drop(self, seq_ids, start, length):
-        self.cache, status = kv.drop(self.cache, seq_ids, start, length)
+        self.cache, status = kv.compression.drop(self.cache, seq_ids, start, length)
         return status, self.oracle.drop(seq_ids, start, length)
 
     def compress(self, seq_ids, seeds, num_keep):

@@ -10,7 +10,7 @@ from tests.support.tiny_model import DIM, HEADS, WIDTH, make_params
 
 PARAMS = make_params()
 FREQUENCIES = np.array([1.0, 0.3])
-ROTATE = kv.key_rotation(FREQUENCIES, max_distance=48)
+ROTATE = kv.chunks.key_rotation(FREQUENCIES, max_distance=48)
 DEEP = PARAMS | {"layers": [*PARAMS["layers"], make_params(seed=7)["layers"][0]]}
 
 

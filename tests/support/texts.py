@@ -54,9 +54,9 @@ class Texts:
         self.cache = kv.init(kv.CacheConfig(layers, max_query_len=WIDTH, extras=extras, **sizes))
         self.cache, _ = kv.allocate(self.cache, range(ROWS), [0] * ROWS)
         self.rotate = rotate
-        self.drop_tokens = kv.drop
+        self.drop_tokens = kv.compression.drop
         if rotate is not None:
-            self.drop_tokens = functools.partial(kv.drop, positions="cache", rotate=rotate)
+            self.drop_tokens = functools.partial(kv.compression.drop, positions="cache", rotate=rotate)
         self.rng = np.random.default_rng(seed)
         self.k = {row: np.zeros((0, 1, DIM), np.float32) for row in range(ROWS)}
         self.v = dict(self.k)

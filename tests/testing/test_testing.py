@@ -242,8 +242,8 @@ def test_the_token_test_and_the_oracle_look_at_chunks_too():
     cache, _ = kv.allocate(cache, [0, 1], [9, 0])
     cache, step = kv.extend(cache, [9, 0], max_new=9)
     cache = testing.write_tokens(cache, jnp.array([text, text]), step)
-    cache, _ = kv.store_chunk(cache, [0], [2], [6], [text[2:8]])
-    cache, _ = kv.compose(cache, [1], [[0]], [[3]], rotate=None)
+    cache, _ = kv.chunks.store(cache, [0], [2], [6], [text[2:8]])
+    cache, _ = kv.chunks.compose(cache, [1], [[0]], [[3]], rotate=None)
     oracle.allocate([0, 1], [9, 0])
     oracle.extend([0], [text])
     oracle.store_chunk([0], [2], [6], [text[2:8]])
@@ -256,7 +256,7 @@ def test_the_token_test_and_the_oracle_look_at_chunks_too():
     assert testing.check_tokens(spoiled, expected(oracle)) == [
         f"chunk 0 reads wrong {what} in layer 0 at [1]" for what in ("keys", "values")
     ]
-    forgotten, _ = kv.free_chunks(cache, [0])
+    forgotten, _ = kv.chunks.free(cache, [0])
     assert any(line.startswith("chunk 0 is ") for line in testing.check_against_oracle(forgotten, oracle))
     plain, _ = kv.truncate(cache, [1], [0])
     assert "row 1 is composed from -1 on, expected 0" in testing.check_against_oracle(plain, oracle)
@@ -278,7 +278,7 @@ def test_the_oracle_notices_lengths_rows_counts_and_sharing():
     assert testing.check_against_oracle(unshared, oracle) == [
         "group 0: row 2 column 0 is not shared as expected"
     ]
-    counters = cache.control.counters.at[kv.Counter.COPIES].add(1)
+    counters = cache.control.counters.at[kv.state.Counter.COPIES].add(1)
     counted = dataclasses.replace(cache, control=dataclasses.replace(cache.control, counters=counters))
     assert testing.check_against_oracle(counted, oracle) == ["2 copies, expected 1"]
 
