@@ -21,17 +21,17 @@ class Quantised(LayerKind):
 
     Every token and head has a scale of its own, computed from its numbers when they are written: there is
     nothing to calibrate, and nothing that goes stale when weights change. Equal keys and values are stored as
-    equal bits, whatever the batch, the piece or the block. Scales and zeros are applied to logits and
+    equal bits, whatever the batch, the piece or the block. Scales and offsets are applied to logits and
     weights, not to tiles. Keys or values with a NaN or an infinite number are read as NaN. There is no
     gradient.
 
     Integers divide the range of the vector's own numbers, whether it holds 0 or not: a number is off by half
-    a step (and 1/256 of that) at most; or by 1/64000 of the vector's largest number, if that is more. "fp8"
-    keeps four bits of each number: of numbers between 10 and 11 "int8" keeps more.
+    a step at most, and 1/256 of that. "fp8" keeps four bits of each number: of numbers between 10 and 11
+    "int8" keeps more.
 
     Attributes:
       kind: A layer kind that stores keys and values as they are: FullAttention, SlidingWindow or one's own.
-      format: "int8" and "int4" with a scale and a zero, "fp8" (e4m3) with a scale, per token and head.
+      format: "int8" and "int4" with a scale and an offset, "fp8" (e4m3) with a scale, per token and head.
       rotate: Rotate keys, queries and values by an orthonormal Hadamard matrix, which spreads outliers over
         the numbers of a vector: of use with "int4". Of a `head_dim` that is no power of two, parts of the
         largest one that divides it.
@@ -44,8 +44,8 @@ class Quantised(LayerKind):
       >>> import kvcache_jax as kv
       >>> layer = kv.Quantised(kv.FullAttention(num_kv_heads=2, head_dim=64), "int8")
       >>> config = kv.CacheConfig([layer] * 4, num_blocks=16, block_size=16)
-      >>> kv.memory_bytes(config) / (16 * 16 * 4 * 2 * 2 * 64)  # bytes a number, scales and zeros included
-      1.0625
+      >>> kv.memory_bytes(config) / (16 * 16 * 4 * 2 * 2 * 64)  # bytes a number, scales and offsets included
+      1.09375
 
     References:
       QuaRot (Ashkboos et al.; arXiv:2404.00456) for rotations. KIVI (Liu et al.; arXiv:2402.02750) for what

@@ -14,11 +14,12 @@ def int4(x):
 
 
 def of_steps(x, num_steps):
-    """Multiples of one of so many steps from the least to the greatest number; of 9 bits, rounded up."""
+    """Multiples of one of so many steps from the least number to the greatest; of 9 bits, rounded up."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    fraction, exponent = jnp.frexp(jnp.maximum((high - low) / num_steps, max_abs(x) / 32000))
+    fraction, exponent = jnp.frexp(jnp.maximum((high - low) / num_steps, 2.0**-100))
     step = jnp.ldexp(jnp.ceil(fraction * 512) / 512, exponent)
-    return jnp.round(x / step) * step
+    middle = low + (num_steps + 1) // 2 * step
+    return jnp.round((x - middle) / step) * step + middle
 
 
 def fp8(x):

@@ -12,6 +12,7 @@ WIDE_TOKENS = "core/test_static_errors.py::test_token_ids_that_do_not_fit_are_re
 STATUS_ERROR = "core/test_status.py::test_failed_rows_raise"
 DROPPED = "operations/test_rows.py::test_reorder_gives_back_what_several_rows_dropped"
 
+VMAPPED = "operations/test_vmapped_caches.py"
 ARRAYS = "arrays/test_masked_updates.py"
 READS = f"{ARRAYS}::test_reads_outside_give_the_fill"
 UPDATES = f"{ARRAYS}::test_updates_skip_what_is_outside"
@@ -28,6 +29,12 @@ SWEEPS = "prefix/test_prefix_transforms.py::test_calls_that_change_nothing_sweep
 MUTATIONS = [
     *in_module(
         "arrays/masked_updates",
+        (
+            "under vmap each cache has its own number of trips",
+            "return _common_bound(jnp.max(num_trips, axis=0)), False",
+            "return num_trips, True",
+            f"{VMAPPED}::test_no_step_over_several_caches_copies_their_pools[copy on write]",
+        ),
         ("negative entries are inside", "(place).astype(jnp.uint32)", "(place)", READS),
         (
             "entries outside are read",

@@ -259,34 +259,22 @@ MUTATIONS = [
         ("queries are not rotated", "return self._rotated(q)", "return q", DECODED),
     ),
     *in_module(
-        "quantised/steps",
+        "quantised/formats",
         (
             "ranges are stretched to hold 0",
             "low, high = x.min(axis=-1), x.max(axis=-1)",
             "low, high = jnp.minimum(x.min(axis=-1), 0), jnp.maximum(x.max(axis=-1), 0)",
             HALF_A_STEP,
         ),
-        (
-            "ranges are as if about 0",
-            "high / most - low / most",
-            "2 * jnp.maximum(high, -low) / most",
-            HALF_A_STEP,
-        ),
+        ("ranges are as if about 0", "high * 0.5 - low * 0.5", "jnp.maximum(high, -low)", HALF_A_STEP),
         ("scales are rounded down", "bits + (2**_CUT_BITS - 1)", "bits", HALF_A_STEP),
-        ("zeros are out of 16 bits", "_MOST_ZERO = 32000", "_MOST_ZERO = 64000", HALF_A_STEP),
-        ("the zero is left out", 'scale * parts["zero"].astype(jnp.float32)', "scale * 0", DECODED),
-    ),
-    *in_module(
-        "quantised/int4",
+        ("the offset is left out", "offset = low + half * scale", "offset = 0 * low", HALF_A_STEP),
         (
             "nibbles of int4 in the other order",
             "jnp.stack([packed & 15, packed >> 4], axis=-1)",
             "jnp.stack([packed >> 4, packed & 15], axis=-1)",
             DECODED,
         ),
-    ),
-    *in_module(
-        "quantised/format",
         (
             "an infinite number is read as 0",
             "jnp.where(is_finite, 0, jnp.nan)",
