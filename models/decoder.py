@@ -1,6 +1,6 @@
 """A decoder-only transformer on the cache: Llama, Qwen, Mistral, Gemma and DeepSeek are options of one model.
 
-`forward` serves prefill, chunked prefill and decode, padded and packed: what differs between them is the
+`forward` serves prefill, whole or in pieces, and decode, padded and packed: what differs between them is the
 `Step`. In shape comments `...` stands for the step's tokens, `[n, T]` if padded, `[num_tokens]` if packed.
 
     decoder = Decoder(config, rngs=nnx.Rngs(0))

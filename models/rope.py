@@ -193,7 +193,7 @@ class Rotation:
 
 
 def rotation(rope: Rope, dim: int, positions: jax.Array) -> Rotation:
-    """Computes the angles; positions come from the step, so padding and chunks do not matter."""
+    """Computes the angles; positions come from the step, so padding and pieces do not matter."""
     angles = positions[..., None, None].astype(jnp.float32)
     frequencies = jnp.asarray(rope.frequencies(dim))
     angles = angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)

@@ -61,7 +61,7 @@ class Outcome:
 
     continuations: Sequence[Sequence[kv.decoding.Generation | kv.decoding.Beam]]
     result: kv.decoding.GenerateResult | kv.decoding.BeamResult
-    looks: list[kv.decoding.Snapshot]
+    check_ins: list[kv.decoding.Snapshot]
     warm_up_seconds: float
 
 
@@ -116,7 +116,7 @@ def _check_memory(
     """Before anything is made: a CPU hands out memory that it does not have, and ends the process later."""
     caches = [config, *([draft.config] if draft else [])]
     need = sum(kv.memory_bytes(cache) + control_bytes(cache) for cache in caches)
-    # The logits of a chunk, the largest of what else grows with the rows; tokens and their log-probabilities.
+    # The logits of a piece, the largest of what else grows with the rows; tokens and their log-probabilities.
     need += 4 * (config.query_len_limit + config.max_seqs) * decoder.config.vocab_size
     need += 8 * config.max_seqs * config.max_seq_len
     free = _free_bytes()
@@ -153,7 +153,7 @@ def warm_up(job: Job) -> float:
     try:
         if job.options.beams:
             with contextlib.suppress(_WarmedUpError):
-                search(job, _prompts(job), _stop_at_the_second_look, look_every=1)
+                search(job, _prompts(job), _stop_at_the_second_check_in, check_in_every=1)
         else:
             generate(job, _prompts(job), max_new_tokens=2)
             if job.config.enable_prefix_caching:
@@ -175,8 +175,10 @@ def _prompts(job: Job) -> list[list[int]]:
     return [tokens[:1] for tokens in job.tokens]
 
 
-def _stop_at_the_second_look(look: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
-    if look.num_steps:
+def _stop_at_the_second_check_in(
+    check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]
+) -> None:
+    if check_in.num_steps:
         raise _WarmedUpError
 
 
@@ -201,14 +203,14 @@ def generate(
         detokenize=job.text,
         num_drafts=options.speculative or 0,
         draft=job.draft,
-        chunk_len=decode_options.CHUNK_LEN,
-        look_every=8,
+        prefill_len=decode_options.PREFILL_LEN,
+        check_in_every=8,
         **callbacks,
     )
 
 
 def search(
-    job: Job, prompts: Sequence[Sequence[int]], on_look: Any, look_every: int
+    job: Job, prompts: Sequence[Sequence[int]], on_check_in: Any, check_in_every: int
 ) -> kv.decoding.BeamResult:
     return kv.beam_search(
         forward,
@@ -218,20 +220,20 @@ def search(
         max_new_tokens=min(job.options.max_new, job.config.max_seq_len - max(map(len, job.tokens))),
         num_beams=job.options.beams,
         stop_tokens=job.tokenizer.stop_tokens,
-        chunk_len=decode_options.CHUNK_LEN,
-        look_every=look_every,
-        on_look=on_look,
+        prefill_len=decode_options.PREFILL_LEN,
+        check_in_every=check_in_every,
+        on_check_in=on_check_in,
     )
 
 
 def decode(job: Job, view: decode_view.View) -> Outcome:
     """Warms up, then decodes; `view` is told meanwhile."""
-    looks: list[kv.decoding.Snapshot] = []
+    check_ins: list[kv.decoding.Snapshot] = []
 
-    def noting(on_look: Callable[..., None]) -> Callable[..., None]:
-        def note(look: kv.decoding.Snapshot, *beams: Any) -> None:
-            looks.append(look)
-            on_look(look, *beams)
+    def noting(on_check_in: Callable[..., None]) -> Callable[..., None]:
+        def note(check_in: kv.decoding.Snapshot, *beams: Any) -> None:
+            check_ins.append(check_in)
+            on_check_in(check_in, *beams)
 
         return note
 
@@ -239,12 +241,12 @@ def decode(job: Job, view: decode_view.View) -> Outcome:
         seconds = warm_up(job)
     with view:
         if job.options.beams:
-            found = search(job, job.tokens, noting(view.on_beams), look_every=8)
-            return Outcome(found.beams, found, looks, seconds)
-        callbacks = dict(on_tokens=view.on_tokens, on_look=noting(view.on_look))
+            found = search(job, job.tokens, noting(view.on_beams), check_in_every=8)
+            return Outcome(found.beams, found, check_ins, seconds)
+        callbacks = dict(on_tokens=view.on_tokens, on_check_in=noting(view.on_check_in))
         result = generate(job, job.tokens, job.options.max_new, **callbacks)
     per_prompt = [[g for g in result.generations if g.prompt_id == i] for i in range(len(job.prompts))]
-    return Outcome(per_prompt, result, looks, seconds)
+    return Outcome(per_prompt, result, check_ins, seconds)
 
 
 def figures(job: Job, outcome: Outcome) -> dict[str, float]:
@@ -276,7 +278,9 @@ def figures(job: Job, outcome: Outcome) -> dict[str, float]:
         "num_copies": int(stats.num_copies),
         "peak_blocks_used": int(stats.peak_used),
         "num_blocks_total": int(stats.num_blocks_total),
-        "peak_blocks_saved": max(look.num_refs - look.num_blocks_used for look in result.timeline),
+        "peak_blocks_saved": max(
+            check_in.num_refs - check_in.num_blocks_used for check_in in result.timeline
+        ),
         "peak_cache_bytes": sum(
             int(pool.peak_used) * group.block_bytes for pool, group in zip(pools, groups, strict=True)
         ),
@@ -362,9 +366,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(report(job, outcome), allow_nan=False))
     else:
         decode_view.show_figures(figures(job, outcome), color)
-        print(timeline.timeline_text(outcome.looks, job.config, color))
+        print(timeline.timeline_text(outcome.check_ins, job.config, color))
     if options.picture:
-        timeline.draw_timeline(outcome.looks, job.config, options.picture)
+        timeline.draw_timeline(outcome.check_ins, job.config, options.picture)
         if not options.json:
             print(f"\nwrote {options.picture}")
     reasons = [c.finish_reason for samples in outcome.continuations for c in samples]

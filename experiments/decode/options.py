@@ -22,7 +22,7 @@ from kvcache_jax.layers.span import ceil_div
 from models.decoder import DecoderConfig, cache_config
 from models.tokenizer import Tokenizer
 
-CHUNK_LEN = 128
+PREFILL_LEN = 128
 MAX_ROWS = 16
 """Rows unless more are asked for; prompts that find none wait."""
 
@@ -80,7 +80,7 @@ def make_parser(doc: str | None) -> command.Parser:
     add("--beams", type=command.integer(1), metavar="N", help="beam search in place of samples")
     add(
         "--speculative",
-        type=command.integer(1, CHUNK_LEN - 1),
+        type=command.integer(1, PREFILL_LEN - 1),
         metavar="K",
         help="drafts per step, by n-grams",
     )
@@ -289,7 +289,7 @@ def plan(
         block_size=block_size,
         max_seqs=rows,
         max_seq_len=max_seq_len,
-        max_query_len=min(CHUNK_LEN, max_seq_len),
+        max_query_len=min(PREFILL_LEN, max_seq_len),
         max_rollback=options.speculative or 0,
         implementation=options.implementation,
         # The kernels for GPUs have no float32.

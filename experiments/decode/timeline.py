@@ -12,7 +12,7 @@ import kvcache_jax as kv
 from kvcache_jax.inspect.block_view import is_bright, row_color, row_glyph, row_rgb
 from kvcache_jax.layers.layer_group import LayerGroup
 
-MAX_LOOKS, MAX_BLOCKS, MAX_ROWS = 20, 100, 16
+MAX_CHECK_INS, MAX_BLOCKS, MAX_ROWS = 20, 100, 16
 """Lines of the text, blocks in a line, rows in the picture's legend."""
 _GREY, _SHARED = "38;5;245", "1;38;5;231;48;5;240"
 _FREE, _SHARED_BLOCK = -1, -2  # also the places of their colours
@@ -46,8 +46,8 @@ def _style(owner: int) -> str:
 
 
 def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConfig, color: bool) -> str:
-    """One line per look, each layer group by itself; what is too long is cut, and the text says so."""
-    chosen = sorted({round(i) for i in np.linspace(0, len(timeline) - 1, MAX_LOOKS)})
+    """One line per check-in, each layer group by itself; what is too long is cut, and the text says so."""
+    chosen = sorted({round(i) for i in np.linspace(0, len(timeline) - 1, MAX_CHECK_INS)})
     width = (
         min(MAX_BLOCKS, shutil.get_terminal_size((120, 24)).columns - 13)
         if sys.stdout.isatty()
@@ -58,15 +58,15 @@ def timeline_text(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConf
     for group_id, group in enumerate(config.groups):
         lines += ["", f"Blocks over time, {_title(group)}"]
         lines.append(f"{'step':>6} {'used':>5} ")
-        for look in (timeline[i] for i in chosen):
-            table = look.block_tables[group_id]
+        for check_in in (timeline[i] for i in chosen):
+            table = check_in.block_tables[group_id]
             num_used = int((owners(table, group.num_blocks) != _FREE).sum())
             line = map_line(table, group.num_blocks, width, color)
-            lines.append(f"{look.num_steps:>6} {num_used:>5} {line}")
+            lines.append(f"{check_in.num_steps:>6} {num_used:>5} {line}")
         if group.num_blocks > width:
             lines.append(f"{'':>13}... and {group.num_blocks - width:,} blocks more")
     if len(chosen) < len(timeline):
-        lines.append(f"{len(chosen)} of {len(timeline)} looks are shown.")
+        lines.append(f"{len(chosen)} of {len(timeline)} check-ins are shown.")
     lines.append("0 held by row 0   # shared by rows   . free")
     return "\n".join(lines)
 
@@ -83,14 +83,14 @@ def draw_timeline(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConf
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    num_groups, num_looks = len(config.groups), len(timeline)
+    num_groups, num_check_ins = len(config.groups), len(timeline)
     figure = Figure(figsize=(9, 2.5 + 4.5 * num_groups), layout="constrained")
     chart, *maps = figure.subplots(
         1 + num_groups, 1, sharex=True, height_ratios=[1.5, *[4.0] * num_groups], squeeze=False
     )[:, 0]
-    at = np.arange(num_looks)
-    used = np.array([look.num_blocks_used for look in timeline])
-    refs = np.array([look.num_refs for look in timeline])
+    at = np.arange(num_check_ins)
+    used = np.array([check_in.num_blocks_used for check_in in timeline])
+    refs = np.array([check_in.num_refs for check_in in timeline])
     chart.step(at, refs, where="mid", color="0.5", linestyle="--", label="without sharing")
     chart.step(at, used, where="mid", color="black", label="used")
     chart.fill_between(at, used, refs, step="mid", color="0.85", label="saved by sharing")
@@ -100,21 +100,25 @@ def draw_timeline(timeline: Sequence[kv.decoding.Snapshot], config: kv.CacheConf
 
     rows: set[int] = set()
     for group_id, (ax, group) in enumerate(zip(maps, config.groups, strict=True)):
-        held = np.stack([owners(look.block_tables[group_id], group.num_blocks) for look in timeline], axis=1)
+        held = np.stack(
+            [owners(check_in.block_tables[group_id], group.num_blocks) for check_in in timeline], axis=1
+        )
         rows |= set(held[held >= 0].tolist())
         colors = np.array([row_rgb(row) for row in range(config.max_seqs)] + [(0.25,) * 3, (1.0,) * 3])
         edges = {"edgecolor": "white", "linewidth": 0.4} if held.size <= 10_000 else {}
-        ax.pcolormesh(np.arange(num_looks + 1) - 0.5, np.arange(group.num_blocks + 1), colors[held], **edges)
+        ax.pcolormesh(
+            np.arange(num_check_ins + 1) - 0.5, np.arange(group.num_blocks + 1), colors[held], **edges
+        )
         ax.set(ylabel="block", ylim=(group.num_blocks, 0))
         ax.set_title(_title(group), fontsize=9, loc="left")
     for ax in (chart, *maps):
         ax.yaxis.get_major_locator().set_params(integer=True)
-    # Prompts are computed without a decode step: of looks at the same one the first is labelled.
-    steps = [look.num_steps for look in timeline]
+    # Prompts are computed without a decode step: of check-ins at the same one the first is labelled.
+    steps = [check_in.num_steps for check_in in timeline]
     ticks = [i for i in at.tolist() if not i or steps[i] != steps[i - 1]]
     ticks = ticks[:: -(-len(ticks) // 16)]
     maps[-1].set_xticks(ticks, [f"{steps[i]:,}" for i in ticks])
-    maps[-1].set_xlabel("decode steps at each look of the host")
+    maps[-1].set_xlabel("decode steps at each check-in of the host")
     keys = [Patch(facecolor=row_rgb(row), label=f"row {row}") for row in sorted(rows)[:MAX_ROWS]]
     if len(rows) > MAX_ROWS:
         keys.append(Patch(visible=False, label=f"and {len(rows) - MAX_ROWS:,} rows"))

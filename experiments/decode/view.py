@@ -43,9 +43,11 @@ class View:
 
     def on_tokens(self, prompt_id: int, sample_id: int, tokens: list[int]) -> None: ...
 
-    def on_look(self, look: kv.decoding.Snapshot) -> None: ...
+    def on_check_in(self, check_in: kv.decoding.Snapshot) -> None: ...
 
-    def on_beams(self, look: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None: ...
+    def on_beams(
+        self, check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]
+    ) -> None: ...
 
 
 class TextView(View):
@@ -89,24 +91,24 @@ class TextView(View):
         spoken = [token for token in tokens if token not in self.tokenizer.stop_tokens]
         self._add(key, self.streams[key].push(spoken))
 
-    def on_look(self, look: kv.decoding.Snapshot) -> None:
-        self.rows |= {key: row for row, key in look.running.items()}
-        for generation in look.ended:
+    def on_check_in(self, check_in: kv.decoding.Snapshot) -> None:
+        self.rows |= {key: row for row, key in check_in.running.items()}
+        for generation in check_in.ended:
             key = generation.prompt_id, generation.sample_id
             self._add(key, self.streams[key].finish())
             self.notes[key] = _why(generation)
-        for generation in look.ended:
+        for generation in check_in.ended:
             self.show_end((generation.prompt_id, generation.sample_id))
-        self.refresh(look)
+        self.refresh(check_in)
 
-    def on_beams(self, look: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
+    def on_beams(self, check_in: kv.decoding.Snapshot, beams: Sequence[Sequence[kv.decoding.Beam]]) -> None:
         for prompt_id, hypotheses in enumerate(beams):
             for i, beam in enumerate(hypotheses):
                 spoken = [token for token in beam.tokens if token not in self.tokenizer.stop_tokens]
                 self.texts[prompt_id, i] = visible(self.tokenizer.decode(spoken))
                 self.labels[prompt_id, i] = f"{beam.score:.3f}"
                 self.notes[prompt_id, i] = "" if beam.finish_reason == "running" else _why(beam)
-        self.refresh(look)
+        self.refresh(check_in)
         if all(self.notes[key] for key in self.keys if self.labels[key]):
             for key in self.keys:
                 self.show_end(key)
@@ -135,7 +137,7 @@ class TextView(View):
             print(self._paint(f"prompt {prompt_id}, {what}, {self.notes[key]}", "1"))
             print(_indent(self.texts[key]), flush=True)
 
-    def refresh(self, look: kv.decoding.Snapshot) -> None: ...
+    def refresh(self, check_in: kv.decoding.Snapshot) -> None: ...
 
     def _paint(self, text: str, style: str) -> str:
         return paint(text, style) if self.color else text
@@ -170,7 +172,7 @@ class LiveView(TextView):
 
     def show_end(self, key: tuple[int, int]) -> None: ...
 
-    def refresh(self, look: kv.decoding.Snapshot) -> None:
+    def refresh(self, check_in: kv.decoding.Snapshot) -> None:
         from rich.console import Group
         from rich.text import Text
 
@@ -188,13 +190,13 @@ class LiveView(TextView):
         prompt_ids = list(dict.fromkeys(prompt_id for prompt_id, _ in shown))
         panels = self._panels(prompt_ids, shown, 1, per_text)
         summary = (
-            f"step {look.num_steps}, {look.seconds:.1f} s: {look.num_blocks_used} of {self.num_blocks} "
-            f"blocks used, {look.num_refs} without sharing"
+            f"step {check_in.num_steps}, {check_in.seconds:.1f} s: {check_in.num_blocks_used} of "
+            f"{self.num_blocks} blocks used, {check_in.num_refs} without sharing"
         )
         if len(keys) > len(shown):
             summary += f"; {len(keys) - len(shown)} texts more"
         footer = Text(summary, style="dim", no_wrap=True, overflow="ellipsis")
-        blocks = map_line(look.block_tables[0], self.num_blocks, self.console.width, self.color)
+        blocks = map_line(check_in.block_tables[0], self.num_blocks, self.console.width, self.color)
         line = Text.from_ansi(blocks, no_wrap=True)
         self.live.update(Group(*panels, footer, line), refresh=True)
 

@@ -12,9 +12,9 @@ The task is to put two or three digits in order. A small model of bytes reads te
 digits in any order. From there it learns by reward alone, 1 for a right answer and 0 for any other: GRPO with
 optax, 16 questions and 8 answers to each per update, each question behind twelve examples. In two ways:
   in a step         questions in, parameters out: answers are drawn, judged and learned from in one program
-  beside an engine  a `kv.Engine` draws all the time, and goes on under new weights between two chunks: rows
-                    that run keep their place, so an answer may begin under one set of weights and end under
-                    another; each token is learned from by the log-probability it was drawn with
+  beside an engine  a `kv.Engine` draws all the time, and goes on under new weights between two dispatches:
+                    rows that run keep their place, so an answer may begin under one set of weights and end
+                    under another; each token is learned from by the log-probability it was drawn with
 
 A prompt is computed once for its group, when answers are drawn and when they are learned from: rows are forks
 of the row that has it, and the gradient comes back through forks. What that saves is timed beside the same

@@ -1,7 +1,8 @@
 """Partial rollouts: an engine goes on drawing while the trainer trains, and rows go on under new weights.
 
 A group is a request of `G` samples: its prompt is computed once and forked. Whenever enough groups have ended
-they become a batch; the engine gets the new parameters between two chunks, and no row is lost or begun again.
+they become a batch; the engine gets the new parameters between two dispatches, and no row is lost or begun
+again.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ from experiments.rollouts.sampling import BLOCK_SIZE, Rollouts
 from experiments.rollouts.task import MAX_ANSWER, MAX_PROMPT, STOP, Prompts, questions
 from models.decoder import Decoder, cache_config, forward
 
-STEPS_PER_CHUNK = 2  # fewer than an answer has tokens
+STEPS_PER_DISPATCH = 2  # fewer than an answer has tokens
 
 
 class Group:
@@ -100,7 +101,7 @@ class Sampler:
             forward,
             decoder,
             config,
-            steps_per_chunk=STEPS_PER_CHUNK,
+            steps_per_dispatch=STEPS_PER_DISPATCH,
             max_requests=num_samples,
             max_tokens=num_samples * (MAX_PROMPT + MAX_ANSWER),
         )
@@ -114,7 +115,7 @@ class Sampler:
         while len(self._ended) < num_groups:
             self._ask()
             self.engine.drain()
-            # Of the chunk whose report was read, which may be older than what `set_params` was told last.
+            # Of the dispatch whose report was read, which may be older than what `set_params` was told last.
             version = self.engine.figures().counts[kv.engine.Counter.UPDATES]
             for event in self.engine.take_events():
                 group = self._open[event.id]

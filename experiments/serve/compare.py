@@ -60,7 +60,7 @@ def compare(
     _, second = serve(few_shot, (CONTINUOUS, PREFIX), decoder, sizes, board)
     report: dict[str, Any] = {
         "rows": rows,
-        "steps_per_delivery": sizes.steps_per_chunk,
+        "steps_per_delivery": sizes.steps_per_dispatch,
         "program": cost,
         "workloads": [
             {"name": work.name, "source": work.source, "sides": records}

@@ -72,7 +72,7 @@ def exposition(server: Server, model_name: str) -> str:
     several = is_done & (num_tokens > 1)
     per_token = (last - first)[several] / (num_tokens - 1)[several]
 
-    waiting = server.looks[-1].waiting if server.looks else 0
+    waiting = server.check_ins[-1].waiting if server.check_ins else 0
     gauge("num_requests_running", "Requests with a row.", figures.running)
     gauge("num_requests_waiting", "Requests without a row.", waiting)
     gauge(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _TITLE_CHARACTERS = 26
 """Of a line: as wide as a panel."""
 
-LOOK = "second", "running", "waiting", "blocks", "tokens", "preemptions"
+CHECK_IN = "second", "running", "waiting", "blocks", "tokens", "preemptions"
 
 
 def show(report: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ def picture(report: dict[str, Any]) -> "Figure":
         for side in work["sides"]:
             if side["side"] not in colours:
                 continue
-            columns = dict(zip(LOOK, zip(*side["timeline"], strict=True), strict=True))
+            columns = dict(zip(CHECK_IN, zip(*side["timeline"], strict=True), strict=True))
             style = {"label": side["side"], "color": colours[side["side"]], "linewidth": 1.2}
             for panel, name in zip(axes, ("running", "waiting", "blocks", "tokens"), strict=True):
                 panel.plot(columns["second"], columns[name], **style)

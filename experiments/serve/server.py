@@ -10,10 +10,10 @@ import kvcache_jax as kv
 from experiments.serve.clock import Clock
 from experiments.serve.workload import Job
 
-MOST_LOOKS = 240  # of a record
+MOST_CHECK_INS = 240  # of a record
 
 
-class Look(NamedTuple):
+class CheckIn(NamedTuple):
     """A side at one of its seconds.
 
     Attributes:
@@ -40,7 +40,7 @@ class Server:
       name: As printed.
       engine: With no requests.
       jobs: In the order of their arrival.
-      max_steps: Of a chunk. Default: the engine's.
+      max_steps: Of a dispatch. Default: the engine's.
       is_static: Requests come in batches of `max_seqs`: those with the shortest prompts of all that are
         there, and none until the whole batch has ended.
       clock: Its seconds.
@@ -58,7 +58,7 @@ class Server:
     ):
         self.name, self.engine, self.jobs = name, engine, jobs
         self.max_steps, self.is_static, self.clock = max_steps, is_static, clock or Clock()
-        self.looks: list[Look] = []
+        self.check_ins: list[CheckIn] = []
         self.first_at = np.full(len(jobs), np.nan)
         self.last_at = np.full(len(jobs), np.nan)
         self.num_tokens = np.zeros(len(jobs), int)
@@ -110,8 +110,8 @@ class Server:
             self._note(event, now)
         waiting = figures.waiting + len(self._here)
         counts = self.counts
-        self.looks.append(
-            Look(
+        self.check_ins.append(
+            CheckIn(
                 now,
                 figures.running,
                 waiting,
@@ -179,14 +179,14 @@ class Server:
             "transfers_per_step": self.num_reads / max(num_steps, 1),
             "hit_rate": cached / max(prompts, 1),
             "preemptions": counts[kv.engine.Counter.PREEMPTIONS],
-            "peak_blocks": max((look.blocks for look in self.looks), default=0),
+            "peak_blocks": max((check_in.blocks for check_in in self.check_ins), default=0),
             "num_blocks": sum(group.num_blocks for group in self.engine.config.groups),
         }
 
     def timeline(self) -> list[list[float]]:
-        """Looks, as many as a picture needs: [second, running, waiting, blocks, tokens, preemptions]."""
-        every = -(-len(self.looks) // MOST_LOOKS) or 1
-        return [[round(look.second, 3), *look[1:]] for look in self.looks[::every]]
+        """Check-ins, as many as a picture needs: [second, running, waiting, blocks, tokens, preemptions]."""
+        every = -(-len(self.check_ins) // MOST_CHECK_INS) or 1
+        return [[round(check_in.second, 3), *check_in[1:]] for check_in in self.check_ins[::every]]
 
 
 def _percentiles(values: np.ndarray) -> dict[str, float | None]:

@@ -19,7 +19,7 @@ PREFIX = "continuous, prefix cache"
 HOST = "a dispatch per token"
 TABLE = "a table for the model"
 BLOCK_SIZE = 16
-STEPS_PER_CHUNK = 32
+STEPS_PER_DISPATCH = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Sizes:
       rows: Of the cache.
       max_seq_len: Of a row.
       num_blocks: Of the pool. None: as many as all rows may hold.
-      steps_per_chunk: Between two deliveries.
+      steps_per_dispatch: Between two deliveries.
       token_budget: Of a step. None: the engine's default.
     """
 
     rows: int
     max_seq_len: int
     num_blocks: int | None = None
-    steps_per_chunk: int = STEPS_PER_CHUNK
+    steps_per_dispatch: int = STEPS_PER_DISPATCH
     token_budget: int | None = None
 
     def config(self, layers: Any, has_prefix_cache: bool) -> kv.CacheConfig:
@@ -58,7 +58,7 @@ class Sizes:
             forward,
             params,
             self.config(layers, has_prefix_cache),
-            steps_per_chunk=self.steps_per_chunk,
+            steps_per_dispatch=self.steps_per_dispatch,
             token_budget=self.token_budget,
         )
 

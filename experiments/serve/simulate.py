@@ -26,7 +26,7 @@ from experiments.serve.workload import Workload
 VOCAB_SIZE = 2
 LAYERS = [kv.FullAttention(1, 1)]
 MOST_PROMPT_TOKENS = 8192  # of a step
-STEPS_PER_CHUNK = 4
+STEPS_PER_DISPATCH = 4
 NUM_TURNS = 40
 
 
@@ -40,7 +40,7 @@ def simulate(work: Workload, machine: Machine, rows: int, board: Board) -> dict:
         rows=rows,
         max_seq_len=work.longest,
         num_blocks=LLAMA.num_blocks(machine, BLOCK_SIZE),
-        steps_per_chunk=STEPS_PER_CHUNK,
+        steps_per_dispatch=STEPS_PER_DISPATCH,
         token_budget=rows + MOST_PROMPT_TOKENS,
     )
     records = []
@@ -56,7 +56,7 @@ def simulate(work: Workload, machine: Machine, rows: int, board: Board) -> dict:
         record = server.record()
         seconds = time.perf_counter() - start
         here = {"here_s": seconds, "here_step_ms": 1e3 * seconds / record["num_steps"]}
-        most = max(look.running for look in server.looks)
+        most = max(check_in.running for check_in in server.check_ins)
         records.append(record | here | {"most_rows": most, "timeline": server.timeline()})
     return {
         "machine": machine.name,
@@ -64,7 +64,7 @@ def simulate(work: Workload, machine: Machine, rows: int, board: Board) -> dict:
         "model": LLAMA.name,
         "rows": rows,
         "num_blocks": sizes.num_blocks,
-        "steps_per_delivery": STEPS_PER_CHUNK,
+        "steps_per_delivery": STEPS_PER_DISPATCH,
         "source": work.source,
         "sides": records,
     }

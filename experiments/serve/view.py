@@ -16,15 +16,15 @@ COLUMNS = "served", "second", "running", "waiting", "tokens/s", "hits", "blocks"
 def cells(server: Server) -> tuple[str, ...]:
     """A side's row of the table."""
     record = server.record()
-    look = server.looks[-1] if server.looks else None
+    check_in = server.check_ins[-1] if server.check_ins else None
     return (
         f"{server.num_ended}/{len(server.jobs)}",
         f"{record['seconds']:.1f}",
-        f"{look.running if look else 0}",
-        f"{look.waiting if look else 0}",
+        f"{check_in.running if check_in else 0}",
+        f"{check_in.waiting if check_in else 0}",
         f"{record['tokens_per_s']:,.0f}",
         f"{record['hit_rate']:.0%}",
-        f"{look.blocks if look else 0}/{record['num_blocks']}",
+        f"{check_in.blocks if check_in else 0}/{record['num_blocks']}",
         f"{record['preemptions']}",
     )
 
@@ -33,7 +33,7 @@ class Board:
     """Shows how far servers have got, on standard error: a table in a terminal, else lines now and then.
 
     Args:
-      every: Looks behind which there is a line.
+      every: Check-ins after which there is a line.
     """
 
     def __init__(self, every: int = 8):
@@ -41,9 +41,9 @@ class Board:
 
     @contextlib.contextmanager
     def showing(self, servers: Sequence[Server], title: str = "") -> Iterator[Callable[[], None]]:
-        """Shows them; each call of what it gives is a look, in nobody's time."""
+        """Shows them; each call of what it gives is a check-in, in no side's time."""
         console = Console(stderr=True)
-        num_looks = 0
+        num_check_ins = 0
 
         def table() -> Table:
             found = Table(title=title, title_justify="left")
@@ -59,16 +59,16 @@ class Board:
             else contextlib.nullcontext() as live
         ):
 
-            def look() -> None:
-                nonlocal num_looks
-                num_looks += 1
+            def check_in() -> None:
+                nonlocal num_check_ins
+                num_check_ins += 1
                 if live is not None:
                     live.update(table(), refresh=True)
-                elif num_looks % self._every == 0 or all(server.is_done for server in servers):
+                elif num_check_ins % self._every == 0 or all(server.is_done for server in servers):
                     for server in servers:
                         print(_line(server), file=sys.stderr, flush=True)
 
-            yield look
+            yield check_in
 
 
 def _line(server: Server) -> str:

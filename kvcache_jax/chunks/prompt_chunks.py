@@ -162,7 +162,7 @@ class ChunkRows(PromptRows):
         length = np.zeros(cache.max_seqs, np.int32)
         history[row], length[row] = tokens, len(tokens)
         call = self.call
-        return feed(call.forward, call.params, cache, history, length, chunk_len=prefill_len)
+        return feed(call.forward, call.params, cache, history, length, prefill_len=prefill_len)
 
     def compose(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.

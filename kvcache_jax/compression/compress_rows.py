@@ -228,7 +228,7 @@ def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig
     """Notes the lengths of the rows, and what is no prefix any more."""
     assert control.holes is not None
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
-    plain_len = jnp.where(holes.is_plain, plan.same_len, jnp.minimum(plan.same_len, holes.plain_len))
+    prefix_len = jnp.where(holes.is_plain, plan.same_len, jnp.minimum(plan.same_len, holes.prefix_len))
     first = holes.first
     for (g, _), kept in zip(_groups(config), plan.kept, strict=True):
         first = first.at[:, g].set(kept.first)
@@ -236,14 +236,14 @@ def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig
         start=plan.new_len,
         num_hidden=jnp.zeros_like(plan.new_len),
         num_dropped=holes.num_dropped + context_len - plan.new_len,
-        num_kept=plan.new_len - plain_len,
+        num_kept=plan.new_len - prefix_len,
         first=first,
     )
-    num_plain = quotient(plain_len, config.groups[config.indexed_group].block_size)
+    num_plain = quotient(prefix_len, config.groups[config.indexed_group].block_size)
     control = dataclasses.replace(
         control,
         context_len=set_at(control.context_len, plan.rows, plan.new_len),
         num_published=min_at(control.num_published, plan.rows, num_plain),
         holes=control.holes.with_rows(plan.rows, new_holes),
     )
-    return config.hooks.move(control, plan.rows, plain_len)
+    return config.hooks.move(control, plan.rows, prefix_len)

@@ -197,7 +197,7 @@ def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Contr
     )
     num_columns = [num_blocks_for(plan.holes.start, group.block_size) for group in config.groups]
     control = keep_first(control, plan.rows, num_columns)
-    return config.hooks.move(control, plan.rows, plan.holes.plain_len)
+    return config.hooks.move(control, plan.rows, plan.holes.prefix_len)
 
 
 @functools.partial(jax.jit, static_argnames=("rotations", "max_sink_len"))

@@ -113,7 +113,7 @@ class Dropping(Extra):
     def truncate(self, control: Control, rows: jax.Array, new_len: jax.Array) -> Control:
         """Puts the original blocks back where no token after the sinks is left: they are where they were."""
         assert control.holes is not None
-        is_plain = new_len <= control.holes.of_rows(rows).plain_len
+        is_plain = new_len <= control.holes.of_rows(rows).prefix_len
         rows = jnp.where(is_plain, rows, control.max_seqs)
 
         def put_back(_: int, pool: BlockPool, block_ids: jax.Array) -> tuple[BlockPool, jax.Array]:

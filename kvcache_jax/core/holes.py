@@ -41,7 +41,7 @@ class Holes:
         return self.start + self.num_hidden
 
     @property
-    def plain_len(self) -> jax.Array:
+    def prefix_len(self) -> jax.Array:
         """i32[rows], first tokens that stand in the text where they do in the row, if any was let go."""
         return self.start - self.num_kept
 
@@ -86,7 +86,7 @@ class Holes:
 
     def is_kept(self, places: jax.Array) -> jax.Array:
         """Tells which `places` i32[rows, ...] hold kept tokens, bool."""
-        return (places >= _spread(self.plain_len, places)) & (places < _spread(self.start, places))
+        return (places >= _spread(self.prefix_len, places)) & (places < _spread(self.start, places))
 
 
 def _spread(per_row: jax.Array, places: jax.Array) -> jax.Array:

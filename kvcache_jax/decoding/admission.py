@@ -24,7 +24,7 @@ def admit(
     prompt_rows: PromptRows,
     max_new_tokens: int,
     retention: Retention,
-    chunk_len: int,
+    prefill_len: int,
 ) -> tuple[DecodeState, dict[int, list[int]], int]:
     """Starts rows for prompts that wait, first come first served.
 
@@ -42,7 +42,7 @@ def admit(
       prompt_rows: The prompts as rows are started for them.
       max_new_tokens: Per continuation.
       retention: The tokens that rows keep.
-      chunk_len: Prompt tokens in one call of the model.
+      prefill_len: Prompt tokens in one call of the model.
 
     Returns:
       The state; {first row: rows of all samples}; how many tokens of the prompts were cached.
@@ -81,7 +81,7 @@ def admit(
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
         num_held = len(prompt)
-        if (most_held := retention.max_held_len(host.config, chunk_len)) is not None:
+        if (most_held := retention.max_held_len(host.config, prefill_len)) is not None:
             num_held = min(num_held, most_held)
         cache, parts = prompt_rows.hold(cache, prompt_id, idle[0])
         if parts is None:

@@ -156,16 +156,16 @@ def prompt_seeds(seed: Any, num_prompts: int) -> list[tuple[int, int]]:
     return [(static_count(f"seed[{i}]", value, least=0), 0) for i, value in enumerate(seed)]
 
 
-def usable_chunk_len(chunk_len: Any, config: CacheConfig) -> int:
+def usable_prefill_len(prefill_len: Any, config: CacheConfig) -> int:
     """Limits the tokens of one call of the model to what the cache takes at once."""
-    return min(static_count("chunk_len", chunk_len), config.query_len_limit)
+    return min(static_count("prefill_len", prefill_len), config.query_len_limit)
 
 
-def steps_between_looks(look_every: Any, is_watched: bool) -> int:
-    """Returns `look_every`; by default few steps if somebody watches, else as many as there are."""
-    if look_every is None:
+def steps_between_check_ins(check_in_every: Any, is_watched: bool) -> int:
+    """Returns `check_in_every`; by default few steps if somebody watches, else as many as there are."""
+    if check_in_every is None:
         return _STEPS_WHILE_WATCHED if is_watched else _NO_LIMIT
-    return min(static_count("look_every", look_every), _NO_LIMIT)
+    return min(static_count("check_in_every", check_in_every), _NO_LIMIT)
 
 
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:

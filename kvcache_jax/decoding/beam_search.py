@@ -114,9 +114,9 @@ def beam_search(
     num_beams: int = 4,
     length_penalty: float = 1.0,
     stop_tokens: Sequence[int] = (),
-    chunk_len: int = 128,
-    look_every: int | None = None,
-    on_look: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
+    prefill_len: int = 128,
+    check_in_every: int | None = None,
+    on_check_in: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
 ) -> BeamResult:
     """Finds the `num_beams` best continuations of each prompt.
 
@@ -132,9 +132,10 @@ def beam_search(
       length_penalty: Exponent of the length by which sums are divided; 0 ranks by the sum. The power of
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
-      chunk_len: As in `generate`.
-      look_every: Most steps between two check-ins of the host; default 8 with `on_look`, otherwise no limit.
-      on_look: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
+      prefill_len: As in `generate`.
+      check_in_every: Most steps between two check-ins of the host; default 8 with `on_check_in`, otherwise
+        no limit.
+      on_check_in: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
 
     Returns:
       A `BeamResult`.
@@ -150,8 +151,8 @@ def beam_search(
         raise ValueError("prompts is empty, expected at least one prompt")
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_beams = static_count("num_beams", num_beams)
-    chunk_len = arguments.usable_chunk_len(chunk_len, config)
-    look_every = arguments.steps_between_looks(look_every, on_look is not None)
+    prefill_len = arguments.usable_prefill_len(prefill_len, config)
+    check_in_every = arguments.steps_between_check_ins(check_in_every, on_check_in is not None)
     longest = max(map(len, prompt_tokens))
     num_rows = len(prompt_tokens) * num_beams
     if num_rows > config.max_seqs:
@@ -164,7 +165,7 @@ def beam_search(
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
     length_penalty = _usable_length_penalty(length_penalty, max_new_tokens)
-    arguments.require_functions(on_look=on_look)
+    arguments.require_functions(on_check_in=on_check_in)
     prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
@@ -179,18 +180,18 @@ def beam_search(
         seconds = time.perf_counter() - start
         snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, running)
         timeline.append(dataclasses.replace(snapshot, block_tables=[]))
-        if on_look:
-            on_look(snapshot, beams)
+        if on_check_in:
+            on_check_in(snapshot, beams)
         return beams
 
     stops, penalty = arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)
-    cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, chunk_len)
+    cache, logits = prefilling(_prefill, forward, params, init(config), prompt_tokens, num_beams, prefill_len)
     state = prefilling(
         _begin, cache, logits, stops, penalty, num_beams=num_beams, max_new_tokens=max_new_tokens
     )
     beams = check_in(state)
     while bool(state.is_searching.any()):
-        state = searching(_search, forward, params, state, stops, penalty, jnp.int32(look_every))
+        state = searching(_search, forward, params, state, stops, penalty, jnp.int32(check_in_every))
         beams = check_in(state)
     ended = jax.device_get((state.is_failed, state.is_over))
     return BeamResult(
@@ -225,7 +226,7 @@ def _prefill(
     cache: Cache,
     prompts: Sequence[np.ndarray],
     num_beams: int,
-    chunk_len: int,
+    prefill_len: int,
 ) -> tuple[Cache, jax.Array]:
     """Fills an empty cache: every beam holds its prompt. Also the prompts' last logits f32[p, vocab]."""
     max_seqs, max_seq_len = cache.max_seqs, cache.config.max_seq_len
@@ -235,7 +236,7 @@ def _prefill(
         tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     cache, admission = allocate(cache, firsts, lengths[firsts], tokens=tokens[firsts])
     raise_for_status(admission.status, "allocating the prompts")
-    cache, fed = prefill(forward, params, cache, tokens, lengths, chunk_len=chunk_len)
+    cache, fed = prefill(forward, params, cache, tokens, lengths, prefill_len=prefill_len)
     raise_for_status(fed.status, "prefilling the prompts")
     if num_beams > 1:
         others = np.setdiff1d(np.arange(len(prompts) * num_beams), firsts)

@@ -48,7 +48,7 @@ class GenerateResult:
       num_accepted: Draft tokens accepted.
       prefill_seconds: Host clock around prefills, forks and first tokens included; compilation too.
       decode_seconds: Host clock around the decode loop, likewise; callbacks do not count.
-      timeline: One entry per check-in of the host: after every prefill, and as `look_every` says.
+      timeline: One entry per check-in of the host: after every prefill, and as `check_in_every` says.
     """
 
     generations: list[Generation]
@@ -101,10 +101,10 @@ def generate(
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
     retention: Retention = KEEP_ALL,
-    chunk_len: int = 128,
-    look_every: int | None = None,
+    prefill_len: int = 128,
+    check_in_every: int | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
-    on_look: Callable[[Snapshot], None] | None = None,
+    on_check_in: Callable[[Snapshot], None] | None = None,
 ) -> GenerateResult:
     """Continues prompts with a model that keeps its keys and values in a cache.
 
@@ -142,13 +142,13 @@ def generate(
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
       retention: The tokens that rows keep, of prompts and continuations. Default: all of them. A row that
         drops tokens goes on past `max_seq_len`.
-      chunk_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer are
-        left. More of them keep an accelerator busier. Rows that drop tokens may compute fewer.
-      look_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
+      prefill_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer
+        are left. More of them keep an accelerator busier. Rows that drop tokens may compute fewer.
+      check_in_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
         default 8 with callbacks or stop strings, otherwise no limit.
       on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
-      on_look: Called at each check-in, after `on_tokens`, with the timeline's new entry and its block tables.
-        An exception of either callback ends the call, and a `cache` that was passed in is lost.
+      on_check_in: Called at each check-in, after `on_tokens`, with the timeline's new entry and its block
+        tables. An exception of either callback ends the call, and a `cache` that was passed in is lost.
 
     Returns:
       A `GenerateResult`.
@@ -163,16 +163,16 @@ def generate(
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_drafts = static_count("num_drafts", num_drafts, least=0)
     stop_strings = arguments.texts_to_stop_at(stop_strings, detokenize)
-    arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_look=on_look)
-    chunk_len = arguments.usable_chunk_len(chunk_len, config)
+    arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_check_in=on_check_in)
+    prefill_len = arguments.usable_prefill_len(prefill_len, config)
     if not isinstance(retention, Retention):
         raise TypeError(
             f"retention is {retention!r}, expected {KEEP_ALL!r} or a feature's, a `Retention` too"
         )
     retention.check("generate", config, num_drafts)
-    chunk_len = retention.prefill_len(config, chunk_len)
+    prefill_len = retention.prefill_len(config, prefill_len)
     width = retention.max_text_len(config, requests.prompts, max_new_tokens)
-    _check(requests, config, num_drafts, draft, retention.max_held_len(config, chunk_len))
+    _check(requests, config, num_drafts, draft, retention.max_held_len(config, prefill_len))
     prompt_rows = prompts.rows(
         PromptCall(
             caller="generate",
@@ -181,17 +181,17 @@ def generate(
             config=config,
             tokens=requests.prompts,
             namespaces=requests.namespaces,
-            prefill_len=chunk_len,
+            prefill_len=prefill_len,
             retention=retention,
         )
     )
-    is_watched = on_tokens is not None or on_look is not None or bool(stop_strings)
-    look_every = arguments.steps_between_looks(look_every, is_watched)
+    is_watched = on_tokens is not None or on_check_in is not None or bool(stop_strings)
+    check_in_every = arguments.steps_between_check_ins(check_in_every, is_watched)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
     draft_params = draft.params if draft else None
 
     stops = arguments.stop_ids(stop_tokens)
-    host = Host(requests, config, stop_strings, detokenize, on_tokens, on_look)
+    host = Host(requests, config, stop_strings, detokenize, on_tokens, on_check_in)
     prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options = {name: arguments.one_number(name, value) for name, value in options.items()}
@@ -199,17 +199,21 @@ def generate(
     state = _empty_state(cache, width, draft.config if draft else None, stops, options)
     if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
         _check_vocabularies(
-            vocab_size(forward, params, cache, chunk_len),
-            vocab_size(draft.forward, draft.params, state.draft_cache, _draft_chunk(chunk_len, draft)),
+            vocab_size(forward, params, cache, prefill_len),
+            vocab_size(
+                draft.forward, draft.params, state.draft_cache, _draft_prefill_len(prefill_len, draft)
+            ),
         )
     while requests.waiting or host.running:
         while True:
             state, admitted, num_cached = prefilling(  # a feature may compute parts of prompts here
-                admit, state, requests, host, prompt_rows, max_new_tokens, retention, chunk_len
+                admit, state, requests, host, prompt_rows, max_new_tokens, retention, prefill_len
             )
             if not admitted:
                 break
-            state = prefilling(_prefill, forward, params, draft, state, host, admitted, chunk_len, retention)
+            state = prefilling(
+                _prefill, forward, params, draft, state, host, admitted, prefill_len, retention
+            )
             num_tokens = sum(len(requests.prompts[host.running[row][0]]) for row in admitted)
             num_prompt_tokens += num_tokens - num_cached
             num_cached_tokens += num_cached
@@ -220,7 +224,7 @@ def generate(
             params,
             draft_params,
             state,
-            jnp.int32(look_every),
+            jnp.int32(check_in_every),
             draft_source=draft_source,
             retention=retention,
         )
@@ -322,7 +326,7 @@ def _prefill(
     state: DecodeState,
     host: Host,
     admitted: dict[int, list[int]],
-    chunk_len: int,
+    prefill_len: int,
     retention: Retention,
 ) -> DecodeState:
     """Computes the admitted prompts, forks their samples and draws the first tokens."""
@@ -332,7 +336,7 @@ def _prefill(
         prompt = host.requests.prompts[host.running[row][0]]
         prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     cache, fed = prefill(
-        forward, params, state.cache, prompts, lengths, chunk_len=chunk_len, retention=retention
+        forward, params, state.cache, prompts, lengths, prefill_len=prefill_len, retention=retention
     )
     draft_cache = state.draft_cache
     if draft is not None and draft_cache is not None:
@@ -345,9 +349,9 @@ def _prefill(
             )
             # A prompt that the draft's cache has no room for is decoded without drafts.
             draft_lengths[row] = lengths[row] if int(admission.status[0]) == Status.OK else 0
-        chunk_len = _draft_chunk(chunk_len, draft)
+        prefill_len = _draft_prefill_len(prefill_len, draft)
         draft_cache, _ = prefill(
-            draft.forward, draft.params, draft_cache, prompts, draft_lengths, chunk_len=chunk_len
+            draft.forward, draft.params, draft_cache, prompts, draft_lengths, prefill_len=prefill_len
         )
     source = np.zeros(max_seqs, np.int32)
     src_ids, dst_ids = np.full(max_seqs, max_seqs), np.full(max_seqs, max_seqs)
@@ -366,5 +370,5 @@ def _prefill(
     return loop.begin(state, fed.logits, fed.status, source, started)
 
 
-def _draft_chunk(chunk_len: int, draft: Draft) -> int:
-    return min(chunk_len, draft.config.query_len_limit)
+def _draft_prefill_len(prefill_len: int, draft: Draft) -> int:
+    return min(prefill_len, draft.config.query_len_limit)

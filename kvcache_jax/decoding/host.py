@@ -65,7 +65,7 @@ class Snapshot:
       running: {row: (prompt_id, sample_id)}, what the rows decode.
       ended: Continuations that ended since the snapshot before.
       block_tables: Per group, i32[max_seqs, max_blocks_per_seq]; none in a timeline, which would hold them
-        all: `on_look` gets them.
+        all: `on_check_in` gets them.
     """
 
     num_steps: int
@@ -176,11 +176,11 @@ class Host:
         stop_strings: list[str],
         detokenize: Callable[[list[int]], str] | None,
         on_tokens: Callable[[int, int, list[int]], None] | None,
-        on_look: Callable[[Snapshot], None] | None,
+        on_check_in: Callable[[Snapshot], None] | None,
     ):
         self.requests, self.config = requests, config
         self.stop_strings, self.detokenize = stop_strings, detokenize
-        self.on_tokens, self.on_look = on_tokens, on_look
+        self.on_tokens, self.on_check_in = on_tokens, on_check_in
         self.running: dict[int, tuple[int, int]] = {}
         self.num_streamed: dict[int, int] = {}
         self.done: list[Generation] = []
@@ -192,8 +192,8 @@ class Host:
         seconds = time.perf_counter() - self.start
         snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, self.running, ended)
         self.timeline.append(dataclasses.replace(snapshot, block_tables=[]))
-        if self.on_look:
-            self.on_look(snapshot)
+        if self.on_check_in:
+            self.on_check_in(snapshot)
 
     def check_in(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""

@@ -87,7 +87,7 @@ def prefill(
     history: np.ndarray,
     length: np.ndarray,
     *,
-    chunk_len: int,
+    prefill_len: int,
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
@@ -99,11 +99,11 @@ def prefill(
       cache: Donated.
       history: i32[max_seqs, P].
       length: i32[max_seqs].
-      chunk_len: Tokens of all rows in one call.
+      prefill_len: Tokens of all rows in one call.
       is_scoring: Scores the tokens too.
       retention: The tokens that rows keep.
     """
-    options: dict[str, Any] = dict(chunk_len=chunk_len, is_scoring=is_scoring, retention=retention)
+    options: dict[str, Any] = dict(prefill_len=prefill_len, is_scoring=is_scoring, retention=retention)
     cache, fed = feed(forward, params, cache, history, length, **options)
     if cache.config.enable_prefix_caching and length.any():
         rows = row_list(np.flatnonzero(length).tolist(), cache.max_seqs)
@@ -118,11 +118,11 @@ def feed(
     history: np.ndarray,
     length: np.ndarray,
     *,
-    chunk_len: int,
+    prefill_len: int,
     is_scoring: bool = False,
     retention: Retention = KEEP_ALL,
 ) -> tuple[Cache, FeedResult]:
-    """Feeds rows from their `context_len` to their `length`, by calls of at most `chunk_len` tokens together.
+    """Feeds rows from their `context_len` to their `length`, at most `prefill_len` tokens a call.
 
     Args:
       forward: The model.
@@ -130,13 +130,13 @@ def feed(
       cache: Donated.
       history: i32[max_seqs, P], tokens of each row from its beginning.
       length: i32[max_seqs]; rows that are already there take no part.
-      chunk_len: Tokens of all rows in one call.
+      prefill_len: Tokens of all rows in one call.
       is_scoring: Scores the tokens too, each by the logits before it.
       retention: The tokens that rows keep; rows that drop some start empty.
     """
     max_seqs = cache.max_seqs
     status, logits, scores = np.zeros(max_seqs, np.int32), jnp.zeros((max_seqs, 0), jnp.float32), []
-    for pieces in _calls(np.asarray(cache.context_len), history, length, chunk_len):
+    for pieces in _calls(np.asarray(cache.context_len), history, length, prefill_len):
         cache, status, ends, scored = _feed_pieces(
             forward, params, cache, status, pieces, is_scoring=is_scoring, retention=retention
         )
@@ -149,27 +149,27 @@ def feed(
 
 
 def one_call_len(num_tokens: int) -> int:
-    """Returns the least `chunk_len` with which one call takes so many tokens of a row."""
+    """Returns the least `prefill_len` with which one call takes so many tokens of a row."""
     return ceil_div(num_tokens, _PIECES) * _PIECES
 
 
-def vocab_size(forward: Forward, params: Any, cache: Cache, chunk_len: int) -> int:
+def vocab_size(forward: Forward, params: Any, cache: Cache, prefill_len: int) -> int:
     """Returns the width of the model's logits; `feed` reuses what is traced here.
 
     Raises:
       TypeError: `forward` returns something else than logits and the cache.
     """
-    pieces = _nobody(chunk_len, cache.max_seqs)
+    pieces = _nobody(prefill_len, cache.max_seqs)
     status = np.zeros(cache.max_seqs, np.int32)
     options: dict[str, Any] = dict(is_scoring=False, retention=KEEP_ALL)
     return _feed_pieces.eval_shape(forward, params, cache, status, pieces, **options)[2].shape[1]
 
 
 def _calls(
-    context_len: np.ndarray, history: np.ndarray, length: np.ndarray, chunk_len: int
+    context_len: np.ndarray, history: np.ndarray, length: np.ndarray, prefill_len: int
 ) -> Iterator[Pieces]:
     """Splits every row's tokens from `context_len` to `length` into calls, in numpy; lower rows first."""
-    pieces = _nobody(chunk_len, len(length))
+    pieces = _nobody(prefill_len, len(length))
     num_pieces, piece_len = pieces.tokens.shape
     cuts = [
         (row, first)
@@ -177,7 +177,7 @@ def _calls(
         for first in range(context_len[row], length[row], piece_len)
     ]
     for start in range(0, len(cuts), num_pieces):
-        pieces = _nobody(chunk_len, len(length))
+        pieces = _nobody(prefill_len, len(length))
         for i, (row, first) in enumerate(cuts[start : start + num_pieces]):
             tokens, targets = (
                 history[row, first : length[row]][:piece_len],
@@ -192,10 +192,10 @@ def _calls(
         yield pieces
 
 
-def _nobody(chunk_len: int, max_seqs: int) -> Pieces:
-    """Makes empty pieces for a call of at most `chunk_len` tokens."""
-    piece_len = ceil_div(chunk_len, _PIECES)
-    num_pieces = chunk_len // piece_len
+def _nobody(prefill_len: int, max_seqs: int) -> Pieces:
+    """Makes empty pieces for a call of at most `prefill_len` tokens."""
+    piece_len = ceil_div(prefill_len, _PIECES)
+    num_pieces = prefill_len // piece_len
     tokens, zeros = np.zeros((num_pieces, piece_len), np.int32), np.zeros(num_pieces, np.int32)
     nobody = np.full(num_pieces, max_seqs, np.int32)
     return Pieces(tokens, tokens.copy(), nobody, zeros.copy(), zeros.copy(), zeros.copy(), nobody.copy())

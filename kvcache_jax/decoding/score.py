@@ -12,7 +12,7 @@ from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Admission, Cache
 from kvcache_jax.core.status import Status, raise_for_status
-from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_chunk_len
+from kvcache_jax.decoding.arguments import as_list, check_model, model_tokens, usable_prefill_len
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import idle_cache
 from kvcache_jax.decoding.prefill import feed, prefill
@@ -52,7 +52,7 @@ def score(
     *,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
-    chunk_len: int = 128,
+    prefill_len: int = 128,
 ) -> ScoreResult:
     """Computes the log-probability of each continuation of one context, token by token.
 
@@ -66,7 +66,7 @@ def score(
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4], who may share the context's blocks. A cache that served other parameters needs
         another, `kv.namespace(weights=...)`. Default: all zero.
-      chunk_len: Tokens of all rows in one call of the model, as in `generate`.
+      prefill_len: Tokens of all rows in one call of the model, as in `generate`.
 
     Returns:
       A `ScoreResult`.
@@ -95,7 +95,7 @@ def score(
         raise ValueError(
             f"context and continuation have {longest} tokens, expected at most {config.max_seq_len}"
         )
-    chunk_len = usable_chunk_len(chunk_len, config)
+    prefill_len = usable_prefill_len(prefill_len, config)
     context_rows = prompts.rows(
         PromptCall(
             caller="score",
@@ -104,7 +104,7 @@ def score(
             config=config,
             tokens=[shared],
             namespaces=np.asarray(words),
-            prefill_len=chunk_len,
+            prefill_len=prefill_len,
             retention=KEEP_ALL,
         ),
     )
@@ -138,7 +138,7 @@ def score(
         raise_for_status(admission.status, "allocating the context")
         cache = context_rows.compose(cache, 0, 0, parts)
         cache, fed = prefill(
-            forward, params, cache, history, context_len, chunk_len=chunk_len, is_scoring=True
+            forward, params, cache, history, context_len, prefill_len=prefill_len, is_scoring=True
         )
         raise_for_status(fed.status, "prefilling the context")
         cache = context_rows.make_room(cache, has_room)
@@ -157,7 +157,9 @@ def score(
         ids = np.where(length > 0, np.arange(config.max_seqs), config.max_seqs)
         forks = np.where(ids > 0, ids, config.max_seqs)
         cache, _ = fork(cache, np.where(forks < config.max_seqs, 0, config.max_seqs), forks)
-        cache, fed = feed(forward, params, cache, history, length - 1, chunk_len=chunk_len, is_scoring=True)
+        cache, fed = feed(
+            forward, params, cache, history, length - 1, prefill_len=prefill_len, is_scoring=True
+        )
         found, is_scored = np.zeros(history.shape, np.float32), np.ones(history.shape, bool)
         for pieces, scores in fed.scores:
             logprobs, has_numbers = np.asarray(scores.logprobs), np.asarray(scores.is_scored)

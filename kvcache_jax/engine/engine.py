@@ -1,6 +1,6 @@
-"""The engine on the host: it hands requests over, dispatches chunks, and delivers what comes back.
+"""The engine on the host: it hands requests over, starts dispatches, and delivers what comes back.
 
-A chunk is dispatched before the report of the one before is read, so the device does not wait for the host.
+A dispatch starts before the report of the one before is read, so the device does not wait for the host.
 All reads of the device go through one `Reader`.
 """
 
@@ -22,12 +22,12 @@ from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
-from kvcache_jax.engine.chunk import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes, require_id
 from kvcache_jax.engine.setup import (
     ageing,
@@ -50,8 +50,8 @@ from kvcache_jax.prefix.namespace import namespace as make_namespace
 from kvcache_jax.prefix.namespace import namespace_within
 
 _MOST_ENDED = 64
-"""Requests that one chunk can be told to end."""
-_CHUNKS_AHEAD = 2
+"""Requests that one dispatch can be told to end."""
+_DISPATCHES_AHEAD = 2
 
 
 class Engine:
@@ -83,7 +83,7 @@ class Engine:
       batch_invariant: The bits of a token's logits depend on its tokens and their positions alone, not on who
         else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
         Attention is XLA's then: kernels are refused.
-      steps_per_chunk: Steps between two looks of the host.
+      steps_per_dispatch: Steps between two check-ins of the host.
       watermark: Share of the blocks that an admission leaves free, while a row runs.
       ageing_steps: Steps of waiting that weigh as much as one of priority.
       max_bypasses: Later requests that "longest prefix" may serve before one.
@@ -129,7 +129,7 @@ class Engine:
         num_top_logprobs: int = 0,
         process_logits: ProcessLogits | None = None,
         batch_invariant: bool = False,
-        steps_per_chunk: int = 32,
+        steps_per_dispatch: int = 32,
         watermark: float = 0.01,
         ageing_steps: int = 256,
         max_bypasses: int = 16,
@@ -178,7 +178,7 @@ class Engine:
             num_slots=min(num_slots, most_entering(config.max_seqs)),
             num_tokens=max(config.max_seq_len + 1, min(num_tokens, 256 * most_entering(config.max_seqs))),
         )
-        self._steps = size("steps_per_chunk", steps_per_chunk)
+        self._steps = size("steps_per_dispatch", steps_per_dispatch)
         self._shards = Shards(mesh, row_axis, config, params_spec, params)
         self.params = self._shards.place_params(params)
         self._tables = [
@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """The engine's state, behind all chunks that were dispatched; donated by the next one.
+        """The engine's state, after all dispatches; donated by the next one.
 
         With a `row_axis` every array has one more axis in front, of shards.
         """
@@ -256,7 +256,7 @@ class Engine:
             return is_found
 
     def set_params(self, params: Any, namespace: ArrayLike | None = None) -> None:
-        """Goes on with other parameters from the next chunk on; rows that run keep their place.
+        """Goes on with other parameters from the next dispatch on; rows that run keep their place.
 
         What these rows have in the cache stays as it is, computed under the old parameters, and none of it is
         published any more. A row that is preempted is computed anew, under the new ones.
@@ -324,20 +324,22 @@ class Engine:
                 yield self._events.popleft()
 
     def drain(self, max_steps: int | None = None) -> None:
-        """Dispatches the next chunk, and takes in the report of the one before; for a loop of one's own.
+        """Starts the next dispatch, and takes in the report of the one before; for a loop of one's own.
 
         What came of it is for `take_events`.
 
         Args:
-          max_steps: Of the next chunk, at most `steps_per_chunk`.
+          max_steps: Of the next dispatch, at most `steps_per_dispatch`.
         """
         if max_steps is not None:
-            max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_chunk")
+            max_steps = static_count("max_steps", max_steps, most=self._steps, most_name="steps_per_dispatch")
         with self._consumer:
             self._compile()
             with self._lock:
                 self._end_late()
-                while len(self._in_flight) < _CHUNKS_AHEAD and (self.num_unfinished or self._has_new_weights):
+                while len(self._in_flight) < _DISPATCHES_AHEAD and (
+                    self.num_unfinished or self._has_new_weights
+                ):
                     self._dispatch(self._steps if max_steps is None else max_steps)
             if self._in_flight:
                 reports = self.read(self._in_flight[0])
@@ -377,7 +379,7 @@ class Engine:
         return any(request_id in table for table in self._tables)
 
     def _compile(self) -> None:
-        """Compiles the program before the first chunk: within `_dispatch` all pushes would wait for it."""
+        """Compiles the program before the first dispatch: within `_dispatch` all pushes would wait for it."""
         if not self._is_compiled and (self.num_unfinished or self._has_new_weights):
             self.lower().compile()
             self._is_compiled = True

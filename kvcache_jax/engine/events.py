@@ -5,8 +5,8 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from kvcache_jax.engine.chunk import HEADER_LEN, Report
 from kvcache_jax.engine.outbox import NO_TOKEN, NUM_COLUMNS
+from kvcache_jax.engine.program import HEADER_LEN, Report
 from kvcache_jax.engine.state import EngineCounter, Finish
 from kvcache_jax.engine.table import RequestTable, Sample
 

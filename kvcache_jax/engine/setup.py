@@ -57,7 +57,7 @@ def most_admissions(max_seqs: int) -> int:
 
 
 def most_entering(max_seqs: int) -> int:
-    """Returns how many requests a chunk takes in, enough for its steps to admit."""
+    """Returns how many requests a dispatch takes in, enough for its steps to admit."""
     return max(64, max_seqs // 4)
 
 

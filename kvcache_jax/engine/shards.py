@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
-from kvcache_jax.engine.chunk import Inbox, run_chunk
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.parts import Model
+from kvcache_jax.engine.program import Inbox, run_dispatch
 from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.state import EngineState, empty_state
 
@@ -99,7 +99,7 @@ class Shards:
         inboxes: Sequence[Inbox],
         max_steps: np.int32,
     ) -> tuple[EngineState, jax.Array]:
-        """Runs a chunk on all shards; the reports are i32[shards, any]."""
+        """Runs a dispatch on all shards; the reports are i32[shards, any]."""
         if self._mesh is None:
             return _program_at(self._home)(params, state, inboxes[0], max_steps, model=model, options=options)
         return self._on_mesh(model, options)(params, state, _stacked(inboxes), max_steps)
@@ -132,7 +132,7 @@ class Shards:
 
         def on_shard(params, state, inbox, max_steps):
             state, inbox = jax.tree.map(lambda x: x[0], (state, inbox))
-            state, report = run_chunk(model, params, state, inbox, max_steps, options)
+            state, report = run_dispatch(model, params, state, inbox, max_steps, options)
             return jax.tree.map(lambda x: x[None], (state, report))
 
         def run(params, state, inbox, max_steps):
@@ -188,10 +188,10 @@ def _program_at(home: Sharding) -> Any:
     def run(
         params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, model: Model, options: Options
     ) -> tuple[EngineState, jax.Array]:
-        state, report = run_chunk(model, params, state, inbox, max_steps, options)
+        state, report = run_dispatch(model, params, state, inbox, max_steps, options)
         return state, report[None]
 
-    # A state that comes out as it went in has the next chunk run the same program.
+    # A state that comes out as it went in has the next dispatch run the same program.
     return jax.jit(
         run, static_argnames=("model", "options"), donate_argnames="state", out_shardings=(home, home)
     )

@@ -6,7 +6,7 @@ Invariants, between two steps:
 * A running row holds fewer tokens in the cache than its request has: `context_len < length`. The last token
   that is known is never in the cache; computing it gives the logits of the next one.
 * A row that is active without a running request has ended (`is_ended`), and is freed before its place is
-  needed, at the latest at the end of the chunk.
+  needed, at the latest at the end of the dispatch.
 * A request that waits holds no row and no block.
 """
 
@@ -90,12 +90,12 @@ class EngineCounter(enum.IntEnum):
     ACCEPTED = 12
     """Draft tokens accepted."""
     UPDATES = 13
-    """Times that other weights came: of `set_params`, those that chunks began with; each shard counts."""
+    """Times that other weights came: of `set_params`, those that dispatches began with; each shard counts."""
 
 
 @pytree_dataclass()
 class EngineState:
-    """All that the engine's program reads and writes; donated from chunk to chunk.
+    """All that the engine's program reads and writes; donated from dispatch to dispatch.
 
     Attributes:
       cache: Cache.
@@ -109,7 +109,7 @@ class EngineState:
       may_publish: bool[max_seqs], its blocks were computed under the present weights.
       may_admit: bool[], something changed since the last request did not fit.
       service: i32[clients], what each client got, above the least of those that have requests.
-      outbox: i32[any, width], what happened since the host looked; see `chunk.py`.
+      outbox: i32[any, width], what happened since the last check-in; see `program.py`.
       outbox_len: i32[].
       counters: u32[len(EngineCounter)], modulo 2**32.
     """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache_jax.engine.chunk import Inbox
+from kvcache_jax.engine.program import Inbox
 from kvcache_jax.engine.requests import GenerationRequest, Requests, TableSizes, empty_requests, sample_seed
 from kvcache_jax.engine.state import Finish
 from kvcache_jax.prefix.namespace import namespace_within

@@ -129,7 +129,7 @@ def prefix_len(control: Control, seq_ids: jax.Array, length: jax.Array, config: 
     """Counts the first tokens of rows that are as computed in their text, i32[n], at most `length` i32[n]."""
     if (holes := control.holes) is not None:
         holes = holes.of_rows(seq_ids)
-        length = jnp.where(holes.is_plain, length, jnp.minimum(holes.plain_len, length))
+        length = jnp.where(holes.is_plain, length, jnp.minimum(holes.prefix_len, length))
     return config.hooks.prefix_len(control, seq_ids, length)
 
 

@@ -77,7 +77,7 @@ def _ends_hidden(control: Control, seq_ids: jax.Array, new_len: jax.Array) -> ja
     if control.holes is None:
         return jnp.zeros_like(new_len, bool)
     holes = control.holes.of_rows(seq_ids)
-    return (new_len > holes.plain_len) & (new_len < holes.end)
+    return (new_len > holes.prefix_len) & (new_len < holes.end)
 
 
 def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
@@ -85,7 +85,7 @@ def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
     if control.holes is None:
         return None
     kept = control.holes.of_rows(rows)
-    return control.holes.with_rows(rows, kept.forgotten(new_len <= kept.plain_len))
+    return control.holes.with_rows(rows, kept.forgotten(new_len <= kept.prefix_len))
 
 
 def _is_lost(

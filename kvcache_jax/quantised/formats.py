@@ -1,12 +1,12 @@
 """Formats in which `Quantised` layers store numbers.
 
-Whatever is stored of a vector, the numbers of one token and head, follows from it alone, bit for bit: sums and
-products of several numbers would depend on how a compiler orders them. A vector with a NaN or an infinite
+Whatever is stored of a vector, the numbers of one token and head, follows from it alone, bit for bit: sums
+and products of several numbers would depend on how a compiler orders them. A vector with a NaN or an infinite
 number is read as NaN.
 
 Integers of `b` bits divide the range of the vector's own numbers, whether it holds 0 or not: `n` stands for
-`scale * n + offset`, where the scale is one of `2**b - 1` steps from the least number to the greatest, rounded
-up to 16 bits (by 1/256 at most), and the offset, a float32, is the middle of the range.
+`scale * n + offset`, where the scale is one of `2**b - 1` steps from the least number to the greatest,
+rounded up to 16 bits (by 1/256 at most), and the offset, a float32, is the middle of the range.
 """
 
 from collections.abc import Callable, Mapping
@@ -106,8 +106,8 @@ def _decode_int4(parts, dtype):
 
 
 # 8-bit floats of 4 bits of exponent (e4m3), widened to the dtype of products on every device, so that chips
-# without such floats convert them too. They are stored as bytes: where XLA has no such floats, it writes to an
-# array of them by converting all of it.
+# without such floats convert them too. They are stored as bytes: where XLA has no such floats, it writes to
+# an array of them by converting all of it.
 def _parts_fp8(head_dim):
     return {"": (head_dim, jnp.uint8), "scale": (None, jnp.float32)}
 

@@ -13,10 +13,10 @@ from flax import nnx
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import beam_search, generate, loop
-from kvcache_jax.engine.chunk import run_chunk
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model
+from kvcache_jax.engine.program import run_dispatch
 from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.state import empty_state
 from kvcache_jax.engine.table import RequestTable
@@ -142,7 +142,7 @@ def _engine(kernels: str, limits: Limits) -> Program:
         return state, _decoder(), inbox, i32()
 
     def function(state, decoder, inbox, steps):
-        return run_chunk(Model(forward), decoder, state, inbox, steps, options)
+        return run_dispatch(Model(forward), decoder, state, inbox, steps, options)
 
     detail = "ordinary, attention by kernels"
     return Program("engine step", detail, config, function, arguments, limits, is_loop=True, is_ordinary=True)

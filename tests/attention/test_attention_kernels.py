@@ -356,7 +356,7 @@ def test_generate_runs_unchanged():
             num_samples=2,
             temperature=1.0,
             num_drafts=2,
-            chunk_len=8,
+            prefill_len=8,
         )
 
     @jax.jit

@@ -83,7 +83,7 @@ PROMPTS = [
 
 def generate(prompts, spans, reuse=None, sizes=None, **options):
     reuse = reuse or kv.chunks.Reuse(rotate=ROTATE, share=0.25)
-    options = {"max_new_tokens": NUM_NEW, "chunk_len": 8} | options
+    options = {"max_new_tokens": NUM_NEW, "prefill_len": 8} | options
     size = config(**(sizes or {}))
     options.setdefault("cache", testing.poison(kv.init(size)))
     return kv.generate(forward, PARAMS, kv.chunks.Prompts(prompts, spans, reuse), size, **options)
@@ -140,7 +140,7 @@ def test_computed_again_as_a_whole_prompts_are_exact(options):
         config(**sizes),
         max_new_tokens=NUM_NEW,
         num_samples=2,
-        chunk_len=8,
+        prefill_len=8,
         **options,
     )
     for got, want in zip(result.generations, plain.generations, strict=True):
@@ -163,7 +163,7 @@ def test_scores_are_those_of_a_context_made_of_chunks():
             continuations,
             config(),
             cache=testing.poison(cache),
-            chunk_len=8,
+            prefill_len=8,
         )
         cache = result.cache
         for found, continuation in zip(result.logprobs, continuations, strict=True):
@@ -222,7 +222,7 @@ def test_chunks_that_are_stored_give_way_to_prompts_without_any():
     cache = generate(*zip(filled, strict=True), max_new_tokens=1).cache
     assert int(kv.stats(cache).num_blocks_used) == 9
     prompt = text(9, 42)
-    options = dict(max_new_tokens=6, chunk_len=8)
+    options = dict(max_new_tokens=6, prefill_len=8)
     result = kv.generate(
         forward, PARAMS, [prompt], config(), cache=testing.poison(cache), num_samples=2, **options
     )
@@ -232,7 +232,7 @@ def test_chunks_that_are_stored_give_way_to_prompts_without_any():
     own = [text(i, 20) for i in range(4)]
     try:
         scored = kv.score(
-            forward, PARAMS, prompt[:27], own, config(), cache=testing.poison(cache), chunk_len=8
+            forward, PARAMS, prompt[:27], own, config(), cache=testing.poison(cache), prefill_len=8
         )
     except kv.StatusError as error:
         raise AssertionError("chunks hold what a continuation needs") from error
@@ -322,7 +322,7 @@ def test_selectors_see_what_first_layers_compute(selector):
         kv.chunks.Prompts(prompts, spans, reuse),
         size,
         max_new_tokens=NUM_NEW,
-        chunk_len=8,
+        prefill_len=8,
         cache=testing.poison(kv.init(size)),
     )
     for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
@@ -358,7 +358,7 @@ def test_windows_see_chunks_as_other_tokens(max_rollback):
         kv.chunks.Prompts(prompts, spans, kv.chunks.Reuse(rotate=[ROTATE, ROTATE], share=0.25)),
         size,
         max_new_tokens=NUM_NEW,
-        chunk_len=8,
+        prefill_len=8,
         cache=testing.poison(kv.init(size)),
     )
     for generation, prompt, chunks in zip(result.generations, prompts, spans, strict=True):
@@ -375,7 +375,7 @@ def test_a_chunk_whose_logits_are_no_numbers_is_not_stored():
     params = PARAMS | {"embedding": PARAMS["embedding"].at[0].set(jnp.nan)}
     prompts, spans = zip(prompt_of([1], (5, 0, 3), [2]), prompt_of([1], (5, 4, 3), [2]), strict=True)
     made_of = kv.chunks.Prompts(prompts, spans, kv.chunks.Reuse(rotate=ROTATE))
-    result = kv.generate(forward, params, made_of, config(), max_new_tokens=1, chunk_len=8)
+    result = kv.generate(forward, params, made_of, config(), max_new_tokens=1, prefill_len=8)
     assert [g.finish_reason for g in result.generations] == ["nan_logits", "length"]
     assert np.asarray(result.cache.control.extras["chunks"].length).tolist() == [3, 0, 0]
     assert result.num_reused_tokens == 2

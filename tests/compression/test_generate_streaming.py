@@ -35,7 +35,7 @@ def config(**sizes):
 
 
 def generate(prompts=PROMPTS, sizes=None, **options):
-    options = {"max_new_tokens": NUM_NEW, "retention": STREAMING, "chunk_len": 5} | options
+    options = {"max_new_tokens": NUM_NEW, "retention": STREAMING, "prefill_len": 5} | options
     return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **options)
 
 
@@ -64,11 +64,11 @@ def check(generation, prompt, num_new=NUM_NEW, reach=((9, 3), (9, 3))):
 
 def test_a_text_goes_on_past_what_a_row_holds():
     """Prompts too, and blocks are the window's."""
-    looks = []
-    result = generate(on_look=looks.append, look_every=7)
+    check_ins = []
+    result = generate(on_check_in=check_ins.append, check_in_every=7)
     for prompt, generation in zip(PROMPTS, result.generations, strict=True):
         check(generation, prompt)
-    held = np.concatenate([(look.block_tables[0] < NUM_BLOCKS).sum(axis=1) for look in looks])
+    held = np.concatenate([(check_in.block_tables[0] < NUM_BLOCKS).sum(axis=1) for check_in in check_ins])
     assert held.max() == MOST_BLOCKS - 1
     assert kv.check_invariants(result.cache) == []
     assert int(kv.stats(result.cache).num_blocks_free) == NUM_BLOCKS
@@ -76,28 +76,28 @@ def test_a_text_goes_on_past_what_a_row_holds():
 
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_the_calls_that_compute_them():
-    [generation] = generate(PROMPTS[1:2], chunk_len=128).generations
+    [generation] = generate(PROMPTS[1:2], prefill_len=128).generations
     check(generation, PROMPTS[1])
 
 
 @pytest.mark.slow
 def test_samples_stream_from_the_prompt_that_they_share():
     """As many rows at a time as there are blocks for, each of which comes to hold nearly all of its own."""
-    prompts, looks = [PROMPTS[1], PROMPTS[0]], []
+    prompts, check_ins = [PROMPTS[1], PROMPTS[0]], []
     result = generate(prompts, num_samples=2)
     for i, generation in enumerate(result.generations):
         check(generation, prompts[i // 2])
-    assert [look.num_active_seqs for look in result.timeline[:2]] == [4, 4]
+    assert [check_in.num_active_seqs for check_in in result.timeline[:2]] == [4, 4]
     drawn = generate(prompts, num_samples=2, temperature=1.5, top_k=9).generations
     assert drawn[0].tokens != drawn[1].tokens
 
-    def seen_enough(look):
-        looks.append(look)
+    def seen_enough(check_in):
+        check_ins.append(check_in)
         raise StopIteration
 
     with pytest.raises(StopIteration):
-        generate(prompts, dict(num_blocks=NUM_BLOCKS - 1), num_samples=2, on_look=seen_enough)
-    assert looks[0].num_active_seqs == 2
+        generate(prompts, dict(num_blocks=NUM_BLOCKS - 1), num_samples=2, on_check_in=seen_enough)
+    assert check_ins[0].num_active_seqs == 2
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_layers_with_windows_of_their_own_stream_too():
         extras=[kv.compression.Dropping()],
     )
     options = dict(
-        max_new_tokens=NUM_NEW, chunk_len=8, retention=kv.compression.Streaming(window=6, num_sink_tokens=2)
+        max_new_tokens=NUM_NEW, prefill_len=8, retention=kv.compression.Streaming(window=6, num_sink_tokens=2)
     )
     result = kv.generate(forward, PARAMS, PROMPTS, cfg, **options)
     for prompt, generation in zip(PROMPTS, result.generations, strict=True):

@@ -8,12 +8,12 @@ import pytest
 from test_generate import PARAMS, PROMPTS, greedy, logprobs_of, next_logits
 
 import kvcache_jax as kv
-from tests.support.tiny_model import CHUNK_LEN, VOCAB, config, forward
+from tests.support.tiny_model import PREFILL_LEN, VOCAB, config, forward
 
 
 def beam_search(prompts, params=PARAMS, sizes=None, **options):
     """Two beams and ten tokens, so that most tests share their programs."""
-    options = {"max_new_tokens": 10, "num_beams": 2, "chunk_len": CHUNK_LEN, **options}
+    options = {"max_new_tokens": 10, "num_beams": 2, "prefill_len": PREFILL_LEN, **options}
     return kv.beam_search(forward, params, prompts, config(**(sizes or {})), **options)
 
 
@@ -72,12 +72,14 @@ def test_beams_are_looked_at_while_they_are_searched():
     seen = []
     options = dict(stop_tokens=[3, 8], length_penalty=0.0)
     plain = beam_search(PROMPTS[:2], **options)
-    found = beam_search(PROMPTS[:2], **options, look_every=3, on_look=lambda *look: seen.append(look))
+    found = beam_search(
+        PROMPTS[:2], **options, check_in_every=3, on_check_in=lambda *check_in: seen.append(check_in)
+    )
     assert found.beams == plain.beams == seen[-1][1]
     assert found.num_steps == plain.num_steps == found.timeline[-1].num_steps == 7
-    assert [look.num_steps for look in plain.timeline] == [0, 7]
-    assert [look.num_steps for look, _ in seen] == [0, 3, 6, 7]
-    assert [dataclasses.replace(look, block_tables=[]) for look, _ in seen] == found.timeline
+    assert [check_in.num_steps for check_in in plain.timeline] == [0, 7]
+    assert [check_in.num_steps for check_in, _ in seen] == [0, 3, 6, 7]
+    assert [dataclasses.replace(check_in, block_tables=[]) for check_in, _ in seen] == found.timeline
     first, beams = seen[0]
     # The prompts' 2 + 1 blocks of 4, each held by both beams.
     assert (first.num_blocks_used, first.num_refs, first.num_active_seqs) == (3, 6, 4)

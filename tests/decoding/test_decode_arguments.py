@@ -13,13 +13,13 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.host import row_list
-from tests.support.tiny_model import CHUNK_LEN, config, forward, make_params
+from tests.support.tiny_model import PREFILL_LEN, config, forward, make_params
 
 PARAMS = make_params()
 
 
 def generate(prompts=((1, 2), (3,)), sizes=None, **options):
-    options = {"max_new_tokens": 9, "chunk_len": CHUNK_LEN, **options}
+    options = {"max_new_tokens": 9, "prefill_len": PREFILL_LEN, **options}
     return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **options)
 
 
@@ -41,8 +41,8 @@ def generate(prompts=((1, 2), (3,)), sizes=None, **options):
         ({"prompts": [[1], [2]], "seed": [1]}, "seed has 1 values, expected one or 2, one per prompt"),
         ({"prompts": [[1], [2]], "seed": (1, -1)}, r"seed\[1\] is -1, expected at least 0"),
         ({"prompts": [[1], [2]], "seed": [[1], [1, 2]]}, r"seed\[0\] is \[1\], expected an integer"),
-        ({"look_every": -1}, "look_every is -1, expected at least 1"),
-        ({"look_every": 0}, "look_every is 0, expected at least 1"),
+        ({"check_in_every": -1}, "check_in_every is -1, expected at least 1"),
+        ({"check_in_every": 0}, "check_in_every is 0, expected at least 1"),
         ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776, expected"),
         ({"stop_tokens": [3.7]}, "stop_tokens has dtype float64, expected integers"),
         ({"stop_strings": ["x"]}, "without detokenize"),
@@ -79,8 +79,8 @@ def test_bad_input_is_refused(options, message):
         ({"prompts": []}, "prompts is empty"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
         ({"num_beams": 0}, "num_beams is 0, expected at least 1"),
-        ({"look_every": -1}, "look_every is -1, expected at least 1"),
-        ({"chunk_len": 0}, "chunk_len is 0, expected at least 1"),
+        ({"check_in_every": -1}, "check_in_every is -1, expected at least 1"),
+        ({"prefill_len": 0}, "prefill_len is 0, expected at least 1"),
         ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
         ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
         ({"length_penalty": -np.inf}, "length_penalty is -inf, expected a finite number"),
@@ -89,7 +89,7 @@ def test_bad_input_is_refused(options, message):
             "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
         ),
         ({"max_new_tokens": 10**30}, r"1000000000000000000000000000000 new tokens, expected at most"),
-        ({"on_look": 3}, "on_look is 3, expected a function, or None"),
+        ({"on_check_in": 3}, "on_check_in is 3, expected a function, or None"),
         ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
         ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
     ],
@@ -117,14 +117,14 @@ def test_a_detokenize_that_returns_no_text_is_refused(kind, detokenize):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("look_every", [1, 2, 3])
-def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
+@pytest.mark.parametrize("check_in_every", [1, 2, 3])
+def test_texts_to_stop_at_count_though_later_tokens_hide_them(check_in_every):
     """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""
     streamed = [], []
     result = generate(
         stop_strings=["xxxx"],
         detokenize=lambda tokens: "" if len(tokens) in (5, 6) else "x" * len(tokens),
-        look_every=look_every,
+        check_in_every=check_in_every,
         on_tokens=lambda prompt_id, sample_id, tokens: streamed[prompt_id].extend(tokens),
     )
     for generation, tokens in zip(result.generations, streamed, strict=True):
@@ -140,7 +140,7 @@ def test_texts_to_stop_at_count_though_later_tokens_hide_them(look_every):
         ({"draft": kv.Draft(forward, PARAMS, None)}, "kv.Draft got a NoneType, expected a CacheConfig"),
         ({"stop_strings": ["a"], "detokenize": 5}, "detokenize is 5, expected a function"),
         ({"on_tokens": 5}, "on_tokens is 5, expected a function, or None"),
-        ({"on_look": "x"}, "on_look is 'x', expected a function, or None"),
+        ({"on_check_in": "x"}, "on_check_in is 'x', expected a function, or None"),
     ],
 )
 def test_what_is_refused_leaves_the_callers_cache_alone(options, message):

@@ -15,7 +15,7 @@ import kvcache_jax as kv
 from kvcache_jax.decoding import loop, prefill
 from tests.support.dense_reference import dense_attention
 from tests.support.helpers import ROOMY, compiled_programs, first_program
-from tests.support.tiny_model import CHUNK_LEN, VOCAB, config, dense_logits, forward, make_params
+from tests.support.tiny_model import PREFILL_LEN, VOCAB, config, dense_logits, forward, make_params
 
 PARAMS = make_params()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6], [15, 0, 15, 0, 15]]
@@ -65,7 +65,7 @@ def greedy(prompt, num_new, windows=None):
 
 
 def generate(prompts=PROMPTS, sizes=None, **options):
-    options = {"max_new_tokens": 9, "chunk_len": CHUNK_LEN, **options}
+    options = {"max_new_tokens": 9, "prefill_len": PREFILL_LEN, **options}
     return kv.generate(forward, PARAMS, prompts, config(**(sizes or {})), **options)
 
 
@@ -87,10 +87,10 @@ def test_prompts_that_wait_compile_nothing():
 
 
 @pytest.mark.quick_cases("12")
-@pytest.mark.parametrize("chunk_len", [CHUNK_LEN, 128])
-def test_greedy_equals_the_model_without_a_cache(chunk_len):
+@pytest.mark.parametrize("prefill_len", [PREFILL_LEN, 128])
+def test_greedy_equals_the_model_without_a_cache(prefill_len):
     """Five prompts on four rows: one waits."""
-    result = generate(chunk_len=chunk_len)
+    result = generate(prefill_len=prefill_len)
     for i, prompt in enumerate(PROMPTS):
         tokens, scores = greedy(prompt, 9)
         got = result.generations[i]
@@ -138,24 +138,24 @@ def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
 @pytest.mark.slow
 def test_the_timeline_tells_what_rows_held_and_when_they_ended():
     """Three prompts of two samples on four rows: the third waits until the first has ended."""
-    looks = []
-    options = dict(num_samples=2, temperature=1.0, look_every=4, max_new_tokens=9)
-    result = generate([PROMPTS[2], PROMPTS[1], PROMPTS[4]], **options, on_look=looks.append)
-    assert [dataclasses.replace(look, block_tables=[]) for look in looks] == result.timeline
+    check_ins = []
+    options = dict(num_samples=2, temperature=1.0, check_in_every=4, max_new_tokens=9)
+    result = generate([PROMPTS[2], PROMPTS[1], PROMPTS[4]], **options, on_check_in=check_ins.append)
+    assert [dataclasses.replace(check_in, block_tables=[]) for check_in in check_ins] == result.timeline
     assert result.num_prompt_tokens == 11 + 1 + 5
-    first, last = looks[0], looks[-1]
+    first, last = check_ins[0], check_ins[-1]
     # After the first prefill: 3 + 1 blocks, each held by two rows.
     assert (first.num_steps, first.num_blocks_used, first.num_refs, first.num_active_seqs) == (0, 4, 8, 4)
     assert first.running == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)} and first.ended == []
     np.testing.assert_array_equal(first.block_tables[0][0, :3], first.block_tables[0][1, :3])
     assert (first.block_tables[0] < ROOMY["num_blocks"]).sum() == 8
     assert set(last.running.values()) == {(2, 0), (2, 1)}
-    ended = [generation for look in looks for generation in look.ended]
+    ended = [generation for check_in in check_ins for generation in check_in.ended]
     assert len(ended) == 6 and sorted(ended, key=lambda g: (g.prompt_id, g.sample_id)) == result.generations
-    for look in looks:
-        assert {(g.prompt_id, g.sample_id) for g in look.ended} <= set(look.running.values())
-    assert [look.num_steps for look in looks] == [0, 4, 8, 8, 12, 16]
-    seconds = [look.seconds for look in looks]
+    for check_in in check_ins:
+        assert {(g.prompt_id, g.sample_id) for g in check_in.ended} <= set(check_in.running.values())
+    assert [check_in.num_steps for check_in in check_ins] == [0, 4, 8, 8, 12, 16]
+    seconds = [check_in.seconds for check_in in check_ins]
     assert seconds == sorted(seconds)
     assert 0 < result.prefill_seconds + result.decode_seconds and min(seconds) > 0
     assert result.prefill_seconds > 0 and result.decode_seconds > 0
@@ -186,7 +186,7 @@ def test_stop_strings_cut_at_the_token_that_completes_them():
     result = generate(
         stop_strings=[stop],
         detokenize=detokenize,
-        look_every=4,
+        check_in_every=4,
         on_tokens=lambda prompt_id, sample_id, tokens: streamed.append((prompt_id, sample_id, tokens)),
     )
     assert stop in detokenize(plain[:6]) and stop not in detokenize(plain[:5])
@@ -206,7 +206,7 @@ def test_a_row_without_blocks_ends_with_its_tokens_intact():
     expected, _ = greedy(PROMPTS[0], num_new)
     for generation in result.generations:
         assert generation.finish_reason == "out_of_blocks" and generation.tokens == expected
-    assert max(len(look.running) for look in result.timeline) == 1
+    assert max(len(check_in.running) for check_in in result.timeline) == 1
     check_idle(result)
 
 
@@ -321,9 +321,9 @@ def test_no_program_copies_a_pool(kind, monkeypatch):
         names = names[:1] if kind == "score" else ["decoding.beam_search._search"]
     texts = [first_program(monkeypatch, name) for name in names]
     if kind == "score":
-        cache = kv.score(forward, PARAMS, PROMPTS[2], [[1, 2, 3], [7, 7]], config(**FEW), chunk_len=3).cache
+        cache = kv.score(forward, PARAMS, PROMPTS[2], [[1, 2, 3], [7, 7]], config(**FEW), prefill_len=3).cache
     elif kind == "beams":
-        options = dict(max_new_tokens=10, num_beams=2, chunk_len=CHUNK_LEN)
+        options = dict(max_new_tokens=10, num_beams=2, prefill_len=PREFILL_LEN)
         cache = kv.beam_search(forward, PARAMS, PROMPTS[:2], config(), **options).cache
     else:
         draft = kv.Draft(forward, PARAMS, config()) if kind == "draft" else None
@@ -341,10 +341,10 @@ def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
     going_on = (pair for pair in pairs if stop not in greedy(pair, 9)[0])
     others = list(itertools.islice(going_on, 3))
     full = [1] * (LENGTH - 1)  # as long as a row may be with one token more
-    looks = []
+    check_ins = []
     prompts = [*others[:2], PROMPTS[3], full, others[2]]
-    result = generate(prompts, stop_tokens=[stop], on_look=looks.append)
-    _, first, second = looks[:3]  # behind the prefill, then as rows end, then with the fifth prompt
+    result = generate(prompts, stop_tokens=[stop], on_check_in=check_ins.append)
+    _, first, second = check_ins[:3]  # behind the prefill, then as rows end, then with the fifth prompt
     assert (first.num_steps, [(g.prompt_id, g.finish_reason) for g in first.ended]) == (
         0,
         [(2, "stop"), (3, "length")],
@@ -368,7 +368,7 @@ def test_score_equals_the_model_without_a_cache():
     context = PROMPTS[2]
 
     def score(context, continuations):
-        return kv.score(forward, PARAMS, context, continuations, config(**FEW), chunk_len=3).logprobs
+        return kv.score(forward, PARAMS, context, continuations, config(**FEW), prefill_len=3).logprobs
 
     short = [[1, 2, 3], [7], [], [15] * 9, [2, 2], [3, 1, 4, 1, 5]]
     # No three of these fit at a time, and the first two not even as a fork, which copies the block that the
@@ -382,8 +382,8 @@ def test_score_equals_the_model_without_a_cache():
     assert beyond[0] == alone[0] and np.isnan(beyond[1]) and np.isnan(first).tolist() == [True]
     with pytest.raises(ValueError, match="context has 0 tokens, expected at least 1"):
         kv.score(forward, PARAMS, [], [[1]], config())
-    with pytest.raises(ValueError, match="chunk_len is 0, expected at least 1"):
-        kv.score(forward, PARAMS, [5], [[1]], config(), chunk_len=0)
+    with pytest.raises(ValueError, match="prefill_len is 0, expected at least 1"):
+        kv.score(forward, PARAMS, [5], [[1]], config(), prefill_len=0)
 
 
 @pytest.mark.slow
@@ -429,7 +429,7 @@ def test_the_model_is_traced_twice_whatever_the_prompts():
     target, lengths = named("target"), [1, 5, 12, 23, 40]
     draft = kv.Draft(named("draft"), PARAMS, config(block_size=8))
     prompts = [[(3 * i + n) % VOCAB for i in range(n)] for n in lengths]
-    options = dict(max_new_tokens=4, chunk_len=CHUNK_LEN)
+    options = dict(max_new_tokens=4, prefill_len=PREFILL_LEN)
     for asked in (prompts, prompts[3:4], prompts[1:3], [*prompts, *prompts[:2]]):
         drafted = kv.generate(target, PARAMS, asked, config(), num_drafts=2, draft=draft, **options)
         assert [g.tokens for g in drafted.generations] == [greedy(prompt, 4)[0] for prompt in asked]
@@ -445,7 +445,7 @@ def test_a_prompt_waits_until_all_that_it_may_store_fits():
     assert [g.finish_reason for g in result.generations] == ["length", "length", "out_of_blocks"]
     for prompt, generation in zip(prompts, result.generations, strict=True):
         assert generation.tokens == greedy(prompt, len(generation.tokens))[0]
-    assert max(len(look.running) for look in result.timeline) == 1
+    assert max(len(check_in.running) for check_in in result.timeline) == 1
     # Two samples share a full block, 1 + 2 * 3, and copy one that is not full, twice 2 * 2.
     shared = generate(prompts[:2], FEW, max_new_tokens=12, num_samples=2, temperature=0.7)
     assert int(kv.stats(shared.cache).peak_used) == 7

@@ -9,7 +9,7 @@ from test_beam_search import slow_beam_search
 from test_generate import LENGTH, PARAMS, PROMPTS, check_scores, greedy
 
 import kvcache_jax as kv
-from tests.support.tiny_model import CHUNK_LEN, config, dense_logits, forward
+from tests.support.tiny_model import PREFILL_LEN, config, dense_logits, forward
 
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 DRAFT = kv.Draft(forward, PARAMS, config())
@@ -37,12 +37,14 @@ def exact_fn():
 
 
 def generate(prompts, sizes=None, **options):
-    options = {"max_new_tokens": 7, "chunk_len": CHUNK_LEN, **options}
+    options = {"max_new_tokens": 7, "prefill_len": PREFILL_LEN, **options}
     return kv.generate(forward, PARAMS, prompts, cached_config(**(sizes or {})), **options)
 
 
 def score_of(params, context, continuations, **options):
-    return kv.score(forward, params, context, continuations, cached_config(), chunk_len=CHUNK_LEN, **options)
+    return kv.score(
+        forward, params, context, continuations, cached_config(), prefill_len=PREFILL_LEN, **options
+    )
 
 
 def check_greedy(result, prompts, num_new=7):
@@ -100,7 +102,7 @@ def test_other_weights_find_nothing_in_another_namespace():
     weights = kv.namespace(weights="negative")
 
     def decode(**options):
-        options = {"max_new_tokens": 7, "chunk_len": CHUNK_LEN, **options}
+        options = {"max_new_tokens": 7, "prefill_len": PREFILL_LEN, **options}
         return kv.generate(forward, others, FAMILY[:1], cached_config(), **options)
 
     known = generate(FAMILY[:1]).cache
@@ -155,7 +157,7 @@ def test_score_and_beams():
             np.testing.assert_allclose(got, want, atol=1e-5)
     assert kv.check_invariants(again.cache) == []
 
-    options = dict(max_new_tokens=4, chunk_len=CHUNK_LEN)
+    options = dict(max_new_tokens=4, prefill_len=PREFILL_LEN)
     found = kv.beam_search(forward, PARAMS, FAMILY[:1], cached_config(), **options)
     expected = slow_beam_search(FAMILY[0], 4, 4, [], 1.0)
     assert [beam.tokens for beam in found.beams[0]] == [tokens for tokens, _ in expected]
@@ -178,7 +180,7 @@ def test_score_feeds_every_token_once():
     for num_tokens, num_known in ((11, 0), (12, 12), (13, 12)):
         fed.clear()
         context = [7, 2, 5] * 4 + [6]
-        first = kv.score(counting, PARAMS, context[:num_tokens], continuations, sizes, chunk_len=8)
+        first = kv.score(counting, PARAMS, context[:num_tokens], continuations, sizes, prefill_len=8)
         jax.effects_barrier()
         assert sum(fed) == num_tokens + 1 + 2 + 1
         assert int(kv.stats(first.cache).num_forks) == 3  # a single token needs no row

@@ -25,7 +25,7 @@ TIGHT = {
 
 
 def generate(config, prompts, **options):
-    options = dict(temperature=1.0, chunk_len=8) | options
+    options = dict(temperature=1.0, prefill_len=8) | options
     return kv.generate(forward, PARAMS, prompts, config, **options)
 
 
@@ -33,7 +33,10 @@ def alone(config, prompts, seeds, num_new):
     """Five samples of each prompt in a cache of five rows, with room for all and no prefixes: one by one."""
     roomy = kv.CacheConfig(config.layers, num_blocks=5 * MAX_LEN // BLOCK_SIZE, max_seqs=5, **LIMITS)
     result = generate(roomy, prompts, seed=seeds, max_new_tokens=num_new, num_samples=5)
-    assert max(len({prompt_id for prompt_id, _ in look.running.values()}) for look in result.timeline) == 1
+    assert (
+        max(len({prompt_id for prompt_id, _ in check_in.running.values()}) for check_in in result.timeline)
+        == 1
+    )
     return np.reshape(np.array(result.generations, object), (len(prompts), 5)).tolist()
 
 
@@ -98,7 +101,7 @@ def test_as_many_samples_start_as_fit_side_by_side(num_blocks, prompt, num_new, 
     result = generate(config, [prompt], max_new_tokens=num_new, num_samples=num_samples)
     assert [len(generation.tokens) for generation in result.generations] == [num_new] * num_samples
     assert {generation.finish_reason for generation in result.generations} == {"length"}
-    running = [len(look.running) for look in result.timeline]
+    running = [len(check_in.running) for check_in in result.timeline]
     assert running[0] == max(running) == num_together
     num_starts = -(-num_samples // num_together)
     assert result.num_prompt_tokens == num_starts * len(prompt)

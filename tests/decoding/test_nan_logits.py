@@ -8,7 +8,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.decoding.sampling import are_numbers
-from tests.support.tiny_model import CHUNK_LEN, VOCAB, config, forward, make_params
+from tests.support.tiny_model import PREFILL_LEN, VOCAB, config, forward, make_params
 
 PARAMS = make_params()
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [4, 6, 2, 6]]
@@ -27,7 +27,7 @@ NAN, INF, MUTE = spoiled(np.nan), spoiled(np.inf), spoiled(-np.inf)
 
 
 def generations(params=PARAMS, prompts=PROMPTS, sizes=None, **options):
-    options = {"max_new_tokens": 9, "seed": 4, "chunk_len": CHUNK_LEN, **options}
+    options = {"max_new_tokens": 9, "seed": 4, "prefill_len": PREFILL_LEN, **options}
     result = kv.generate(forward, params, prompts, config(**(sizes or {})), **options)
     assert kv.check_invariants(result.cache) == [] and not np.asarray(result.cache.is_active).any()
     for generation in result.generations:
@@ -85,7 +85,7 @@ def test_a_prompt_whose_logits_are_no_numbers_has_no_first_token(enable_prefix_c
 def test_what_gave_no_numbers_is_not_published():
     sizes = config(enable_prefix_caching=True)
     prompts = [[1, 2, 3, 4, 5, 6, 7, BAD], list(range(8))]
-    result = kv.generate(forward, NAN, prompts, sizes, max_new_tokens=2, chunk_len=CHUNK_LEN)
+    result = kv.generate(forward, NAN, prompts, sizes, max_new_tokens=2, prefill_len=PREFILL_LEN)
     found = kv.lookup(result.cache, np.array([[*prompt, 0] for prompt in prompts]), [9, 9])
     assert found.tolist() == [0, 8]
 
@@ -100,13 +100,13 @@ def test_one_weight_ends_every_row(value):
 
 @pytest.mark.slow
 def test_a_score_of_no_numbers_is_refused():
-    score = functools.partial(kv.score, forward, NAN, [1, 2], chunk_len=3)
+    score = functools.partial(kv.score, forward, NAN, [1, 2], prefill_len=3)
     few = config(num_blocks=7)
     assert np.isfinite(score([[3, 4, BAD]], few).logprobs[0]).all()
     with pytest.raises(FloatingPointError, match="logits behind token 1 of continuation 1 hold NaN or"):
         score([[3, 4, 5], [6, BAD, 7], [8]], few)
     with pytest.raises(FloatingPointError, match="logits behind the context hold NaN"):
-        kv.score(forward, INF, [1, 2, BAD], [[3]], few, chunk_len=3)
+        kv.score(forward, INF, [1, 2, BAD], [[3]], few, prefill_len=3)
 
 
 def test_logits_are_numbers_wherever_what_spoils_them_stands():

@@ -168,7 +168,7 @@ def note(said, events):
 
 
 def check_state(state):
-    """What the engine promises between two chunks (see kvcache_jax/engine/state.py)."""
+    """What the engine promises between two dispatches (see kvcache_jax/engine/state.py)."""
     state = jax.device_get(state)
     assert kv.check_invariants(state.cache) == []
     num_slots, rows = state.requests.num_slots, state.row_request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.engine import chunk, table
+from kvcache_jax.engine import table
 from kvcache_jax.engine.state import Phase
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import collect, config, forward, make_params, note
@@ -61,7 +61,7 @@ def test_values_at_the_ends_are_taken_as_they_are():
             (lambda name=name, value=value: make_engine(**{name: value}), f"{name} is {value}, expected")
             for name in (
                 "max_requests max_tokens max_stop_tokens num_clients max_items num_drafts num_top_logprobs "
-                "steps_per_chunk ageing_steps max_bypasses long_prefill_len token_budget"
+                "steps_per_dispatch ageing_steps max_bypasses long_prefill_len token_budget"
             ).split()
             for value in (-1, 2**30 + 1, 2**31, 2**63)
         ),

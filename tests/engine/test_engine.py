@@ -166,7 +166,7 @@ def test_a_row_with_nan_logits_ends_alone():
 @pytest.mark.parametrize("num_drains", [0, 1, 2, 4])
 def test_cancel_in_every_phase(num_drains):
     """Not sent yet, waiting, computing its prompt, decoding; each is told once, and leaves nothing behind."""
-    engine = make_engine(steps_per_chunk=8)
+    engine = make_engine(steps_per_dispatch=8)
     requests = [ask([i] * 12, 20, i) for i in range(6)]
     assert engine.push(requests) == 6
     said = {}
@@ -228,7 +228,7 @@ def test_an_async_consumer_gets_the_same():
     expect(asyncio.run(consume()), requests)
 
 
-def test_new_weights_between_chunks():
+def test_new_weights_between_dispatches():
     """Rows that run keep their place, and what they computed is not found under the new weights."""
     engine = make_engine()
     before, across = ask([1, 2, 3, 4, 5], 2, "before"), ask([1, 2, 3, 4, 6, 7], 30, "across")
@@ -251,7 +251,7 @@ def test_new_weights_between_chunks():
     assert kv.lookup(engine.state.cache, tokens, [36], words).tolist() == [4]  # what "after" published
 
 
-def test_the_host_reads_once_per_chunk_and_nowhere_else(reads_are_refused):
+def test_the_host_reads_once_per_dispatch_and_nowhere_else(reads_are_refused):
     engine = make_engine()
     for num_requests in (1, 7):
         requests = [ask([i, 7], 40, i) for i in range(num_requests)]

@@ -18,7 +18,7 @@ ENGINES: dict[str, tuple[dict, dict]] = {
     ),
     "window and drafts": (
         dict(num_layers=2, num_blocks=14, max_query_len=8),
-        dict(token_budget=4 * 4 + 12, num_drafts=3, policy="fair", steps_per_chunk=3),
+        dict(token_budget=4 * 4 + 12, num_drafts=3, policy="fair", steps_per_dispatch=3),
     ),
     "long blocks, partial hits": (
         dict(num_blocks=7, block_size=8, partial_hits=True),
@@ -33,7 +33,7 @@ ENGINES: dict[str, tuple[dict, dict]] = {
 
 def make_engine(name):
     sizes, options = ENGINES[name]
-    shared: dict[str, Any] = {"max_requests": 7, "max_tokens": 7 * 49, "steps_per_chunk": 8}
+    shared: dict[str, Any] = {"max_requests": 7, "max_tokens": 7 * 49, "steps_per_dispatch": 8}
     return kv.Engine(
         forward,
         make_params(),

@@ -26,7 +26,7 @@ from tests.engine.exact_model import (
 
 @pytest.mark.slow
 def test_a_model_that_raises_while_it_is_traced_loses_nothing():
-    """Requests, ends and new weights that were packed for the chunk are told to the next one."""
+    """Requests, ends and new weights that were packed for the dispatch are told to the next one."""
     is_broken = []
 
     def sometimes(params, tokens, cache, step):

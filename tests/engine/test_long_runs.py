@@ -94,7 +94,9 @@ def test_a_pool_of_one_requests_need_for_ten_thousand_steps():
 def test_a_client_who_floods_does_not_slow_another():
     """Of two clients with work, neither gets more than twice the larger of a prompt and what runs at once."""
     cache = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=16, block_size=4, max_seqs=4, max_seq_len=32)
-    engine = kv.Engine(look_up, {}, cache, policy="fair", token_budget=12, max_requests=64, steps_per_chunk=4)
+    engine = kv.Engine(
+        look_up, {}, cache, policy="fair", token_budget=12, max_requests=64, steps_per_dispatch=4
+    )
     rng, number = np.random.default_rng(2), 0
 
     def some(client, num):
@@ -146,7 +148,7 @@ def test_nobody_waits_longer_than_ageing_allows():
         ageing_steps=ageing,
         token_budget=9,
         max_requests=320,
-        steps_per_chunk=1,
+        steps_per_dispatch=1,
     )
     rng = np.random.default_rng(3)
     came, ended, step = {}, {}, 0
@@ -180,12 +182,12 @@ def test_nobody_waits_longer_than_ageing_allows():
 
 
 def test_many_rows_are_full_within_some_dozens_of_steps():
-    """Four admissions a step would let 16 chunks of 16 steps pass; what enters grows with the rows, too."""
+    """Four admissions a step would take 16 dispatches of 16 steps; what enters grows with the rows, too."""
     num_rows = 1024
     sizes = kv.CacheConfig(
         [kv.FullAttention(1, 1)], num_blocks=8 * num_rows, max_seqs=num_rows, max_seq_len=128
     )
-    engine = kv.Engine(look_up, {}, sizes, steps_per_chunk=16)
+    engine = kv.Engine(look_up, {}, sizes, steps_per_dispatch=16)
     assert engine.push(ask([1, 2, 3], 120) for _ in range(num_rows)) == num_rows
     for _ in range(7):
         engine.drain()

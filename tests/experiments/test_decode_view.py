@@ -16,7 +16,7 @@ from kvcache_jax.inspect.block_view import row_rgb
 from models.tokenizer import ByteTokenizer
 
 
-def look(table, step=8, running=None, ended=()):
+def check_in(table, step=8, running=None, ended=()):
     table = np.asarray(table, np.int32)
     held = table[table < 12]
     return kv.decoding.Snapshot(
@@ -44,19 +44,19 @@ def test_a_line_of_the_map_names_owners():
 
 def test_long_timelines_and_wide_pools_are_cut():
     config = kv.CacheConfig([kv.FullAttention(1, 8)] * 2, num_blocks=140, block_size=4, max_seqs=3)
-    wide = [look(np.where(np.array(TABLE) == 12, 140, TABLE), step) for step in range(50)]
+    wide = [check_in(np.where(np.array(TABLE) == 12, 140, TABLE), step) for step in range(50)]
     lines = timeline.timeline_text(wide, config, color=False).splitlines()
     assert lines[1] == "Blocks over time, FullAttention x 2 layers: 140 blocks of 4 tokens"
     maps = [line.split() for line in lines if "#" * 2 in line]
     assert len(maps) == 20 and [maps[0][0], maps[-1][0]] == ["0", "49"]
     assert {tuple(line[1:]) for line in maps} == {("6", "##101.2" + "." * 93)}
-    assert "... and 40 blocks more" in lines[-3] and lines[-2] == "20 of 50 looks are shown."
+    assert "... and 40 blocks more" in lines[-3] and lines[-2] == "20 of 50 check-ins are shown."
 
 
 def test_the_picture_has_the_owners_colours(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     path = tmp_path / "out.png"
-    timeline.draw_timeline([look(TABLE, step) for step in (0, 8, 16)], CONFIG, path)
+    timeline.draw_timeline([check_in(TABLE, step) for step in (0, 8, 16)], CONFIG, path)
     image = pyplot.imread(path)[:, :, :3]
     num_pixels = image.shape[0] * image.shape[1]
     shares = {}
@@ -68,7 +68,7 @@ def test_the_picture_has_the_owners_colours(tmp_path):
 
 
 def test_each_step_is_labelled_once(monkeypatch, tmp_path):
-    """Of looks at one step the first is; blocks are whole."""
+    """Of check-ins at one step the first is; blocks are whole."""
     figures = pytest.importorskip("matplotlib.figure")
     saved = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
@@ -76,7 +76,7 @@ def test_each_step_is_labelled_once(monkeypatch, tmp_path):
         ((0, 0, 8, 16, 16, 16, 1024), {0: "0", 2: "8", 3: "16", 6: "1,024"}),
         ((0, *range(40)), {**{1 + i: f"{i}" for i in range(3, 40, 3)}, 0: "0"}),
     ):
-        timeline.draw_timeline([look(TABLE, step) for step in steps], CONFIG, tmp_path / "out.png")
+        timeline.draw_timeline([check_in(TABLE, step) for step in steps], CONFIG, tmp_path / "out.png")
         chart, blocks = saved.pop().axes
         labels = {
             round(place): label.get_text()
@@ -117,12 +117,12 @@ def test_plain_text_is_shown_when_a_continuation_ends(make_view):
     with view:
         view.on_tokens(0, 1, [0xE6, 0x97])
         view.on_tokens(0, 0, list(b"dis\x1b[31mplay\n"))
-        view.on_look(look(TABLE, running={0: (0, 0), 1: (0, 1)}))
+        view.on_check_in(check_in(TABLE, running={0: (0, 0), 1: (0, 1)}))
         assert "dis" not in output.getvalue()
         view.on_tokens(0, 1, [0xA5, *b"\tx", 0])
-        view.on_look(look(TABLE, running={0: (0, 0), 1: (0, 1)}, ended=[generation(0, 1, "日\tx\0")]))
+        view.on_check_in(check_in(TABLE, running={0: (0, 0), 1: (0, 1)}, ended=[generation(0, 1, "日\tx\0")]))
         assert output.getvalue().endswith("prompt 0, sample 1, stop after 6 tokens\n  | 日    x\n")
-        view.on_look(look(TABLE, running={0: (0, 0)}, ended=[generation(0, 0, "dis\x1b[31mplay\n")]))
+        view.on_check_in(check_in(TABLE, running={0: (0, 0)}, ended=[generation(0, 0, "dis\x1b[31mplay\n")]))
     assert output.getvalue().startswith("heading\n\nprompt 0, 5 tokens\n  | first\nprompt 1, 6 tokens\n")
     assert output.getvalue().endswith("\n  | dis\u241b[31mplay\n")
 
@@ -136,7 +136,7 @@ def test_a_lone_continuation_is_streamed_without_half_characters(make_view):
             view.on_tokens(0, 0, tokens)
             seen.append(output.getvalue()[start:])
         assert seen == ["a", "a", "a日b", "a日b"]
-        view.on_look(look(TABLE, running={0: (0, 0)}, ended=[generation(0, 0, [0x61] * 7)]))
+        view.on_check_in(check_in(TABLE, running={0: (0, 0)}, ended=[generation(0, 0, [0x61] * 7)]))
     assert output.getvalue()[start:] == "a日b\ufffd\n[stop after 7 tokens]\n"
 
 
@@ -155,7 +155,7 @@ def test_a_terminal_shows_what_is_decoded_and_in_the_end_everything(make_view):
             for (p, s), text in texts.items():
                 view.on_tokens(p, s, list(text[start:end].encode()))
             ended = [generation(*key, text) for key, text in texts.items() if end == 126]
-            view.on_look(look(TABLE, running=rows, ended=ended))
+            view.on_check_in(check_in(TABLE, running=rows, ended=ended))
     *live, last = frames(output.getvalue().removeprefix("heading\n\n"))
     assert len(live) >= 3 and all(screen.count("\n") < 20 for screen in live)
     assert "line 1 of 0.0" in live[0] and "line 3 of 1.0" in live[1]

@@ -38,7 +38,7 @@ LAYERS = [kv.FullAttention(1, 4)]
 SECOND = Machine("a second a token", 1e30, 2.0, 1e12)  # two FLOPs a parameter
 ONE = ModelSizes("one number", 1.0, layers=0, q_heads=1, kv_heads=1, head_dim=1)
 JOBS = [Job([1] * n, num_tokens, 0.0) for n, num_tokens in ((30, 3), (4, 20), (20, 3), (5, 3), (9, 2))]
-SIZES = Sizes(ROWS, 64, num_blocks=8, steps_per_chunk=4, token_budget=ROWS + 8)
+SIZES = Sizes(ROWS, 64, num_blocks=8, steps_per_dispatch=4, token_budget=ROWS + 8)
 
 
 def make(name, jobs, clock=None):
@@ -414,7 +414,7 @@ def test_a_machine_that_is_only_named_serves_all(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_program_is_compiled_anew_and_then_is_the_only_one():
-    engine = Sizes(3, 32, steps_per_chunk=2).engine(look_up, table_of(VOCAB), LAYERS, False)
+    engine = Sizes(3, 32, steps_per_dispatch=2).engine(look_up, table_of(VOCAB), LAYERS, False)
     with program.counted() as programs:
         cost = program.program_cost(engine)
     assert len(programs) == 1 and cost["pool_bytes"] == kv.memory_bytes(engine.config)

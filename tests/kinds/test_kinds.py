@@ -351,7 +351,7 @@ def generate(kind):
     """Greedy continuations are those of the oracle, recomputed from scratch for each token."""
     rows = Rows(kind)
     prompts = [random_text(3), random_text(9)]
-    options = dict(max_new_tokens=7, chunk_len=WIDTH)
+    options = dict(max_new_tokens=7, prefill_len=WIDTH)
     result = kv.generate(forward, rows.params, prompts, config_of(kind), **options)
     for prompt, generation in zip(prompts, result.generations, strict=True):
         text = list(prompt)

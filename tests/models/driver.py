@@ -17,7 +17,7 @@ from tests.models.checkpoint_files import FAMILIES, FIXTURES, LONG
 
 ATOL = 1e-4
 NUM_ROWS, ROW = 3, 1
-WIDTH = 59  # holds all tokens of a fixture: one program of a model takes prompts, chunks and single tokens
+WIDTH = 59  # holds all tokens of a fixture: one program of a model takes prompts, pieces and single tokens
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def test_logits_of_one_call_are_those_of_transformers(family):
     + list(itertools.product(("llama", "gemma3", "deepseek_v3"), (1, 64))),
 )
 def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block_size):
-    """The prompt in chunks, beside a row of another length; then the model's own choices, one by one."""
+    """The prompt in pieces, beside a row of another length; then the model's own choices, one by one."""
     prompt, greedy, want = (expected(family)[name] for name in ("prompt", "greedy", "logits"))
     driver = Driver(load(family), {0: 5, ROW: len(prompt)}, block_size)
     other = prompt[::-1]
@@ -61,7 +61,7 @@ def test_greedy_tokens_through_the_cache_are_those_of_transformers(family, block
         for start in range(0, len(prompt), 9)
     ]
     assert_close(np.concatenate(logits), want[: len(prompt)])
-    # The program of the chunks decodes too; one of width 1 with both kinds of layers.
+    # The program of the pieces decodes too; one of width 1 with both kinds of layers.
     width = 1 if block_size == 16 and family == "qwen2_windows" else WIDTH
     last, chosen = logits[-1][-1], []
     for i in range(len(greedy)):

@@ -38,7 +38,7 @@ def test_prompts_of_other_lengths(family, prompt_len):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_long_prompt_in_chunks(family):
+def test_a_long_prompt_in_pieces(family):
     """For whose width latents are read as they are."""
     tokens, want = all_tokens(family, "_300"), expected(family)["logits_300"]
     driver = Driver(load(family), {ROW: len(tokens)}, max_seq_len=320)

@@ -125,7 +125,7 @@ MUTATIONS = [
         "compression/drop_tokens",
         (
             "dropping forgets where chunks stand",
-            "config.hooks.move(control, plan.rows, plan.holes.plain_len)",
+            "config.hooks.move(control, plan.rows, plan.holes.prefix_len)",
             "control",
             SCRIPT,
         ),
@@ -134,7 +134,7 @@ MUTATIONS = [
         "compression/compress_rows",
         (
             "compressing forgets where chunks stand",
-            "config.hooks.move(control, plan.rows, plain_len)",
+            "config.hooks.move(control, plan.rows, prefix_len)",
             "control",
             SCRIPT,
         ),

@@ -4,7 +4,7 @@ from tests.mutants.mutations import PREFIX_SCRIPT, in_module
 
 CASES = "prefix/test_prefix_cases.py"
 ONE_COPY = f"{CASES}::test_case_v_of_two_equal_computations_one_copy_remains[True]"
-IN_CHUNKS = f"{CASES}::test_case_u_keys_built_in_chunks_equal_keys_built_at_once[7]"
+IN_CHUNKS = f"{CASES}::test_case_u_keys_built_in_pieces_equal_keys_built_at_once[7]"
 FULL_BLOCKS = f"{CASES}::test_case_o_the_full_blocks_of_a_prompt_are_published_and_its_tail_is_not"
 DRAFTS = f"{CASES}::test_drafts_that_are_taken_back_are_never_found"
 REPEATED = f"{CASES}::test_case_bb_empty_prompts_and_duplicate_ids"

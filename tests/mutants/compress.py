@@ -61,8 +61,8 @@ MUTATIONS = [
         ),
         (
             "kept tokens are taken for the text's first",
-            "num_kept=plan.new_len - plain_len",
-            "num_kept=0 * plain_len",
+            "num_kept=plan.new_len - prefix_len",
+            "num_kept=0 * prefix_len",
             PLAIN,
         ),
         (
@@ -188,7 +188,7 @@ MUTATIONS = [
         "operations/truncate",
         (
             "a row ends among kept tokens",
-            "(new_len > holes.plain_len)",
+            "(new_len > holes.prefix_len)",
             "(new_len > holes.start)",
             PLAIN,
         ),
@@ -220,7 +220,7 @@ MUTATIONS = [
         "operations/rows",
         (
             "a compressed row publishes what is no prefix",
-            "jnp.where(holes.is_plain, length, jnp.minimum(holes.plain_len, length))",
+            "jnp.where(holes.is_plain, length, jnp.minimum(holes.prefix_len, length))",
             "length",
             PLAIN,
         ),

@@ -33,7 +33,12 @@ MUTATIONS = [
             "prompt[: len(piece)], piece",
             PLACES,
         ),
-        ("what is computed again is cut off", "range(0, len(places), self.chunk_len)", "range(0, 1)", PLACES),
+        (
+            "what is computed again is cut off",
+            "range(0, len(places), self.prefill_len)",
+            "range(0, 1)",
+            PLACES,
+        ),
         ("chunks are taken back together with the last token", "rows, [end])", "rows, [first])", PLACES),
         ("composed tokens are counted as computed", "int((~is_again).sum())", "int(is_again.sum())", PLACES),
         ("chunks of another namespace are taken", "[len(tokens)], words)[0]", "[len(tokens)])[0]", TENANTS),

@@ -174,8 +174,8 @@ MUTATIONS = [
         "decoding/prefill",
         (
             "a row's end leaves a call empty",
-            "piece_len = ceil_div(chunk_len, _PIECES)",
-            "piece_len = chunk_len",
+            "piece_len = ceil_div(prefill_len, _PIECES)",
+            "piece_len = prefill_len",
             "decoding/test_prefill.py::test_a_call_of_the_model_holds_pieces_of_several_prompts",
         ),
         (
@@ -233,8 +233,8 @@ MUTATIONS = [
         "decoding/score",
         (
             "the last token of a continuation is fed too",
-            "cache, history, length - 1, chunk_len",
-            "cache, history, length, chunk_len",
+            "cache, history, length - 1, prefill_len",
+            "cache, history, length, prefill_len",
             "decoding/test_generate_prefix.py::test_score_feeds_every_token_once",
         ),
         (

@@ -4,7 +4,7 @@ from tests.mutants.mutations import in_module
 
 ENGINE = "engine/test_engine.py"
 ONE_AFTER_THE_OTHER = f"{ENGINE}::test_a_pool_that_one_request_fills_never_stands_still"
-NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_chunks"
+NEW_WEIGHTS = f"{ENGINE}::test_new_weights_between_dispatches"
 NAN_LOGITS = f"{ENGINE}::test_a_row_with_nan_logits_ends_alone"
 ENDS = "engine/test_ends.py"
 NAMESPACES = "engine/test_namespaces.py"
@@ -30,7 +30,7 @@ MUTATIONS = [
             "engine/test_faults.py::test_consumers_that_are_cancelled_leave_the_order_of_tokens",
         ),
         (
-            "a chunk that was not dispatched told of new weights",
+            "a dispatch that did not start told of new weights",
             "parcels = [table.pack(self._has_new_weights)",
             "told, self._has_new_weights = self._has_new_weights, False\n        parcels = [table.pack(told)",
             "engine/test_faults.py::test_new_weights_reach_rows_though_a_dispatch_raised",
@@ -101,7 +101,7 @@ MUTATIONS = [
         ("an end without a token is one of -1", "rows[rows[:, 2] != NO_TOKEN]", "rows", NAN_LOGITS),
     ),
     *in_module(
-        "engine/chunk",
+        "engine/program",
         (
             "rows under older weights go on publishing",
             "state.may_publish & ~inbox.has_new_weights",

@@ -180,7 +180,7 @@ MUTATIONS = [
         "operations/truncate",
         (
             "a row that is cut in front of its drop remembers it",
-            "kept.forgotten(new_len <= kept.plain_len)",
+            "kept.forgotten(new_len <= kept.prefix_len)",
             "kept",
             CUT,
         ),

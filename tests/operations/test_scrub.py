@@ -298,7 +298,7 @@ def test_case_ff_nan_in_one_namespace_changes_no_bit_of_another(layers, is_packe
         return kv.allocate(cache, rows, lengths, tokens=texts[rows][:, :20], namespace=namespaces[rows])
 
     cache, _ = admit(cache, [0, 1])
-    for counts in ([9, 7, 0, 0], [3, 10, 0, 0]):  # prefill in chunks
+    for counts in ([9, 7, 0, 0], [3, 10, 0, 0]):  # prefill in pieces
         cache, _ = step(cache, counts)
         cache, _ = kv.commit(cache, [0, 1])  # before windows roll
     cache, admission = admit(cache, [2, 3])

@@ -123,7 +123,7 @@ def test_long_prompt_and_long_decode_in_a_bounded_pool(name):
     driver.start(2, 41)
     driver.start(1, 33)
     for _ in range(8):
-        driver.step({2: 5, 1: 4})  # chunked prefill: 40 and 32 tokens
+        driver.step({2: 5, 1: 4})  # prefill in pieces: 40 and 32 tokens
     driver.step({2: 1, 1: 1})
     for i in range(36):
         driver.step({2: 1, 1: i % 2}, twice=i == 20)

@@ -157,14 +157,14 @@ def test_case_t_a_fork_inherits_the_namespace():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 16])
-def test_case_u_keys_built_in_chunks_equal_keys_built_at_once(chunk):
+@pytest.mark.parametrize("piece", [1, 3, 4, 7, 16])
+def test_case_u_keys_built_in_pieces_equal_keys_built_at_once(piece):
     user = PrefixUser(CONFIG)
     text = user.new_text(1, 43)
     user.admit(0, text)
-    for end in range(chunk, len(text) + chunk, chunk):
+    for end in range(piece, len(text) + piece, piece):
         user.append({0: text[:end][len(user.texts[0]) :]})
-        if chunk < 16:
+        if piece < 16:
             user.commit(0)
     user.commit(0)
     assert user.stats().num_blocks_published == 10

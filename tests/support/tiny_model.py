@@ -8,7 +8,7 @@ import kvcache_jax as kv
 from tests.support.helpers import ROOMY
 
 VOCAB, WIDTH, HEADS, DIM, LAYERS = 16, 8, 2, 4, 2
-CHUNK_LEN = 12  # of `generate` and its like: calls of one width share their programs
+PREFILL_LEN = 12  # of `generate` and its like: calls of one width share their programs
 
 
 def make_params(seed=6, scale=1.0):

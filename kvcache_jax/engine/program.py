@@ -1,6 +1,7 @@
 """The engine's one program: takes in what the host has for it, makes up to `k` steps, and reports.
 
-The report is one array of i32, so that the host reads once per chunk: a header (`Report`), then the outbox.
+The report is one array of i32, so that the host reads once per dispatch: a header (`Report`), then the
+outbox.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ _MOST_SERVICE = 2**29
 
 @pytree_dataclass()
 class Inbox:
-    """News from the host, handed over with a chunk; arrays of fixed sizes, in numpy.
+    """News from the host, handed over with a dispatch; arrays of fixed sizes, in numpy.
 
     Attributes:
       slots: i32[N], where new requests go; `num_slots` for none.
@@ -87,7 +88,7 @@ class Inbox:
     namespace: jax.Array
 
 
-def run_chunk(
+def run_dispatch(
     model: Model, params: Any, state: EngineState, inbox: Inbox, max_steps: jax.Array, options: Options
 ) -> tuple[EngineState, jax.Array]:
     """Takes in the inbox and makes up to `max_steps` i32[] steps, while there is work and room in the outbox.
@@ -139,7 +140,7 @@ def _take_in(state: EngineState, inbox: Inbox, options: Options) -> EngineState:
 
 
 def _end(state: EngineState, inbox: Inbox) -> EngineState:
-    """Ends requests that the host cancels; their rows are freed by the next step, or with the chunk."""
+    """Ends requests that the host cancels; their rows are freed by the next step, or with the dispatch."""
     requests = state.requests
     phase = get_at(state.phase, inbox.ended, Phase.EMPTY)
     is_it = (get_at(requests.uid, inbox.ended, -1) == inbox.ended_uid) & (inbox.ended_uid >= 0)
