@@ -101,7 +101,7 @@ def test_service_of_one_who_asks_alone_has_an_end():
         state = dataclasses.replace(
             engine.state, service=service, phase=jnp.full(1, phase, jnp.int32), requests=requests
         )
-        assert chunk._lifted(state).tolist() == expected
+        assert program._lifted(state).tolist() == expected
 
 
 def test_numbers_of_samples_come_to_an_end(monkeypatch):

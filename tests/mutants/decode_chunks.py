@@ -35,7 +35,7 @@ MUTATIONS = [
         ),
         (
             "what is computed again is cut off",
-            "range(0, len(places), self.prefill_len)",
+            "range(0, len(places), width)",
             "range(0, 1)",
             PLACES,
         ),
@@ -99,7 +99,7 @@ MUTATIONS = [
         "decoding/score",
         (
             "continuations find no room beside chunks",
-            "cache = prompt_chunks.forget_until(cache, has_room)",
+            "cache = context_rows.make_room(cache, has_room)",
             "pass",
             GIVE_WAY,
         ),
@@ -114,8 +114,8 @@ MUTATIONS = [
         ),
         (
             "stored chunks stay whatever prompts need",
-            "if store_of(cache.config) is None:\n            return cache",
-            "if True:\n            return cache",
+            "return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]",
+            "return cache",
             GIVE_WAY,
         ),
     ),

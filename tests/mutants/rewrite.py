@@ -226,12 +226,12 @@ MUTATIONS = [
         ),
     ),
     *in_module(
-        "compression/streaming_loop",
-        ("a token sees one token too many", "text_len + 1 - streaming", "text_len - streaming", PAST_THE_END),
+        "compression/streaming",
+        ("a token sees one token too many", "text_len + 1 - self", "text_len - self", PAST_THE_END),
         (
             "sinks are dropped",
-            "start = jnp.full_like(rows, streaming.num_sink_tokens)",
-            "start = jnp.full_like(rows, streaming.num_sink_tokens - 1)",
+            "start = jnp.full_like(rows, self.num_sink_tokens)",
+            "start = jnp.full_like(rows, self.num_sink_tokens - 1)",
             PAST_THE_END,
         ),
         (
@@ -254,8 +254,8 @@ MUTATIONS = [
         "decoding/room",
         (
             "rows stream without blocks for all that they may come to",
-            "num_needed = sum(most)",
-            "num_needed = sum(most) // 2",
+            "num_needed = sum(_most_held(group, int(rows.max_len[row]), held_len) for row in rows.ids)",
+            "num_needed = 0",
             f"{STREAM}::test_samples_stream_from_the_prompt_that_they_share",
         ),
     ),
@@ -368,8 +368,8 @@ MUTATIONS = [
         ),
         (
             "rows drop blocks with tokens of the window",
-            "control.context_len - streaming.window, unit",
-            "control.context_len - streaming.window + unit - 1, unit",
+            "control.context_len - self.window, unit",
+            "control.context_len - self.window + unit - 1, unit",
             CUT_DOWN,
         ),
         (
