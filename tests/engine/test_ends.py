@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.engine import table
+from kvcache_jax.engine import program, table
 from kvcache_jax.engine.state import Phase
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import collect, config, forward, make_params, note

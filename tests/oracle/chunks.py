@@ -7,9 +7,9 @@ from kvcache_jax.chunks.stored_chunks import Store, store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.status import Status
 from kvcache_jax.layers.span import ceil_div
-from kvcache_jax.testing.oracle_blocks import OracleBlock, Prefix
-from kvcache_jax.testing.oracle_compression import OracleCompression
-from kvcache_jax.testing.oracle_rows import OracleRow, first_kept
+from tests.oracle.blocks import OracleBlock, Prefix
+from tests.oracle.compression import OracleCompression
+from tests.oracle.rows import OracleRow, first_kept
 
 
 @dataclasses.dataclass(frozen=True)
