@@ -1,0 +1,89 @@
+"""How mutations are written: every character of a text counts, and what cannot be read is named."""
+
+import dataclasses
+import re
+
+import pytest
+
+from tests.mutants.__main__ import main
+from tests.mutants.reading import ROOT, Mutation, parse
+from tests.mutants.runner import why_stale
+
+TEXT = """# Comments are left out.
+
+= spaces, and lines that are empty
+@ a/b.py
+-     x = 1
+# here too
+-
+-   y = \\
+-
++
++ \ty = \\\\
+! tests/test_b.py::test_c[two words]
+
+
+= left out
+@ a/b.py
+- = x
+! tests/test_b.py::test_d
+"""
+FIRST = Mutation(
+    name="spaces, and lines that are empty",
+    file="a/b.py",
+    old="    x = 1\n\n  y = \n",
+    new="\n\ty = \\",
+    test="tests/test_b.py::test_c[two words]",
+    where="b.txt:3",
+)
+SECOND = Mutation("left out", "a/b.py", "= x", "", "tests/test_b.py::test_d", "b.txt:15")
+
+
+def test_every_space_of_a_text_counts():
+    assert parse(TEXT, "b.txt") == parse(TEXT.rstrip("\n"), "b.txt") == [FIRST, SECOND]
+    assert parse("# none\n", "b.txt") == parse("", "b.txt") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("= left out\n", "", "15: got '@ a/b.py', expected '= its name'"),
+        ("= left out", "=", "15: got '=', expected '= its name'"),
+        ("= left out\n@ a/b.py", "= left out", "16: got '- = x', expected '@ its file'"),
+        ("- = x\n", "", "17: got '! tests/test_b.py::test_d', expected '- old text'"),
+        ("- = x", "-= x", "17: got '-= x', expected '- old text'"),
+        ("- = x", "= x", "17: got '= x', expected '- old text'"),
+        ("- = x", "- = x\n+ y\n- z", "19: got '- z', expected '+ new text' or '! its test'"),
+        ("- = x", "- = x\n", "18: got a blank line, expected '- old text' or '+ new text' or '! its test'"),
+        ("! tests/test_b.py::test_d\n", "", "18: got a blank line, expected '- old text' or"),
+        ("test_d\n", "test_d\n! tests\n", "19: got '! tests', expected a blank line"),
+        ("- = x", "- = x ", "17: got '- = x ', which ends in a space, expected '\\' after it or none"),
+        ("- = x", "- = x\n+ = x", "15: got the same old and new text, expected a change"),
+    ],
+)
+def test_what_cannot_be_read_is_named(old, new, expected):
+    assert TEXT.count(old) == 1
+    with pytest.raises(ValueError, match=re.escape(f"b.txt:{expected}")):
+        parse(TEXT.replace(old, new), "b.txt")
+
+
+def test_what_the_readme_shows_can_be_read():
+    [shown] = re.findall(r"```\n(.*?)```", (ROOT / "mutants" / "README.md").read_text(), re.DOTALL)
+    first, second = parse(shown, "README.md")
+    assert first.new == "for row in rows[1:]:\n    total += " and second.new == ""
+
+
+def test_a_text_that_does_not_occur_once_is_stale(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert why_stale(tmp_path, SECOND) == "STALE     b.txt:15 left out: there is no a/b.py"
+    for text, count in (("x = = y", 0), ("= x = x", 2)):
+        (tmp_path / "a" / "b.py").write_text(text)
+        why = f"STALE     b.txt:15 left out: its text occurs {count} times in a/b.py, expected once"
+        assert why_stale(tmp_path, SECOND) == why
+    assert why_stale(tmp_path, dataclasses.replace(SECOND, old="= x = x")) is None
+
+
+def test_a_command_that_names_no_mutation_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["no such", "mutation at all"])
+    assert "no mutation has no such or mutation at all in its name" in capsys.readouterr().err
