@@ -57,7 +57,7 @@ def test_every_space_of_a_text_counts():
         ("- = x", "- = x\n", "18: got a blank line, expected '- old text' or '+ new text' or '! its test'"),
         ("! tests/test_b.py::test_d\n", "", "18: got a blank line, expected '- old text' or"),
         ("test_d\n", "test_d\n! tests\n", "19: got '! tests', expected a blank line"),
-        ("- = x", "- = x ", "17: got '- = x ', which ends in a space, expected '\\' after it or none"),
+        ("- = x", "- = x ", "17: got '- = x ', which ends in a space, expected '\\' after it or no space"),
         ("- = x", "- = x\n+ = x", "15: got the same old and new text, expected a change"),
     ],
 )
