@@ -12,7 +12,7 @@ Its rooms, each of which imports only those above it; a public operation's file 
 * `decoding`: `generate`, `beam_search`, `score`, speculation, for anybody's model
 * `engine`: continuous batching inside one compiled program
 * `manager`: requests by id on the host
-* `testing`: an oracle, poison, checks of one's own model
+* `testing`: the token test, poison, checks of one's own model
 """
 
 import logging as _logging

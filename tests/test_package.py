@@ -166,7 +166,7 @@ def test_rooms_import_only_rooms_above_them():
     ("source", "expected"),
     [
         ("from kvcache_jax.attention import kernels", "operations stands before attention"),
-        ("def f():\n  from kvcache_jax.testing.oracle import Oracle", "operations stands before testing"),
+        ("def f():\n  from kvcache_jax.testing.poison import poison", "operations stands before testing"),
         ("import kvcache_jax as kv", "expected a file of a room"),
         ("from kvcache_jax import fork", "expected a file of a room"),
     ],
@@ -385,7 +385,7 @@ def test_tests_stand_in_rooms():
     assert {path.name for path in (ROOT / "tests").glob("*.py")} == TESTS_OF_ALL
     rooms = {path.parent.relative_to(ROOT / "tests").as_posix() for path in source_files("tests")} - {"."}
     tested = {*ROOMS, *LAYERS} - {"blocks", "pallas_kernels", "kvcache_jax"}
-    assert rooms == {*tested, "aot", "fixtures", "kernels", "kinds", "mutants", "support"}
+    assert rooms == {*tested, "aot", "fixtures", "kernels", "kinds", "mutants", "oracle", "support"}
 
 
 # A folder at the root of somebody's machine; example.org/home/ and a/work/ are none.

@@ -67,7 +67,6 @@ ON_DEVICE = {
 ON_HOST = {
     "CacheManager": kv.CacheManager,
     "block_map": kv.block_map,
-    "check_against_oracle": lambda cache: testing.check_against_oracle(cache, testing.Oracle(CONFIG)),
     "check_invariants": kv.check_invariants,
     "check_tokens": lambda cache: testing.check_tokens(cache, {}),
     "draw_block_map": kv.draw_block_map,

@@ -9,6 +9,8 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import Status, testing
+from tests.oracle.comparison import check_against_oracle
+from tests.oracle.oracle import Oracle
 from tests.support.helpers import TokenDriver, append_donated, num_copies, tiny_config
 from tests.support.random_script import padded
 
@@ -33,13 +35,13 @@ class Pair:
     """A cache and the oracle, through the same calls."""
 
     def __init__(self, config):
-        self.cache, self.oracle, self.next_token = testing.poison(kv.init(config)), testing.Oracle(config), 1
+        self.cache, self.oracle, self.next_token = testing.poison(kv.init(config)), Oracle(config), 1
 
     def check(self, got, expected):
         got = [Status(status) for status in np.asarray(got).tolist()]
         assert got == expected
         assert kv.check_invariants(self.cache) == []
-        assert testing.check_against_oracle(self.cache, self.oracle) == []
+        assert check_against_oracle(self.cache, self.oracle) == []
         texts = {row: content.tokens for row, content in self.oracle.rows.items()}
         assert testing.check_tokens(self.cache, texts) == []
         return got
@@ -96,7 +98,7 @@ class Pair:
         """How many were evicted; the same ones by the oracle."""
         self.cache, num_evicted = kv.evict(self.cache, num_blocks)
         assert int(num_evicted) == self.oracle.evict(num_blocks)
-        assert testing.check_against_oracle(self.cache, self.oracle) == []
+        assert check_against_oracle(self.cache, self.oracle) == []
         return int(num_evicted)
 
     def stats(self):

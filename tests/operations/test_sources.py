@@ -11,6 +11,8 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core.config import config_from_json, config_to_json
+from tests.oracle.comparison import check_against_oracle
+from tests.oracle.oracle import Oracle
 from tests.support.helpers import assert_invariants, assert_same, leaf_bytes, num_copies, statuses
 
 OK, ROWS, WIDTH, MOST = kv.Status.OK, 4, 14, 11
@@ -221,7 +223,7 @@ def test_every_query_sees_the_whole_source_padded_and_packed():
 @pytest.mark.slow
 def test_random_scripts_against_the_oracle():
     rng = np.random.default_rng(11)
-    cache, oracle = kv.init(CONFIG), testing.Oracle(CONFIG)
+    cache, oracle = kv.init(CONFIG), Oracle(CONFIG)
     k, v = source_arrays(3, width=12)
     for _ in range(120):
         name = rng.choice(["allocate", "write_source", "extend", "fork", "reorder", "truncate", "free"])
@@ -247,7 +249,7 @@ def test_random_scripts_against_the_oracle():
             cache, status = kv.free(cache, ids[:1])
             want = oracle.free(ids[:1])
         assert statuses(status) == want, name
-        assert testing.check_against_oracle(cache, oracle) == [], name
+        assert check_against_oracle(cache, oracle) == [], name
         assert_invariants(cache)
 
 

@@ -10,7 +10,7 @@ import pytest
 import kvcache_jax as kv
 from kvcache_jax.core.eviction_policy import eviction_keys, needed_metadata
 from kvcache_jax.prefix import victim_heap
-from kvcache_jax.testing.oracle_blocks import EVICTION_KEYS, OracleBlock
+from tests.oracle.blocks import EVICTION_KEYS, OracleBlock
 from tests.support.prefix_script import (
     NAMESPACES,
     PROMPT_WIDTH,

@@ -10,6 +10,8 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.oracle.comparison import check_against_oracle
+from tests.oracle.oracle import Oracle
 
 BLOCK, WIDTH = 4, 12
 SIZES = dict(block_size=BLOCK, max_seqs=4, max_seq_len=16, max_query_len=WIDTH, enable_prefix_caching=True)
@@ -97,7 +99,7 @@ def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(ba
     assert int(kv.stats(cache).num_evictions) == 0  # up to here, so the batch has not mattered yet
     of_batch = dataclasses.replace(config, eviction_batch=batch)
     cache = extended(dataclasses.replace(cache, config=of_batch), {0: text[:3]}, {0: [7, 7]})
-    oracle = testing.Oracle(of_batch)
+    oracle = Oracle(of_batch)
     for row, tokens in ((1, chain), (0, text)):
         oracle.allocate([row], [len(tokens)], [tokens])
         oracle.extend([row], [tokens])
@@ -105,7 +107,7 @@ def test_a_parent_that_competes_only_later_goes_before_the_original_of_a_copy(ba
         oracle.free([1])
     oracle.truncate([0], [3])
     oracle.extend([0], [[7, 7]])
-    assert testing.check_against_oracle(cache, oracle) == []
+    assert check_against_oracle(cache, oracle) == []
     cache = dataclasses.replace(cache, config=config)  # whose `lookup` there is already
     assert kv.lookup(cache, np.array([[*text, 9]]), [BLOCK + 1]).tolist() == [BLOCK]
     assert kv.lookup(cache, np.array([[*chain, 9]]), [2 * BLOCK + 1]).tolist() == [0]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax import testing
+from tests.oracle.oracle import Oracle
 from tests.support.random_script import ENTRIES, ROWS, WIDTH, Driver, padded, random_operation, row_ids
 
 PROMPT_WIDTH = 23
@@ -40,7 +40,7 @@ class PrefixDriver(Driver):
         self.num_hits = 0
 
     def new_oracle(self):
-        return testing.Oracle(self.config, self.eviction_key)
+        return Oracle(self.config, self.eviction_key)
 
     def new_tokens(self, length):
         return [int(token) for token in self.rng.choice([1, 2], length, p=[0.96, 0.04])]

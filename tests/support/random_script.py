@@ -9,6 +9,8 @@ import numpy as np
 import kvcache_jax as kv
 from kvcache_jax import testing
 from kvcache_jax.core.state import row_fields
+from tests.oracle.comparison import check_against_oracle
+from tests.oracle.oracle import Oracle
 
 ROWS, WIDTH, NUM_PACKED = 6, 5, 9
 ENTRIES = 4  # of each call that takes ids, so that one program serves all
@@ -96,8 +98,8 @@ class Driver:
         self.statuses = collections.Counter[tuple[str, str]]()
         self.events = collections.Counter[str]()
 
-    def new_oracle(self) -> testing.Oracle:
-        return testing.Oracle(self.config)
+    def new_oracle(self) -> Oracle:
+        return Oracle(self.config)
 
     def new_tokens(self, length: int) -> list[int]:
         """Ids that nobody used recently, so that a stale slot never looks right."""
@@ -122,7 +124,7 @@ class Driver:
             same = bytes_of(before.control) == bytes_of(after.control)
             assert same, f"{name}{args} changed no row and changed the state"
         if changes or bytes_of(before.pools) != bytes_of(after.pools):  # else it was right, and still is
-            violations = kv.check_invariants(after) + testing.check_against_oracle(after, self.oracle)
+            violations = kv.check_invariants(after) + check_against_oracle(after, self.oracle)
             violations += testing.check_tokens(after, {row: r.tokens for row, r in self.oracle.rows.items()})
             violations += changed_blocks(before, after)
             assert not violations, f"{name}{args}: {violations}"
@@ -390,7 +392,7 @@ def row_ids(rng: np.random.Generator, likely: list[int], most: int = ENTRIES) ->
     return ids
 
 
-def shares_a_tail(oracle: testing.Oracle) -> bool:
+def shares_a_tail(oracle: Oracle) -> bool:
     """Whether a row would copy its last block if it grew, for it has other owners."""
     for row in oracle.rows.values():
         for g, group in enumerate(oracle.config.groups):

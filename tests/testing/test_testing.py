@@ -11,6 +11,8 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
+from tests.oracle.comparison import check_against_oracle
+from tests.oracle.oracle import Oracle
 from tests.support.helpers import append_donated
 from tests.support.prefix_user import PrefixUser
 from tests.support.tiny_model import VOCAB, config, forward, make_params
@@ -180,7 +182,7 @@ def test_what_cannot_be_checked_is_refused(changes, error, message):
 
 def test_the_oracle_refuses_prefixes_of_several_groups():
     layers = [kv.FullAttention(1, 4), kv.SlidingWindow(1, 4, window=5)]
-    oracle = testing.Oracle(kv.CacheConfig(layers, max_seq_len=32, enable_prefix_caching=True))
+    oracle = Oracle(kv.CacheConfig(layers, max_seq_len=32, enable_prefix_caching=True))
     with pytest.raises(NotImplementedError, match="prompts and several layer groups, expected one"):
         oracle.allocate([0], [2], [[1, 2]])
 
@@ -193,7 +195,7 @@ def test_the_checks_of_a_model_do_not_depend_on_assert():
 @functools.cache
 def filled():
     """A cache and its oracle after the same calls: row 0 forked to 2, one copy made."""
-    cache, oracle = testing.poison(kv.init(config())), testing.Oracle(config())
+    cache, oracle = testing.poison(kv.init(config())), Oracle(config())
 
     def append(cache, texts):
         tokens = np.zeros((4, 5), np.int32)
@@ -216,7 +218,7 @@ def expected(oracle):
 
 def test_the_oracle_agrees_and_the_tokens_are_there():
     cache, oracle = filled()
-    assert testing.check_against_oracle(cache, oracle) == []
+    assert check_against_oracle(cache, oracle) == []
     assert testing.check_tokens(cache, expected(oracle)) == []
     assert testing.check_tokens(testing.poison(cache), expected(oracle)) == []
     assert oracle.num_copies == 1
@@ -237,7 +239,7 @@ def test_the_token_test_notices_one_wrong_number(name):
 def test_the_token_test_and_the_oracle_look_at_chunks_too():
     sizes = dict(num_blocks=8, block_size=4, max_seqs=2, max_seq_len=24, num_chunks=3, max_chunk_len=6)
     config = kv.CacheConfig([kv.FullAttention(1, 5)], **sizes)
-    cache, oracle = testing.poison(kv.init(config)), testing.Oracle(config)
+    cache, oracle = testing.poison(kv.init(config)), Oracle(config)
     text = [*range(100, 109)]
     cache, _ = kv.allocate(cache, [0, 1], [9, 0])
     cache, step = kv.extend(cache, [9, 0], max_new=9)
@@ -249,7 +251,7 @@ def test_the_token_test_and_the_oracle_look_at_chunks_too():
     oracle.store_chunk([0], [2], [6], [text[2:8]])
     oracle.compose([1], [[0]], [[3]])
     assert expected(oracle)[1] == [None] * 3 + text[2:8]
-    assert testing.check_against_oracle(cache, oracle) == testing.check_tokens(cache, expected(oracle)) == []
+    assert check_against_oracle(cache, oracle) == testing.check_tokens(cache, expected(oracle)) == []
     block = int(cache.control.chunks.block_ids[0][0, 0])
     arrays = {name: values.at[block, 0, 3].add(1) for name, values in cache.pools[0].arrays.items()}
     spoiled = dataclasses.replace(cache, pools=(kv.state.KVPool(arrays=arrays),))
@@ -257,30 +259,26 @@ def test_the_token_test_and_the_oracle_look_at_chunks_too():
         f"chunk 0 reads wrong {what} in layer 0 at [1]" for what in ("keys", "values")
     ]
     forgotten, _ = kv.free_chunks(cache, [0])
-    assert any(line.startswith("chunk 0 is ") for line in testing.check_against_oracle(forgotten, oracle))
+    assert any(line.startswith("chunk 0 is ") for line in check_against_oracle(forgotten, oracle))
     plain, _ = kv.truncate(cache, [1], [0])
-    assert "row 1 is composed from -1 on, expected 0" in testing.check_against_oracle(plain, oracle)
+    assert "row 1 is composed from -1 on, expected 0" in check_against_oracle(plain, oracle)
 
 
 def test_the_oracle_notices_lengths_rows_counts_and_sharing():
     cache, oracle = filled()
     shorter, _ = kv.truncate(cache, [1], [0])
-    assert any(
-        "row 1 holds 0 tokens, expected 1" in line for line in testing.check_against_oracle(shorter, oracle)
-    )
+    assert any("row 1 holds 0 tokens, expected 1" in line for line in check_against_oracle(shorter, oracle))
     freed, _ = kv.free(cache, [2])
-    assert testing.check_against_oracle(freed, oracle) == ["rows [0, 1] are active, expected [0, 1, 2]"]
+    assert check_against_oracle(freed, oracle) == ["rows [0, 1] are active, expected [0, 1, 2]"]
     unshared = jax.tree.map(lambda x: x, cache)
     pool = cache.control.block_pools[0]
     table = pool.block_table.at[2, 0].set(pool.free_stack[0])
     control = dataclasses.replace(cache.control, block_pools=(dataclasses.replace(pool, block_table=table),))
     unshared = dataclasses.replace(cache, control=control)
-    assert testing.check_against_oracle(unshared, oracle) == [
-        "group 0: row 2 column 0 is not shared as expected"
-    ]
+    assert check_against_oracle(unshared, oracle) == ["group 0: row 2 column 0 is not shared as expected"]
     counters = cache.control.counters.at[kv.Counter.COPIES].add(1)
     counted = dataclasses.replace(cache, control=dataclasses.replace(cache.control, counters=counters))
-    assert testing.check_against_oracle(counted, oracle) == ["2 copies, expected 1"]
+    assert check_against_oracle(counted, oracle) == ["2 copies, expected 1"]
 
 
 def test_poison_spares_exactly_the_tokens():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
-from kvcache_jax.testing.oracle_rows import OracleRow, OracleRows
+from tests.oracle.rows import OracleRow, OracleRows
 
 
 class OracleCompression(OracleRows):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
-from kvcache_jax.testing.oracle_blocks import OracleBlock, Prefix
-from kvcache_jax.testing.oracle_compression import OracleCompression
-from kvcache_jax.testing.oracle_rows import OracleRow, first_kept
+from tests.oracle.blocks import OracleBlock, Prefix
+from tests.oracle.compression import OracleCompression
+from tests.oracle.rows import OracleRow, first_kept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A model of the cache that is obviously right: lists of tokens and dicts of blocks, in plain Python.
 
-The oracle predicts every status, every count and who shares which block; `kvcache_jax.testing` compares a
-real cache with it. All rows of a call act on the state before it: first it is decided, entry by entry, who
+The oracle predicts every status, every count and who shares which block; `comparison.py` compares a real
+cache with it. All rows of a call act on the state before it: first it is decided, entry by entry, who
 succeeds, and only then is anything changed.
 """
 
@@ -13,9 +13,9 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
-from kvcache_jax.testing.oracle_blocks import OracleBlock
-from kvcache_jax.testing.oracle_chunks import OracleChunks
-from kvcache_jax.testing.oracle_rows import OracleRow, first_kept
+from tests.oracle.blocks import OracleBlock
+from tests.oracle.chunks import OracleChunks
+from tests.oracle.rows import OracleRow, first_kept
 
 
 @dataclasses.dataclass
@@ -63,14 +63,6 @@ class Oracle(OracleChunks):
       num_copies: Blocks copied on write so far.
       num_evictions: Published blocks given up so far.
       num_adoptions: Blocks given back by `commit` so far.
-
-    Example:
-      >>> import kvcache_jax as kv
-      >>> oracle = kv.testing.Oracle(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2))
-      >>> oracle.allocate([0], [20]), oracle.extend([0], [[7, 8, 9]]), oracle.num_free(0)
-      ([<Status.OK: 0>], [<Status.OK: 0>], 2)
-      >>> oracle.free([0, 0])
-      [<Status.OK: 0>, <Status.DUPLICATE_SEQ_ID: 7>]
     """
 
     def __init__(self, config: CacheConfig, eviction_key: Callable[[OracleBlock, int], int] | None = None):

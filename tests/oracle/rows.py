@@ -8,7 +8,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.layer_group import LayerGroup
 from kvcache_jax.core.layer_kinds.span import ceil_div
 from kvcache_jax.core.status import Status
-from kvcache_jax.testing.oracle_blocks import OracleBlock, OracleBlocks
+from tests.oracle.blocks import OracleBlock, OracleBlocks
 
 
 @dataclasses.dataclass
