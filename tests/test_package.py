@@ -238,6 +238,41 @@ def test_an_import_that_runs_back_up_is_found(source, expected):
     assert room_violations("kvcache_jax/operations/a.py", "from kvcache_jax.core import state") == []
 
 
+# Words of features, and the rooms in which they are said. A status is one for all operations.
+FEATURES = {
+    "chunks": r"\b([Cc]hunks?|\w+_chunks?|[Cc]hunk_\w+|[Cc]ompos(e|es|ed|ing))\b",
+    "compression": r"\b(compress|compress_\w+|[Ss]treaming|[Dd]ropping|drop_to_utilization"
+    r"|(original|rotated|moved)[ _]sinks?)\b",
+}
+NAME_FEATURES = {"kvcache_jax/core/status.py"}
+
+
+def features_named(file: str, source: str) -> list[str]:
+    """Returns one sentence for each line of a library file that names a feature of another room."""
+    path = pathlib.PurePosixPath(file)
+    if path.name == "__init__.py" or file in NAME_FEATURES:
+        return []
+    return [
+        f"{file}:{number} names {match[0]}, of {room}"
+        for room, pattern in FEATURES.items()
+        for number, line in enumerate(source.splitlines(), start=1)
+        if (match := re.search(pattern, line)) and path.parent.name not in FEATURES
+    ]
+
+
+def test_general_code_names_no_feature():
+    """A feature is a value in a room of its own; what it does elsewhere goes through hooks."""
+    named = []
+    for path in source_files("kvcache_jax"):
+        named += features_named(path.relative_to(ROOT).as_posix(), path.read_text())
+    assert not named, "\n".join(named)
+    assert features_named("kvcache_jax/operations/fork.py", "x = 1\nif chunks is None:") == [
+        "kvcache_jax/operations/fork.py:2 names chunks, of chunks"
+    ]
+    assert features_named("kvcache_jax/core/config.py", "max_sink_len: original sinks")
+    assert not features_named("kvcache_jax/chunks/a.py", "chunks") + features_named("kvcache_jax/a/b.py", "sinks")
+
+
 def test_a_helper_of_the_tests_has_one_name():
     """Under two names it would be two modules, and all that it jits would be compiled twice.
 

@@ -42,8 +42,7 @@ def attention_scores(
 
     Attention itself, above all by kernels, returns no weights. Here the keys are read again, tile by tile,
     for a few queries of each row. A layer may be of any kind, also one that shares, quantises or sees a
-    window. There is no gradient: it is refused by name where something is computed of it, and what `compress`
-    keeps by these scores has none either.
+    window. There is no gradient: it is refused by name where something is computed of it.
 
     Args:
       cache: Not changed; the step's keys and values are written.

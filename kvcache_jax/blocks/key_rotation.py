@@ -44,8 +44,9 @@ def key_rotation(
       ValueError, TypeError: another name, or what is no list of finite frequencies.
 
     Example:
-      >>> import jax.numpy as jnp, kvcache_jax as kv
-      >>> rotate = kv.chunks.key_rotation([1.0, 0.1], max_distance=100)
+      >>> import jax.numpy as jnp
+      >>> from kvcache_jax.blocks.key_rotation import key_rotation
+      >>> rotate = key_rotation([1.0, 0.1], max_distance=100)
       >>> keys = jnp.ones((3, 1, 4))
       >>> rotate(keys, jnp.array([0, 7, -7])).round(2)[:, 0].tolist()[0]
       [1.0, 1.0, 1.0, 1.0]

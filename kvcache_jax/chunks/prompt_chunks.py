@@ -164,7 +164,7 @@ class ChunkRows(PromptRows):
         call = self.call
         return feed(call.forward, call.params, cache, history, length, prefill_len=prefill_len)
 
-    def compose(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
+    def fill(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
 
         What stands in front of the first chunk is fed, all chunks are composed, and then everything that is

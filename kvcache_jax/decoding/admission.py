@@ -102,7 +102,7 @@ def admit(
         cache, admission = prompt_rows.with_room(cache, start, kept=parts)
         if admission is None:
             break
-        cache, idle = prompt_rows.compose(cache, prompt_id, rows[0], parts), others_idle
+        cache, idle = prompt_rows.fill(cache, prompt_id, rows[0], parts), others_idle
         num_cached += int(admission.num_cached[0])
         requests.waiting.popleft()
         if len(sample_ids) > num_samples:

@@ -90,7 +90,7 @@ class PromptRows:
         """Gives up what it holds, but for parts that are `kept`, until the cache `is_enough`."""
         return cache
 
-    def compose(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
+    def fill(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
         """Fills a row that was allocated for a prompt as far as its parts reach, but not its last token.
 
         Args:

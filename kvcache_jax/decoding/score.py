@@ -136,7 +136,7 @@ def score(
         )
         cache, admission = start(cache)
         raise_for_status(admission.status, "allocating the context")
-        cache = context_rows.compose(cache, 0, 0, parts)
+        cache = context_rows.fill(cache, 0, 0, parts)
         cache, fed = prefill(
             forward, params, cache, history, context_len, prefill_len=prefill_len, is_scoring=True
         )

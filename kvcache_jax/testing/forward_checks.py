@@ -24,7 +24,7 @@ from kvcache_jax.testing.poisoned_slots import poison
 
 BoundForward = Callable[[jax.Array, Cache, Step], tuple[jax.Array, Cache]]
 
-_FIRST_CHUNKS = (1, 5, 2)
+_FIRST_PIECES = (1, 5, 2)
 
 
 def check_forward(
@@ -39,11 +39,11 @@ def check_forward(
     """Checks that a model's step computes the same however its tokens reach the cache.
 
     * one token at a time == the whole sequence in one call on an empty cache (cached == uncached);
-    * uneven chunks, beside rows of other lengths, == the whole;
+    * uneven pieces, beside rows of other lengths, == the whole;
     * a fork that goes its own way neither sees nor disturbs its source;
     * all slots without a token hold NaN throughout;
     * the rows are as long as the step made them;
-    * one compiled program per chunk width, whatever the lengths and rows;
+    * one compiled program per piece width, whatever the lengths and rows;
     * the compiled steps, of one token and of all, make no copy of a pool when the cache is donated.
 
     Args:
@@ -51,7 +51,7 @@ def check_forward(
         with `functools.partial`.
       config: At least 3 rows, which fit `num_tokens` each and take them in one call; blocks for two of them.
       vocab_size: Tokens are drawn below it.
-      num_tokens: Length of the test sequence, which is also fed in four uneven chunks, and forked in the
+      num_tokens: Length of the test sequence, which is also fed in four uneven pieces, and forked in the
         middle: at least 9. Default: two blocks and 7 tokens, at least 23, or what a row takes. A window does
         nothing before it is full: name more tokens than it has.
       seed: Seed of the tokens.
@@ -67,7 +67,7 @@ def check_forward(
     if num_tokens is None:
         num_tokens = max(23, 2 * max(group.block_size for group in config.groups) + 7)
         num_tokens = min(num_tokens, config.max_seq_len, config.query_len_limit)
-    num_tokens = static_count("num_tokens", num_tokens, least=sum(_FIRST_CHUNKS) + 1)
+    num_tokens = static_count("num_tokens", num_tokens, least=sum(_FIRST_PIECES) + 1)
     _check_arguments(forward, config, num_tokens)
     rng = np.random.default_rng(static_count("seed", seed, least=0))
     tokens = rng.integers(vocab_size, size=num_tokens)
@@ -85,8 +85,8 @@ def check_forward(
             "lower atol"
         )
     _assert_close(runner.run(tokens, [1] * num_tokens), whole, atol, "token by token differs from one call")
-    chunks = [*_FIRST_CHUNKS, num_tokens - sum(_FIRST_CHUNKS)]
-    _assert_close(runner.run(tokens, chunks, beside=other), whole, atol, "chunks differ from one call")
+    pieces = [*_FIRST_PIECES, num_tokens - sum(_FIRST_PIECES)]
+    _assert_close(runner.run(tokens, pieces, beside=other), whole, atol, "pieces differ from one call")
     source, branch = runner.run_fork(tokens, other, at)
     _assert_close(source, whole[at:], atol, "the source of a fork differs")
     _assert_close(branch, whole_other[at:], atol, "a fork differs from a row of its own")
@@ -163,10 +163,10 @@ class _Runner:
         )
         return cache, np.asarray(logits.astype(jnp.float32))
 
-    def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
+    def run(self, tokens: np.ndarray, pieces: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
         """Computes the logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
-        # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
-        width = 1 if max(chunks) == 1 else len(tokens)
+        # Pieces are padded to the whole: two programs serve, this one and that of single tokens.
+        width = 1 if max(pieces) == 1 else len(tokens)
         cache = init(self.config)
         cache, admission = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
         raise_for_status(admission.status, f"allocate for {len(tokens)} tokens")
@@ -174,7 +174,7 @@ class _Runner:
             cache, _ = allocate(cache, [0], [0], tokens=beside[None])
             cache, _ = self.feed(cache, {0: beside[:3]}, width)
         logits, start = [], 0
-        for size in chunks:
+        for size in pieces:
             pieces = {1: tokens[start : start + size]}
             if beside is not None:
                 pieces[0] = beside[3 + start : 4 + start]
@@ -201,7 +201,7 @@ class _Runner:
     def assert_compiled_once_per_width(self) -> None:
         num_programs = self.step_fn._cache_size()  # pyright: ignore
         expected = len(self.widths)
-        _require(num_programs == expected, f"{num_programs} programs for {expected} chunk widths")
+        _require(num_programs == expected, f"{num_programs} programs for {expected} piece widths")
 
     def assert_no_pool_copy(self) -> None:
         small, large = self._resized(is_large=False), self._resized(is_large=True)

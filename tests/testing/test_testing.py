@@ -93,7 +93,7 @@ class KeepsAnArray:
     ("bad_model", "message"),
     [
         (with_call_positions, "differs"),
-        (with_neighbours, "chunks differ|token by token differs"),
+        (with_neighbours, "pieces differ|token by token differs"),
         (with_an_extend_of_its_own, r"left rows of \[0, 24, 0, 0\] tokens, expected \[0, 12, 0, 0\]"),
         (with_a_second_version, "step of 1 tokens .* a pool is copied"),
         (with_a_second_version_of_a_prompt, "step of 12 tokens .* a pool is copied"),
