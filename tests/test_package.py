@@ -270,7 +270,9 @@ def test_general_code_names_no_feature():
         "kvcache_jax/operations/fork.py:2 names chunks, of chunks"
     ]
     assert features_named("kvcache_jax/core/config.py", "max_sink_len: original sinks")
-    assert not features_named("kvcache_jax/chunks/a.py", "chunks") + features_named("kvcache_jax/a/b.py", "sinks")
+    assert not features_named("kvcache_jax/chunks/a.py", "chunks") + features_named(
+        "kvcache_jax/a/b.py", "sinks"
+    )
 
 
 def test_a_helper_of_the_tests_has_one_name():

@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax import lax
 from jax.interpreters import ad, batching, mlir
+
+Primitive = type(lax.sin_p)  # jax.extend.core's, without the kernels that its import brings along
 
 
 def reverse_mode_only[T](name: str, arrays: T) -> T:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import read_first, set_at
 from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.blocks.layer_moves import move_in_layers
 from kvcache_jax.blocks.storage import as_blocks, block_rows
@@ -55,15 +54,11 @@ def move_spans(pool: KVPool, group: LayerGroup, moves: SpanMoves, rotate: Rotate
         # What no token is in must not stay: it may be another namespace's, or NaN.
         return as_blocks(jnp.where(mask, tile, jnp.zeros_like(tile)), array, group.block_size)
 
-    def move_layer(pool: KVPool, moves: SpanMoves, layer: jax.Array, place: jax.Array) -> KVPool:
+    def read(pool: KVPool, moves: SpanMoves, layer: jax.Array, place: jax.Array) -> dict[str, jax.Array]:
         rows = block_rows(moves.blocks, place, num_blocks, pool.num_rows)
-        tiles = {name: moved(pool, name, array, rows, moves) for name, array in group.arrays}
-        # Without the fence XLA may write where it has yet to read (openxla/xla#49176).
-        tiles, arrays = read_first(tiles, pool.arrays)
-        written = block_rows(moves.destination, place, num_blocks, pool.num_rows)
-        return KVPool(arrays={name: set_at(arrays[name], written, tiles[name]) for name in arrays})
+        return {name: moved(pool, name, array, rows, moves) for name, array in group.arrays}
 
-    return move_in_layers(move_layer, group, pool, moves)
+    return move_in_layers(read, group, pool, moves)
 
 
 def _rotated(tile: jax.Array, distance: jax.Array, rotate: Rotate) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, remainder, set_at
+from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
 from kvcache_jax.arrays.sharding import axis_of_types
 from kvcache_jax.blocks.layer_moves import move_in_layers
 from kvcache_jax.blocks.storage import as_blocks, block_rows
@@ -38,22 +38,18 @@ def move_tokens(pool: KVPool, group: LayerGroup, moves: TokenMoves) -> KVPool:
     """
     num_blocks = pool.num_rows // group.num_layers
 
-    def move_layer(pool: KVPool, moves: TokenMoves, layer: jax.Array, place: jax.Array) -> KVPool:
+    def read(pool: KVPool, moves: TokenMoves, layer: jax.Array, place: jax.Array) -> dict[str, jax.Array]:
         sources = get_at(jnp.moveaxis(moves.sources, 1, 0), layer)  # [n, heads, C * s]; clips to the one
         columns, offsets = quotient(sources, group.block_size), remainder(sources, group.block_size)
         order = lax.broadcasted_iota(jnp.int32, sources.shape, 0)
         ids = get_at(moves.table, (order, columns), num_blocks)
         rows = block_rows(ids, place, num_blocks, pool.num_rows)
-        tiles = {
+        return {
             name: as_blocks(read_tokens(pool.arrays[name], array, rows, offsets), array, group.block_size)
             for name, array in group.arrays
         }
-        # Without the fence XLA may write where it has yet to read (openxla/xla#49176).
-        tiles, arrays = read_first(tiles, pool.arrays)
-        written = block_rows(moves.destination, place, num_blocks, pool.num_rows)
-        return KVPool(arrays={name: set_at(arrays[name], written, tiles[name]) for name in arrays})
 
-    return move_in_layers(move_layer, group, pool, moves)
+    return move_in_layers(read, group, pool, moves)
 
 
 def read_tokens(values: jax.Array, array: BlockArray, rows: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kvcache_jax as kv
 
@@ -103,8 +105,8 @@ def tangents_of(tree, seed):
 def total(found):
     """A sum of floats, of cosines as weights."""
     pools = found.pools if isinstance(found, kv.Cache) else found
-    leaves = [x.reshape(-1) for x in jax.tree.leaves(pools) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum((x * np.cos(7.0 * np.arange(x.size, dtype=np.float32))).sum() for x in leaves)
+    leaves = [x for x in jax.tree.leaves(pools) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((x * np.cos(7.0 * np.arange(x.size, dtype=np.float32)).reshape(x.shape)).sum() for x in leaves)
 
 
 @functools.partial(jax.jit, static_argnames="operations")
@@ -120,7 +122,7 @@ def compared(cache, tangents, operations):
         wanted, status = of_pools(tangents)
         grads, _ = jax.grad(of_pools, has_aux=True)(cache.pools)
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(tangents), strict=True)
-        found[operation.__name__] = sum(jnp.vdot(*pair) for pair in pairs), wanted, status
+        found[operation.__name__] = sum((x * y).sum() for x, y in pairs), wanted, status
     return total(tangents), found
 
 
@@ -146,6 +148,21 @@ def test_what_moves_tokens_has_its_gradient(kind):
     """Compressing is refused in layers of windows, as an operation."""
     moves = tuple(move for move in MOVES if (kind, move) != ("window", compress))
     check_gradients(streaming(KINDS[kind]), moves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_what_moves_tokens_has_its_gradient_with_heads_on_two_devices(axis_type):
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(axis_type,))
+    cache = streaming(FULL)
+    sharding = NamedSharding(mesh, P(None, "heads", None, None))
+    with jax.set_mesh(mesh):
+        pools, tangents = (jax.device_put(tangents_of(cache.pools, seed), sharding) for seed in (0, 1))
+        cache = jax.device_put(dataclasses.replace(cache, pools=()), NamedSharding(mesh, P()))
+        cache = dataclasses.replace(cache, pools=pools)
+        found = jax.device_get(compared(cache, tangents, (compress, scrub_rows, store_chunk, compose))[1])
+    for name, (got, want, _) in found.items():
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_what_leaves_and_enters_a_cache_has_its_gradient():
