@@ -163,10 +163,10 @@ class _Runner:
         )
         return cache, np.asarray(logits.astype(jnp.float32))
 
-    def run(self, tokens: np.ndarray, pieces: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
+    def run(self, tokens: np.ndarray, sizes: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
         """Computes the logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
         # Pieces are padded to the whole: two programs serve, this one and that of single tokens.
-        width = 1 if max(pieces) == 1 else len(tokens)
+        width = 1 if max(sizes) == 1 else len(tokens)
         cache = init(self.config)
         cache, admission = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
         raise_for_status(admission.status, f"allocate for {len(tokens)} tokens")
@@ -174,7 +174,7 @@ class _Runner:
             cache, _ = allocate(cache, [0], [0], tokens=beside[None])
             cache, _ = self.feed(cache, {0: beside[:3]}, width)
         logits, start = [], 0
-        for size in pieces:
+        for size in sizes:
             pieces = {1: tokens[start : start + size]}
             if beside is not None:
                 pieces[0] = beside[3 + start : 4 + start]
