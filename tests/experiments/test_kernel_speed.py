@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import subprocess
 import sys
 import time
 import types
@@ -14,23 +15,21 @@ import pytest
 
 from experiments.kernel_speed import __main__ as kernel_speed
 from experiments.kernel_speed import cells as kernel_speed_cells
-from experiments.kernel_speed import flashinfer_modules, process, resume, summary, timing
-from experiments.kernel_speed import jobs as kernel_speed_jobs
+from experiments.kernel_speed import entries as kernel_speed_entries
+from experiments.kernel_speed import flashinfer_modules, isolated, timing
 from experiments.kernel_speed import report as kernel_speed_report
 from experiments.kernel_speed.cells import Cell, all_cells
 from experiments.kernel_speed.names import CUDNN_PAGED, OURS, SIDES, XLA_ATTENTION
 from experiments.kernel_speed.problem import TOLERANCE, error_of, expected_output, make_problem
 from experiments.kernel_speed.sides import jax_sides, looped
 from experiments.kernel_speed.timing import CHECKED, FAILED, MEASURED, WRONG, Contest, Program, Side
-from tests.experiments import kernel_speed_tiny
+from tests.experiments import kernel_speed_fakes
+from tests.experiments.kernel_speed_fakes import CELL, ENTRIES, Fakes
 
 pytestmark = pytest.mark.slow
 
-CELL = kernel_speed_tiny.CELL
-
-
-def tiny_worker(monkeypatch, mode):
-    monkeypatch.setattr(process, "COMMAND", ("-m", "tests.experiments.kernel_speed_tiny", mode))
+ALL_MEASURED = dict.fromkeys(kernel_speed_fakes.SIDES, MEASURED)
+WITHOUT_PEER = {**ALL_MEASURED, "peer": FAILED}
 
 
 # --- the path ---
@@ -38,13 +37,13 @@ def tiny_worker(monkeypatch, mode):
 
 @pytest.mark.contract
 def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
-    tiny_worker(monkeypatch, "interpreted")
+    monkeypatch.setattr(kernel_speed, "make_entries", lambda _: kernel_speed_fakes.interpreted)
     assert kernel_speed.main(["--interpret", "--output", str(tmp_path), "--json"]) == 0
     printed = capsys.readouterr()
     report = json.loads((tmp_path / "cpu_interpreted.json").read_text())
-    assert json.loads(printed.out) == report and report["crashes"] == []
+    assert json.loads(printed.out) == report
     assert (tmp_path / "cpu_interpreted.png").read_bytes().startswith(b"\x89PNG")
-    assert {"machine", "date", *resume.SAME} < set(report)
+    assert {"machine", "date", "device", "packages", "flashinfer_modules", "xla_flags"} < set(report)
 
     status = {
         (entry["name"], side["side"]): side["status"]
@@ -72,13 +71,12 @@ def test_the_whole_path_runs_interpreted(tmp_path, monkeypatch, capsys):
     (decode,) = report["decodes"]
     (triton,) = (side for side in decode["sides"] if side["side"] == "JAX Triton")
     assert triton["status"] == FAILED and "CPU" in triton["reason"]
-    absent = summary.absences(report["decodes"])
+    absent = kernel_speed_report.absences(report["decodes"])
     assert {"JAX Triton", "gather + cuDNN", "FlashInfer XQA"} <= {absence["side"] for absence in absent}
 
     # Nothing is measured, and nothing looks as if it were.
     assert "median_us" in triton and not any(verdict == MEASURED for verdict in status.values())
-    (call,) = report["calls"]
-    assert call["ceilings"] == {"read": None, "copy": None}
+    assert report["ceilings"] == {"read": None, "copy": None}
     assert decode["comparison"]["gb_per_s"] is None
     assert [bar["holds"] for bar in report["summary"]["bars"]] == [None] * 3
     kernel_speed_report.show(report)
@@ -404,33 +402,20 @@ class FakeDevice:
 
 def test_every_entry_has_a_name_before_anything_is_made():
     """Nothing here has a GPU; and what does not fit is not tried."""
-    jobs = kernel_speed_jobs.Jobs(FakeDevice(), is_quick=False, interpret=False)
+    jobs = kernel_speed_entries.Entries(FakeDevice(), is_quick=False, interpret=False)
     names = jobs.names
     assert len(names) == len(set(names)) == 3 + 4 * 3 * 3 * 3 + 6 + 2
     first = [kind for kind, _ in names[:17]]
     assert first == ["entries"] * 3 + ["decodes"] * 6 + ["moves"] * 6 + ["steps"] * 2
-    with pytest.raises(kernel_speed_jobs.NoRoomError, match="needs 86 GB, and 60 GB may be used"):
+    with pytest.raises(kernel_speed_entries.NoRoomError, match="needs 86 GB, and 60 GB may be used"):
         jobs.make("decodes", Cell(128, 32768, 4, 16).name)  # 17 GB, five times
     assert jobs.environment["device"]["compute_capability"] == "9.0"
-
-
-def test_the_code_that_is_timed_is_told_apart(tmp_path, monkeypatch):
-    """By what is in the files, committed or not; results are no code."""
-    here = tmp_path / "experiments" / "kernel_speed" / "jobs.py"
-    monkeypatch.setattr(kernel_speed_jobs, "__file__", str(here))
-    kernel = tmp_path / "pallas_kernels" / "mosaic_gpu" / "decode.py"
-    digests = []
-    for path in (kernel, tmp_path / "experiments" / "results" / "gpu.json", kernel):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"STAGES = {len(digests)}")
-        digests.append(kernel_speed_jobs.sources())
-    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_timed_run_from_end_to_end(tmp_path, monkeypatch, capsys):
     """On a CPU, where ours does not run: the peers' times, and what follows from them."""
     pytest.importorskip("flax")
-    tiny_worker(monkeypatch, "timed")
+    monkeypatch.setattr(kernel_speed, "make_entries", lambda _: kernel_speed_fakes.timed)
     monkeypatch.setattr(kernel_speed, "QUICK_SECONDS", 0.0)
     assert kernel_speed.main(["--quick", "--output", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -438,7 +423,7 @@ def test_a_timed_run_from_end_to_end(tmp_path, monkeypatch, capsys):
     (decode,), (taken,) = report["decodes"], report["steps"]
     assert decode["num_buffers"] == 6 and decode["comparison"]["best_peer"] == "gather + XLA"
     assert decode["comparison"]["why_no_ratio"].startswith("ours: failed: ")
-    rates = report["calls"][0]["ceilings"]
+    rates = report["ceilings"]
     assert 0 < rates["read"] and 0 < rates["copy"]
     (xla, ours) = taken["sides"]
     assert xla["status"] == MEASURED and taken["of_ceiling"] == {
@@ -449,24 +434,130 @@ def test_a_timed_run_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert "gather + XLA" in shown and "0 of 1 cells compared with a peer" in shown
 
 
-def test_a_side_that_loses_the_device_ends_the_contest(monkeypatch):
-    """What came after it would fail in its stead."""
+# --- the other process ---
 
-    def lost(*_):
-        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    contest = Contest("work", 1000, lambda _: 0.0, 0.0, num_launches=1)
-    jobs = kernel_speed_jobs.Jobs(jax.devices()[0], is_quick=True, interpret=True)
-    for fails_on in (1, 3):
-        sides = [fake(OURS, is_ours=True), fake("peer", fails_on=fails_on), fake("next")]
-        records = timing.compete(contest, sides, 0.0, check_device=jobs.check)
-        assert [record["status"] for record in records] == [MEASURED, FAILED, MEASURED]
-        with monkeypatch.context() as patch, pytest.raises(timing.LostDeviceError) as loss:
-            patch.setattr(jax, "block_until_ready", lost)
-            timing.compete(
-                contest, sides[:1] + [fake("peer", fails_on=fails_on)], 0.0, check_device=jobs.check
-            )
-        assert loss.value.args == ("peer", "RuntimeError: it broke")
-    monkeypatch.setattr(jax, "block_until_ready", lost)
-    with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
-        jobs.clean()  # between entries too
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """(acts, *arguments) -> exit status, the report as it was saved, and by entry each side's status."""
+    monkeypatch.setattr(kernel_speed, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(kernel_speed, "draw", lambda report, path: path.touch())
+
+    def run(acts, *arguments, starts=("",)):
+        fakes = Fakes(acts, tmp_path / "counter", starts)
+        monkeypatch.setattr(kernel_speed, "make_entries", lambda _: fakes)
+        code = kernel_speed.main(["--output", str(tmp_path), "--quick", *arguments])
+        path = tmp_path / f"fake_gpu_quick{'_only' * ('--only' in arguments)}.json"
+        assert path.with_suffix(".png").exists() and not list(tmp_path.glob("*.unfinished"))
+        report = json.loads(path.read_text())
+        statuses = {
+            entry["name"]: {record["side"]: record["status"] for record in entry["sides"]}
+            for entry in report["decodes"]
+        }
+        return code, report, statuses
+
+    return run
+
+
+def reason(report, name, side):
+    (entry,) = (entry for entry in report["decodes"] if entry["name"] == name)
+    (record,) = (record for record in entry["sides"] if record["side"] == side)
+    return record["reason"]
+
+
+@pytest.mark.parametrize(
+    ("act", "how"),
+    [
+        ("abort prepare", "preparing: ended by SIGABRT"),
+        ("leave launch", "the first launches: ended with exit status 3"),
+        ("lose sample", "a sample: RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("hang sample", "a sample: no answer within 3 s"),
+    ],
+)
+def test_a_side_ends_or_hangs_its_process(measure, monkeypatch, act, how):
+    """The entry is measured again without it, and all others with it."""
+    monkeypatch.setattr(isolated, "LIMIT_S", 3.0 if act.startswith("hang") else 60.0)
+    monkeypatch.setattr(isolated, "START_S", 60.0)
+    code, report, statuses = measure({"peer": f"two {act}"})
+    assert code == 0 and report["skipped"] == report["left_out"] == []
+    assert statuses == dict.fromkeys(ENTRIES, ALL_MEASURED) | {"two": WITHOUT_PEER}
+    assert list(statuses) == list(ENTRIES) and reason(report, "two", "peer") == how
+    pids = [entry["pid"] for entry in report["decodes"]]
+    assert pids[0] != pids[1] == pids[2] == pids[3]
+
+
+@pytest.mark.parametrize("act", ["exit prepare", "raise sample"])
+def test_what_can_be_caught_needs_no_new_process(measure, act):
+    code, report, statuses = measure({"peer": f"* {act}"})
+    assert code == 0 and statuses == dict.fromkeys(ENTRIES, WITHOUT_PEER)
+    assert len({entry["pid"] for entry in report["decodes"]}) == 1
+
+
+def test_who_crashes_repeatedly_is_left_out(measure):
+    code, report, statuses = measure({"peer": "* abort launch", "other peer": "one leave launch"})
+    only_ours = {**WITHOUT_PEER, "other peer": FAILED}
+    assert code == 0 and statuses == dict.fromkeys(ENTRIES, WITHOUT_PEER) | {"one": only_ours}
+    assert reason(report, "three", "peer").startswith("left out after its crash on two: the first launches:")
+
+
+@pytest.mark.parametrize("act", ["abort", "raise"])
+def test_an_entry_whose_data_cannot_be_made_is_skipped(measure, act):
+    code, report, statuses = measure({None: f"two {act} data"})
+    assert code == 0 and statuses == dict.fromkeys(("one", "three", "four"), ALL_MEASURED)
+    assert [skipped["cell"] for skipped in report["skipped"]] == ["two"]
+
+
+def test_what_was_measured_is_kept_if_the_memory_cannot_be_freed(measure):
+    code, report, statuses = measure({None: "two abort clean"})
+    assert code == 0 and statuses == dict.fromkeys(ENTRIES, ALL_MEASURED) and report["skipped"] == []
+
+
+def test_a_device_that_does_not_come_back_ends_the_run_in_order(measure, capsys):
+    code, report, statuses = measure({"peer": "two abort launch"}, starts=("", "refuse"))
+    assert code == 1 and statuses == {"one": ALL_MEASURED}
+    assert report["stopped"] == "after a crash nothing can be measured any more: jax runs on cpu here"
+    assert report["left_out"] == ["two", "three", "four"]
+    assert "stopped early: after a crash" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "said"),
+    [("refuse", 2, "jax runs on cpu here"), ("abort", 1, "nothing was measured, starting: ended by SIGABRT")],
+)
+def test_what_does_not_start_is_one_sentence(measure, capsys, act, code, said):
+    with pytest.raises(SystemExit) as stopped:
+        measure({}, starts=(act,))
+    error = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == code and said in error[-1]
+    assert len(error) == 1 or act == "abort"  # whose stack the process prints
+
+
+def test_the_time_ends_a_side_that_hangs(measure, monkeypatch):
+    """It is not its fault; what does not fit is listed."""
+    monkeypatch.setattr(kernel_speed, "GRACE_S", 0.2)
+    code, report, statuses = measure({"peer": "two hang launch"}, "--minutes", "0.2")
+    assert code == 0 and statuses == {"one": ALL_MEASURED}
+    assert report["left_out"] == ["two", "three", "four"]
+
+
+def test_sides_and_cells_by_hand(measure, capsys):
+    code, report, statuses = measure({}, "--without", "ours", "--only", "t", "--only", "one")
+    assert code == 0 and (report["without"], report["only"]) == (["ours"], ["t", "one"])
+    assert statuses == dict.fromkeys(("one", "two", "three"), {**ALL_MEASURED, "ours": FAILED})
+    assert reason(report, "one", "ours") == "left out by --without"
+    for arguments in (["--without", "theirs"], ["--only", "five"]):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            measure({}, *arguments)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and f"got {arguments[0]} {arguments[1]!r}, expected" in said
+        assert len(said.splitlines()) == 1
+
+
+def test_who_holds_the_process_imports_no_jax():
+    """Else it could hold the device, or end with it."""
+    program = (
+        "import sys, experiments.kernel_speed.__main__; print('jax' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"], done.stderr

@@ -2,18 +2,15 @@
 
 from tests.mutants.mutations import Mutation
 
-CALLS = "experiments/test_kernel_speed_crashes.py::test_calls_complete_what_one_measures"
-OTHERWISE = "experiments/test_kernel_speed_crashes.py::test_what_was_measured_otherwise_is_not_mixed"
-NO_REPORT = "experiments/test_kernel_speed_crashes.py::test_a_file_that_is_no_report_is_left_alone"
-SKIPPED = "experiments/test_kernel_speed_crashes.py::test_what_was_skipped_is_not_tried_again"
 WHOLE_PATH = "experiments/test_kernel_speed.py::test_the_whole_path_runs_interpreted"
 CUDNN = "experiments/test_kernel_speed.py::test_cudnn_is_asked_for_the_same"
 STEP = "experiments/test_kernel_speed.py::test_a_step_is_checked_whether_or_not_xla_runs"
 FLASHINFER = "experiments/test_kernel_speed_torch.py::test_flashinfer_is_asked_for_the_same"
 PYTORCH = "experiments/test_kernel_speed_torch.py::test_pytorch_is_asked_for_the_same"
-OWN_CEILINGS = (
-    "experiments/test_kernel_speed_report.py::test_an_entry_is_compared_with_the_ceilings_of_its_own_call"
-)
+ENDS = "experiments/test_kernel_speed.py::test_a_side_ends_or_hangs_its_process"
+LEFT_OUT = "experiments/test_kernel_speed.py::test_who_crashes_repeatedly_is_left_out"
+KEPT = "experiments/test_kernel_speed.py::test_what_was_measured_is_kept_if_the_memory_cannot_be_freed"
+IN_TIME = "experiments/test_kernel_speed.py::test_the_time_ends_a_side_that_hangs"
 
 
 def in_benchmark(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
@@ -24,53 +21,17 @@ def in_benchmark(module: str, *mutations: tuple[str, str, str, str]) -> list[Mut
 
 MUTATIONS = [
     *in_benchmark(
-        "kernel_speed/resume",
-        ("measures again what there is", "job not in done and job[1]", "job[1]", CALLS),
-        (
-            "keeps the ceilings of the first call",
-            "for kind in MEASURED_KINDS",
-            "for kind in KEPT[1:5]",
-            CALLS,
-        ),
-        ("never complete", "return [] if is_complete else todo", "return todo", CALLS),
-        ("forgets the crashes", '"skipped", "crashes")', '"skipped")', CALLS),
-        ("tries again what was skipped", " and job[1] not in skipped", "", SKIPPED),
-        ("mixes code", '    "sources",\n', "", OTHERWISE),
-        ("mixes devices", '    "device",\n', "", OTHERWISE),
-        ("mixes sides", '    "without",\n', "", OTHERWISE),
-        ("takes any file", "or not all(", "or not any(", NO_REPORT),
-    ),
-    *in_benchmark(
         "kernel_speed/__main__",
-        (
-            "who crashed before is asked again",
-            "                self._blame(crash)\n",
-            "                pass\n",
-            CALLS,
-        ),
-        (
-            "the worker outlives the error",
-            "                self.close()\n                raise",
-            "                raise",
-            NO_REPORT,
-        ),
-        ("all entries are of the first call", 'len(self.report["calls"]) - 1', "0", CALLS),
-        ("the log is emptied", "if not options.resume:\n", "if True:\n", CALLS),
+        ("a crash ends the entry", "                    continue\n", "                    return\n", ENDS),
+        ("the side takes part again", "        without[crash.side] = str(crash)\n", "", ENDS),
+        ("never left out", ">= ALLOWED_CRASHES", "> 99", LEFT_OUT),
+        ("a second crash ends the entry", "crash.side is None and has_crashed", "has_crashed", LEFT_OUT),
+        ("no second try", " and has_crashed:", ":", KEPT),
+        ("the time is not looked at", "if time.monotonic() >= self._end:", "if False:", IN_TIME),
     ),
     *in_benchmark(
-        "kernel_speed/summary",
-        (
-            "the ceilings of the first call are everybody's",
-            'calls[entry["call"]]["ceilings"].get(READ)',
-            'calls[0]["ceilings"].get(READ)',
-            OWN_CEILINGS,
-        ),
-        (
-            "each call's ceilings are the best of all",
-            ' if entry["call"] == nth])',
-            "])",
-            OWN_CEILINGS,
-        ),
+        "kernel_speed/timing",
+        ("a lost device is not noticed", "                check_device()\n", "", ENDS),
     ),
     *in_benchmark(
         "kernel_speed/step",
