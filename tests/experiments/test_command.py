@@ -12,11 +12,11 @@ from experiments.bookkeeping import __main__ as bookkeeping
 from experiments.common import command
 
 TOO_LONG = "x" * 300  # for the name of a file
-ROOT = Path(command.__file__).parent.parent
+ROOT = Path(command.__file__).parent.parent.parent
 COMMANDS = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in Path(command.__file__).parent.rglob("*.py")
-    if "command.run(main)" in path.read_text()
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for path in (ROOT / "experiments").rglob("*.py")
+    if "command.run(main)" in path.read_text() and path.name != "command.py"
 )
 
 
@@ -277,7 +277,7 @@ DOUBLES = (
 def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path, kind):
     """The second start finds them and says nothing."""
     environment = {name: text for name, text in os.environ.items() if "COMPILATION_CACHE" not in name}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT.parent)}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment |= {
         "another folder": {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "other")},
         "switched off": {"JAX_ENABLE_COMPILATION_CACHE": "false"},
