@@ -90,7 +90,12 @@ def test_items_are_those_of_the_seed(folder):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "has 0 items, expected 30: lower --items"), ("{}", "expected openai's gsm8k"), ("no", "expected")],
+    [
+        ("", "has 0 items, expected 30: lower --items"),
+        ("{}", "expected openai's gsm8k"),
+        ("no", "expected"),
+        *((json.dumps({"question": ask, "answer": "3"}), "expected") for ask in ("\ud800", 3, None)),
+    ],
 )
 def test_files_that_do_not_fit_are_refused(folder, text, said):
     (folder / items.GSM8K).write_text(text)
