@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bookkeeping import __main__ as bookkeeping
 from experiments.common import command
 
 TOO_LONG = "x" * 300  # for the name of a file
@@ -100,22 +99,6 @@ def test_a_folder_with_data_may_be_named_by_the_environment(capsys, monkeypatch,
     assert parse("--data", str(tmp_path.parent)).data == tmp_path.parent
     monkeypatch.setenv("KVCACHE_DATA_DIR", TOO_LONG)
     assert f"there is no folder {TOO_LONG}" in refusal(capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0"),
-        (["--peers-python", "nowhere"], "got --peers-python without --peers, expected both: add --peers"),
-        (["--peers", "--peers-python", "nowhere"], "got --peers-python nowhere, expected a Python"),
-    ],
-)
-def test_bookkeeping_refuses_bad_input(capsys, arguments, message):
-    with pytest.raises(SystemExit) as error:
-        bookkeeping.main(arguments)
-    assert error.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"python -m experiments.bookkeeping: {message}") and said.count("\n") == 1
 
 
 def test_the_extra_for_pictures_is_named(capsys, monkeypatch, tmp_path):

@@ -7,18 +7,10 @@ import pytest
 from flax import nnx
 
 from experiments import compression
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder
+from tests.experiments import tiny
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_embeddings=True,
-)
+TINY = tiny.config(use_qk_norm=False)
 
 
 def report(snapkv, chance, blocks):

@@ -259,22 +259,6 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--interpret"], "got --interpret without --output"),
-        (["--interpret", "--output", "/nowhere"], "there is no folder /nowhere"),
-        (["--flashinfer", "/nowhere"], "there is no folder /nowhere"),
-        (["--minutes", "0"], "expected a number above 0"),
-    ],
-)
-def test_bad_options_are_one_sentence(arguments, said, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        kernel_speed.main(arguments)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
-
-
 def test_every_cell_is_there_once_and_the_important_ones_first():
     cells = all_cells()
     assert len(cells) == len(set(cells)) == 4 * 3 * 3 * 3

@@ -326,29 +326,6 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--simulate", "v5e", "--chips", "1", "--requests", "4"],
-            "1 v5e hold no model and request: raise --chips",
-        ),
-        (["--simulate", "abacus"], "invalid choice: 'abacus'"),
-        (["--simulate", "--demo"], "not allowed with"),
-        (["--checkpoint", "/nowhere"], "/nowhere"),
-        (["--markdown", "/nowhere"], "expected what --json printed"),
-        (["--trace", "/nowhere.csv"], "cannot be read"),
-        (["--metrics", "/nowhere/a.prom"], "there is no folder /nowhere: make it first"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(arguments, said, capsys, monkeypatch):
-    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
-
-
 @pytest.mark.parametrize("name", ["serve", "serve_simulated"])
 def test_the_documents_tables_are_those_of_the_record(name):
     """`python -m experiments.serve --markdown experiments/results/NAME.json` prints them."""
