@@ -15,6 +15,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.chunks import rows
+from experiments.common import quality
 from experiments.common.command import InputError
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
 from experiments.common.timing import show_records
@@ -152,7 +153,7 @@ class Gate:
 
 def _compared(log_p: np.ndarray, exact: np.ndarray) -> dict[str, float]:
     """KL divergence to exact predictions f64[tokens, vocab_size], and the share of the same best token."""
-    kl = (np.exp(exact) * (exact - log_p)).sum(axis=-1)
+    kl = quality.kl(log_p, exact)
     agrees = log_p.argmax(axis=-1) == exact.argmax(axis=-1)
     return {"kl": float(kl.mean()), "most_kl": float(kl.max()), "agreement": float(agrees.mean())}
 

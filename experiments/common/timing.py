@@ -31,6 +31,13 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
+def ratios(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Tells p10, median and p90 of what each round took in times of another side."""
+    ordered = sorted(a / b for a, b in zip(seconds, others, strict=True))
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return [low, statistics.median(ordered), high]
+
+
 def machine() -> dict[str, str | int]:
     """CPU model and the cores that this process may use."""
     cpu = platform.processor() or platform.machine()
