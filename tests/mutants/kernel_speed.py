@@ -7,10 +7,12 @@ CUDNN = "experiments/test_kernel_speed.py::test_cudnn_is_asked_for_the_same"
 STEP = "experiments/test_kernel_speed.py::test_a_step_is_checked_whether_or_not_xla_runs"
 FLASHINFER = "experiments/test_kernel_speed_torch.py::test_flashinfer_is_asked_for_the_same"
 PYTORCH = "experiments/test_kernel_speed_torch.py::test_pytorch_is_asked_for_the_same"
-ENDS = "experiments/test_kernel_speed.py::test_a_side_ends_or_hangs_its_process"
-LEFT_OUT = "experiments/test_kernel_speed.py::test_who_crashes_repeatedly_is_left_out"
-KEPT = "experiments/test_kernel_speed.py::test_what_was_measured_is_kept_if_the_memory_cannot_be_freed"
-IN_TIME = "experiments/test_kernel_speed.py::test_the_time_ends_a_side_that_hangs"
+ENDS = "experiments/test_kernel_speed_process.py::test_a_side_ends_or_hangs_its_process"
+LEFT_OUT = "experiments/test_kernel_speed_process.py::test_who_crashes_repeatedly_is_left_out"
+KEPT = (
+    "experiments/test_kernel_speed_process.py::test_what_was_measured_is_kept_if_the_memory_cannot_be_freed"
+)
+IN_TIME = "experiments/test_kernel_speed_process.py::test_the_time_ends_a_side_that_hangs"
 
 
 def in_benchmark(module: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
