@@ -39,7 +39,7 @@ demo: .venv
 	$(PY) -m experiments.serve --demo
 
 block-map: .venv
-	$(PY) -m experiments.block_map_demo
+	$(PY) -m experiments.decode --map
 
 # Every guarantee once, see tests/promises.md.
 test: .venv

@@ -1,6 +1,6 @@
 """Question: does an answer depend on who else is in the batch, and what does it cost that it does not?
 
-Command: python -m experiments.batch_invariance [--copies N] [--dtype NAME] [--json FILE]
+Command: python -m experiments.batch_invariance [--copies N] [--dtype NAME] [--json]
 Machine: 2 cores of an AMD EPYC, other work beside it; jax 0.12.0
 Answer:  By default it does: 1,000 copies of a prompt get one text, but log-probabilities of 45 different bit
   patterns. Batch-invariant, all copies get the same bits, in 1.06 times the time. All of 204 sampled tokens
@@ -18,10 +18,8 @@ the tokens before each as a prompt, and of the forward pass of training, all tok
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.common import command, corpus, timing
+from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
 from models.decoder import Decoder, cache_config, forward
@@ -178,48 +177,39 @@ _losses = jax.jit(losses)
 def bars_of(default: Mode, invariant: Mode, scores: dict[str, float], is_float32: bool) -> list[dict]:
     """What must hold, and whether it does."""
     ratio = invariant.seconds / default.seconds
-    bars: list[tuple[str, float, float]] = [
-        ("distinct answers to the bit, batch-invariant", invariant.num_bits, 1),
-        ("tokens whose log-probability the engine says otherwise", _num_unequal(scores), 0),
-        ("time, in times of the default", ratio, MOST_RATIO),
+    bars = [
+        at_most("distinct answers to the bit, batch-invariant", invariant.num_bits, 1),
+        at_most("tokens whose log-probability the engine says otherwise", _num_unequal(scores), 0),
+        at_most("time, in times of the default", ratio, MOST_RATIO),
     ]
     if is_float32:
         largest = scores["largest_difference"]
-        bars.append(("difference from the forward pass of training", largest, MOST_DIFFERENCE))
-    return [
-        {"name": name, "value": value, "most": most, "holds": value <= most} for name, value, most in bars
-    ]
+        bars.append(at_most("difference from the forward pass of training", largest, MOST_DIFFERENCE))
+    return bars
 
 
 def _num_unequal(scores: dict[str, float]) -> float:
     return scores["num_tokens"] - scores["num_equal"]
 
 
+MODES = {
+    "mode": "{name}",
+    "seconds": "{seconds:.1f}",
+    "tokens/s": lambda mode: f"{mode['num_tokens'] / mode['seconds']:.0f}",
+    "preemptions": "{num_preemptions}",
+    "answers": "{num_answers}",
+    "to the bit": "{num_bits}",
+    "first split": lambda mode: "none" if mode["first_split"] is None else f"token {mode['first_split']}",
+}
+
+
 def show(report: dict) -> None:
-    """Prints the report."""
-    header = ["mode", "seconds", "tokens/s", "preemptions", "answers", "to the bit", "first split"]
-    rows = [
-        [
-            mode["name"],
-            f"{mode['seconds']:.1f}",
-            f"{mode['num_tokens'] / mode['seconds']:.0f}",
-            str(mode["num_preemptions"]),
-            str(mode["num_answers"]),
-            str(mode["num_bits"]),
-            "none" if mode["first_split"] is None else f"token {mode['first_split']}",
-        ]
-        for mode in report["modes"]
-    ]
-    timing.show_table(
-        f"{report['copies']} copies of a prompt among as many others, {report['dtype']}", header, rows
-    )
-    rows = [
-        [bar["name"], f"{bar['value']:.3g}", f"{bar['most']:g}", "holds" if bar["holds"] else "missed"]
-        for bar in report["bars"]
-    ]
-    timing.show_table(
-        f"Bars ({report['scores']['num_tokens']} tokens scored again)", ["", "", "bar", ""], rows
-    )
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
+    title = f"{report['copies']} copies of a prompt among as many others, {report['dtype']}"
+    timing.show_records(title, MODES, report["modes"])
+    print(f"  {report['scores']['num_tokens']} tokens scored again")
+    show_bars(report)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -229,10 +219,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write one JSON object to this file")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"got --json {options.json}, expected a file in a folder that is there")
+    start = time.perf_counter()
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.dtype(options.dtype))
     data = np.frombuffer(next(iter(corpus.held_out_files().values())), np.uint8).astype(np.int32)
     requests = requests_of(data, options.copies)
@@ -241,17 +230,15 @@ def main(arguments: list[str] | None = None) -> int:
     (default, _), (invariant, found) = measured.values()
     scores = score_again(decoder, engines["batch-invariant"], requests, found)
     report = {
+        **provenance(),
+        "seconds": time.perf_counter() - start,
         "copies": options.copies,
         "dtype": options.dtype,
         "modes": [dataclasses.asdict(mode) for mode in (default, invariant)],
         "scores": scores,
         "bars": bars_of(default, invariant, scores, options.dtype == "float32"),
-        "machine": timing.machine(),
-        "revision": timing.revision(),
     }
-    show(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    deliver(report, options, show)
     return 0 if all(bar["holds"] for bar in report["bars"]) else 1
 
 

@@ -1,6 +1,6 @@
 """Question: how long does one wait for programs, and does a deeper model make one wait longer?
 
-Command: python -m experiments.compile_time [--repeats N] [--no-demo] [--json FILE]
+Command: python -m experiments.compile_time [--repeats N] [--no-demo] [--json]
 Machine: 2 cores of an AMD EPYC; jax 0.12.0
 Answer:  0.87 s for a decode step of 6 equal layers, 0.87 for 24 and 0.89 for 48: depth costs nothing, for
   layers are scanned (unrolled they took 1.10, 2.33 and 4.28). 1.97 s for 24 layers of which every sixth is
@@ -18,10 +18,8 @@ programs are kept in files meanwhile. Of repeats the least total is kept: other 
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +30,7 @@ from flax import nnx
 
 import kvcache_jax as kv
 from experiments.common import command, timing
+from experiments.common.report import add_options, at_most, deliver, provenance, show_bars, show_provenance
 from experiments.decode import __main__ as decode
 from experiments.decode import options as decode_options
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
@@ -193,29 +192,26 @@ def bars_of(costs: Sequence[Cost]) -> list[dict]:
     totals = {cost.name: cost.total_s for cost in costs}
     shallow, *deeper = (totals[step_name(depth)] for depth in DEPTHS)
     return [
-        {"bar": f"{depth} layers to {DEPTHS[0]}", "measured": total / shallow, "at_most": MOST_RATIO}
+        at_most(f"{depth} layers to {DEPTHS[0]}", total / shallow, MOST_RATIO)
         for depth, total in zip(DEPTHS[1:], deeper, strict=True)
     ]
 
 
+COLUMNS = {
+    "seconds": "{name}",
+    "tracing": "{trace_s:.2f}",
+    "lowering": "{lower_s:.2f}",
+    "compiling": "{compile_s:.2f}",
+    "total": "{total_s:.2f}",
+    "programs": "{num_programs}",
+}
+
+
 def show(report: dict) -> None:
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores; {report['device']}, jax {report['jax']}")
-    fields = "trace_s", "lower_s", "compile_s", "total_s"
-    rows = [
-        [record["name"], *(f"{record[field]:.2f}" for field in fields), str(record["num_programs"])]
-        for record in report["records"]
-    ]
-    header = ["seconds", "tracing", "lowering", "compiling", "total", "programs"]
-    timing.show_table("until the programs are ready", header, rows)
-    rows = [
-        [bar["bar"], f"{bar['measured']:.2f}", str(bar["at_most"]), verdict(bar)] for bar in report["bars"]
-    ]
-    timing.show_table("bars, of the totals", ["bar", "measured", "at most", ""], rows)
-
-
-def verdict(bar: dict) -> str:
-    return "holds" if bar["measured"] <= bar["at_most"] else "does not hold"
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
+    timing.show_records("until the programs are ready", COLUMNS, report["records"])
+    show_bars(report)
 
 
 @contextlib.contextmanager
@@ -236,27 +232,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--repeats", type=command.integer(1), default=3, metavar="N", help="of all but the demo; default: 3"
     )
     parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write one JSON object to this file")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"got --json {options.json}, expected a file in a folder that is there")
     start = time.perf_counter()
     with without_compilation_cache():
         steps = step_costs(options.repeats)
         costs = [*([] if options.no_demo else [demo_cost()]), *steps, *operation_costs(options.repeats)]
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "repeats": options.repeats,
         "records": [dataclasses.asdict(cost) | {"total_s": cost.total_s} for cost in costs],
         "bars": bars_of(steps),
     }
-    show(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    deliver(report, options, show)
     return 0
 
 

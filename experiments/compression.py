@@ -15,7 +15,6 @@ of PyramidKV may differ by layer; the others keep the same number in each.
 """
 
 import functools
-import math
 import statistics
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from experiments.common import command, corpus, timing
+from experiments.common import command, corpus, quality, timing
 from experiments.common.report import (
     add_options,
     at_least,
@@ -47,14 +46,6 @@ SHARES = 0.75, 0.5, 0.25, 0.125
 WINDOW = 64  # that SnapKV, and with it PyramidKV, keeps
 BLOCK_SIZE = 16
 FULL, NONE, PYRAMID = "full", "none", "pyramidkv"
-
-
-def read_windows() -> np.ndarray:
-    """i32[NUM_FILES, PROMPT + REST + 1], a piece of each of the first held-out files that are long enough."""
-    length = PROMPT + REST + 1
-    pieces = [file[SKIPPED : SKIPPED + length] for file in corpus.held_out_files().values()]
-    pieces = [piece for piece in pieces if len(piece) == length][:NUM_FILES]
-    return np.stack([np.frombuffer(piece, np.uint8) for piece in pieces]).astype(np.int32)
 
 
 def empty_cache(decoder: Decoder, num_rows: int) -> kv.Cache:
@@ -119,13 +110,6 @@ def _read(
 compress = jax.jit(kv.compression.compress)
 
 
-def bits_per_byte(log_p: jax.Array, targets: np.ndarray) -> np.ndarray:
-    """Bits per byte of each row, f64[n]."""
-    of_targets = np.asarray(log_p, np.float64)[:, : targets.shape[1]]
-    nats = -np.take_along_axis(of_targets, targets[..., None], axis=-1)
-    return nats[..., 0].mean(axis=1) / math.log(2)
-
-
 class Study:
     """Rows that have read a prompt, and what they make of its continuation once some tokens are gone.
 
@@ -152,7 +136,7 @@ class Study:
         start = time.perf_counter()
         log_p = _read(self.decoder, cache, rest, num_new, (), REST)[1].block_until_ready()
         self.seconds.setdefault(what, []).append(time.perf_counter() - start)
-        return bits_per_byte(log_p, self.targets)
+        return quality.bits(np.asarray(log_p), self.targets).mean(axis=1)
 
     def without_prompt(self) -> kv.Cache:
         """The cache after all tokens are gone; positions go on."""
@@ -275,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     decoder = checkpoint.load(corpus.MODEL, dtype=jnp.float32)
-    windows = read_windows()
+    windows = quality.held_out_windows(NUM_FILES, SKIPPED, PROMPT + REST + 1)
     prompts, rest = windows[:, :PROMPT], windows[:, PROMPT:]
     study = Study(decoder, prompts, rest[:, :-1], rest[:, 1:])
     continuation = measure(study)

@@ -248,20 +248,19 @@ def bars_of(measured: dict, pools: dict[str, float]) -> list[dict]:
     return [at_most(*each) for each in bars]
 
 
+COLUMNS = {
+    "prefix": f"{PREFIX_LEN} tokens, seed {{seed}}",
+    "held-out text": "{after:.3f}",
+    "as it started": "{before:.3f}",
+    "time": "{seconds:.0f} s",
+}
+
+
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
-    rows = [["none", f"{report['without']:.3f}", "", ""]] + [
-        [
-            f"{PREFIX_LEN} tokens, seed {seed['seed']}",
-            f"{seed['after']:.3f}",
-            f"{seed['before']:.3f}",
-            f"{seed['seconds']:.0f} s",
-        ]
-        for seed in report["seeds"]
-    ]
-    title = f"bits per byte, {report['text']}; {report['num_steps']} steps"
-    timing.show_table(title, ["prefix", "held-out text", "as it started", "time"], rows)
+    title = f"bits per byte, {report['text']}; {report['num_steps']} steps; {report['without']:.3f} without"
+    timing.show_records(title, COLUMNS, report["seeds"])
     show_bars(report)
 
 

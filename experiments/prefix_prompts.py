@@ -18,26 +18,29 @@ Time to first token is the host's clock around `generate` of one token, admissio
 compiled before.
 """
 
-import itertools
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from experiments.common import command
+from experiments.common import byte_model, command
+from experiments.common.benchmarks import NUM_SHOTS, few_shot_prompts
 from experiments.common.command import InputError
-from experiments.common.corpus import MODEL, held_out_files
-from experiments.common.timing import machine, revision, show_table, summary
-from models import checkpoint
+from experiments.common.corpus import held_out_files
+from experiments.common.report import (
+    add_options,
+    at_least,
+    deliver,
+    provenance,
+    show_bars,
+    show_provenance,
+)
+from experiments.common.timing import ms_columns, show_records, summary
 from models.decoder import Decoder, cache_config, forward
 
-BLOCK_SIZE, NUM_SHOTS = 16, 8
+BLOCK_SIZE = 16
 NO_DATA = "for there is neither --data nor KVCACHE_DATA_DIR; see the module's first lines"
 BAR = 4.0  # times shorter, for the second prompt of a pair
 Prompt = Sequence[int]
@@ -93,29 +96,6 @@ def made_up_pairs(num_pairs: int, shared_len: int, own_len: int) -> list[tuple[l
     return pairs
 
 
-def few_shot_prompts(folder: Path, num_prompts: int) -> list[list[int]]:
-    """The first examples of the folder's file as shots, the next as questions.
-
-    Raises:
-      InputError: there is no such file, or it has too few examples.
-    """
-    path = folder / "text" / "gsm8k_test.jsonl"
-    num_examples = NUM_SHOTS + num_prompts
-    try:
-        with path.open(encoding="utf-8") as file:
-            examples = [json.loads(line) for line in itertools.islice(file, num_examples)]
-        pairs = [(example["question"], example["answer"]) for example in examples]
-        shots = "".join(f"Question: {ask}\nAnswer: {answer}\n\n" for ask, answer in pairs[:NUM_SHOTS])
-        prompts = [list(f"{shots}Question: {ask}\nAnswer:".encode()) for ask, _ in pairs[NUM_SHOTS:]]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise InputError(f"got --data {folder}, expected text/gsm8k_test.jsonl in it: {error}") from error
-    if len(pairs) < num_examples:
-        raise InputError(f"{path} has {len(pairs)} examples, expected {num_examples}: lower --prompts")
-    if wrong := [pair for pair in pairs if not all(isinstance(text, str) for text in pair)]:
-        raise InputError(f"{path} has the example {wrong[0]}, expected two texts")
-    return prompts
-
-
 def time_pairs(decoder: Decoder, pairs: Sequence[tuple[Prompt, Prompt]]) -> dict[str, Any]:
     runner = Runner(decoder, max(len(prompt) for pair in pairs for prompt in pair), prefix_caching=True)
     times: list[list[float]] = [[], []]
@@ -165,66 +145,71 @@ def time_few_shot(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[str, Any]
     }
 
 
+TIMES = {"time to first token, ms": "{name}", **ms_columns()}
+
+
 def show(report: dict[str, Any]) -> None:
+    """Prints a report, the object of `--json`, as tables."""
+    show_provenance(report)
     pairs = report["made_up"]
-    show_table(
+    _show_times(
         f"{pairs['num_pairs']} pairs of prompts of {pairs['prompt_len']} tokens",
-        ("time to first token, ms", "median", "p10", "p90"),
-        [
-            _time_row("first prompt of a pair", pairs["first_token_first_prompt"]),
-            _time_row("second prompt", pairs["first_token_second_prompt"]),
-        ],
+        {
+            "first prompt of a pair": pairs["first_token_first_prompt"],
+            "second prompt": pairs["first_token_second_prompt"],
+        },
     )
-    holds = "holds" if pairs["ratio"] >= BAR else "does not hold"
-    print(f"  {pairs['ratio']:.1f} times shorter; at least {BAR:g}: {holds}")
     few_shot = report["few_shot"]
     if isinstance(few_shot, str):
         print(f"\nfew-shot prompts: skipped, {few_shot}")
-        return
-    show_table(
-        f"{few_shot['num_prompts']} prompts of GSM8K, {NUM_SHOTS} shots, "
-        f"{few_shot['num_tokens'] / few_shot['num_prompts']:.0f} tokens on average",
-        ("time to first token, ms", "median", "p10", "p90"),
-        [
-            _time_row("with the prefix cache", few_shot["first_token_with"]),
-            _time_row("without", few_shot["first_token_without"]),
-        ],
-    )
-    print(
-        f"  {few_shot['ratio']:.1f} times shorter; {few_shot['hit_rate_tokens']:.1%} of the tokens found, "
-        f"{few_shot['hit_rate_blocks']:.1%} of the blocks;\n  {few_shot['bytes_kept'] / 2**20:.1f} MiB keep "
-        f"what takes {few_shot['bytes_of_all_prompts'] / 2**20:.1f} MiB prompt by prompt"
-    )
+    else:
+        _show_times(
+            f"{few_shot['num_prompts']} prompts of GSM8K, {NUM_SHOTS} shots, "
+            f"{few_shot['num_tokens'] / few_shot['num_prompts']:.0f} tokens on average",
+            {
+                "with the prefix cache": few_shot["first_token_with"],
+                "without": few_shot["first_token_without"],
+            },
+        )
+        print(
+            f"  {few_shot['ratio']:.1f} times shorter; {few_shot['hit_rate_tokens']:.1%} of the tokens "
+            f"found, {few_shot['hit_rate_blocks']:.1%} of the blocks;\n"
+            f"  {few_shot['bytes_kept'] / 2**20:.1f} MiB keep what takes "
+            f"{few_shot['bytes_of_all_prompts'] / 2**20:.1f} MiB prompt by prompt"
+        )
+    show_bars(report)
 
 
-def _time_row(name: str, figures: dict[str, float]) -> tuple[str, ...]:
-    return name, *(f"{figures[key] / 1000:.1f}" for key in ("median_us", "p10_us", "p90_us"))
+def _show_times(title: str, figures: dict[str, dict[str, float]]) -> None:
+    show_records(title, TIMES, [{"name": name, **of_name} for name, of_name in figures.items()])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.prefix_prompts", __doc__)
     command.add_data_folder(parser, "text/gsm8k_test.jsonl")
-    parser.add_argument("--checkpoint", type=command.name, default=MODEL, metavar="DIR")
-    parser.add_argument("--shared", type=command.integer(1), default=1024, metavar="N")
-    parser.add_argument("--own", type=command.integer(1), default=32, metavar="N")
-    parser.add_argument(
-        "--prompts", type=command.integer(2, 10_000), default=20, metavar="N", help="and pairs"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    byte_model.add_option(parser)
+    count, length = command.integer(2, 10_000), command.integer(1)
+    parser.add_argument("--shared", type=length, default=1024, metavar="N", help="tokens; default: 1024")
+    parser.add_argument("--own", type=length, default=32, metavar="N", help="tokens; default: 32")
+    parser.add_argument("--prompts", type=count, default=20, metavar="N", help="and pairs; default: 20")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
+    start = time.perf_counter()
+    decoder = byte_model.load(parser, options.checkpoint)
     try:
-        decoder = checkpoint.load(options.checkpoint, dtype=jnp.float32)
         pairs = made_up_pairs(options.prompts, options.shared, options.own)
         questions = None if options.data is None else few_shot_prompts(options.data, options.prompts)
-    except (InputError, checkpoint.CheckpointError) as error:
+    except InputError as error:
         parser.error(str(error))
-    report = {"machine": machine(), "revision": revision(), "jax": jax.__version__}
-    report["made_up"] = time_pairs(decoder, pairs)
-    report["few_shot"] = NO_DATA if questions is None else time_few_shot(decoder, questions)
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
+    made_up = time_pairs(decoder, pairs)
+    report = {
+        **provenance(),
+        "made_up": made_up,
+        "few_shot": NO_DATA if questions is None else time_few_shot(decoder, questions),
+        "bars": [at_least("first token of a second prompt, times sooner", made_up["ratio"], BAR)],
+        "seconds": time.perf_counter() - start,
+    }
+    deliver(report, options, show)
     return 0
 
 

@@ -30,7 +30,6 @@ several sizes. Every status must be OK; the loop must end in the very state that
 
 import concurrent.futures
 import functools
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +60,8 @@ from experiments.bookkeeping.operations import (
 )
 from experiments.bookkeeping.report import show
 from experiments.common import command
-from experiments.common.timing import machine, revision, summary
+from experiments.common.report import add_options, deliver, provenance
+from experiments.common.timing import summary
 from experiments.peers import run_peers
 
 SMALLEST_POOL = 1_024
@@ -248,7 +248,7 @@ def bars_of(full: Sequence[Timing], growth: Sequence[Sequence[Timing]], memory: 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command.Parser("experiments.bookkeeping", __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, draws=False)
     parser.add_argument("--peers", action="store_true", help="time vLLM's manager and levanter's pager too")
     parser.add_argument(
         "--peers-python", action="append", default=[], metavar="PYTHON", help="where a peer is installed"
@@ -285,10 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     peers = run_peers(sizes, options.peers_python) if options.peers else []
     report = {
-        "machine": machine(),
-        "revision": revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "control_bytes": control_bytes(full[0].prepared),
         "decode_step_bytes": memory,
@@ -298,10 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
         "peers": peers,
         "bars": bars_of(full, growth, memory),
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
+    deliver(report, options, show)
     return 0
 
 

@@ -1,14 +1,39 @@
 """The tables of `experiments.bookkeeping`."""
 
 from experiments.bookkeeping.operations import BLOCK_SIZE, FLOOR, FULL, NUM_BLOCKS, NUM_ROWS, SMALL
-from experiments.common.timing import show_table
+from experiments.common.report import show_provenance, verdict
+from experiments.common.timing import show_records, show_table
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+TIMES = {
+    "median": lambda record: _number(record["median_us"]),
+    "p10 - p90": lambda record: f"{_number(record['p10_us'])} - {_number(record['p90_us'])}",
+}
+FIGURES = {
+    "operation": "{operation}",
+    "figure": "{figure}",
+    **TIMES,
+    "calls x steps": "{num_calls} x {steps_per_call}",
+    "first call (compiles)": "{first_call_s:.2f} s",
+}
+PEERS = {"peer": "{peer}", "operation": "{operation}", "variant": "{variant}", "figure": "{figure}", **TIMES}
+BARS = {
+    "bar": "{bar}",
+    "measured": lambda bar: _number(bar["measured"]),
+    "at most": lambda bar: _number(bar["limit"]),
+    "": "{unit}",
+    "verdict": lambda bar: verdict(bar["holds"]),
+}
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores")
-    print(f"{report['device']}, jax {report['jax']}; times in microseconds")
+    show_provenance(report)
+    print("times in microseconds")
     records = [record for record in report["records"] if record["workload"] == FULL.name]
     _show_figures(f"{NUM_ROWS} rows, {NUM_BLOCKS:,} blocks of {BLOCK_SIZE}; {FULL}", records)
     _show_growth([record for record in report["records"] if record["workload"] == SMALL.name])
@@ -20,27 +45,13 @@ def show(report: dict) -> None:
     show_table("compiled decode step of two layers, bytes", ["", "N blocks", "8N blocks"], rows)
 
     _show_peers(report["peers"])
-    rows = [
-        [bar["bar"], _number(bar["measured"]), _number(bar["limit"]), bar["unit"], _verdict(bar["holds"])]
-        for bar in report["bars"]
-    ]
-    show_table("bars", ["bar", "measured", "at most", "", ""], rows)
+    show_records("bars", BARS, report["bars"])
     num_failed = sum(not bar["holds"] for bar in report["bars"])
-    print(f"\n{num_failed} of {len(rows)} bars do not hold; {report['seconds']:.0f} s in all")
+    print(f"\n{num_failed} of {len(report['bars'])} bars do not hold; {report['seconds']:.0f} s in all")
 
 
 def _show_figures(title: str, records: list[dict]) -> None:
-    rows = [
-        [
-            record["operation"],
-            *_figure(record),
-            f"{record['num_calls']} x {record['steps_per_call']}",
-            f"{record['first_call_s']:.2f} s",
-        ]
-        for record in records
-    ]
-    header = ["operation", "figure", "median", "p10 - p90", "calls x steps", "first call (compiles)"]
-    show_table(title, header, rows, num_text=2)
+    show_records(title, FIGURES, records, num_text=2)
 
 
 def _show_growth(records: list[dict]) -> None:
@@ -61,33 +72,12 @@ def _show_growth(records: list[dict]) -> None:
 
 
 def _show_peers(peers: list[dict]) -> None:
-    rows = []
+    records = []
     for peer in peers:
         if "skipped" in peer:
             print(f"\n{peer['peer']} was skipped: {peer['skipped']}")
             print("  (install it anywhere and name that interpreter with --peers-python)")
-        for record in peer.get("records", []):
-            rows.append(
-                [
-                    f"{peer['peer']} {peer['version']}",
-                    record["operation"],
-                    record["variant"],
-                    *_figure(record),
-                ]
-            )
-    if rows:
-        header = ["peer", "operation", "variant", "figure", "median", "p10 - p90"]
-        show_table("peers, the same rows and blocks", header, rows, num_text=4)
-
-
-def _figure(record: dict) -> list[str]:
-    spread = f"{_number(record['p10_us'])} - {_number(record['p90_us'])}"
-    return [record["figure"], _number(record["median_us"]), spread]
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
-
-
-def _verdict(holds: bool) -> str:
-    return "holds" if holds else "does not hold"
+        name = f"{peer['peer']} {peer.get('version')}"
+        records += [{"peer": name, **record} for record in peer.get("records", [])]
+    if records:
+        show_records("peers, the same rows and blocks", PEERS, records, num_text=4)

@@ -15,9 +15,10 @@ import numpy as np
 
 import kvcache_jax as kv
 from experiments.chunks import rows
+from experiments.common import quality
 from experiments.common.command import InputError
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import show_records
 from kvcache_jax.chunks.selected_tokens import num_of_share
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
@@ -153,7 +154,7 @@ class Gate:
 
 def _compared(log_p: np.ndarray, exact: np.ndarray) -> dict[str, float]:
     """KL divergence to exact predictions f64[tokens, vocab_size], and the share of the same best token."""
-    kl = (np.exp(exact) * (exact - log_p)).sum(axis=-1)
+    kl = quality.kl(log_p, exact)
     agrees = log_p.argmax(axis=-1) == exact.argmax(axis=-1)
     return {"kl": float(kl.mean()), "most_kl": float(kl.max()), "agreement": float(agrees.mean())}
 
@@ -202,32 +203,22 @@ def measure(
     }
 
 
+PROMPTS = {
+    "tokens": "{tokens:,}",
+    "again": "{again:,}",
+    "KL, none again": "{without[kl]:.5f}",
+    "KL": "{with[kl]:.5f}",
+    "most": "{with[most_kl]:.5f}",
+    "same best, none again": "{without[agreement]:.1%}",
+    "same best": "{with[agreement]:.1%}",
+}
+
+
 def show(report: dict[str, Any]) -> None:
     """Prints a report of `--check` as tables."""
     show_provenance(report)
     print(f"{report['model']}; {report['selector']}, {report['share']:.0%} of the tokens computed again")
-    rows_of = [
-        [
-            str(i),
-            f"{record['tokens']:,}",
-            f"{record['again']:,}",
-            *(f"{record[way]['kl']:.5f}" for way in ("without", "with")),
-            f"{record['with']['most_kl']:.5f}",
-            *(f"{record[way]['agreement']:.1%}" for way in ("without", "with")),
-        ]
-        for i, record in enumerate(report["prompts"], 1)
-    ]
-    header = [
-        "prompt",
-        "tokens",
-        "again",
-        "KL, none again",
-        "KL",
-        "most",
-        "same best, none again",
-        "same best",
-    ]
-    show_table("composed beside full prefill", header, rows_of)
+    show_records("composed beside full prefill", PROMPTS, report["prompts"])
     show_bars(report)
     failed = [bar for bar in report["bars"] if not bar["holds"]]
     print("may be composed" if not failed else "may not be composed so: compute more again, or do not reuse")

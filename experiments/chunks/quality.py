@@ -9,6 +9,7 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.chunks import rows
 from experiments.chunks.prompts import Prompts
+from experiments.common import quality as common_quality
 from models.decoder import Decoder
 
 SHARES = 0.1, 0.2, 0.5, 0.75
@@ -63,7 +64,7 @@ class Study:
     def kl(self, cache: kv.Cache) -> np.ndarray:
         """KL divergence to the prefilled rows, nats a token, f64[n]."""
         exact, log_p = (x[:, self.prompts.first_scored :] for x in (self.exact, self.log_p(cache)))
-        return (np.exp(exact) * (exact - log_p)).sum(axis=-1).mean(axis=1)
+        return common_quality.kl(log_p, exact).mean(axis=1)
 
     def repaired(self, places: np.ndarray) -> kv.Cache:
         """The composed rows after the tokens at the places i32[n, T] were computed again."""

@@ -10,7 +10,7 @@ from experiments.chunks.quality import ALL, NONE, RANDOM, SEEN, SHARES, UNTURNED
 from experiments.chunks.times import FULL
 from experiments.common import log_axes
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import ms_columns, show_records, show_table
 
 
 def bars_of(texts: Sequence[dict[str, Any]], trace: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,6 +45,22 @@ def _kl(text: dict[str, Any]) -> dict[str, dict[float, float]]:
     return found
 
 
+TIMES = {
+    "": "{way}",
+    "computed again": "{share:.0%}",
+    **ms_columns(),
+    "of full, each round": "{times_full[1]:.2f} ({times_full[0]:.2f} - {times_full[2]:.2f})",
+    "first call (compiles)": "{first_call_s:.1f} s",
+}
+TRACE = {
+    "": "{side}",
+    "computed again": lambda record: _side(record)[1],
+    "tokens computed": "{computed:,}",
+    "of all": "{of_all:.1%}",
+    "blocks": "{blocks:,}",
+}
+
+
 def show(report: dict[str, Any]) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
@@ -55,31 +71,10 @@ def show(report: dict[str, Any]) -> None:
         ]
         title = f"KL to full prefill, nats a byte, {text['text']} text; computed again"
         show_table(title, ["", *(f"{share:.0%}" for share in (0.0, *SHARES, 1.0))], rows)
-    rows = [
-        [
-            record["way"],
-            f"{record['share']:.0%}",
-            f"{record['median_us'] / 1e3:.1f}",
-            f"{record['p10_us'] / 1e3:.1f} - {record['p90_us'] / 1e3:.1f}",
-            "{1:.2f} ({0:.2f} - {2:.2f})".format(*record["times_full"]),
-            f"{record['first_call_s']:.1f} s",
-        ]
-        for record in report["times"]
-    ]
-    header = ["", "computed again", "median", "p10 - p90", "of full, each round", "first call (compiles)"]
-    show_table("until the first prediction, ms", header, rows)
+    show_records("until the first prediction, ms", TIMES, report["times"])
     most = report["trace"][0]["computed"]
-    rows = [
-        [
-            *_side(record),
-            f"{record['computed']:,}",
-            f"{record['computed'] / most:.1%}",
-            f"{record['blocks']:,}",
-        ]
-        for record in report["trace"]
-    ]
-    header = ["", "computed again", "tokens computed", "of all", "blocks"]
-    show_table(f"{report['num_requests']} requests about {report['num_files']} files", header, rows)
+    records = [{**record, "of_all": record["computed"] / most} for record in report["trace"]]
+    show_records(f"{report['num_requests']} requests about {report['num_files']} files", TRACE, records)
     show_bars(report)
 
 

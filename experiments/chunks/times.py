@@ -1,7 +1,6 @@
 """The time until a prompt's first prediction: prefilled as a whole, or composed of passages."""
 
 import functools
-import statistics
 import time
 from typing import Any
 
@@ -92,9 +91,7 @@ def measure(decoder: Decoder, prompts: Prompts, num_rounds: int = NUM_ROUNDS) ->
     full = seconds[FULL, 1.0]
     records = []
     for (way, share), times in seconds.items():
-        ratios = sorted(a / b for a, b in zip(times[1:], full[1:], strict=True))  # of the same round
-        low, high = (ratios[round(part * (len(ratios) - 1))] for part in (0.1, 0.9))
-        of_full = [low, statistics.median(ratios), high]
+        of_full = timing.ratios(times[1:], full[1:])
         summary = timing.summary(times[1:])
         records.append(
             {"way": way, "share": share, "first_call_s": times[0], "times_full": of_full, **summary}

@@ -17,6 +17,7 @@ from typing import Any
 from experiments.common import command, timing
 
 _LIMITS = "at_most", "at_least", "exactly"
+_VERDICTS = {True: "holds", False: "does not hold"}
 
 
 def at_most(bar: str, measured: float, limit: float) -> dict[str, Any]:
@@ -72,10 +73,13 @@ def show_provenance(report: dict[str, Any]) -> None:
 def show_bars(report: dict[str, Any], digits: int = 3) -> None:
     """Prints what a report ends with: its bars, how many do not hold, and the time of all."""
     bars: Sequence[dict[str, Any]] = report["bars"]
-    rows = [
-        [bar["bar"], f"{bar['measured']:.{digits}g}", limit_of(bar), verdict(bar["holds"])] for bar in bars
-    ]
-    timing.show_table("bars", ["bar", "measured", "", ""], rows)
+    columns = {
+        "bar": "{bar}",
+        "measured": f"{{measured:.{digits}g}}",
+        "": limit_of,
+        "verdict": lambda bar: verdict(bar["holds"]),
+    }
+    timing.show_records("bars", columns, bars)
     num_failed = sum(not bar["holds"] for bar in bars)
     print(f"\n{num_failed} of {len(bars)} bars do not hold; {report['seconds']:.0f} s in all")
 
@@ -88,4 +92,4 @@ def limit_of(bar: dict[str, Any]) -> str:
 
 def verdict(holds: bool) -> str:
     """Words whether a bar holds; `show_table` colours it."""
-    return "holds" if holds else "does not hold"
+    return _VERDICTS[holds]

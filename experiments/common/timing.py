@@ -8,8 +8,12 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+Columns = Mapping[str, str | Callable[[Any], str]]
+"""By header what a column says of a record: a text for `format`, with its fields by name, or a function."""
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -25,6 +29,13 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
         "p90_us": quantile_us(0.9),
         "num_calls": len(ordered),
     }
+
+
+def ratios(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Tells p10, median and p90 of what each round took in times of another side."""
+    ordered = sorted(a / b for a, b in zip(seconds, others, strict=True))
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return [low, statistics.median(ordered), high]
 
 
 def machine() -> dict[str, str | int]:
@@ -51,6 +62,31 @@ def revision() -> str:
         ).stdout.strip()
     except OSError:
         return ""
+
+
+def cells(columns: Columns, records: Sequence[Any]) -> list[list[str]]:
+    """Words the records, a row each."""
+    return [
+        [style.format(**record) if isinstance(style, str) else style(record) for style in columns.values()]
+        for record in records
+    ]
+
+
+def show_records(title: str, columns: Columns, records: Sequence[Any], num_text: int = 1) -> None:
+    """Prints a table of records, a row each."""
+    show_table(title, list(columns), cells(columns, records), num_text)
+
+
+def ms_columns(digits: int = 1) -> Columns:
+    """Says of a `summary` what its calls took, in ms."""
+
+    def ms(record: Any, name: str) -> str:
+        return f"{record[name] / 1e3:.{digits}f}"
+
+    return {
+        "median": lambda record: ms(record, "median_us"),
+        "p10 - p90": lambda record: f"{ms(record, 'p10_us')} - {ms(record, 'p90_us')}",
+    }
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:

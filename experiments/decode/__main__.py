@@ -2,6 +2,7 @@
 
 Command: python -m experiments.decode [PROMPT ...] [--samples N | --beams N] [--speculative K] [--greedy]
          [--checkpoint DIR] [--prompts FILE] [--picture out.png] [--json]; --help lists the others
+         python -m experiments.decode --map [--picture out.png]     a small cache, step by step
 Answer:  text while it is decoded, figures, and who held which block when: samples share their prompt.
 
 Prompts are arguments, the lines of a file or standard input, or two of our own. What is wrong with the input
@@ -27,8 +28,8 @@ import numpy as np
 import kvcache_jax as kv
 from experiments.common import command
 from experiments.common.command import InputError
+from experiments.decode import block_map_demo, timeline
 from experiments.decode import options as decode_options
-from experiments.decode import timeline
 from experiments.decode import view as decode_view
 from kvcache_jax.core.config import format_bytes
 from kvcache_jax.core.describe import control_bytes
@@ -355,6 +356,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = decode_options.parse(parser, arguments)
     color = command.wants_color(options.no_color)
     try:
+        if options.map:
+            decode_options.check(options)
+            return block_map_demo.run(color, options.picture)
         job = prepare(options)
         view = decode_view.View() if options.json else make_view(job, color)
         outcome = decode(job, view)

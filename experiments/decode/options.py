@@ -101,6 +101,7 @@ def make_parser(doc: str | None) -> command.Parser:
     )
     add("--cache-dtype", choices=STORAGE_DTYPES, help="default the model's, and bfloat16 with mosaic_gpu")
     add("--picture", type=command.picture, metavar="FILE", help="draw who held which block when")
+    add("--map", action="store_true", help="decode nothing: play with a small cache and show its blocks")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--no-color", action="store_true", help="plain text, also in a terminal")
     return parser
@@ -129,6 +130,11 @@ def _as_text(argument: str) -> str:
 def check(options: argparse.Namespace) -> None:
     """Refuses options that contradict each other, and fills in those that follow from others."""
     drawing = ("temperature", "top_k", "top_p", "min_p")
+    if options.map:
+        others = ("samples", "beams", "speculative", "draft", "checkpoint", *drawing)
+        _refuse(options, "--map", *others)
+        if options.prompts or options.file or options.json:
+            raise InputError("got --map with prompts or --json, expected only one of them")
     if options.greedy:
         _refuse(options, "--greedy", *drawing)
     if options.beams:

@@ -1,30 +1,22 @@
 """Items: a context, and choices of which one belongs to it.
 
-Other people's files, in the folder that --data or KVCACHE_DATA_DIR names:
-  text/HumanEval.jsonl.gz         openai/human-eval, MIT
-  text/gsm8k_test.jsonl           openai/grade-school-math (its test.jsonl), MIT
-
 An item's context is its task's prefix and what the item adds to it. The prefix fills whole blocks, and the
 first block behind it holds the item's number: an item shares the prefix with others, and nothing else. So
 what is computed for an item does not depend on which items came before it, or whether any did.
 """
 
-import gzip
-import itertools
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from experiments.common.benchmarks import GSM8K, HUMAN_EVAL, NUM_SHOTS, Pair, gsm8k, human_eval, shots_of
 from experiments.common.command import InputError
 from experiments.common.corpus import held_out_files
 
 BLOCK_SIZE = 16
 NUM_CHOICES = 4
-NUM_SHOTS = 8
-GSM8K, HUMAN_EVAL = Path("text", "gsm8k_test.jsonl"), Path("text", "HumanEval.jsonl.gz")
 
 
 class Item(NamedTuple):
@@ -62,23 +54,15 @@ class Task(NamedTuple):
         return len(self.prefix) + max(len(item.own) + len(c) for item in self.items for c in item.choices)
 
 
-class Pair(NamedTuple):
-    """A text, and what belongs behind it."""
-
-    text: str
-    answer: str
-
-
 def grade_school(folder: Path, num: int, seed: int) -> Task:
     """Questions of GSM8K behind eight worked ones; choices are worked answers, three of other questions.
 
     Raises:
       InputError: there is no such file, or it has too few examples.
     """
-    pairs = _read(folder / GSM8K, open, "openai's gsm8k test.jsonl", ("question", "answer"))
-    shots = "".join(f"Question: {ask}\nAnswer: {answer}\n\n" for ask, answer in pairs[:NUM_SHOTS])
+    pairs = gsm8k(folder)
     numbered = [Pair(f"{{}}\nQuestion: {ask}\nAnswer:", f" {answer}\n") for ask, answer in pairs[NUM_SHOTS:]]
-    return _task("8-shot GSM8K", shots, numbered, "No. {}", num, seed, folder / GSM8K)
+    return _task("8-shot GSM8K", shots_of(pairs), numbered, "No. {}", num, seed, folder / GSM8K)
 
 
 def programs(folder: Path, num: int, seed: int) -> Task:
@@ -87,9 +71,7 @@ def programs(folder: Path, num: int, seed: int) -> Task:
     Raises:
       InputError: likewise.
     """
-    keys = "prompt", "canonical_solution"
-    pairs = _read(folder / HUMAN_EVAL, gzip.open, "openai's HumanEval.jsonl.gz", keys)
-    numbered = [Pair(f"{{}}\n{prompt}", solution) for prompt, solution in pairs]
+    numbered = [Pair(f"{{}}\n{prompt}", solution) for prompt, solution in human_eval(folder)]
     return _task("HumanEval", "", numbered, "# No. {}", num, seed, folder / HUMAN_EVAL)
 
 
@@ -123,15 +105,3 @@ def _task(
         )
     padding = -len(prefix.encode(code)) % BLOCK_SIZE
     return Task(name, prefix.encode(code) + b"\n" * padding, items)
-
-
-def _read(path: Path, opener: Callable[..., Any], what: str, keys: tuple[str, str]) -> list[Pair]:
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            examples: Iterable[Any] = [json.loads(line) for line in itertools.islice(file, 10_000)]
-        pairs = [Pair(*(example[key] for key in keys)) for example in examples]
-    except (OSError, EOFError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise InputError(f"got {path}, expected {what}: {error!r}") from None
-    if wrong := [pair for pair in pairs if not all(isinstance(text, str) and text for text in pair)]:
-        raise InputError(f"{path} has the example {wrong[0]}, expected two texts")
-    return pairs

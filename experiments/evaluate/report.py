@@ -3,7 +3,7 @@
 from typing import Any
 
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import show_records
 
 
 def bars_of(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -23,6 +23,26 @@ def bars_of(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return bars
 
 
+RIGHT = {
+    "task": "{task}",
+    "items": "{items}",
+    "bytes of context": "{mean_context:.0f}",
+    "right, per byte": "{accuracy_per_byte:.0%}",
+    "in sum": "{accuracy:.0%}",
+    "found in the cache": "{hit_rate:.1%}",
+    "s": "{seconds:.1f}",
+}
+SAVED = {
+    "tokens computed": "{task}",
+    "prefix cache": "{computed:,}",
+    "none": "{computed_uncached:,}",
+    "each choice alone": "{computed_alone:,}",
+    "ms an item": lambda task: _times(task, "cached"),
+    "ms, none": lambda task: _times(task, "uncached"),
+    "ms, alone": lambda task: _times(task, "alone"),
+}
+
+
 def show(report: dict[str, Any]) -> None:
     """Prints a report, the object of `--json`, as tables."""
     tasks = report["tasks"]
@@ -30,33 +50,9 @@ def show(report: dict[str, Any]) -> None:
     print(
         f"{report['model']}, seed {report['seed']}; {report['found']} results of {report['items']} were there"
     )
-    rows = [
-        [
-            task["task"],
-            str(task["items"]),
-            f"{task['mean_context']:.0f}",
-            f"{task['accuracy_per_byte']:.0%}",
-            f"{task['accuracy']:.0%}",
-            f"{task['hit_rate']:.1%}",
-            f"{task['seconds']:.1f}",
-        ]
-        for task in tasks
-    ]
-    header = ["task", "items", "bytes of context", "right, per byte", "in sum", "found in the cache", "s"]
-    show_table("four choices, by log-likelihood; by chance 25% are right", header, rows)
-    rows = [
-        [
-            task["task"],
-            f"{task['computed']:,}",
-            f"{task['computed_uncached']:,}",
-            f"{task['computed_alone']:,}",
-            *(_times(task, way) for way in ("cached", "uncached", "alone")),
-        ]
-        for task in tasks
-    ]
+    show_records("four choices, by log-likelihood; by chance 25% are right", RIGHT, tasks)
     num = max(task["compared"] for task in tasks)
-    header = ["tokens computed", "prefix cache", "none", "each choice alone", "ms an item", "none", "alone"]
-    show_table(f"what sharing saves; times of the first {num} items of a task", header, rows)
+    show_records(f"what sharing saves; times of the first {num} items of a task", SAVED, tasks)
     show_bars(report)
 
 

@@ -1,14 +1,137 @@
-"""The tables and the figure of `experiments.kernel_speed`."""
+"""What the figures of `experiments.kernel_speed` mean: ratios to the best peer, bars, tables, a picture."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from experiments.common.report import verdict
 from experiments.common.timing import show_table
 from experiments.kernel_speed.cells import BLOCK_SIZES, LARGE_BYTES
-from experiments.kernel_speed.names import OURS, READ, WITH_PLAN
-from experiments.kernel_speed.summary import absences, ceiling_rates, gb_per_s, medians_us
+from experiments.kernel_speed.names import COPY, OURS, READ, WITH_PLAN
+from experiments.kernel_speed.timing import MEASURED
 
 NOT_MEASURED = "not measured"
+LEAST_OF_CEILING, LEAST_MEAN, LEAST_RATIO = 0.9, 1.0, 0.9
+
+
+def medians_us(entry: dict) -> dict[str, float]:
+    """Of the sides that were measured."""
+    return {side["side"]: side["median_us"] for side in entry["sides"] if side["status"] == MEASURED}
+
+
+def gb_per_s(entry: dict, side: str = OURS) -> float | None:
+    """What must be moved, over the time that a side took; in 10^9 bytes."""
+    median = medians_us(entry).get(side)
+    return None if median is None else entry["num_bytes"] / median / 1e3
+
+
+def add_figures(report: dict[str, Any]) -> None:
+    """Adds to a report what follows from its entries."""
+    report["ceilings"] = ceilings(report["entries"])
+    for entry in report["decodes"]:
+        entry["comparison"] = comparison(entry, report["ceilings"].get(READ))
+    for kind, ceiling in (("moves", COPY), ("steps", READ)):
+        for entry in report[kind]:
+            rate = report["ceilings"].get(ceiling)
+            rates = {side: gb_per_s(entry, side) for side in medians_us(entry)}
+            entry["of_ceiling"] = {side: (got or 0) / rate for side, got in rates.items()} if rate else {}
+    report["summary"] = summary(report["decodes"])
+
+
+def ceilings(entries: Sequence[dict]) -> dict[str, float | None]:
+    """The best of each kind, in GB/s, by the entry's name."""
+    rates = {
+        entry["name"]: [gb_per_s(entry, side) for side in medians_us(entry)]
+        for entry in entries
+        if entry["num_bytes"]
+    }
+    return {name: max((rate for rate in of if rate is not None), default=None) for name, of in rates.items()}
+
+
+def comparison(entry: dict, ceiling: float | None) -> dict[str, Any]:
+    """Ours on one entry: `gb_per_s`, `of_ceiling`, `best_peer`, `ratio` (its time over ours), each None if
+    there is none, and `why_no_ratio`."""
+    medians, rate = medians_us(entry), gb_per_s(entry)
+    is_ours = {side["side"]: side["is_ours"] for side in entry["sides"]}
+    peers = {side: median for side, median in medians.items() if not is_ours[side]}
+    best_peer = min(peers, key=lambda side: peers[side], default=None)
+    ratio, why = None, ""
+    if rate is None:
+        (ours,) = (side for side in entry["sides"] if side["side"] == OURS)
+        why = f"ours: {ours['status']}{': ' * bool(ours['reason'])}{ours['reason']}"
+    elif best_peer is None:
+        why = "no peer was measured"
+    else:
+        ratio = peers[best_peer] / medians[OURS]
+    return {
+        "gb_per_s": rate,
+        "of_ceiling": rate / ceiling if rate and ceiling else None,
+        "best_peer": best_peer,
+        "ratio": ratio,
+        "why_no_ratio": why,
+    }
+
+
+def summary(decodes: Sequence[dict]) -> dict[str, Any]:
+    """Over all cells that have a `comparison`: the geometric mean of the ratios, who lost, and the bars."""
+    compared = [entry for entry in decodes if entry["comparison"]["ratio"] is not None]
+    ratios = {entry["name"]: entry["comparison"]["ratio"] for entry in compared}
+    large = [
+        entry["comparison"]["of_ceiling"]
+        for entry in decodes
+        if entry["num_bytes"] >= LARGE_BYTES and entry["comparison"]["of_ceiling"] is not None
+    ]
+    mean = statistics.geometric_mean(ratios.values()) if ratios else None
+    losses = [
+        {"cell": entry["name"], "ratio": ratios[entry["name"]], "best_peer": entry["comparison"]["best_peer"]}
+        for entry in sorted(compared, key=lambda entry: ratios[entry["name"]])
+        if ratios[entry["name"]] < 1
+    ]
+    return {
+        "num_cells": len(decodes),
+        "num_compared": len(compared),
+        "geometric_mean": mean,
+        "losses": losses,
+        "below_least_ratio": [loss["cell"] for loss in losses if loss["ratio"] < LEAST_RATIO],
+        "not_compared": [
+            {"cell": entry["name"], "reason": entry["comparison"]["why_no_ratio"]}
+            for entry in decodes
+            if entry["comparison"]["ratio"] is None
+        ],
+        "bars": [
+            _bar(
+                f"least share of the read bandwidth, {LARGE_BYTES / 1e9:g} GB or more",
+                large,
+                LEAST_OF_CEILING,
+            ),
+            _bar("geometric mean of the ratios to the best peer", [mean] if mean else [], LEAST_MEAN),
+            _bar("smallest ratio to the best peer", list(ratios.values()), LEAST_RATIO),
+        ],
+    }
+
+
+def _bar(name: str, values: Sequence[float], at_least: float) -> dict[str, Any]:
+    """Neither holds nor fails without a value."""
+    measured = min(values, default=None)
+    return {
+        "bar": name,
+        "measured": measured,
+        "at_least": at_least,
+        "holds": None if measured is None else measured >= at_least,
+    }
+
+
+def absences(entries: Sequence[dict]) -> list[dict[str, Any]]:
+    """Who was not measured, and why: one record for each side and reason, with the entries' names."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        for side in entry["sides"]:
+            if side["reason"]:
+                found.setdefault((side["side"], f"{side['status']}: {side['reason']}"), []).append(
+                    entry["name"]
+                )
+    return [{"side": side, "reason": reason, "on": names} for (side, reason), names in found.items()]
 
 
 def show(report: dict) -> None:
@@ -17,13 +140,8 @@ def show(report: dict) -> None:
     print(f"{device['name']}, jax {report['jax']}, {report['date']}, {report['revision'] or 'no revision'}")
     if report["is_interpreted"]:
         print("interpreted on the CPU: the path is checked, nothing is measured")
-    if len(report["calls"]) > 1:
-        print(f"{len(report['calls'])} calls, the first {report['calls'][0]['date']}")
-    rates = ceiling_rates(report)
-    print(f"ceilings: {', '.join(f'{name} {_range(rates[name])}' for name in rates)}")
+    print(f"ceilings: {', '.join(f'{name} {_gb(rate)}' for name, rate in report['ceilings'].items())}")
     floors = [entry for entry in report["entries"] if not entry["num_bytes"]]
-    if len(report["calls"]) > 1:
-        floors = [{**entry, "name": f"{entry['name']}, call {entry['call'] + 1}"} for entry in floors]
     _show_others("what a launch costs at least", floors)
     _show_decodes(report["decodes"])
     _show_others("movement of tokens and blocks", report["moves"])
@@ -92,7 +210,6 @@ def _show_absences(report: dict) -> None:
         print(f"skipped {skipped['cell']}: {skipped['reason']}")
     if report["left_out"]:
         print(f"left out, no time: {'; '.join(report['left_out'])}")
-        print(f"{len(report['left_out'])} left out: the same command with --resume measures them")
     if report["stopped"]:
         print(f"stopped early: {report['stopped']}")
 
@@ -102,13 +219,12 @@ def _show_summary(report: dict) -> None:
     if summary["losses"]:
         rows = [[loss["cell"], loss["best_peer"], f"{loss['ratio']:.2f}x"] for loss in summary["losses"]]
         show_table("cells in which a peer is faster", ["batch x context", "peer", "its time / ours"], rows, 2)
-    verdicts = {True: "holds", False: "does not hold", None: NOT_MEASURED}
     rows = [
         [
             bar["bar"],
             NOT_MEASURED if bar["measured"] is None else f"{bar['measured']:.3g}",
             f"at least {bar['at_least']:g}",
-            verdicts[bar["holds"]],
+            NOT_MEASURED if bar["holds"] is None else verdict(bar["holds"]),
         ]
         for bar in summary["bars"]
     ]
@@ -130,13 +246,6 @@ def _gb(rate: float | None) -> str:
     return NOT_MEASURED if rate is None else f"{rate:,.0f} GB/s"
 
 
-def _range(rates: Sequence[float]) -> str:
-    """What the calls measured, sorted, and how far that is apart."""
-    if len(rates) < 2:
-        return _gb(rates[0] if rates else None)
-    return f"{rates[0]:,.0f} to {_gb(rates[-1])} ({rates[-1] / rates[0] - 1:.1%} apart in {len(rates)} calls)"
-
-
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
@@ -150,7 +259,7 @@ def draw(report: dict, path: Path) -> None:
     device = report["device"]["name"]
     figure.suptitle(f"{device}, jax {report['jax']}, {report['date']} {report['revision']}", fontsize=9)
 
-    decodes, read = report["decodes"], ceiling_rates(report).get(READ, [])
+    decodes, read = report["decodes"], report["ceilings"].get(READ)
     for nth, block_size in enumerate(BLOCK_SIZES):
         points = [
             (entry["num_bytes"] / 1e9, entry["comparison"]["gb_per_s"])
@@ -168,9 +277,8 @@ def draw(report: dict, path: Path) -> None:
     ]
     if peers:
         bandwidth.plot(*zip(*peers, strict=True), "x", color="0.5", label="best peer")
-    for nth, rate in enumerate(read):
-        label = "" if nth else f"reading only{', each call' * (len(read) > 1)}"
-        bandwidth.axhline(rate, color="0.3", linestyle="--", linewidth=1, label=label)
+    if read is not None:
+        bandwidth.axhline(read, color="0.3", linestyle="--", linewidth=1, label="reading only")
     bandwidth.axvline(LARGE_BYTES / 1e9, color="0.8")
     bandwidth.set(xscale="log", xlabel="GB of keys and values", ylabel="GB/s", title="paged decode")
     bandwidth.set_ylim(0)

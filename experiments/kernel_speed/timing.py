@@ -20,8 +20,6 @@ MAX_LAUNCHES = 256
 
 PREPARE, LAUNCH, COMPARE, SAMPLE = "preparing", "the first launches", "comparing", "a sample"
 """Steps of a side."""
-START, DATA, CLEAN = "starting", "making the data", "freeing the memory"
-"""Steps of the process."""
 FAILURES = (Exception, SystemExit)
 """A library may end the process when it is imported or does not support something."""
 
@@ -74,10 +72,6 @@ class Contest(NamedTuple):
     num_launches: int
 
 
-class LostDeviceError(RuntimeError):
-    """The device answers nobody after `side` failed for `reason`, the two arguments."""
-
-
 def compiled(function: Callable, *arguments: Any, **options: Any) -> Callable:
     """`function` compiled for these arguments; `options` are of `jax.jit`."""
     import jax
@@ -105,16 +99,14 @@ def compete(
       sides: Who does it.
       seconds: For all samples, at least `MIN_ROUNDS` of each side; None only checks.
       announce: (side, step) is called before a side does anything.
-      check_device: Called when a side failed; raises if nobody can go on.
+      check_device: Called when a side failed; raises if the device is lost, for what follows would fail in
+        the name of another side.
       without: Sides that do not take part, and why.
 
     Returns:
       A record per side, in order: `status`, the `reason` if it is not right, `error`, `first_call_s`
       (compiling, and the launches of one sample), `launches_per_sample` and, per launch, the figures of
       `timing.summary`.
-
-    Raises:
-      LostDeviceError: After a side failed; what would follow would fail in the name of another.
     """
     records, running = [], []
     for side in sides:
@@ -135,7 +127,8 @@ def compete(
         try:
             program = _checked(contest, side, record, announce)
         except FAILURES as failure:  # whatever stops a side is its verdict
-            _fail(record, failure, check_device)
+            record |= {"status": FAILED, "reason": one_line(failure)}
+            check_device()
             continue
         if program is not None:
             running.append((record, program, []))
@@ -166,14 +159,6 @@ def _checked(contest: Contest, side: Side, record: dict, announce: Callable) -> 
     return None
 
 
-def _fail(record: dict, failure: BaseException, check_device: Callable[[], None]) -> None:
-    record["status"], record["reason"] = FAILED, one_line(failure)
-    try:
-        check_device()
-    except FAILURES as loss:
-        raise LostDeviceError(record["side"], record["reason"]) from loss
-
-
 def _time(
     contest: Contest, running: list, seconds: float, announce: Callable, check_device: Callable
 ) -> None:
@@ -189,7 +174,8 @@ def _time(
                 sample = time.perf_counter() - start
             except FAILURES as failure:
                 running.remove(entry)
-                _fail(record, failure, check_device)
+                record |= {"status": FAILED, "reason": one_line(failure)}
+                check_device()
                 continue
             if num_rounds:
                 samples.append(sample / contest.num_launches)

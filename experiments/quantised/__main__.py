@@ -22,14 +22,13 @@ A step is timed as `experiments.decode_speed` does it: 8 steps in a jitted scan,
 end, the cache donated; the storages take turns.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.common import byte_model, command, corpus
+from experiments.common import byte_model, command, quality, timing
 from experiments.common.report import add_options, at_least, at_most, deliver, provenance
 from experiments.decode_speed.__main__ import Timing
 from experiments.decode_speed.sides import LOOP, NUM_STEPS, Case, make_contexts, paged_side
@@ -40,7 +39,6 @@ from experiments.quantised.storages import (
     ROTATED,
     ROUNDINGS,
     STORAGES,
-    bits_per_byte,
     compared,
     rounded_log_p,
     stored_log_p,
@@ -48,22 +46,15 @@ from experiments.quantised.storages import (
 )
 from models.decoder import Decoder
 
-NUM_FILES, SKIPPED, LENGTH = 6, 1000, 1024  # what a file begins with is alike in many
+NUM_FILES, SKIPPED, LENGTH = 6, 1000, 1024
 NUM_ROUNDS = 12
 CASE = Case("8 rows of 512 tokens", 512, (512,) * 8)
-
-
-def read_windows(num_files: int = NUM_FILES, length: int = LENGTH) -> np.ndarray:
-    """i32[num_files, length + 1], a piece of each of the first held-out files that are long enough."""
-    files = corpus.held_out_files().values()
-    pieces = [file[SKIPPED : SKIPPED + length + 1] for file in files]
-    pieces = [piece for piece in pieces if len(piece) == length + 1][:num_files]
-    return np.stack([np.frombuffer(piece, np.uint8) for piece in pieces]).astype(np.int32)
 
 
 def measure_quality(decoder: Decoder, windows: np.ndarray) -> dict:
     """Bytes and losses of all storages and roundings."""
     exact = stored_log_p(decoder, windows, STORAGES[0])
+    bits_per_byte = float(quality.bits(exact, windows[:, 1:]).mean())
     num_bytes = {storage.name: token_bytes(decoder.config, storage) for storage in STORAGES}
     storages = [
         {
@@ -78,7 +69,7 @@ def measure_quality(decoder: Decoder, windows: np.ndarray) -> dict:
         {**vars(rounding), **compared(rounded_log_p(decoder, windows, rounding), exact, windows)}
         for rounding in ROUNDINGS
     ]
-    return {"bits_per_byte": bits_per_byte(exact, windows), "storages": storages, "roundings": roundings}
+    return {"bits_per_byte": bits_per_byte, "storages": storages, "roundings": roundings}
 
 
 def measure_steps(decoder: Decoder, case: Case = CASE, num_rounds: int = NUM_ROUNDS) -> list[dict]:
@@ -96,18 +87,17 @@ def measure_steps(decoder: Decoder, case: Case = CASE, num_rounds: int = NUM_ROU
     records = []
     for timed in timings:
         (record,) = timed.records()
-        times = sorted(a / b for a, b in zip(timed.seconds[LOOP], of_float32, strict=True))
-        low, high = (times[round(share * (len(times) - 1))] for share in (0.1, 0.9))
-        records.append({**record, "times_float32": [low, statistics.median(times), high]})
+        times = timing.ratios(timed.seconds[LOOP], of_float32)
+        records.append({**record, "times_float32": times})
     return records
 
 
-def bars_of(quality: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
+def bars_of(losses: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
     """What must hold, beside what was measured."""
-    storages = {record["storage"]: record for record in quality["storages"]}
+    storages = {record["storage"]: record for record in losses["storages"]}
     added = {
         (record["num_bits"], record["keys"]): record["bits_added"]
-        for record in quality["roundings"]
+        for record in losses["roundings"]
         if record["values"] == "per token"
     }
     bars = []
@@ -134,16 +124,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     decoder = byte_model.load(parser, options.checkpoint, beside="dense attention to rounded keys")
     start = time.perf_counter()
-    quality = measure_quality(decoder, read_windows())
+    windows = quality.held_out_windows(NUM_FILES, SKIPPED, LENGTH + 1)
+    losses = measure_quality(decoder, windows)
     steps = measure_steps(decoder)
     report = {
         **provenance(),
         "seconds": time.perf_counter() - start,
         "model": options.checkpoint.name,
         "steps_in_a_loop": NUM_STEPS,
-        **quality,
+        **losses,
         "steps": steps,
-        "bars": bars_of(quality, steps, decoder.config.head_dim),
+        "bars": bars_of(losses, steps, decoder.config.head_dim),
     }
     deliver(report, options, show, draw)
     return 0

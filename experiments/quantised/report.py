@@ -4,61 +4,39 @@ from pathlib import Path
 
 from experiments.common import log_axes
 from experiments.common.report import show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import ms_columns, show_records
+
+STORED = {
+    "storage": "{storage}",
+    "bytes a token": "{bytes_per_token:,}",
+    "rows in bf16's bytes": "{rows_in_bytes_of_bfloat16:.2f}x",
+    "KL to float32": "{kl:.1e}",
+    "bits per byte": "{bits_added:+.4f}",
+    "of files": lambda record: f"{min(record['of_each']):+.4f} - {max(record['of_each']):+.4f}",
+}
+ROUNDED = {
+    "": "{num_bits} bits, keys {keys}, values {values}",
+    "KL to float32": "{kl:.1e}",
+    "bits per byte": "{bits_added:+.4f}",
+}
+STEPS = {
+    "storage": "{side}",
+    **ms_columns(2),
+    "of float32": "{times_float32[1]:.2f}x",
+    "rounds": "{times_float32[0]:.2f} - {times_float32[2]:.2f}",
+    "first call (compiles)": "{first_call_s:.1f} s",
+}
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
     print(f"{report['model']}, {report['bits_per_byte']:.3f} bits per byte in float32")
-    rows = []
-    for record in report["storages"]:
-        each = record["of_each"]
-        rows.append(
-            [
-                record["storage"],
-                f"{record['bytes_per_token']:,}",
-                f"{record['rows_in_bytes_of_bfloat16']:.2f}x",
-                f"{record['kl']:.1e}",
-                f"{record['bits_added']:+.4f}",
-                f"{min(each):+.4f} - {max(each):+.4f}",
-            ]
-        )
-    header = [
-        "storage",
-        "bytes a token",
-        "rows in bf16's bytes",
-        "KL to float32",
-        "bits per byte",
-        "of files",
-    ]
-    show_table("keys and values of all layers in the cache", header, rows)
-    rows = [
-        [
-            f"{record['num_bits']} bits, keys {record['keys']}, values {record['values']}",
-            f"{record['kl']:.1e}",
-            f"{record['bits_added']:+.4f}",
-        ]
-        for record in report["roundings"]
-    ]
-    show_table("rounded without a cache", ["", "KL to float32", "bits per byte"], rows)
-    rows = []
-    for record in report["steps"]:
-        low, median, high = record["times_float32"]
-        rows.append(
-            [
-                record["side"],
-                f"{record['median_us'] / 1e3:.2f}",
-                f"{record['p10_us'] / 1e3:.2f} - {record['p90_us'] / 1e3:.2f}",
-                f"{median:.2f}x",
-                f"{low:.2f} - {high:.2f}",
-                f"{record['first_call_s']:.1f} s",
-            ]
-        )
+    show_records("keys and values of all layers in the cache", STORED, report["storages"])
+    show_records("rounded without a cache", ROUNDED, report["roundings"])
     name, num_calls = report["steps"][0]["case"]["name"], report["steps"][0]["num_calls"]
     title = f"a decode step, {name}, ms; {num_calls} rounds of {report['steps_in_a_loop']} steps"
-    header = ["storage", "median", "p10 - p90", "of float32", "p10 - p90", "first call (compiles)"]
-    show_table(title, header, rows)
+    show_records(title, STEPS, report["steps"])
     show_bars(report)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax import lax
 
 import kvcache_jax as kv
+from experiments.common import quality
 from experiments.decode_speed import dense_decoder
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
 
@@ -160,15 +160,7 @@ def compared(log_p: np.ndarray, exact: np.ndarray, windows: np.ndarray) -> dict[
     Returns:
       "bits_added", its parts "of_each" window, and "kl".
     """
-    log_p, exact = log_p.astype(np.float64), exact.astype(np.float64)
-    targets = windows[:, 1:, None]
-    nats = np.take_along_axis(exact - log_p, targets, axis=-1)[..., 0]
-    added = nats.mean(axis=1) / math.log(2)
-    kl = (np.exp(exact) * (exact - log_p)).sum(axis=-1).mean()
+    targets = windows[:, 1:]
+    added = (quality.bits(log_p, targets) - quality.bits(exact, targets)).mean(axis=1)
+    kl = quality.kl(log_p, exact).mean()
     return {"bits_added": float(added.mean()), "of_each": added.tolist(), "kl": float(kl)}
-
-
-def bits_per_byte(log_p: np.ndarray, windows: np.ndarray) -> float:
-    """Mean bits that the log-probabilities spend on the windows' bytes but the first."""
-    nats = -np.take_along_axis(log_p.astype(np.float64), windows[:, 1:, None], axis=-1)
-    return float(nats.mean()) / math.log(2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import show_records
 
 LEAST_REWARD = 0.85
 SMOOTHED = 10  # updates that a point of a curve is the mean of
@@ -34,45 +34,40 @@ def bars_of(ways: Sequence[dict], sharing: dict, group_size: int) -> list[dict]:
     ]
 
 
+WAYS = {
+    "way": "{way}",
+    "reward at first": "{first:.3f}",
+    "at last": "{last:.3f}",
+    "log-probabilities off": "{difference:.1e}",
+    "tokens clipped": "{clipped:.1%}",
+    "ms an update": "{ms:.0f}",
+}
+SHARING = {
+    "": "prompts {way}",
+    "prompt tokens": "{prompt_tokens:,}",
+    "pools, MiB": lambda way: f"{way['pool_bytes'] / 2**20:.2f}",
+    "temporary, MiB": lambda way: f"{way['temporary_bytes'] / 2**20:.1f}",
+    "a step, ms": lambda way: f"{statistics.median(way['ms']):.0f}",
+    "of rounds": lambda way: f"{min(way['ms']):.0f} - {max(way['ms']):.0f}",
+}
+
+
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     sizes = report["sizes"]
     show_provenance(report)
-    rows = [
-        [
-            way["way"],
-            f"{way['first']:.3f}",
-            f"{way['last']:.3f}",
-            f"{way['difference']:.1e}",
-            f"{way['clipped']:.1%}",
-            f"{way['ms']:.0f}",
-        ]
-        for way in report["ways"]
-    ]
     title = (
         f"{sizes['updates']} updates of {sizes['prompts']} questions and {sizes['group']} answers each, "
         f"seed {sizes['seed']}"
     )
-    header = ["way", "reward at first", "at last", "log-probabilities off", "tokens clipped", "ms an update"]
-    show_table(title, header, rows)
+    show_records(title, WAYS, report["ways"])
     engine = report["ways"][1]
     print(
         f"  beside an engine {engine['partial']:.1%} of the answers go on under new weights; the oldest "
         f"token is {engine['oldest']} updates old; {engine['forks']:,} forks"
     )
-    rows = [
-        [
-            f"prompts {way['way']}",
-            f"{way['prompt_tokens']:,}",
-            f"{way['pool_bytes'] / 2**20:.2f}",
-            f"{way['temporary_bytes'] / 2**20:.1f}",
-            f"{statistics.median(way['ms']):.0f}",
-            f"{min(way['ms']):.0f} - {max(way['ms']):.0f}",
-        ]
-        for way in report["sharing"]["ways"]
-    ]
-    header = ["", "prompt tokens", "pools, MiB", "temporary, MiB", "a step, ms", "of rounds"]
-    show_table(f"a step, {len(report['sharing']['ways'][0]['ms'])} rounds in turns", header, rows)
+    ways = report["sharing"]["ways"]
+    show_records(f"a step, {len(ways[0]['ms'])} rounds in turns", SHARING, ways)
     print(f"  the same answers to {report['sharing']['same_answers']:.1%} of the questions")
     show_bars(report)
 

@@ -40,13 +40,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import kvcache_jax as kv
-from experiments.common import command, timing
+from experiments.common import command
 from experiments.common.command import InputError
 from experiments.common.corpus import MODEL
+from experiments.common.report import add_options, deliver, provenance
 from experiments.serve import report as reports
 from experiments.serve.compare import compare
 from experiments.serve.machines import MACHINES
@@ -85,21 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (InputError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
     report = {
-        "machine": timing.machine(),
+        **provenance(),
         "load": os.getloadavg()[0],
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
         "model": options.checkpoint.name,
         "seconds": time.perf_counter() - start,
         **found,
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        reports.show(report)
-    if options.picture:
-        reports.draw(report, options.picture)
+    deliver(report, options, reports.show, reports.draw)
     if options.metrics:
         write_metrics(options.metrics, servers, options.checkpoint.name)
     return 0
@@ -133,8 +125,7 @@ def make_parser() -> command.Parser:
         help=f"by a cost model alone: {', '.join(MACHINES)}; default: H200",
     )
     parser.add_argument("--chips", type=command.integer(1), default=8, metavar="N", help="of that machine")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw a figure")
+    add_options(parser)
     parser.add_argument(
         "--markdown", type=command.name, metavar="RECORD", help="print a record's tables and measure nothing"
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from experiments.common.report import at_least, at_most
 from experiments.serve import interference
 from experiments.serve.interference import STEPS_PER_DELIVERY
 from experiments.serve.program import program_cost, warm_up
@@ -82,33 +83,27 @@ def bars_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     problems, few_shot = (
         {record["side"]: record for record in work["sides"]} for work in report["workloads"]
     )
-    bars = []
-
-    def add(bar: str, measured: float, limit: float, is_least: bool = False) -> None:
-        holds = measured >= limit if is_least else measured <= limit
-        bars.append(
-            {"bar": bar, "measured": measured, "at_least" if is_least else "at_most": limit, "holds": holds}
-        )
 
     def speed_up(sides: dict, side: str, other: str) -> float:
         return sides[side]["tokens_per_s"] / sides[other]["tokens_per_s"]
 
-    add("continuous, times the tokens/s of static batches", speed_up(problems, CONTINUOUS, STATIC), 1.3, True)
-    add("prefix cache, times none, 8-shot GSM8K", speed_up(few_shot, PREFIX, CONTINUOUS), 2.0, True)
-    add(
-        "a step without a model, of a full step",
-        problems[TABLE]["step_ms"] / problems[PREFIX]["step_ms"],
-        0.1,
-    )
-    add(
-        "transfers a step", max(problems[side]["transfers_per_step"] for side in (CONTINUOUS, PREFIX)), 1 / 16
-    )
+    no_model = problems[TABLE]["step_ms"] / problems[PREFIX]["step_ms"]
+    transfers = max(problems[side]["transfers_per_step"] for side in (CONTINUOUS, PREFIX))
+    num_programs = max(record["programs"] for record in problems.values())
     cost = report["program"]
-    add("compiling the engine's program, s", cost["compile_s"], 20.0)
-    add("programs of an engine", max(record["programs"] for record in problems.values()), 1)
-    add("temporaries of the program, of the pools' bytes", cost["temporary_bytes"] / cost["pool_bytes"], 0.25)
+    of_pools = cost["temporary_bytes"] / cost["pool_bytes"]
+    batches, prefix = speed_up(problems, CONTINUOUS, STATIC), speed_up(few_shot, PREFIX, CONTINUOUS)
+    bars = [
+        at_least("continuous, times the tokens/s of static batches", batches, 1.3),
+        at_least("prefix cache, times none, 8-shot GSM8K", prefix, 2.0),
+        at_most("a step without a model, of a full step", no_model, 0.1),
+        at_most("transfers a step", transfers, 1 / 16),
+        at_most("compiling the engine's program, s", cost["compile_s"], 20.0),
+        at_most("programs of an engine", num_programs, 1),
+        at_most("temporaries of the program, of the pools' bytes", of_pools, 0.25),
+    ]
     if "interference" in report:
         engine, host = report["interference"]
         ratio = engine["slow_down_p99"] / host["slow_down_p99"]
-        add("p99 between deliveries, disturbed / idle: engine's / host loop's", ratio, 1.0)
+        bars.append(at_most("p99 between deliveries, disturbed / idle: engine's / host loop's", ratio, 1.0))
     return bars

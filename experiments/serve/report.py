@@ -1,11 +1,12 @@
 """The tables and the figure of `experiments.serve`."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.common.timing import show_table
+from experiments.common.report import limit_of, show_bars, show_provenance, verdict
+from experiments.common.timing import Columns, cells, show_records
 from experiments.serve.sides import CONTINUOUS, HOST, PREFIX, STATIC
 
 if TYPE_CHECKING:
@@ -17,73 +18,82 @@ _TITLE_CHARACTERS = 26
 CHECK_IN = "second", "running", "waiting", "blocks", "tokens", "preemptions"
 
 
+def _pair(name: str, digits: int) -> Callable[[dict], str]:
+    """Writes two percentiles; a dash where nothing was measured, which older records have as 0."""
+
+    def words(record: dict) -> str:
+        p50, p99 = record[name]["p50"], record[name]["p99"]
+        return f"{p50:.{digits}f} - {p99:.{digits}f}" if p50 and p99 else "-"
+
+    return words
+
+
+SIDES = {
+    "": "{side}",
+    "tokens/s": "{tokens_per_s:,.0f}",
+    "first token, s": _pair("first_token_s", 2),
+    "a token, ms": _pair("per_token_ms", 1),
+    "transfers a token": "{transfers_per_token:.3f}",
+    "rows a step": "{rows_per_step:.1f}",
+    "ms a step": "{step_ms:.2f}",
+    "hits": "{hit_rate:.0%}",
+    "blocks": "{peak_blocks:,} of {num_blocks:,}",
+    "preempted": "{preemptions}",
+}
+DELIVERIES = {
+    "": "{side}",
+    "idle": _pair("idle_ms", 1),
+    "disturbed": _pair("disturbed_ms", 1),
+    "p50": "{slow_down_p50:.2f}x",
+    "p99": "{slow_down_p99:.2f}x",
+    "deliveries": "{deliveries}",
+}
+BARS = {
+    "what must hold": "{bar}",
+    "measured": "{measured:.3g}",
+    "bar": limit_of,
+    "": lambda bar: verdict(bar["holds"]),
+}
+# As docs/measured.md has them.
+MARKDOWN_SIDES = {name: SIDES[name] for name in list(SIDES)[:6]} | {
+    "first token, s": _pair("first_token_s", 1)
+}
+MARKDOWN_DELIVERIES = {
+    "ms between deliveries": "{side}",
+    "idle": DELIVERIES["idle"],
+    "disturbed": DELIVERIES["disturbed"],
+    "p99, times": "{slow_down_p99:.2f}",
+}
+MARKDOWN_SIMULATED = {
+    "simulated": "{side}",
+    **{name: SIDES[name] for name in ("tokens/s", "first token, s", "a token, ms")},
+    "most rows": "{most_rows:,}",
+    "ms a step, here": "{here_step_ms:.1f}",
+}
+
+
 def show(report: dict[str, Any]) -> None:
     """Prints a report, the object of `--json`, as tables."""
-    host = report["machine"]
-    print(f"{host['cpu']}, {host['num_cores']} cores, load {report['load']:.1f}, jax {report['jax']}")
+    show_provenance(report)
+    print(f"load {report['load']:.1f}")
     for work in report.get("workloads", ()):
         print(f"\n{work['name']}: {work['source']}")
-        _show_sides(f"{work['name']}, {report['rows']} rows", work["sides"])
+        show_records(f"{work['name']}, {report['rows']} rows; p50 - p99", SIDES, work["sides"])
     if "interference" in report:
-        _show_interference(report["interference"])
+        title = "ms between deliveries, p50 - p99; a thread in Python, a process on a core"
+        show_records(title, DELIVERIES, report["interference"])
     if "simulated" in report:
         _show_simulated(report["simulated"])
     if "bars" in report:
-        show_bars(report["bars"])
-    print(f"\n{report['seconds']:.0f} s in all")
-
-
-def _show_sides(title: str, records: Sequence[dict]) -> None:
-    rows = [
-        [
-            record["side"],
-            f"{record['tokens_per_s']:,.0f}",
-            _pair(record["first_token_s"], ".2f"),
-            _pair(record["per_token_ms"], ".1f"),
-            f"{record['transfers_per_token']:.3f}",
-            f"{record['rows_per_step']:.1f}",
-            f"{record['step_ms']:.2f}",
-            f"{record['hit_rate']:.0%}",
-            f"{record['peak_blocks']:,} of {record['num_blocks']:,}",
-            f"{record['preemptions']}",
-        ]
-        for record in records
-    ]
-    header = [
-        "",
-        "tokens/s",
-        "first token, s",
-        "a token, ms",
-        "transfers a token",
-        "rows a step",
-        "ms a step",
-        "hits",
-        "blocks",
-        "preempted",
-    ]
-    show_table(f"{title}; p50 - p99", header, rows)
-
-
-def _show_interference(records: Sequence[dict]) -> None:
-    rows = [
-        [
-            record["side"],
-            _pair(record["idle_ms"], ".1f"),
-            _pair(record["disturbed_ms"], ".1f"),
-            f"{record['slow_down_p50']:.2f}x",
-            f"{record['slow_down_p99']:.2f}x",
-            f"{record['deliveries']}",
-        ]
-        for record in records
-    ]
-    header = ["", "idle", "disturbed", "p50", "p99", "deliveries"]
-    show_table("ms between deliveries, p50 - p99; a thread in Python, a process on a core", header, rows)
+        show_bars(report)
+    else:
+        print(f"\n{report['seconds']:.0f} s in all")
 
 
 def _show_simulated(simulated: dict) -> None:
     chips = f"{simulated['num_chips']} x {simulated['machine']}"
     print(f"\n{simulated['model']} on {chips}, simulated: {simulated['source']}")
-    _show_sides(f"{simulated['rows']:,} rows, simulated", simulated["sides"])
+    show_records(f"{simulated['rows']:,} rows, simulated; p50 - p99", SIDES, simulated["sides"])
     for record in simulated["sides"]:
         print(
             f"  {record['side']}: at most {record['most_rows']:,} rows at once; "
@@ -91,68 +101,17 @@ def _show_simulated(simulated: dict) -> None:
         )
 
 
-def show_bars(bars: Sequence[dict]) -> None:
-    """Prints each bar with what was measured, and whether it holds."""
-    show_table("bars", ["bar", "got", "bar", ""], [bar_cells(bar) for bar in bars])
-    num_failed = sum(not bar["holds"] for bar in bars)
-    print(f"\n{num_failed} of {len(bars)} bars do not hold")
-
-
-def bar_cells(bar: dict) -> list[str]:
-    """Words of a bar's row."""
-    limit = f"at most {bar['at_most']:g}" if "at_most" in bar else f"at least {bar['at_least']:g}"
-    return [bar["bar"], f"{bar['measured']:.3g}", limit, "holds" if bar["holds"] else "does not hold"]
-
-
 def markdown(report: dict[str, Any]) -> str:
     """Writes a record's tables as docs/measured.md has them."""
     tables = []
     for work in report.get("workloads", ()):
-        header = work["name"], "tokens/s", "first token, s", "a token, ms", "transfers a token", "rows a step"
-        rows = [
-            [
-                record["side"],
-                f"{record['tokens_per_s']:,.0f}",
-                _pair(record["first_token_s"], ".1f"),
-                _pair(record["per_token_ms"], ".1f"),
-                f"{record['transfers_per_token']:.3f}",
-                f"{record['rows_per_step']:.1f}",
-            ]
-            for record in work["sides"]
-        ]
-        tables.append(_markdown_table(header, rows))
+        tables.append(_markdown_table(MARKDOWN_SIDES, work["sides"], work["name"]))
     if "interference" in report:
-        rows = [
-            [
-                record["side"],
-                _pair(record["idle_ms"], ".1f"),
-                _pair(record["disturbed_ms"], ".1f"),
-                f"{record['slow_down_p99']:.2f}",
-            ]
-            for record in report["interference"]
-        ]
-        header = "ms between deliveries", "idle", "disturbed", "p99, times"
-        tables.append(_markdown_table(header, rows))
+        tables.append(_markdown_table(MARKDOWN_DELIVERIES, report["interference"]))
     if "simulated" in report:
-        rows = [
-            [
-                record["side"],
-                f"{record['tokens_per_s']:,.0f}",
-                _pair(record["first_token_s"], ".2f"),
-                _pair(record["per_token_ms"], ".1f"),
-                f"{record['most_rows']:,}",
-                f"{record['here_step_ms']:.1f}",
-            ]
-            for record in report["simulated"]["sides"]
-        ]
-        header = "simulated", "tokens/s", "first token, s", "a token, ms", "most rows", "ms a step, here"
-        tables.append(_markdown_table(header, rows))
+        tables.append(_markdown_table(MARKDOWN_SIMULATED, report["simulated"]["sides"]))
     if "bars" in report:
-        tables.append(
-            _markdown_table(
-                ("what must hold", "measured", "bar", ""), [bar_cells(bar) for bar in report["bars"]]
-            )
-        )
+        tables.append(_markdown_table(BARS, report["bars"]))
     return "\n".join(tables)
 
 
@@ -169,15 +128,10 @@ def readme_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [(f"| {what} |", f"| {what} | {figure} |") for what, figure in figures.items()]
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+def _markdown_table(columns: Columns, records: Sequence[dict], corner: str | None = None) -> str:
+    header = list(columns) if corner is None else [corner, *list(columns)[1:]]
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *cells(columns, records)]
     return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
-
-
-def _pair(percentiles: dict[str, float | None], style: str) -> str:
-    """Words of two percentiles; a dash where nothing was measured, which older records have as 0."""
-    p50, p99 = percentiles["p50"], percentiles["p99"]
-    return f"{p50:{style}} - {p99:{style}}" if p50 and p99 else "-"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -2,8 +2,7 @@
 
 Other people's files, in the folder that --data or KVCACHE_DATA_DIR names; where there is none, both are made
 up, and the workload says so:
-  text/HumanEval.jsonl.gz         openai/human-eval, MIT
-  text/gsm8k_test.jsonl           openai/grade-school-math (its test.jsonl), MIT
+  text/                           see experiments/common/benchmarks.py
   traces/AzureLLMInferenceTrace_conv.csv     Azure/AzurePublicDataset, CC-BY 4.0; read for TIMESTAMP and
                                   GeneratedTokens. Other traces of theirs, and Mooncake's (`timestamp` in ms
                                   and `output_length` in JSON lines), are read too.
@@ -11,7 +10,6 @@ up, and the workload says so:
 
 import csv
 import dataclasses
-import gzip
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -22,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments import prefix_prompts
+from experiments.common import benchmarks
 from experiments.common.command import InputError
 
 TRACE = Path("traces", "AzureLLMInferenceTrace_conv.csv")
-HUMAN_EVAL = Path("text", "HumanEval.jsonl.gz")
 # Of that trace: mean and deviation of the logarithm of an answer's tokens, the longest, and seconds between
 # two arrivals. What is made up has them.
 _LOG_LEN, _LOG_DEVIATION, _LONGEST, _GAP = 5.02, 0.86, 1000, 0.181
@@ -75,7 +73,10 @@ def human_eval(
     folder: Path | None, trace: Path | None, num: int, arrivals: float, lengths: float
 ) -> Workload:
     """Programming problems: prompts that have little in common."""
-    prompts = _made_up_prompts(0, 450, num) if folder is None else human_eval_prompts(folder / HUMAN_EVAL)
+    if folder is None:
+        prompts = _made_up_prompts(0, 450, num)
+    else:
+        prompts = [[*problem.text.encode()] for problem in benchmarks.human_eval(folder)]
     prompts = [*itertools.islice(itertools.cycle(prompts), num)]
     return _workload("HumanEval", prompts, folder, trace, arrivals, lengths)
 
@@ -85,7 +86,7 @@ def few_shot(folder: Path | None, trace: Path | None, num: int, arrivals: float,
     if folder is None:
         prompts = _made_up_prompts(4000, 400, num)
     else:
-        prompts = prefix_prompts.few_shot_prompts(folder, num)
+        prompts = benchmarks.few_shot_prompts(folder, num)
     return _workload("8-shot GSM8K", prompts, folder, trace, arrivals, lengths)
 
 
@@ -117,22 +118,6 @@ def _workload(
         f"{of_prompts}; {of_trace}, its arrivals times {arrivals:g}, lengths of answers times {lengths:g}"
     )
     return Workload(name, jobs, source)
-
-
-def human_eval_prompts(path: Path) -> list[list[int]]:
-    """Reads the prompts, as bytes.
-
-    Raises:
-      InputError: the file cannot be read, or is another one.
-    """
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            prompts = [[*json.loads(line)["prompt"].encode()] for line in file]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"got {path}, expected openai's HumanEval.jsonl.gz: {error!r}") from None
-    if not prompts:
-        raise InputError(f"got {path}, which is empty, expected openai's HumanEval.jsonl.gz")
-    return prompts
 
 
 def read_answers(path: Path, num: int) -> list[Answer]:

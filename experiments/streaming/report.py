@@ -3,46 +3,34 @@
 from pathlib import Path
 
 from experiments.common.report import show_bars, show_provenance
-from experiments.common.timing import show_table
+from experiments.common.timing import show_records, show_table
 
 
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as tables."""
     show_provenance(report)
     stream, window, dense, moved = report["sides"]
-    rows = []
-    sides = zip(stream["parts"], moved["parts"], window["parts"], strict=True)
-    for i, (own, near, other) in enumerate(sides):
-        mask = report["mask"][i]
-        rows.append(
-            [
-                f"{own['start']:,} - {own['end']:,}",
-                f"{own['bits_per_byte']:.4f}",
-                f"{near['bits_per_byte']:.4f}",
-                f"{other['bits_per_byte']:.4f}",
-                "" if mask is None else f"{mask:.4f}",
-                _time(own),
-                _time(near),
-                _time(other),
-            ]
-        )
     header = ["bytes", stream["side"], "sinks move", window["side"], "mask", f"step, {stream['side']}"]
     header += ["step, sinks move", "step, window"]
+    rows = []
+    for mask, *sides in zip(report["mask"], stream["parts"], moved["parts"], window["parts"], strict=True):
+        bits = [f"{side['bits_per_byte']:.4f}" for side in sides]
+        place = f"{sides[0]['start']:,} - {sides[0]['end']:,}"
+        rows.append([place, *bits, "" if mask is None else f"{mask:.4f}", *map(_time, sides)])
     title = f"bits per byte, and ms for a step of {report['tokens_of_a_step']}: median (p10 - p90)"
     show_table(title, header, rows)
-    rows = [
-        [f"{part['start']:,} - {part['end']:,}", f"{part['bits_per_byte']:.4f}", _time(part)]
-        for part in dense["parts"]
-    ]
-    show_table(f"{dense['side']}, until there is no more room", ["bytes", "bits per byte", "step"], rows)
-    rows = [[side["side"], f"{side['num_read']:,}", f"{side['most_blocks']:,}"] for side in report["sides"]]
-    show_table("blocks", ["", "tokens read", "most blocks held"], rows)
+    show_records(f"{dense['side']}, until there is no more room", DENSE, dense["parts"])
+    show_records("blocks", BLOCKS, report["sides"])
     show_bars(report, digits=4)
 
 
 def _time(part: dict) -> str:
     median, low, high = (part[name] / 1e3 for name in ("median_us", "p10_us", "p90_us"))
     return f"{median:.1f} ({low:.1f} - {high:.1f})"
+
+
+DENSE = {"bytes": "{start:,} - {end:,}", "bits per byte": "{bits_per_byte:.4f}", "step": _time}
+BLOCKS = {"": "{side}", "tokens read": "{num_read:,}", "most blocks held": "{most_blocks:,}"}
 
 
 def draw(report: dict, path: Path) -> None:

@@ -5,14 +5,15 @@ import re
 import pytest
 
 import kvcache_jax as kv
-from experiments import block_map_demo
+from experiments.decode import __main__ as decode
+from experiments.decode import block_map_demo
 from tests.inspect.block_map_reader import ANSI, read_groups, recount
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
 
 def run_demo(capsys, *arguments):
-    assert block_map_demo.main(list(arguments)) == 0
+    assert decode.main(["--map", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -59,13 +60,20 @@ def test_the_demo_draws_a_panel_per_step(capsys, tmp_path):
 
 def test_the_demo_reports_violations(capsys, monkeypatch):
     monkeypatch.setattr(kv, "check_invariants", lambda cache: ["block 3 is lost"])
-    assert block_map_demo.main([]) == 1
+    assert decode.main(["--map"]) == 1
     assert "block 3 is lost" in capsys.readouterr().out
 
 
 def test_the_demo_refuses_a_bad_picture(capsys):
     with pytest.raises(SystemExit) as error:
-        block_map_demo.main(["--picture", "nowhere/steps.png"])
+        decode.main(["--map", "--picture", "nowhere/steps.png"])
     assert error.value.code == 2
     captured = capsys.readouterr()
     assert "no folder nowhere" in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("others", [["a prompt"], ["--json"], ["--beams", "2"], ["--checkpoint", "x"]])
+def test_the_demo_decodes_nothing(capsys, others):
+    with pytest.raises(SystemExit) as error:
+        decode.main(["--map", *others])
+    assert error.value.code == 2 and "got --map with" in capsys.readouterr().err

@@ -17,17 +17,9 @@ from models import checkpoint
 from models.decoder import Decoder, DecoderConfig
 from models.rope import Rope, rotate, rotation
 from models.tokenizer import ByteTokenizer
+from tests.experiments import tiny
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_embeddings=True,
-)
+TINY = tiny.config(use_qk_norm=False)
 SHARES = {0.2: 0.8, 0.5: 0.3}
 
 

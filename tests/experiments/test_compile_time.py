@@ -60,20 +60,21 @@ def test_a_bar_can_fail():
     ]
     bars = compile_time.bars_of(costs)
     assert [bar["measured"] for bar in bars] == [1.25, 1.5]
-    assert [compile_time.verdict(bar) for bar in bars] == ["holds", "does not hold"]
+    assert [bar["holds"] for bar in bars] == [True, False]
 
 
 @pytest.mark.slow
-def test_the_command_times_and_records(monkeypatch, tmp_path, capsys):
+def test_the_command_times_and_records(monkeypatch, capsys):
     monkeypatch.setattr(compile_time, "DEPTHS", (1, 2))
     monkeypatch.setattr(compile_time, "PERIOD", (8, None))
     monkeypatch.setattr(compile_time, "NUM_PERIODS", 2)
     all_operations = compile_time.operations()
     few = {name: all_operations[name] for name in ("init", "touch", "fork")}
     monkeypatch.setattr(compile_time, "operations", lambda: few)
-    record = tmp_path / "record.json"
-    assert compile_time.main(["--repeats", "1", "--no-demo", "--json", str(record)]) == 0
-    report, printed = json.loads(record.read_text()), capsys.readouterr().out
+    assert compile_time.main(["--repeats", "1", "--no-demo", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    compile_time.show(report)
+    printed = capsys.readouterr().out
     names = [row["name"] for row in report["records"]]
     assert names == [step_name(1), step_name(2), "decode step, 2 x (5 windows, 1 full)", *few]
     for row in report["records"]:
@@ -81,10 +82,3 @@ def test_the_command_times_and_records(monkeypatch, tmp_path, capsys):
         assert row["total_s"] == pytest.approx(row["trace_s"] + row["lower_s"] + row["compile_s"])
         assert row["compile_s"] > 0 and row["num_programs"] >= 1
     assert [bar["bar"] for bar in report["bars"]] == ["2 layers to 1"]
-
-
-def test_a_record_that_cannot_be_written_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        compile_time.main(["--no-demo", "--json", str(tmp_path / "nowhere" / "record.json")])
-    assert error.value.code == 2
-    assert "expected a file in a folder that is there" in capsys.readouterr().err

@@ -7,18 +7,10 @@ import pytest
 from flax import nnx
 
 from experiments import compression
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder
+from tests.experiments import tiny
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_embeddings=True,
-)
+TINY = tiny.config(use_qk_norm=False)
 
 
 def report(snapkv, chance, blocks):
@@ -56,7 +48,7 @@ def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
     for record in records:
         if record["scorer"] != compression.PYRAMID:
             assert record["blocks"] == [2 * -(-round(96 * record["share"]) // 16)] * 2
-    windows = compression.read_windows()
+    windows = compression.quality.held_out_windows(2, 2000, 96 + 16 + 1)
     study = compression.Study(
         Decoder(TINY, rngs=nnx.Rngs(0)), windows[:, :96], windows[:, 96:-1], windows[:, 97:]
     )

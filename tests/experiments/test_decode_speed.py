@@ -275,19 +275,3 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path, dec
     cases = (*decode_speed.FILLS, decode_speed.UNEVEN, *decode_speed.BATCHES, *decode_speed.TABLES)
     assert measured[4:] == [*cases]
     assert "0 of 6 bars do not hold" in capsys.readouterr().out and (tmp_path / "speed.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--data", "/nowhere"], "there is no folder /nowhere"),
-        (["--data", "x" * 300], "there is no folder xxx"),
-        (["--checkpoint", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, said, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        decode_speed.main(arguments)
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1

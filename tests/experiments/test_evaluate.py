@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +23,11 @@ from experiments.evaluate.items import BLOCK_SIZE, Item, Task
 from experiments.evaluate.results import Results
 from experiments.train.bits_per_byte import empty_cache, losses
 from models import checkpoint
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder
+from tests.experiments import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_seq_len=512,
-    use_qk_norm=True,
-    tie_embeddings=True,
-)
+TINY = tiny.config(**tiny.ONE_LAYER, max_seq_len=512)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +79,12 @@ def test_items_are_those_of_the_seed(folder):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "has 0 items, expected 30: lower --items"), ("{}", "expected openai's gsm8k"), ("no", "expected")],
+    [
+        ("", "has 0 items, expected 30: lower --items"),
+        ("{}", "expected openai's gsm8k"),
+        ("no", "expected"),
+        *((json.dumps({"question": ask, "answer": "3"}), "expected") for ask in ("\ud800", 3, None)),
+    ],
 )
 def test_files_that_do_not_fit_are_refused(folder, text, said):
     (folder / items.GSM8K).write_text(text)
@@ -216,14 +210,6 @@ def test_a_run_that_is_done_computes_nothing_more(tmp_path, monkeypatch, capsys,
         command.main(["--items", "4", "--seed", "1", "--results", str(path)])
     error = capsys.readouterr().err
     assert "seed is 0, expected 1" in error and len(error.splitlines()) == 1
-
-
-def test_a_model_that_has_no_bytes_is_refused(monkeypatch, capsys):
-    other = SimpleNamespace(config=SimpleNamespace(vocab_size=99))
-    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: other)
-    with pytest.raises(SystemExit):
-        run()
-    assert "has 99 tokens, expected one per byte" in capsys.readouterr().err
 
 
 def test_verdicts_can_be_either():

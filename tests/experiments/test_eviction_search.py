@@ -10,10 +10,10 @@ from tests.experiments.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make
 pytest.importorskip("rich")
 
 import kvcache_jax as kv
-from experiments.eviction_search import __main__ as search
-from experiments.eviction_search.simulator import simulate
-from experiments.trace_replay.__main__ import replay
-from experiments.trace_replay.traces import full_blocks_only, read_trace
+from experiments.traces import search
+from experiments.traces.replay import replay
+from experiments.traces.simulator import simulate
+from experiments.traces.trace import full_blocks_only, read_trace
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,7 @@
 import pytest
 
 from experiments.kernel_speed import report as kernel_speed_report
-from experiments.kernel_speed import summary as kernel_speed_summary
-from experiments.kernel_speed.sides import OURS
+from experiments.kernel_speed.names import OURS
 from experiments.kernel_speed.timing import FAILED, MEASURED
 
 
@@ -42,7 +41,7 @@ def report():
         "date": "today",
         "revision": "abc",
         "is_interpreted": False,
-        "calls": [{"date": "today", "seconds": 1.0}],
+        "seconds": 1.0,
         "entries": entries,
         "decodes": decodes,
         "moves": [entry("append", 1_000_000, {OURS: 2.0, "XLA": 4.0})],
@@ -51,14 +50,12 @@ def report():
         "left_out": ["128 x 1k, group 1, block 64"],
         "stopped": "",
     }
-    for measured in (*entries, *decodes, *made["moves"]):
-        measured["call"] = 0
-    kernel_speed_summary.add_figures(made)
+    kernel_speed_report.add_figures(made)
     return made
 
 
 def test_ratios_losses_and_bars(report):
-    assert report["calls"][0]["ceilings"] == {"read": pytest.approx(4000), "copy": pytest.approx(4000)}
+    assert report["ceilings"] == {"read": pytest.approx(4000), "copy": pytest.approx(4000)}
     assert report["moves"][0]["of_ceiling"] == {OURS: pytest.approx(0.125), "XLA": pytest.approx(0.0625)}
     won, lost, nearly, failed, alone = (decode["comparison"] for decode in report["decodes"])
     assert won["gb_per_s"] == pytest.approx(3800) and won["of_ceiling"] == pytest.approx(0.95)
@@ -77,35 +74,18 @@ def test_ratios_losses_and_bars(report):
     assert share["measured"] == pytest.approx(0.8) and not share["holds"]  # 0.4 GB count, 0.004 do not
     assert mean["measured"] == summary["geometric_mean"] and not mean["holds"]
     assert least["measured"] == pytest.approx(0.8) and not least["holds"]
-    assert kernel_speed_summary.absences(report["decodes"]) == [
+    assert kernel_speed_report.absences(report["decodes"]) == [
         {"side": "b", "reason": "failed: no room", "on": ["lost", "nearly"]},
         {"side": OURS, "reason": "failed: it broke", "on": ["ours failed"]},
         {"side": "a", "reason": "failed: no room", "on": ["alone"]},
     ]
 
 
-def test_an_entry_is_compared_with_the_ceilings_of_its_own_call(report, capsys):
-    """A second call read at 5,000 GB/s; the spread of the two is shown, and ratios are as they were."""
-    report["calls"].append({"date": "tomorrow", "seconds": 2.5})
-    report["entries"].append({**entry("read", 4_000_000, {"XLA": 0.8}), "call": 1})
-    report["decodes"][1]["call"] = 1
-    before = report["summary"]
-    kernel_speed_summary.add_figures(report)
-    shares = [decode["comparison"]["of_ceiling"] for decode in report["decodes"][:3]]
-    assert shares == pytest.approx([0.95, 0.64, 0.1])
-    assert report["summary"]["geometric_mean"] == before["geometric_mean"] and report["seconds"] == 3.5
-    assert report["summary"]["bars"][0]["measured"] == pytest.approx(0.64)
-    kernel_speed_report.show(report)
-    shown = capsys.readouterr().out
-    assert "read 4,000 to 5,000 GB/s (25.0% apart in 2 calls), copy 4,000 GB/s" in shown
-    assert "2 calls, the first today" in shown and "one tiny kernel, call 1" in shown
-
-
 def test_bars_hold_when_they_do():
     won = entry("won", 10**9, {OURS: 100.0, "a": 110.0})
-    won["comparison"] = kernel_speed_summary.comparison(won, 10_500)
-    assert [bar["holds"] for bar in kernel_speed_summary.summary([won])["bars"]] == [True, True, True]
-    assert [bar["holds"] for bar in kernel_speed_summary.summary([])["bars"]] == [None, None, None]
+    won["comparison"] = kernel_speed_report.comparison(won, 10_500)
+    assert [bar["holds"] for bar in kernel_speed_report.summary([won])["bars"]] == [True, True, True]
+    assert [bar["holds"] for bar in kernel_speed_report.summary([])["bars"]] == [None, None, None]
 
 
 def test_the_tables_say_what_was_lost_and_what_is_missing(report, capsys):

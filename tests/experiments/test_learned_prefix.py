@@ -16,21 +16,12 @@ import kvcache_jax as kv
 from experiments import learned_prefix
 from experiments.common import byte_model
 from experiments.learned_prefix import Prefix
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder
+from tests.experiments import tiny
 
 pytestmark = pytest.mark.slow
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    use_qk_norm=True,
-    tie_embeddings=True,
-)
+TINY = tiny.config(head_dim=4)
 PREFIX_LEN, NUM_ROWS, LENGTH = 19, 3, 14  # the prefix ends within its second block, the rows in their third
 TEXT = np.frombuffer(b"THE QUICK BROWN FOX. " * 20, np.uint8)
 
@@ -123,26 +114,6 @@ def test_the_text_to_measure_on_is_not_learned_from(tmp_path):
     name, learn_from, held_out = learned_prefix.read_texts(tmp_path)
     assert name == learned_prefix.SHAKESPEARE
     assert bytes([*learn_from, *held_out]) == text and len(held_out) == len(text) // 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--data", "/nowhere"], "there is no folder /nowhere"),
-        (["--data", "x" * 300], "there is no folder xxx"),
-        (["--checkpoint", "/nowhere"], "/nowhere"),
-        (["--steps", "0"], "got '0'"),
-        (["--data", "."], "tinyshakespeare.txt has 5 bytes, expected at least"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, said, capsys, tmp_path, monkeypatch):
-    (tmp_path / learned_prefix.SHAKESPEARE).write_text("short")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        learned_prefix.main(arguments)
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
 
 
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder):

@@ -3,21 +3,19 @@
 import json
 
 import pytest
-from flax import nnx
 
 from experiments import prefix_prompts
+from experiments.common.benchmarks import few_shot_prompts
+from experiments.common.command import InputError
 from models import checkpoint
-from models.decoder import Decoder, DecoderConfig
 from models.tokenizer import ByteTokenizer
+from tests.experiments import tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    config = DecoderConfig(
-        vocab_size=256, hidden_size=8, mlp_size=8, num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=4
-    )
     folder = tmp_path_factory.mktemp("model")
-    checkpoint.save(folder, Decoder(config, rngs=nnx.Rngs(0)), ByteTokenizer())
+    checkpoint.save(folder, tiny.decoder(**tiny.ONE_LAYER), ByteTokenizer())
     return folder
 
 
@@ -33,7 +31,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(data):
-    return prefix_prompts.few_shot_prompts(data, 3)
+    return few_shot_prompts(data, 3)
 
 
 @pytest.fixture(scope="module")
@@ -60,45 +58,14 @@ def test_second_prompts_and_later_questions_find_what_is_shared(folder, data, pr
     assert few_shot["bytes_kept"] < few_shot["bytes_of_all_prompts"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shared", "10000000"], "got --shared 10000000, expected fewer than the text has: "),
-        (["--own", "10000000"], "got --own 10000000, expected fewer than the text has: "),
-        (["--data", "nowhere"], "argument --data: there is no folder nowhere"),
-        (["--prompts", "1"], "expected an integer from 2 to 10000"),
-        (["--prompts", "5"], "gsm8k_test.jsonl has 12 examples, expected 13: lower --prompts"),
-        (["--data", "."], "got --data ., expected text/gsm8k_test.jsonl in it: "),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_timed(folder, data, capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(prefix_prompts, "time_pairs", lambda *_: pytest.fail("timed"))
-    with pytest.raises(SystemExit) as stop:
-        prefix_prompts.main(["--checkpoint", str(folder), "--data", str(data), *arguments])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("question", ["\ud800", 3, None])
-def test_examples_that_are_no_texts(tmp_path, question):
-    path = tmp_path / "text" / "gsm8k_test.jsonl"
-    path.parent.mkdir()
-    path.write_text((json.dumps({"question": question, "answer": "3"}) + "\n") * 12)
-    with pytest.raises(prefix_prompts.InputError, match="gsm8k_test.jsonl"):
-        prefix_prompts.few_shot_prompts(tmp_path, 2)
+def test_too_few_examples_are_refused(data):
+    with pytest.raises(InputError, match="gsm8k_test.jsonl has 12 examples, expected 13: lower --prompts"):
+        few_shot_prompts(data, 5)
 
 
 @pytest.mark.slow
-def test_missing_files(folder, lengths, tmp_path, capsys, monkeypatch):
+def test_without_data_few_shot_prompts_are_skipped(folder, lengths, capsys, monkeypatch):
     monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
     arguments = ["--checkpoint", str(folder), *lengths, "--prompts", "2"]
     assert prefix_prompts.main(arguments) == 0
     assert "few-shot prompts: skipped" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        prefix_prompts.main([*arguments, "--data", str(tmp_path)])
-    assert stop.value.code == 2
-    with pytest.raises(SystemExit) as stop:
-        prefix_prompts.main(["--checkpoint", str(tmp_path / "nothing")])
-    assert stop.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 2

@@ -8,24 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.common import byte_model
+from experiments.common import byte_model, corpus, quality
 from experiments.decode_speed.sides import Case
 from experiments.quantised import __main__ as quantised
 from experiments.quantised import report, storages
 from experiments.quantised.storages import GROUP, ROTATED, STORAGES, Rounding
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder
+from tests.experiments import tiny
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    use_qk_norm=True,
-    tie_embeddings=True,
-)
+TINY = tiny.config()
 LENGTH = 21
 
 
@@ -36,11 +27,11 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def windows():
-    return quantised.read_windows(num_files=2, length=LENGTH)
+    return quality.held_out_windows(2, 1000, LENGTH + 1)
 
 
 def test_the_windows_are_pieces_of_held_out_files(windows):
-    files = [*quantised.corpus.held_out_files().values()]
+    files = [*corpus.held_out_files().values()]
     assert windows.shape == (2, LENGTH + 1) and windows.dtype == np.int32
     for window, file in zip(windows, files, strict=False):
         assert bytes(window.tolist()) == file[1000 : 1000 + LENGTH + 1]
@@ -55,16 +46,16 @@ def test_bytes_of_a_token_count_numbers_scales_and_zeros():
 
 @pytest.mark.slow
 def test_storages_and_roundings_are_compared_with_the_exact_model(decoder, windows):
-    quality = quantised.measure_quality(decoder, windows)
-    exact, bfloat16, *few = quality["storages"]
+    found = quantised.measure_quality(decoder, windows)
+    exact, bfloat16, *few = found["storages"]
     assert exact["kl"] == exact["bits_added"] == 0 and exact["of_each"] == [0, 0]
     assert 0 < bfloat16["kl"] < few[0]["kl"] < min(record["kl"] for record in few[1:]) < 0.1
-    assert [r["rows_in_bytes_of_bfloat16"] for r in quality["storages"]][:3] == [0.5, 1, 16 / 12]
-    assert all(record["kl"] > 0 for record in quality["roundings"])
-    assert 7.5 < quality["bits_per_byte"] < 8.5  # it knows nothing
+    assert [r["rows_in_bytes_of_bfloat16"] for r in found["storages"]][:3] == [0.5, 1, 16 / 12]
+    assert all(record["kl"] > 0 for record in found["roundings"])
+    assert 7.5 < found["bits_per_byte"] < 8.5  # it knows nothing
     # A layer's rounded keys and values give what the cache of that format does.
     int4 = few[2]["kl"]
-    assert quality["roundings"][0]["kl"] == pytest.approx(int4, rel=0.2)
+    assert found["roundings"][0]["kl"] == pytest.approx(int4, rel=0.2)
 
 
 @pytest.mark.slow
@@ -99,7 +90,7 @@ def test_losses_are_compared_in_bits_and_nats():
     assert compared["bits_added"] == pytest.approx(np.mean(compared["of_each"]))
     divergence = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
     assert compared["kl"] == pytest.approx(divergence / 2)
-    assert storages.bits_per_byte(found, windows) == pytest.approx(1.0)
+    assert quality.bits(found, windows[:, 1:]).mean() == pytest.approx(1.0)
 
 
 @pytest.mark.slow
@@ -136,9 +127,9 @@ def made_up_report():
 
 
 def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder, tmp_path):
-    quality, steps = made_up_report()
+    losses, steps = made_up_report()
     monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: decoder)
-    monkeypatch.setattr(quantised, "measure_quality", lambda decoder, windows: quality)
+    monkeypatch.setattr(quantised, "measure_quality", lambda decoder, windows: losses)
     monkeypatch.setattr(quantised, "measure_steps", lambda decoder: steps)
     assert quantised.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -151,25 +142,3 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder, tmp_
     pytest.importorskip("matplotlib")
     report.draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (dict(windows=(4, 4)), "has windows, which dense attention to rounded keys does not have, expected"),
-        (dict(vocab_size=99), "has 99 tokens, expected one per byte"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_one_sentence(changes, said, monkeypatch, capsys):
-    class Other:
-        config = DecoderConfig(**{**vars(TINY), **changes})
-
-    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: Other)
-    with pytest.raises(SystemExit) as stopped:
-        quantised.main([])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
-    monkeypatch.undo()
-    with pytest.raises(SystemExit):
-        quantised.main(["--checkpoint", "/nowhere"])
-    assert "/nowhere" in capsys.readouterr().err

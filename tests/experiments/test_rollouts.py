@@ -18,19 +18,10 @@ from experiments.rollouts.sampling import Rollouts, roll_out, score, without_sha
 from experiments.rollouts.study import Sizes
 from experiments.rollouts.task import MAX_ANSWER, STOP
 from experiments.train.bits_per_byte import empty_cache, losses
-from models.decoder import Decoder, DecoderConfig, cache_config
+from models.decoder import Decoder, cache_config
+from tests.experiments import tiny
 
-TINY = DecoderConfig(
-    vocab_size=64,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    use_qk_norm=True,
-    tie_embeddings=True,
-)
+TINY = tiny.config(**tiny.ONE_LAYER, vocab_size=64)
 SIZES = Sizes(prompts=3, group=4, updates=3, seed=5)
 
 

@@ -78,8 +78,9 @@ def test_a_trace_of_another_kind_is_refused(tmp_path, text, said):
 def test_prompts_are_taken_as_they_are_and_answers_by_their_factors(tmp_path):
     for folder in ("text", "traces"):
         (tmp_path / folder).mkdir()
-    with gzip.open(tmp_path / workload.HUMAN_EVAL, "wt") as file:
-        file.write('{"prompt": "def é():"}\n{"prompt": "x"}\n')
+    with gzip.open(tmp_path / workload.benchmarks.HUMAN_EVAL, "wt") as file:
+        for prompt in ("def é():", "x"):
+            file.write(json.dumps({"prompt": prompt, "canonical_solution": "1"}) + "\n")
     (tmp_path / workload.TRACE).write_text(
         "TIMESTAMP,GeneratedTokens\n2023-11-16 18:15:46,10\n2023-11-16 18:15:50,1\n2023-11-16 18:15:51,7\n"
     )
@@ -88,7 +89,7 @@ def test_prompts_are_taken_as_they_are_and_answers_by_their_factors(tmp_path):
     assert [(job.num_tokens, job.arrival) for job in work.jobs] == [(2, 0.0), (1, 2.0), (2, 2.5)]
     assert (work.num_tokens, work.longest) == (5, 11)
     assert "conv.csv, its arrivals times 0.5, lengths of answers times 0.25" in work.source
-    (tmp_path / workload.HUMAN_EVAL).write_bytes(b"no gzip")
+    (tmp_path / workload.benchmarks.HUMAN_EVAL).write_bytes(b"no gzip")
     with pytest.raises(InputError, match=r"expected openai's HumanEval\.jsonl\.gz"):
         workload.human_eval(tmp_path, None, 3, 1.0, 1.0)
 
@@ -363,29 +364,6 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     report.draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["--simulate", "v5e", "--chips", "1", "--requests", "4"],
-            "1 v5e hold no model and request: raise --chips",
-        ),
-        (["--simulate", "abacus"], "invalid choice: 'abacus'"),
-        (["--simulate", "--demo"], "not allowed with"),
-        (["--checkpoint", "/nowhere"], "/nowhere"),
-        (["--markdown", "/nowhere"], "expected what --json printed"),
-        (["--trace", "/nowhere.csv"], "cannot be read"),
-        (["--metrics", "/nowhere/a.prom"], "there is no folder /nowhere: make it first"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(arguments, said, capsys, monkeypatch):
-    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        command.main(arguments)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["serve", "serve_simulated"])

@@ -14,19 +14,10 @@ from experiments.streaming import report, sides
 from experiments.streaming.sides import STEP_LEN, Reading, Side
 from models import checkpoint
 from models.decoder import Decoder, DecoderConfig, cache_config, forward
+from tests.experiments import tiny
 from tests.support.dense_reference import dense_attention
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    use_qk_norm=True,
-    tie_embeddings=True,
-)
+TINY = tiny.config()
 KEPT = kv.compression.Streaming(window=16, num_sink_tokens=3)
 
 
@@ -164,25 +155,3 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     report.draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (dict(windows=(4, 4)), "has windows, which the mask without a cache does not have, expected"),
-        (dict(vocab_size=99), "has 99 tokens, expected one per byte"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_one_sentence(changes, said, monkeypatch, capsys):
-    class Other:
-        config = DecoderConfig(**{**vars(TINY), **changes})
-
-    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: Other)
-    with pytest.raises(SystemExit) as stopped:
-        streaming.main([])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and len(error.splitlines()) == 1
-    monkeypatch.undo()
-    with pytest.raises(SystemExit):
-        streaming.main(["--checkpoint", "/nowhere"])
-    assert "/nowhere" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from tests.experiments.trace_maker import LONGEST, TOKENS_PER_ID, lru_hits, make
 
 pytest.importorskip("rich")
 
-from experiments.trace_replay import __main__ as trace_replay
-from experiments.trace_replay.traces import read_trace
+from experiments.traces import replay as trace_replay
+from experiments.traces.trace import read_trace
 
 
 def run(capsys, *arguments):

@@ -25,22 +25,12 @@ from experiments.train.checkpoints import TrainingError
 from experiments.train.training import Recipe
 from experiments.train.training import train as run
 from models import checkpoint
-from models.decoder import Decoder, DecoderConfig, cache_config, forward
+from models.decoder import Decoder, cache_config, forward
+from tests.experiments import tiny
 
 pytestmark = pytest.mark.slow
 
-TINY = DecoderConfig(
-    vocab_size=256,
-    hidden_size=16,
-    mlp_size=16,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_seq_len=16,
-    use_qk_norm=True,
-    tie_embeddings=True,
-)
+TINY = tiny.config(**tiny.ONE_LAYER, max_seq_len=16)
 RECIPE = Recipe(steps=8, tokens_per_step=64, short_length=8, long_length=16, long_share=0.25, warmup_steps=2)
 DATA = np.frombuffer(b"def f(x):\n    return x\n" * 50, np.uint8)
 

@@ -1,4 +1,4 @@
-"""An eviction policy's hits on a trace, without a cache: what `experiments.trace_replay` does, on the host.
+"""An eviction policy's hits on a trace, without a cache: what `experiments.traces.replay` does, on the host.
 
 A search tries hundreds of policies and sizes. One replay through the cache takes seconds, most of it for
 victims in the order of the policy's keys; here the keys of all blocks are computed once per request, and a
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.trace_replay.traces import Trace
+from experiments.traces.trace import Trace
 
 TICKS_PER_REQUEST = 2  # of the cache's clock: one by `allocate`, one by `extend`
 

@@ -1,9 +1,10 @@
-"""The table and the picture of `experiments.trace_replay`."""
+"""The table and the picture of `experiments.traces.replay`."""
 
 from pathlib import Path
 
 from experiments.common import log_axes
-from experiments.common.timing import show_table
+from experiments.common.report import show_provenance
+from experiments.common.timing import show_records
 
 
 def rate(value: float | None) -> str:
@@ -11,39 +12,28 @@ def rate(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
+COLUMNS = {
+    "policy": "{policy}",
+    "blocks": "{num_blocks:,}",
+    "hit rate": lambda record: rate(record["hit_rate_blocks"]),
+    "by token": lambda record: rate(record["hit_rate_tokens"]),
+    "1st half": lambda record: rate(record["halves"][0]["hit_rate_blocks"]),
+    "2nd half": lambda record: rate(record["halves"][1]["hit_rate_blocks"]),
+    "evicted": "{num_evictions:,}",
+    "time": "{replay_s:.1f} s",
+    "compile": "{compile_s:.1f} s",
+}
+
+
 def show(report: dict) -> None:
     """Prints a report, the object of `--json`, as a table."""
-    host, trace = report["machine"], report["trace"]
-    print(f"{host['cpu']}, {host['num_cores']} cores; {report['device']}, jax {report['jax']}")
+    trace = report["trace"]
+    show_provenance(report)
     title = (
         f"{trace['name']}: {trace['num_requests']:,} requests, {trace['num_ids']:,} blocks, "
         f"{trace['num_distinct']:,} different ones, {trace['num_tokens']:,} tokens"
     )
-    rows = [
-        [
-            record["policy"],
-            f"{record['num_blocks']:,}",
-            rate(record["hit_rate_blocks"]),
-            rate(record["hit_rate_tokens"]),
-            *(rate(half["hit_rate_blocks"]) for half in record["halves"]),
-            f"{record['num_evictions']:,}",
-            f"{record['replay_s']:.1f} s",
-            f"{record['compile_s']:.1f} s",
-        ]
-        for record in report["records"]
-    ]
-    header = [
-        "policy",
-        "blocks",
-        "hit rate",
-        "by token",
-        "1st half",
-        "2nd half",
-        "evicted",
-        "time",
-        "compile",
-    ]
-    show_table(title, header, rows)
+    show_records(title, COLUMNS, report["records"])
 
 
 def draw(report: dict, path: Path) -> None:

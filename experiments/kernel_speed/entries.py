@@ -1,13 +1,12 @@
 """What `experiments.kernel_speed` measures, made by name: ceilings, decodes, movements, whole steps.
 
-Runs in the worker (`kernel_speed_worker`), on the device.
+They are made where the device is, in the process of `isolated`.
 """
 
 import contextlib
 import datetime
 import functools
 import gc
-import hashlib
 import importlib.metadata
 import os
 import subprocess
@@ -38,7 +37,7 @@ class NoRoomError(MemoryError):
     """The data do not fit into the device's memory."""
 
 
-class Jobs:
+class Entries:
     """All entries of one benchmark, the most important ones first.
 
     Attributes:
@@ -138,21 +137,11 @@ def environment(device: Any) -> dict[str, Any]:
         "machine": timing.machine(),
         "revision": timing.revision(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "sources": sources(),
         "jax": jax.__version__,
         "packages": peers,
         "flashinfer_modules": sorted(path.stem for path in Path(folder).glob("*/*.so")) if folder else [],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-
-
-def sources() -> str:
-    """Digest of the code that decides about a time, as it is in the working tree."""
-    root, digest = Path(__file__).parent.parent.parent, hashlib.sha256()
-    for package in ("experiments", "kvcache_jax", "models", "pallas_kernels"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _driver() -> str | None:
@@ -162,6 +151,17 @@ def _driver() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return lines[0].strip() if lines else None
+
+
+def entries_of_device(is_quick: bool, interpret: bool) -> Entries:
+    """Starts jax.
+
+    Raises:
+      command.InputError: see `find_device`.
+    """
+    device = find_device(interpret)
+    jax.config.update("jax_default_device", device)
+    return Entries(device, is_quick, interpret)
 
 
 def find_device(interpret: bool) -> Any:

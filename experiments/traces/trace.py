@@ -8,13 +8,14 @@ Two such files, conversation_trace.jsonl and synthetic_trace.jsonl, are in the f
 github.com/kvcache-ai/Mooncake (Apache-2.0).
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from experiments.common.command import InputError
+from experiments.common.command import InputError, integer
 
 SOURCE = "take conversation_trace.jsonl from FAST25-release/traces of github.com/kvcache-ai/Mooncake"
 
@@ -42,6 +43,13 @@ class Trace(NamedTuple):
     def num_hit_tokens(self, num_hits: np.ndarray) -> np.ndarray:
         """i64[num_requests], tokens in the first `num_hits` ids of each request."""
         return np.minimum(num_hits * np.int64(self.tokens_per_id), self.num_tokens)
+
+
+def add_trace_options(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Adds --trace, with options of argparse, and --tokens-per-id."""
+    add, text = parser.add_argument, "requests, see experiments/traces/trace.py"
+    add("--trace", type=Path, required=True, metavar="FILE", help=text, **options)
+    add("--tokens-per-id", type=integer(1, 2**31 - 1), default=512, metavar="N", help="default: 512")
 
 
 def read_trace(path: Path, tokens_per_id: int) -> Trace:

@@ -1,6 +1,6 @@
 """Question: does an eviction policy without look-ahead beat LRU on real traces?
 
-Command: python -m experiments.eviction_search --trace FILE [FILE ...] [--replay] [--json]
+Command: python -m experiments.traces.search --trace FILE [FILE ...] [--replay] [--json]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
 Answer:  a little. `hyperbolic`, which has no parameter to choose, serves 0.70 points more of the blocks than
   LRU in the second half of Mooncake's conversations at 10,000 blocks and 1.55 more of its synthetic trace,
@@ -17,16 +17,14 @@ halves is chosen, among those that lose no more than 0.3 anywhere there.
 Each trace counts twice: as published, and without the partly filled blocks at prompts' ends. No cache of
 tokens publishes those; a policy that sorts them out (`ends first`) gains on paper what nobody can have.
 
-A policy sees what is known of each block, see `experiments.eviction_search.simulator`; children go before
+A policy sees what is known of each block, see `experiments.traces.simulator`; children go before
 parents.
 With --replay, `hyperbolic` and LRU also run through the cache itself, which must serve the same blocks.
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -34,9 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.common import command, timing
-from experiments.eviction_search.simulator import TICKS_PER_REQUEST, Blocks, EvictionKey, simulate
-from experiments.trace_replay.__main__ import progress_bar, rates, replay
-from experiments.trace_replay.traces import Trace, full_blocks_only, read_trace
+from experiments.common.report import add_options, deliver, provenance
+from experiments.traces.replay import progress_bar, rates, replay
+from experiments.traces.simulator import TICKS_PER_REQUEST, Blocks, EvictionKey, simulate
+from experiments.traces.trace import Trace, add_trace_options, full_blocks_only, read_trace
 from kvcache_jax.core.eviction_policy import LRU, BlockMetadata, eviction_keys
 
 SIZES = (1_000, 5_000, 10_000, 30_000, 100_000)
@@ -239,22 +238,12 @@ def confirm(traces: dict[str, Trace], sizes: Sequence[int], tell: Callable[[str,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.eviction_search", __doc__)
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="see experiments/trace_replay/traces.py",
-    )
-    parser.add_argument(
-        "--tokens-per-id", type=command.integer(1, 2**31 - 1), default=512, metavar="N", help="default: 512"
-    )
+    parser = command.Parser("experiments.traces.search", __doc__)
+    add_trace_options(parser, nargs="+")
     parser.add_argument(
         "--replay", action="store_true", help="also replay what the library has through the cache itself"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(parser, draws=False)
     options = parser.parse_args(arguments)
     names = [path.stem for path in options.trace]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -268,16 +257,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if (longest := max(int(trace.num_ids.max()) for trace in traces.values())) > SIZES[0]:
         parser.error(f"got a request of {longest} blocks, expected at most {SIZES[0]}, the smallest size")
-    start, revision = time.perf_counter(), timing.revision()
+    start = time.perf_counter()
     with progress_bar() as tell:
         records = search(traces, SIZES, tell)
         published = {path.stem: traces[path.stem] for path in options.trace}
         replays = confirm(published, SIZES, tell) if options.replay else []
     report = {
-        "machine": timing.machine(),
-        "revision": revision,
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "seconds": time.perf_counter() - start,
         "sizes": SIZES,
         "judged_size": JUDGED_SIZE,
@@ -285,10 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         "chosen_in_first_halves": [record["policy"] for record in chosen_per_family(records)],
         "replays": replays,
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
+    deliver(report, options, show)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Question: how much of real prompts does the prefix cache serve, by its size and eviction policy?
 
-Command: python -m experiments.trace_replay --trace FILE --blocks N [N ...] [--policy P ...] [--json]
+Command: python -m experiments.traces.replay --trace FILE --blocks N [N ...] [--policy P ...] [--json]
          [--eviction-batch N] [--picture FILE]
 Machine: 2 virtual cores of an Intel Xeon, shared with other work; jax 0.12.0
 Answer:  LRU, hit rate by block with 1,000 / 10,000 / 30,000 / 50,000 / 100,000 / infinite blocks:
@@ -9,7 +9,7 @@ Answer:  LRU, hit rate by block with 1,000 / 10,000 / 30,000 / 50,000 / 100,000 
   by token 0.3736 and 0.6512 at most. A replay takes 0.2 to 2.7 s, after 2 to 4 s
   of compilation on an idle machine.
 
-A trace has no tokens, only ids of the prompts' prefix blocks (see `experiments.trace_replay.traces`), so an
+A trace has no tokens, only ids of the prompts' prefix blocks (see `experiments.traces.trace`), so an
 id is replayed as one token of a block of size 1. Each request is allocated, extended by its tokens, committed
 and freed
 before the next one comes, all requests in one `lax.scan` over the public functions. A prompt's last token is
@@ -24,10 +24,8 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +35,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 import kvcache_jax as kv
-from experiments.common import command, timing
-from experiments.trace_replay.report import draw, show
-from experiments.trace_replay.traces import Trace, read_trace
+from experiments.common import command
+from experiments.common.report import add_options, deliver, provenance
+from experiments.traces.report import draw, show
+from experiments.traces.trace import Trace, add_trace_options, read_trace
 from kvcache_jax.core.eviction_policy import eviction_policies
 
 INFINITE = "infinite"
@@ -142,14 +141,8 @@ def rates(trace: Trace, num_hits: np.ndarray, part: slice) -> dict[str, float | 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.trace_replay", __doc__)
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="requests, see experiments/trace_replay/traces.py",
-    )
+    parser = command.Parser("experiments.traces.replay", __doc__)
+    add_trace_options(parser)
     parser.add_argument(
         "--blocks", type=capacity, nargs="+", required=True, metavar="N", help=f"sizes, or {INFINITE!r}"
     )
@@ -159,11 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--eviction-batch", type=command.integer(1), default=1, metavar="N", help="default: 1, exact"
     )
-    parser.add_argument(
-        "--tokens-per-id", type=command.integer(1, 2**31 - 1), default=512, metavar="N", help="default: 512"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--picture", type=command.picture, metavar="FILE", help="also draw rate by size")
+    add_options(parser)
     options = parser.parse_args(arguments)
     try:
         trace = read_trace(options.trace, options.tokens_per_id)
@@ -190,10 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"a cache of {size:,} blocks does not fit in memory: {str(error).splitlines()[0]}"
                 )
     report = {
-        "machine": timing.machine(),
-        "revision": timing.revision(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **provenance(),
         "trace": {
             "name": options.trace.name,
             "num_requests": len(trace.ids),
@@ -203,12 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "records": records,
     }
-    if options.json:
-        print(json.dumps(report))
-    else:
-        show(report)
-    if options.picture:
-        draw(report, options.picture)
+    deliver(report, options, show, draw)
     return 0
 
 

@@ -1,10 +1,8 @@
-"""Question: who owns which block while sequences start, branch, roll back and end?
+"""Who owns which block while sequences start, branch, roll back and end: `experiments.decode --map`.
 
-Command: python -m experiments.block_map_demo [--picture out.png] [--no-color]
-Answer:  one sentence, one line of Python and one block map per step; what is printed is what runs.
-
-A token is a word, and its keys and values are made from the word's number, so that `kv.gather` can read
-each row's text back from the cache: a branch that writes leaves the others' words alone.
+One sentence, one line of Python and one block map per step; what is printed is what runs. A token is a word,
+and its keys and values are made from the word's number, so that `kv.gather` can read each row's text back
+from the cache: a branch that writes leaves the others' words alone.
 """
 
 import dataclasses
@@ -15,7 +13,6 @@ from typing import Any
 import numpy as np
 
 import kvcache_jax as kv
-from experiments.common import command
 from kvcache_jax.inspect.block_map import block_map, draw_block_map
 
 CONFIG = kv.CacheConfig(
@@ -157,15 +154,9 @@ def show_stats(cache: kv.Cache) -> None:
         print(f"  {field.name:<22}{int(getattr(figures, field.name)):>6,}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = command.Parser("experiments.block_map_demo", __doc__)
-    parser.add_argument(
-        "--picture", type=command.picture, metavar="FILE", help="also draw a figure, one panel per step"
-    )
-    parser.add_argument("--no-color", action="store_true", help="plain text, also in a terminal")
-    options = parser.parse_args(arguments)
-    color = command.wants_color(options.no_color)
-    picture = Picture(options.picture) if options.picture else None
+def run(color: bool, path: Path | None) -> int:
+    """Plays the steps, and draws a panel for each into a picture; the exit code of the command."""
+    picture = Picture(path) if path else None
 
     def bold(text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if color else text
@@ -193,7 +184,3 @@ def main(arguments: list[str] | None = None) -> int:
         picture.save()
         print(f"wrote {picture.path}")
     return 1 if violations else 0
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -1,0 +1,102 @@
+"""What all studies do alike: input that does not fit is one sentence on standard error, and nothing else."""
+
+import importlib
+
+import pytest
+
+from experiments.common import byte_model
+from tests.experiments import tiny
+
+
+@pytest.fixture
+def refusal(capsys, monkeypatch, tmp_path):
+    """(command below `experiments`, *arguments) -> the sentence, in an empty folder without data."""
+    monkeypatch.delenv("KVCACHE_DATA_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *arguments):
+        module = importlib.import_module(f"experiments.{name}")
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"experiments.{name}.__main__")
+        with pytest.raises(SystemExit) as stopped:
+            module.main([*arguments])
+        captured = capsys.readouterr()
+        assert stopped.value.code == 2 and captured.err.count("\n") == 1 and not captured.out
+        assert captured.err.startswith(f"python -m experiments.{name}: ")
+        return captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "quantised",
+            {"windows": (4, 4)},
+            "has windows, which dense attention to rounded keys does not",
+        ),
+        ("streaming", {"windows": (4, 4)}, "has windows, which the mask without a cache does not have"),
+        ("decode_speed", {"windows": (4, 4)}, "has windows, which the dense cache beside it does not have"),
+        *(
+            (name, {"vocab_size": 99}, "has 99 tokens, expected one per byte")
+            for name in ("quantised", "streaming", "evaluate", "learned_prefix", "prefix_prompts")
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_one_sentence(refusal, monkeypatch, name, changes, said):
+    class Other:
+        config = tiny.config(**changes)
+
+    monkeypatch.setattr(byte_model.checkpoint, "load", lambda folder, dtype: Other)
+    assert said in refusal(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        *(
+            (name, ["--checkpoint", "/nowhere"], "/nowhere")
+            for name in (
+                *("quantised", "streaming", "evaluate", "learned_prefix", "prefix_prompts"),
+                *("decode_speed", "decode", "serve"),
+            )
+        ),
+        *(
+            (name, ["--data", "/nowhere"], "there is no folder /nowhere")
+            for name in ("evaluate", "learned_prefix", "prefix_prompts", "decode_speed", "serve")
+        ),
+        ("learned_prefix", ["--data", "x" * 300], "there is no folder xxx"),
+        ("learned_prefix", ["--steps", "0"], "got '0'"),
+        ("bookkeeping", ["--seconds", "nan"], "argument --seconds: got 'nan', expected a number above 0"),
+        ("bookkeeping", ["--peers-python", "no"], "got --peers-python without --peers, expected both: add"),
+        ("bookkeeping", ["--peers", "--peers-python", "no"], "got --peers-python no, expected a Python"),
+        ("prefix_prompts", ["--shared", "10000000"], "got --shared 10000000, expected fewer than the text"),
+        ("prefix_prompts", ["--own", "10000000"], "got --own 10000000, expected fewer than the text has: "),
+        ("prefix_prompts", ["--prompts", "1"], "expected an integer from 2 to 10000"),
+        ("prefix_prompts", ["--data", "."], "got text/gsm8k_test.jsonl, expected openai's gsm8k test.jsonl"),
+        (
+            "serve",
+            ["--simulate", "v5e", "--chips", "1", "--requests", "4"],
+            "1 v5e hold no model and",
+        ),
+        ("serve", ["--simulate", "abacus"], "invalid choice: 'abacus'"),
+        ("serve", ["--simulate", "--demo"], "not allowed with"),
+        ("serve", ["--markdown", "/nowhere"], "expected what --json printed"),
+        ("serve", ["--trace", "/nowhere.csv"], "cannot be read"),
+        ("serve", ["--metrics", "/nowhere/a.prom"], "there is no folder /nowhere: make it first"),
+        ("kernel_speed", ["--interpret"], "got --interpret without --output"),
+        ("kernel_speed", ["--output", "/nowhere"], "there is no folder /nowhere"),
+        ("kernel_speed", ["--flashinfer", "/nowhere"], "there is no folder /nowhere"),
+        ("kernel_speed", ["--minutes", "0"], "expected a number above 0"),
+        ("kernel_speed", ["--without", "theirs"], "got --without 'theirs', expected one of: ours; "),
+    ],
+)
+def test_bad_input_is_one_sentence(refusal, name, arguments, said):
+    assert said in refusal(name, *arguments)
+
+
+def test_a_text_that_is_too_short_to_learn_from_is_refused(refusal, tmp_path):
+    (tmp_path / "tinyshakespeare.txt").write_text("short")
+    said = "tinyshakespeare.txt has 5 bytes, expected at least"
+    assert said in refusal("learned_prefix", "--data", ".")
