@@ -33,6 +33,7 @@ APART = (
     "core/cache_form.py",
     "core/config.py",
     "core/counter.py",
+    "core/extras.py",
     "core/state.py",
     "core/status.py",
     "core/token_arguments.py",

@@ -1,7 +1,5 @@
-"""The shape of the package: who imports whom, what an import costs, what ships, what every file keeps to."""
+"""The shape of the package: its layers, what an import costs, what ships, what every file keeps to."""
 
-import ast
-import dataclasses
 import importlib
 import inspect
 import os
@@ -16,31 +14,9 @@ import jax
 import pytest
 
 import kvcache_jax
+from tests.support.sources import LAYERS, NAMESPACES, ROOMS, ROOT, SOURCE_FOLDERS, read_imports, source_files
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-LAYERS = ("pallas_kernels", "kvcache_jax", "models", "experiments")  # each may import those before it
-SOURCE_FOLDERS = (*LAYERS, "tests")
 SHIPPED = ("pallas_kernels", "kvcache_jax")
-# The rooms of the library: each imports only from itself and from those before it.
-ROOMS = (
-    "arrays",
-    "layers",
-    "quantised",
-    "core",
-    "blocks",
-    "attention",
-    "prefix",
-    "operations",
-    "inspect",
-    "decoding",
-    "compression",
-    "chunks",
-    "engine",
-    "manager",
-    "testing",
-)
-# Files beside the rooms, which hold public names and nothing else.
-NAMESPACES = ("backends", "policies", "state", "tiers")
 KERNEL_CALLERS = ("kvcache_jax/attention/mosaic.py",)
 # Third-party packages of the wheel, and the files that may use one more, inside a function.
 DEPENDENCIES = {"jax", "numpy"}
@@ -49,62 +25,22 @@ MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
     f"test_{name}.py"
-    for name in ("docstrings", "package", "promises", "reached_files", "readme", "recipes", "how_it_works")
+    for name in (
+        "docstrings",
+        "package",
+        "promises",
+        "reached_files",
+        "readme",
+        "recipes",
+        "rooms",
+        "how_it_works",
+    )
 }
 
 pytestmark = pytest.mark.contract
 
 
-def source_files(*folders: str) -> list[pathlib.Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
 # --- imports ---
-
-
-@dataclasses.dataclass(frozen=True)
-class Import:
-    """One import: the absolute name of what is imported, its line, and whether it waits inside a function."""
-
-    name: str
-    line: int
-    is_deferred: bool
-
-
-def read_imports(file: str, source: str) -> list[Import]:
-    """Reads every import of a file; `file` is its path from the repository's root, with forward slashes.
-
-    `from a import b` counts as `a.b`, for b may be a module. Relative imports are resolved. Calls of
-    `importlib.import_module` and `__import__` count too; a computed name reads as "?".
-    """
-    package = file.split("/")[:-1]
-    found = []
-
-    def visit(node: ast.AST, is_deferred: bool) -> None:
-        names = []
-        match node:
-            case ast.Import():
-                names = [alias.name for alias in node.names]
-            case ast.ImportFrom():
-                base = package[: max(0, len(package) - node.level + 1)] if node.level else []
-                base = base + (node.module.split(".") if node.module else [])
-                names = [".".join([*base, alias.name]) for alias in node.names]
-            case ast.Call() if ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-                match node.args:
-                    case [ast.Constant(value=str(name)), *_] if not name.startswith("."):
-                        names = [name]
-                    case _:
-                        names = ["?"]
-        found.extend(Import(name, getattr(node, "lineno", 0), is_deferred) for name in names)
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for field, child in ast.iter_fields(node):
-            # Decorators and default values run with the module; only the body waits.
-            for item in child if isinstance(child, list) else [child]:
-                if isinstance(item, ast.AST):
-                    visit(item, is_deferred or (is_function and field == "body"))
-
-    visit(ast.parse(source), False)
-    return found
 
 
 def import_violations(file: str, source: str) -> list[str]:
@@ -143,136 +79,6 @@ def test_imports_point_down_the_layers():
     for path in files:
         violations += import_violations(path.relative_to(ROOT).as_posix(), path.read_text())
     assert not violations, "\n".join(violations)
-
-
-def room_violations(file: str, source: str) -> list[str]:
-    """Returns one sentence for each import of a library file that runs back up the list of rooms."""
-    rooms = file.split("/")[1:-1]
-    violations = []
-    for entry in read_imports(file, source):
-        top, *path = entry.name.split(".")
-        if top != "kvcache_jax" or not rooms:
-            continue
-        if not path or path[0] not in ROOMS:
-            violations.append(f"{file}:{entry.line} imports {entry.name}, expected a file of a room")
-        elif ROOMS.index(path[0]) > ROOMS.index(rooms[0]):
-            violations.append(f"{file}:{entry.line} imports {entry.name}: {rooms[0]} stands before {path[0]}")
-    return violations
-
-
-def test_rooms_import_only_rooms_above_them():
-    files = source_files("kvcache_jax")
-    assert {path.relative_to(ROOT).parts[1] for path in files} == {
-        *ROOMS,
-        "__init__.py",
-        *(f"{name}.py" for name in NAMESPACES),
-    }
-    violations = []
-    for path in files:
-        violations += room_violations(path.relative_to(ROOT).as_posix(), path.read_text())
-    assert not violations, "\n".join(violations)
-
-
-def circles(sources: dict[str, str]) -> list[list[str]]:
-    """Finds the groups of files that import one another, whether to run, for types or inside a function.
-
-    Args:
-      sources: By their paths from the repository's root.
-    """
-    files = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in sources}
-
-    def imported(file: str) -> set[str]:
-        names = {entry.name for entry in read_imports(file, sources[file])}
-        # `from a import b` is read as `a.b`: where that is no file, it is a name in the file a.
-        modules = {name if name in files else name.rpartition(".")[0] for name in names}
-        return {files[module] for module in modules if module in files} - {file}
-
-    arrows = {file: imported(file) for file in sources}
-    reached = dict.fromkeys(sources, frozenset())
-    for file in sources:
-        found, to_visit = set(), [file]
-        while to_visit:
-            new = arrows[to_visit.pop()] - found
-            found |= new
-            to_visit += new
-        reached[file] = frozenset(found)
-    within = {frozenset(other for other in reached[file] if file in reached[other]) for file in sources}
-    return sorted(sorted(group) for group in within if group)
-
-
-def test_no_files_import_one_another():
-    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in source_files(*LAYERS)}
-    assert circles(sources) == []
-
-
-@pytest.mark.parametrize(
-    "back",
-    [
-        "import kvcache_jax.a",
-        "def f():\n  from kvcache_jax import a",
-        "if TYPE_CHECKING:\n  from .a import A",
-    ],
-)
-def test_files_that_import_one_another_are_found(back):
-    sources = {
-        "kvcache_jax/a.py": "from kvcache_jax.core.b import B",
-        "kvcache_jax/core/b.py": "from kvcache_jax.c import c",
-        "kvcache_jax/c.py": back,
-        "kvcache_jax/d.py": "from kvcache_jax import a",
-    }
-    assert circles(sources) == [["kvcache_jax/a.py", "kvcache_jax/c.py", "kvcache_jax/core/b.py"]]
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("from kvcache_jax.decoding import kernels", "operations stands before decoding"),
-        ("def f():\n  from kvcache_jax.testing.poison import poison", "operations stands before testing"),
-        ("import kvcache_jax as kv", "expected a file of a room"),
-        ("from kvcache_jax import fork", "expected a file of a room"),
-    ],
-)
-def test_an_import_that_runs_back_up_is_found(source, expected):
-    [violation] = room_violations("kvcache_jax/operations/a.py", source)
-    assert expected in violation
-    assert room_violations("kvcache_jax/operations/a.py", "from kvcache_jax.core import state") == []
-
-
-# Words of features, and the rooms in which they are said. A status is one for all operations.
-FEATURES = {
-    "chunks": r"\b([Cc]hunks?|\w+_chunks?|[Cc]hunk_\w+|[Cc]ompos(e|es|ed|ing))\b",
-    "compression": r"\b(compress|compress_\w+|[Ss]treaming|[Dd]ropping|drop_to_utilization"
-    r"|(original|rotated|moved)[ _]sinks?)\b",
-}
-NAME_FEATURES = {"kvcache_jax/core/status.py"}
-
-
-def features_named(file: str, source: str) -> list[str]:
-    """Returns one sentence for each line of a library file that names a feature of another room."""
-    path = pathlib.PurePosixPath(file)
-    if path.name == "__init__.py" or file in NAME_FEATURES:
-        return []
-    return [
-        f"{file}:{number} names {match[0]}, of {room}"
-        for room, pattern in FEATURES.items()
-        for number, line in enumerate(source.splitlines(), start=1)
-        if (match := re.search(pattern, line)) and path.parent.name not in FEATURES
-    ]
-
-
-def test_general_code_names_no_feature():
-    """A feature is a value in a room of its own; what it does elsewhere goes through hooks."""
-    named = []
-    for path in source_files("kvcache_jax"):
-        named += features_named(path.relative_to(ROOT).as_posix(), path.read_text())
-    assert not named, "\n".join(named)
-    assert features_named("kvcache_jax/operations/fork.py", "x = 1\nif chunks is None:") == [
-        "kvcache_jax/operations/fork.py:2 names chunks, of chunks"
-    ]
-    assert features_named("kvcache_jax/core/config.py", "max_sink_len: original sinks")
-    assert not features_named("kvcache_jax/chunks/a.py", "chunks") + features_named(
-        "kvcache_jax/a/b.py", "sinks"
-    )
 
 
 def test_a_helper_of_the_tests_has_one_name():

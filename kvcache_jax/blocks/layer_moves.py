@@ -16,7 +16,7 @@ from kvcache_jax.layers.layer_group import LayerGroup
 
 
 class Moves(Protocol):
-    """What is moved: a pytree of integers, with the blocks `destination` i32[n, C] that are written."""
+    """Tokens that move: a pytree of integers, with the blocks `destination` i32[n, C] that are written."""
 
     @property
     def destination(self) -> jax.Array:

@@ -53,12 +53,12 @@ def _to_steps(x: jax.Array, num_bits: int) -> tuple[jax.Array, dict[str, jax.Arr
     x, nan = _finite_or_zero(x)
     half = 2 ** (num_bits - 1)
     low, high = x.min(axis=-1), x.max(axis=-1)
-    # Halved first: the difference of two large numbers may be infinite.
+    # Halved first: sums and differences of two large numbers may be infinite.
     scale = (high * 0.5 - low * 0.5) / (half - 0.5)
     bits = lax.bitcast_convert_type(jnp.maximum(scale, _LEAST_SCALE) + nan, jnp.uint32)
     bits = ((bits + (2**_CUT_BITS - 1)) >> _CUT_BITS).astype(jnp.uint16)
     scale = jnp.nan_to_num(_scale(bits), nan=1)
-    offset = low + half * scale
+    offset = (low * 0.5 + half * 0.5 * scale) * 2
     numbers = jnp.clip(jnp.round((x - offset[..., None]) / scale[..., None]), -half, half - 1)
     return numbers, {"scale": bits, "offset": offset.astype(jnp.float32)}
 

@@ -38,6 +38,7 @@ ON_DEVICE = {
     "export_blocks": lambda cache, step: kv.tiers.export_blocks(cache, [0]),
     "import_blocks": lambda cache, step: kv.tiers.import_blocks(cache, CONTENTS),
     "preempt_to_utilization": lambda cache, step: kv.preempt_to_utilization(cache, 0.5),
+    "drop_to_utilization": lambda cache, step: kv.compression.drop_to_utilization(cache, 0.5),
     "extend": lambda cache, step: kv.extend(cache, ONES, max_new=2, tokens=TOKENS),
     "fork": lambda cache, step: kv.fork(cache, ROWS, ROWS),
     "free": lambda cache, step: kv.free(cache, ROWS),

@@ -37,8 +37,8 @@ def test_the_windows_are_pieces_of_held_out_files(windows):
         assert bytes(window.tolist()) == file[1000 : 1000 + LENGTH + 1]
 
 
-def test_bytes_of_a_token_count_numbers_scales_and_zeros():
-    per_vector = dict(float32=32, bfloat16=16, int8=8 + 4, fp8=8 + 4, int4=4 + 4) | {ROTATED: 8}
+def test_bytes_of_a_token_count_numbers_scales_and_offsets():
+    per_vector = dict(float32=32, bfloat16=16, int8=8 + 6, fp8=8 + 4, int4=4 + 6) | {ROTATED: 10}
     vectors = 2 * TINY.num_kv_heads * TINY.num_layers
     found = {storage.name: storages.token_bytes(TINY, storage) for storage in STORAGES}
     assert found == {name: num_bytes * vectors for name, num_bytes in per_vector.items()}
@@ -50,7 +50,7 @@ def test_storages_and_roundings_are_compared_with_the_exact_model(decoder, windo
     exact, bfloat16, *few = found["storages"]
     assert exact["kl"] == exact["bits_added"] == 0 and exact["of_each"] == [0, 0]
     assert 0 < bfloat16["kl"] < few[0]["kl"] < min(record["kl"] for record in few[1:]) < 0.1
-    assert [r["rows_in_bytes_of_bfloat16"] for r in found["storages"]][:3] == [0.5, 1, 16 / 12]
+    assert [r["rows_in_bytes_of_bfloat16"] for r in found["storages"]][:3] == [0.5, 1, 16 / 14]
     assert all(record["kl"] > 0 for record in found["roundings"])
     assert 7.5 < found["bits_per_byte"] < 8.5  # it knows nothing
     # A layer's rounded keys and values give what the cache of that format does.

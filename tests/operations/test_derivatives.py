@@ -140,7 +140,7 @@ MOVES = (compress, drop, store_chunk, compose, rewrite, scrub_rows, scrub_namesp
 
 
 def streaming(kind):
-    return started(kind, enable_drop=True, max_sink_len=8, num_chunks=2, max_chunk_len=8)
+    return started(kind, extras=[kv.compression.Dropping(8), kv.chunks.Store(2, 8)])
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -197,7 +197,7 @@ def write(cache):
 def test_quantised_layers_are_refused_by_their_name(transform):
     """Chunks, and sinks that move, are refused in them as operations."""
     operations = (compress, rewrite, scrub_rows, scrub_namespace, gather, write)
-    cache = started(QUANTISED, enable_drop=True)
+    cache = started(QUANTISED, extras=[kv.compression.Dropping()])
     names = "Quantised.FullAttention, int8. layers" if transform is jax.grad else "Quantised|in forward mode"
     for operation in operations:
         with pytest.raises(NotImplementedError, match=f"^got a .*({names}).*expected"):

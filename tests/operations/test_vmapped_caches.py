@@ -154,11 +154,11 @@ OPERATIONS = {
     "evictions by key": (serve, dict(enable_prefix_caching=True, eviction_policy="lfu")),
     "drop": (
         lambda c, n, texts: kv.compression.drop(c, [0, 1], [0, 0], n[2:], positions="cache", rotate=ROTATE),
-        dict(enable_drop=True, max_sink_len=4),
+        dict(extras=[kv.compression.Dropping(4)]),
     ),
     "compress": (
         lambda c, n, texts: kv.compression.compress(c, [0, 1], jnp.ones((2, 64)), n[:2]),
-        dict(enable_drop=True),
+        dict(extras=[kv.compression.Dropping()]),
     ),
     "rewrite": (lambda c, n, texts: kv.rewrite(c, jnp.arange(2, dtype=jnp.int32), texts[:2, :3]), {}),
     "store": (lambda c, n, texts: kv.chunks.store(c, [0], n[:1], n[1:2], texts[:1, :8]), CHUNKS),
