@@ -42,12 +42,6 @@ MUTATIONS = [
             "engine/test_compiled.py::test_a_push_does_not_wait_while_the_program_is_compiled",
         ),
         (
-            "numbers of samples are given without end",
-            "for request in requests) > num_left",
-            "for request in requests) < 0",
-            f"{ENDS}::test_numbers_of_samples_come_to_an_end",
-        ),
-        (
             "a number is given that a later request of the push names",
             "self._next_id in ids or ",
             "",
@@ -184,6 +178,12 @@ MUTATIONS = [
     *in_module(
         "engine/setup",
         (
+            "numbers of samples are given without end",
+            "for request in requests) > num_left",
+            "for request in requests) < 0",
+            f"{ENDS}::test_numbers_of_samples_come_to_an_end",
+        ),
+        (
             "sizes have no upper end",
             'static_count(name, value, least, _MOST, "2**30")',
             "static_count(name, value, least)",
@@ -199,9 +199,9 @@ MUTATIONS = [
     *in_module(
         "engine/shards",
         (
-            "parameters stay where they come from",
-            "return jax.device_put(params, self._params_at)",
-            "return params",
+            "the first state is committed to no device",
+            "sizes, outbox_shape), self._home)",
+            "sizes, outbox_shape))",
             "engine/test_compiled.py::test_parameters_in_any_form_are_served_by_one_program",
         ),
     ),
