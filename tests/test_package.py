@@ -25,16 +25,7 @@ MAX_LINES = dict.fromkeys(LAYERS, 400) | {"kvcache_jax": 500, "tests": 500}
 # Of the tests, what concerns the whole repository.
 TESTS_OF_ALL = {"conftest.py", "reached_files.py"} | {
     f"test_{name}.py"
-    for name in (
-        "docstrings",
-        "package",
-        "promises",
-        "reached_files",
-        "readme",
-        "recipes",
-        "rooms",
-        "how_it_works",
-    )
+    for name in "docstrings how_it_works package promises reached_files readme recipes rooms".split()
 }
 
 pytestmark = pytest.mark.contract

@@ -5,7 +5,6 @@ All reads of the device go through one `Reader`.
 """
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections import deque
@@ -18,7 +17,6 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
-from kvcache_jax.core.arguments import namespace_words
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
@@ -28,17 +26,16 @@ from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
-from kvcache_jax.engine.requests import GenerationRequest, TableSizes, require_id
+from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
 from kvcache_jax.engine.setup import (
     ageing,
     check_batch_invariant,
     check_drafts,
-    check_fits,
+    checked_ids,
     most_admissions,
-    most_entering,
-    num_table_tokens,
     share,
     size,
+    table_sizes,
     with_budget,
     with_same_shapes,
 )
@@ -163,20 +160,8 @@ class Engine:
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)
         check_batch_invariant(self._options, config)
-        default = max(4 * config.max_seqs, 64)
-        num_slots = size("max_requests", default if max_requests is None else max_requests)
-        num_tokens = num_table_tokens(max_tokens, num_slots, config)
-        self._sizes = TableSizes(
-            num_slots=num_slots,
-            num_tokens=num_tokens,
-            num_stops=max(size("max_stop_tokens", max_stop_tokens, 0), 1),
-            num_clients=size("num_clients", num_clients),
-            num_items=size("max_items", max_items, 0),
-        )
-        inbox_sizes = dataclasses.replace(
-            self._sizes,
-            num_slots=min(num_slots, most_entering(config.max_seqs)),
-            num_tokens=max(config.max_seq_len + 1, min(num_tokens, 256 * most_entering(config.max_seqs))),
+        self._sizes, inbox_sizes = table_sizes(
+            config, max_requests, max_tokens, max_stop_tokens, num_clients, max_items
         )
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
         self._shards = Shards(mesh, row_axis, config, params_spec, params)
@@ -230,7 +215,7 @@ class Engine:
         """
         with self._lock:
             wanted = as_list("requests", requests, "GenerationRequests")
-            ids = self._checked_ids(wanted)
+            ids = checked_ids(wanted, self._tables, self._sizes, self.config.max_seq_len)
             now, num_taken = time.monotonic(), 0
             for request in wanted:
                 request_id = request.id
@@ -292,7 +277,7 @@ class Engine:
           >>> (engine.namespace_of(None) == engine.namespace_of(kv.namespace(tenant="a"))).any().item()
           False
         """
-        return namespace_within(self._weights, _one_namespace(namespace))
+        return namespace_within(self._weights, one_namespace(namespace))
 
     def figures(self) -> EngineFigures:
         """Figures of the last drain; reads nothing."""
@@ -368,7 +353,7 @@ class Engine:
         return self._shards.lower(self._model, self._options, params, state, inboxes, np.int32(self._steps))
 
     def _set_weights(self, namespace: ArrayLike | None) -> None:
-        self._weights = _one_namespace(namespace)
+        self._weights = one_namespace(namespace)
         for table in self._tables:
             table.set_weights(self._weights)
 
@@ -413,28 +398,3 @@ class Engine:
         for report, table, counts in zip(reports, self._tables, self._counts, strict=True):
             add_counts(counts, report)
             self._events.extend(events_of(report, self._width, table))
-
-    def _checked_ids(self, requests: list[Any]) -> set[Hashable]:
-        """Refuses what is no request or does not fit, and returns the ids that they name."""
-        sizes, ids = self._sizes, set[Hashable]()
-        for request in requests:
-            if not isinstance(request, GenerationRequest):
-                raise TypeError(f"requests has a {type(request).__name__}, expected GenerationRequests")
-            if request.id is not None and (request.id in ids or self._has_id(request.id)):
-                raise ValueError(
-                    f"requests has the id {request.id!r}, which another request has that has not ended, "
-                    "expected one of its own, or none"
-                )
-            ids.add(request.id)
-            check_fits(request, sizes, self.config.max_seq_len)
-        num_left = min(table.num_left for table in self._tables)
-        if sum(request.num_samples for request in requests) > num_left:
-            raise ValueError(
-                f"got {len(requests)} requests and this engine can number {num_left} more samples, expected "
-                "fewer: make another Engine, and push them there"
-            )
-        return ids
-
-
-def _one_namespace(namespace: ArrayLike | None) -> np.ndarray:
-    return np.asarray(namespace_words(namespace, 1))[0].astype(np.uint32)

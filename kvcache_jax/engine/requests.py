@@ -179,7 +179,7 @@ class GenerationRequest:
             "client": static_count("client", self.client, least=0),
             "num_samples": static_count("num_samples", self.num_samples),
             "seed": static_count("seed", self.seed, least=0),
-            "namespace": np.asarray(namespace_words(self.namespace, 1))[0],
+            "namespace": one_namespace(self.namespace),
             "items": items,
         }
         if self.deadline is not None:
@@ -212,6 +212,11 @@ def _checked_items(items: Any, prompt_len: int) -> tuple[tuple[int, int], ...]:
             )
         checked.append((first, end))
     return tuple(checked)
+
+
+def one_namespace(namespace: ArrayLike | None) -> np.ndarray:
+    """Checks one namespace, u32[4]; None is the namespace 0."""
+    return np.array(namespace_words(namespace, 1))[0]
 
 
 def require_id(request_id: Hashable) -> Hashable:

@@ -1,7 +1,7 @@
 """Sizes and choices of an engine, checked and worked out."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig, ceil_div
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
+from kvcache_jax.engine.table import RequestTable
 
 _LEAST_PROMPT_TOKENS = 256
 """Of a step, if nobody says otherwise; with more rows as many as there are, for what ends makes room."""
@@ -41,6 +42,31 @@ def num_table_tokens(max_tokens: Any, num_slots: int, config: CacheConfig) -> in
     if max_tokens is None:
         max_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, _MOST)
     return size("max_tokens", max_tokens, longest)
+
+
+def table_sizes(
+    config: CacheConfig,
+    max_requests: Any,
+    max_tokens: Any,
+    max_stop_tokens: Any,
+    num_clients: Any,
+    max_items: Any,
+) -> tuple[TableSizes, TableSizes]:
+    """Checks the sizes of the table of requests, and works out those of an inbox."""
+    default = max(4 * config.max_seqs, 64)
+    num_slots = size("max_requests", default if max_requests is None else max_requests)
+    num_tokens = num_table_tokens(max_tokens, num_slots, config)
+    sizes = TableSizes(
+        num_slots=num_slots,
+        num_tokens=num_tokens,
+        num_stops=max(size("max_stop_tokens", max_stop_tokens, 0), 1),
+        num_clients=size("num_clients", num_clients),
+        num_items=size("max_items", max_items, 0),
+    )
+    num_entering = most_entering(config.max_seqs)
+    num_tokens = max(config.max_seq_len + 1, min(num_tokens, 256 * num_entering))
+    inbox_sizes = dataclasses.replace(sizes, num_slots=min(num_slots, num_entering), num_tokens=num_tokens)
+    return sizes, inbox_sizes
 
 
 def share(name: str, value: Any) -> float:
@@ -155,3 +181,27 @@ def piece_sizes(num_tokens: int) -> tuple[int, int]:
     """Cuts `num_tokens` of a step into pieces: how many, and tokens of each."""
     piece_len = ceil_div(num_tokens, max(_LEAST_PIECES, num_tokens // _PIECE_LEN))
     return max(num_tokens // piece_len, 1), piece_len
+
+
+def checked_ids(
+    requests: list[Any], tables: Sequence[RequestTable], sizes: TableSizes, max_seq_len: int
+) -> set[Hashable]:
+    """Refuses what is no request or does not fit, and returns the ids that they name."""
+    ids = set[Hashable]()
+    for request in requests:
+        if not isinstance(request, GenerationRequest):
+            raise TypeError(f"requests has a {type(request).__name__}, expected GenerationRequests")
+        if request.id is not None and (request.id in ids or any(request.id in table for table in tables)):
+            raise ValueError(
+                f"requests has the id {request.id!r}, which another request has that has not ended, "
+                "expected one of its own, or none"
+            )
+        ids.add(request.id)
+        check_fits(request, sizes, max_seq_len)
+    num_left = min(table.num_left for table in tables)
+    if sum(request.num_samples for request in requests) > num_left:
+        raise ValueError(
+            f"got {len(requests)} requests and this engine can number {num_left} more samples, expected "
+            "fewer: make another Engine, and push them there"
+        )
+    return ids

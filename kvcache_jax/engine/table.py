@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache_jax.engine.program import Inbox
-from kvcache_jax.engine.requests import GenerationRequest, Requests, TableSizes, empty_requests, sample_seed
+from kvcache_jax.engine.requests import (
+    GenerationRequest,
+    Requests,
+    TableSizes,
+    empty_requests,
+    one_namespace,
+    sample_seed,
+)
 from kvcache_jax.engine.state import Finish
 from kvcache_jax.prefix.namespace import namespace_within
 
@@ -162,7 +169,7 @@ class RequestTable:
             sample = Sample(request, request_id, sample_id, uid, slot, (start, run_len), first, ends_at)
             first = first or sample
             self._by_slot[slot] = sample
-            self._namespaces[slot] = namespace_within(self._weights, np.asarray(sample.request.namespace))
+            self._namespaces[slot] = namespace_within(self._weights, one_namespace(sample.request.namespace))
             self._by_id.setdefault(request_id, []).append(sample)
             self._to_send.append(sample)
         return True
@@ -171,7 +178,7 @@ class RequestTable:
         """Sets the namespace u32[4] of the weights, within which all samples have theirs from now on."""
         self._weights = namespace
         for slot, sample in self._by_slot.items():
-            self._namespaces[slot] = namespace_within(namespace, np.asarray(sample.request.namespace))
+            self._namespaces[slot] = namespace_within(namespace, one_namespace(sample.request.namespace))
 
     def end(self, sample: Sample, reason: Finish) -> bool:
         """Ends a sample; True if the device has not heard of it, and will not."""

@@ -38,7 +38,6 @@ ON_DEVICE = {
     "export_blocks": lambda cache, step: kv.tiers.export_blocks(cache, [0]),
     "import_blocks": lambda cache, step: kv.tiers.import_blocks(cache, CONTENTS),
     "preempt_to_utilization": lambda cache, step: kv.preempt_to_utilization(cache, 0.5),
-    "drop_to_utilization": lambda cache, step: kv.compression.drop_to_utilization(cache, 0.5),
     "extend": lambda cache, step: kv.extend(cache, ONES, max_new=2, tokens=TOKENS),
     "fork": lambda cache, step: kv.fork(cache, ROWS, ROWS),
     "free": lambda cache, step: kv.free(cache, ROWS),
@@ -90,6 +89,10 @@ OF_OTHERS = {
     "drop": (
         kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
         lambda cache: kv.compression.drop(cache, ROWS, ONES, ONES),
+    ),
+    "drop_to_utilization": (
+        kv.CacheConfig([kv.FullAttention(2, 8)], **SIZES, extras=[kv.compression.Dropping()]),
+        lambda cache: kv.compression.drop_to_utilization(cache, 0.5),
     ),
     "write_source": (
         kv.CacheConfig([kv.FullAttention(2, 8), kv.CrossAttention(2, 8, max_source_len=2)], **SIZES),

@@ -163,7 +163,7 @@ def test_a_number_is_off_by_half_a_step_of_the_range_of_its_vector_at_most(name)
     assert (error.max(-1) <= 0.503 * step + rounded).all()
     assert (np.abs(x).max(-1) > 5 * own * most).sum() > 50
     assert (values.min(), values.max()) == (-(most + 1) / 2, (most - 1) / 2)
-    is_constant = x.min(-1) == x.max(-1)
+    is_constant = (x.min(-1) == x.max(-1)) & ((x[..., 0] == 0) | (np.abs(x[..., 0]) > 1e-37))  # no subnormals
     np.testing.assert_array_equal(decode(kind, parts)[is_constant].astype(np.float32), x[is_constant])
 
 
