@@ -39,7 +39,7 @@ APART = (
     "core/token_arguments.py",
 )
 """Files, and folders, that are set apart."""
-MOST = {"fork": 3, "extend": 6}
+MOST = {"fork": 3, "extend": 6, "commit": 7, "a chunk": 14, "scores, compress": 12}
 """Files that an operation may reach, without those that are set apart."""
 CONFIG = kv.CacheConfig(
     [kv.FullAttention(num_kv_heads=1, head_dim=8)], num_blocks=8, block_size=4, max_seqs=4, max_seq_len=16
@@ -102,7 +102,43 @@ def calls() -> dict[str, Callable[[], object]]:
         "append": lambda: kv.append(cache, k[None, :, :1], k[None, :, :1], jnp.array([1, 0, 0, 0])),
         "gather": lambda: kv.gather(cache, jnp.array(0), 0),
         "stats": lambda: kv.stats(cache),
+        **stories(),
     }
+
+
+def stories() -> dict[str, Callable[[], object]]:
+    """Returns what takes several calls: a commit of a prompt, a chunk's whole life, scores and `compress`."""
+    chunked, dropping, indexed = (
+        dataclasses.replace(CONFIG, **options)
+        for options in (
+            {"extras": [kv.chunks.Store(2, 8)]},
+            {"extras": [kv.compression.Dropping()]},
+            {"enable_prefix_caching": True},
+        )
+    )
+    tokens, row, other = jnp.arange(6)[None], jnp.array([0]), jnp.array([1])
+
+    def started(config: kv.CacheConfig) -> tuple[kv.Cache, kv.Step]:
+        prompts = jnp.broadcast_to(tokens, (4, 6)) + jnp.arange(4)[:, None]
+        cache, _ = kv.allocate(kv.init(config), jnp.array([0, 1]), jnp.array([6, 1]), tokens=prompts[:2])
+        return kv.extend(cache, jnp.array([6, 0, 0, 0]), max_new=6, tokens=prompts)
+
+    def chunk() -> object:
+        cache, stored = kv.chunks.store(first, row, jnp.array([0]), jnp.array([6]), tokens)
+        found = kv.chunks.find(cache, tokens, jnp.array([6]))[:, None]
+        cache, _ = kv.chunks.compose(cache, other, found, jnp.array([[0]]), rotate=None)
+        known = kv.chunks.metadata(cache, found, jnp.array([[1]]))
+        places = kv.chunks.select_tokens("first", known, [2], max_select=2)
+        return stored, kv.rewrite(cache, other, jnp.minimum(places, 1))
+
+    def compress() -> object:
+        scores = kv.compression.token_scores(filled, 0, jnp.ones((4, 6, 1, 8)), step, "tova")
+        return kv.compression.compress(filled, row, scores[:1, 0], jnp.array([3]))
+
+    first, _ = started(chunked)
+    filled, step = started(dropping)
+    published, _ = started(indexed)
+    return {"commit": lambda: kv.commit(published, row), "a chunk": chunk, "scores, compress": compress}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
