@@ -25,7 +25,7 @@ def plan_attention(
       cache: After the reservation.
       step: Padded or packed.
       is_contiguous: Whether a row's tokens follow one another.
-      within: Positions that no query sees beyond, for caches with `enable_drop`.
+      within: Positions that no query sees beyond, for caches whose rows may hide tokens.
     """
     num_queries = step.positions.shape[1] if step.cu_query_lens is None else 1
     group_id, _ = cache.config.locate(cache.config.own_layers[0])
