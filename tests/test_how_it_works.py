@@ -1,7 +1,8 @@
-"""docs/how_it_works.md runs as it stands, and prints what it says."""
+"""docs/how_it_works.md and docs/extending.md run as they are, and print what they say."""
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import re
 
@@ -10,7 +11,7 @@ from test_readme import README
 
 import kvcache_jax as kv
 
-HOW_IT_WORKS = README.parent / "docs" / "how_it_works.md"
+HOW_IT_WORKS, EXTENDING = (README.parent / "docs" / f"{name}.md" for name in ("how_it_works", "extending"))
 EXAMPLE = re.compile(r"^```python\n(?P<source>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?", re.M | re.S)
 
 
@@ -31,10 +32,13 @@ def run_examples(text: str, filename: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_the_examples_print_what_stands_below_them():
-    text = HOW_IT_WORKS.read_text()
-    found = run_examples(text, str(HOW_IT_WORKS))
-    assert len(found) == text.count("```python") and sum(below != "" for _, below in found) >= 11
+@pytest.mark.parametrize(
+    ("document", "least"), [(HOW_IT_WORKS, 9), (EXTENDING, 6)], ids=["life", "extending"]
+)
+def test_the_examples_print_what_stands_below_them(document, least):
+    text = document.read_text()
+    found = run_examples(text, str(document))
+    assert len(found) == text.count("```python") and sum(below != "" for _, below in found) >= least
     assert text.count("```text") == sum(below != "" for _, below in found), "a text block stands alone"
     for printed, below in found:
         assert printed == below
@@ -46,6 +50,13 @@ def test_the_arrays_of_the_table_are_those_of_the_state():
     classes = kv.state.Control, kv.state.BlockPool, kv.state.PrefixIndex, kv.state.KVPool
     fields = {field.name for kind in classes for field in dataclasses.fields(kind)}
     assert len(named) > 20 and {*named} <= fields
+
+
+def test_the_hooks_of_the_table_are_those_of_an_extra():
+    table = EXTENDING.read_text().partition("| hook | is asked by |")[2].partition("\n\n")[0]
+    named = [line.split("`")[1] for line in table.splitlines()[2:]]
+    hooks = [name for name, value in vars(kv.state.Extra).items() if inspect.isfunction(value)]
+    assert sorted(named) == sorted(name for name in hooks if name[0] != "_")
 
 
 def test_an_example_that_prints_something_else_is_found():

@@ -10,7 +10,8 @@ import kvcache_jax as kv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "pallas_kernels" / "NOTES.md"
+OTHERS = (ROOT / name for name in ("CONTRIBUTING.md", "pallas_kernels/NOTES.md"))
+DOCUMENTS = README, *sorted((ROOT / "docs").glob("*.md")), *OTHERS
 
 
 def python_blocks(text: str) -> list[tuple[int, str]]:

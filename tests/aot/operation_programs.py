@@ -244,17 +244,17 @@ def _of_chunks(num_groups: int, policy: str | None, num_layers: int = 3) -> list
         return Limits(moving, known_loops=num_groups, temporary_bytes=most + SMALL)
 
     return [
-        program("store_chunk", kv.chunks.store, *[listed] * 3, names, limits=moves(stored)),
+        program("chunks.store", kv.chunks.store, *[listed] * 3, names, limits=moves(stored)),
         program("compose", _compose_rows, listed, placed, placed, limits=moves(composed)),
         program(
-            "find_chunks",
+            "chunks.find",
             kv.chunks.find,
             names,
             listed,
             donated=None,
             limits=Limits(0, temporary_bytes=SMALL),
         ),
-        program("free_chunks", kv.chunks.free, listed, limits=Limits(0, temporary_bytes=SMALL)),
+        program("chunks.free", kv.chunks.free, listed, limits=Limits(0, temporary_bytes=SMALL)),
     ]
 
 
