@@ -112,7 +112,8 @@ def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
     samples = [g.tokens for g in alone.generations]
     assert len({tuple(tokens) for tokens in samples}) == 3
     assert [g.tokens for g in beside.generations[:3]] == samples
-    assert [g.tokens for g in generate([PROMPTS[2]], **{**options, "seed": 6}).generations] != samples
+    options["sampling"] = dataclasses.replace(options["sampling"], seed=6)
+    assert [g.tokens for g in generate([PROMPTS[2]], **options).generations] != samples
     figures = kv.stats(alone.cache)
     assert (int(figures.num_allocations), int(figures.num_forks)) == (1, 2)
     # 11 tokens in blocks of 4: the tail is copied for all but the last writer.
