@@ -40,7 +40,7 @@ def _require(name: str, value: Any, expected: str, is_valid: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Says how the tokens of a call or a request are drawn; values are checked when it is made.
+    """Parameters by which the tokens of a call or a request are drawn; checked when they are made.
 
     Attributes:
       temperature: Divides the logits; 0 takes the most probable token, that is greedy.
@@ -105,7 +105,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafts:
-    """Asks for speculative decoding.
+    """Drafts of speculative decoding: how many, and by which model.
 
     Attributes:
       num_drafts: Draft tokens per row and step, at least 1.
@@ -129,7 +129,7 @@ class Drafts:
 
 @dataclasses.dataclass(frozen=True)
 class StopStrings:
-    """Names texts that end a continuation; its tokens are cut at the first that completes one.
+    """Texts that end a continuation; its tokens are cut at the first that completes one.
 
     Attributes:
       texts: The texts, each of at least one character.
@@ -156,7 +156,7 @@ class StopStrings:
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Says what is called while decoding runs, and how often.
+    """Callbacks while decoding runs, and how often they are called.
 
     Attributes:
       on_tokens: Called with (prompt_id, sample_id, new tokens).

@@ -30,7 +30,7 @@ def _set_sizes(value: Any, **least: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Says how much an engine takes: the sizes of its table of requests.
+    """Limits of the requests that an engine takes: the sizes of its table.
 
     Attributes:
       max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
@@ -60,7 +60,7 @@ LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Says in which order an engine serves, beside its policy, and what it keeps in reserve.
+    """Parameters of the policy by which an engine serves, and of what it keeps in reserve.
 
     Attributes:
       watermark: Share of the blocks that an admission leaves free, while a row runs.
@@ -93,7 +93,7 @@ SCHEDULE = Schedule()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Says on which devices an engine runs, and what is split over them.
+    """Devices on which an engine runs, and what is split over them.
 
     Attributes:
       mesh: The devices.
