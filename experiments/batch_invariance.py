@@ -97,7 +97,10 @@ def requests_of(data: np.ndarray, num_copies: int) -> list[kv.GenerationRequest]
         max_new = int(rng.integers(1, NUM_NEW + 1))
         requests.append(
             kv.GenerationRequest(
-                data[start : start + length].tolist(), max_new, id=i, temperature=i % 2, seed=i
+                data[start : start + length].tolist(),
+                max_new,
+                id=i,
+                sampling=kv.decoding.SamplingParams(temperature=i % 2, seed=i),
             )
         )
     return [requests[i] for i in rng.permutation(len(requests))]
@@ -150,7 +153,7 @@ def score_again(
       Tokens that were scored; those whose bits the engine says again; the largest difference from the
       forward pass of training.
     """
-    sampled = [request for request in requests if request.temperature > 0][:NUM_SCORED]
+    sampled = [request for request in requests if request.sampling.temperature > 0][:NUM_SCORED]
     parts, said = [], {}
     largest = 0.0
     for request in sampled:

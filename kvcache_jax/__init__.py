@@ -50,7 +50,8 @@ from kvcache_jax.core.init import init, reset
 from kvcache_jax.core.state import Admission, Cache, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import beam_search
-from kvcache_jax.decoding.generate import Draft, generate
+from kvcache_jax.decoding.generate import generate
+from kvcache_jax.decoding.options import Draft
 from kvcache_jax.decoding.score import score
 from kvcache_jax.engine.engine import Engine
 from kvcache_jax.engine.requests import GenerationRequest

@@ -154,9 +154,9 @@ def warm_up(job: Job) -> float:
     try:
         if job.options.beams:
             with contextlib.suppress(_WarmedUpError):
-                search(job, _prompts(job), _stop_at_the_second_check_in, check_in_every=1)
+                search(job, _prompts(job), kv.decoding.Watch(None, _stop_at_the_second_check_in, 1))
         else:
-            generate(job, _prompts(job), max_new_tokens=2)
+            generate(job, _prompts(job), 2, kv.decoding.Watch(check_in_every=8))
             if job.config.enable_prefix_caching:
                 # Asked of prompts that share blocks.
                 tokens = np.zeros((1, job.config.max_seq_len), np.int32)
@@ -184,7 +184,7 @@ def _stop_at_the_second_check_in(
 
 
 def generate(
-    job: Job, prompts: Sequence[Sequence[int]], max_new_tokens: int, **callbacks
+    job: Job, prompts: Sequence[Sequence[int]], max_new_tokens: int, watch: kv.decoding.Watch
 ) -> kv.decoding.GenerateResult:
     options = job.options
     return kv.generate(
@@ -194,25 +194,22 @@ def generate(
         job.config,
         max_new_tokens=max_new_tokens,
         num_samples=options.samples,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
+        sampling=kv.decoding.SamplingParams(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+        ),
         stop_tokens=job.tokenizer.stop_tokens,
-        stop_strings=options.stop,
-        detokenize=job.text,
-        num_drafts=options.speculative or 0,
-        draft=job.draft,
+        stop_strings=kv.decoding.StopStrings(options.stop, job.text),
+        drafts=kv.decoding.Drafts(options.speculative, job.draft) if options.speculative else None,
         prefill_len=decode_options.PREFILL_LEN,
-        check_in_every=8,
-        **callbacks,
+        watch=watch,
     )
 
 
-def search(
-    job: Job, prompts: Sequence[Sequence[int]], on_check_in: Any, check_in_every: int
-) -> kv.decoding.BeamResult:
+def search(job: Job, prompts: Sequence[Sequence[int]], watch: kv.decoding.Watch) -> kv.decoding.BeamResult:
     return kv.beam_search(
         forward,
         job.decoder,
@@ -222,8 +219,7 @@ def search(
         num_beams=job.options.beams,
         stop_tokens=job.tokenizer.stop_tokens,
         prefill_len=decode_options.PREFILL_LEN,
-        check_in_every=check_in_every,
-        on_check_in=on_check_in,
+        watch=watch,
     )
 
 
@@ -242,10 +238,10 @@ def decode(job: Job, view: decode_view.View) -> Outcome:
         seconds = warm_up(job)
     with view:
         if job.options.beams:
-            found = search(job, job.tokens, noting(view.on_beams), check_in_every=8)
+            found = search(job, job.tokens, kv.decoding.Watch(None, noting(view.on_beams), 8))
             return Outcome(found.beams, found, check_ins, seconds)
-        callbacks = dict(on_tokens=view.on_tokens, on_check_in=noting(view.on_check_in))
-        result = generate(job, job.tokens, job.options.max_new, **callbacks)
+        watch = kv.decoding.Watch(view.on_tokens, noting(view.on_check_in), 8)
+        result = generate(job, job.tokens, job.options.max_new, watch)
     per_prompt = [[g for g in result.generations if g.prompt_id == i] for i in range(len(job.prompts))]
     return Outcome(per_prompt, result, check_ins, seconds)
 

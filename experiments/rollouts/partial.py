@@ -102,8 +102,7 @@ class Sampler:
             decoder,
             config,
             steps_per_dispatch=STEPS_PER_DISPATCH,
-            max_requests=num_samples,
-            max_tokens=num_samples * (MAX_PROMPT + MAX_ANSWER),
+            limits=kv.engine.Limits(num_samples, max_tokens=num_samples * (MAX_PROMPT + MAX_ANSWER)),
         )
         self.num_asked, self.num_prompt_tokens = 0, 0
         self._seed, self._group_size, self._num_ahead = seed, group_size, num_ahead
@@ -139,8 +138,7 @@ class Sampler:
                 np.asarray(question.tokens)[0, : int(question.length[0])],
                 MAX_ANSWER,
                 id=self.num_asked,
-                temperature=1.0,
-                seed=self._seed + self.num_asked,
+                sampling=kv.decoding.SamplingParams(temperature=1.0, seed=self._seed + self.num_asked),
                 stop_tokens=[STOP],
                 num_samples=self._group_size,
             )

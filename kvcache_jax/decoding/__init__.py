@@ -3,17 +3,22 @@
 from kvcache_jax.decoding.beam_search import Beam, BeamResult
 from kvcache_jax.decoding.generate import GenerateResult
 from kvcache_jax.decoding.host import Generation, Snapshot
+from kvcache_jax.decoding.options import Drafts, SamplingParams, StopStrings, Watch
 from kvcache_jax.decoding.prompts import PromptCall, PromptRows, Retention
 from kvcache_jax.decoding.score import ScoreResult
 
 __all__ = [
     "Beam",
     "BeamResult",
+    "Drafts",
     "GenerateResult",
     "Generation",
     "PromptCall",
     "PromptRows",
     "Retention",
+    "SamplingParams",
     "ScoreResult",
     "Snapshot",
+    "StopStrings",
+    "Watch",
 ]

@@ -13,12 +13,10 @@ import numpy as np
 from jax.core import Tracer
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.core.arguments import as_array
 from kvcache_jax.core.config import CacheConfig, require_config
 from kvcache_jax.core.token_arguments import host_tokens
 
 _NO_LIMIT = np.iinfo(np.int32).max
-_STEPS_WHILE_WATCHED = 8
 _PARTITION = (
     "params, static = eqx.partition(module, eqx.is_array), and a function that calls "
     "eqx.combine(params, static)(tokens, cache, step); see docs/recipes.md"
@@ -122,13 +120,6 @@ def as_list(name: str, values: Any, what: str) -> list:
         raise TypeError(f"{name} is {values!r}, expected a list of {what}") from None
 
 
-def one_number(name: str, value: Any) -> Any:
-    """Refuses one value per row where the call takes one number: the rows are the loop's own."""
-    if shape := as_array(name, value).shape:
-        raise ValueError(f"{name} has shape {shape}, expected one number, for all prompts")
-    return value
-
-
 def model_tokens(name: str, values: Any, least: int = 0) -> np.ndarray:
     """Converts at least `least` token ids to numpy, i32[n]; a model takes none below 0."""
     tokens = host_tokens(name, values)
@@ -146,14 +137,13 @@ def prompt_tokens(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [model_tokens(f"prompt {i}", prompt, least=1) for i, prompt in enumerate(prompts)]
 
 
-def prompt_seeds(seed: Any, num_prompts: int) -> list[tuple[int, int]]:
+def prompt_seeds(seed: int | Sequence[int], num_prompts: int) -> list[tuple[int, int]]:
     """Pairs each prompt's seed with a number: the prompt's, if one seed serves all."""
-    is_list = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
-    if not is_list and np.ndim(seed) == 0:
-        return [(static_count("seed", seed, least=0), number) for number in range(num_prompts)]
+    if isinstance(seed, int):
+        return [(seed, number) for number in range(num_prompts)]
     if len(seed) != num_prompts:
         raise ValueError(f"seed has {len(seed)} values, expected one or {num_prompts}, one per prompt")
-    return [(static_count(f"seed[{i}]", value, least=0), 0) for i, value in enumerate(seed)]
+    return [(value, 0) for value in seed]
 
 
 def usable_prefill_len(prefill_len: Any, config: CacheConfig) -> int:
@@ -161,27 +151,7 @@ def usable_prefill_len(prefill_len: Any, config: CacheConfig) -> int:
     return min(static_count("prefill_len", prefill_len), config.query_len_limit)
 
 
-def steps_between_check_ins(check_in_every: Any, is_watched: bool) -> int:
-    """Returns `check_in_every`; by default few steps if somebody watches, else as many as there are."""
-    if check_in_every is None:
-        return _STEPS_WHILE_WATCHED if is_watched else _NO_LIMIT
-    return min(static_count("check_in_every", check_in_every), _NO_LIMIT)
-
-
 def stop_ids(stop_tokens: Sequence[int]) -> jax.Array:
     """Converts the stop tokens to i32[any]; without any, to -1, which no token has."""
     ids = model_tokens("stop_tokens", stop_tokens)
     return jnp.asarray(ids if len(ids) else [-1], jnp.int32)
-
-
-def texts_to_stop_at(stop_strings: Sequence[str], detokenize: Callable | None) -> list[str]:
-    """Checks the stop strings: each has a character, and `detokenize` makes texts of tokens."""
-    if isinstance(stop_strings, str):
-        raise TypeError(f"stop_strings is {stop_strings!r}, expected a list of texts: [{stop_strings!r}]")
-    texts = as_list("stop_strings", stop_strings, "texts")
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop_strings has {text!r}, expected texts of at least one character")
-    if texts and detokenize is None:
-        raise ValueError("stop_strings are given without detokenize, expected a function from tokens to text")
-    return [str(text) for text in texts]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from kvcache_jax.core.status import Status, raise_for_status
 from kvcache_jax.decoding import arguments
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import Snapshot, Stopwatch, snapshot_of
+from kvcache_jax.decoding.options import UNWATCHED, Watch, require_option, steps_between_check_ins
 from kvcache_jax.decoding.prefill import prefill
 from kvcache_jax.decoding.sampling import without_nan
 from kvcache_jax.operations.allocate import allocate
@@ -115,8 +116,7 @@ def beam_search(
     length_penalty: float = 1.0,
     stop_tokens: Sequence[int] = (),
     prefill_len: int = 128,
-    check_in_every: int | None = None,
-    on_check_in: Callable[[Snapshot, list[list[Beam]]], None] | None = None,
+    watch: Watch = UNWATCHED,
 ) -> BeamResult:
     """Finds the `num_beams` best continuations of each prompt.
 
@@ -133,9 +133,8 @@ def beam_search(
         `max_new_tokens` is to be between 1e-20 and 1e20.
       stop_tokens: Ids that finish a hypothesis.
       prefill_len: As in `generate`.
-      check_in_every: Most steps between two check-ins of the host; default 8 with `on_check_in`, otherwise
-        no limit.
-      on_check_in: Called with each entry of the timeline, and its block tables, and the hypotheses so far.
+      watch: A callback while the search runs, `kv.decoding.Watch(on_check_in=...)`: it is called with each
+        entry of the timeline, and its block tables, and the hypotheses so far.
 
     Returns:
       A `BeamResult`.
@@ -152,7 +151,12 @@ def beam_search(
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
     num_beams = static_count("num_beams", num_beams)
     prefill_len = arguments.usable_prefill_len(prefill_len, config)
-    check_in_every = arguments.steps_between_check_ins(check_in_every, on_check_in is not None)
+    require_option("watch", watch, Watch)
+    if watch.on_tokens is not None:
+        raise ValueError(
+            "watch has on_tokens, expected on_check_in alone: which tokens a search finds is known at its end"
+        )
+    check_in_every = steps_between_check_ins(watch)
     longest = max(map(len, prompt_tokens))
     num_rows = len(prompt_tokens) * num_beams
     if num_rows > config.max_seqs:
@@ -165,7 +169,6 @@ def beam_search(
             f"expected at most max_seq_len + 1 = {config.max_seq_len + 1} together"
         )
     length_penalty = _usable_length_penalty(length_penalty, max_new_tokens)
-    arguments.require_functions(on_check_in=on_check_in)
     prefilling, searching, start = Stopwatch(), Stopwatch(), time.perf_counter()
     running = {row: divmod(row, num_beams) for row in range(num_rows)}
     timeline = []
@@ -180,8 +183,8 @@ def beam_search(
         seconds = time.perf_counter() - start
         snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, running)
         timeline.append(dataclasses.replace(snapshot, block_tables=[]))
-        if on_check_in:
-            on_check_in(snapshot, beams)
+        if watch.on_check_in:
+            watch.on_check_in(snapshot, beams)
         return beams
 
     stops, penalty = arguments.stop_ids(stop_tokens), jnp.float32(length_penalty)

@@ -5,7 +5,7 @@ one compiled loop (`loop.decode`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,20 @@ from kvcache_jax.decoding.admission import admit
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.host import Generation, Host, Requests, Snapshot, Stopwatch, idle_cache
 from kvcache_jax.decoding.loop import DecodeState, DraftSource, Phase
+from kvcache_jax.decoding.options import (
+    GREEDY,
+    UNWATCHED,
+    Draft,
+    Drafts,
+    SamplingParams,
+    StopStrings,
+    Watch,
+    require_option,
+    steps_between_check_ins,
+)
 from kvcache_jax.decoding.prefill import prefill, vocab_size
 from kvcache_jax.decoding.prompts import KEEP_ALL, PromptCall, Prompts, Retention
-from kvcache_jax.decoding.sampling import sampling_params
+from kvcache_jax.decoding.sampling import sampling_columns
 from kvcache_jax.layers.span import ceil_div
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.fork import fork
@@ -65,21 +76,6 @@ class GenerateResult:
     timeline: list[Snapshot]
 
 
-@dataclasses.dataclass
-class Draft:
-    """A draft model for speculative decoding.
-
-    Attributes:
-      forward: As the target's, same vocabulary.
-      params: Parameters of the draft model.
-      config: The draft cache's; `max_seqs` and `max_seq_len` are the target's.
-    """
-
-    forward: Forward
-    params: Any
-    config: CacheConfig
-
-
 def generate(
     forward: Forward,
     params: Any,
@@ -88,23 +84,15 @@ def generate(
     *,
     max_new_tokens: int,
     num_samples: int = 1,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | Sequence[int] = 0,
+    sampling: SamplingParams = GREEDY,
     stop_tokens: Sequence[int] = (),
-    stop_strings: Sequence[str] = (),
-    detokenize: Callable[[list[int]], str] | None = None,
-    num_drafts: int = 0,
-    draft: Draft | None = None,
+    stop_strings: StopStrings | None = None,
+    drafts: Drafts | None = None,
     cache: Cache | None = None,
     namespace: ArrayLike | None = None,
     retention: Retention = KEEP_ALL,
     prefill_len: int = 128,
-    check_in_every: int | None = None,
-    on_tokens: Callable[[int, int, list[int]], None] | None = None,
-    on_check_in: Callable[[Snapshot], None] | None = None,
+    watch: Watch = UNWATCHED,
 ) -> GenerateResult:
     """Continues prompts with a model that keeps its keys and values in a cache.
 
@@ -124,19 +112,14 @@ def generate(
       max_new_tokens: Per continuation; fewer where prompt and continuation reach `max_seq_len`, unless rows
         drop tokens.
       num_samples: Continuations per prompt; more than `max_seqs` take turns.
-      temperature: 0 is greedy. See `sampling.SamplingParams` for this and the next three.
-      top_k: 0 is off.
-      top_p: 1 is off.
-      min_p: 0 is off.
-      seed: One of all draws, at least 0, or one per prompt. A continuation depends on the seed and on its
-        prompt and sample numbers, not on what is decoded beside it. With a seed per prompt, the prompt's
-        number does not matter. With a draft model, it also matters whether there was room for the drafts.
+      sampling: How tokens are drawn, `kv.decoding.SamplingParams(temperature=0.8)`. Its seed is one of all
+        draws, or one per prompt. A continuation depends on the seed and on its prompt and sample numbers, not
+        on what is decoded beside it. With a seed per prompt, the prompt's number does not matter. With a
+        draft model, it also matters whether there was room for the drafts. Default: greedy.
       stop_tokens: Ids that end a continuation.
-      stop_strings: Texts that end one; the tokens are cut at the first that completes such a text.
-      detokenize: Tokens to text, for `stop_strings`.
-      num_drafts: Draft tokens per step: speculative decoding, by `draft` or else by n-gram lookup, which
-        gives the same tokens as no drafts, up to the rounding of the logits.
-      draft: The draft model.
+      stop_strings: Texts that end one, `kv.decoding.StopStrings(texts, detokenize)`.
+      drafts: Speculative decoding, `kv.decoding.Drafts(num_drafts)` by n-gram lookup, or
+        `kv.decoding.Drafts(num_drafts, draft)` by a draft model.
       cache: From an earlier call with the same config, to find its prefixes; donated. Default: an empty one.
       namespace: u32[4] or u32[prompts, 4], who may share the prompts' blocks. A cache that served other
         parameters needs another one, `kv.namespace(weights=...)`. Default: all zero.
@@ -144,11 +127,8 @@ def generate(
         drops tokens goes on past `max_seq_len`.
       prefill_len: Prompt tokens of all rows in one call of the model, which computes so many even if fewer
         are left. More of them keep an accelerator busier. Rows that drop tokens may compute fewer.
-      check_in_every: Most decode steps between two check-ins of the host; one comes also whenever a row ends;
-        default 8 with callbacks or stop strings, otherwise no limit.
-      on_tokens: Called with (prompt_id, sample_id, new tokens) while decoding runs.
-      on_check_in: Called at each check-in, after `on_tokens`, with the timeline's new entry and its block
-        tables. An exception of either callback ends the call, and a `cache` that was passed in is lost.
+      watch: Callbacks while decoding runs, `kv.decoding.Watch(on_tokens)`. An exception of one ends the call,
+        and a `cache` that was passed in is lost.
 
     Returns:
       A `GenerateResult`.
@@ -159,11 +139,15 @@ def generate(
     """
     arguments.check_model("generate", forward, config, params, cache)
     prompts = prompts if isinstance(prompts, Prompts) else Prompts(prompts)
-    requests = Requests(prompts.tokens, static_count("num_samples", num_samples), namespace, seed)
+    require_option("sampling", sampling, SamplingParams)
+    require_option("stop_strings", stop_strings, StopStrings, or_none=True)
+    require_option("drafts", drafts, Drafts, or_none=True)
+    require_option("watch", watch, Watch)
+    requests = Requests(prompts.tokens, static_count("num_samples", num_samples), namespace, sampling.seed)
     max_new_tokens = static_count("max_new_tokens", max_new_tokens)
-    num_drafts = static_count("num_drafts", num_drafts, least=0)
-    stop_strings = arguments.texts_to_stop_at(stop_strings, detokenize)
-    arguments.require_functions(detokenize=detokenize, on_tokens=on_tokens, on_check_in=on_check_in)
+    if stop_strings is not None and not stop_strings.texts:
+        stop_strings = None
+    num_drafts, draft = (drafts.num_drafts, drafts.draft) if drafts else (0, None)
     prefill_len = arguments.usable_prefill_len(prefill_len, config)
     if not isinstance(retention, Retention):
         raise TypeError(
@@ -185,18 +169,15 @@ def generate(
             retention=retention,
         )
     )
-    is_watched = on_tokens is not None or on_check_in is not None or bool(stop_strings)
-    check_in_every = arguments.steps_between_check_ins(check_in_every, is_watched)
+    check_in_every = steps_between_check_ins(watch, has_stop_strings=stop_strings is not None)
     draft_source = DraftSource(num_drafts, draft.forward if draft else None) if num_drafts else None
     draft_params = draft.params if draft else None
 
     stops = arguments.stop_ids(stop_tokens)
-    host = Host(requests, config, stop_strings, detokenize, on_tokens, on_check_in)
+    host = Host(requests, config, stop_strings, watch)
     prefilling, decoding, num_prompt_tokens, num_cached_tokens = Stopwatch(), Stopwatch(), 0, 0
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options = {name: arguments.one_number(name, value) for name, value in options.items()}
     cache = idle_cache("generate", cache, config)
-    state = _empty_state(cache, width, draft.config if draft else None, stops, options)
+    state = _empty_state(cache, width, draft.config if draft else None, stops, sampling)
     if draft is not None and state.draft_cache is not None:  # while the caller's cache is whole
         _check_vocabularies(
             vocab_size(forward, params, cache, prefill_len),
@@ -266,11 +247,7 @@ def _check(
                     f"expected at most num_blocks = {group.num_blocks}; raise num_blocks"
                 )
     if draft is not None:
-        if not isinstance(draft, Draft):
-            raise TypeError(f"draft is a {type(draft).__name__}, expected kv.Draft(forward, params, config)")
         arguments.check_model("kv.Draft", draft.forward, draft.config, draft.params)
-        if not num_drafts:
-            raise ValueError("draft is given with num_drafts = 0, expected at least 1")
     if num_drafts >= config.query_len_limit:
         raise ValueError(
             f"num_drafts is {num_drafts}, expected below max_query_len = {config.query_len_limit}"
@@ -299,7 +276,7 @@ def _check_vocabularies(target: int, draft: int) -> None:
 
 
 def _empty_state(
-    cache: Cache, width: int, draft_config: CacheConfig | None, stops: jax.Array, options: dict[str, Any]
+    cache: Cache, width: int, draft_config: CacheConfig | None, stops: jax.Array, sampling: SamplingParams
 ) -> DecodeState:
     rows = cache.max_seqs
     return DecodeState(
@@ -311,7 +288,13 @@ def _empty_state(
         max_len=jnp.zeros(rows, jnp.int32),
         logprobs=jnp.zeros((rows, width), jnp.float32),
         phase=jnp.full(rows, int(Phase.IDLE), jnp.int32),  # an enum would type it weakly
-        sampling=sampling_params(rows, **options),
+        sampling=sampling_columns(
+            rows,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+        ),
         stop_tokens=stops,
         num_steps=jnp.int32(0),
         num_drafted=jnp.int32(0),

@@ -18,6 +18,7 @@ from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.decoding.arguments import prompt_seeds, prompt_tokens
 from kvcache_jax.decoding.loop import DecodeState, Phase
+from kvcache_jax.decoding.options import StopStrings, Watch
 from kvcache_jax.operations.commit import commit
 from kvcache_jax.operations.free import free
 
@@ -173,14 +174,11 @@ class Host:
         self,
         requests: Requests,
         config: CacheConfig,
-        stop_strings: list[str],
-        detokenize: Callable[[list[int]], str] | None,
-        on_tokens: Callable[[int, int, list[int]], None] | None,
-        on_check_in: Callable[[Snapshot], None] | None,
+        stop_strings: StopStrings | None,
+        watch: Watch,
     ):
         self.requests, self.config = requests, config
-        self.stop_strings, self.detokenize = stop_strings, detokenize
-        self.on_tokens, self.on_check_in = on_tokens, on_check_in
+        self.stop_strings, self.watch = stop_strings, watch
         self.running: dict[int, tuple[int, int]] = {}
         self.num_streamed: dict[int, int] = {}
         self.done: list[Generation] = []
@@ -192,8 +190,8 @@ class Host:
         seconds = time.perf_counter() - self.start
         snapshot = snapshot_of(state.cache, int(state.num_steps), seconds, self.running, ended)
         self.timeline.append(dataclasses.replace(snapshot, block_tables=[]))
-        if self.on_check_in:
-            self.on_check_in(snapshot)
+        if self.watch.on_check_in:
+            self.watch.on_check_in(snapshot)
 
     def check_in(self, state: DecodeState) -> DecodeState:
         """Streams what is new, collects the rows that ended and frees them."""
@@ -207,8 +205,8 @@ class Host:
             cut = self._stop_at(tokens, self.num_streamed[row])
             tokens = tokens if cut is None else tokens[:cut]
             new = tokens[self.num_streamed[row] :]
-            if new and self.on_tokens:
-                self.on_tokens(prompt_id, sample_id, new)
+            if new and self.watch.on_tokens:
+                self.watch.on_tokens(prompt_id, sample_id, new)
             self.num_streamed[row] += len(new)
             if cut is None and phase[row] == Phase.RUNNING:
                 continue
@@ -224,15 +222,15 @@ class Host:
 
     def _stop_at(self, tokens: list[int], num_checked: int) -> int | None:
         """Counts the tokens that complete the first stop string, None without one; `num_checked` do not."""
-        if not self.stop_strings or self.detokenize is None:
+        if self.stop_strings is None:
             return None
         # Not the whole text alone: a character that is not finished yet may hide what there was before.
         for end in range(num_checked + 1, len(tokens) + 1):
-            text = self.detokenize(tokens[:end])
+            text = self.stop_strings.detokenize(tokens[:end])
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise TypeError(f"detokenize returned a {kind}, expected a str, the text of all tokens given")
-            if any(stop in text for stop in self.stop_strings):
+            if any(stop in text for stop in self.stop_strings.texts):
                 return end
         return None
 

@@ -18,7 +18,7 @@ from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import Status
 from kvcache_jax.decoding.forward import Forward
 from kvcache_jax.decoding.prompts import KEEP_ALL, Retention
-from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
+from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed
@@ -56,7 +56,7 @@ class DecodeState:
       max_len: i32[max_seqs], length at which the row ends.
       logprobs: f32[max_seqs, width], of each generated token, under the model's own distribution.
       phase: i32[max_seqs], each row's `Phase`.
-      sampling: SamplingParams of each row.
+      sampling: SamplingColumns of each row.
       stop_tokens: i32[any], ids that end a row; -1 for none.
       num_steps: i32[], model calls of the decode loop.
       num_drafted: i32[], draft tokens proposed.
@@ -71,7 +71,7 @@ class DecodeState:
     max_len: jax.Array
     logprobs: jax.Array
     phase: jax.Array
-    sampling: SamplingParams
+    sampling: SamplingColumns
     stop_tokens: jax.Array
     num_steps: jax.Array
     num_drafted: jax.Array

@@ -26,8 +26,8 @@ _PRNG = "threefry2x32"
 
 
 @pytree_dataclass()
-class SamplingParams:
-    """Parameters by which each row draws its tokens; made by `sampling_params`, which checks the values.
+class SamplingColumns:
+    """Parameters by which each row draws its tokens; made by `sampling_columns`, which checks the values.
 
     Attributes:
       temperature: f32[n], divides the logits; 0 takes the most probable token.
@@ -44,7 +44,7 @@ class SamplingParams:
     seed: jax.Array
 
 
-def sampling_params(
+def sampling_columns(
     num_rows: int,
     *,
     temperature: ArrayLike | Sequence[float] = 0.0,
@@ -52,7 +52,7 @@ def sampling_params(
     top_p: ArrayLike | Sequence[float] = 1.0,
     min_p: ArrayLike | Sequence[float] = 0.0,
     seed: ArrayLike | Sequence[int] = 0,
-) -> SamplingParams:
+) -> SamplingColumns:
     """Makes the parameters of `num_rows` rows; each is one value for all rows, or one per row.
 
     A scalar `seed` gives row i the seed `bits(seed) + i` modulo 2**32, `bits` being 32 random bits drawn from
@@ -64,7 +64,7 @@ def sampling_params(
       TypeError: Not numbers, or not integers for `top_k` and `seed`.
 
     Example:
-      >>> params = sampling_params(3, temperature=[0.0, 0.7, 1.0], top_p=0.9)
+      >>> params = sampling_columns(3, temperature=[0.0, 0.7, 1.0], top_p=0.9)
       >>> params.top_k
       Array([0, 0, 0], dtype=int32)
     """
@@ -73,7 +73,7 @@ def sampling_params(
     if np.ndim(seed) == 0:
         first = jax.random.bits(jax.random.key(seeds[0], impl=_PRNG), dtype=jnp.uint32)
         seeds = first + jnp.arange(num_rows, dtype=jnp.uint32)
-    return SamplingParams(
+    return SamplingColumns(
         temperature=column(
             "temperature",
             temperature,
@@ -89,7 +89,7 @@ def sampling_params(
 
 
 @jax.jit
-def filtered_logprobs(logits: jax.Array, params: SamplingParams) -> jax.Array:
+def filtered_logprobs(logits: jax.Array, params: SamplingColumns) -> jax.Array:
     """Computes the distribution that a row draws from: temperature, top-k, min-p and top-p, in this order.
 
     Each filter sees what the one before left, renormalised. Of equal tokens those with the lowest ids stay:
@@ -112,7 +112,7 @@ def filtered_logprobs(logits: jax.Array, params: SamplingParams) -> jax.Array:
 
     Example:
       >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.1, 0.1]]))
-      >>> logprobs = filtered_logprobs(logits, sampling_params(1, temperature=1.0, top_k=2))
+      >>> logprobs = filtered_logprobs(logits, sampling_columns(1, temperature=1.0, top_k=2))
       >>> [round(float(p), 3) for p in jnp.exp(logprobs[0])]
       [0.625, 0.375, 0.0, 0.0]
     """
@@ -153,7 +153,7 @@ def _top_k_top_p(distance: jax.Array, is_kept: jax.Array, top_k: jax.Array, top_
 
 
 @jax.jit
-def row_keys(params: SamplingParams, position: jax.Array) -> jax.Array:
+def row_keys(params: SamplingColumns, position: jax.Array) -> jax.Array:
     """Derives a random key per row from its seed and the position of the token to draw, and nothing else.
 
     Args:
@@ -164,7 +164,7 @@ def row_keys(params: SamplingParams, position: jax.Array) -> jax.Array:
       keys[n].
 
     Example:
-      >>> params = sampling_params(2, seed=7)
+      >>> params = sampling_columns(2, seed=7)
       >>> row_keys(params, jnp.array([5, 9])).shape
       (2,)
     """
@@ -174,7 +174,7 @@ def row_keys(params: SamplingParams, position: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def sample(logits: jax.Array, params: SamplingParams, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, params: SamplingColumns, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draws the next token of each row from `filtered_logprobs`.
 
     If all rows are greedy, nothing is filtered and no random number is made.
@@ -190,7 +190,7 @@ def sample(logits: jax.Array, params: SamplingParams, position: jax.Array) -> tu
 
     Example:
       >>> logits = jnp.array([[1.0, 3.0, 2.0], [0.0, 0.0, 9.0]])
-      >>> token, logprob = sample(logits, sampling_params(2), jnp.array([4, 4]))
+      >>> token, logprob = sample(logits, sampling_columns(2), jnp.array([4, 4]))
       >>> token
       Array([1, 2], dtype=int32)
     """
@@ -226,7 +226,7 @@ def _first_argmax(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_top, vocabulary(logits), logits.shape[1]), axis=1)
 
 
-def _checked_logits(logits: Any, params: SamplingParams) -> jax.Array:
+def _checked_logits(logits: Any, params: SamplingColumns) -> jax.Array:
     """Converts logits to f32[n, vocab] without NaN and +inf."""
     logits = jnp.asarray(logits)
     n = params.temperature.shape[0]

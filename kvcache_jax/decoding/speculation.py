@@ -56,9 +56,9 @@ def accept_drafts(
       Speculative Sampling", arXiv:2302.01318.
 
     Example:
-      >>> from kvcache_jax.decoding.sampling import row_keys, sampling_params
+      >>> from kvcache_jax.decoding.sampling import row_keys, sampling_columns
       >>> target = jnp.log(jnp.array([[[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]))
-      >>> keys = row_keys(sampling_params(3), jnp.array([4, 5, 6]))[None]
+      >>> keys = row_keys(sampling_columns(3), jnp.array([4, 5, 6]))[None]
       >>> accept_drafts(target, jnp.array([[1, 0]]), jnp.array([2]), None, keys)
       (Array([1], dtype=int32), Array([2], dtype=int32))
     """

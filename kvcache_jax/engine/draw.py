@@ -9,7 +9,7 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import add_at, first_true, get_at, set_at
 from kvcache_jax.core.state import Step
-from kvcache_jax.decoding.sampling import SamplingParams, are_numbers, filtered_logprobs, row_keys, sample
+from kvcache_jax.decoding.sampling import SamplingColumns, are_numbers, filtered_logprobs, row_keys, sample
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
 from kvcache_jax.engine import outbox
 from kvcache_jax.engine.options import Options
@@ -37,10 +37,10 @@ class Drawn(NamedTuple):
     tops: tuple[jax.Array, jax.Array] | None
 
 
-def row_sampling(state: EngineState) -> SamplingParams:
+def row_sampling(state: EngineState) -> SamplingColumns:
     """Gathers how the rows' requests draw; rows without one are greedy."""
     sampling, slots = state.requests.sampling, state.row_request
-    return SamplingParams(
+    return SamplingColumns(
         temperature=get_at(sampling.temperature, slots, 0),
         top_k=get_at(sampling.top_k, slots, 0),
         top_p=get_at(sampling.top_p, slots, 1),

@@ -13,28 +13,26 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count, static_flag
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.decoding.arguments import as_list, check_model, require_functions
 from kvcache_jax.decoding.forward import Forward
+from kvcache_jax.decoding.options import require_option
 from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
-from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.options import LIMITS, SCHEDULE, Limits, Options, Placement, Schedule, size
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import get_policy
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
 from kvcache_jax.engine.setup import (
-    ageing,
     check_batch_invariant,
     check_drafts,
     checked_ids,
+    inbox_sizes,
     most_admissions,
-    share,
-    size,
     table_sizes,
     with_budget,
     with_same_shapes,
@@ -67,12 +65,8 @@ class Engine:
         (the client who got least first), or a name registered with `request_policy`.
       token_budget: Most tokens of a step. Default: those of all rows, and as many of prompts as there are
         rows, at least 256.
-      max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
-      max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
-        `max_requests`, or all rows, have at most.
-      max_stop_tokens: Stop tokens of one request.
-      num_clients: Clients of the policy "fair".
-      max_items: Multimodal items of one request.
+      schedule: The policy's parameters, and what is kept in reserve, `kv.engine.Schedule(watermark=0.05)`.
+      limits: How many requests it takes, and how large, `kv.engine.Limits(max_requests=1024)`.
       num_drafts: Draft tokens per row and step, from the row's own text; they count against the budget.
       num_top_logprobs: Most probable tokens reported with each token.
       process_logits: `(logits f32[max_seqs, vocab], state) -> logits`, for masks, penalties and bans; -inf is
@@ -81,16 +75,8 @@ class Engine:
         else is in the batch, on hits, preemptions or the budget. See `invariant.py` for what makes it so.
         Attention is XLA's then: kernels are refused.
       steps_per_dispatch: Steps between two check-ins of the host.
-      watermark: Share of the blocks that an admission leaves free, while a row runs.
-      ageing_steps: Steps of waiting that weigh as much as one of priority.
-      max_bypasses: Later requests that "longest prefix" may serve before one.
-      long_prefill_len: Most tokens of one prompt in one step.
       namespace: u32[4], of the weights, within which each request has its own; see `namespace_of`.
-      mesh: Devices to run on; with `row_axis`.
-      row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
-        one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
-        within `jax.shard_map`, sees its own heads, and adds up over that axis what it must.
-      params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
+      placement: A mesh to run on, `kv.engine.Placement(mesh, row_axis="rows")`. Default: one device.
 
     Raises:
       ValueError, TypeError: sizes that do not fit together, and what is no model.
@@ -117,28 +103,22 @@ class Engine:
         *,
         policy: str = "fcfs",
         token_budget: int | None = None,
-        max_requests: int | None = None,
-        max_tokens: int | None = None,
-        max_stop_tokens: int = 4,
-        num_clients: int = 8,
-        max_items: int = 0,
+        schedule: Schedule = SCHEDULE,
+        limits: Limits = LIMITS,
         num_drafts: int = 0,
         num_top_logprobs: int = 0,
         process_logits: ProcessLogits | None = None,
         batch_invariant: bool = False,
         steps_per_dispatch: int = 32,
-        watermark: float = 0.01,
-        ageing_steps: int = 256,
-        max_bypasses: int = 16,
-        long_prefill_len: int | None = None,
         namespace: ArrayLike | None = None,
-        mesh: Mesh | None = None,
-        row_axis: str | None = None,
-        params_spec: Any = None,
+        placement: Placement | None = None,
     ):
         check_model("Engine", forward, config, params)
         require_functions(process_logits=process_logits)
         get_policy(policy)
+        require_option("schedule", schedule, Schedule)
+        require_option("limits", limits, Limits)
+        require_option("placement", placement, Placement, or_none=True)
         self.config = config
         options = Options(
             policy=policy,
@@ -146,13 +126,11 @@ class Engine:
             piece_len=1,
             num_drafts=size("num_drafts", num_drafts, 0),
             num_top_logprobs=size("num_top_logprobs", num_top_logprobs, 0),
-            watermark=share("watermark", watermark),
-            ageing_steps=ageing(ageing_steps),
-            max_bypasses=size("max_bypasses", max_bypasses),
+            watermark=schedule.watermark,
+            ageing_steps=schedule.ageing_steps,
+            max_bypasses=schedule.max_bypasses,
             most_admissions=most_admissions(config.max_seqs),
-            long_prefill_len=size(
-                "long_prefill_len", config.max_seq_len if long_prefill_len is None else long_prefill_len
-            ),
+            long_prefill_len=schedule.long_prefill_len or config.max_seq_len,
             input_weight=1,
             output_weight=2,
             batch_invariant=static_flag("batch_invariant", batch_invariant),
@@ -160,20 +138,17 @@ class Engine:
         self._options = with_budget(options, config, token_budget)
         check_drafts(self._options, config, process_logits)
         check_batch_invariant(self._options, config)
-        self._sizes, inbox_sizes = table_sizes(
-            config, max_requests, max_tokens, max_stop_tokens, num_clients, max_items
-        )
+        self._sizes = table_sizes(limits, config)
+        entering = inbox_sizes(self._sizes, config)
         self._steps = size("steps_per_dispatch", steps_per_dispatch)
-        self._shards = Shards(mesh, row_axis, config, params_spec, params)
+        self._shards = Shards(placement, config, params)
         self.params = self._shards.place_params(params)
         self._tables = [
-            RequestTable(self._sizes, inbox_sizes, _MOST_ENDED, config.max_seq_len)
+            RequestTable(self._sizes, entering, _MOST_ENDED, config.max_seq_len)
             for _ in range(self._shards.num_shards)
         ]
         self._width = outbox_width(self._options.num_top_logprobs)
-        num_entries = outbox_len(
-            self._options, config.max_seqs, self._steps, inbox_sizes.num_slots, _MOST_ENDED
-        )
+        num_entries = outbox_len(self._options, config.max_seqs, self._steps, entering.num_slots, _MOST_ENDED)
         self._state = self._shards.place(self._sizes, (num_entries, self._width))
         self._model = Model(forward, process_logits)
         self._set_weights(namespace)

@@ -1,14 +1,131 @@
-"""Choices that are compiled into the engine's program."""
+"""Options of an engine: values that group what it is asked for, and what is compiled into its program."""
 
 import dataclasses
+from typing import Any
 
+from jax.sharding import Mesh
+
+from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import ceil_div
 from kvcache_jax.core.state import Cache
+
+MOST = 2**30
+"""Of anything: the sum of two is an i32."""
+_MOST_AGEING_STEPS = 2**28
+"""So that a key of the policy "priority" is an i32."""
+
+
+def size(name: str, value: Any, least: int = 1) -> int:
+    """Checks a size of an engine, at most 2**30."""
+    return static_count(name, value, least, MOST, "2**30")
+
+
+def _set_sizes(value: Any, **least: int) -> None:
+    """Checks sizes of a frozen value, each at least so large, or None if that is its default."""
+    for name, smallest in least.items():
+        number = getattr(value, name)
+        if number is not None or getattr(type(value), name) is not None:
+            object.__setattr__(value, name, size(name, number, smallest))
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of the requests that an engine takes: the sizes of its table.
+
+    Attributes:
+      max_requests: Requests that wait or run, each sample counted. Default: 4 per row, at least 64.
+      max_tokens: Tokens of all of these, prompts and longest continuations. Default: as many as a quarter of
+        `max_requests`, or all rows, have at most.
+      max_stop_tokens: Stop tokens of one request.
+      max_items: Multimodal items of one request.
+      num_clients: Clients of the policy "fair".
+
+    Raises:
+      ValueError, TypeError: what is no size.
+    """
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    max_stop_tokens: int = 4
+    max_items: int = 0
+    num_clients: int = 8
+
+    def __post_init__(self):
+        _set_sizes(self, max_requests=1, max_tokens=1, max_stop_tokens=0, max_items=0, num_clients=1)
+
+
+LIMITS = Limits()
+"""The default ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Parameters of the policy by which an engine serves, and of what it keeps in reserve.
+
+    Attributes:
+      watermark: Share of the blocks that an admission leaves free, while a row runs.
+      ageing_steps: Steps of waiting that weigh as much as one of priority, in the policy "priority".
+      max_bypasses: Later requests that "longest prefix" may serve before one.
+      long_prefill_len: Most tokens of one prompt in one step. Default: `max_seq_len`.
+
+    Raises:
+      ValueError, TypeError: what is no share, no size.
+    """
+
+    watermark: float = 0.01
+    ageing_steps: int = 256
+    max_bypasses: int = 16
+    long_prefill_len: int | None = None
+
+    def __post_init__(self):
+        watermark = finite_number("watermark", self.watermark)
+        if not 0 <= watermark < 1:
+            raise ValueError(f"watermark is {watermark}, expected 0 to below 1")
+        steps = static_count("ageing_steps", self.ageing_steps, 4, _MOST_AGEING_STEPS, "2**28")
+        object.__setattr__(self, "watermark", watermark)
+        object.__setattr__(self, "ageing_steps", steps)
+        _set_sizes(self, max_bypasses=1, long_prefill_len=1)
+
+
+SCHEDULE = Schedule()
+"""The default one."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Devices on which an engine runs, and what is split over them.
+
+    Attributes:
+      mesh: The devices.
+      row_axis: Mesh axis whose devices have `max_seqs` rows and a scheduler each; each request goes to the
+        one that has least to do. Heads are split over `config.head_axis`, if it is set: `forward` then runs
+        within `jax.shard_map`, sees its own heads, and adds up over that axis what it must.
+      params_spec: `PartitionSpec`s of the parameters, a prefix of their tree. Default: on all devices.
+
+    Raises:
+      ValueError, TypeError: what is no mesh, an axis that the mesh lacks.
+    """
+
+    mesh: Mesh
+    row_axis: str | None = None
+    params_spec: Any = None
+
+    def __post_init__(self):
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"mesh is {self.mesh!r}, expected a jax.sharding.Mesh")
+        require_axis("row_axis", self.row_axis, self.mesh)
+
+
+def require_axis(name: str, axis: str | None, mesh: Mesh | None) -> None:
+    """Refuses an axis that the mesh lacks, or that there is no mesh for."""
+    if axis is not None and axis not in (() if mesh is None else mesh.axis_names):
+        axes = "no mesh" if mesh is None else f"a mesh with the axes {mesh.axis_names}"
+        raise ValueError(f"{name} is {axis!r} and there is {axes}, expected it among a mesh's axes")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static choices; hashable.
+    """Choices that are compiled into the program; hashable.
 
     Attributes:
       policy: Name of a `request_policy`.

@@ -16,7 +16,7 @@ from kvcache_jax.arrays.masked_updates import get_at, num_true, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks.block_pool import num_used
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.decoding.sampling import SamplingParams
+from kvcache_jax.decoding.sampling import SamplingColumns
 from kvcache_jax.engine import outbox
 from kvcache_jax.engine.invariant import take_invariant_step
 from kvcache_jax.engine.options import Options
@@ -55,7 +55,7 @@ class Inbox:
     Attributes:
       slots: i32[N], where new requests go; `num_slots` for none.
       uid, prompt_len, max_new, start, priority, client, parent, parent_uid: i32[N], as in `Requests`.
-      sampling: SamplingParams of N rows.
+      sampling: SamplingColumns of N rows.
       stop: i32[N, S].
       items: i32[N, I, 2], or None.
       tokens: i32[M], tokens of prompts.
@@ -72,7 +72,7 @@ class Inbox:
     start: jax.Array
     prompt_len: jax.Array
     max_new: jax.Array
-    sampling: SamplingParams
+    sampling: SamplingColumns
     stop: jax.Array
     priority: jax.Array
     client: jax.Array

@@ -22,7 +22,8 @@ from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.core.arguments import namespace_words, priorities
 from kvcache_jax.core.token_arguments import host_tokens
-from kvcache_jax.decoding.sampling import SamplingParams
+from kvcache_jax.decoding.options import GREEDY, SamplingParams, require_option
+from kvcache_jax.decoding.sampling import SamplingColumns
 
 
 @pytree_dataclass()
@@ -35,7 +36,7 @@ class Requests:
       start: i32[R], first token in `tokens`.
       prompt_len: i32[R].
       max_new: i32[R], most tokens to generate.
-      sampling: SamplingParams of R rows.
+      sampling: SamplingColumns of R rows.
       stop: i32[R, S], tokens that end it; -1 for none.
       priority: i32[R], higher is served first by the policy "priority".
       arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
@@ -51,7 +52,7 @@ class Requests:
     start: jax.Array
     prompt_len: jax.Array
     max_new: jax.Array
-    sampling: SamplingParams
+    sampling: SamplingColumns
     stop: jax.Array
     priority: jax.Array
     arrival_step: jax.Array
@@ -99,7 +100,7 @@ def empty_requests(sizes: TableSizes) -> Requests:
         start=column(),
         prompt_len=column(),
         max_new=column(),
-        sampling=SamplingParams(
+        sampling=SamplingColumns(
             temperature=column(0, dtype=np.float32),
             top_k=column(),
             top_p=column(1, dtype=np.float32),
@@ -127,11 +128,8 @@ class GenerationRequest:
         stored. What is longer, however long, is answered by the finish reason "refused".
       id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a
         number that no other request has.
-      temperature: As in `sampling_params`, like the following three.
-      top_k: Likewise.
-      top_p: Likewise.
-      min_p: Likewise.
-      seed: Decides its draws, with each token's position and, of several samples, the sample's number.
+      sampling: How its tokens are drawn, `kv.decoding.SamplingParams(temperature=0.8)`. Its one seed decides
+        the draws, with each token's position and, of several samples, the sample's number. Default: greedy.
       stop_tokens: Ids that end it; the one that did is its last token.
       priority: Higher is served first by the policy "priority".
       client: Who asks, for the policy "fair": 0 to below `num_clients`.
@@ -142,18 +140,15 @@ class GenerationRequest:
 
     Example:
       >>> import kvcache_jax as kv
-      >>> kv.GenerationRequest([5, 6, 7], 4, temperature=0.8, num_samples=2).num_samples
+      >>> drawn = kv.decoding.SamplingParams(temperature=0.8, seed=3)
+      >>> kv.GenerationRequest([5, 6, 7], 4, sampling=drawn, num_samples=2).num_samples
       2
     """
 
     prompt: Sequence[int] | np.ndarray
     max_new_tokens: int
     id: Hashable = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    sampling: SamplingParams = GREEDY
     stop_tokens: Sequence[int] = ()
     priority: int = 0
     client: int = 0
@@ -169,6 +164,11 @@ class GenerationRequest:
         stops = host_tokens("stop_tokens", self.stop_tokens)
         if (stops < 0).any():
             raise ValueError(f"stop_tokens has {int(stops.min())}, expected token ids, 0 or more")
+        require_option("sampling", self.sampling, SamplingParams)
+        if not isinstance(self.sampling.seed, int):
+            raise ValueError(
+                f"sampling has the seeds {self.sampling.seed}, expected one: a request has one seed"
+            )
         items = _checked_items(self.items, len(prompt))
         checked: dict[str, Any] = {
             "prompt": prompt,
@@ -178,21 +178,11 @@ class GenerationRequest:
             "priority": int(priorities([self.priority], 1)[0]),
             "client": static_count("client", self.client, least=0),
             "num_samples": static_count("num_samples", self.num_samples),
-            "seed": static_count("seed", self.seed, least=0),
             "namespace": one_namespace(self.namespace),
             "items": items,
         }
         if self.deadline is not None:
             checked["deadline"] = finite_number("deadline", self.deadline)
-        temperature, top_p, min_p = (
-            finite_number(name, getattr(self, name)) for name in ("temperature", "top_p", "min_p")
-        )
-        # As in `sampling_params`, which makes arrays: there are many requests, and these stay on the host.
-        _require("temperature", temperature, "0 to 8e37", 0 <= temperature <= 8e37)
-        _require("top_p", top_p, "above 0, at most 1", 0 < top_p <= 1)
-        _require("min_p", min_p, "in [0, 1]", 0 <= min_p <= 1)
-        checked["top_k"] = static_count("top_k", self.top_k, 0, 2**31 - 1, "2**31 - 1")
-        checked |= {"temperature": temperature, "top_p": top_p, "min_p": min_p}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -235,11 +225,6 @@ def require_id(request_id: Hashable) -> Hashable:
     return request_id
 
 
-def sample_seed(seed: int, sample_id: int) -> int:
+def sample_seed(seed: Any, sample_id: int) -> int:
     """Derives the seed of one sample, below 2**32."""
     return int(np.random.SeedSequence([seed, sample_id]).generate_state(1)[0])
-
-
-def _require(name: str, value: Any, expected: str, is_valid: bool) -> None:
-    if not is_valid:
-        raise ValueError(f"{name} is {value!r}, expected {expected}")

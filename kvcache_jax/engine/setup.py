@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvcache_jax.arrays.number_checks import finite_number, static_count
 from kvcache_jax.core.config import CacheConfig, ceil_div
-from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.options import MOST, Limits, Options, size
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes
 from kvcache_jax.engine.table import RequestTable
 
@@ -20,61 +19,30 @@ _LEAST_PIECES = 4
 _PIECE_LEN = 128
 """Tokens of a piece where the budget has more of them: a prompt then wastes little of its last one."""
 
-_MOST = 2**30
-"""Of anything: the sum of two is an i32."""
-_MOST_AGEING_STEPS = 2**28
-"""So that a key of the policy "priority" is an i32."""
 
-
-def size(name: str, value: Any, least: int = 1) -> int:
-    """Checks a size of an engine, at most 2**30."""
-    return static_count(name, value, least, _MOST, "2**30")
-
-
-def ageing(value: Any) -> int:
-    """Checks the steps that weigh as much as one of priority."""
-    return static_count("ageing_steps", value, 4, _MOST_AGEING_STEPS, "2**28")
-
-
-def num_table_tokens(max_tokens: Any, num_slots: int, config: CacheConfig) -> int:
-    """Checks the tokens of a table of requests, or says how many it has by default."""
-    longest = config.max_seq_len + 1
-    if max_tokens is None:
-        max_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, _MOST)
-    return size("max_tokens", max_tokens, longest)
-
-
-def table_sizes(
-    config: CacheConfig,
-    max_requests: Any,
-    max_tokens: Any,
-    max_stop_tokens: Any,
-    num_clients: Any,
-    max_items: Any,
-) -> tuple[TableSizes, TableSizes]:
-    """Checks the sizes of the table of requests, and works out those of an inbox."""
-    default = max(4 * config.max_seqs, 64)
-    num_slots = size("max_requests", default if max_requests is None else max_requests)
-    num_tokens = num_table_tokens(max_tokens, num_slots, config)
-    sizes = TableSizes(
-        num_slots=num_slots,
-        num_tokens=num_tokens,
-        num_stops=max(size("max_stop_tokens", max_stop_tokens, 0), 1),
-        num_clients=size("num_clients", num_clients),
-        num_items=size("max_items", max_items, 0),
+def table_sizes(limits: Limits, config: CacheConfig) -> TableSizes:
+    """Works out the sizes of a table of requests."""
+    num_slots = max(4 * config.max_seqs, 64) if limits.max_requests is None else limits.max_requests
+    longest, num_tokens = config.max_seq_len + 1, limits.max_tokens
+    if num_tokens is None:
+        num_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, MOST)
+    return TableSizes(
+        num_slots=size("max_requests", num_slots),
+        num_tokens=size("max_tokens", num_tokens, longest),
+        num_stops=max(limits.max_stop_tokens, 1),
+        num_clients=limits.num_clients,
+        num_items=limits.max_items,
     )
-    num_entering = most_entering(config.max_seqs)
-    num_tokens = max(config.max_seq_len + 1, min(num_tokens, 256 * num_entering))
-    inbox_sizes = dataclasses.replace(sizes, num_slots=min(num_slots, num_entering), num_tokens=num_tokens)
-    return sizes, inbox_sizes
 
 
-def share(name: str, value: Any) -> float:
-    """Checks a share, 0 to below 1."""
-    value = finite_number(name, value)
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}, expected 0 to below 1")
-    return value
+def inbox_sizes(sizes: TableSizes, config: CacheConfig) -> TableSizes:
+    """Works out the sizes of what one dispatch takes in, for a table of these sizes."""
+    most = most_entering(config.max_seqs)
+    return dataclasses.replace(
+        sizes,
+        num_slots=min(sizes.num_slots, most),
+        num_tokens=max(config.max_seq_len + 1, min(sizes.num_tokens, 256 * most)),
+    )
 
 
 def most_admissions(max_seqs: int) -> int:
@@ -165,7 +133,8 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
     ):
         if value > most:
             raise ValueError(
-                f"a request has {value} {what}, expected at most {most}: make the Engine with a larger {name}"
+                f"a request has {value} {what}, expected at most {most}: make the Engine with a larger "
+                f"{name} in its kv.engine.Limits"
             )
     # Nothing is stored of what the device will refuse.
     is_long = request.num_tokens - 1 > max_seq_len
@@ -173,7 +142,7 @@ def check_fits(request: GenerationRequest, sizes: TableSizes, max_seq_len: int) 
     if num_tokens > sizes.num_tokens:
         raise ValueError(
             f"a request has {num_tokens} tokens in {request.num_samples} samples, expected at most "
-            f"{sizes.num_tokens}: make the Engine with a larger max_tokens"
+            f"{sizes.num_tokens}: make the Engine with a larger max_tokens in its kv.engine.Limits"
         )
 
 

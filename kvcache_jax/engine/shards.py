@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
-from kvcache_jax.engine.options import Options
+from kvcache_jax.engine.options import Options, Placement, require_axis
 from kvcache_jax.engine.parts import Model
 from kvcache_jax.engine.program import Inbox, run_dispatch
 from kvcache_jax.engine.requests import TableSizes
@@ -29,27 +29,21 @@ class Shards:
     """The shards of an engine.
 
     Args:
-      mesh: The devices; None for the default one.
-      row_axis: Mesh axis over which rows are split; None with one shard on the mesh, or without a mesh.
+      placement: The mesh, and what is split over it; None for the default device.
       config: Of each shard's cache.
-      params_spec: Of the parameters.
       params: The first ones. Without a mesh the engine lives where they are committed to, if they are.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one without a mesh; parameters on several devices that are
-        not one mesh.
+      ValueError: a head axis that the mesh lacks, or one without a mesh; parameters on several devices that
+        are not one mesh.
     """
 
-    def __init__(
-        self, mesh: Mesh | None, row_axis: str | None, config: CacheConfig, params_spec: Any, params: Any
-    ):
-        for name, axis in (("row_axis", row_axis), ("config.head_axis", config.head_axis)):
-            if axis is not None and axis not in (() if mesh is None else mesh.axis_names):
-                axes = "no mesh" if mesh is None else f"a mesh with the axes {mesh.axis_names}"
-                raise ValueError(f"{name} is {axis!r} and there is {axes}, expected it among a mesh's axes")
-        self._mesh, self._row_axis, self._config, self._params_spec = mesh, row_axis, config, params_spec
-        if params_spec is None:
-            self._params_spec = PartitionSpec()
+    def __init__(self, placement: Placement | None, config: CacheConfig, params: Any):
+        mesh = placement.mesh if placement else None
+        require_axis("config.head_axis", config.head_axis, mesh)
+        self._mesh, self._row_axis, self._config = mesh, placement.row_axis if placement else None, config
+        spec = placement.params_spec if placement else None
+        self._params_spec = PartitionSpec() if spec is None else spec
         self._programs: dict[tuple[Model, Options], Any] = {}
         if mesh is None:
             self._home = _home_of(params)
@@ -169,7 +163,7 @@ def _home_of(params: Any) -> Sharding:
         names = sorted(" and ".join(sorted(map(str, devices))) for devices in homes)
         raise ValueError(
             f"params has arrays committed to {names[0]} and others to {names[1]}, expected all on the same: "
-            "jax.device_put(params, device), or Engine(mesh=, params_spec=)"
+            "jax.device_put(params, device), or Engine(placement=)"
         )
     if len(committed[0].device_set) == 1:
         return SingleDeviceSharding(*committed[0].device_set)

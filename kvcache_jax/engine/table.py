@@ -280,10 +280,10 @@ def _write(columns: Any, i: int, sample: Sample, max_seq_len: int) -> None:
     # Enough to be refused: what the device adds up stays below 2**31.
     columns.prompt_len[i] = min(len(request.prompt), max_seq_len + 1)
     columns.max_new[i] = min(request.max_new_tokens, max_seq_len + 1)
-    sampling = columns.sampling
-    sampling.temperature[i], sampling.top_k[i] = request.temperature, request.top_k
-    sampling.top_p[i], sampling.min_p[i] = request.top_p, request.min_p
-    sampling.seed[i] = sample_seed(request.seed, sample.sample_id)
+    drawn, sampling = columns.sampling, request.sampling
+    drawn.temperature[i], drawn.top_k[i] = sampling.temperature, sampling.top_k
+    drawn.top_p[i], drawn.min_p[i] = sampling.top_p, sampling.min_p
+    drawn.seed[i] = sample_seed(sampling.seed, sample.sample_id)
     columns.stop[i, : len(request.stop_tokens)] = request.stop_tokens
     columns.priority[i], columns.client[i] = request.priority, request.client
     if sample.parent is not None:

@@ -63,7 +63,7 @@ def _decoding(subject: str, detail: str, limits: Limits, num_drafts: int = 0, **
     config = config_of(**options)
 
     def arguments() -> tuple:
-        greedy = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        greedy = kv.decoding.SamplingParams()
 
         def state(cache):
             return generate._empty_state(cache, config.max_seq_len, None, jnp.zeros(2, jnp.int32), greedy)

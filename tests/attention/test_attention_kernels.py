@@ -354,8 +354,8 @@ def test_generate_runs_unchanged():
             config,
             max_new_tokens=5,
             num_samples=2,
-            temperature=1.0,
-            num_drafts=2,
+            sampling=kv.decoding.SamplingParams(temperature=1.0),
+            drafts=kv.decoding.Drafts(2),
             prefill_len=8,
         )
 

@@ -122,7 +122,7 @@ def test_a_prompt_is_its_own_whatever_stands_beside_and_was_before():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"selector": "all", "share": 0.0}, {"sizes": PREFIXES}, {"num_drafts": 3}]
+    "options", [{}, {"selector": "all", "share": 0.0}, {"sizes": PREFIXES}, {"drafts": kv.decoding.Drafts(3)}]
 )
 def test_computed_again_as_a_whole_prompts_are_exact(options):
     """The same as without chunks, up to rounding, wherever all is computed again."""

@@ -65,7 +65,7 @@ def check(generation, prompt, num_new=NUM_NEW, reach=((9, 3), (9, 3))):
 def test_a_text_goes_on_past_what_a_row_holds():
     """Prompts too, and blocks are the window's."""
     check_ins = []
-    result = generate(on_check_in=check_ins.append, check_in_every=7)
+    result = generate(watch=kv.decoding.Watch(on_check_in=check_ins.append, check_in_every=7))
     for prompt, generation in zip(PROMPTS, result.generations, strict=True):
         check(generation, prompt)
     held = np.concatenate([(check_in.block_tables[0] < NUM_BLOCKS).sum(axis=1) for check_in in check_ins])
@@ -88,7 +88,9 @@ def test_samples_stream_from_the_prompt_that_they_share():
     for i, generation in enumerate(result.generations):
         check(generation, prompts[i // 2])
     assert [check_in.num_active_seqs for check_in in result.timeline[:2]] == [4, 4]
-    drawn = generate(prompts, num_samples=2, temperature=1.5, top_k=9).generations
+    drawn = generate(
+        prompts, num_samples=2, sampling=kv.decoding.SamplingParams(temperature=1.5, top_k=9)
+    ).generations
     assert drawn[0].tokens != drawn[1].tokens
 
     def seen_enough(check_in):
@@ -96,7 +98,12 @@ def test_samples_stream_from_the_prompt_that_they_share():
         raise StopIteration
 
     with pytest.raises(StopIteration):
-        generate(prompts, dict(num_blocks=NUM_BLOCKS - 1), num_samples=2, on_check_in=seen_enough)
+        generate(
+            prompts,
+            dict(num_blocks=NUM_BLOCKS - 1),
+            num_samples=2,
+            watch=kv.decoding.Watch(on_check_in=seen_enough),
+        )
     assert check_ins[0].num_active_seqs == 2
 
 
@@ -158,7 +165,7 @@ def test_no_program_of_a_stream_copies_a_pool(monkeypatch):
             ValueError,
             "streaming and a cache with enable_prefix_caching=True, expected False",
         ),
-        ({}, dict(num_drafts=2), ValueError, "streaming and num_drafts = 2, expected 0"),
+        ({}, dict(drafts=kv.decoding.Drafts(2)), ValueError, "streaming and num_drafts = 2, expected 0"),
         (
             dict(max_seq_len=15),
             {},

@@ -73,7 +73,9 @@ def test_beams_are_looked_at_while_they_are_searched():
     options = dict(stop_tokens=[3, 8], length_penalty=0.0)
     plain = beam_search(PROMPTS[:2], **options)
     found = beam_search(
-        PROMPTS[:2], **options, check_in_every=3, on_check_in=lambda *check_in: seen.append(check_in)
+        PROMPTS[:2],
+        **options,
+        watch=kv.decoding.Watch(on_check_in=lambda *check_in: seen.append(check_in), check_in_every=3),
     )
     assert found.beams == plain.beams == seen[-1][1]
     assert found.num_steps == plain.num_steps == found.timeline[-1].num_steps == 7

@@ -35,31 +35,23 @@ def generate(prompts=((1, 2), (3,)), sizes=None, **options):
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"num_samples": 0}, "num_samples is 0, expected at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
-        ({"num_drafts": -1}, "num_drafts is -1"),
-        ({"seed": -1}, "seed is -1, expected at least 0"),
-        ({"seed": "1"}, "seed is '1', expected an integer"),
-        ({"prompts": [[1], [2]], "seed": [1]}, "seed has 1 values, expected one or 2, one per prompt"),
-        ({"prompts": [[1], [2]], "seed": (1, -1)}, r"seed\[1\] is -1, expected at least 0"),
-        ({"prompts": [[1], [2]], "seed": [[1], [1, 2]]}, r"seed\[0\] is \[1\], expected an integer"),
-        ({"check_in_every": -1}, "check_in_every is -1, expected at least 1"),
-        ({"check_in_every": 0}, "check_in_every is 0, expected at least 1"),
+        (
+            {"prompts": [[1], [2]], "sampling": kv.decoding.SamplingParams(seed=[1])},
+            "seed has 1 values, expected one or 2, one",
+        ),
         ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776, expected"),
         ({"stop_tokens": [3.7]}, "stop_tokens has dtype float64, expected integers"),
-        ({"stop_strings": ["x"]}, "without detokenize"),
-        ({"stop_strings": ["x", ""], "detokenize": str}, "stop_strings has '', expected texts of at least"),
         (
-            {"stop_strings": "xy", "detokenize": str},
-            r"stop_strings is 'xy', expected a list of texts: \['xy'\]",
+            {"sampling": 0.8},
+            r"sampling is 0.8, expected kv.decoding.SamplingParams\(temperature, top_k, top_p, min_p, seed\)",
         ),
-        ({"temperature": -1.0}, "temperature"),
-        # One per row: which prompt gets which row is the loop's own affair.
+        ({"sampling": None}, r"sampling is None, expected kv.decoding.SamplingParams\("),
+        ({"stop_strings": ["x"]}, r"is \['x'\], expected kv.decoding.StopStrings\(texts, detokenize\)"),
+        ({"drafts": 3}, r"drafts is 3, expected kv.decoding.Drafts\(num_drafts, draft\)"),
         (
-            {"temperature": [0.0, 1.0, 2.0, 3.0]},
-            r"temperature has shape \(4,\), expected one number, for all",
+            {"watch": print},
+            r"watch is <built-in .*, expected kv.decoding.Watch\(on_tokens, on_check_in, check_in_every\)",
         ),
-        ({"top_k": np.zeros(4, int)}, r"top_k has shape \(4,\), expected one number"),
-        ({"top_k": 10**30}, "top_k has 1000000000000000000000000000000, expected numbers: integers"),
-        ({"stop_strings": None}, "stop_strings is None, expected a list of texts"),
         ({"prompts": None}, "prompts is None, expected a list of prompts, each a list of token ids"),
         (
             {"prompts": [[10**30]]},
@@ -74,12 +66,79 @@ def test_bad_input_is_refused(options, message):
 
 
 @pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (kv.decoding.SamplingParams, dict(seed=-1), "seed is -1, expected at least 0"),
+        (kv.decoding.SamplingParams, dict(seed="1"), "seed is '1', expected an integer"),
+        (kv.decoding.SamplingParams, dict(seed=(1, -1)), r"seed\[1\] is -1, expected at least 0"),
+        (kv.decoding.SamplingParams, dict(seed=[[1], [1, 2]]), r"seed\[0\] is \[1\], expected an integer"),
+        (kv.decoding.SamplingParams, dict(temperature=-1.0), "temperature is -1.0, expected 0 to 8e37"),
+        (kv.decoding.SamplingParams, dict(temperature="1"), "temperature is '1', expected a finite number"),
+        # One per row: which prompt gets which row is the loop's own affair.
+        (
+            kv.decoding.SamplingParams,
+            dict(temperature=[0.0, 1.0, 2.0, 3.0]),
+            r"temperature has shape \(4,\), expected one number, for all prompts",
+        ),
+        (kv.decoding.SamplingParams, dict(top_k=np.zeros(4, int)), r"top_k has shape \(4,\), expected one"),
+        (
+            kv.decoding.SamplingParams,
+            dict(top_k=10**30),
+            "top_k is 1000000000000000000000000000000, expected 0",
+        ),
+        (kv.decoding.SamplingParams, dict(top_k=2.0), "top_k is 2.0, expected an integer"),
+        (kv.decoding.SamplingParams, dict(top_p=0), "top_p is 0.0, expected above 0, at most 1"),
+        (kv.decoding.SamplingParams, dict(min_p=1.5), r"min_p is 1.5, expected in \[0, 1\]"),
+        (kv.decoding.Drafts, dict(num_drafts=0), "num_drafts is 0, expected at least 1"),
+        (
+            kv.decoding.Drafts,
+            dict(num_drafts=1, draft=forward),
+            r"draft is a function, expected kv.Draft\(forward, params, config\)",
+        ),
+        (
+            kv.decoding.StopStrings,
+            dict(texts=["x", ""], detokenize=str),
+            "texts has '', expected texts of at",
+        ),
+        (
+            kv.decoding.StopStrings,
+            dict(texts="xy", detokenize=str),
+            r"texts is 'xy', expected a list of texts: \['xy'\]",
+        ),
+        (
+            kv.decoding.StopStrings,
+            dict(texts=None, detokenize=str),
+            "texts is None, expected a list of texts",
+        ),
+        (kv.decoding.StopStrings, dict(texts=["a"], detokenize=5), "detokenize is 5, expected a function"),
+        (kv.decoding.Watch, dict(check_in_every=-1), "check_in_every is -1, expected at least 1"),
+        (kv.decoding.Watch, dict(check_in_every=0), "check_in_every is 0, expected at least 1"),
+        (kv.decoding.Watch, dict(on_tokens=5), "on_tokens is 5, expected a function, or None"),
+        (kv.decoding.Watch, dict(on_check_in="x"), "on_check_in is 'x', expected a function, or None"),
+    ],
+)
+def test_a_value_of_options_is_checked_when_it_is_made(make, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**options)
+
+
+def test_numbers_of_any_type_make_equal_values():
+    made = kv.decoding.SamplingParams(jnp.float32(0.5), np.int64(3), np.array(1.0), 0, np.arange(2))
+    assert made == kv.decoding.SamplingParams(0.5, 3, seed=[0, 1])
+    assert hash(made) == hash(kv.decoding.SamplingParams(0.5, 3, seed=(0, 1))) and made.seed == (0, 1)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"prompts": []}, "prompts is empty"),
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, expected an integer"),
         ({"num_beams": 0}, "num_beams is 0, expected at least 1"),
-        ({"check_in_every": -1}, "check_in_every is -1, expected at least 1"),
+        ({"watch": 3}, r"watch is 3, expected kv.decoding.Watch\("),
+        (
+            {"watch": kv.decoding.Watch(print)},
+            "watch has on_tokens, expected on_check_in alone: which tokens a search finds",
+        ),
         ({"prefill_len": 0}, "prefill_len is 0, expected at least 1"),
         ({"stop_tokens": [2**40]}, "stop_tokens has the token id 1099511627776"),
         ({"length_penalty": float("nan")}, "length_penalty is nan, expected a finite number"),
@@ -89,7 +148,6 @@ def test_bad_input_is_refused(options, message):
             "length_penalty is 400.0, expected at most 41.9 above or below 0 for max_new_tokens = 3:",
         ),
         ({"max_new_tokens": 10**30}, r"1000000000000000000000000000000 new tokens, expected at most"),
-        ({"on_check_in": 3}, "on_check_in is 3, expected a function, or None"),
         ({"length_penalty": -42}, "length_penalty is -42.0, expected at most 41.9"),
         ({"length_penalty": 10**400}, "length_penalty is 1000.*, expected a finite number"),
     ],
@@ -104,7 +162,7 @@ def test_a_beam_search_refuses_bad_input(options, message):
 def test_texts_to_stop_at_may_be_iterated_over_once():
     plain = generate().generations[0].tokens
     texts = (str(token) for token in plain[2:3])
-    stopped = generate(stop_strings=texts, detokenize=lambda tokens: " ".join(map(str, tokens)))
+    stopped = generate(stop_strings=kv.decoding.StopStrings(texts, lambda tokens: " ".join(map(str, tokens))))
     assert stopped.generations[0].finish_reason == "stop"
     assert stopped.generations[0].tokens == plain[: 1 + plain.index(plain[2])]
 
@@ -113,7 +171,7 @@ def test_texts_to_stop_at_may_be_iterated_over_once():
 @pytest.mark.parametrize(("kind", "detokenize"), [("list", lambda tokens: ["x"]), ("bytes", bytes)])
 def test_a_detokenize_that_returns_no_text_is_refused(kind, detokenize):
     with pytest.raises(TypeError, match=f"detokenize returned a {kind}, expected a str"):
-        generate(stop_strings=["x"], detokenize=detokenize)
+        generate(stop_strings=kv.decoding.StopStrings(["x"], detokenize))
 
 
 @pytest.mark.slow
@@ -122,10 +180,13 @@ def test_texts_to_stop_at_count_though_later_tokens_hide_them(check_in_every):
     """As some tokenizers show a whole run of bytes as unknown while its last character is unfinished."""
     streamed = [], []
     result = generate(
-        stop_strings=["xxxx"],
-        detokenize=lambda tokens: "" if len(tokens) in (5, 6) else "x" * len(tokens),
-        check_in_every=check_in_every,
-        on_tokens=lambda prompt_id, sample_id, tokens: streamed[prompt_id].extend(tokens),
+        stop_strings=kv.decoding.StopStrings(
+            ["xxxx"], lambda tokens: "" if len(tokens) in (5, 6) else "x" * len(tokens)
+        ),
+        watch=kv.decoding.Watch(
+            on_tokens=lambda prompt_id, sample_id, tokens: streamed[prompt_id].extend(tokens),
+            check_in_every=check_in_every,
+        ),
     )
     for generation, tokens in zip(result.generations, streamed, strict=True):
         assert (len(generation.tokens), generation.finish_reason) == (4, "stop")
@@ -133,20 +194,20 @@ def test_texts_to_stop_at_count_though_later_tokens_hide_them(check_in_every):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("draft", "message"),
     [
-        ({"draft": forward}, r"draft is a function, expected kv.Draft\(forward, params, config\)"),
-        ({"draft": kv.Draft(None, PARAMS, config())}, "forward is None, expected a model: "),
-        ({"draft": kv.Draft(forward, PARAMS, None)}, "kv.Draft got a NoneType, expected a CacheConfig"),
-        ({"stop_strings": ["a"], "detokenize": 5}, "detokenize is 5, expected a function"),
-        ({"on_tokens": 5}, "on_tokens is 5, expected a function, or None"),
-        ({"on_check_in": "x"}, "on_check_in is 'x', expected a function, or None"),
+        (kv.Draft(None, PARAMS, config()), "forward is None, expected a model: "),
+        (kv.Draft(forward, PARAMS, None), "kv.Draft got a NoneType, expected a CacheConfig"),
+        (
+            kv.Draft(forward, PARAMS, config(max_seqs=3)),
+            "the draft's cache has 3 rows of 48 tokens, expected 4",
+        ),
     ],
 )
-def test_what_is_refused_leaves_the_callers_cache_alone(options, message):
+def test_what_is_refused_leaves_the_callers_cache_alone(draft, message):
     cache = kv.init(config())
     with pytest.raises((ValueError, TypeError), match=message):
-        generate(cache=cache, num_drafts=1, **options)
+        generate(cache=cache, drafts=kv.decoding.Drafts(1, draft))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
@@ -230,7 +291,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused():
     with pytest.raises(
         ValueError, match="draft model's logits are for 17 tokens and the model's for 16, expected"
     ):
-        generate(cache=cache, draft=draft, num_drafts=1)
+        generate(cache=cache, drafts=kv.decoding.Drafts(1, draft))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 
@@ -247,7 +308,7 @@ def test_a_model_without_a_hash_is_refused():
     calls = [
         *host_loops(Model()).values(),
         lambda params: kv.generate(
-            forward, params, [[1]], config(), max_new_tokens=2, draft=draft, num_drafts=1
+            forward, params, [[1]], config(), max_new_tokens=2, drafts=kv.decoding.Drafts(1, draft)
         ),
     ]
     for call in calls:

@@ -82,7 +82,11 @@ def test_prompts_that_wait_compile_nothing():
     generate([[1, 2, 3]], max_new_tokens=2)
     assert [fn._cache_size() for fn in PROGRAMS] == [1] * len(PROGRAMS)
     with compiled_programs() as programs:
-        generate([[9], [8, 7, 6, 5, 4, 3, 2], [1] * 12, [2, 3], [5]], max_new_tokens=5, seed=3)
+        generate(
+            [[9], [8, 7, 6, 5, 4, 3, 2], [1] * 12, [2, 3], [5]],
+            max_new_tokens=5,
+            sampling=kv.decoding.SamplingParams(seed=3),
+        )
     assert not programs
 
 
@@ -102,13 +106,14 @@ def test_greedy_equals_the_model_without_a_cache(prefill_len):
 
 @pytest.mark.slow
 def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
-    options = dict(num_samples=3, temperature=1.3, top_k=9, seed=5)
+    options = dict(num_samples=3, sampling=kv.decoding.SamplingParams(temperature=1.3, top_k=9, seed=5))
     alone = generate([PROMPTS[2]], **options)
     beside = generate([PROMPTS[2], PROMPTS[0]], **options)
     samples = [g.tokens for g in alone.generations]
     assert len({tuple(tokens) for tokens in samples}) == 3
     assert [g.tokens for g in beside.generations[:3]] == samples
-    assert [g.tokens for g in generate([PROMPTS[2]], **{**options, "seed": 6}).generations] != samples
+    options["sampling"] = dataclasses.replace(options["sampling"], seed=6)
+    assert [g.tokens for g in generate([PROMPTS[2]], **options).generations] != samples
     figures = kv.stats(alone.cache)
     assert (int(figures.num_allocations), int(figures.num_forks)) == (1, 2)
     # 11 tokens in blocks of 4: the tail is copied for all but the last writer.
@@ -126,7 +131,9 @@ def test_samples_fork_from_one_prefill_and_depend_on_nothing_else():
 @pytest.mark.slow
 def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
     def samples(prompts, seed):
-        result = generate(prompts, num_samples=2, temperature=1.3, seed=seed)
+        result = generate(
+            prompts, num_samples=2, sampling=kv.decoding.SamplingParams(temperature=1.3, seed=seed)
+        )
         return [generation.tokens for generation in result.generations]
 
     expected = samples([PROMPTS[2]], 9)
@@ -139,8 +146,9 @@ def test_a_prompt_with_a_seed_of_its_own_may_stand_anywhere():
 def test_the_timeline_tells_what_rows_held_and_when_they_ended():
     """Three prompts of two samples on four rows: the third waits until the first has ended."""
     check_ins = []
-    options = dict(num_samples=2, temperature=1.0, check_in_every=4, max_new_tokens=9)
-    result = generate([PROMPTS[2], PROMPTS[1], PROMPTS[4]], **options, on_check_in=check_ins.append)
+    options = dict(num_samples=2, sampling=kv.decoding.SamplingParams(temperature=1.0), max_new_tokens=9)
+    options["watch"] = kv.decoding.Watch(on_check_in=check_ins.append, check_in_every=4)
+    result = generate([PROMPTS[2], PROMPTS[1], PROMPTS[4]], **options)
     assert [dataclasses.replace(check_in, block_tables=[]) for check_in in check_ins] == result.timeline
     assert result.num_prompt_tokens == 11 + 1 + 5
     first, last = check_ins[0], check_ins[-1]
@@ -184,10 +192,11 @@ def test_stop_strings_cut_at_the_token_that_completes_them():
     stop = f"{plain[4]}><{plain[5]}"
     streamed = []
     result = generate(
-        stop_strings=[stop],
-        detokenize=detokenize,
-        check_in_every=4,
-        on_tokens=lambda prompt_id, sample_id, tokens: streamed.append((prompt_id, sample_id, tokens)),
+        stop_strings=kv.decoding.StopStrings([stop], detokenize),
+        watch=kv.decoding.Watch(
+            on_tokens=lambda prompt_id, sample_id, tokens: streamed.append((prompt_id, sample_id, tokens)),
+            check_in_every=4,
+        ),
     )
     assert stop in detokenize(plain[:6]) and stop not in detokenize(plain[:5])
     assert result.generations[0].tokens == plain[:6]
@@ -227,7 +236,7 @@ def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
     # Tight: four samples of one prompt would need 1 + 4 * 7 of 24 blocks, and three take nearly all.
     prompts = [PROMPTS[4], PROMPTS[0], PROMPTS[3], PROMPTS[1]] if num_new == 12 else [PROMPTS[4]]
     options = dict(max_new_tokens=num_new, num_samples=4 // len(prompts))
-    result = generate(prompts, num_drafts=3, draft=draft, **options)
+    result = generate(prompts, drafts=kv.decoding.Drafts(3, draft), **options)
     for generation in result.generations:
         expected, scores = greedy(prompts[generation.prompt_id], num_new)
         assert (generation.tokens, generation.finish_reason) == (expected, "length")
@@ -246,10 +255,10 @@ def test_speculative_greedy_decoding_gives_the_same_tokens(kind, num_new):
 @pytest.mark.parametrize("num_new", [12, 26], ids=["roomy", "tight"])
 def test_drafts_from_the_text_change_no_drawn_token(num_new):
     """Nor does a short pool, that leaves no room for drafts."""
-    options = dict(temperature=0.5, seed=3, max_new_tokens=num_new)
+    options = dict(sampling=kv.decoding.SamplingParams(temperature=0.5, seed=3), max_new_tokens=num_new)
     if num_new == 26:
         options |= dict(prompts=PROMPTS[:1], num_samples=4)
-    plain, drafted = generate(**options), generate(num_drafts=3, **options)
+    plain, drafted = generate(**options), generate(drafts=kv.decoding.Drafts(3), **options)
     for generation, expected in zip(drafted.generations, plain.generations, strict=True):
         assert generation.tokens == expected.tokens and len(expected.tokens) == num_new
     assert drafted.num_drafted > drafted.num_accepted > 0
@@ -269,7 +278,7 @@ def test_one_row_without_room_does_not_keep_others_from_drafting():
 @pytest.mark.slow
 def test_drafts_cost_no_row_a_token():
     """The pool ends before the row: 28 tokens are stored, and one more is drawn."""
-    result = generate(PROMPTS[4:], FEW, num_drafts=3, max_new_tokens=32)
+    result = generate(PROMPTS[4:], FEW, drafts=kv.decoding.Drafts(3), max_new_tokens=32)
     (generation,) = result.generations
     assert generation.finish_reason == "out_of_blocks" and result.num_drafted > 0
     assert generation.tokens == greedy(PROMPTS[4], 28 + 1 - len(PROMPTS[4]))[0]
@@ -278,11 +287,19 @@ def test_drafts_cost_no_row_a_token():
 @pytest.mark.slow
 def test_speculative_sampling_accepts_everything_from_the_model_itself():
     draft = kv.Draft(forward, PARAMS, config())
-    result = generate(num_drafts=3, draft=draft, temperature=0.9, top_p=0.95, max_new_tokens=12)
+    result = generate(
+        drafts=kv.decoding.Drafts(3, draft),
+        sampling=kv.decoding.SamplingParams(temperature=0.9, top_p=0.95),
+        max_new_tokens=12,
+    )
     assert result.num_accepted >= 0.98 * result.num_drafted > 0
     assert all(len(g.tokens) == 12 for g in result.generations)
     weak = kv.Draft(forward, make_params(seed=1), config())
-    result = generate(num_drafts=3, draft=weak, temperature=0.9, max_new_tokens=12)
+    result = generate(
+        drafts=kv.decoding.Drafts(3, weak),
+        sampling=kv.decoding.SamplingParams(temperature=0.9),
+        max_new_tokens=12,
+    )
     assert 0 < result.num_accepted < 0.9 * result.num_drafted
 
 
@@ -290,7 +307,7 @@ def test_speculative_sampling_accepts_everything_from_the_model_itself():
 def test_each_sample_of_a_prompt_has_a_draft_that_knows_it():
     draft = kv.Draft(forward, PARAMS, config())
     prompts = [PROMPTS[0], PROMPTS[3]]
-    result = generate(prompts, num_samples=2, num_drafts=3, draft=draft, max_new_tokens=12)
+    result = generate(prompts, num_samples=2, drafts=kv.decoding.Drafts(3, draft), max_new_tokens=12)
     assert [g.tokens for g in result.generations] == [
         greedy(prompt, 12)[0] for prompt in prompts for _ in "ab"
     ]
@@ -302,14 +319,14 @@ def test_speculative_decoding_rolls_windows_back():
     window = kv.SlidingWindow(2, 4, window=6, max_rollback=3, block_size=2)
     layers = [window, kv.FullAttention(2, 4)]
     cfg = kv.CacheConfig(layers, num_blocks=64, block_size=4, max_seqs=4, max_seq_len=48, max_query_len=16)
-    drafted = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12, num_drafts=3)
+    drafted = kv.generate(forward, PARAMS, PROMPTS[:4], cfg, max_new_tokens=12, drafts=kv.decoding.Drafts(3))
     expected = [greedy(prompt, 12, windows=(6, None))[0] for prompt in PROMPTS[:4]]
     assert [g.tokens for g in drafted.generations] == expected
     assert expected != [greedy(prompt, 12)[0] for prompt in PROMPTS[:4]]
     assert 0 < drafted.num_accepted < drafted.num_drafted
     short = kv.CacheConfig([kv.SlidingWindow(2, 4, window=6)] * 2, num_blocks=64, max_seqs=4, max_seq_len=48)
     with pytest.raises(ValueError, match="max_rollback = 0, expected at least num_drafts = 3"):
-        kv.generate(forward, PARAMS, PROMPTS, short, max_new_tokens=2, num_drafts=3)
+        kv.generate(forward, PARAMS, PROMPTS, short, max_new_tokens=2, drafts=kv.decoding.Drafts(3))
 
 
 @pytest.mark.slow
@@ -327,7 +344,7 @@ def test_no_program_copies_a_pool(kind, monkeypatch):
         cache = kv.beam_search(forward, PARAMS, PROMPTS[:2], config(), **options).cache
     else:
         draft = kv.Draft(forward, PARAMS, config()) if kind == "draft" else None
-        cache = generate(num_drafts=0 if kind == "plain" else 3, draft=draft).cache
+        cache = generate(drafts=None if kind == "plain" else kv.decoding.Drafts(3, draft)).cache
     shape = ",".join(map(str, cache.pools[0].k.shape))
     for [text] in texts:
         assert f"[{shape}]" in text and not re.findall(rf"\[{shape}\]\S* copy\(", text)
@@ -343,7 +360,7 @@ def test_a_row_that_ends_with_its_first_token_makes_room_before_any_step():
     full = [1] * (LENGTH - 1)  # as long as a row may be with one token more
     check_ins = []
     prompts = [*others[:2], PROMPTS[3], full, others[2]]
-    result = generate(prompts, stop_tokens=[stop], on_check_in=check_ins.append)
+    result = generate(prompts, stop_tokens=[stop], watch=kv.decoding.Watch(on_check_in=check_ins.append))
     _, first, second = check_ins[:3]  # behind the prefill, then as rows end, then with the fifth prompt
     assert (first.num_steps, [(g.prompt_id, g.finish_reason) for g in first.ended]) == (
         0,
@@ -431,7 +448,7 @@ def test_the_model_is_traced_twice_whatever_the_prompts():
     prompts = [[(3 * i + n) % VOCAB for i in range(n)] for n in lengths]
     options = dict(max_new_tokens=4, prefill_len=PREFILL_LEN)
     for asked in (prompts, prompts[3:4], prompts[1:3], [*prompts, *prompts[:2]]):
-        drafted = kv.generate(target, PARAMS, asked, config(), num_drafts=2, draft=draft, **options)
+        drafted = kv.generate(target, PARAMS, asked, config(), drafts=kv.decoding.Drafts(2, draft), **options)
         assert [g.tokens for g in drafted.generations] == [greedy(prompt, 4)[0] for prompt in asked]
     assert sorted(traces) == ["draft"] * 2 + ["target"] * 2
 
@@ -447,9 +464,15 @@ def test_a_prompt_waits_until_all_that_it_may_store_fits():
         assert generation.tokens == greedy(prompt, len(generation.tokens))[0]
     assert max(len(check_in.running) for check_in in result.timeline) == 1
     # Two samples share a full block, 1 + 2 * 3, and copy one that is not full, twice 2 * 2.
-    shared = generate(prompts[:2], FEW, max_new_tokens=12, num_samples=2, temperature=0.7)
+    shared = generate(
+        prompts[:2],
+        FEW,
+        max_new_tokens=12,
+        num_samples=2,
+        sampling=kv.decoding.SamplingParams(temperature=0.7),
+    )
     assert int(kv.stats(shared.cache).peak_used) == 7
-    options = dict(max_new_tokens=6, num_samples=2, temperature=0.7)
+    options = dict(max_new_tokens=6, num_samples=2, sampling=kv.decoding.SamplingParams(temperature=0.7))
     copied = generate([prompt[:3] for prompt in prompts[:2]], FEW, **options)
     assert {g.finish_reason for g in [*shared.generations, *copied.generations]} == {"length"}
     # Prompts that need 3 and 4 get theirs at once.

@@ -75,7 +75,7 @@ def test_a_later_call_finds_prompts_and_answers_of_an_earlier_one():
     check_greedy(again, [turn])
     # 12 tokens and 6 of the 7 new ones were computed by the first call: 4 full blocks.
     assert again.num_cached_tokens == 16
-    other = generate([turn], cache=again.cache, num_drafts=3, draft=DRAFT)
+    other = generate([turn], cache=again.cache, drafts=kv.decoding.Drafts(3, DRAFT))
     check_greedy(other, [turn])
     assert other.num_cached_tokens == 20
 
@@ -120,7 +120,7 @@ def test_other_weights_find_nothing_in_another_namespace():
 
 @pytest.mark.slow
 def test_samples_and_a_pool_that_must_evict():
-    options = dict(num_samples=2, temperature=1.1, seed=3)
+    options = dict(num_samples=2, sampling=kv.decoding.SamplingParams(temperature=1.1, seed=3))
     free = generate(FAMILY, dict(enable_prefix_caching=False), **options)
     # A pool that others have filled: 10 of its 24 blocks each.
     filled = generate([[token] * 40 for token in range(3)], max_new_tokens=1)
@@ -134,7 +134,7 @@ def test_samples_and_a_pool_that_must_evict():
 
 @pytest.mark.slow
 def test_drafts_are_never_published():
-    result = generate(FAMILY, num_drafts=3, draft=DRAFT)
+    result = generate(FAMILY, drafts=kv.decoding.Drafts(3, DRAFT))
     check_greedy(result, FAMILY)
     for generation, prompt in zip(result.generations, FAMILY, strict=True):
         text = np.zeros((1, LENGTH), np.int32)

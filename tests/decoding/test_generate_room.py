@@ -25,14 +25,17 @@ TIGHT = {
 
 
 def generate(config, prompts, **options):
-    options = dict(temperature=1.0, prefill_len=8) | options
-    return kv.generate(forward, PARAMS, prompts, config, **options)
+    return kv.generate(forward, PARAMS, prompts, config, **dict(sampling=drawn(), prefill_len=8) | options)
+
+
+def drawn(seed=0):
+    return kv.decoding.SamplingParams(temperature=1.0, seed=seed)
 
 
 def alone(config, prompts, seeds, num_new):
     """Five samples of each prompt in a cache of five rows, with room for all and no prefixes: one by one."""
     roomy = kv.CacheConfig(config.layers, num_blocks=5 * MAX_LEN // BLOCK_SIZE, max_seqs=5, **LIMITS)
-    result = generate(roomy, prompts, seed=seeds, max_new_tokens=num_new, num_samples=5)
+    result = generate(roomy, prompts, sampling=drawn(seeds), max_new_tokens=num_new, num_samples=5)
     assert (
         max(len({prompt_id for prompt_id, _ in check_in.running.values()}) for check_in in result.timeline)
         == 1
@@ -76,7 +79,7 @@ def test_every_answer_is_the_one_that_it_has_alone(kind):
     expected = alone(config, *every, num_new=13)
     for prompts, seeds, num_samples, num_new in requests:
         options = dict(max_new_tokens=num_new, num_samples=num_samples)
-        result = generate(config, prompts, seed=seeds, cache=cache, **options)
+        result = generate(config, prompts, sampling=drawn(seeds), cache=cache, **options)
         check_idle(result)
         for i in range(len(prompts)):
             got = result.generations[i * num_samples : (i + 1) * num_samples]
@@ -113,7 +116,7 @@ def test_samples_share_a_window_only_until_it_has_passed():
     config = kv.CacheConfig([WINDOW] * 2, num_blocks=9, max_seqs=4, **LIMITS)
     assert config.groups[0].max_held_blocks == 4
     prompt = [3, 1, 4, 1, 5] * 3
-    result = generate(config, [prompt], seed=[7], max_new_tokens=22, num_samples=3)
+    result = generate(config, [prompt], sampling=drawn([7]), max_new_tokens=22, num_samples=3)
     check_equal(result.generations, alone(config, [prompt], [7], 22)[0], 22)
     assert len(result.timeline[0].running) == 2
     # Where samples end before, they share: 4 blocks, one more each, and all but one a copy.

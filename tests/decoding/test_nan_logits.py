@@ -27,7 +27,7 @@ NAN, INF, MUTE = spoiled(np.nan), spoiled(np.inf), spoiled(-np.inf)
 
 
 def generations(params=PARAMS, prompts=PROMPTS, sizes=None, **options):
-    options = {"max_new_tokens": 9, "seed": 4, "prefill_len": PREFILL_LEN, **options}
+    options = {"max_new_tokens": 9, "prefill_len": PREFILL_LEN, **options}
     result = kv.generate(forward, params, prompts, config(**(sizes or {})), **options)
     assert kv.check_invariants(result.cache) == [] and not np.asarray(result.cache.is_active).any()
     for generation in result.generations:
@@ -45,7 +45,7 @@ def expected_of(plain):
 
 @pytest.mark.parametrize("params", [NAN, INF, MUTE])
 def test_a_row_ends_where_its_logits_are_no_numbers_and_others_go_on(params):
-    options = dict(num_samples=2, temperature=2.0)
+    options = dict(num_samples=2, sampling=kv.decoding.SamplingParams(temperature=2.0, seed=4))
     expected = [expected_of(plain) for plain in generations(**options)]
     assert {reason for *_, reason in expected} == {"nan_logits", "length"}
     assert [(g.tokens, g.logprobs, g.finish_reason) for g in generations(params, **options)] == expected
@@ -54,13 +54,13 @@ def test_a_row_ends_where_its_logits_are_no_numbers_and_others_go_on(params):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(has_draft):
-    options = dict(temperature=2.0, num_drafts=3, max_new_tokens=20)
-    if has_draft:
-        options["draft"] = kv.Draft(forward, PARAMS, config())
+    options = dict(sampling=kv.decoding.SamplingParams(temperature=2.0, seed=4), max_new_tokens=20)
+    draft = kv.Draft(forward, PARAMS, config()) if has_draft else None
+    options["drafts"] = kv.decoding.Drafts(3, draft)
     plain, found = generations(**options), generations(NAN, **options)
     assert "nan_logits" in {g.finish_reason for g in found}
     if has_draft:  # whose own logits decide on nothing but drafts
-        options["draft"] = kv.Draft(forward, NAN, config())
+        options["drafts"] = kv.decoding.Drafts(3, kv.Draft(forward, NAN, config()))
         assert {g.finish_reason for g in generations(**options)} == {"length"}
     for before, after in zip(plain, found, strict=True):
         tokens, _, reason = expected_of(before)
@@ -72,10 +72,11 @@ def test_drafts_are_kept_up_to_the_last_logits_that_are_numbers(has_draft):
 def test_a_prompt_whose_logits_are_no_numbers_has_no_first_token(enable_prefix_caching):
     sizes = dict(enable_prefix_caching=enable_prefix_caching)
     bad, streamed = [1, 2, 3, 4, 5, 6, 7, BAD], []
-    options = dict(num_samples=2, temperature=0.7, sizes=sizes, seed=[1, 2, 3])
-    options["on_tokens"] = lambda prompt_id, *new: streamed.append(prompt_id)
-    found = generations(NAN, [PROMPTS[0], bad, PROMPTS[2]], **options)
-    alone = generations(NAN, [PROMPTS[0], PROMPTS[2]], **{**options, "seed": [1, 3], "on_tokens": None})
+    options = dict(num_samples=2, sizes=sizes)
+    three, two = (kv.decoding.SamplingParams(temperature=0.7, seed=seed) for seed in ([1, 2, 3], [1, 3]))
+    watch = kv.decoding.Watch(lambda prompt_id, *new: streamed.append(prompt_id))
+    found = generations(NAN, [PROMPTS[0], bad, PROMPTS[2]], **options, sampling=three, watch=watch)
+    alone = generations(NAN, [PROMPTS[0], PROMPTS[2]], **options, sampling=two)
     assert [(g.tokens, g.finish_reason) for g in found[2:4]] == [([], "nan_logits")] * 2
     assert [(g.tokens, g.logprobs) for g in found[:2] + found[4:]] == [(g.tokens, g.logprobs) for g in alone]
     assert set(streamed) == {0, 2}

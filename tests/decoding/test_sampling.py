@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvcache_jax as kv
 from kvcache_jax.decoding import speculation
-from kvcache_jax.decoding.sampling import filtered_logprobs, row_keys, sample, sampling_params
+from kvcache_jax.decoding.sampling import filtered_logprobs, row_keys, sample, sampling_columns
 from kvcache_jax.decoding.speculation import accept_drafts, ngram_drafts
 from tests.support.helpers import says
 
@@ -107,7 +107,7 @@ def test_filters_match_oracle(vocab, kind):
         "top_p": rng.choice(np.float32([1, 1, 0.95, 0.77, 0.31, 1e-6]), n),
         "min_p": rng.choice(np.float32([0, 0, 0.013, 0.23, 1]), n),
     }
-    logprobs = np.asarray(filtered_logprobs(logits, sampling_params(n, **options)))
+    logprobs = np.asarray(filtered_logprobs(logits, sampling_columns(n, **options)))
     num_compared = 0
     for row, found in enumerate(logprobs):
         expected, margin = oracle(logits[row], **{name: column[row] for name, column in options.items()})
@@ -121,7 +121,7 @@ def test_filters_match_oracle(vocab, kind):
 def test_filters_at_their_boundaries():
     def kept(logits, **options):
         logits = padded(np.float32([logits]), NUM_FILTERED, 50)
-        logprobs = filtered_logprobs(logits, sampling_params(NUM_FILTERED, temperature=1.0, **options))
+        logprobs = filtered_logprobs(logits, sampling_columns(NUM_FILTERED, temperature=1.0, **options))
         return np.flatnonzero(np.asarray(logprobs[0]) > -np.inf).tolist()
 
     assert kept([2, 2, 2, 2, 2, 1], top_k=3) == [0, 1, 2]
@@ -139,10 +139,10 @@ def test_filters_at_their_boundaries():
 def test_greedy_is_the_first_argmax_alone_and_among_others():
     logits = np.random.default_rng(0).integers(-2, 3, (40, 9)).astype(np.float32)
     position, expected = np.arange(40), logits.argmax(axis=1)
-    greedy, logprob = jax.device_get(sample(logits, sampling_params(40), position))
+    greedy, logprob = jax.device_get(sample(logits, sampling_columns(40), position))
     np.testing.assert_array_equal(greedy, expected)
     np.testing.assert_allclose(logprob, np.log(softmax(logits))[position, expected], rtol=1e-5)
-    mixed = sampling_params(40, temperature=[0.0, 5.0] * 20, top_p=0.9)
+    mixed = sampling_columns(40, temperature=[0.0, 5.0] * 20, top_p=0.9)
     is_expected = np.asarray(sample(logits, mixed, position)[0]) == expected
     assert is_expected[::2].all() and not is_expected[1::2].all()
 
@@ -152,7 +152,7 @@ def test_logits_that_are_no_numbers_show_in_the_logprob():
     logits = padded(np.float32(logits), 40, 9)
     logits[0] = np.nan
     for temperature in (0.0, 1.0):
-        params = sampling_params(40, temperature=temperature, top_p=0.9)
+        params = sampling_columns(40, temperature=temperature, top_p=0.9)
         token, logprob = jax.device_get(sample(logits, params, np.arange(40)))
         assert token[0] == 0 and token[1] != 1 and token[2] == 0 and token[3] == 1 and token[4] != 1
         assert np.isnan(logprob[:5]).tolist() == [True, True, True, True, False]
@@ -167,7 +167,7 @@ def test_draws_follow_the_filtered_distribution(options):
     expected = oracle(LOG_P[3], **options)[0]
     logits = jnp.broadcast_to(LOG_P[3], (NUM_DRAWS, VOCAB))
     for seed in SEEDS:
-        params = sampling_params(NUM_DRAWS, seed=seed, **options)
+        params = sampling_columns(NUM_DRAWS, seed=seed, **options)
         tokens, logprob = sample(logits, params, jnp.full(NUM_DRAWS, 7))
         assert chi_square(tokens, expected) > 1e-3
         assert chi_square(tokens, oracle(LOG_P[3], **options | {"temperature": 0.9})[0]) < 1e-6
@@ -182,7 +182,7 @@ def test_a_draw_depends_on_its_row_alone():
     rng = np.random.default_rng(4)
     logits, position = rng.normal(size=(12, 30)).astype(np.float32), rng.integers(0, 1000, 12)
     top_k = [0, *rng.integers(0, 30, 11)]
-    params = sampling_params(12, temperature=2.0, top_k=top_k, top_p=0.99, seed=3)
+    params = sampling_columns(12, temperature=2.0, top_k=top_k, top_p=0.99, seed=3)
     columns, whole = jax.device_get((params, sample(logits, params, position)))
 
     def part(rows, position):
@@ -197,14 +197,14 @@ def test_a_draw_depends_on_its_row_alone():
     # Nor does it depend on the generator that the user's program prefers (of a shape not compiled before).
     with jax.default_prng_impl("rbg"):
         np.testing.assert_array_equal(part(list(range(11)), position[:11])[0], whole[0][:11])
-        np.testing.assert_array_equal(sampling_params(12, seed=3).seed, params.seed)
+        np.testing.assert_array_equal(sampling_columns(12, seed=3).seed, params.seed)
 
 
 def test_seeds_of_rows():
-    np.testing.assert_array_equal(sampling_params(3, seed=9).seed, sampling_params(100, seed=9).seed[:3])
-    near = np.concatenate([sampling_params(100, seed=seed).seed for seed in range(20)])
+    np.testing.assert_array_equal(sampling_columns(3, seed=9).seed, sampling_columns(100, seed=9).seed[:3])
+    near = np.concatenate([sampling_columns(100, seed=seed).seed for seed in range(20)])
     assert len(set(near.tolist())) == 2000
-    assert sampling_params(2, seed=[4, 2**32 - 1]).seed.tolist() == [4, 2**32 - 1]
+    assert sampling_columns(2, seed=[4, 2**32 - 1]).seed.tolist() == [4, 2**32 - 1]
 
 
 @functools.partial(jax.jit, static_argnames="num_tokens")
@@ -238,7 +238,7 @@ def first_two_tokens(seed, draft_keys):
 
     The second round starts where the first ended: at positions whose drafts were drawn and thrown away.
     """
-    params = sampling_params(NUM_DRAWS, seed=seed)
+    params = sampling_columns(NUM_DRAWS, seed=seed)
     num_drafts = np.int32(ROWS % (MAX_DRAFTS + 1))
     last, position = np.zeros(NUM_DRAWS, np.int32), np.full(NUM_DRAWS, 5, np.int32)
     accepted, emitted = jax.device_get(speculate(params, last, position, num_drafts, draft_keys))
@@ -276,8 +276,12 @@ def test_generate_draws_what_the_filtered_target_would(seed):
     sizes = dict(num_blocks=1280, max_seqs=num_rows, max_seq_len=num_new + 8)
     config = kv.CacheConfig([kv.FullAttention(1, 1)], **sizes)
     draft, prompts = kv.Draft(last_token_model, LOG_Q, config), [[row % VOCAB] for row in range(num_rows)]
-    options = dict(max_new_tokens=num_new, num_drafts=MAX_DRAFTS, draft=draft, seed=seed)
-    result = kv.generate(last_token_model, LOG_P, prompts, config, **options, **filters)
+    options = dict(
+        max_new_tokens=num_new,
+        drafts=kv.decoding.Drafts(MAX_DRAFTS, draft),
+        sampling=kv.decoding.SamplingParams(seed=seed, **filters),
+    )
+    result = kv.generate(last_token_model, LOG_P, prompts, config, **options)
     assert 0.1 < result.num_accepted / result.num_drafted < 0.9
     expected, observed = np.stack([oracle(row, **filters)[0] for row in LOG_P]), np.zeros((VOCAB, VOCAB))
     for prompt, generation in zip(prompts, result.generations, strict=True):
@@ -320,13 +324,13 @@ def test_greedy_target_accepts_its_own_tokens_only():
     best = logits.argmax(axis=2)
     with np.errstate(divide="ignore"):
         target = np.log(np.eye(VOCAB, dtype=np.float32)[best])
-    np.testing.assert_array_equal(filtered_logprobs(logits[:, 0], sampling_params(n)), target[:, 0])
+    np.testing.assert_array_equal(filtered_logprobs(logits[:, 0], sampling_columns(n)), target[:, 0])
     drafts = np.where(rng.random((n, most)) < 0.7, best[:, :-1], rng.integers(0, VOCAB, (n, most)))
     num_drafts = rng.integers(0, most + 1, n)
     is_best = (drafts == best[:, :-1]) & (np.arange(most) < num_drafts[:, None])
     expected = np.cumprod(is_best, axis=1).sum(axis=1)
     for draft in (None, np.log(softmax(logits[:, :-1] / 3)).astype(np.float32)):
-        keys = keys_from(sampling_params(n), np.arange(n), most + 1)
+        keys = keys_from(sampling_columns(n), np.arange(n), most + 1)
         accepted, token = accept_drafts(target, drafts, num_drafts, draft, keys)
         np.testing.assert_array_equal(accepted, expected)
         np.testing.assert_array_equal(token, best[np.arange(n), expected])
@@ -334,7 +338,7 @@ def test_greedy_target_accepts_its_own_tokens_only():
 
 def test_speculation_at_its_edges():
     n = 500
-    keys = keys_from(sampling_params(n, seed=1), np.arange(n, dtype=np.int32), 3)
+    keys = keys_from(sampling_columns(n, seed=1), np.arange(n, dtype=np.int32), 3)
     target = np.broadcast_to(LOG_P[0], (n, 3, VOCAB))
     likely, rare = np.argsort(P[0])[[-1, -3]]
 
@@ -393,7 +397,7 @@ def example(seed, **options):
     rng = np.random.default_rng(seed)
     options = {"temperature": [0.0, 0.8, 1.2], "top_k": [0, 3, 0], "top_p": 0.9} | options
     logits, position = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), rng.integers(0, 99, 3)
-    return logits, sampling_params(3, seed=seed, **options), jnp.asarray(position, jnp.int32)
+    return logits, sampling_columns(3, seed=seed, **options), jnp.asarray(position, jnp.int32)
 
 
 def assert_close(found, expected):
@@ -424,7 +428,7 @@ def test_no_program_is_compiled_twice():
 
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_the_highest_temperature_draws_as_the_others_do(top_k):
-    hottest = sampling_params(4000, temperature=8e37, top_k=top_k, seed=1)
+    hottest = sampling_columns(4000, temperature=8e37, top_k=top_k, seed=1)
     logits = np.float32([[2e38, -np.inf, 3e38, 1e38]]).repeat(4000, axis=0)
     token, _ = sample(logits, hottest, np.zeros(4000, np.int32))
     expected = np.array([np.exp(-10 / 8), 0, 1, np.exp(-20 / 8) * (top_k == 0)])
@@ -432,20 +436,20 @@ def test_the_highest_temperature_draws_as_the_others_do(top_k):
 
 
 def test_wrong_arguments_are_named():
-    params, one = sampling_params(2), jnp.ones(1, jnp.int32)
+    params, one = sampling_columns(2), jnp.ones(1, jnp.int32)
     keys, logits = keys_from(params, jnp.arange(2), 4), jnp.zeros((2, 5))
     target, drafts, count = jnp.zeros((2, 4, 5)), jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     accept = functools.partial(accept_drafts, keys=keys)
     for call, *words in [
-        (lambda: sampling_params(2.5), "num_rows", "2.5", "Python int"),
-        (lambda: sampling_params(2, temperature=-0.5), "temperature", "-0.5", "0 to 8e37"),
-        (lambda: sampling_params(2, temperature=9e37), "temperature", "9e+37", "0 to 8e37"),
-        (lambda: sampling_params(2, top_k=[3, -1]), "top_k", "-1", "integers in"),
-        (lambda: sampling_params(2, top_k=2.0), "top_k", "float64", "integers in"),
-        (lambda: sampling_params(2, top_p=[1.0, 1.5]), "top_p", "1.5", "above 0, at most 1"),
-        (lambda: sampling_params(2, min_p=-0.1), "min_p", "-0.1", "0, 1"),
-        (lambda: sampling_params(2, min_p=[0.1, 0.2, 0.3]), "min_p", "3,", "one for all rows", "2,"),
-        (lambda: sampling_params(2, seed=[1, 2**32]), "seed", 2**32, "0, 2**32"),
+        (lambda: sampling_columns(2.5), "num_rows", "2.5", "Python int"),
+        (lambda: sampling_columns(2, temperature=-0.5), "temperature", "-0.5", "0 to 8e37"),
+        (lambda: sampling_columns(2, temperature=9e37), "temperature", "9e+37", "0 to 8e37"),
+        (lambda: sampling_columns(2, top_k=[3, -1]), "top_k", "-1", "integers in"),
+        (lambda: sampling_columns(2, top_k=2.0), "top_k", "float64", "integers in"),
+        (lambda: sampling_columns(2, top_p=[1.0, 1.5]), "top_p", "1.5", "above 0, at most 1"),
+        (lambda: sampling_columns(2, min_p=-0.1), "min_p", "-0.1", "0, 1"),
+        (lambda: sampling_columns(2, min_p=[0.1, 0.2, 0.3]), "min_p", "3,", "one for all rows", "2,"),
+        (lambda: sampling_columns(2, seed=[1, 2**32]), "seed", 2**32, "0, 2**32"),
         (lambda: filtered_logprobs(target[0], params), "logits", "4, 5", "2, vocab"),
         (lambda: sample(drafts, params, count), "logits", "int32", "floating"),
         (lambda: sample(logits, params, one), "position", "1,", "2,", "one per row"),

@@ -5,7 +5,8 @@ from typing import Any
 import kvcache_jax as kv
 from tests.engine.exact_model import config, decode_alone, forward, make_params
 
-SIZES: dict[str, Any] = {"token_budget": 12, "steps_per_dispatch": 8, "max_requests": 7, "max_tokens": 7 * 49}
+LIMITS = kv.engine.Limits(max_requests=7, max_tokens=7 * 49)
+SIZES: dict[str, Any] = {"token_budget": 12, "steps_per_dispatch": 8, "limits": LIMITS}
 
 
 def make_engine(params=None, **options: Any):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvcache_jax as kv
-from kvcache_jax.decoding.sampling import SamplingParams, sample
+from kvcache_jax.decoding.sampling import SamplingColumns, sample
 from kvcache_jax.engine.requests import sample_seed
 from kvcache_jax.engine.state import Phase
 
@@ -93,12 +93,13 @@ def decode_alone(request, num_layers=1, sample_id=0, bans_zero=False, **model):
     prompt = np.asarray(request.prompt)
     tokens = np.zeros(64, np.int32)
     tokens[: len(prompt)] = prompt
-    params = SamplingParams(
-        temperature=np.float32([request.temperature]),  # type: ignore
-        top_k=np.int32([request.top_k]),  # type: ignore
-        top_p=np.float32([request.top_p]),  # type: ignore
-        min_p=np.float32([request.min_p]),  # type: ignore
-        seed=np.uint32([sample_seed(request.seed, sample_id)]),  # type: ignore
+    sampling = request.sampling
+    params = SamplingColumns(
+        temperature=np.float32([sampling.temperature]),  # type: ignore
+        top_k=np.int32([sampling.top_k]),  # type: ignore
+        top_p=np.float32([sampling.top_p]),  # type: ignore
+        min_p=np.float32([sampling.min_p]),  # type: ignore
+        seed=np.uint32([sample_seed(sampling.seed, sample_id)]),  # type: ignore
     )
     said, logprobs = [], []
     for length in range(len(prompt), len(prompt) + request.max_new_tokens):
@@ -124,11 +125,13 @@ def random_request(rng, request_id=None, longest=44, **options):
     prompt = begin[:prompt_len].copy()
     prompt[max(prompt_len - num_own, 0) :] = rng.integers(0, VOCAB, min(num_own, prompt_len))
     choices = {
-        "temperature": float(rng.choice([0.0, 0.0, 0.7, 1.5])),
-        "top_k": int(rng.choice([0, 0, 5])),
-        "top_p": float(rng.choice([1.0, 1.0, 0.8])),
-        "min_p": float(rng.choice([0.0, 0.1])),
-        "seed": int(rng.integers(1000)),
+        "sampling": kv.decoding.SamplingParams(
+            temperature=float(rng.choice([0.0, 0.0, 0.7, 1.5])),
+            top_k=int(rng.choice([0, 0, 5])),
+            top_p=float(rng.choice([1.0, 1.0, 0.8])),
+            min_p=float(rng.choice([0.0, 0.1])),
+            seed=int(rng.integers(1000)),
+        ),
         "stop_tokens": rng.integers(0, VOCAB, rng.integers(3)).tolist(),
         "priority": int(rng.integers(-2, 3)),
         "client": int(rng.integers(3)),

@@ -37,7 +37,11 @@ def requests_of_all_lengths(rng, num):
         start, length = int(rng.integers(2)), int(rng.integers(1, 50))
         prompt = TEXT[start : start + length].tolist()
         yield kv.GenerationRequest(
-            prompt, int(rng.integers(1, 40)), id=i, temperature=float(i % 2), seed=i, num_samples=1
+            prompt,
+            int(rng.integers(1, 40)),
+            id=i,
+            sampling=kv.decoding.SamplingParams(temperature=float(i % 2), seed=i),
+            num_samples=1,
         )
 
 

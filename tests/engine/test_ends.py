@@ -33,9 +33,9 @@ def test_answers_of_any_length_are_refused_and_overwrite_nothing():
 
 def test_values_at_the_ends_are_taken_as_they_are():
     ends = [
-        dict(priority=LOWEST, seed=0, temperature=0.7, top_k=HIGHEST),
-        dict(priority=HIGHEST, seed=2**32, temperature=0.7, min_p=1.0),
-        dict(priority=0, seed=10**30, temperature=8e37, top_p=1e-30),
+        dict(priority=LOWEST, sampling=kv.decoding.SamplingParams(temperature=0.7, top_k=HIGHEST, seed=0)),
+        dict(priority=HIGHEST, sampling=kv.decoding.SamplingParams(temperature=0.7, min_p=1.0, seed=2**32)),
+        dict(priority=0, sampling=kv.decoding.SamplingParams(temperature=8e37, top_p=1e-30, seed=10**30)),
         dict(priority=-1, stop_tokens=[HIGHEST, 0, 3], deadline=3e38),
         dict(priority=LOWEST, namespace=np.full(4, 2**32 - 1, np.uint32), client=7),
     ]
@@ -51,23 +51,35 @@ def test_values_at_the_ends_are_taken_as_they_are():
         (lambda: ask([1], 1, priority=LOWEST - 1), "priority is -2147483649, expected -2147483648 to"),
         (lambda: ask([1], 1, stop_tokens=[2**31]), "stop_tokens has the token id 2147483648, expected"),
         (lambda: ask([2**31], 1), "prompt has the token id 2147483648, expected"),
-        (lambda: ask([1], 1, top_k=2**31), r"top_k is 2147483648, expected 0 <= top_k <= 2\*\*31 - 1"),
-        (lambda: ask([1], 1, seed=-1), "seed is -1, expected at least 0"),
+        (
+            lambda: ask([1], 1, sampling=kv.decoding.SamplingParams(top_k=2**31)),
+            r"top_k is 2147483648, expected 0 <= top_k <= 2\*\*31 - 1",
+        ),
+        (
+            lambda: ask([1], 1, sampling=kv.decoding.SamplingParams(seed=-1)),
+            "seed is -1, expected at least 0",
+        ),
         (lambda: ask([1], 1, deadline=1e39), "deadline is 1e\\+39, expected a finite number"),
         (lambda: ask([1], -1), "max_new_tokens is -1, expected at least 1"),
         (lambda: make_engine().push([ask([1], 1, client=2**31)]), "has 2147483648 as its client, expected"),
         (lambda: make_engine().push([ask([1], 1, num_samples=2**40)]), "samples, expected at most 7"),
         *(
-            (lambda name=name, value=value: make_engine(**{name: value}), f"{name} is {value}, expected")
-            for name in (
-                "max_requests max_tokens max_stop_tokens num_clients max_items num_drafts num_top_logprobs "
-                "steps_per_dispatch ageing_steps max_bypasses long_prefill_len token_budget"
-            ).split()
+            (lambda make=make, name=name, value=value: make(**{name: value}), f"{name} is {value}, expected")
+            for make, names in (
+                (kv.engine.Limits, "max_requests max_tokens max_stop_tokens num_clients max_items"),
+                (kv.engine.Schedule, "ageing_steps max_bypasses long_prefill_len"),
+                (make_engine, "num_drafts num_top_logprobs steps_per_dispatch token_budget"),
+            )
+            for name in names.split()
             for value in (-1, 2**30 + 1, 2**31, 2**63)
         ),
         *(
-            (lambda name=name: make_engine(**{name: 0}), f"{name} is 0, expected")
-            for name in ("max_requests", "max_tokens", "long_prefill_len", "num_clients", "max_bypasses")
+            (lambda make=make, name=name: make(**{name: 0}), f"{name} is 0, expected")
+            for make, names in (
+                (kv.engine.Limits, "max_requests max_tokens num_clients"),
+                (kv.engine.Schedule, "long_prefill_len max_bypasses"),
+            )
+            for name in names.split()
         ),
     ],
 )
@@ -78,7 +90,7 @@ def test_what_is_beyond_is_refused_in_a_sentence(make, message):
 
 def test_who_came_first_goes_first_when_the_count_of_steps_begins_again():
     """Steps are counted modulo 2**32: of two waiting requests the one that came before it goes first."""
-    engine = make_engine(policy="priority", ageing_steps=2**28)
+    engine = make_engine(policy="priority", schedule=kv.engine.Schedule(ageing_steps=2**28))
     for start in (2**31 - 2, 2**32 - 2):
         order = []
         counters = engine.state.counters.at[kv.engine.Counter.STEPS].set(np.uint32(start))
@@ -125,4 +137,4 @@ def test_a_table_of_many_requests_has_at_most_an_i32_of_tokens():
     with pytest.raises(
         ValueError, match=r"max_tokens is 536870912, expected 536870913 <= max_tokens <= 2\*\*30"
     ):
-        kv.Engine(forward, make_params(), large, max_tokens=2**29)
+        kv.Engine(forward, make_params(), large, limits=kv.engine.Limits(max_tokens=2**29))

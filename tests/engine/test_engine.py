@@ -77,13 +77,27 @@ def test_what_could_never_run_is_refused_at_once():
         (lambda: ask([], 1), "prompt has 0 tokens, expected at least 1"),
         (lambda: ask([1], 0), "max_new_tokens is 0, expected at least 1"),
         (lambda: ask("text", 1), "expected integer token ids"),
-        (lambda: ask([1], 1, top_p=0.0), "top_p is 0.0, expected above 0, at most 1"),
-        (lambda: ask([1], 1, temperature=-1.0), "temperature is -1.0, expected 0 to 8e37"),
+        (
+            lambda: ask([1], 1, sampling=kv.decoding.SamplingParams(top_p=0.0)),
+            "top_p is 0.0, expected above 0, at most 1",
+        ),
+        (
+            lambda: ask([1], 1, sampling=kv.decoding.SamplingParams(temperature=-1.0)),
+            "temperature is -1.0, expected 0 to 8e37",
+        ),
+        (
+            lambda: ask([1], 1, sampling=kv.decoding.SamplingParams(seed=[1, 2])),
+            r"sampling has the seeds \(1, 2\), expected one",
+        ),
+        (lambda: ask([1], 1, sampling=0.8), r"sampling is 0.8, expected kv.decoding.SamplingParams\("),
+        (lambda: make_engine(limits=9), r"limits is 9, expected kv.engine.Limits\(max_requests, max_tokens,"),
+        (lambda: make_engine(schedule=None), r"schedule is None, expected kv.engine.Schedule\(watermark,"),
+        (lambda: kv.engine.Limits(max_items=None), "max_items is None, expected an integer"),
         (lambda: ask([1], 1, stop_tokens=[-1]), "stop_tokens has -1, expected token ids"),
         (lambda: ask([1], 1, items=[(0, 2)]), r"items has \(0, 2\), expected first < end <= 1"),
         (lambda: make_engine(token_budget=4), "token_budget is 4, expected more than 4"),
         (lambda: make_engine(policy="lifo"), "policy is 'lifo', expected one of 'fcfs'"),
-        (lambda: make_engine(watermark=1.0), "watermark is 1.0, expected 0 to below 1"),
+        (lambda: kv.engine.Schedule(watermark=1.0), "watermark is 1.0, expected 0 to below 1"),
         (
             lambda: make_engine().push([ask([1], 1, stop_tokens=range(9))]),
             "has 9 stop tokens, expected",
@@ -126,7 +140,7 @@ def test_push_says_how_many_it_took():
 
 def test_one_long_request_takes_the_place_of_many():
     """Runs of the token buffer are reused, and joined again, whatever the order in which they come back."""
-    engine = make_engine(max_tokens=98)
+    engine = make_engine(limits=kv.engine.Limits(max_requests=7, max_tokens=98))
     assert engine.push([ask([i] * 4, 17, i) for i in range(5)]) == 4
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
         runs = TokenRuns(84)
@@ -308,7 +322,9 @@ def counted(engine, *names):
 def test_samples_fork_the_prompt():
     """18 tokens, of which all but the last are computed once; each sample draws with a seed of its own."""
     engine = make_engine()
-    request = ask([5] * 17 + [2], 6, "a", num_samples=4, temperature=1.5, seed=3)
+    request = ask(
+        [5] * 17 + [2], 6, "a", num_samples=4, sampling=kv.decoding.SamplingParams(temperature=1.5, seed=3)
+    )
     said = collect(engine, [request])
     expected = [decode_alone(request, sample_id=i)[0] for i in range(4)]
     assert [said["a", i][0] for i in range(4)] == expected
@@ -334,7 +350,7 @@ def test_the_copy_of_a_shared_last_block_counts_among_what_a_row_needs():
 
 def test_samples_without_a_row_find_the_prompt_in_the_cache():
     engine = make_engine()
-    requests = [ask([7] * 9, 4, "a", num_samples=6, temperature=1.0)]
+    requests = [ask([7] * 9, 4, "a", num_samples=6, sampling=kv.decoding.SamplingParams(temperature=1.0))]
     said = collect(engine, requests)
     for i in range(6):
         assert said["a", i][0] == decode_alone(requests[0], sample_id=i)[0]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from tests.engine.exact_engine import LIMITS
 from tests.engine.exact_model import collect, config, decode_alone, forward, make_params, random_request
 
 # A pool that one long request fills, so that rows are preempted and come back; short and long pieces, blocks
@@ -14,7 +15,7 @@ ENGINES: dict[str, tuple[dict, dict]] = {
     "tiny pool": (dict(num_blocks=11), dict(token_budget=12)),
     "short blocks, no index": (
         dict(num_blocks=24, block_size=2, max_seqs=3, enable_prefix_caching=False),
-        dict(token_budget=5, watermark=0.1),
+        dict(token_budget=5, schedule=kv.engine.Schedule(watermark=0.1)),
     ),
     "window and drafts": (
         dict(num_layers=2, num_blocks=14, max_query_len=8),
@@ -33,7 +34,7 @@ ENGINES: dict[str, tuple[dict, dict]] = {
 
 def make_engine(name):
     sizes, options = ENGINES[name]
-    shared: dict[str, Any] = {"max_requests": 7, "max_tokens": 7 * 49, "steps_per_dispatch": 8}
+    shared: dict[str, Any] = {"limits": LIMITS, "steps_per_dispatch": 8}
     return kv.Engine(
         forward,
         make_params(),

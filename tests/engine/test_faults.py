@@ -207,7 +207,15 @@ def test_cancel_at_every_moment(moment):
 def test_nan_logits_behind_drafts_hurt_no_other_row():
     """Drawn at random: rows end behind drafts. Counting: drafts that are not accepted have no numbers."""
     engine, rng = make_engine(num_drafts=3, policy="fair", token_budget=4 * 4 + 8), np.random.default_rng(5)
-    random = [ask(rng.integers(0, 4, 4).tolist(), 40, i, temperature=50.0, seed=i) for i in range(24)]
+    random = [
+        ask(
+            rng.integers(0, 4, 4).tolist(),
+            40,
+            i,
+            sampling=kv.decoding.SamplingParams(temperature=50.0, seed=i),
+        )
+        for i in range(24)
+    ]
     said = collect(engine, random)
     expect(said, random)
     ends = [reason for *_, reason in said.values()]

@@ -35,7 +35,11 @@ def test_ten_thousand_requests_through_32_rows_and_a_pool_that_fits_8():
     kinds += [ask(rng.integers(0, 20, n).tolist(), 44 - n) for n in rng.integers(1, 40, 50)]
     alone = [decode_alone(kind) for kind in kinds]
     engine = kv.Engine(
-        forward, make_params(), config(max_seqs=32, num_blocks=8 * 11), token_budget=96, watermark=0.05
+        forward,
+        make_params(),
+        config(max_seqs=32, num_blocks=8 * 11),
+        token_budget=96,
+        schedule=kv.engine.Schedule(watermark=0.05),
     )
     which = rng.integers(len(kinds), size=10_000)
     waiting = [dataclasses.replace(kinds[k], id=i) for i, k in enumerate(which)]
@@ -95,7 +99,7 @@ def test_a_client_who_floods_does_not_slow_another():
     """Of two clients with work, neither gets more than twice the larger of a prompt and what runs at once."""
     cache = kv.CacheConfig([kv.FullAttention(1, 4)], num_blocks=16, block_size=4, max_seqs=4, max_seq_len=32)
     engine = kv.Engine(
-        look_up, {}, cache, policy="fair", token_budget=12, max_requests=64, steps_per_dispatch=4
+        look_up, {}, cache, policy="fair", token_budget=12, limits=kv.engine.Limits(64), steps_per_dispatch=4
     )
     rng, number = np.random.default_rng(2), 0
 
@@ -145,9 +149,9 @@ def test_nobody_waits_longer_than_ageing_allows():
         {},
         cache,
         policy="priority",
-        ageing_steps=ageing,
+        schedule=kv.engine.Schedule(ageing_steps=ageing),
         token_budget=9,
-        max_requests=320,
+        limits=kv.engine.Limits(320),
         steps_per_dispatch=1,
     )
     rng = np.random.default_rng(3)

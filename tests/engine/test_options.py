@@ -1,5 +1,6 @@
 """What is compiled into the program by choice: the hook, the most probable tokens, drafts, policies."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import kvcache_jax as kv
 from kvcache_jax.arrays.masked_updates import get_at
 from kvcache_jax.engine.order import keys_of
 from kvcache_jax.engine.policies import get_policy
-from tests.engine.exact_engine import ask, expect, make_engine
+from tests.engine.exact_engine import LIMITS, ask, expect, make_engine
 from tests.engine.exact_model import (
     NAN_TOKEN,
     ban_zero,
@@ -22,7 +23,11 @@ from tests.engine.exact_model import (
 )
 
 HOOKED: dict[str, Any] = dict(
-    process_logits=ban_zero, num_top_logprobs=3, policy="longest prefix", max_bypasses=2, max_items=2
+    process_logits=ban_zero,
+    num_top_logprobs=3,
+    policy="longest prefix",
+    schedule=kv.engine.Schedule(max_bypasses=2),
+    limits=dataclasses.replace(LIMITS, max_items=2),
 )
 
 
@@ -35,7 +40,15 @@ def test_a_hook_and_the_most_probable_tokens():
     expect(collect(engine, requests), requests, bans_zero=True)
     assert any(0 in decode_alone(request)[0] for request in requests)
 
-    assert engine.push([ask([1, 2, 3], 4, "greedy"), ask([4], 4, "random", temperature=1.5)]) == 2
+    assert (
+        engine.push(
+            [
+                ask([1, 2, 3], 4, "greedy"),
+                ask([4], 4, "random", sampling=kv.decoding.SamplingParams(temperature=1.5)),
+            ]
+        )
+        == 2
+    )
     for event in engine:
         assert len(event.top_logprobs) == len(event.tokens)
         for token, logprob, tops in zip(event.tokens, event.logprobs, event.top_logprobs, strict=True):

@@ -37,7 +37,7 @@ def test_rows_over_one_axis_and_heads_over_the_other():
         enable_prefix_caching=True,
         head_axis="heads",
     )
-    engine = kv.Engine(forward, make_params(), split, **SIZES, mesh=mesh, row_axis="rows")
+    engine = kv.Engine(forward, make_params(), split, **SIZES, placement=kv.engine.Placement(mesh, "rows"))
     rng = np.random.default_rng(11)
     requests, said = [random_request(rng, i) for i in range(24)], {}
     assert config().max_seqs == split.max_seqs
@@ -65,15 +65,22 @@ def test_rows_over_one_axis_and_heads_over_the_other():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("place", "message"),
     [
-        (dict(row_axis="rows"), "row_axis is 'rows' and there is no mesh, expected it among a mesh's axes"),
+        (lambda mesh: kv.engine.Placement(None, "rows"), "mesh is None, expected a jax.sharding.Mesh"),
         (
-            dict(mesh=Mesh(np.array(jax.devices()[:2]), ("data",)), row_axis="rows"),
-            r"row_axis is 'rows' and there is a mesh with the axes \('data',\)",
+            lambda mesh: kv.engine.Placement(mesh, "rows"),
+            r"row_axis is 'rows' and there is a mesh with the axes \('data',\), expected it among",
         ),
+        (
+            lambda mesh: mesh,
+            r"placement is Mesh.*, expected kv.engine.Placement\(mesh, row_axis, params_spec\)",
+        ),
+        (lambda mesh: None, "config.head_axis is 'heads' and there is no mesh, expected it among"),
+        (lambda mesh: kv.engine.Placement(mesh), "config.head_axis is 'heads' and there is a mesh with"),
     ],
 )
-def test_an_axis_must_be_one_of_the_mesh(options, message):
-    with pytest.raises(ValueError, match=message):
-        kv.Engine(forward, make_params(), config(), **options)
+def test_an_axis_must_be_one_of_the_mesh(place, message):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    with pytest.raises((ValueError, TypeError), match=message):
+        kv.Engine(forward, make_params(), config(head_axis="heads"), placement=place(mesh))

@@ -86,7 +86,12 @@ def test_the_small_model_generates_as_the_mask_says():
     decoder = checkpoint.load(byte_model.corpus.MODEL, dtype=jnp.float32)
     kept, prompt = kv.compression.Streaming(window=60, num_sink_tokens=4), sides.read_text(130)
     config = cache_config(decoder.config, max_seqs=1, max_seq_len=128, extras=[kv.compression.Dropping()])
-    options = dict(max_new_tokens=80, prefill_len=32, temperature=0.8, retention=kept)
+    options = dict(
+        max_new_tokens=80,
+        prefill_len=32,
+        sampling=kv.decoding.SamplingParams(temperature=0.8),
+        retention=kept,
+    )
     [generation] = kv.generate(forward, decoder, [prompt.tolist()], config, **options).generations
     text = np.concatenate([prompt, generation.tokens]).astype(np.int32)
     assert len(text) == 131 + 80
