@@ -10,7 +10,7 @@ import numpy as np
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
 from kvcache_jax.blocks.key_rotation import Rotate
 from kvcache_jax.chunks.chunk_selector import registered_selector
-from kvcache_jax.chunks.stored_chunks import store_of
+from kvcache_jax.chunks.chunk_store import store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.arguments import as_list

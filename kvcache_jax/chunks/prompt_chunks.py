@@ -1,7 +1,7 @@
 """Prompts made of chunks: what is missing is stored, all is composed, and some of it computed again."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,6 @@ from kvcache_jax.chunks.chunk_metadata import chunk_metadata
 from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Span
 from kvcache_jax.chunks.chunk_selector import ChunkMetadata
 from kvcache_jax.chunks.compose_chunks import compose
-from kvcache_jax.chunks.evict_chunks import evict_chunks
 from kvcache_jax.chunks.find_chunks import find_chunks
 from kvcache_jax.chunks.observed_chunks import observe_chunks
 from kvcache_jax.chunks.selected_tokens import num_of_share, select_tokens
@@ -69,28 +68,6 @@ class ChunkRows(PromptRows):
         """Counts the tokens before a prompt's first chunk."""
         spans = self.spans[prompt_id]
         return spans[0][0] if spans else super().prefix_len(prompt_id)
-
-    def with_room[T](
-        self, cache: Cache, attempt: Callable[[Cache], tuple[Cache, T | None]], kept: Sequence[int] = ()
-    ) -> tuple[Cache, T | None]:
-        """Tries what may lack blocks or places, and forgets a chunk after each failure.
-
-        Args:
-          cache: The cache.
-          attempt: Returns the cache and a result, None for a failure.
-          kept: Chunks that are not forgotten; the others go in the order of `chunks.evict`.
-        """
-        cache, result = attempt(cache)
-        while result is None:
-            cache, is_forgotten = _forget_one(cache, kept)
-            if not is_forgotten:
-                break
-            cache, result = attempt(cache)
-        return cache, result
-
-    def make_room(self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()) -> Cache:
-        """Forgets chunks but those `kept`, as `with_room` does, until the cache `is_enough`."""
-        return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
 
     def hold(self, cache: Cache, prompt_id: int, row: int) -> tuple[Cache, list[int] | None]:
         """Finds a prompt's chunks; computes and stores those that are missing.
@@ -260,16 +237,6 @@ class ChunkRows(PromptRows):
             indices[:] = cache.config.max_seq_len
             tokens[0, : len(piece)], indices[0, : len(piece)] = prompt[piece], piece
             yield tokens, indices
-
-
-def _forget_one(cache: Cache, kept: Sequence[int]) -> tuple[Cache, bool]:
-    """Forgets the chunk of least value, but none of those `kept`; tells whether there was one."""
-    chunks = chunks_of(cache.control)
-    keep = np.full(chunks.num_chunks, chunks.num_chunks)
-    keep[: len(kept)] = kept
-    num_empty = int(np.asarray(chunks.length == 0).sum())
-    cache, num_forgotten = evict_chunks(cache, num_empty + 1, keep=keep)
-    return cache, int(num_forgotten) > 0
 
 
 def _name(cache: Cache, tokens: np.ndarray) -> np.ndarray:

@@ -15,21 +15,15 @@ Invariants, which `check_invariants` looks for:
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at, set_at
 from kvcache_jax.arrays.pytree import pytree_dataclass
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.extras import Extra, HeldBlocks
 from kvcache_jax.core.state import Cache, Control
-from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.layers.layer_kind import check_positive
-from kvcache_jax.layers.span import ceil_div
 
 
 @pytree_dataclass()
@@ -92,6 +86,8 @@ class Chunks:
         return (get_at(self.length, chunk_ids, 0) > 0) & (of_chunks == namespace).all(axis=-1)
 
 
+NAME = "chunks"
+"""The key of the chunks in `Control.extras`."""
 _PER_CHUNK = "tokens", "length", "start", "namespace", "num_uses", "last_used"
 
 
@@ -109,129 +105,19 @@ class StoredChunks:
     chunk_ids: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Store(Extra):
-    """A store of chunks in a cache, whose layers must all store keys that can be rotated.
-
-    Attributes:
-      num_chunks: Chunks that are kept at the same time.
-      max_chunk_len: Most tokens of a chunk.
-
-    Example:
-      >>> import kvcache_jax as kv
-      >>> store = kv.chunks.Store(num_chunks=32, max_chunk_len=256)
-      >>> config = kv.CacheConfig([kv.FullAttention(1, 8)], extras=[store])
-    """
-
-    name: ClassVar[str] = "chunks"
-
-    num_chunks: int
-    max_chunk_len: int
-
-    def __post_init__(self):
-        check_positive(self, "num_chunks", "max_chunk_len")
-
-    def check(self, config: CacheConfig) -> None:
-        """Refuses chunks longer than rows, and layers whose keys cannot be rotated."""
-        if self.max_chunk_len > config.max_seq_len:
-            raise ValueError(
-                f"max_chunk_len is {self.max_chunk_len}, expected at most max_seq_len = {config.max_seq_len}"
-            )
-        for group in config.groups:
-            if group.kind.rotated_features is None:
-                raise NotImplementedError(
-                    f"num_chunks is given and layers[{group.layer_ids[0]}] is {group.kind.label}, expected "
-                    "layers whose keys can be rotated to another position, as FullAttention, SlidingWindow "
-                    "and LatentAttention"
-                )
-
-    def empty(self, config: CacheConfig, numpy: Any) -> Chunks:
-        """Builds a store without chunks."""
-
-        def block_ids(group: LayerGroup) -> Any:
-            shape = self.num_chunks, num_chunk_columns(group, self.max_chunk_len)
-            return numpy.full(shape, group.num_blocks, jnp.int32)
-
-        return Chunks(
-            tokens=numpy.zeros((self.num_chunks, self.max_chunk_len), jnp.int32),
-            length=numpy.zeros(self.num_chunks, jnp.int32),
-            start=numpy.zeros(self.num_chunks, jnp.int32),
-            namespace=numpy.zeros((self.num_chunks, 4), jnp.uint32),
-            block_ids=tuple(block_ids(group) for group in config.groups),
-            num_uses=numpy.zeros(self.num_chunks, jnp.uint32),
-            last_used=numpy.zeros(self.num_chunks, jnp.uint32),
-            first_composed=numpy.zeros(config.max_seqs, jnp.int32),
-        )
-
-    def inherit(self, control: Control, rows: jax.Array, parent_ids: jax.Array) -> Control:
-        """Gives `rows` the places at which their parents were composed."""
-        return _with_first(control, rows, get_at(chunks_of(control).first_composed, parent_ids))
-
-    def forget(self, control: Control, rows: jax.Array) -> Control:
-        """Forgets that `rows` were composed."""
-        return _with_first(control, rows, jnp.zeros_like(rows))
-
-    def truncate(self, control: Control, rows: jax.Array, new_len: jax.Array) -> Control:
-        """Forgets that `rows` were composed where only tokens before their chunks are left."""
-        first = get_at(chunks_of(control).first_composed, rows, 0)
-        return _with_first(control, rows, jnp.where(new_len < first, 0, first))
-
-    def move(self, control: Control, rows: jax.Array, prefix_len: jax.Array) -> Control:
-        """Counts what follows the first `prefix_len` tokens of composed rows as composed."""
-        first = get_at(chunks_of(control).first_composed, rows, 0)
-        return _with_first(control, rows, jnp.minimum(first, prefix_len + 1))  # 0 stays 0
-
-    def prefix_len(self, control: Control, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
-        """Counts the tokens of rows before their first chunk."""
-        first = get_at(chunks_of(control).first_composed, seq_ids, 0)
-        return jnp.where(first > 0, jnp.minimum(length, first - 1), length)
-
-    def forget_namespace(self, control: Control, namespace: jax.Array) -> Control:
-        """Forgets the chunks of a namespace u32[4]."""
-        chunks = chunks_of(control)
-        order = jnp.arange(chunks.num_chunks, dtype=jnp.int32)
-        is_its = (chunks.namespace == namespace[None]).all(axis=-1) & (chunks.length > 0)
-        return forget_chunks(control, jnp.where(is_its, order, chunks.num_chunks))
-
-    def held_blocks(self, control: Control, group_id: int) -> HeldBlocks:
-        """Lists the blocks of chunks in a layer group."""
-        chunks = chunks_of(control)
-        return HeldBlocks("chunks", chunks.block_ids[group_id], chunks.namespace, is_of_rows=False)
-
-    def violations(self, cache: Cache) -> list[str]:
-        """Finds what is wrong with the chunks' names and blocks, and with the places that rows note."""
-        return check_chunks(cache)
-
-
-def num_chunk_columns(group: LayerGroup, max_chunk_len: int) -> int:
-    """Counts the most blocks that a chunk has tokens in, wherever in a block it begins."""
-    return min(ceil_div(max_chunk_len + group.block_size - 1, group.block_size), group.max_blocks_per_seq)
-
-
 def chunks_of(control: Control) -> Chunks:
     """Returns the chunks of a cache that has a store."""
-    return control.extras[Store.name]
-
-
-def store_of(config: CacheConfig) -> Store | None:
-    """Returns the store among a config's extras, or None."""
-    return next((extra for extra in config.extras if isinstance(extra, Store)), None)
+    return control.extras[NAME]
 
 
 def with_chunks(control: Control, chunks: Chunks, **fields: Any) -> Control:
     """Sets the chunks, and further fields of the control state."""
-    return dataclasses.replace(control, extras=control.extras | {Store.name: chunks}, **fields)
-
-
-def _with_first(control: Control, rows: jax.Array, first: jax.Array) -> Control:
-    chunks = chunks_of(control)
-    first_composed = set_at(chunks.first_composed, rows, first)
-    return with_chunks(control, dataclasses.replace(chunks, first_composed=first_composed))
+    return dataclasses.replace(control, extras=control.extras | {NAME: chunks}, **fields)
 
 
 def require_chunks(operation: str, cache: Cache) -> Chunks:
     """Refuses a cache without a store of chunks."""
-    if Store.name not in cache.control.extras:
+    if NAME not in cache.control.extras:
         raise ValueError(
             f"{operation} got a cache without a store of chunks, expected one built with "
             "CacheConfig(extras=[kv.chunks.Store(num_chunks=..., max_chunk_len=...)])"
@@ -248,51 +134,3 @@ def forget_chunks(control: Control, chunk_ids: jax.Array) -> Control:
     cleared = {name: set_at(getattr(chunks, name), chunk_ids, 0) for name in _PER_CHUNK}
     chunks = dataclasses.replace(chunks, block_ids=tuple(block_ids), **cleared)
     return with_chunks(control, chunks, block_pools=tuple(pools))
-
-
-def check_chunks(cache: Cache) -> list[str]:
-    """Finds what is wrong with chunks: their names, their blocks, and the places that rows note."""
-    chunks, violations = chunks_of(cache.control), []
-    tokens, namespaces = np.asarray(chunks.tokens), np.asarray(chunks.namespace)
-    names: dict[tuple, int] = {}
-    for chunk, length in enumerate(np.asarray(chunks.length).tolist()):
-        start = int(chunks.start[chunk])
-        if not 0 <= length <= tokens.shape[1] or not 0 <= start <= cache.config.max_seq_len - length:
-            violations.append(f"chunk {chunk} has {length} tokens from {start}, which do not fit")
-            continue
-        if tokens[chunk, length:].any() or not length and (start or namespaces[chunk].any()):
-            violations.append(f"chunk {chunk} of {length} tokens has more in its name")
-        name = namespaces[chunk].tobytes(), tokens[chunk, :length].tobytes()
-        if length and names.setdefault(name, chunk) != chunk:
-            violations.append(f"chunks {names[name]} and {chunk} have the same name")
-        for known in ("num_uses", "last_used"):
-            if not length and int(getattr(chunks, known)[chunk]):
-                violations.append(f"place {chunk} holds no chunk and has {known}")
-        for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
-            is_held = np.asarray(chunks.block_ids[g][chunk]) < pool.num_blocks
-            first, end = start // group.block_size, -(-(start + length) // group.block_size)
-            columns = first + np.arange(len(is_held))
-            may_hold = must_hold = columns < (end if length else first)
-            if group.window is not None:  # of what a window let go there is what the next token reads
-                first_read = start + length + 1 - group.window
-                must_hold = may_hold & ((columns + 1) * group.block_size > first_read)
-            if (is_held & ~may_hold).any() or (must_hold & ~is_held).any():
-                violations.append(
-                    f"group {g}: chunk {chunk} holds blocks {np.flatnonzero(is_held).tolist()}, expected "
-                    f"{np.flatnonzero(must_hold).tolist()}"
-                )
-    for g, pool in enumerate(cache.control.block_pools):
-        held = np.asarray(chunks.block_ids[g])
-        held = held[held < pool.num_blocks]
-        is_published = np.zeros(pool.num_blocks, bool)
-        if pool.cached is not None:
-            is_published = np.asarray(pool.cached.is_published)
-        for block in held[is_published[held]]:
-            violations.append(f"group {g}: block {block} of a chunk is published")
-    lengths, firsts = np.asarray(cache.context_len).tolist(), np.asarray(chunks.first_composed).tolist()
-    for row, (length, first) in enumerate(zip(lengths, firsts, strict=True)):
-        if first and not cache.is_active[row]:
-            violations.append(f"row {row} is idle and its first_composed is not 0")
-        if first and not 0 <= first - 1 <= length:
-            violations.append(f"row {row} of {length} tokens is composed from {first - 1} on")
-    return violations

@@ -6,7 +6,7 @@ arrays are `Control.extras[name]`. Operations that concern every cache call the 
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -85,6 +85,15 @@ class Extra:
         """Forgets what belongs to a namespace u32[4] and to no row."""
         return control
 
+    def give_up(self, cache: Any, kept: Sequence[int]) -> tuple[Any, bool]:
+        """Gives up the least valuable that it holds and no row does, on the host; False if there is nothing.
+
+        Args:
+          cache: With values.
+          kept: Parts that stay, by the feature's own ids: a prompt is being put together from them.
+        """
+        return cache, False
+
     def held_blocks(self, control: Any, group_id: int) -> HeldBlocks | None:
         """Lists the blocks of a layer group that it holds."""
 
@@ -138,6 +147,14 @@ class Hooks(tuple[Extra, ...]):
         for extra in self:
             control = extra.forget_namespace(control, namespace)
         return control
+
+    def give_up(self, cache: Any, kept: Sequence[int]) -> tuple[Any, bool]:
+        """Gives up the least valuable that the first extra holds which has something."""
+        is_less = False
+        for extra in self:
+            if not is_less:
+                cache, is_less = extra.give_up(cache, kept)
+        return cache, is_less
 
     def held_blocks(self, control: Any, group_id: int) -> Iterator[HeldBlocks]:
         """Yields the blocks that each extra holds in a layer group."""

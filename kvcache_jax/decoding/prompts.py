@@ -77,18 +77,26 @@ class PromptRows:
     def with_room[T](
         self, cache: Cache, attempt: Callable[[Cache], tuple[Cache, T | None]], kept: Sequence[int] = ()
     ) -> tuple[Cache, T | None]:
-        """Tries what may lack blocks, and again as long as blocks can be given up for it.
+        """Tries what may lack blocks, and again after each failure while extras have room to give.
 
         Args:
           cache: The cache.
           attempt: Returns the cache and a result, None for a failure.
           kept: Parts that are not given up.
         """
-        return attempt(cache)
+        cache, result = attempt(cache)
+        while result is None:
+            cache, is_less = cache.config.hooks.give_up(cache, kept)
+            if not is_less:
+                break
+            cache, result = attempt(cache)
+        return cache, result
 
     def make_room(self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()) -> Cache:
-        """Gives up what it holds, but for parts that are `kept`, until the cache `is_enough`."""
-        return cache
+        """Has extras give up what they hold, but for parts that are `kept`, until the cache `is_enough`."""
+        if not cache.config.extras:
+            return cache
+        return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
 
     def fill(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
         """Fills a row that was allocated for a prompt as far as its parts reach, but not its last token.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvcache_jax.chunks.stored_chunks import Store, store_of
+from kvcache_jax.chunks.chunk_store import Store, store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.status import Status
 from kvcache_jax.layers.span import ceil_div
