@@ -27,7 +27,6 @@ def stored():
 def test_broken_stores_are_found():
     cache = stored()
     chunks = cache.control.extras["chunks"]
-    assert chunks is not None
     tokens, ids = chunks.tokens, chunks.block_ids[0]
     for changed, violation in [
         (dict(tokens=tokens.at[1].set(tokens[0])), "chunks 0 and 1 have the same name"),
@@ -37,6 +36,7 @@ def test_broken_stores_are_found():
         (dict(last_used=chunks.last_used.at[2].set(1)), "place 2 holds no chunk and has last_used"),
         (dict(block_ids=(ids.at[0, 1].set(9),)), "group 0: chunk 0 holds blocks [0], expected [0, 1]"),
     ]:
-        control = dataclasses.replace(cache.control, chunks=dataclasses.replace(chunks, **changed))
+        extras = cache.control.extras | {"chunks": dataclasses.replace(chunks, **changed)}
+        control = dataclasses.replace(cache.control, extras=extras)
         found = kv.check_invariants(dataclasses.replace(cache, control=control))
         assert violation in found, (violation, found)
