@@ -40,7 +40,7 @@ import kvcache_jax as kv
 from experiments.common import command, timing
 from experiments.trace_replay.report import draw, show
 from experiments.trace_replay.traces import Trace, read_trace
-from kvcache_jax.core.eviction_policy import eviction_policies
+from kvcache_jax.core.eviction_policy import policies
 
 INFINITE = "infinite"
 NUM_SEGMENTS = 20  # between which the progress bar moves
@@ -153,9 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--blocks", type=capacity, nargs="+", required=True, metavar="N", help=f"sizes, or {INFINITE!r}"
     )
-    parser.add_argument(
-        "--policy", choices=eviction_policies(), nargs="+", default=["lru"], help="default: lru"
-    )
+    parser.add_argument("--policy", choices=policies.names, nargs="+", default=["lru"], help="default: lru")
     parser.add_argument(
         "--eviction-batch", type=command.integer(1), default=1, metavar="N", help="default: 1, exact"
     )

@@ -26,7 +26,7 @@ from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, eve
 from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
-from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.policies import policies
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, TableSizes, require_id
 from kvcache_jax.engine.setup import (
@@ -141,7 +141,7 @@ class Engine:
     ):
         check_model("Engine", forward, config, params)
         require_functions(process_logits=process_logits)
-        get_policy(policy)
+        policies.find(policy)
         self.config = config
         options = Options(
             policy=policy,
