@@ -36,7 +36,7 @@ from experiments.common.report import (
     show_provenance,
 )
 from experiments.decode_speed import dense_decoder
-from kvcache_jax.compression.scorers import token_scorers
+from kvcache_jax.compression.scorers import scorers as token_scorers
 from models import checkpoint
 from models.decoder import Decoder
 from models.rope import rotate, rotation
@@ -127,7 +127,7 @@ class Study:
         tokens = np.pad(prompts, ((0, 0), (0, PROMPT - self.prompt_len)))
         num_new = np.full(self.num_rows, self.prompt_len, np.int32)
         empty = empty_cache(decoder, self.num_rows)
-        self.cache, _, self.scores = _read(decoder, empty, tokens, num_new, token_scorers(), PROMPT)
+        self.cache, _, self.scores = _read(decoder, empty, tokens, num_new, token_scorers.names, PROMPT)
 
     def bits(self, cache: kv.Cache, what: str) -> np.ndarray:
         """Bits per byte of the continuation."""
@@ -165,7 +165,7 @@ class Study:
 
 def names() -> tuple[str, ...]:
     """Lists the scorers, and PyramidKV's budgets for the first of them."""
-    return (*token_scorers(), PYRAMID)
+    return (*token_scorers.names, PYRAMID)
 
 
 def measure(study: Study) -> dict[str, Any]:

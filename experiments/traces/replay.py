@@ -39,7 +39,7 @@ from experiments.common import command
 from experiments.common.report import add_options, deliver, provenance
 from experiments.traces.report import draw, show
 from experiments.traces.trace import Trace, add_trace_options, read_trace
-from kvcache_jax.core.eviction_policy import eviction_policies
+from kvcache_jax.core.eviction_policy import policies
 
 INFINITE = "infinite"
 NUM_SEGMENTS = 20  # between which the progress bar moves
@@ -146,9 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--blocks", type=capacity, nargs="+", required=True, metavar="N", help=f"sizes, or {INFINITE!r}"
     )
-    parser.add_argument(
-        "--policy", choices=eviction_policies(), nargs="+", default=["lru"], help="default: lru"
-    )
+    parser.add_argument("--policy", choices=policies.names, nargs="+", default=["lru"], help="default: lru")
     parser.add_argument(
         "--eviction-batch", type=command.integer(1), default=1, metavar="N", help="default: 1, exact"
     )

@@ -4,6 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 
 class Registered[F](NamedTuple):
     """A function of a registry.
@@ -26,18 +30,20 @@ class Registry[F]:
       optional: Fields of the metadata that have defaults: a function sees those that it needs.
     """
 
-    def __init__(self, noun: str, decorator: str, metadata: Any, reserved: Sequence[str] = ()):
+    def __init__(self, noun: str, decorator: str, argument: str, metadata: Any, reserved: Sequence[str] = ()):
         """Makes an empty registry.
 
         Args:
           noun: A function in the words of errors, such as "an eviction policy".
-          decorator: Name of the public decorator.
+          decorator: Name of the public decorator, such as "policies.eviction_policy".
+          argument: The argument that takes a name, in the words of errors.
           metadata: The NamedTuple that the functions take.
           reserved: Names that mean something else.
         """
         self.optional = frozenset(metadata._field_defaults)
         self._article, self._noun = noun.split(" ", 1)
-        self._decorator, self._metadata, self._reserved = decorator, metadata.__name__, tuple(reserved)
+        self._decorator, self._argument = f"kvcache_jax.{decorator}", argument
+        self._metadata, self._reserved = metadata.__name__, tuple(reserved)
         self._entries: dict[str, Registered[F]] = {}
 
     @property
@@ -72,19 +78,43 @@ class Registry[F]:
 
         return register
 
-    def find(self, name: str, argument: str) -> Registered[F]:
+    def find(self, name: str) -> Registered[F]:
         """Returns the function of a name.
 
         Raises:
-          ValueError: there is none, as the value of `argument`.
+          ValueError: there is none.
         """
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             names = ", ".join(map(repr, self.names))
             raise ValueError(
-                f"{argument} is {name!r}, expected one of {names}; register others first, with the decorator "
-                f"kvcache_jax.{self._decorator}"
+                f"{self._argument} is {name!r}, expected one of {names}; register others first, with the "
+                f"decorator {self._decorator}"
             )
         return self._entries[name]
+
+    def call(self, name: str, metadata: Any, *shapes: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Calls the function of a name, and returns its result as `dtype`.
+
+        Raises:
+          ValueError: there is none.
+          TypeError: its result is no array of one of `shapes` and of numbers such as `dtype`. What it raises
+            comes with a note that names it.
+        """
+        function: Any = self.find(name).function
+        with self.noted(name):
+            return self.checked(name, function(metadata), *shapes, dtype=dtype)
+
+    def checked(self, name: str, result: Any, *shapes: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns what the function of a name returned as `dtype`, or refuses it as `call` does."""
+        if isinstance(result, np.ndarray):
+            result = jnp.asarray(result)  # of 32 bits, as all that jax computes
+        is_array = isinstance(result, jax.Array) and result.shape in shapes
+        if not is_array or not _converts(result.dtype, jnp.dtype(dtype)):
+            is_shaped = hasattr(result, "shape") and hasattr(result, "dtype")
+            got = f"{result.dtype}{list(result.shape)}" if is_shaped else f"a {type(result).__name__}"
+            expected = " or ".join(f"{jnp.dtype(dtype).name}{list(shape)}" for shape in shapes)
+            raise TypeError(f"{self._noun} {name!r} returned {got}, expected {expected}")
+        return result.astype(dtype)
 
     @contextlib.contextmanager
     def noted(self, name: str) -> Iterator[None]:
@@ -93,7 +123,8 @@ class Registry[F]:
             yield
         except Exception as error:
             needs = sorted(self._entries[name].needs)
-            error.add_note(f"{self._noun} {name!r} has needs={needs} and sees no other optional metadata")
+            sees = f" has needs={needs} and sees no other optional metadata" if self.optional else ""
+            error.add_note(f"{self._noun} {name!r}{sees}")
             raise
 
     def _require_new(self, name: str) -> None:
@@ -102,3 +133,10 @@ class Registry[F]:
                 f"there is {self._article} {self._noun} {name!r} already, expected a new name: compiled "
                 "programs go by it"
             )
+
+
+def _converts(found: np.dtype, dtype: np.dtype) -> bool:
+    """Tests whether numbers are such as `dtype`: floating ones, or integers that lose no digits."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.issubdtype(found, jnp.floating)
+    return found.kind == "b" or (found.kind == "i" and found.itemsize <= dtype.itemsize)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache_jax.arrays.number_checks import as_integer, finite_number, static_count
 from kvcache_jax.blocks.key_rotation import Rotate
-from kvcache_jax.chunks.chunk_selector import registered_selector
+from kvcache_jax.chunks.chunk_selector import selectors
 from kvcache_jax.chunks.chunk_store import store_of
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import Cache, Step
@@ -41,7 +41,7 @@ class ChunkReuse:
     Attributes:
       rotate: Rotates keys to another position, as in `compose`: a `key_rotation` of the model's frequencies.
         None for a model whose keys know no position. A list has one of these per layer.
-      selector: Name of the function that says which tokens those are; see `chunk_selectors`.
+      selector: Name of the function that says which tokens those are; see `select_tokens`.
       share: Part of each chunk's tokens that is computed again, 0 to 1. With 1 a prompt is computed exactly,
         and so is a chunk at the beginning of its prompt with any.
       seed: Of a selector that draws, below 2**32.
@@ -89,7 +89,7 @@ class ChunkReuse:
         layer = static_count("observed_layer", self.observed_layer, least=0)
         object.__setattr__(self, "observed_layer", layer)
         if self.is_observed and self.observe is None:
-            needs = ", ".join(sorted(registered_selector(self.selector).needs & _OBSERVED))
+            needs = ", ".join(sorted(selectors.find(self.selector).needs & _OBSERVED))
             raise ValueError(
                 f"selector is {self.selector!r}, which needs {needs}, expected observe=, the first layers of "
                 "the model: chunks are computed alone"
@@ -98,7 +98,7 @@ class ChunkReuse:
     @property
     def is_observed(self) -> bool:
         """Whether the selector looks at more than places and chance."""
-        return bool(registered_selector(self.selector).needs & _OBSERVED)
+        return bool(selectors.find(self.selector).needs & _OBSERVED)
 
 
 def prompt_spans(call: PromptCall, spans: Any, reuse: Any) -> list[list[Span]]:

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kvcache_jax.arrays.registry import Registered, Registry
+from kvcache_jax.arrays.registry import Registry
 
 
 class ChunkMetadata(NamedTuple):
@@ -50,7 +49,7 @@ class ChunkMetadata(NamedTuple):
 
 Selector = Callable[[ChunkMetadata], jax.Array]
 
-_selectors = Registry[Selector]("a chunk selector", "chunk_selector", ChunkMetadata)
+selectors = Registry[Selector]("a chunk selector", "chunks.selector", "selector", ChunkMetadata)
 
 
 def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selector], Selector]:
@@ -74,37 +73,17 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
       >>> @kv.chunks.selector("last tokens")
       ... def last_tokens(chunks: kv.chunks.Metadata):
       ...     return (chunks.place_in_chunk - chunks.chunk_len).astype("float32")
-      >>> from kvcache_jax.chunks.chunk_selector import chunk_selectors
-      >>> "last tokens" in chunk_selectors()
-      True
     """
-    return _selectors.decorate(name, needs)
-
-
-def chunk_selectors() -> tuple[str, ...]:
-    """Lists the names that `select_tokens` takes.
-
-    Example:
-      >>> import kvcache_jax as kv
-      >>> from kvcache_jax.chunks.chunk_selector import chunk_selectors
-      >>> chunk_selectors()[:7]
-      ('attention', 'key deviation', 'value deviation', 'first', 'random', 'all', 'none')
-    """
-    return _selectors.names
-
-
-def registered_selector(name: str) -> Registered[Selector]:
-    """Returns the selector of a name, or raises."""
-    return _selectors.find(name, "selector")
+    return selectors.decorate(name, needs)
 
 
 def visible_to(name: str, chunks: ChunkMetadata) -> ChunkMetadata:
     """Leaves of the optional metadata what the selector needs, and refuses what is missing."""
-    needs = registered_selector(name).needs
+    needs = selectors.find(name).needs
     for field in sorted(needs):
         if getattr(chunks, field) is None:
             raise ValueError(f"{field} is None, expected an array: the selector {name!r} needs it")
-    return chunks._replace(**dict.fromkeys(_selectors.optional - needs))
+    return chunks._replace(**dict.fromkeys(selectors.optional - needs))
 
 
 def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
@@ -113,16 +92,7 @@ def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
     Raises:
       TypeError: the selector returned something else. What it raises comes with a note that names it.
     """
-    selector = registered_selector(name)
-    with _selectors.noted(name):
-        scores = selector.function(chunks)
-    is_array = isinstance(scores, jax.Array | np.ndarray) and jnp.issubdtype(scores.dtype, jnp.floating)
-    if not is_array or scores.shape != chunks.is_token.shape:
-        got = f"{scores.dtype}{list(scores.shape)}" if hasattr(scores, "shape") else type(scores).__name__
-        raise TypeError(
-            f"chunk selector {name!r} returned {got}, expected floats {list(chunks.is_token.shape)}"
-        )
-    return jnp.asarray(scores).astype(jnp.float32)
+    return selectors.call(name, chunks, chunks.is_token.shape, dtype=jnp.float32)
 
 
 @chunk_selector("attention", needs=["attention"])

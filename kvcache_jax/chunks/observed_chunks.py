@@ -12,7 +12,7 @@ from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.chunks.chunk_attention import chunk_attention
 from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Observe
-from kvcache_jax.chunks.chunk_selector import registered_selector
+from kvcache_jax.chunks.chunk_selector import selectors
 from kvcache_jax.core.state import Cache
 from kvcache_jax.core.status import raise_for_status
 from kvcache_jax.operations.rewrite import rewrite
@@ -44,7 +44,7 @@ def observe_chunks(
     """
     observe, layer = reuse.observe, reuse.observed_layer
     assert observe is not None
-    with_attention = "attention" in registered_selector(reuse.selector).needs
+    with_attention = "attention" in selectors.find(reuse.selector).needs
     before = gather(cache, row, layer)[:2]
     found, outcomes = {}, []
     if with_attention:

@@ -19,7 +19,7 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
     """Chooses the tokens of composed chunks to compute again.
 
     Args:
-      selector: A name, one of `chunk_selectors()`: "attention", "key deviation", "value deviation", "first",
+      selector: A name, "attention", "key deviation", "value deviation", "first",
         "random", "all", "none", or one registered with `chunks.selector`.
       chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
       num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.

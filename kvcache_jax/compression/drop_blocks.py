@@ -54,7 +54,7 @@ def drop_to_utilization(
       >>> rows.tolist(), float(kv.utilization(cache))
       ([1, 4, 4, 4], 0.5)
     """
-    row_policies.find(policy, "policy")
+    row_policies.find(policy)
     streaming = Streaming() if streaming is None else streaming
     require_streaming("drop_to_utilization", streaming, cache.config)
     target = arguments.fraction("target", target)

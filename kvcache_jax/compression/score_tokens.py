@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
 from kvcache_jax.blocks.storage import keys_values_shapes
-from kvcache_jax.compression.scorers import TokenMetadata, registered_scorer, scores_by
+from kvcache_jax.compression.scorers import TokenMetadata, scorers, scores_by
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import Layer
 from kvcache_jax.core.cache_checks import refuse_donated, takes_one
@@ -35,7 +35,7 @@ def token_scores(
       layer: As in `attention`.
       q: The step's queries, as in `attention_scores`; of its last tokens as many as the scorer looks at.
       step: As in `attention_scores`, from `extend`.
-      scorer: A name, one of `token_scorers()`: "snapkv" (the last 64 tokens' attention), "h2o" (all tokens'
+      scorer: A name, "snapkv" (the last 64 tokens' attention), "h2o" (all tokens'
         of the step), "tova" (the last token's), "keydiff", "knorm", "expected attention", "recency",
         "random", or one registered with `token_scorer`.
       key: Of `jax.random`, for scorers that need it.
@@ -61,7 +61,7 @@ def token_scores(
       ((2, 1, 64), [0, 5])
     """
     refuse_donated("token_scores", cache)  # also where a scorer reads no key
-    found = registered_scorer(scorer)
+    found = scorers.find(scorer)
     for name, given in (("key", key), ("queries", queries)):
         if name in found.needs and given is None:
             raise ValueError(f"{name} is None, expected a value: the scorer {scorer!r} needs it")

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.number_checks import static_count
-from kvcache_jax.arrays.registry import Registered, Registry
+from kvcache_jax.arrays.registry import Registry
 
 
 class TokenMetadata(NamedTuple):
@@ -66,7 +65,7 @@ class TokenMetadata(NamedTuple):
 
 Scorer = Callable[[TokenMetadata], jax.Array]
 
-_scorers = Registry[Scorer]("a token scorer", "token_scorer", TokenMetadata)
+scorers = Registry[Scorer]("a token scorer", "compression.token_scorer", "scorer", TokenMetadata)
 
 
 def token_scorer(
@@ -90,30 +89,10 @@ def token_scorer(
       >>> @kv.compression.token_scorer("longest values", needs=["v"])
       ... def longest_values(tokens: kv.compression.TokenMetadata):
       ...     return jnp.linalg.norm(tokens.v, axis=-1)
-      >>> from kvcache_jax.compression.scorers import token_scorers
-      >>> "longest values" in token_scorers()
-      True
     """
     if num_last is not None:
         num_last = static_count("num_last", num_last)
-    return _scorers.decorate(name, needs, num_last=num_last)
-
-
-def token_scorers() -> tuple[str, ...]:
-    """Lists the names that `token_scores` takes.
-
-    Example:
-      >>> import kvcache_jax as kv
-      >>> from kvcache_jax.compression.scorers import token_scorers
-      >>> token_scorers()[:4]
-      ('snapkv', 'h2o', 'tova', 'keydiff')
-    """
-    return _scorers.names
-
-
-def registered_scorer(name: str) -> Registered[Scorer]:
-    """Returns the scorer of a name, or raises."""
-    return _scorers.find(name, "scorer")
+    return scorers.decorate(name, needs, num_last=num_last)
 
 
 def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
@@ -122,18 +101,9 @@ def scores_by(name: str, tokens: TokenMetadata) -> jax.Array:
     Raises:
       TypeError: the scorer returned something else. What it raises comes with a note that names it.
     """
-    scorer = registered_scorer(name)
-    with _scorers.noted(name):
-        scores = scorer.function(tokens)
     num_rows, num_places = tokens.is_token.shape
     shape = num_rows, tokens.num_kv_heads, num_places
-    is_array = isinstance(scores, jax.Array | np.ndarray) and jnp.issubdtype(scores.dtype, jnp.floating)
-    if not is_array or scores.shape not in ((num_rows, num_places), shape):
-        got = f"{scores.dtype}{list(scores.shape)}" if hasattr(scores, "shape") else type(scores).__name__
-        raise TypeError(
-            f"token scorer {name!r} returned {got}, expected floats {[num_rows, num_places]} or {list(shape)}"
-        )
-    scores = jnp.asarray(scores).astype(jnp.float32)
+    scores = scorers.call(name, tokens, (num_rows, num_places), shape, dtype=jnp.float32)
     return jnp.broadcast_to(scores if scores.ndim == 3 else scores[:, None], shape)
 
 

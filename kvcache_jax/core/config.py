@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvcache_jax.arrays.number_checks import static_flag
 from kvcache_jax.arrays.pytree import FORMAT_VERSION, require_format
 from kvcache_jax.core.backends import require_name
-from kvcache_jax.core.eviction_policy import LRU, eviction_policies
+from kvcache_jax.core.eviction_policy import LRU, policies
 from kvcache_jax.core.extras import Extra, Hooks, check_extras, extra_from_json, extra_to_json
 from kvcache_jax.core.memory_plan import check_indices, spend
 from kvcache_jax.layers.block_array import check_arrays
@@ -146,12 +146,8 @@ class CacheConfig:
         require_name(self.implementation)
         if self.head_axis is not None and not isinstance(self.head_axis, str):
             raise TypeError(f"head_axis is {self.head_axis!r}, expected the name of a mesh axis, or None")
-        if self.eviction_policy not in eviction_policies():
-            raise ValueError(
-                f"eviction_policy is {self.eviction_policy!r}, expected one of "
-                f"{', '.join(map(repr, eviction_policies()))}; register others first, "
-                "with the decorator kvcache_jax.policies.eviction_policy"
-            )
+        if self.eviction_policy != LRU:
+            policies.find(self.eviction_policy)
         if self.eviction_policy != LRU and not self.enable_prefix_caching:
             raise ValueError(
                 f"eviction_policy is {self.eviction_policy!r} and there is no prefix cache to evict from, "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter
-from kvcache_jax.core.eviction_policy import LRU, needed_metadata
+from kvcache_jax.core.eviction_policy import LRU, policies
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.state import (
     BlockHistory,
@@ -121,7 +121,7 @@ def _empty_history(policy: str, num_blocks: int, numpy: Any) -> BlockHistory | N
         "priority": ("priority", jnp.int32),
         "depth": ("depth", jnp.int32),
     }
-    needs = needed_metadata(policy)
+    needs = policies.find(policy).needs
     return BlockHistory(
         num_children=numpy.zeros(num_blocks, jnp.int32),
         **{

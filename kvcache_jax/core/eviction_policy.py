@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kvcache_jax.arrays.registry import Registry
@@ -44,7 +43,9 @@ class BlockMetadata(NamedTuple):
 EvictionKey = Callable[[BlockMetadata], jax.Array]
 LRU = "lru"
 
-_policies = Registry[EvictionKey]("an eviction policy", "eviction_policy", BlockMetadata, reserved=[LRU])
+policies = Registry[EvictionKey](
+    "an eviction policy", "policies.eviction_policy", "eviction_policy", BlockMetadata, reserved=[LRU]
+)
 
 
 def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[EvictionKey], EvictionKey]:
@@ -75,24 +76,7 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
       >>> config = kv.CacheConfig(
       ...     [kv.FullAttention(1, 8)], enable_prefix_caching=True, eviction_policy="beginnings last")
     """
-    return _policies.decorate(name, needs)
-
-
-def eviction_policies() -> tuple[str, ...]:
-    """Lists the names that `CacheConfig(eviction_policy=)` takes.
-
-    Example:
-      >>> import kvcache_jax as kv
-      >>> from kvcache_jax.core.eviction_policy import eviction_policies
-      >>> eviction_policies()[:5]
-      ('lru', 'lfu', 'fifo', 'priority', 'hyperbolic')
-    """
-    return _policies.names
-
-
-def needed_metadata(name: str) -> frozenset[str]:
-    """Lists the fields of `BlockMetadata` that the policy reads besides `recency`."""
-    return _policies.find(name, "eviction_policy").needs
+    return policies.decorate(name, needs)
 
 
 def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
@@ -101,22 +85,7 @@ def eviction_keys(name: str, blocks: BlockMetadata) -> jax.Array:
     Raises:
       TypeError: the policy returned something else. What it raises comes with a note that names it.
     """
-    policy = _policies.find(name, "eviction_policy")
-    with _policies.noted(name):
-        keys = policy.function(blocks)
-        if not isinstance(keys, jax.Array | np.ndarray):
-            raise TypeError(
-                f"eviction policy {name!r} returned a {type(keys).__name__}, expected an array of a key per "
-                "block: it must return one, and name in needs= what it reads"
-            )
-        keys = jnp.asarray(keys)
-    is_small = jnp.issubdtype(keys.dtype, jnp.signedinteger) and keys.dtype.itemsize <= 4
-    if keys.shape != blocks.recency.shape or not (is_small or keys.dtype == bool):
-        raise TypeError(
-            f"eviction policy {name!r} returned {keys.dtype}{list(keys.shape)}, "
-            f"expected int32{list(blocks.recency.shape)}: a key per block"
-        )
-    return keys.astype(jnp.int32)
+    return policies.call(name, blocks, blocks.recency.shape, dtype=jnp.int32)
 
 
 @eviction_policy("lfu", needs=["num_hits"])

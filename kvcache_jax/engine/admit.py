@@ -29,14 +29,13 @@ from kvcache_jax.engine.options import Options
 from kvcache_jax.engine.order import (
     first_of,
     is_parent_pending,
-    keys_of,
     metadata,
     num_cached_of,
     prompts_of,
     tokens_of,
     waits,
 )
-from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.policies import keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase, count
 from kvcache_jax.operations.allocate import Prompts, allocate_rows, find_hits, required_blocks
 from kvcache_jax.operations.fork import fork_rows
@@ -54,13 +53,13 @@ class _Admitting(NamedTuple):
 
 def admit(state: EngineState, options: Options) -> EngineState:
     """Admits waiting requests, at most `options.most_admissions` looks; touches no pool."""
-    policy = get_policy(options.policy)
-    cached = num_cached_of(state) if policy.looks_up else None
+    looks_up = policies.find(options.policy).options["looks_up"]
+    cached = num_cached_of(state) if looks_up else None
     pools = state.cache.pools
 
     def look(loop: _Admitting) -> _Admitting:
         state = loop.state
-        keys = keys_of(policy.key, metadata(state, options, cached))
+        keys = keys_of(options.policy, metadata(state, options, cached))
         slot = first_of(keys, waits(state) & ~loop.is_passed)
         row = first_true(~state.cache.is_active)
         is_one = (slot < state.requests.num_slots) & (row < state.cache.max_seqs)

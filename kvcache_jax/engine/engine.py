@@ -24,7 +24,7 @@ from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, eve
 from kvcache_jax.engine.options import LIMITS, SCHEDULE, Limits, Options, Placement, Schedule, size
 from kvcache_jax.engine.outbox import outbox_width
 from kvcache_jax.engine.parts import Model, ProcessLogits
-from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.policies import policies
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
 from kvcache_jax.engine.setup import (
@@ -115,7 +115,7 @@ class Engine:
     ):
         check_model("Engine", forward, config, params)
         require_functions(process_logits=process_logits)
-        get_policy(policy)
+        policies.find(policy)
         require_option("schedule", schedule, Schedule)
         require_option("limits", limits, Limits)
         require_option("placement", placement, Placement, or_none=True)

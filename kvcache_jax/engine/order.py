@@ -6,7 +6,7 @@ from jax import lax
 
 from kvcache_jax.arrays.masked_updates import first_true, get_at, set_at
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.policies import Key, RequestMetadata, get_policy
+from kvcache_jax.engine.policies import RequestMetadata, keys_of
 from kvcache_jax.engine.state import EngineState, Phase
 from kvcache_jax.operations.allocate import Prompts, find_hits
 
@@ -33,15 +33,6 @@ def metadata(state: EngineState, options: Options, num_cached: jax.Array | None 
     )
 
 
-def keys_of(key: Key, requests: RequestMetadata) -> tuple[jax.Array, ...]:
-    """Computes the keys of all requests, i32[R] each; the last one tells any two apart."""
-    keys = key(requests)
-    for column in keys if isinstance(keys, tuple) else (keys,):
-        if not (isinstance(column, jax.Array) and column.shape == requests.uid.shape):
-            raise TypeError(f"the request policy returned {keys!r}, expected a tuple of i32[R] keys")
-    return (*(column.astype(jnp.int32) for column in keys), requests.uid)
-
-
 def first_of(keys: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
     """Finds the masked request with the lowest keys, i32[]; R for none."""
     for key in keys:
@@ -51,7 +42,7 @@ def first_of(keys: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
 
 def rows_in_order(state: EngineState, options: Options) -> jax.Array:
     """Sorts the rows, i32[max_seqs]: the best running one first, those without a request last."""
-    keys = keys_of(get_policy(options.policy).row_key, metadata(state, options))
+    keys = keys_of(options.policy, metadata(state, options), of_rows=True)
     rows = jnp.arange(state.row_request.shape[0], dtype=jnp.int32)
     columns = [get_at(key, state.row_request, 0) for key in keys]
     *_, order = lax.sort((~state.is_running, *columns, rows), num_keys=1 + len(columns), is_stable=True)

@@ -46,21 +46,7 @@ class RequestMetadata(NamedTuple):
 Key = Callable[[RequestMetadata], tuple[jax.Array, ...]]
 
 
-class Policy(NamedTuple):
-    """A registered policy.
-
-    Attributes:
-      key: Of requests that wait.
-      row_key: Of requests that run, for the order in which they give way.
-      looks_up: Whether `num_cached` is wanted.
-    """
-
-    key: Key
-    row_key: Key
-    looks_up: bool
-
-
-_policies = Registry[Key]("a request policy", "request_policy", RequestMetadata)
+policies = Registry[Key]("a request policy", "engine.request_policy", "policy", RequestMetadata)
 
 
 def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = False) -> Callable[[Key], Key]:
@@ -83,17 +69,24 @@ def request_policy(name: str, *, row_key: Key | None = None, looks_up: bool = Fa
       ... def shortest_first(requests: kv.engine.RequestMetadata):
       ...     return (requests.num_tokens,)
     """
-    return _policies.decorate(name, row_key=row_key or _by_arrival, looks_up=looks_up)
+    return policies.decorate(name, row_key=row_key or _by_arrival, looks_up=looks_up)
 
 
-def get_policy(name: str) -> Policy:
-    """Finds a policy.
+def keys_of(policy: str, requests: RequestMetadata, *, of_rows: bool = False) -> tuple[jax.Array, ...]:
+    """Computes the keys of all requests, i32[R] each; the last one tells any two apart.
 
-    Raises:
-      ValueError: there is none of that name.
+    Args:
+      policy: A name.
+      requests: The requests.
+      of_rows: Whether the order is that of running rows.
     """
-    registered = _policies.find(name, "policy")
-    return Policy(registered.function, **registered.options)
+    registered = policies.find(policy)
+    with policies.noted(policy):
+        keys = (registered.options["row_key"] if of_rows else registered.function)(requests)
+        columns = keys if isinstance(keys, tuple) else (keys,)
+        shape = requests.uid.shape
+        columns = (policies.checked(policy, column, shape, dtype=jnp.int32) for column in columns)
+        return (*columns, requests.uid)
 
 
 def _by_arrival(requests: RequestMetadata) -> tuple[jax.Array, ...]:

@@ -46,7 +46,7 @@ class RowMetadata(NamedTuple):
 
 
 RowKey = Callable[[RowMetadata], jax.Array]
-row_policies = Registry[RowKey]("a row policy", "row_policy", RowMetadata)
+row_policies = Registry[RowKey]("a row policy", "policies.row_policy", "policy", RowMetadata)
 
 
 def row_policy(name: str) -> Callable[[RowKey], RowKey]:
@@ -117,7 +117,7 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
       >>> kv.select_rows_to_preempt(cache, "longest", 2).tolist()
       [1, 0]
     """
-    row_policies.find(policy, "policy")
+    row_policies.find(policy)
     n = static_count("n", n, most=cache.max_seqs, most_name="max_seqs")
     return _select(cache.control, policy=policy, config=cache.config)[:n]
 
@@ -148,7 +148,7 @@ def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru")
       >>> freed.tolist(), float(kv.utilization(cache))
       ([1, 4, 4, 4], 0.375)
     """
-    row_policies.find(policy, "policy")
+    row_policies.find(policy)
     target = arguments.fraction("target", target)
     control, rows = _free_rows(cache.control, target, policy=policy, config=cache.config)
     return dataclasses.replace(cache, control=control), rows
@@ -223,13 +223,8 @@ def rows_in_order(control: Control, num_freed: jax.Array, policy: str) -> jax.Ar
     idle = jnp.minimum(control.clock - control.last_used, jnp.uint32(_MAX)).astype(jnp.int32)
     num_uses = jnp.minimum(control.num_uses, jnp.uint32(_MAX)).astype(jnp.int32)
     rows = RowMetadata(idle, num_uses, num_freed, control.priority, control.context_len)
-    keys = jnp.asarray(row_policies.find(policy, "policy").function(rows))
-    if keys.shape != num_freed.shape or not jnp.issubdtype(keys.dtype, jnp.signedinteger):
-        raise TypeError(
-            f"row policy {policy!r} returned {keys.dtype}{list(keys.shape)}, expected "
-            f"int32{list(num_freed.shape)}: a key per row"
-        )
+    keys = row_policies.call(policy, rows, num_freed.shape, dtype=jnp.int32)
     ids = jnp.arange(control.max_seqs, dtype=jnp.int32)
     is_spared = num_freed == 0
-    *_, order = lax.sort((is_spared, keys.astype(jnp.int32), ~idle, ids), num_keys=3, is_stable=True)
+    *_, order = lax.sort((is_spared, keys, ~idle, ids), num_keys=3, is_stable=True)
     return jnp.where(ids < num_true(~is_spared), order, control.max_seqs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.chunks.chunk_selector import chunk_selectors
+from kvcache_jax.chunks.chunk_selector import selectors
 from kvcache_jax.chunks.selected_tokens import num_of_share
 
 PLACES, MOST = 23, 11
@@ -90,7 +90,7 @@ def test_each_selector_looks_at_what_it_is_named_after():
     assert random.tolist() == kv.chunks.select_tokens("random", chunks, [4, 5], max_select=MOST).tolist()
     other = kv.chunks.select_tokens("random", chunks._replace(key=jax.random.key(4)), [4, 5], max_select=MOST)
     assert random.tolist() != other.tolist()
-    assert chunk_selectors()[:7] == (*list(by_name)[:3], "first", "random", "all", "none")
+    assert selectors.names[:7] == (*list(by_name)[:3], "first", "random", "all", "none")
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_what_cannot_be_selected_is_refused():
 def test_a_selector_of_ones_own_is_checked():
     with pytest.raises(ValueError, match="there is a chunk selector 'first' already, expected a new name"):
         kv.chunks.selector("first")
-    with pytest.raises(TypeError, match="write @chunk_selector"):
+    with pytest.raises(TypeError, match="write @kvcache_jax.chunks.selector"):
         kv.chunks.selector(lambda chunks: chunks.attention)  # pyright: ignore[reportArgumentType]
     for needs in ("key", ["is_token"], 3):
         with pytest.raises(ValueError, match=r"expected some of \['attention', 'k_deviation', 'key'"):
@@ -138,7 +138,7 @@ def test_a_selector_of_ones_own_is_checked():
         kv.chunks.selector("test: no function")(3)  # pyright: ignore[reportArgumentType]
     kv.chunks.selector("test: integers")(lambda chunks: chunks.place_in_chunk)
     kv.chunks.selector("test: greedy")(lambda chunks: chunks.attention + 1)  # pyright: ignore
-    with pytest.raises(TypeError, match=r"returned int32\[2, 23\], expected floats \[2, 23\]"):
+    with pytest.raises(TypeError, match=r"returned int32\[2, 23\], expected float32\[2, 23\]"):
         kv.chunks.select_tokens("test: integers", CHUNKS, [1, 1], max_select=MOST)
     with pytest.raises(TypeError) as error:
         kv.chunks.select_tokens("test: greedy", CHUNKS, [1, 1], max_select=MOST)

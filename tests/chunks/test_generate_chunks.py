@@ -10,7 +10,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax import testing
-from kvcache_jax.chunks.chunk_selector import chunk_selectors
+from kvcache_jax.chunks.chunk_selector import selectors
 from tests.support import tiny_model
 from tests.support.rotary_model import (
     DEEP,
@@ -275,7 +275,7 @@ def test_the_text_in_front_of_chunks_is_shared_as_a_prefix():
 def test_a_selector_of_ones_own_and_one_that_draws():
     prompts, spans = zip(*PROMPTS[:2], strict=True)
     name = "last tokens of a test"
-    if name not in chunk_selectors():
+    if name not in selectors.names:
         kv.chunks.selector(name)(
             lambda chunks: (chunks.place_in_chunk - chunks.chunk_len).astype(jnp.float32)
         )

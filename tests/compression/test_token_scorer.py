@@ -158,7 +158,7 @@ def test_budgets_fall_from_layer_to_layer_and_keep_the_average():
 
 
 def test_scorers_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(scorers._scorers, "_entries", dict(scorers._scorers._entries))
+    monkeypatch.setattr(scorers.scorers, "_entries", dict(scorers.scorers._entries))
     with pytest.raises(ValueError, match="there is a token scorer 'h2o' already"):
         kv.compression.token_scorer("h2o")
     with pytest.raises(ValueError, match="needs is \\['q'\\], expected some of"):
@@ -170,7 +170,7 @@ def test_scorers_that_do_not_fit(monkeypatch):
     with pytest.raises(ValueError, match="scorer is 'mine', expected one of 'snapkv', 'h2o'"):
         scorers.scores_by("mine", TOKENS)
     kv.compression.token_scorer("mine")(lambda tokens: tokens.is_token)
-    with pytest.raises(TypeError, match="token scorer 'mine' returned bool\\[3, 30\\], expected floats"):
+    with pytest.raises(TypeError, match="token scorer 'mine' returned bool\\[3, 30\\], expected float32"):
         scorers.scores_by("mine", TOKENS)
     kv.compression.token_scorer("asks")(lambda tokens: tokens.v.sum(axis=-1))
     with pytest.raises(AttributeError) as raised:

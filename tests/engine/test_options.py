@@ -9,8 +9,7 @@ import pytest
 
 import kvcache_jax as kv
 from kvcache_jax.arrays.masked_updates import get_at
-from kvcache_jax.engine.order import keys_of
-from kvcache_jax.engine.policies import get_policy
+from kvcache_jax.engine.policies import keys_of, policies
 from tests.engine.exact_engine import LIMITS, ask, expect, make_engine
 from tests.engine.exact_model import (
     NAN_TOKEN,
@@ -198,7 +197,7 @@ def _metadata(**columns):
 
 
 def _order(policy, **columns):
-    keys = keys_of(get_policy(policy).key, _metadata(**columns))
+    keys = keys_of(policy, _metadata(**columns))
     return np.lexsort([np.asarray(key) for key in keys[::-1]]).tolist()
 
 
@@ -213,12 +212,16 @@ def test_policies_order_requests():
     assert _order("fair", service=[5, 0, 5]) == [1, 0, 2]
 
 
-def test_policies_of_ones_own():
+def test_policies_of_ones_own(monkeypatch):
+    monkeypatch.setattr(policies, "_entries", dict(policies._entries))
     with pytest.raises(ValueError, match="there is a request policy 'fcfs' already"):
         kv.engine.request_policy("fcfs")
     with pytest.raises(TypeError, match="name is 3, expected a str"):
         kv.engine.request_policy(3)  # type: ignore
     with pytest.raises(TypeError, match="is None, expected a function of RequestMetadata"):
         kv.engine.request_policy("none")(None)  # type: ignore
-    with pytest.raises(TypeError, match="expected a tuple of i32"):
-        keys_of(lambda requests: (3,), _metadata(uid=[0, 1]))  # type: ignore
+    kv.engine.request_policy("a number", row_key=lambda requests: requests.uid / 2)(lambda requests: (3,))  # type: ignore
+    with pytest.raises(TypeError, match=r"request policy 'a number' returned a int, expected int32\[2\]"):
+        keys_of("a number", _metadata(uid=[0, 1]))
+    with pytest.raises(TypeError, match=r"'a number' returned float32\[2\], expected int32\[2\]"):
+        keys_of("a number", _metadata(uid=[0, 1]), of_rows=True)

@@ -1,6 +1,7 @@
 """The study of compression: what it scores, what its bars say, and a run of a tiny model."""
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -36,8 +37,8 @@ def test_a_study_of_a_tiny_model(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(compression, name, value)
     monkeypatch.setattr(compression.checkpoint, "load", lambda *_, **__: Decoder(TINY, rngs=nnx.Rngs(0)))
     # Examples in docstrings may have registered others.
-    own = tuple(name for name in compression.token_scorers() if name != "longest values")
-    monkeypatch.setattr(compression, "token_scorers", lambda: own)
+    own = tuple(name for name in compression.token_scorers.names if name != "longest values")
+    monkeypatch.setattr(compression, "token_scorers", types.SimpleNamespace(names=own))
     picture = tmp_path / "figure.png"
     assert compression.main(["--json", "--picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)

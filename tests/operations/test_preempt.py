@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
+from kvcache_jax.operations.preempt import row_policies
 from tests.support.prefix_user import CONFIG, PrefixUser
 
 ROWS = 5
@@ -56,6 +57,23 @@ def test_rows_in_the_order_of_each_policy():
     assert selected(cache, "longest", 2) == [1, 3]
     cache, _ = kv.set_priority(cache, [2], [-9])
     assert selected(cache, "priority", 1) == [2]
+
+
+def test_a_row_policy_returns_a_key_per_row(monkeypatch):
+    monkeypatch.setattr(row_policies, "_entries", dict(row_policies._entries))
+    cache = make_cache([9, 13, 4])
+    for name, keys, found in (
+        ("one for all", lambda rows: rows.idle[0], r"int32\[\]"),
+        ("unsigned", lambda rows: rows.idle.astype(jnp.uint32), r"uint32\[5\]"),
+        ("a list", lambda rows: [*rows.idle], "a list"),
+    ):
+        kv.policies.row_policy(name)(keys)
+        with pytest.raises(TypeError, match=f"row policy '{name}' returned {found}, expected int32\\[5\\]"):
+            selected(cache, name)
+    kv.policies.row_policy("shortest")(lambda rows: rows.context_len + 1)
+    assert selected(grow(grow(cache, [0]), [1]), "shortest") == [2, 0, 1, ROWS, ROWS]
+    with pytest.raises(ValueError, match="policy is 3, expected one of 'lru', 'lfu', 'longest', 'priority'"):
+        selected(cache, 3)
 
 
 def test_uses_are_counted_by_call_and_forgotten_with_the_row():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.core.eviction_policy import eviction_keys, eviction_policies, needed_metadata
+from kvcache_jax.core.eviction_policy import eviction_keys, policies
 from kvcache_jax.prefix import victim_heap
 from tests.oracle.blocks import EVICTION_KEYS, OracleBlock
 from tests.support.prefix_script import (
@@ -343,7 +343,7 @@ def test_broken_histories_are_found():
 
 
 def test_a_config_names_its_policy():
-    assert eviction_policies()[:5] == ("lru", "lfu", "fifo", "priority", "hyperbolic")
+    assert policies.names[:5] == ("lru", "lfu", "fifo", "priority", "hyperbolic")
     with pytest.raises(ValueError, match="eviction_policy is 'newest', expected one of 'lru', 'lfu'"):
         config_of("newest")
     with pytest.raises(ValueError, match="expected enable_prefix_caching=True with it"):
@@ -357,7 +357,7 @@ def test_registration_refuses_what_cannot_work():
         kv.policies.eviction_policy("lfu")
     with pytest.raises(ValueError, match=r"needs is \['colour'\], expected some of \['age', 'depth'"):
         kv.policies.eviction_policy("test: by colour", needs=["colour"])
-    with pytest.raises(TypeError, match="expected a str: write @eviction_policy"):
+    with pytest.raises(TypeError, match="expected a str: write @kvcache_jax.policies.eviction_policy"):
         kv.policies.eviction_policy(mixed_policy)
     for needs in (None, 3, "age", [1], [["age"]]):
         with pytest.raises(ValueError, match=r"needs is .*, expected some of \['age', 'depth'"):
@@ -370,7 +370,7 @@ def test_registration_refuses_what_cannot_work():
         "test: by a generator", needs=(field for field in ["age", "depth"])
     )
     by_generator(mixed_policy)
-    assert needed_metadata("test: by a generator") == {"age", "depth"}
+    assert policies.find("test: by a generator").needs == {"age", "depth"}
     for decorator in (first, second):
         with pytest.raises(ValueError, match="there is an eviction policy 'test: twice' already"):
             decorator(mixed_policy)
@@ -388,7 +388,7 @@ def test_registration_refuses_what_cannot_work():
         return blocks.num_hits - blocks.age
 
     for name, match in (
-        ("forgot", r"'test: forgot' returned a NoneType, expected an array(?s:.*)has needs=\[\]"),
+        ("forgot", r"'test: forgot' returned a NoneType, expected int32(?s:.*)has needs=\[\]"),
         ("forgot one", r"unsupported operand(?s:.*)'test: forgot one' has needs=\['num_hits'\]"),
     ):
         with pytest.raises(TypeError, match=match):
