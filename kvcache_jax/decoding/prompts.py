@@ -93,7 +93,7 @@ class PromptRows:
         return cache, result
 
     def make_room(self, cache: Cache, is_enough: Callable[[Cache], bool], kept: Sequence[int] = ()) -> Cache:
-        """Has extras give up what they hold, but for parts that are `kept`, until the cache `is_enough`."""
+        """Frees blocks that extras hold, but for parts that are `kept`, until the cache `is_enough`."""
         if not cache.config.extras:
             return cache
         return self.with_room(cache, lambda cache: (cache, is_enough(cache) or None), kept)[0]
