@@ -102,7 +102,7 @@ def bars_of(losses: dict, steps: Sequence[dict], head_dim: int) -> list[dict]:
     }
     bars = []
 
-    for name, least in (("int8", 1.88), ("int4", 3.4)):
+    for name, least in (("int8", 1.8), ("int4", 3.3)):
         rows = storages[name]["rows_in_bytes_of_bfloat16"]
         bars.append(at_least(f"rows in the bytes of bfloat16, {name}, head_dim {head_dim}", rows, least))
     for name, most in (("int8", 1e-4), ("fp8", 2e-3)):

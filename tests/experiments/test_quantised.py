@@ -134,7 +134,7 @@ def test_the_command_reports_what_it_measured(monkeypatch, capsys, decoder, tmp_
     assert quantised.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     verdicts = [bar["holds"] for bar in found["bars"]]
-    # int4 does not reach 3.4 rows, rotated it costs too much, and keys per channel cost more than per token.
+    # int4 does not reach 3.3 rows, rotated it costs too much, and keys per channel cost more than per token.
     assert verdicts == [True, False, True, True, False, False, False, True]
     assert quantised.main([]) == 0
     said = capsys.readouterr().out
