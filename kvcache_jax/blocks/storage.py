@@ -188,7 +188,7 @@ _store.defvjp(_store_fwd, _store_bwd)
 def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
     """Copies whole blocks of all layers, per layer group, in place under donation.
 
-    A block may be overwritten after it was copied: it had one owner left, who copied it away.
+    A source block may be a later copy's destination: its last owner now uses the copy.
     """
     config, pools = cache.config, []
     for pool, copied, group in zip(cache.pools, copies, config.groups, strict=True):

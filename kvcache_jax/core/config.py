@@ -50,7 +50,7 @@ class CacheConfig:
         are the prompt's; the next `extend` copies it. All layer groups then have one block size.
       extras: Features that keep something in the cache, one of each; see `core/extras.py`. No program knows
         of a feature that is not here.
-      eviction_policy: Which cached blocks are evicted first: "lru", "lfu" (fewest uses), "fifo" (published first),
+      eviction_policy: Cached blocks evicted first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Ties: the block released longest ago.
         A block is evicted before the block it continues. Every policy but "lru" scans all blocks.

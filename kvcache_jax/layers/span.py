@@ -85,7 +85,7 @@ class Span:
         return self.first_column(length, block_size), quotient(length, block_size)
 
     def is_beyond_rollback(self, length: jax.Array, new_len: jax.Array) -> jax.Array:
-        """Tests whether rows of `length` tokens, cut to `new_len`, may need tokens that left their windows."""
+        """Tests whether rows cut from `length` to `new_len` tokens may need tokens that left the window."""
         if self.window is None:
             return jnp.zeros_like(new_len, bool)
         return (length > self.window) & (length - new_len > self.max_rollback)

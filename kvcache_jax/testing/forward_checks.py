@@ -1,4 +1,4 @@
-"""A check that a model's step computes the same with a cache as without, for anybody's model."""
+"""A check that a model's step computes the same with a cache as without, for any model."""
 
 import dataclasses
 import functools
@@ -165,7 +165,7 @@ class _Runner:
 
     def run(self, tokens: np.ndarray, chunks: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
         """Computes the logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
-        # Chunks are padded to the whole: two programs serve, this one and that of single tokens.
+        # Chunks are padded to the whole: two programs serve, this one and the one of single tokens.
         width = 1 if max(chunks) == 1 else len(tokens)
         cache = init(self.config)
         cache, admission = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
