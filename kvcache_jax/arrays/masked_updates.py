@@ -29,7 +29,7 @@ def get_at(array: jax.Array, index: Index, fill: float | None = None) -> jax.Arr
 
 
 def _is_inside(index: Sequence[ArrayLike], shape: tuple[int, ...]) -> jax.Array:
-    """Tells which entries, one per leading axis, lie within `shape`."""
+    """Masks the entries, one per leading axis that lie within `shape`."""
     # Without their sign, negative entries are beyond any size.
     unsigned = [jnp.asarray(place).astype(jnp.uint32) for place in index]
     is_below = [lax.lt(x, lax.full_like(x, size)) for x, size in zip(unsigned, shape, strict=False)]
@@ -121,10 +121,10 @@ def run_if[T](condition: jax.Array, fn: Callable[[T], T], state: T) -> T:
 
 
 def common_bound(num_trips: jax.Array) -> jax.Array:
-    """Returns the trips of a loop, i32[]: under `vmap` those of the longest one, the same for all.
+    """Returns the trips of a loop, i32[]: under `vmap` the trips of the longest loop, for all.
 
-    For loops that carry pools. With a number of its own for each cache, every trip would copy whole pools, to
-    keep those of the caches that are done. So the loop goes on for all, and its body writes nowhere from a
+    For loops that carry pools. If each cache had its own number, every trip would copy whole pools, to
+    keep the pools of finished caches. So the loop goes on for all, and its body writes nowhere from a
     cache's own number of trips on.
     """
     return _common_bound(lax.stop_gradient(num_trips))

@@ -27,7 +27,7 @@ def over_heads(
       axis: From `axis_to_map`; None leaves the function as it is.
       inputs: Per argument the position of its arrays' axis of heads, None where they have none; or a pytree
         of positions.
-      outputs: Likewise, a tuple per result; else of the one result.
+      outputs: The same positions, a tuple with one entry per result; or the entry of the one result.
     """
     if axis is None:
         return function
@@ -117,12 +117,12 @@ def check_in_mesh(axis: str) -> None:
 
 
 def as_varied[T](arrays: T, *others: Any) -> T:
-    """Types `arrays` (a pytree) as what differs between devices wherever one of them or of `others` does.
+    """Types `arrays` (a pytree) as varying between devices wherever one of them or of `others` varies.
 
-    Inside `jax.shard_map` types tell over which mesh axes an array differs. A loop's carries and a
-    `jax.custom_vjp`'s gradients must have the types of what goes in, so what all devices share is typed as
-    what differs where it meets a cache of each device's own, and the other way round. In reverse, what was
-    shared gets the sum of the devices' gradients.
+    Inside `jax.shard_map` an array's type has the mesh axes over which it varies. Loop carries and the
+    gradients of a `jax.custom_vjp` must keep their input types. So where a replicated array meets a
+    per-device one, both are typed as varying. In reverse, the gradient of a replicated array is the sum of
+    the devices' gradients.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:  # not inside `shard_map`
         return arrays

@@ -43,20 +43,20 @@ def attend(
 ) -> tuple[Cache, AttentionOutput]:
     """Attends to what the step's rows hold; the reading half of `attention`.
 
-    The keys and values of the cache that it returns are those of the cache it got. Go on with it, so that
+    The returned cache has the same keys and values. Go on with it, so that
     later writes wait for this read: a donated step that writes to the old one copies a whole pool.
 
     Args:
       cache: Not changed, unless donated.
-      layer: As in `attention`, like what follows.
-      q: Likewise.
-      step: Likewise.
-      scale: Likewise.
-      soft_cap: Likewise.
-      sink_logits: Likewise.
-      return_lse: Likewise.
-      weights: Likewise.
-      implementation: Likewise.
+      layer: Model layer, as in `attention`.
+      q: Queries, as in `attention`.
+      step: The `Step` from `extend`, as in `attention`.
+      scale: Factor of the logits, as in `attention`.
+      soft_cap: Soft cap of the logits, as in `attention`.
+      sink_logits: Logits of the sinks, as in `attention`.
+      return_lse: Whether to return the log-sum-exp too, as in `attention`.
+      weights: The layer's own weights, as in `attention`.
+      implementation: Backend, as in `attention`.
 
     Returns:
       The cache and `out`, or `(out, lse)`, as `attention` does.
@@ -88,10 +88,10 @@ def attention(
     """Stores the new keys and values of one layer and attends: what a model's layer calls.
 
     Query head `i` reads key/value head `i // (num_q_heads / num_kv_heads)`. A query sees the tokens of
-    its row up to its own position, in a window group those in reach. It can be differentiated once, in
+    its row up to its own position, in a window group the tokens in reach. It can be differentiated once, in
     reverse mode (`jax.grad`); forward mode and second derivatives raise. Within a call gradients add up in
-    float32. From call to call those of keys and values do so in the cache's dtype: through many short steps
-    (sampled token by token, say) bfloat16 loses small ones, so keep such a cache in float32.
+    float32. From call to call gradients of keys and values add up in the cache's dtype: through many short
+    steps (sampled token by token, say) bfloat16 loses small ones, so keep such a cache in float32.
 
     Args:
       cache: Not changed, unless donated.

@@ -52,9 +52,9 @@ def attention_scores(
       num_last: Of each row's tokens, only the last so many count; where there are fewer, the others are
         padding.
       scale: As in `attention`.
-      soft_cap: Likewise.
-      sink_logits: Likewise; what the sinks take is missing in the sum.
-      weights: Likewise.
+      soft_cap: Soft cap of the logits, as in `attention`.
+      sink_logits: Logits of the sinks, as in `attention`; the weight that sinks take is missing in the sum.
+      weights: The layer's own weights, as in `attention`.
 
     Returns:
       f32[n, num_q_heads, w, max_seq_len], `w = num_last` where that is given; of each query that counts 1 in
@@ -174,7 +174,7 @@ def _scores(
 
 
 def _at_places(shares: jax.Array, plan: AttentionPlan, group: LayerGroup) -> jax.Array:
-    """Puts weights `[r, ..., keys]`, in the order of the plan's columns, at the keys' places."""
+    """Scatters weights `[r, ..., keys]`, in the order of the plan's columns, at the keys' places."""
     if group.span.keeps_all and plan.holes is None:
         return shares
     num_sinks = group.num_sink_blocks * group.block_size

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     """A run of blocks of every row.
 
     Attributes:
-      rows: i32[r, b], where the blocks stand in the pool, or past its end.
+      rows: i32[r, b], where the blocks are in the pool, or past its end.
       stored: By name `[h', r, n, ...]`, the blocks' arrays; see `load_blocks`.
       is_held: bool[1, r, n, 1], some query of the row sees the key. Others may be NaN, and 0 * NaN is NaN.
       is_seen: bool[1, r, m, n], the query sees the key.
@@ -83,12 +83,12 @@ def tiles(
     offset = jnp.tile(jnp.arange(block_size, dtype=jnp.int32), tile_blocks)[None]
 
     def sees(first: jax.Array, last: jax.Array, key_pos: jax.Array) -> jax.Array:
-        """Tells which keys any of the queries at positions `first` to `last` sees."""
+        """Masks the keys that any of the queries at positions `first` to `last` sees."""
         if plan.num_keys is not None:
             return key_pos < plan.num_keys[:, None, None]
         if plan.holes is None:
             return group.span.sees(first, last, key_pos)
-        # Distances are those of the text, of what is still there.
+        # Windows count distances in the text: dropped tokens still lie between a query and earlier keys.
         first, last, in_text = (plan.holes.positions(place) for place in (first, last, key_pos))
         seen = group.span.sees(first, last, in_text) & ~plan.holes.is_hidden(key_pos)
         return seen if plan.within is None else seen & plan.within.sees(first, last, in_text)
@@ -137,7 +137,7 @@ def by_query(x: jax.Array, num_queries: int) -> jax.Array:
 
 
 def query_mask(plan: AttentionPlan, q_shape: tuple[int, ...]) -> jax.Array:
-    """Tells queries from padding and failed rows, bool[r, t, 1, 1]."""
+    """Masks the queries that are neither padding nor of failed rows, bool[r, t, 1, 1]."""
     is_query = jnp.arange(q_shape[1], dtype=jnp.int32)[None] < plan.num_queries[:, None]
     return is_query[:, :, None, None]
 

@@ -27,7 +27,7 @@ class Call(NamedTuple):
       group_id: Layer group.
       backend: Name of the backend.
       scale: See `attention.attention`.
-      soft_cap: Likewise.
+      soft_cap: See `attention.attention`.
       num_kv_heads: Heads of the keys that the kind computes.
     """
 
@@ -105,7 +105,7 @@ def _forward(call, pool, q, weights, sink_logits, block_table, plan, layer):
 
 
 def _handed_through(pool, *reads):
-    """Fences the pool behind what was read from it, so that the next layer's write happens in place."""
+    """Fences the pool after the read from it, so that the next layer's write happens in place."""
     return lax.optimization_barrier((pool, *reads))
 
 

@@ -18,7 +18,7 @@ def write(cache: Cache, layer: Layer, k: jax.Array, v: jax.Array | None, step: S
       layer: As in `attention`.
       k: `[n, max_new, num_kv_heads, head_dim]`, or `[num_tokens, ...]` for a packed step; stored as the
         layer's kind says.
-      v: Likewise; None for kinds that take no values.
+      v: Values, shaped like `k`; None for kinds that take no values.
       step: From `extend`.
 
     Returns:

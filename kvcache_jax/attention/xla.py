@@ -4,8 +4,8 @@ One loop, which runs as far as the longest row of the step needs, not over the t
 computed in the dtype that keys and values are stored in, and added up in float32. Shapes below: `r` rows of
 the `AttentionPlan`, `t` queries of a row, `h` key/value heads, `g` query heads per key/value head,
 `m = t * g` queries of a row and key/value head, `b` blocks of a tile, `s` tokens of a block, `n = b * s` keys
-of a tile, `d` the width of a key, `e` that of a value. Stored blocks become keys and values tile by tile, by
-the layer kind's `keys_values`; its scales and offsets are applied to logits and weights.
+of a tile, `d` the width of a key, `e` the width of a value. Stored blocks become keys and values tile by
+tile, by the layer kind's `keys_values`; its scales and offsets are applied to logits and weights.
 
 References:
   Online softmax normalizer calculation for softmax (Milakov, Gimelshein; arXiv:1805.02867) and
@@ -106,7 +106,7 @@ class Saved(NamedTuple):
     themselves would make every later write copy them.
     """
 
-    rows: jax.Array  # i32[m], where the blocks stand in the pools, or past their end
+    rows: jax.Array  # i32[m], where the blocks are in the pools, or past their end
     pool: KVPool  # arrays [m, *shape]
     block_table: jax.Array  # of block ids in this pool
     plan: AttentionPlan  # of rows of this table
@@ -134,7 +134,7 @@ def save(
 def zeros_after(per_head: jax.Array, position: int | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Makes zeros when something else has been computed.
 
-    XLA makes constants ahead of the program, those of all layers at once, where they would only lie about;
+    XLA makes constants ahead of the program, for all layers at once, where they would only take memory;
     and it removes barriers before it decides on an order.
 
     Args:
@@ -167,20 +167,20 @@ def backward(
 ) -> tuple[KVPool, jax.Array, Any, jax.Array | None]:
     """Computes the gradients of the pool (which is handed through), `q`, `weights` and `sink_logits`.
 
-    Shares are those of the forward pass; the products of gradients are computed in float32.
+    Shares are the forward pass's; the products of gradients are computed in float32.
 
     Args:
       group: Static, like the next three.
       scale: See `Backend.decode`.
-      soft_cap: Likewise.
+      soft_cap: See `Backend.decode`.
       tile_tokens: See `CacheConfig`.
       saved: From `save`.
-      q: As in the forward pass, like the following.
-      weights: Likewise.
-      sink_logits: Likewise.
-      out: Likewise.
-      lse: Likewise.
-      grads: Those of the pool handed through, of `out` and of `lse`.
+      q: Queries, as in the forward pass.
+      weights: The layer's own weights, as in the forward pass.
+      sink_logits: Logits of the sinks, as in the forward pass.
+      out: The forward pass's outputs.
+      lse: The forward pass's log-sum-exp.
+      grads: Gradients of the pool handed through, of `out` and of `lse`.
     """
     pool_grads, grad_out, grad_lse = grads
     num_queries, num_blocks, arrays = q.shape[1], saved.rows.shape[0], dict(group.arrays)
@@ -263,7 +263,7 @@ def _in_float32(arrays: Any) -> Any:
 
 
 def _where_held(is_held: jax.Array, values: jax.Array) -> jax.Array:
-    """Puts zeros in place of the tokens of `values [h', r, n, ...]` that no query sees.
+    """Replaces by zeros the tokens of `values [h', r, n, ...]` that no query sees.
 
     Args:
       is_held: bool[1, r, n, 1], some query of the row sees the token.

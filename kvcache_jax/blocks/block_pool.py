@@ -57,19 +57,19 @@ def ref_counts(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
 
 
 def has_no_owner(ref_count: jax.Array, block_ids: jax.Array) -> jax.Array:
-    """Tells which blocks have no owner, bool like `block_ids`; False for nowhere."""
+    """Masks the blocks without owner, bool like `block_ids`; False for nowhere."""
     return get_at(ref_count, block_ids, 1) == 0
 
 
 def is_published(pool: BlockPool, block_ids: jax.Array) -> jax.Array:
-    """Tells which blocks are published, bool like `block_ids`; False for nowhere."""
+    """Masks the published blocks, bool like `block_ids`; False for nowhere."""
     if pool.cached is None:
         return jnp.zeros(block_ids.shape, bool)
     return get_at(pool.cached.is_published, block_ids, False)
 
 
 def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
-    """Hands out one block per true entry, each with one owner.
+    """Assigns one block per true entry, each with one owner.
 
     Args:
       pool: Holds at least as many free blocks; the caller has checked, and evicted.
@@ -209,7 +209,7 @@ def sweep_queue(pool: BlockPool, is_due: jax.Array) -> BlockPool:
     def is_left(state):
         return state[3] - cached.head < num_entries
 
-    # Where no sweep is due the queue is its own result, and the first position is behind its end.
+    # Where no sweep is due the queue is its own result, and the first position is past its end.
     end = jnp.where(is_due, cached.head, cached.tail)
     state = cached.queue, cached.queued_at, end, end
     queue, queued_at, tail, _ = lax.while_loop(is_left, sweep_some, state)

@@ -29,8 +29,8 @@ def key_rotation(
     Make the function once: another one is another program.
 
     Args:
-      inv_freq: f64[d], radians per position of each pair of features, with all scaling in it. What of a key
-        is behind the first `2 * d` features is left as it is.
+      inv_freq: f64[d], radians per position of each pair of features, with all scaling in it. A key's
+        features after the first `2 * d` are not rotated.
       max_distance: Most positions that a key moves by, in either direction.
       rope_type: Name of the scaling. Those that change frequencies alone are served: "default", "linear",
         "llama3" and "yarn", whose factor on keys stays on them.
@@ -99,7 +99,7 @@ def key_rotation(
 def rotations_of_groups(
     rotate: Rotate | Sequence[Rotate | None] | None, config: Any
 ) -> tuple[Rotate | None, ...]:
-    """Checks a rotation of all layers, or one of each, and returns that of each layer group.
+    """Checks a rotation of all layers, or one of each, and returns the rotation of each layer group.
 
     Raises:
       ValueError, TypeError: it is no function, or differs within a group.

@@ -37,7 +37,7 @@ def block_rows(block_ids: jax.Array, layer: jax.Array | int, num_blocks: int, nu
 
 
 def rows_of_all_layers(pool: KVPool, group: LayerGroup, block_ids: jax.Array) -> jax.Array:
-    """Computes where blocks i32[...] stand in the pool in each layer, i32[..., num_layers]."""
+    """Computes where blocks i32[...] are in the pool in each layer, i32[..., num_layers]."""
     layers = jnp.arange(group.num_layers, dtype=jnp.int32)
     layers = lax.broadcast_to_rank(layers, block_ids.ndim + 1)
     return block_rows(block_ids[..., None], layers, pool.num_rows // group.num_layers, pool.num_rows)
@@ -118,14 +118,14 @@ def _set_tokens(values: jax.Array, array: BlockArray, places: tuple[Any, ...], n
     if backends.target_device().platform != "tpu" or not _is_by_head(array) or is_split:
         return values.at[places].set(new, mode="drop")
     # A place per head: to write all heads of a token at once, XLA for TPUs would lay out the whole pool with
-    # tokens first, and back for whoever reads blocks.
+    # tokens first, and back for every reader of blocks.
     block, _, offset = places
     heads = jnp.arange(values.shape[1], dtype=jnp.int32)[None]
     return values.at[block[:, None], heads, offset[:, None]].set(new, mode="drop")
 
 
 def _is_by_head(array: BlockArray) -> bool:
-    """Tells whether a head's part of a block is one run of numbers."""
+    """Tests whether a head's part of a block is one run of numbers."""
     return (array.head_axis, array.token_axis) == (0, 1)
 
 
@@ -188,11 +188,11 @@ _store.defvjp(_store_fwd, _store_bwd)
 def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
     """Copies whole blocks of all layers, per layer group, in place under donation.
 
-    A block may be overwritten after it was copied: it had one owner left, who copied it away.
+    A source block may be a later copy's destination: its last owner now uses the copy.
     """
     config, pools = cache.config, []
     for pool, copied, group in zip(cache.pools, copies, config.groups, strict=True):
-        if group.holds_sources:  # nobody writes into them again
+        if group.holds_sources:  # no call writes into sources again
             pools.append(pool)
             continue
         name = choose(config, None, pool, group).name
@@ -261,7 +261,7 @@ def _num_trips(num_copies: jax.Array) -> jax.Array:
 def _copied_rows(
     group: LayerGroup, pool: KVPool, ids: jax.Array, num_copies: jax.Array, trip: jax.Array
 ) -> jax.Array:
-    """Finds where the blocks of a trip stand in the pool, i32[layers * copies]; past its end for no copy."""
+    """Finds where the blocks of a trip are in the pool, i32[layers * copies]; past its end for no copy."""
     num_rows = pool.num_rows
     num_blocks = num_rows // group.num_layers
     nth = trip * _COPIES_PER_TRIP + jnp.arange(min(_COPIES_PER_TRIP, ids.shape[0]), dtype=jnp.int32)

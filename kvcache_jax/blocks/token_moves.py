@@ -20,7 +20,7 @@ class TokenMoves(NamedTuple):
 
     Attributes:
       sources: i32[n, layers, heads, C * s], place that the token at each place comes from; outside of the row
-        for none. One layer, or one head, stands for all.
+        for none. An axis of one layer, or of one head, applies to all.
       table: i32[n, C], blocks that hold the rows before.
       destination: i32[n, C], blocks that are written; nowhere for those that are not.
     """

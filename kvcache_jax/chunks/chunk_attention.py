@@ -1,4 +1,4 @@
-"""The attention that tokens of chunks give to what stands in front, from the weights of a layer."""
+"""The attention that tokens of chunks give to the tokens before their chunk, from the weights of a layer."""
 
 import functools
 from typing import Any
@@ -13,9 +13,9 @@ from kvcache_jax.core import arguments
 
 @jax.named_scope("kvcache.chunk_attention")
 def chunk_attention(scores: jax.Array, places: Any, starts: Any, lengths: Any) -> jax.Array:
-    """Sums what each token of a chunk gives to all that stands in front of the chunk, from a layer's weights.
+    """Sums the attention of each token of a chunk to all tokens before the chunk, from a layer's weights.
 
-    Tokens of no chunk stand in front, too. Results of several steps add up, and so do those of layers.
+    Tokens of no chunk count as tokens before, too. Results of several steps add up, and of layers too.
 
     Args:
       scores: f32[n, num_q_heads, w, max_seq_len], of `attention_scores`.

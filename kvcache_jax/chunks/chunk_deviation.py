@@ -17,7 +17,7 @@ from kvcache_jax.core.state import Cache, Step
 def chunk_deviation(
     cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step
 ) -> tuple[Cache, tuple[jax.Array, jax.Array]]:
-    """Computes how far composed keys and values of a layer are from those computed with all in front.
+    """Computes how far composed keys and values of a layer are from values computed with all tokens before.
 
     CacheBlend computes the first layers of all tokens again, and of the others those that are furthest off
     there: `k_deviation` and `v_deviation` of `chunks.Metadata`. Call it before `write` or `attention` of the
@@ -27,7 +27,7 @@ def chunk_deviation(
       cache: Not changed.
       layer: As in `attention`.
       k: `[n, T, num_kv_heads, head_dim]`, the step's keys.
-      v: Likewise, values.
+      v: The step's values, shaped like `k`.
       step: Padded, from `rewrite`.
 
     Returns:

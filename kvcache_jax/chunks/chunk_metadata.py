@@ -1,4 +1,4 @@
-"""The operation `chunks.metadata`: what is known of the tokens of chunks at their places in rows."""
+"""The operation `chunks.metadata`: describes the tokens of chunks at their places in rows."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from kvcache_jax.core.state import Cache
 def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
     """Describes the tokens of chunks at their places in rows, for `select_tokens`; changes nothing.
 
-    A chunk that was computed at place 0 and stands there is exact: its tokens are none to compute again.
+    A chunk that was computed at place 0 and is composed there is exact: no token needs computing again.
 
     Args:
       cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.

@@ -33,10 +33,10 @@ _OBSERVED = frozenset({"attention", "k_deviation", "v_deviation"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkReuse:
-    """The way in which chunks of prompts are reused, passages that may stand anywhere.
+    """The way in which chunks of prompts are reused: passages at any position.
 
     Each chunk is computed once, alone, and is kept in the cache's store of chunks. In a prompt its keys are
-    rotated to where it stands, and some of its tokens are computed again, with all that stands in front.
+    rotated to their new positions, and some of its tokens are computed again, with all tokens before them.
 
     Attributes:
       rotate: Rotates keys to another position, as in `compose`: a `key_rotation` of the model's frequencies.
@@ -194,7 +194,7 @@ def _within_windows(name: str, spans: list[Span], num_tokens: int, config: Cache
 
 
 def _with_room(spans: list[Span], prompt: np.ndarray, config: CacheConfig, num_chunks: int) -> list[Span]:
-    """Leaves out those of a prompt's spans that do not fit beside it and the others, in order.
+    """Leaves out the spans of a prompt that do not fit beside it and the others, in order.
 
     It does not depend on what the cache holds: the rest of it can be evicted, and chunks be forgotten.
     """

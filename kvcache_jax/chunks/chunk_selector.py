@@ -1,6 +1,6 @@
-"""Selectors by name, which say what tokens of chunks are computed again, and a decorator for one's own.
+"""Selectors by name, which choose the tokens of chunks to compute again, and a decorator for one's own.
 
-A chunk's tokens were computed without the tokens that now stand in front of them. A selector is a pure
+A chunk's tokens were computed without the tokens that now precede them. A selector is a pure
 function from what is known of composed tokens to a score per token: `select_tokens` takes the highest, and
 `rewrite` computes them again.
 
@@ -21,15 +21,15 @@ from kvcache_jax.arrays.registry import Registry
 class ChunkMetadata(NamedTuple):
     """Metadata of composed tokens that a selector sees: n rows of S places, S the cache's `max_seq_len`.
 
-    Of what is optional a selector sees what it needs, else None. What stands at places without a token of a
-    chunk means nothing.
+    A selector receives the optional fields named in `needs`; the others are None. Entries at places outside
+    chunks are arbitrary.
 
     Attributes:
       is_token: bool[n, S], the place holds a composed token that may be computed again.
       nth_chunk: i32[n, S], the row's chunk, in the order that the caller gave.
       place_in_chunk: i32[n, S], 0 for a chunk's first token.
       chunk_len: i32[n, S], tokens of the chunk.
-      attention: f32[n, S], attention that the token gives to what stands in front of its chunk, mean over
+      attention: f32[n, S], attention that the token gives to the tokens before its chunk, mean over
         heads; see `chunks.attention`.
       k_deviation: f32[n, S], squared difference of the key that is right here and the composed one, summed
         over heads and features of a layer; see `chunks.deviation`.
@@ -56,7 +56,7 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
     """Registers a function from `chunks.Metadata` to scores f32[n, S]; the highest are computed again.
 
     A score of infinity or NaN is computed again beyond the number asked for, one of minus infinity never. Of
-    equal scores the token that stands first goes first. The function is traced once per program.
+    equal scores the first token is chosen first. The function is traced once per program.
 
     Args:
       name: For `select_tokens`.
@@ -97,7 +97,7 @@ def scores_by(name: str, chunks: ChunkMetadata) -> jax.Array:
 
 @chunk_selector("attention", needs=["attention"])
 def _attention(chunks: ChunkMetadata) -> jax.Array:
-    """Scores by the attention that the token gives to what stands in front of its chunk (Cache-Craft)."""
+    """Scores by the attention that the token gives to the tokens before its chunk (Cache-Craft)."""
     assert chunks.attention is not None
     return chunks.attention
 

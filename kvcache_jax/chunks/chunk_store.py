@@ -161,7 +161,7 @@ def check_chunks(cache: Cache) -> list[str]:
             first, end = start // group.block_size, -(-(start + length) // group.block_size)
             columns = first + np.arange(len(is_held))
             may_hold = must_hold = columns < (end if length else first)
-            if group.window is not None:  # of what a window let go there is what the next token reads
+            if group.window is not None:  # it may have released blocks that the next token does not read
                 first_read = start + length + 1 - group.window
                 must_hold = may_hold & ((columns + 1) * group.block_size > first_read)
             if (is_held & ~may_hold).any() or (must_hold & ~is_held).any():

@@ -1,4 +1,4 @@
-"""The operation `compose`: chunks are put into rows, at any position."""
+"""The operation `compose`: puts chunks into rows after the tokens they hold, at any position."""
 
 import dataclasses
 import functools
@@ -37,19 +37,19 @@ def compose(
     *,
     rotate: Rotate | Sequence[Rotate | None] | None,
 ) -> tuple[Cache, jax.Array]:
-    """Puts chunks into rows behind the tokens they hold, with the keys rotated to their new positions.
+    """Puts chunks into rows after the tokens they hold, with the keys rotated to their new positions.
 
     A key is rotated once, from the original one of the chunk, by its new position less the one it was
     computed for; a key that does not move keeps its bits, and so do all values. Afterwards a row ends with
     its last chunk, and `rewrite` computes again what the caller chooses: a chunk's tokens were computed
-    without the row's tokens in front of them. Places between chunks hold zeros, which stand for no token:
-    compute them before anything behind them is.
+    without the row's tokens before them. Places between chunks hold zeros and no token: compute them before
+    anything after them is.
 
-    The row writes into blocks of its own: those that `allocate` reserved, then others. The blocks of chunks
-    do not change. A window layer holds of the row what it would after an `extend` of its last `max_query_len`
-    places, as far as chunks have it; what is out of reach takes no block, and goes back. Such a row publishes
-    no more than the tokens in front of its first chunk. Scarce blocks go in entry order. Call it inside a
-    donated jit: called eagerly it copies the pools.
+    The row writes into blocks of its own: first blocks that `allocate` reserved, then others. The blocks of
+    chunks do not change. A window layer holds of the row what it would after an `extend` of its last
+    `max_query_len` places, as far as chunks have it; places out of reach take no block, and theirs are
+    released. Such a row publishes no more than the tokens before its first chunk. Scarce blocks are assigned
+    in entry order. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(extras=[Store(...)])`.
@@ -150,7 +150,7 @@ def _compose(
 def _placed(
     control: Control, chunks: Chunks, seq_ids: jax.Array, chunk_ids: jax.Array, starts: jax.Array
 ) -> Placed:
-    """Finds the places of chunks in rows; sums that would overflow are cut, for they are refused anyhow."""
+    """Finds the places of chunks in rows; starts that would overflow are clipped."""
     is_chunk = get_at(chunks.length, chunk_ids, 0) > 0
     chunk_ids = jnp.where(is_chunk, chunk_ids, chunks.num_chunks)
     starts = jnp.where(is_chunk, jnp.clip(starts, -1, jnp.int32(2**30)), 0)
@@ -193,7 +193,7 @@ def _checked(
 
 
 def _keep_recorded(control: Control, columns: ComposedColumns, destination: jax.Array) -> Control:
-    """Notes that blocks in place of others hold the tokens that those held."""
+    """Records that blocks in place of others hold the tokens that the others held."""
     if (index := control.prefix_index) is None:
         return control
     nowhere = index.parent.shape[0]
@@ -206,7 +206,7 @@ def _keep_recorded(control: Control, columns: ComposedColumns, destination: jax.
 def _note(
     control: Control, seq_ids: jax.Array, rows: jax.Array, placed: Placed, config: CacheConfig
 ) -> Control:
-    """Notes the lengths of rows, and that what follows is no prefix."""
+    """Records the lengths of rows, and that what follows is no prefix."""
     chunks = chunks_of(control)
     first = get_at(chunks.first_composed, seq_ids, 0)
     first = jnp.where(first > 0, first, placed.context_len + 1)

@@ -23,7 +23,7 @@ class Placed(NamedTuple):
       starts: i32, first place.
       ends: i32, one past the last place; 0 for none.
       distance: i32, positions that the keys move by.
-      context_len: i32[n], tokens in front of all of them.
+      context_len: i32[n], tokens before all of them.
       new_len: i32[n], places of the row afterwards.
     """
 
@@ -42,7 +42,7 @@ class Sources(NamedTuple):
       blocks: i32, nowhere where there is no token.
       offsets: i32, its place in that block.
       distance: i32, positions that its key moves by.
-      is_missing: bool, the row or a chunk has a token there, which its window let go.
+      is_missing: bool, the row or a chunk has a token there, whose block its window released.
     """
 
     blocks: jax.Array
@@ -56,11 +56,11 @@ class ComposedColumns(NamedTuple):
 
     Attributes:
       entries: i32, the row's blocks before.
-      is_written: bool, they get tokens.
-      is_taken: bool, and need another block: they have none, or one that others hold or that is published.
+      is_written: bool, columns that tokens are moved into.
+      is_taken: bool, columns that need a new block: they have none, or theirs is shared or published.
       is_left: bool, their block leaves the window.
-      need: i32[n], blocks that the row takes, less those that come free as they leave.
-      is_lost: bool[n], the next token would read what a window let go.
+      need: i32[n], blocks that the row takes, less the leaving blocks that become free.
+      is_lost: bool[n], the next token would read tokens that a window released.
       sources: Sources.
     """
 
@@ -85,7 +85,7 @@ def find(
     """Finds the columns from the row's last token on, and the blocks that may be written there.
 
     A window group holds what it would after an `extend` of the last `max_query_len` places, as far as there
-    are tokens: columns in front of them get no block.
+    are tokens: columns before them get no block.
 
     Args:
       pool: Of the group.
@@ -117,7 +117,7 @@ def find(
 def _first_kept(
     group: LayerGroup, sources: Sources, placed: Placed, max_query_len: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Finds the first column behind the sinks that rows hold, i32[n], and those rows that lack tokens."""
+    """Finds the first column after the sinks that rows hold, i32[n], and masks rows that lack tokens."""
     num_rows = placed.new_len.shape[0]
     lacks = sources.is_missing.reshape(num_rows, -1, group.block_size).any(axis=-1)
     columns = jnp.arange(lacks.shape[1], dtype=jnp.int32)[None]

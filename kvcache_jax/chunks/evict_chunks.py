@@ -1,4 +1,4 @@
-"""The operation `chunks.evict`: chunks of the least value are forgotten."""
+"""The operation `chunks.evict`: makes room for chunks, and forgets the least valuable ones."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ from kvcache_jax.operations.rows import on_rows
 def evict_chunks(
     cache: Cache, num_places: Any, *, num_blocks: Any = 0, keep: Any = ()
 ) -> tuple[Cache, jax.Array]:
-    """Makes room for chunks: forgets those of the least uses times tokens, as few as suffice.
+    """Makes room for chunks: forgets the chunks with the least uses times tokens, as few as suffice.
 
-    A use is a `compose`; of equal chunks the one that was stored or used longest ago goes first. Where all
+    A use is a `compose`; of equal chunks the one stored or used longest ago is forgotten first. Where all
     that may go would not suffice, none goes.
 
     Args:
@@ -90,12 +90,12 @@ def _ranks(chunks: Chunks, mask: jax.Array, clock: jax.Array) -> jax.Array:
 
 
 def _num_freed(pool: BlockPool, block_ids: jax.Array, rank: jax.Array) -> jax.Array:
-    """Counts the blocks that nobody holds once the chunk of each rank went, too; i32[num_chunks].
+    """Counts the blocks that become free as the chunk of each rank is forgotten, i32[num_chunks].
 
     Args:
       pool: The group's blocks.
-      block_ids: i32[num_chunks, columns], those of chunks.
-      rank: i32[num_chunks], the order in which chunks go; `num_chunks` for those that stay.
+      block_ids: i32[num_chunks, columns], the blocks of chunks.
+      rank: i32[num_chunks], the order in which chunks are forgotten; `num_chunks` for chunks that stay.
     """
     ranks = jnp.broadcast_to(rank[:, None], block_ids.shape).reshape(-1)
     ids, ranks = lax.sort((block_ids.reshape(-1), ranks), num_keys=2)

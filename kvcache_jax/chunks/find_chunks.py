@@ -1,4 +1,4 @@
-"""The operation `chunks.find`: the chunks that are stored of passages."""
+"""The operation `chunks.find`: finds the chunks with exactly these tokens."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The operation `chunks.free`: chunks are forgotten."""
+"""The operation `chunks.free`: forgets chunks."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Observation of chunks where they stand, by a model's first layers: what selectors see beside the places."""
+"""Observation of chunks at their places, by a model's first layers: what selectors see beside the places."""
 
 import functools
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def observe_chunks(
 
     Returns:
       The cache; f32[1, max_seq_len] each of `chunks.Metadata` by name: deviations of the last layer's keys
-      and values, and the attention that tokens give there to what stands in front of their chunk.
+      and values, and the attention that tokens give there to the tokens before their chunk.
     """
     observe, layer = reuse.observe, reuse.observed_layer
     assert observe is not None
@@ -77,7 +77,7 @@ def _observe_piece(
     layer: int,
     with_attention: bool,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Computes one piece; returns also f32[1, max_seq_len], attention to what is in front, and the status."""
+    """Computes one piece; returns also f32[1, max_seq_len], attention to earlier tokens, and the status."""
     cache, step = rewrite(cache, rows, indices)
     queries, cache = _checked(observe(params, tokens, cache, step))
     if not with_attention:

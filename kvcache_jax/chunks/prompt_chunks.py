@@ -55,9 +55,9 @@ class ChunkRows(PromptRows):
 
     A missing chunk is computed alone, at position 0 of an idle row, and nothing beside it. So a prompt's
     result is its own: it depends neither on what was stored before nor on the other prompts, unless a caller
-    stores chunks otherwise. Behind chunks that were composed, none could be stored from a prompt's own row.
+    stores chunks otherwise. After composed chunks, none could be stored from a prompt's own row.
 
-    `num_reused_tokens` are those of chunks that were not computed again.
+    `num_reused_tokens` counts the tokens of chunks that were not computed again.
     """
 
     def __init__(self, call: PromptCall, spans: list[list[Span]], reuse: ChunkReuse):
@@ -104,7 +104,7 @@ class ChunkRows(PromptRows):
     ) -> tuple[Cache, int | None]:
         """Computes a chunk alone in an idle row and stores it; returns its id as `hold` does."""
         name, length = _name(cache, tokens), np.array([len(tokens)])
-        # What a window lets go from one call to the next is missing where tokens are computed again.
+        # Tokens that a window releases between two calls are missing where tokens are computed again.
         has_windows = not all(group.span.keeps_all for group in cache.config.groups)
         prefill_len = self.call.prefill_len
         if has_windows:
@@ -144,8 +144,8 @@ class ChunkRows(PromptRows):
     def fill(self, cache: Cache, prompt_id: int, row: int, parts: Sequence[int]) -> Cache:
         """Computes a row that was allocated for a prompt as far as its last chunk, but not its last token.
 
-        What stands in front of the first chunk is fed, all chunks are composed, and then everything that is
-        to be computed behind there is rewritten in order: texts between chunks, and what the selector chose.
+        The tokens before the first chunk are fed, all chunks are composed, and then everything that is
+        to be computed after that is rewritten in order: texts between chunks, and what the selector chose.
 
         Args:
           cache: Donated.

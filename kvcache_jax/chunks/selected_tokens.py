@@ -23,7 +23,7 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
         "random", "all", "none", or one registered with `chunks.selector`.
       chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
       num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.
-        Infinite scores stand beyond it, see `chunks.selector`.
+        Infinite scores are chosen beyond it, see `chunks.selector`.
       max_select: Most tokens of a row, the width of the result; of more the highest scores.
 
     Returns:
@@ -101,7 +101,7 @@ def _ranks(part: jax.Array, scores: jax.Array, mask: jax.Array) -> jax.Array:
     places = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
     is_less = (~mask).astype(jnp.int32)
     is_less, part, _, order = lax.sort((is_less, part, -scores, places), num_keys=4)
-    # Of a run of one part, every entry counts from the run's first.
+    # Rank = position minus the position of the first entry of the same part.
     is_first = (part != jnp.roll(part, 1, axis=1)) | (is_less != jnp.roll(is_less, 1, axis=1)) | (places == 0)
     first = lax.cummax(jnp.where(is_first, places, 0), axis=1)
     return lax.sort((order, places - first), num_keys=1)[1]

@@ -1,4 +1,4 @@
-"""The operation `chunks.store`: spans of rows are kept as chunks, which `compose` puts into other rows."""
+"""The operation `chunks.store`: keeps spans of rows as chunks, which `compose` puts into other rows."""
 
 import dataclasses
 import functools
@@ -32,11 +32,12 @@ def store_chunk(
     """Keeps spans of rows as chunks, in the rows' namespaces, under the names of their tokens.
 
     Blocks that lie within a span are shared with the row; where a span begins or ends inside a block, its
-    tokens are copied. With prefix caching all are copied: a published block stands behind its parent. Of a
-    window layer the chunk has what the row still holds. Rows do not change, and may be freed; whoever writes
-    into a shared block copies it first. A chunk that is stored already stays as it is. Scarce blocks and
-    places for chunks go in entry order; of equal chunks of a call the first is stored, and the others share
-    its fate. Call it inside a donated jit: called eagerly it copies the pools.
+    tokens are copied. With prefix caching every block is copied, because a published block must follow its
+    parent and a chunk has none. In a window layer the chunk keeps the tokens the row still holds. Rows do not
+    change, and may be freed; a row that writes into a shared block copies it first. A chunk that is stored
+    already stays as it is. Scarce blocks and places for chunks are assigned in entry order; of equal chunks
+    of a call the first is stored, and the others have its outcome. Call it inside a donated jit: called
+    eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated; built with `CacheConfig(extras=[Store(...)])`.
@@ -47,8 +48,8 @@ def store_chunk(
 
     Returns:
       The cache and `chunks.Stored` with `status`: BAD_LENGTH (no token, more than `max_chunk_len` or `tokens`
-      have, outside the row, or behind tokens that were composed or dropped, whose keys are not the original
-      ones), WINDOW_LOST (a window gave back what the token behind the span reads of it), OUT_OF_CHUNKS,
+      have, outside the row, or after tokens that were composed or dropped, whose keys are not the original
+      ones), WINDOW_LOST (a window released what the token after the span reads of it), OUT_OF_CHUNKS,
       OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, SKIPPED, BAD_SEQ_ID.
 
     Raises:
@@ -112,7 +113,7 @@ class _Columns(NamedTuple):
       entries: i32[n, C], the row's blocks from there on.
       is_shared: bool[n, C], the chunk holds the row's block.
       is_copied: bool[n, C], it holds a block of its own with the tokens of the span.
-      is_lost: bool[n], a window gave back what the token behind the span reads of it.
+      is_lost: bool[n], a window released what the token after the span reads of it.
     """
 
     first: jax.Array

@@ -7,10 +7,10 @@ Invariants, which `check_invariants` looks for:
   `(start + length - 1) // block_size` of its row as they were, in the same order and with the same offsets.
   The keys in them are the original ones, rotated by the positions from `start` on: what `compose` rotates
   starts from these, never from keys that were rotated before.
-* Each entry counts as an owner in `ref_count`, so that whoever writes into a shared block copies it first.
-  Nobody writes into the blocks of chunks.
+* Each entry counts as an owner in `ref_count`, so that a row that writes into a shared block copies it
+  first. No call writes into the blocks of chunks.
 * No two chunks have the same name.
-* With prefix caching no block of a chunk is published: a published block stands behind its parent, which a
+* With prefix caching no block of a chunk is published: a published block must follow its parent, which a
   chunk does not hold. Chunks then hold copies alone.
 """
 
@@ -31,7 +31,7 @@ class Chunks:
     """Chunks by id; nowhere is `num_chunks`.
 
     Attributes:
-      tokens: i32[num_chunks, max_chunk_len], 0 behind the last one.
+      tokens: i32[num_chunks, max_chunk_len], 0 after the last one.
       length: i32[num_chunks], tokens; 0 where no chunk is stored.
       start: i32[num_chunks], position of the first token when it was computed.
       namespace: u32[num_chunks, 4], of the row that the chunk came from.
@@ -61,7 +61,7 @@ class Chunks:
         """Finds chunks by name, i32[n], or nowhere.
 
         Args:
-          tokens: i32[n, max_chunk_len], 0 behind the last one.
+          tokens: i32[n, max_chunk_len], 0 after the last one.
           length: i32[n].
           namespace: u32[n, 4].
         """
@@ -80,7 +80,7 @@ class Chunks:
         )
 
     def owned_by(self, chunk_ids: jax.Array, namespace: jax.Array) -> jax.Array:
-        """Tells which of `chunk_ids` i32[n, ...] are chunks of `namespace` u32[n, 4], bool like them."""
+        """Masks the `chunk_ids` i32[n, ...] that are chunks of `namespace` u32[n, 4], bool like them."""
         of_chunks = get_at(self.namespace, chunk_ids)
         namespace = namespace.reshape(namespace.shape[0], *[1] * (chunk_ids.ndim - 1), 4)
         return (get_at(self.length, chunk_ids, 0) > 0) & (of_chunks == namespace).all(axis=-1)

@@ -1,4 +1,4 @@
-"""The operation `compress`: rows keep their best tokens, and give back the blocks of the others."""
+"""The operation `compress`: keeps the tokens of rows with the highest scores, and releases other blocks."""
 
 import dataclasses
 import math
@@ -33,16 +33,16 @@ from kvcache_jax.prefix import eviction
 def compress(
     cache: Cache, seq_ids: IntRows, scores: ArrayLike, num_keep: ArrayLike
 ) -> tuple[Cache, jax.Array]:
-    """Keeps the tokens of rows with the highest scores, and gives back the blocks of the others.
+    """Keeps the tokens of rows with the highest scores, and releases the blocks of the others.
 
     The tokens kept move to the front of the row, in their order; new ones follow at the positions of the text
     as if nothing had happened. Nothing is attended to differently: a token that is kept has its position in
     its key. Scores may differ by layer and head, and so may what is kept, as many tokens in each.
 
     Tokens move within blocks that the row alone holds. Where it has too few of them, for its blocks are
-    shared or published, it takes others; nobody else's blocks change. A row that was compressed publishes no
-    more than the blocks in front that stayed as they were. Scarce blocks go in entry order, before any is
-    given back. Call it inside a donated jit: called eagerly it copies the pools.
+    shared or published, it takes others; no other row's blocks change. A row that was compressed publishes no
+    more than its first blocks that stayed as they were. Scarce blocks are assigned in entry order, before any
+    is released. Call it inside a donated jit: called eagerly it copies the pools.
 
     The gradient passes through the tokens kept, and the choice has none. Beside the pool's gradient it takes
     three copies of one layer of the pool.
@@ -146,9 +146,9 @@ class _Plan(NamedTuple):
 
     Attributes:
       status: i32[n].
-      rows: i32[n], those that are compressed, else nowhere.
+      rows: i32[n], rows that are compressed, else nowhere.
       new_len: i32[n], places of the row afterwards.
-      same_len: i32[n], tokens in front whose blocks stay as they are.
+      same_len: i32[n], first tokens, whose blocks stay as they are.
       kept: What each group keeps.
       columns: Its columns.
     """
@@ -225,7 +225,7 @@ def _plan(
 
 
 def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig) -> Control:
-    """Notes the lengths of the rows, and what is no prefix any more."""
+    """Records the lengths of the rows, and which tokens are no prefix any more."""
     assert control.holes is not None
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
     prefix_len = jnp.where(holes.is_plain, plan.same_len, jnp.minimum(plan.same_len, holes.prefix_len))

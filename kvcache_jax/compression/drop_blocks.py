@@ -1,4 +1,4 @@
-"""The operation `drop_to_utilization`: rows let old tokens go, and go on, until enough blocks are free."""
+"""The operation `drop_to_utilization`: drops old tokens of rows until enough blocks are free."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def _drop(
 def _droppable(
     control: Control, target: jax.Array, streaming: Streaming, config: CacheConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds the tokens of each row that lie in whole blocks behind its sinks, and as few of them as will do.
+    """Finds the tokens of each row that lie in whole blocks after its sinks, and as few of them as will do.
 
     Returns:
       i32[max_seqs], blocks of groups above the target that come free if all of these tokens go.

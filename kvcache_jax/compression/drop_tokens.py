@@ -1,4 +1,4 @@
-"""The operation `drop`: rows let tokens go from anywhere, and go on with the others."""
+"""The operation `drop`: drops tokens from within rows, which go on with the others."""
 
 import dataclasses
 import functools
@@ -44,15 +44,15 @@ def drop(
     positions: str = TEXT,
     rotate: Rotate | Sequence[Rotate | None] | None = None,
 ) -> tuple[Cache, jax.Array]:
-    """Drops tokens from within rows: blocks that hold no others go back, and the rest is hidden.
+    """Drops tokens from within rows: releases blocks that hold no others, and hides the rest.
 
     No query sees a dropped token again, and the others stay as they are in the text: positions go on from it,
     and windows are as far as they are there. A row has one run of dropped tokens, which grows: drop all but
     the first and the last ones again and again, and an endless text passes through fixed memory
-    (StreamingLLM). Once a row dropped tokens, `max_seq_len` bounds those that it holds. Whoever shares a
-    block keeps it.
+    (StreamingLLM). Once a row dropped tokens, `max_seq_len` bounds the tokens that it holds. Other rows
+    keep the blocks they share with it.
 
-    With `positions="text"` no key moves. With "cache" queries find the tokens in front of the run, the sinks,
+    With `positions="text"` no key moves. With "cache" queries find the tokens before the run, the sinks,
     as near as if there had never been a run: their keys are rotated by the tokens dropped, each time from the
     original ones. The row keeps these in blocks beside its own; `truncate` into the sinks puts them back.
 
@@ -70,7 +70,7 @@ def drop(
       The cache and status i32[n]: BAD_LENGTH (the run ends outside of the row, begins among the sinks of a
       layer kind, leaves tokens between it and those dropped before, or, in a row with tokens that `compress`
       kept, begins in the text that these and dropped ones are from; with "cache" also: more than
-      `max_sink_len` tokens in front of it, or some that `compress` kept),
+      `max_sink_len` tokens before it, or some that `compress` kept),
       OUT_OF_BLOCKS ("cache": no block for the sinks beside the original ones), SEQ_NOT_ACTIVE,
       DUPLICATE_SEQ_ID, SKIPPED, BAD_SEQ_ID.
 
@@ -134,11 +134,11 @@ class _Plan(NamedTuple):
 
     Attributes:
       status: See `Status`.
-      rows: Those that drop something, else `max_seqs`.
+      rows: Rows that drop something, else `max_seqs`.
       holes: Holes of the rows afterwards.
       context_len: Tokens of the rows before.
-      first_gone: First place whose block goes back.
-      num_gone: Places of blocks that go back.
+      first_gone: First place whose block is released.
+      num_gone: Places of blocks that are released.
     """
 
     status: jax.Array
@@ -152,7 +152,7 @@ class _Plan(NamedTuple):
 def _plan(
     control: Control, seq_ids: jax.Array, start: jax.Array, length: jax.Array, config: CacheConfig
 ) -> _Plan:
-    """Decides what rows drop, of i32[n] all."""
+    """Decides which tokens rows drop, of i32[n] all."""
     assert control.holes is not None
     before = control.holes.of_rows(seq_ids)
     context_len = get_at(control.context_len, seq_ids, 0)
@@ -184,7 +184,7 @@ def _plan(
 
 
 def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Control:
-    """Carries a plan out: its blocks go back, and rows note what they dropped."""
+    """Carries a plan out: releases its blocks, and records what rows dropped."""
     assert control.holes is not None
     pools = list(control.block_pools)
     for g, group in config.row_groups.items():
@@ -244,7 +244,7 @@ def _drop_and_rotate(
 def _without_columns(
     pool: BlockPool, group: LayerGroup, rows: jax.Array, first: jax.Array, length: jax.Array
 ) -> BlockPool:
-    """Releases the blocks of places `[first, first + length)` i32[n]; what is behind moves up to them."""
+    """Releases the blocks of places `[first, first + length)` i32[n]; the columns after them move up."""
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
     first = quotient(first, group.block_size)[:, None]
     length = quotient(length, group.block_size)[:, None]

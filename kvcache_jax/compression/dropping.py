@@ -1,8 +1,8 @@
-"""Rows that let tokens go from within, and the original keys of the sinks in front of them.
+"""Rows that drop tokens from within, and the original keys of the sinks before them.
 
-What `drop(positions="cache")` lets go shortens the way from a query to a row's first tokens, the sinks. No
-key after them moves: the keys of the sinks are rotated by as many positions as were let go, each time from
-the original ones. These stay in blocks that the row holds beside its table, column for column. Forks share
+The run that `drop(positions="cache")` drops shortens the way from a query to a row's first tokens, the sinks.
+No key after them moves: the keys of the sinks are rotated by as many positions as were dropped, each time
+from the original ones. These stay in blocks that the row holds beside its table, column for column. Forks share
 both; the next drop of either row takes a block of its own.
 """
 
@@ -39,7 +39,7 @@ class OriginalSinks:
 
 @dataclasses.dataclass(frozen=True)
 class Dropping(Extra):
-    """Lets rows drop tokens from within: by `compress`, and without prefix caching by `drop`.
+    """Allows rows to drop tokens from within: by `compress`, and without prefix caching by `drop`.
 
     XLA then does all attention: no kernel knows tokens that are hidden.
 
@@ -95,7 +95,7 @@ class Dropping(Extra):
         return OriginalSinks(block_ids=tuple(nowhere(g, group) for g, group in enumerate(config.groups)))
 
     def inherit(self, control: Control, rows: jax.Array, parent_ids: jax.Array) -> Control:
-        """Lets `rows` share the original blocks of their parents, in place of their own."""
+        """Shares the original blocks of their parents with `rows`, in place of their own."""
 
         def inherited(_: int, pool: BlockPool, block_ids: jax.Array) -> tuple[BlockPool, jax.Array]:
             new = get_at(block_ids, parent_ids, pool.num_blocks)
@@ -111,7 +111,7 @@ class Dropping(Extra):
         return keep_first(control, rows, [jnp.zeros_like(rows)] * len(control.block_pools))
 
     def truncate(self, control: Control, rows: jax.Array, new_len: jax.Array) -> Control:
-        """Puts the original blocks back where no token after the sinks is left: they are where they were."""
+        """Restores the original blocks where no token after the sinks is left: sinks are where they were."""
         assert control.holes is not None
         is_plain = new_len <= control.holes.of_rows(rows).prefix_len
         rows = jnp.where(is_plain, rows, control.max_seqs)
@@ -181,7 +181,7 @@ def original_sinks(control: Control) -> OriginalSinks | None:
 
 
 def reads_rotated(control: Control, seq_ids: jax.Array) -> jax.Array:
-    """Tells which rows read sinks whose keys are rotated, bool[n]."""
+    """Masks the rows that read sinks whose keys are rotated, bool[n]."""
     is_rotated = jnp.zeros_like(seq_ids, bool)
     if (sinks := original_sinks(control)) is not None:
         for pool, block_ids in zip(control.block_pools, sinks.block_ids, strict=True):

@@ -1,4 +1,4 @@
-"""The choice of the tokens that `compress` keeps, by their scores, and of the places they go to."""
+"""The choice of the tokens that `compress` keeps, by their scores, and of the places they move to."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Kept(NamedTuple):
     Attributes:
       sources: As in `TokenMoves`.
       first: i32[n], first place with a token.
-      same_len: i32[n], tokens in front that stay where they are, in all layers and heads.
+      same_len: i32[n], first tokens, which stay where they are, in all layers and heads.
     """
 
     sources: jax.Array
@@ -56,7 +56,7 @@ def keep(
     Args:
       scores: f32[n, layers, heads, max_seq_len].
       context_len: i32[n], tokens before.
-      holes: Those of the rows and the group.
+      holes: Holes of the rows and the group.
       num_keep: i32[n].
       new_len: i32[n].
       group: The layer group.
@@ -68,7 +68,7 @@ def keep(
     is_shown = (row_places < context_len[:, None]) & ~holes.is_hidden(row_places)
     scores = jnp.where(places < group.span.num_sink_tokens, jnp.inf, scores)
     is_less = jnp.broadcast_to(~is_shown[:, None, None], shape).astype(jnp.int32)
-    # Those shown first, then by score, then by place; NaN comes behind all numbers.
+    # Visible tokens first, then by score, then by place; NaN sorts after all numbers, so it is kept last.
     *_, best = lax.sort((is_less, -scores, places), num_keys=3)
     chosen = jnp.sort(jnp.where(places < num_keep, best, width), axis=-1)  # `places` are ranks here
 

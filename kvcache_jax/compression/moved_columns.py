@@ -1,4 +1,4 @@
-"""The columns of rows that `compress` writes anew: which blocks serve again, and which go back."""
+"""The columns of rows that `compress` writes anew: which blocks are written again, and which are released."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,11 +18,11 @@ class MovedColumns(NamedTuple):
 
     Attributes:
       entries: i32[n, C], the rows' blocks.
-      num_same: i32[n], columns in front that stay as they are.
+      num_same: i32[n], first columns, which stay as they are.
       is_own: bool[n, C], the block may be written anew.
       is_written: bool[n, C], columns that get moved tokens.
       num_before: i32[n], columns with tokens before.
-      num_after: i32[n], and after.
+      num_after: i32[n], columns with tokens after.
       need: i32[n], blocks that the row must take.
     """
 
@@ -53,7 +53,7 @@ def find(
       first: i32[n], first place with a token afterwards.
       context_len: i32[n], tokens before.
       new_len: i32[n], places afterwards.
-      same_len: i32[n], tokens in front whose blocks stay.
+      same_len: i32[n], first tokens, whose blocks stay.
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
     num_before, num_after = group.num_columns(context_len), group.num_columns(new_len)
@@ -79,7 +79,7 @@ def replace(pool: BlockPool, rows: jax.Array, found: MovedColumns) -> tuple[Bloc
     columns = lax.broadcasted_iota(jnp.int32, entries.shape, 1)
     order = lax.broadcasted_iota(jnp.int32, entries.shape, 0)
     nth_own, nth_written = (_ranked(mask) for mask in (found.is_own, found.is_written))
-    own = set_at(jnp.full_like(entries, nowhere), (order, nth_own), entries)  # one behind the other
+    own = set_at(jnp.full_like(entries, nowhere), (order, nth_own), entries)  # one after the other
     reused = jnp.where(found.is_written, get_at(own, (order, nth_written), nowhere), nowhere)
     pool, fresh = block_pool.take(pool, is_row & found.is_written & (reused == nowhere))
     destination = jnp.where(is_row, jnp.minimum(reused, fresh), nowhere)
@@ -91,7 +91,7 @@ def replace(pool: BlockPool, rows: jax.Array, found: MovedColumns) -> tuple[Bloc
     is_replaced = is_row & (columns >= num_same) & (columns < num_before)
     goes = is_replaced & ~(found.is_own & (nth_own < num_written))
     pool = block_pool.release(pool, jnp.where(goes, entries, nowhere)[:, ::-1])
-    # Blocks reserved behind the tokens stay the row's.
+    # Blocks reserved after the tokens stay the row's: `allocate` promised them.
     reserved = get_at(entries, (order, columns + num_before - num_after), nowhere)
     table = jnp.where(columns < num_after, destination, reserved)
     table = jnp.where(columns < num_same, entries, table)

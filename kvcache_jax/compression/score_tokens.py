@@ -1,4 +1,4 @@
-"""The operation `token_scores`: what the tokens of rows are worth, by a scorer of a name."""
+"""The operation `token_scores`: computes what each token of rows is worth in a layer."""
 
 from typing import Any
 

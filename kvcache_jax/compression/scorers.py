@@ -1,7 +1,7 @@
 """Scorers by name, which say what each token of a row is worth to `compress`, and a decorator for one's own.
 
 A scorer is a pure function from what is known of a layer's tokens to a score per token, or per head and
-token: the highest stay. Definitions are those of kvpress, an open collection of such methods.
+token: the highest stay. Definitions follow kvpress, an open collection of such methods.
 
 References:
   kvpress (NVIDIA; github.com/NVIDIA/kvpress), and the papers that the functions name.
@@ -22,16 +22,16 @@ from kvcache_jax.arrays.registry import Registry
 class TokenMetadata(NamedTuple):
     """Metadata of one layer that a scorer sees: n rows of S places; None where the scorer did not ask for it.
 
-    What stands at places without a token means nothing.
+    Entries at places without a token are arbitrary.
 
     Attributes:
       is_token: bool[n, S], the place holds a token that can be kept.
-      num_tokens: i32[n], places in use, the last one behind the row's last token.
+      num_tokens: i32[n], places in use, up to and including the row's last token.
       num_queries: i32[n], queries in `attention`, the row's last tokens.
       num_kv_heads: Heads of the keys.
       k: f32[n, num_kv_heads, S, key_dim], keys as they are multiplied, rotated.
       v: f32[n, num_kv_heads, S, value_dim], values.
-      attention: f32[n, num_q_heads, w, S], weights of the row's last tokens, padded behind; see
+      attention: f32[n, num_q_heads, w, S], weights of the row's last tokens, padded at the end; see
         `attention_scores`.
       queries: Mean f32[n, num_q_heads, key_dim] and covariance f32[n, num_q_heads, key_dim, key_dim] of
         queries to come; see `future_queries`.
@@ -54,7 +54,7 @@ class TokenMetadata(NamedTuple):
         return lax.broadcasted_iota(jnp.int32, (1, 1, self.is_token.shape[1]), 2)
 
     def is_last(self, num: int | jax.Array) -> jax.Array:
-        """Tells which places hold the row's last `num` tokens, bool[n, 1, S]."""
+        """Masks the places that hold the row's last `num` tokens, bool[n, 1, S]."""
         first = self.num_tokens - num
         return (self.places >= first[:, None, None]) & (self.places < self.num_tokens[:, None, None])
 
@@ -122,7 +122,7 @@ def future_queries(
       is_query: bool[n, T], those that count, one at least.
       rotate: `(x [positions, rows, key_dim], positions i32[positions]) -> x`, the model's linear rotation of
         queries at positions of the text.
-      next_position: i32[n], that of the first query to come.
+      next_position: i32[n], the position of the first query to come.
       num_future: Positions from there on, over which the rotation is averaged.
     """
     q, mask = q.astype(jnp.float32), is_query[..., None, None]

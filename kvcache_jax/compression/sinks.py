@@ -1,4 +1,4 @@
-"""The columns of rows that hold sinks, and the blocks that their rotated keys get."""
+"""The columns of rows that hold sinks, and the blocks of their rotated keys."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class SinkColumns(NamedTuple):
 
     Attributes:
       read: i32, the blocks that the row reads.
-      original: i32, those with the original keys, which the row may read so far.
+      original: i32, blocks with the original keys, which the row may read so far.
       is_first: bool, the sinks there move for the first time.
       is_taken: bool, the rotated keys need a block.
     """
@@ -74,7 +74,7 @@ def rotate_sinks(
       rows: i32[n], which differ; `max_seqs` for none.
       found: Of these rows, or others where there is none.
       num_sinks: i32[n], first tokens of the rows, whose keys move.
-      num_tokens: i32[n], all tokens of the rows, of which some may lie behind the sinks in the same block.
+      num_tokens: i32[n], all tokens of the rows, of which some may follow the sinks in the same block.
       distance: i32[n], positions that the keys move by, from where they were computed.
 
     Returns:

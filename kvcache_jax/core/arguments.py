@@ -242,7 +242,7 @@ def located_to_store(cache: Cache, layer: Any, step: Any) -> Place:
 
 
 def require_own(config: CacheConfig, layer: Any, group_id: int) -> None:
-    """Refuses new keys and values of a layer that reads those of another, or of a source."""
+    """Refuses new keys and values of a layer that reads the keys and values of another, or of a source."""
     is_named = isinstance(layer, int | np.integer)
     shared_layer = config.layers[int(layer)].shared_layer if is_named else None
     if shared_layer is not None:

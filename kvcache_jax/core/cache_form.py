@@ -16,12 +16,12 @@ _HAS_VALUES = jax.Array, np.ndarray, np.generic
 
 
 def is_batched(control: Any) -> bool:
-    """Tells whether a control state is of several caches, stacked; within a `vmap` over them it is of one."""
+    """Tests whether a control state is of several caches, stacked; within a `vmap` over them it is of one."""
     return control.is_active.ndim != 1
 
 
 def is_traced(control: Any) -> bool:
-    """Tells whether the operation that got the control state becomes part of a program."""
+    """Tests whether the operation that got the control state becomes part of a program."""
     return isinstance(control.is_active, Tracer)
 
 
@@ -34,16 +34,16 @@ def missing_values(control: Any) -> str | None:
 
 
 def is_donated(control: Any) -> bool:
-    """Tells whether a step was given a cache's arrays; the control state must have values.
+    """Tests whether a step was given a cache's arrays; the control state must have values.
 
     The pools are not asked: operations that move no keys and values pass the pools through, so that a later
-    step donates those of an older cache, whose control state stays.
+    step donates the pools of an older cache, whose control state stays.
     """
     return are_deleted(control)
 
 
 def are_deleted(arrays: Any) -> bool:
-    """Tells whether any of `arrays` was donated."""
+    """Tests whether any of `arrays` was donated."""
     leaves = (leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array))
     return any(leaf.is_deleted() for leaf in leaves if not isinstance(leaf, Tracer))
 

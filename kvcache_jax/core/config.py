@@ -50,10 +50,10 @@ class CacheConfig:
         are the prompt's; the next `extend` copies it. All layer groups then have one block size.
       extras: Features that keep something in the cache, one of each; see `core/extras.py`. No program knows
         of a feature that is not here.
-      eviction_policy: Which cached blocks go first: "lru", "lfu" (fewest uses), "fifo" (published first),
+      eviction_policy: Cached blocks evicted first: "lru", "lfu" (fewest uses), "fifo" (published first),
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
-        published), or a name registered with `eviction_policy`. Of equal ones that released longest ago;
-        always a block before its predecessor. All but "lru" look at every block when one must go.
+        published), or a name registered with `eviction_policy`. Ties: the block released longest ago.
+        A block is evicted before the block it continues. Every policy but "lru" scans all blocks.
       eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
         makes evictable; 1 is exact. "lru" is always exact.
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
@@ -229,7 +229,7 @@ class CacheConfig:
         return next((g for g, group in self.row_groups.items() if group.span.keeps_all), 0)
 
     def locate(self, layer: int) -> tuple[int, int]:
-        """Returns a layer's group and its index in that group; of a shared layer, those of the other."""
+        """Returns a layer's group and its index in that group; of a shared layer, the other layer's."""
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer is {layer}, expected 0 <= layer < {self.num_layers}")
         shared_layer = self.layers[layer].shared_layer

@@ -70,7 +70,7 @@ class Extra:
         return control
 
     def move(self, control: Any, rows: jax.Array, prefix_len: jax.Array) -> Any:
-        """Notes that the tokens of `rows` after the first `prefix_len` i32[n] moved to other places."""
+        """Records that the tokens of `rows` after the first `prefix_len` i32[n] moved to other places."""
         return control
 
     def prefix_len(self, control: Any, seq_ids: jax.Array, length: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ class Extra:
 
 
 class Hooks(tuple[Extra, ...]):
-    """The extras of a config, asked one after the other; the methods are those of `Extra`."""
+    """The extras of a config, asked one after the other, with the methods of `Extra`."""
 
     def inherit(self, control: Any, rows: jax.Array, parent_ids: jax.Array) -> Any:
         """Gives `rows` what their parents have."""
@@ -124,7 +124,7 @@ class Hooks(tuple[Extra, ...]):
         return control
 
     def move(self, control: Any, rows: jax.Array, prefix_len: jax.Array) -> Any:
-        """Notes that the tokens of `rows` after the first `prefix_len` moved."""
+        """Records that the tokens of `rows` after the first `prefix_len` moved."""
         for extra in self:
             control = extra.move(control, rows, prefix_len)
         return control

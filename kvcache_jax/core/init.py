@@ -75,7 +75,7 @@ def init(
 
 
 def _is_plain() -> bool:
-    """Tells whether arrays made here and now are neither traced nor on a mesh: numpy's will do."""
+    """Tests whether arrays made here and now are neither traced nor on a mesh: numpy's will do."""
     return jax.sharding.get_abstract_mesh().empty and not isinstance(jnp.zeros(()), Tracer)
 
 
@@ -94,7 +94,7 @@ def _check_spec(spec: PartitionSpec, config: CacheConfig) -> None:
 
 
 def _check_heads(sharding: NamedSharding | PartitionSpec, spec: PartitionSpec, config: CacheConfig) -> None:
-    """Raises unless the devices that split the heads divide those of every array."""
+    """Raises unless the number of devices that split the heads divides every array's number of heads."""
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
     axis = spec[1] if len(spec) > 1 else None
     names = axis if isinstance(axis, tuple) else (axis,)

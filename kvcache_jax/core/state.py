@@ -21,7 +21,7 @@ class CachedBlocks:
     """Published blocks, and the queue of those without owner in the order of their release.
 
     The queue is exact LRU at constant cost: a release appends the block, reuse only makes the entry stale,
-    and whoever evicts from the front skips stale entries. There is always room for the published blocks that
+    and eviction from the front skips stale entries. There is always room for the published blocks that
     have an owner. Positions in the queue count up modulo 2**32.
 
     Attributes:
@@ -101,7 +101,7 @@ class KVPool:
 
     @property
     def v(self) -> jax.Array:
-        """Values, likewise."""
+        """Values: the group's array of that name."""
         return self.arrays["v"]
 
     @property
@@ -155,8 +155,8 @@ class GroupLinks:
 class PrefixIndex:
     """An index of the blocks of one layer group, the indexed one, by the tokens up to their end.
 
-    An entry is a published block's id, in the bucket of its hash. What it stands for is stored with the
-    block, and compared at every hit.
+    An entry is a published block's id, in the bucket of its hash. The block's content is stored beside it,
+    and compared at every hit.
 
     Attributes:
       buckets: i32[num_buckets, ways], block ids, or nowhere.
@@ -193,8 +193,8 @@ class Control:
       clock: u32[], advances by one with each call of these that uses a row.
       counters: u32[len(Counter)], events since `init`; see `Counter`.
       hash_key: u32[2], key of the content hash; kept for ever, so that a restored cache still hits.
-      num_published: i32[max_seqs], first blocks of the row that are published, as far as it was committed;
-        with a last one that `truncate` cut into, whoever published that.
+      num_published: i32[max_seqs], leading blocks of the row known to be published. Counts a partly filled
+        last block too if it is a published one that `truncate` shortened the row into.
       source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
       holes: Holes of all rows, 0 for those that dropped nothing; None where no row hides tokens.
       prefix_index: PrefixIndex; None without prefix caching.
@@ -272,8 +272,8 @@ class Admission:
 
     Attributes:
       status: i32[n], see `Status`.
-      num_cached: i32[n], first tokens whose keys and values are already there; computation starts
-        behind them.
+      num_cached: i32[n], first tokens whose keys and values are already there; computation
+        starts after them.
       num_items_cached: i32[n], multimodal items among them, which need not be encoded.
     """
 
@@ -286,11 +286,11 @@ class Admission:
 class AttentionPlan:
     """The columns of a group's block table that a step's queries read; shared by all its layers.
 
-    The rows are those of the step, or the tokens of a packed step, each a row of one query.
+    Its rows are the step's, or the tokens of a packed step, each a row of one query.
 
     Attributes:
       table_row: i32[r], row of the block table.
-      first_column: i32[r], first column in reach of the row's queries, behind the sink columns.
+      first_column: i32[r], first column in reach of the row's queries, after the sink columns.
       num_columns: i32[r], columns to read: the sink columns, then those from `first_column` on; 0 reads
         nothing.
       first_position: i32[r], position of the first query.
@@ -298,7 +298,7 @@ class AttentionPlan:
       positions: i32[r, t], of the queries, ascending; None where they follow one another.
       num_keys: i32[r], tokens that all queries of a row see; None where they are causal.
       holes: Holes of the rows; None where no row hides tokens.
-      within: Span (static) that queries do not see beyond, whatever that of the kind; None for no other.
+      within: Span (static) that queries do not see beyond, whatever the kind's span; None for no other.
       work: From the backend's `plan`; () for a backend without one.
     """
 
@@ -331,7 +331,7 @@ class Step:
       status: i32[n], see `Status`.
       seq_ids: i32[n], rows of the block table; `max_seqs` where there is none.
       query_len: i32[n], new tokens.
-      context_len: i32[n], tokens held, the new ones included; in a refused second entry of a row, not.
+      context_len: i32[n], row length after the call; for a rejected duplicate entry the length before it.
       positions: i32[tokens], position in the text, which models rotate by; unspecified without a token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere, as in all of a group of
         sources, is `num_blocks * block_size`.
@@ -363,7 +363,7 @@ class BlockCopies(NamedTuple):
 
     Attributes:
       src: i32[n], block ids; entries at `[0, num_copies)` count.
-      dst: i32[n], likewise.
+      dst: i32[n], block ids of the copies, entry by entry.
       num_copies: i32[].
     """
 

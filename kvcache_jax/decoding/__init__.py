@@ -1,4 +1,4 @@
-"""Loops for anybody's model: generate, beam search, scoring, speculation."""
+"""Loops for any model: generate, beam search, scoring, speculation."""
 
 from kvcache_jax.decoding.beam_search import Beam, BeamResult
 from kvcache_jax.decoding.generate import GenerateResult

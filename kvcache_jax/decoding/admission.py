@@ -152,7 +152,7 @@ def _start(
 def _shares_more(
     cache: Cache, tokens: np.ndarray, num_tokens: int, namespace: np.ndarray, others: list[np.ndarray]
 ) -> bool:
-    """Tells whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
+    """Tests whether a prompt (i32[1, P]) begins with more blocks of `others` than are cached."""
     block_size = cache.config.groups[cache.config.indexed_group].block_size
     common = 0
     for other in others:

@@ -1,4 +1,4 @@
-"""Decoding for anybody's model: each prompt is prefilled once, and its samples share it by fork.
+"""Decoding for any model: each prompt is prefilled once, and its samples share it by fork.
 
 The host admits requests, collects results and streams; everything between two check-ins of the host is
 one compiled loop (`loop.decode`).

@@ -43,7 +43,7 @@ class Generation:
       tokens: New tokens; the stop token, if one ended it, is the last.
       logprobs: Log-probability of each under the model's own distribution.
       finish_reason: "stop", "length" (`max_new_tokens`, or the row is at `max_seq_len`), "out_of_blocks", or
-        "nan_logits": of the logits behind `tokens` one is NaN or +inf, or all are -inf, so nothing was drawn.
+        "nan_logits": of the logits after `tokens` one is NaN or +inf, or all are -inf, so nothing was drawn.
     """
 
     prompt_id: int

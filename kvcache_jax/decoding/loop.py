@@ -1,4 +1,4 @@
-"""The device side of decoding, for anybody's model: one while loop, and the state that it carries.
+"""The device side of decoding, for any model: one while loop, and the state that it carries.
 
 Every step computes all rows of the cache, idle ones without new tokens.
 """
@@ -50,7 +50,7 @@ class DecodeState:
       cache: The target model's.
       draft_cache: The draft model's; None without one.
       history: i32[max_seqs, width], each row's prompt and what was generated; `width` is `max_seq_len`, but
-        of rows that drop tokens that of the longest text.
+        for rows that drop tokens the length of the longest text.
       prompt_len: i32[max_seqs].
       length: i32[max_seqs], tokens in `history`. The last one is not in the cache yet.
       max_len: i32[max_seqs], length at which the row ends.
@@ -266,7 +266,7 @@ def _draft(draft_params: Any, state: DecodeState, draft_source: DraftSource) -> 
         is_drafting &= step.query_len > 0
         return (cache, token, is_drafting), (token, logprobs, is_drafting)
 
-    # One step more than drafts: it feeds the last draft, so that the draft's cache never lags behind.
+    # One step more than drafts: it feeds the last draft, so that the draft's cache has as many tokens as the target's.
     steps = jnp.arange(draft_source.num_drafts + 1, dtype=jnp.int32)
     (cache, _, _), (tokens, logprobs, proposed) = lax.scan(
         propose, (cache, _last_token(state), is_drafting), steps
@@ -288,7 +288,7 @@ def _end_failed(state: DecodeState, status: jax.Array) -> DecodeState:
 
 
 def _end_undrawn(state: DecodeState, rows: jax.Array) -> DecodeState:
-    """Ends those of `rows` that a token before has not ended."""
+    """Ends the given rows that are still running, with NAN_LOGITS."""
     ends = rows & (state.phase == Phase.RUNNING)
     return dataclasses.replace(state, phase=jnp.where(ends, Phase.NAN_LOGITS, state.phase).astype(jnp.int32))
 

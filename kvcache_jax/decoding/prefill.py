@@ -1,7 +1,7 @@
-"""Prefill for anybody's model: one program feeds it prompts, or other known tokens, whatever their number.
+"""Prefill for any model: one program feeds it prompts, or other known tokens, whatever their number.
 
 A call of the model takes `P` pieces of `T` tokens. Rows lie end to end in it: each has as many pieces as its
-tokens fill, one behind the other, and only its last piece has room left. `extend` reserves their slots as one
+tokens fill, one after the other, and only its last piece has room left. `extend` reserves their slots as one
 packed step. The model is handed the pieces as a padded step `[P, T]`, so that any `forward` serves.
 """
 
@@ -36,8 +36,8 @@ class Pieces(NamedTuple):
 
     Attributes:
       tokens: i32[P, T]; 0 where there is none.
-      targets: i32[P, T], the token behind each.
-      rows: i32[P], row of each piece; `max_seqs` for a piece of nobody.
+      targets: i32[P, T], the token after each.
+      rows: i32[P], row of each piece; `max_seqs` for a piece without row.
       first: i32[P], position of its first token.
       nth: i32[P], its number among the row's pieces in this call.
       num_tokens: i32[P].
@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens that follow those of a call.
+    """Log-probabilities of the tokens that follow the tokens of a call.
 
     Attributes:
       logprobs: f32[P, T], log-probability of each target.
@@ -69,7 +69,7 @@ class FeedResult(NamedTuple):
     """Results of `feed`, by row.
 
     Attributes:
-      logits: f32[max_seqs, vocab], behind each row's last token; 0 for rows that were fed nothing. If no row
+      logits: f32[max_seqs, vocab], after each row's last token; 0 for rows that were fed nothing. If no row
         was fed anything, `vocab` is 0.
       status: i32[max_seqs], of the `extend` that failed, OK for all other rows.
       scores: Each call's pieces and their scores, if they were asked for.
@@ -215,12 +215,12 @@ def _feed_pieces(
     """Calls the model once on pieces; rows whose `status` i32[max_seqs] is not OK are left out.
 
     Returns:
-      The cache; the new status; the logits f32[P, vocab] behind each piece's last token; the scores.
+      The cache; the new status; the logits f32[P, vocab] after each piece's last token; the scores.
     """
     num_pieces, piece_len = pieces.tokens.shape
     nobody = cache.max_seqs
     # A packed step's entries: at each piece the row that begins there, with the tokens of all its pieces, and
-    # what the piece leaves empty, which is nobody's.
+    # the piece's padding, which belongs to no row.
     begins = (pieces.nth == 0) & (get_at(status, pieces.rows, Status.SKIPPED) == Status.OK)
     order = jnp.arange(num_pieces, dtype=jnp.int32)
     num_new = jnp.zeros(num_pieces, jnp.int32).at[order - pieces.nth].add(pieces.num_tokens)
@@ -287,6 +287,6 @@ def _with_ends(logits: jax.Array, ends: jax.Array, rows: jax.Array) -> jax.Array
 
 @jax.jit
 def _with_numbers(logits: jax.Array, rows: jax.Array) -> jax.Array:
-    """Keeps those of `rows` i32[n] that a token can be drawn for; `max_seqs` replaces the others."""
+    """Keeps the `rows` i32[n] that a token can be drawn for; `max_seqs` replaces the others."""
     max_seqs = logits.shape[0]
     return jnp.where(are_numbers(get_at(logits, rows, 0.0)), rows, max_seqs).astype(jnp.int32)

@@ -135,7 +135,7 @@ class Retention:
 
     @property
     def span(self) -> Span | None:
-        """The positions that a token sees, whatever its layer's kind; None for those of the kind."""
+        """The positions that a token sees, whatever its layer's kind; None for the kind's positions."""
         return None
 
     def check(self, caller: str, config: CacheConfig, num_drafts: int) -> None:

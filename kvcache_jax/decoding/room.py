@@ -67,7 +67,7 @@ def num_side_by_side(
 
 
 def rows_fit(cache: Cache, rows: Rows, retention: Retention) -> bool:
-    """Tells whether `rows` can all go on to their ends together.
+    """Tests whether `rows` can all go on to their ends together.
 
     Args:
       cache: Holds them, and no other rows, except those that are still to be forked.
@@ -114,7 +114,7 @@ def _most_needed(
     """Counts the most blocks that rows which share blocks ever hold together.
 
     Either what is held now stays, held by one row or another, and each row takes blocks of its own beside; or
-    the rows share nothing more, and each holds as many as a row can, which are few where windows let go.
+    the rows share nothing more, and each holds as many as a row can, which are few where windows release.
 
     Args:
       group: The layer group.
@@ -162,7 +162,7 @@ def _needed_by(
 def _sharing_rows(group: LayerGroup, table: np.ndarray, rows: Rows) -> list[list[int]]:
     """Splits rows such that no two of different lists share a block of the group.
 
-    Only windows let go of what rows share, so elsewhere all are one list.
+    Only windows release blocks that rows share, so elsewhere all are one list.
     """
     if group.span.keeps_all:
         return [list(rows.ids)]

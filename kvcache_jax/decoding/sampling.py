@@ -158,7 +158,7 @@ def row_keys(params: SamplingColumns, position: jax.Array) -> jax.Array:
 
     Args:
       params: Of n rows.
-      position: i32[n], where the drawn token will stand in its row.
+      position: i32[n], the place of the drawn token in its row.
 
     Returns:
       keys[n].
@@ -182,7 +182,7 @@ def sample(logits: jax.Array, params: SamplingColumns, position: jax.Array) -> t
     Args:
       logits: [n, vocab], any floating dtype. Of NaN: see `filtered_logprobs`.
       params: Of n rows.
-      position: i32[n], where the drawn token will stand in its row: with the seed, it decides the draw.
+      position: i32[n], the place of the drawn token in its row: with the seed, it decides the draw.
 
     Returns:
       token i32[n], and its logprob f32[n] under the model's own distribution, at temperature 1 and
@@ -207,7 +207,7 @@ def sample(logits: jax.Array, params: SamplingColumns, position: jax.Array) -> t
 
 
 def are_numbers(logits: jax.Array) -> jax.Array:
-    """Tells whether logits can be drawn from, bool[...]: no NaN, no +inf, and not all of them -inf."""
+    """Tests whether logits can be drawn from, bool[...]: no NaN, no +inf, and not all of them -inf."""
     # Not by their maximum: XLA's of many numbers passes over NaN on a CPU.
     return (logits < jnp.inf).all(axis=-1) & (logits > -jnp.inf).any(axis=-1)
 

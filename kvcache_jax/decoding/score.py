@@ -121,7 +121,7 @@ def score(
         return allocate(cache, [0], context_len[:1], tokens=found_by, namespace=words)
 
     def has_room(cache: Cache) -> bool:
-        """Tells whether the longest continuation finds blocks beside the context, in a fork of its row."""
+        """Tests whether the longest continuation finds blocks beside the context, in a fork of its row."""
         return all(
             num_blocks_needed(cache, num_more, group=g)[0] < num_available_blocks(cache, group=g)
             for g in range(len(config.groups))
@@ -183,7 +183,7 @@ def score(
     for found, tokens in zip(results, own, strict=True):
         if len(tokens) and tokens[0] < len(firsts):
             found[0] = firsts[tokens[0]]
-    # What is behind the first token takes a row.
+    # Only continuations of more than one token need a row: the context's logits score the first.
     waiting, lonely = [i for i, tokens in enumerate(own) if len(tokens) > 1], []
     most = config.max_seqs - 1
     while waiting:

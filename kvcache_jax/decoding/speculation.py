@@ -32,7 +32,7 @@ def accept_drafts(
     accepted, from the target's next distribution. A one-hot target accepts its own token and no other.
 
     Drafts that are not random have q = 1. For such drafts the target's token is drawn at every place as
-    `sample` draws it, and drafts are accepted as far as they agree: the emitted tokens are those of plain
+    `sample` draws it, and drafts are accepted as far as they agree: the emitted tokens equal plain
     decoding.
 
     Args:
@@ -42,7 +42,7 @@ def accept_drafts(
       num_drafts: i32[n], how many of a row's drafts count, at most D.
       draft_logprobs: f32[n, D, vocab], what the drafts were drawn from, filters included; None if they are
         not random (`ngram_drafts`).
-      keys: keys[n, D + 1], from `sampling.row_keys` with the position of each draft and of the token behind
+      keys: keys[n, D + 1], from `sampling.row_keys` with the position of each draft and of the token after
         them. Random drafts may be drawn from the same keys: the bits used here are others.
 
     Returns:
@@ -121,7 +121,7 @@ def ngram_drafts(
     if there is none, of its last `ngram - 1`, down to 1; and proposes the tokens that followed it there.
 
     Args:
-      tokens: i32[n, T]; whatever stands at or past `length` is not read.
+      tokens: i32[n, T]; entries at or past `length` are not read.
       length: i32[n], tokens in each row.
       num_drafts: At most so many drafts; a Python int.
       ngram: Length of the longest ending looked for; a Python int.

@@ -1,4 +1,4 @@
-"""Continuous batching inside one compiled program, for anybody's model."""
+"""Continuous batching inside one compiled program, for any model."""
 
 from kvcache_jax.engine.events import EngineFigures as Figures
 from kvcache_jax.engine.events import TokenEvent

@@ -2,7 +2,7 @@
 
 A request is admitted if the blocks of all its tokens can be had beside what running rows need for their next
 tokens, and beside the watermark, which does not bind while no row runs. The first one that does not fit ends
-the step's admissions: nobody passes it, but by the policy's order.
+the step's admissions: no request passes it, but by the policy's order.
 
 Of prompts that share a block which is not published yet, one is computed. The others wait until a lookup
 finds the block, or until the one that computes it has its prompt, ended, or was preempted. They are passed by
@@ -86,7 +86,7 @@ def admit(state: EngineState, options: Options) -> EngineState:
 
 
 def _fits(state: EngineState, prompts: Prompts, options: Options) -> jax.Array:
-    """Tells whether there are blocks for one more request, bool[]."""
+    """Tests whether there are blocks for one more request, bool[]."""
     cache = state.cache
     required = jnp.concatenate(required_blocks(cache.control, prompts, cache.config))
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
@@ -96,7 +96,7 @@ def _fits(state: EngineState, prompts: Prompts, options: Options) -> jax.Array:
 
 
 def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
-    """Tells whether a running row computes a block of the one prompt that is not published yet, bool[]."""
+    """Tests whether a running row computes a block of the one prompt that is not published yet, bool[]."""
     cache, config = state.cache, state.cache.config
     if cache.control.prefix_index is None:
         return jnp.bool_(False)

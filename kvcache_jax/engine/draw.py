@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
       tokens: i32[max_seqs, width].
       logprobs: f32[max_seqs, width].
       num_tokens: i32[max_seqs], how many of them count.
-      failure: i32[max_seqs], why nothing can be drawn from the logits behind them: `Finish.NAN_LOGITS` or
+      failure: i32[max_seqs], why nothing can be drawn from the logits after them: `Finish.NAN_LOGITS` or
         `Finish.NO_TOKEN`; `Finish.NOT_YET` where something can.
       tops: The most probable tokens i32[max_seqs, width, K] and their log-probabilities; None for K = 0.
     """
@@ -50,7 +50,7 @@ def row_sampling(state: EngineState) -> SamplingColumns:
 
 
 def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Picks what rows compute next: tokens that are known, and drafts behind the last one.
+    """Picks what rows compute next: tokens that are known, and drafts after the last one.
 
     Args:
       state: The engine's.
@@ -84,7 +84,7 @@ def draw(
     """Draws the next token of rows that computed all they know; takes back drafts that were not accepted.
 
     Args:
-      state: Behind the step.
+      state: After the step.
       step: Of all rows.
       logits: f32[max_seqs, width, vocab].
       tokens: i32[max_seqs, width], what was computed.
@@ -115,7 +115,7 @@ def _draw_behind_drafts(
     """Accepts drafts as far as they are what would have been drawn."""
     max_seqs, width, vocab = logits.shape
     order = jnp.arange(width, dtype=jnp.int32)
-    # Before the drafts stand tokens that were known, at least one.
+    # A row computes at least one known token before its drafts: the first logits that are drawn from.
     num_drafts = jnp.where(is_there, state.cache.context_len - state.row_length, 0)
     last_known = jnp.maximum(step.query_len - num_drafts - 1, 0)
     place = jnp.minimum(last_known[:, None] + order[None], width - 1)
@@ -148,7 +148,7 @@ def _draw_behind_drafts(
 
 
 def _failure_of(logits: jax.Array) -> jax.Array:
-    """Tells why nothing can be drawn from logits f32[..., vocab] that are no numbers, i32[...]."""
+    """Computes why nothing can be drawn from logits f32[..., vocab] that are no numbers, i32[...]."""
     return jnp.where((logits == -jnp.inf).all(axis=-1), Finish.NO_TOKEN, Finish.NAN_LOGITS).astype(jnp.int32)
 
 

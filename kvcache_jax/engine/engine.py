@@ -50,7 +50,7 @@ _DISPATCHES_AHEAD = 2
 
 
 class Engine:
-    """Continuous batching for anybody's model: admission, prefill, decoding and preemption in one program.
+    """Continuous batching for any model: admission, prefill, decoding and preemption in one program.
 
     Iterate over it, with `for` or `async for`, for `TokenEvent`s until all requests have ended; push more at
     any time between two events. It is for one consumer at a time. After an exception in the consumer, in the
@@ -62,8 +62,8 @@ class Engine:
         on the default device; later ones are moved there.
       config: Of the cache that the engine makes.
       policy: "fcfs", "priority" (higher first, with ageing), "longest prefix" (most cached first), "fair"
-        (the client who got least first), or a name registered with `request_policy`.
-      token_budget: Most tokens of a step. Default: those of all rows, and as many of prompts as there are
+        (the client with the least service first), or a name registered with `request_policy`.
+      token_budget: Most tokens of a step. Default: one of each row, and as many of prompts as there are
         rows, at least 256.
       schedule: The policy's parameters, and what is kept in reserve, `kv.engine.Schedule(watermark=0.05)`.
       limits: How many requests it takes, and how large, `kv.engine.Limits(max_requests=1024)`.
@@ -155,7 +155,7 @@ class Engine:
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
         self._events: deque[TokenEvent] = deque()
-        # Of all that the host knows; and of the one who waits for a report, so that reports keep their order.
+        # `_lock` guards all host state. `_consumer` admits one reader at a time, so that reports stay in order.
         self._lock, self._consumer = threading.RLock(), threading.Lock()
         self.read = Reader()
         self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)
@@ -166,7 +166,7 @@ class Engine:
     def state(self) -> EngineState:
         """The engine's state, after all dispatches; donated by the next one.
 
-        With a `row_axis` every array has one more axis in front, of shards.
+        With a `row_axis` every array has one more first axis, of shards.
         """
         return self._state
 
@@ -304,12 +304,12 @@ class Engine:
             if self._in_flight:
                 reports = self.read(self._in_flight[0])
                 with self._lock:
-                    # Not before it was read: whoever is interrupted while waiting for it finds it again.
+                    # Pop only after the read, so that an interrupted reader finds the report again.
                     self._in_flight.popleft()
                     self._take_in(reports)
 
     def take_events(self) -> list[TokenEvent]:
-        """Takes the events that no consumer has got yet; behind `drain`, for a loop of one's own."""
+        """Takes the events that no consumer has received yet; after `drain`, for a loop of one's own."""
         with self._lock:
             events = list(self._events)
             self._events.clear()

@@ -19,7 +19,7 @@ class TokenEvent:
       id: The request's.
       sample_id: Index among its samples.
       tokens: New ones.
-      logprobs: Log-probability of each under the model's own distribution (behind `process_logits`).
+      logprobs: Log-probability of each under the model's own distribution (after `process_logits`).
       top_logprobs: For each token the most probable ones, {token: log-probability}; empty without
         `num_top_logprobs`.
       finish_reason: "stop", "length", "nan_logits" (a logit is NaN or +inf), "no_token" (all are -inf),

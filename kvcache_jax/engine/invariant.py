@@ -1,6 +1,6 @@
 """One step of the engine whose logits do not depend on who else is in the batch, to the last bit.
 
-    finish -> admit -> reserve for prompts                        behind a guard, a loop of 0 or 1 trips
+    finish -> admit -> reserve for prompts                        under a guard, a loop of 0 or 1 trips
     a part of the prompts -> model                                as often as there are parts
     fork -> preempt -> reserve -> next tokens -> model            the last trip of the same loop
     draw -> write down -> publish
@@ -12,7 +12,7 @@ left to hold is that a row of that one shape does not depend on its place in it,
 
 * Products, norms and rotations work row by row, and XLA computes each row of a product alike. `body_len` is a
   multiple of 16, so that no row falls to the remainder of a vectorised loop.
-* Attention goes through tiles of one length from each row's first block on. A tile behind a row's last one,
+* Attention goes through tiles of one length from each row's first block on. A tile after a row's last one,
   which only longer rows need, changes nothing: it adds 0 and scales by exp(0) = 1.
 
 Tests hold this for what XLA compiles on CPUs; other backends, and models that mix rows, promise nothing.
@@ -42,7 +42,7 @@ _MULTIPLE = 16
 
 
 def body_len(max_seqs: int, options: Options) -> int:
-    """Computes the tokens of a body: those of all rows' next ones."""
+    """Counts the tokens of a body: all rows' next tokens, rounded up."""
     return ceil_div(max_seqs * options.width, _MULTIPLE) * _MULTIPLE
 
 
@@ -117,7 +117,7 @@ def _call(model: Model, params: Any, cache: Cache, tokens: jax.Array, step: Step
 
 
 def _by_token(cache: Cache, tokens: jax.Array, step: Step, num_rows: int) -> tuple[jax.Array, Step]:
-    """Takes each token of a padded step `[n, T]` for a row of its own, and adds rows of nobody."""
+    """Takes each token of a padded step `[n, T]` for a row of its own, and pads with empty rows."""
     width = tokens.shape[1]
     is_token = jnp.arange(width, dtype=jnp.int32)[None] < step.query_len[:, None]
 

@@ -68,21 +68,21 @@ def prompts_of(state: EngineState, slots: jax.Array) -> Prompts:
 
 
 def tokens_of(state: EngineState, slots: jax.Array) -> jax.Array:
-    """Reads the tokens of requests, i32[n, max_seq_len]; anything behind their length."""
+    """Reads the tokens of requests, i32[n, max_seq_len]; entries after their length are arbitrary."""
     place = jnp.arange(state.cache.config.max_seq_len, dtype=jnp.int32)
     start = get_at(state.requests.start, slots, 0)
     return get_at(state.requests.tokens, start[:, None] + place[None])
 
 
 def waits(state: EngineState) -> jax.Array:
-    """Tells which requests could be admitted, bool[R]: not those that will be forked from their parent."""
+    """Masks the requests that could be admitted, bool[R]: none that will be forked from its parent."""
     requests = state.requests
     is_waiting = (state.phase == Phase.WAITING) | (state.phase == Phase.PREEMPTED)
     return is_waiting & ~(is_parent_pending(state) & (state.phase == Phase.WAITING)) & (requests.uid >= 0)
 
 
 def is_parent_pending(state: EngineState) -> jax.Array:
-    """Tells which requests have a parent whose prompt is still to be computed, bool[R]."""
+    """Masks the requests that have a parent whose prompt is still to be computed, bool[R]."""
     requests, parent = state.requests, state.requests.parent
     phase = get_at(state.phase, parent, Phase.EMPTY)
     is_it = get_at(requests.uid, parent, -1) == requests.parent_uid

@@ -1,4 +1,4 @@
-"""The parts of a step around the calls of the model: what is reserved before, and drawn behind."""
+"""The parts of a step around the calls of the model: slots reserved before, and tokens drawn after."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
     entry = jnp.arange(num_pieces, dtype=jnp.int32) - plan.nth
     num_new = add_at(jnp.zeros(num_pieces, jnp.int32), entry, plan.num_tokens)
     rows = jnp.where(begins, plan.rows, nobody)
-    # Behind each piece stands what it leaves empty, which is nobody's.
+    # Each piece is followed by its padding, which belongs to no row.
     entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
     lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
     tokens = plan.tokens.reshape(-1)
@@ -121,7 +121,7 @@ def _processed(process: ProcessLogits, logits: jax.Array, state: EngineState) ->
 
 
 def _all_numbers(logits: jax.Array, step: Step) -> jax.Array:
-    """Tells whose tokens of this step have logits that are numbers, bool[max_seqs]; not who computed none."""
+    """Masks the rows whose tokens of this step have logits that are numbers, bool[max_seqs]; not idle rows."""
     order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
     is_good = are_numbers(logits) | (order >= step.query_len[:, None])
     return is_good.all(axis=1) & (step.query_len > 0)

@@ -23,7 +23,7 @@ class RequestMetadata(NamedTuple):
       arrival_step: i32[R], the step at which it came, counted from the present one: 0 or less.
       priority: i32[R], higher is more urgent.
       num_tokens: i32[R], tokens known: prompt and what was generated.
-      num_cached: i32[R], those of the first waiting requests that the cache has; 0 unless the policy asks.
+      num_cached: i32[R], cached tokens of the first waiting requests; 0 unless the policy asks.
       num_preemptions: i32[R].
       num_bypassed: i32[R], later requests that were admitted before it.
       service: i32[R], what its client got so far, in weighted tokens.
@@ -102,13 +102,13 @@ _MOST_BOOSTS = 3
 def _by_priority(requests: RequestMetadata) -> tuple[jax.Array, ...]:
     """Orders by the step at which it would have come, had it priority 0.
 
-    Whoever waits gains one of priority in `ageing_steps` steps, on those that come later: this key says so
+    A waiting request gains one of priority in `ageing_steps` steps over later requests: this key says so
     without the present step, so that the order of two requests does not change with time.
     """
     boosts = jnp.minimum(requests.num_preemptions, _MOST_BOOSTS) * (requests.ageing_steps // 4)
     most = 2**30 // requests.ageing_steps
     priority = jnp.clip(requests.priority, -most, most)
-    # The sum is an i32; whoever waits longer than that has the number of arrival.
+    # The sum is an i32: a request that waits longer than that no longer gains.
     arrival_step = jnp.maximum(requests.arrival_step, -(2**29))
     return (arrival_step - priority * requests.ageing_steps - boosts,)
 
@@ -118,7 +118,7 @@ request_policy("priority", row_key=_by_priority)(_by_priority)
 
 @request_policy("longest prefix", looks_up=True)
 def _by_cached_prefix(requests: RequestMetadata) -> tuple[jax.Array, ...]:
-    """Orders by what the cache has already; whoever was passed too often goes first."""
+    """Orders by the tokens that the cache has; a request that was bypassed too often is first."""
     is_passed = requests.num_bypassed >= requests.max_bypasses
     return (1 - is_passed.astype(jnp.int32), jnp.where(is_passed, 0, -requests.num_cached))
 

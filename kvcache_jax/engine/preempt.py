@@ -1,10 +1,10 @@
 """Preemption: rows give way, the worst first, so that better rows have a block for their next token.
 
 Rows are served from the best to the worst. One that lacks a block first asks whether freeing all worse rows
-would be enough. If so, they go one after the other from the worst, until it is. If not, nobody goes, and the
-row computes nothing in this step.
+would be enough. If so, they are preempted one after the other from the worst, until it is. If not, no row is
+preempted, and the row computes nothing in this step.
 
-The best row is never preempted, and never lacks a block behind this: without all other rows the pool has what
+The best row is never preempted, and never lacks a block after this: without all other rows the pool has what
 the longest continuation of any request that was not refused ever holds.
 """
 
@@ -79,7 +79,7 @@ def _is_enough(
     row: jax.Array,
     available: jax.Array,
 ) -> jax.Array:
-    """Tells whether `row` would have its blocks without all worse rows, bool[]."""
+    """Tests whether `row` would have its blocks without all worse rows, bool[]."""
     owners, num_freed = [], []
     for pool in control.block_pools:
         held = jnp.where(is_worse[:, None], pool.block_table, pool.num_blocks)

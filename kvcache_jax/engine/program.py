@@ -27,7 +27,7 @@ from kvcache_jax.engine.step import take_step
 
 
 class Report(enum.IntEnum):
-    """Index into the header of a report; the counters stand behind it."""
+    """Index into the header of a report; the counters follow it."""
 
     OUTBOX_LEN = 0
     """Entries of the outbox."""
@@ -208,7 +208,7 @@ def _enter(state: EngineState, inbox: Inbox) -> EngineState:
 
 
 def is_beyond(cache: Any, num_tokens: jax.Array) -> jax.Array:
-    """Tells which requests could never run, bool[n], by the most tokens i32[n] that they ever store."""
+    """Masks the requests that could never run, bool[n], by the most tokens i32[n] that they ever store."""
     config: CacheConfig = cache.config
     is_too_long = num_tokens > config.max_seq_len
     for pool, group in zip(cache.control.block_pools, config.groups, strict=True):
@@ -218,7 +218,7 @@ def is_beyond(cache: Any, num_tokens: jax.Array) -> jax.Array:
 
 
 def _lifted(state: EngineState) -> jax.Array:
-    """Counts service from that of the active client who got least: idle ones gain nothing by waiting."""
+    """Counts service from the least of the active clients: idle ones gain nothing by waiting."""
     is_active = (state.phase >= Phase.WAITING) & (state.phase <= Phase.PREEMPTED)
     num_clients = state.service.shape[0]
     clients = jnp.where(is_active, state.requests.client, num_clients)

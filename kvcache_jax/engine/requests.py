@@ -2,7 +2,7 @@
 
 The table has a fixed number of slots. A request has the same slot from the time it is pushed until the host
 has read that it ended; then the slot is another's, so 10,000 requests go through a table of 64. Its tokens
-are a run of one buffer: the prompt, and behind it what is generated, so that both are one prompt when a
+are a run of one buffer: the prompt, then the generated tokens, so that both are one prompt when a
 preempted request comes back.
 
 Invariants: of a request in slot `s` the tokens `[start[s], start[s] + prompt_len[s] + num_generated[s])` are
@@ -41,7 +41,7 @@ class Requests:
       priority: i32[R], higher is served first by the policy "priority".
       arrival_step: i32[R], steps of the engine before it came, modulo 2**32.
       client: i32[R], who asks, for the policy "fair".
-      namespace: u32[R, 4], who may share its blocks, within that of the present weights.
+      namespace: u32[R, 4], who may share its blocks, within the namespace of the present weights.
       parent: i32[R], slot of the request whose prompt it forks; R for none.
       parent_uid: i32[R], the `uid` that it has if it is still that one.
       items: i32[R, I, 2], first position and end of multimodal items, equal ones for none; None for I = 0.
@@ -123,7 +123,7 @@ class GenerationRequest:
     """A prompt and how it goes on; values are checked when it is made.
 
     Attributes:
-      prompt: Token ids, at least one; those of multimodal items from `item_tokens`.
+      prompt: Token ids, at least one; multimodal items have theirs from `item_tokens`.
       max_new_tokens: Most tokens to generate. With the prompt at most `max_seq_len + 1`: the last one is not
         stored. What is longer, however long, is answered by the finish reason "refused".
       id: Names it in results, anything that can be hashed; unique among those that have not ended. Default: a

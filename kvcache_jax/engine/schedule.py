@@ -2,15 +2,15 @@
 
 A step computes at most `max_seqs * width + num_pieces * piece_len` tokens, its budget. The rows' next tokens
 come first: every running row computes one in every step, whatever it has left to do. What the budget leaves
-goes to the prompts of running rows, the best row first, and to those just admitted behind them. The last
+goes to the prompts of running rows, the best row first, and then to the prompts just admitted. The last
 token of a prompt is always such a next token, so that tokens are drawn in one place, and prompts are computed
-without the logits that nobody asks for.
+without logits that no row needs.
 
 Progress. There is a request of which every step computes a token, as long as one waits or runs:
 
 1. If no row runs, the first request of the policy's order is admitted: all blocks are free or cached, the
    watermark does not bind, and its blocks fit into the pool, or it would have been refused.
-2. The best running row computes its next token in every step: it is never preempted, and behind `preempt` it
+2. The best running row computes its next token in every step: it is never preempted, and after `preempt` it
    has a block (see `preempt.py`).
 3. The order of running rows changes by preemptions alone, and by each request's at most three times; so from
    some step on a row stays the best until it is done or a better one is admitted. Better ones are finitely
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
     Attributes:
       tokens: i32[P, T]; 0 where there is none.
-      rows: i32[P]; `max_seqs` for a piece of nobody.
+      rows: i32[P]; `max_seqs` for a piece without row.
       first: i32[P], position of its first token.
       nth: i32[P], its number among the row's pieces.
       num_tokens: i32[P].
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def is_unusual(state: EngineState) -> jax.Array:
-    """Tells whether a step needs more than a free block for each row's next token, bool[].
+    """Tests whether a step needs more than a free block for each row's next token, bool[].
 
     More is: rows that ended, requests that may be admitted, prompts of more than a token, blocks that must be
     evicted or copied, and rows that must be preempted.

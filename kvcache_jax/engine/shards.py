@@ -1,6 +1,6 @@
 """The engine's program on its devices: on one, or on a mesh with one scheduler per shard of rows.
 
-On a mesh every array of the state has one more axis in front, of shards, split over `row_axis`; the pools'
+On a mesh every array of the state has one more first axis, of shards, split over `row_axis`; the pools'
 heads are split over `config.head_axis`. Within `jax.shard_map` each shard is an engine of its own, and the
 devices of one shard, which differ in their heads alone, schedule alike.
 """

@@ -101,7 +101,7 @@ class EngineState:
       cache: Cache.
       requests: Requests, the table.
       phase: i32[R], each request's `Phase`.
-      num_generated: i32[R], tokens behind the prompt.
+      num_generated: i32[R], tokens after the prompt.
       num_preemptions: i32[R].
       num_bypassed: i32[R], later requests that were admitted before it.
       row_request: i32[max_seqs], slot of the request that runs in the row; R for none.

@@ -1,11 +1,11 @@
 """One step of the engine.
 
-    finish -> admit -> prompts -> fork -> preempt -> reserve      behind one guard, a loop of 0 or 1 trips
+    finish -> admit -> prompts -> fork -> preempt -> reserve      under one guard, a loop of 0 or 1 trips
     next tokens -> draw -> write down -> publish                  in every step
 
 In an ordinary step the guard is not passed: each row has a free block for its next token, and nothing else is
 to be done. Then the host is waited for by the loop, the guard, sampling (greedy or not), and `commit` (once,
-and once more for each trip): not by `extend`, whose loops stand behind the guard.
+and once more for each trip): not by `extend`, whose loops are under the guard.
 
 The two halves have the two shapes of the program: a step that only decodes computes `max_seqs` tokens, one
 with prompts the budget.

@@ -251,7 +251,7 @@ class RequestTable:
         return Parcel(inbox, num_sent, num_ends)
 
     def mark_sent(self, parcel: Parcel) -> None:
-        """Notes that the device has a parcel, the latest that was packed."""
+        """Records that the device has a parcel, the latest that was packed."""
         for _ in range(parcel.num_samples):
             self._to_send.popleft().is_sent = True
         for _ in range(parcel.num_ends):

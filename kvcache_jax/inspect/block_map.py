@@ -34,7 +34,7 @@ Paint = Callable[[str, str], str]
 def block_map(cache: Cache, *, group: int | None = None, color: bool = False, width: int = 20) -> str:
     """Draws the blocks of each layer group as text: owners, and what is shared, reserved, cached or free.
 
-    A block is two characters wide: the glyph of its row (`0`-`9`, `a`-`z`, `A`-`Z`, then `*`), behind
+    A block is two characters wide: the glyph of its row (`0`-`9`, `a`-`z`, `A`-`Z`, then `*`), after
     `~` while it holds no token; `#` and the number of owners (`+` from ten on) when several share it;
     `:` when only the prefix cache keeps it, `=` when only an extra does; `.` when it is free. Below, each
     active row has its tokens and its blocks in order. Large pools, many rows and long rows are cut short, and
@@ -82,7 +82,7 @@ def block_map(cache: Cache, *, group: int | None = None, color: bool = False, wi
 
 
 def _grid_lines(view: GroupView, width: int, paint: Paint) -> list[str]:
-    """Draws the blocks in order, `width` to a line behind the first one's id; many free lines become one."""
+    """Draws the blocks in order, `width` to a line after the first one's id; many free lines become one."""
     num_blocks = len(view.state)
     label_len = max(5, len(str(num_blocks)) + 2)
     offsets = range(min(width, num_blocks))
@@ -208,7 +208,7 @@ def draw_block_map(cache: Cache, ax: Any = None, group: int = 0) -> Any:
 
     Args:
       cache: Concrete (not traced, not batched); not changed.
-      ax: matplotlib Axes to draw on. Default: those of a new pyplot figure.
+      ax: matplotlib Axes to draw on. Default: the axes of a new pyplot figure.
       group: A layer group.
 
     Returns:

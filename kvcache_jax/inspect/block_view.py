@@ -13,7 +13,7 @@ from kvcache_jax.core.cache_checks import require_values
 from kvcache_jax.core.state import Cache, row_len
 from kvcache_jax.layers.layer_group import LayerGroup
 
-# One glyph per row; the last one is that of all further rows.
+# One glyph per row; the last one is for all further rows.
 GLYPHS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "*"
 # Rows take these in turn: indices into the xterm colour cube.
 _COLORS = (74, 172, 71, 176, 179, 167, 98, 37, 137, 148)
@@ -109,5 +109,5 @@ def row_rgb(row: int) -> tuple[float, float, float]:
 
 
 def is_bright(row: int) -> bool:
-    """Tells whether black is easier to read than white on the row's colour."""
+    """Tests whether black is easier to read than white on the row's colour."""
     return float(np.dot(row_rgb(row), (0.299, 0.587, 0.114))) > 0.5

@@ -102,7 +102,7 @@ class _Hole(NamedTuple):
 
 
 def _holes_of(cache: Cache, group_id: int) -> list[_Hole]:
-    """Reads what each row let go, in a layer group."""
+    """Reads each row's holes, in a layer group."""
     if (holes := cache.control.holes) is None:
         return [_Hole()] * cache.max_seqs
     of_rows = holes.start, holes.num_hidden, holes.num_dropped, holes.num_kept, holes.first[:, group_id]
@@ -110,7 +110,7 @@ def _holes_of(cache: Cache, group_id: int) -> list[_Hole]:
 
 
 def _check_holes(cache: Cache) -> list[str]:
-    """Checks that what rows let go lies within them, and that idle rows and those of windows have none."""
+    """Checks that holes lie within their rows, and that idle rows and rows with windows have none."""
     violations, groups = [], cache.config.groups
     by_group = [_holes_of(cache, g) for g in range(len(groups))]
     for row, length in enumerate(np.asarray(cache.control.context_len).tolist()):
@@ -295,7 +295,7 @@ def _check_history(
 
 
 def _check_group_links(links: GroupLinks, is_indexed: np.ndarray, is_published: np.ndarray) -> list[str]:
-    """Checks that links between published blocks and those of another group agree in both directions."""
+    """Checks that links between published blocks and blocks of another group agree in both directions."""
     violations, block_ids, indexed_ids = [], np.asarray(links.block_ids), np.asarray(links.indexed_ids)
     indexed, slots = np.nonzero(block_ids < len(is_published))
     linked = block_ids[indexed, slots]

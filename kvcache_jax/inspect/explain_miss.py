@@ -17,7 +17,7 @@ from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 def explain(
     cache: Cache, tokens: Any, num_tokens: int | None = None, namespace: Any = None, *, items: Any = None
 ) -> str:
-    """Says how many tokens of one prompt `allocate` would find cached, and why not more.
+    """States how many tokens of one prompt `allocate` would find cached, and why not more.
 
     The reason is that a row holds the next block and has not published it, or that the block was evicted
     (known as long as nothing else was published in its place), or else the first token that the nearest
@@ -106,7 +106,7 @@ class _View(NamedTuple):
 
     Eviction leaves a block's hash, until another is published in its place; reset and scrub do not.
 
-    `children` are the published blocks behind a parent, in a namespace's bytes; the first ones of sequences
+    `children` are the published blocks after a parent, in a namespace's bytes; the first ones of sequences
     have the parent `len(parent)`.
     """
 
@@ -149,7 +149,7 @@ def _view(cache: Cache) -> _View:
 
 
 def _children(view: _View, chain: list[int], namespace: np.ndarray) -> np.ndarray:
-    """Finds the published blocks behind the `chain`, or those that begin a sequence."""
+    """Finds the published blocks after the `chain`, or blocks that begin a sequence."""
     parent = chain[-1] if chain else len(view.parent)
     return np.array(view.children.get((parent, namespace.tobytes()), ()), int)
 
@@ -167,7 +167,7 @@ def _chain(view: _View, tokens: np.ndarray, most: int, namespace: np.ndarray) ->
 
 
 def _why_not_more(view: _View, tokens: np.ndarray, chain: list[int], namespace: np.ndarray) -> str:
-    """Says why the block behind the `chain` is not found."""
+    """States why the block after the `chain` is not found."""
     start = len(chain) * view.block_size
     block = tokens[start : start + view.block_size]
     if _is_held(view, tokens, start + view.block_size, namespace):
@@ -195,7 +195,7 @@ def _named(word: np.integer, kind: str = "") -> str:
 
 
 def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray) -> bool:
-    """Tells whether an active row of the namespace begins with the first `length` tokens."""
+    """Tests whether an active row of the namespace begins with the first `length` tokens."""
     num_blocks = length // view.block_size
     is_candidate = (view.context_len >= length) & (view.row_namespace == namespace).all(axis=1)
     for row in np.flatnonzero(is_candidate):
@@ -206,7 +206,7 @@ def _is_held(view: _View, tokens: np.ndarray, length: int, namespace: np.ndarray
 
 
 def _was_published(view: _View, chain: list[int], block: np.ndarray, namespace: np.ndarray) -> bool:
-    """Tells whether the hash of these tokens behind the `chain`, which are not cached, is still there."""
+    """Tests whether the hash of these tokens after the `chain`, which are not cached, is still there."""
     start, hash_key = len(chain) * view.block_size, jnp.asarray(view.hash_key)
     before = view.block_hash[chain[-1]] if chain else root_hash(hash_key, jnp.asarray(namespace))
     added = block_hashes(hash_key, jnp.asarray(block), jnp.int32(start))

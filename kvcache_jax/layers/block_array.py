@@ -1,4 +1,4 @@
-"""The arrays of a block: their shapes, and which of their axes are those of heads and tokens."""
+"""The arrays of a block: their shapes, and which of their axes count heads and tokens."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

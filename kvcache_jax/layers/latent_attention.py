@@ -17,7 +17,7 @@ class LatentAttention(LayerKind):
     """A layer that stores one latent vector and one rotated key part per token, for all heads (MLA).
 
     `attention(cache, layer, q, latent, None, step, scale=..., weights=...)` takes `latent`
-    `[n, T, 1, latent_dim + rope_dim]`, the compressed token and behind it its rotated key part.
+    `[n, T, 1, latent_dim + rope_dim]`, the compressed token and after it its rotated key part.
 
     Without weights queries are absorbed ones, `[q_nope W_k | q_rope]`, as wide as latents, and the results
     are sums of compressed tokens, `[..., latent_dim]`, to be multiplied by `W_v`. With weights
@@ -71,7 +71,7 @@ class LatentAttention(LayerKind):
 
     @property
     def rotated_features(self) -> Mapping[str, slice]:
-        """The key part behind the compressed token."""
+        """The key part after the compressed token."""
         return {"latent": slice(self.latent_dim, None)}
 
     def keys_values(self, tile: Mapping[str, jax.Array], weights: Any = None) -> KeysValues:

@@ -64,7 +64,7 @@ class LayerGroup:
         return self.span.num_sink_blocks(self.block_size)
 
     def first_column(self, length: jax.Array, rollback: int = 0) -> jax.Array:
-        """Finds the first column behind the sinks that is in reach after `length` tokens; see `Span`."""
+        """Finds the first column after the sinks that is in reach after `length` tokens; see `Span`."""
         return self.span.first_column(length, self.block_size, rollback)
 
     def num_columns(self, length: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The layer kind: the arrays that a layer keeps of a token, and how attention reads them.
 
-A new kind is a subclass in one file, here or in anybody's program. It says which positions stay (`span`),
-which arrays a block has (`arrays`), what a slot stores of what a model hands in (`encode`), and how attention
+A new kind is a subclass in one file, here or in any program. It says which positions stay (`span`),
+which arrays a block has (`arrays`), what a slot stores of what a model passes (`encode`), and how attention
 reads stored arrays (`keys_values`); also which stored features a position rotates (`rotated_features`). What
 a subclass does not say is as for plain keys and values.
 """
@@ -29,11 +29,11 @@ class KeysValues(NamedTuple):
 
     Attributes:
       k: `[..., heads, tokens, key_dim]`, in the dtype to multiply in.
-      v: `[..., heads, tokens, value_dim]`, likewise.
+      v: `[..., heads, tokens, value_dim]`, in the same dtype.
       k_scale: `[..., heads, tokens]`, multiplies the logits; None for 1.
       v_scale: `[..., heads, tokens]`, multiplies the weights of values; None for 1.
       k_offset: `[..., heads, tokens]`, what every number of a scaled key is greater by; None for 0.
-      v_offset: `[..., heads, tokens]`, likewise of a scaled value; None for 0.
+      v_offset: `[..., heads, tokens]`, the same for a scaled value; None for 0.
     """
 
     k: jax.Array
@@ -198,7 +198,7 @@ class LayerKind:
 
 
 def kind_name(cls: type) -> str:
-    """Returns the name by which a kind is exported: a short one for those of the library."""
+    """Returns the name by which a kind is exported: a short one for the library's kinds."""
     is_ours = cls.__module__.startswith("kvcache_jax.")
     return cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
 
@@ -219,7 +219,7 @@ def kind_from_json(values: dict[str, Any]) -> LayerKind:
     """Computes the inverse of `kind_to_json`.
 
     Raises:
-      ValueError: nobody defined a kind of that name.
+      ValueError: no kind of that name is defined.
     """
     fields: dict[str, Any] = {
         name: kind_from_json(value) if isinstance(value, dict) and "layer_kind" in value else value

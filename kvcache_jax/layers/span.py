@@ -17,9 +17,9 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The positions of a row that stay: all of them, or a window behind some sinks.
+    """The positions of a row that stay: all of them, or a window after some sinks.
 
-    Whatever the library wants to know of where a row's blocks stand is a method of this class. A column is a
+    Every question of where a row's blocks are is a method of this class. A column is a
     place in the row's line of the block table.
 
     Attributes:
@@ -63,7 +63,7 @@ class Span:
         return quotient(length + block_size - 1, block_size)
 
     def tail_column(self, length: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
-        """Finds the column that the token behind `length` others is written into.
+        """Finds the column that the token after `length` others is written into.
 
         Returns:
           i32 like `length`; and bool, that column's block holds tokens already.
@@ -71,7 +71,7 @@ class Span:
         return quotient(length, block_size), remainder(length, block_size) > 0
 
     def first_column(self, length: jax.Array, block_size: int, rollback: int = 0) -> jax.Array:
-        """Finds the first column behind the sinks that is read after `length` tokens, i32 like `length`.
+        """Finds the first column after the sinks that is read after `length` tokens, i32 like `length`.
 
         With `rollback`, the first one that is read after up to so many tokens fewer.
         """
@@ -85,13 +85,13 @@ class Span:
         return self.first_column(length, block_size), quotient(length, block_size)
 
     def is_beyond_rollback(self, length: jax.Array, new_len: jax.Array) -> jax.Array:
-        """Tells which rows of `length` tokens may have let go of what one of `new_len` reads, bool."""
+        """Tests whether rows cut from `length` to `new_len` tokens may need tokens that left the window."""
         if self.window is None:
             return jnp.zeros_like(new_len, bool)
         return (length > self.window) & (length - new_len > self.max_rollback)
 
     def sees(self, first: jax.Array, last: jax.Array, key_position: jax.Array) -> jax.Array:
-        """Tells which keys any query at the positions `first` to `last` sees, bool."""
+        """Masks the keys that any query at the positions `first` to `last` sees, bool."""
         seen = key_position <= last
         if self.window is not None:
             seen &= (key_position > first - self.window) | (key_position < self.num_sink_tokens)

@@ -57,7 +57,7 @@ class Batches:
         _of_any_manager[id(status)] = status
 
     def lose(self, request_id: Hashable, length: int = 0) -> None:
-        """Records that the request lost what it had behind its first `length` tokens."""
+        """Records that the request lost its tokens after the first `length`."""
         for each in self._held():
             if each.ends.get(request_id, 0) > length:
                 each.lost_by = (request_id,)
@@ -97,7 +97,7 @@ class Batches:
 
 
 def _has_moved(step: Step, cache: Cache, fetch: Callable[[Any], Any]) -> np.ndarray:
-    """Tells which rows have their tokens elsewhere than where the padded step would write them, bool[n]."""
+    """Masks the rows whose tokens are elsewhere than where the padded step would write them, bool[n]."""
     pools = cache.control.block_pools
     tables = [pool.block_table for pool in pools]
     tables, slots, positions, seq_ids = fetch((tables, step.slots, step.cache_positions, step.seq_ids))

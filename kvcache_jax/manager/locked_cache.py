@@ -1,7 +1,7 @@
 """A cache that one caller at a time changes: the foundation of `CacheManager`.
 
-The cache is given to each step (donated), so whoever holds an old one holds nothing. Therefore every access
-takes its turn behind a lock, and a step that fails after it was given the cache leaves none behind: the
+The cache is given to each step (donated), so an old one that a caller holds has no arrays. Therefore every access
+takes its turn under a lock, and a step that fails after it was given the cache leaves none: the
 holder then starts over with an empty one.
 """
 
@@ -28,7 +28,7 @@ _MAX_STEP_FNS = 32
 
 
 class CacheHolder:
-    """A cache behind a lock.
+    """A cache under a lock.
 
     Attributes:
       config: The cache's.
@@ -69,7 +69,7 @@ class CacheHolder:
 
     @contextlib.contextmanager
     def turn(self, operation: str) -> Iterator[Cache]:
-        """Locks the cache and yields it: nobody else has it meanwhile."""
+        """Locks the cache and yields it: no other caller has it meanwhile."""
         with self._lock:
             if self._is_running:
                 raise ManagerBusy(
@@ -149,7 +149,7 @@ class CacheHolder:
             raise
 
     def close(self) -> None:
-        """Lets the cache go."""
+        """Releases the cache."""
         with self._lock:
             if self._is_running:
                 raise ManagerBusy("close was called by a step function while the manager runs it")
@@ -178,7 +178,7 @@ class CacheHolder:
 
 
 def _is_gone(cache: Cache | None) -> bool:
-    """Tells whether an array of the cache was donated."""
+    """Tests whether an array of the cache was donated."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
 
 

@@ -45,7 +45,7 @@ class CacheManager(Eviction):
       >>> import kvcache_jax as kv
       >>> layer = kv.FullAttention(num_kv_heads=1, head_dim=8)
       >>> config = kv.CacheConfig([layer], num_blocks=8, block_size=4, max_seqs=2, enable_prefix_caching=True)
-      >>> def step_fn(cache, batch):  # stands for a model
+      >>> def step_fn(cache, batch):  # in place of a model
       ...     return kv.testing.write_tokens(cache, batch.tokens, batch.step), batch.tokens.sum()
       >>> with kv.CacheManager(config) as manager:
       ...     prompt = [5, 6, 7, 8, 9]
@@ -321,7 +321,7 @@ class CacheManager(Eviction):
     # --- the end ---
 
     def close(self) -> None:
-        """Lets the cache go; every later call but this one raises `ManagerClosed`."""
+        """Releases the cache; every later call but this one raises `ManagerClosed`."""
         self._holder.close()
         self._rows.clear()
         self._batches.clear()

@@ -18,7 +18,7 @@ TO_THE_END = np.iinfo(np.int32).max
 class Batch(NamedTuple):
     """New tokens with reserved slots, for a step function; rows in the order in which they were passed.
 
-    One request makes one row, several make `max_seqs` rows, of which those behind the last are skipped.
+    One request makes one row, several make `max_seqs` rows, of which the rows after the last are skipped.
 
     Attributes:
       tokens: i32[n, T], the new tokens; `T` is one of the manager's widths.

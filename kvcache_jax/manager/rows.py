@@ -50,7 +50,7 @@ class RequestRows:
         return self._rows[request_id]
 
     def seq_ids_of(self, request_ids: Sequence[Hashable]) -> np.ndarray:
-        """Lists the requests' rows: i32[1], or i32[max_seqs] with skipped rows behind several."""
+        """Lists the requests' rows: i32[1], or i32[max_seqs] with skipped rows after several."""
         rows = [self.row(request_id) for request_id in request_ids]
         if len(rows) > 1:
             rows += [self.max_seqs] * (self.max_seqs - len(rows))
@@ -114,5 +114,5 @@ class Metrics:
         return self._counts
 
     def restart(self) -> None:
-        """Lets the cache's counters begin at 0 again; what was counted stays."""
+        """Restarts the cache's counters at 0; the totals stay."""
         self._last_counters = np.zeros(len(Counter), np.uint32)

@@ -1,4 +1,4 @@
-"""The operation `allocate`: rows start on the cached prefixes of their prompts."""
+"""The operation `allocate`: starts rows on cached prefixes of their prompts, and reserves their blocks."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def allocate(
 
     Returns:
       The cache and an `Admission` with `status` (SEQ_IN_USE, TOO_LONG, BAD_LENGTH, OUT_OF_BLOCKS,
-      SKIPPED, BAD_SEQ_ID) and `num_cached`. A row that fails takes nothing; smaller rows behind it
+      SKIPPED, BAD_SEQ_ID) and `num_cached`. A row that fails takes nothing; smaller rows after it
       may still succeed.
 
     Raises:
@@ -259,11 +259,12 @@ def _with_blocks(
 ) -> tuple[Control, jax.Array]:
     """Keeps the rows of bool[n] for which there are blocks, in entry order.
 
-    A row needs its new blocks and those of its hits that nobody holds and no earlier row revives. Where there
-    are blocks for all, nobody is looked at alone.
+    A row needs its new blocks, and the blocks of its hits that no row holds and no earlier row revives. Where
+    there are blocks for all, no row is looked at alone.
 
     Returns:
-      The control state unchanged, but to be used from here on: owners are counted in its arrays, in place.
+      A control state with the same values. Continue with it, not with the argument, so that XLA counts
+      owners in place instead of copying the array.
       bool[n].
     """
     num_rows = wants.shape[0]
@@ -274,7 +275,7 @@ def _with_blocks(
         need = jnp.sum(jnp.where(wants, num_blocks, 0), dtype=jnp.int32)
         ref_count = pool.ref_count
         if pool.cached is not None:
-            # A hit that nobody holds is no longer available for others, however many rows revive it.
+            # A hit that no row holds is no longer available for others, however many rows revive it.
             is_unowned = wants[:, None] & block_pool.has_no_owner(ref_count, ids)
             is_revived, ref_count = first_of_equal(ref_count, is_unowned, ids)
             ref_count = set_at(ref_count, jnp.where(is_unowned, ids, pool.num_blocks), 0)

@@ -32,7 +32,7 @@ def append(
       cache: Not changed, unless donated.
       k: `[num_layers, n, T, num_kv_heads, head_dim]`; or a sequence, one array per layer. Of the layers that
         store keys and values, `cache.config.own_layers`.
-      v: Likewise; None if no layer takes values.
+      v: Values, shaped like `k`; None if no layer takes values.
       num_new: i32[n], new tokens per row, at most T.
       seq_ids: i32[n]. Default: all rows.
       tokens: i32[n, T], for prefix caching.

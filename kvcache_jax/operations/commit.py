@@ -1,6 +1,6 @@
-"""The operation `commit`: full blocks become findable by their tokens, and equal ones become one.
+"""The operation `commit`: publishes full blocks, found by their tokens, and merges equal ones.
 
-The blocks to publish, those of all rows end to end, are worked off in batches. A batch is looked up at once:
+The blocks to publish, of all rows end to end, are worked off in batches. A batch is looked up at once:
 of equal new blocks the first is published and the others adopt it, and a block that cannot be published ends
 its row's chain.
 """
@@ -104,7 +104,7 @@ class _Pending(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Pending blocks that are published together, those of a row side by side and in order.
+    """Pending blocks that are published together, a row's blocks side by side and in order.
 
     Attributes:
       is_entry: bool[E].
@@ -113,7 +113,7 @@ class _Batch(NamedTuple):
       start: i32[E], the row's first entry.
       column: i32[E], of the block table.
       block_ids: i32[E]; nowhere where there is no entry.
-      before: i32[E], the published block in front of the row's first entry, or nowhere.
+      before: i32[E], the published block before the row's first entry, or nowhere.
     """
 
     is_entry: jax.Array
@@ -253,7 +253,7 @@ def _note_uses(
     found: _Found,
     is_exchanged: jax.Array,
 ) -> PrefixIndex:
-    """Tells the eviction policy of what was published, and of what was adopted by other rows."""
+    """Informs the eviction policy of published blocks, and of blocks that other rows adopted."""
     assert index.history is not None
     nowhere = index.parent.shape[0]
     priority = get_at(control.priority, batch.seq_ids)
@@ -293,8 +293,8 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
     leader = jnp.where(is_new, first_true(is_equal), order)
     is_first = is_new & (leader == order)
     canonical = jnp.where(is_new, batch.block_ids[leader], published)
-    # A parent is the published block, never the row's equal one: that one is given back, and its child would
-    # then be found behind a block of other contents.
+    # A parent is the published block, never the row's equal one: that one is released, and its child would
+    # then be found after a block of other contents.
     parent = jnp.where(order == batch.start, batch.before, jnp.roll(canonical, 1))
     content = Content(tokens, hashes, parent, namespace)
     # New blocks of one bucket take its empty places in order; one without a place ends its row's chain.
@@ -308,10 +308,10 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
     is_good = jnp.where(is_new, is_like_leader, prefix_index.matches(index, published, content))
 
     def with_successors(is_bad: jax.Array) -> jax.Array:
-        """Adds the entries behind bad ones in their rows."""
+        """Adds the entries after bad ones in their rows."""
         return lax.cummax(jnp.where(is_bad, order, -1)) >= batch.start
 
-    # A block is done if all before it in its row are, and its leader is. Where a leader's chain is cut behind
+    # A block is done if all before it in its row are, and its leader is. Where a leader's chain is cut after
     # equal parents, the follower's is cut at the same place: so one look at leaders suffices.
     is_bad = with_successors(batch.is_entry & ~is_good)
     is_bad = with_successors(is_bad | (is_new & is_bad[leader]))
@@ -320,7 +320,7 @@ def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
 
 
 def _stands_before(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Tells for each entry whether an earlier masked one has the same value, bool[E]."""
+    """Masks the entries of which an earlier masked one has the same value, bool[E]."""
     order = jnp.arange(values.shape[0], dtype=jnp.int32)
     return ((values[:, None] == values[None]) & (order[:, None] > order[None]) & mask[None]).any(axis=1)
 
@@ -343,13 +343,13 @@ def _adopt_if_any(
 def _adopt(
     pool: BlockPool, is_exchanged: jax.Array, batch: _Batch, canonical: jax.Array
 ) -> tuple[BlockPool, jax.Array]:
-    """Puts the canonical blocks in the place of the masked ones, in every row that holds them; counts them.
+    """Replaces the masked blocks by the canonical ones, in every row that holds them; counts them.
 
     In every row: a fork that kept the private block would hold the children of a block that it does not hold,
     and that block could be evicted under them.
     """
     nowhere = pool.num_blocks
-    # One private block may stand in several rows of the batch.
+    # One private block may belong to several rows of the batch.
     mask = is_exchanged & ~_stands_before(batch.block_ids, is_exchanged)
     old = jnp.where(mask, batch.block_ids, nowhere)
     new = jnp.where(mask, canonical, nowhere)

@@ -1,4 +1,4 @@
-"""The operation `evict`: cached blocks give up their contents."""
+"""The operation `evict`: frees cached blocks, the least valuable first."""
 
 import dataclasses
 import functools

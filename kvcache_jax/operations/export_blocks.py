@@ -40,7 +40,7 @@ class BlockContents:
 @takes_one
 @jax.named_scope("kvcache.export_blocks")
 def export_blocks(cache: Cache, block_ids: IntRows) -> BlockContents:
-    """Reads the contents of published blocks, those of other layer groups that go with them included.
+    """Reads the contents of published blocks, and of the blocks linked to them in other layer groups.
 
     Args:
       cache: Not changed.

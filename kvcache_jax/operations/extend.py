@@ -1,4 +1,4 @@
-"""The operation `extend`: slots for new tokens."""
+"""The operation `extend`: reserves slots for the next tokens of each row."""
 
 import dataclasses
 import functools
@@ -205,7 +205,7 @@ def _take_group(
 
 
 def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Control, Step]:
-    """Advances the rows that grow; the slots are those of the block tables as they are now."""
+    """Advances the rows that grow; the slots follow the block tables as they are now."""
     tokens, context_len, positions = plan.tokens, plan.context_len, plan.positions
     query_len = jnp.where(plan.grows, plan.num_new, 0)
     new_len = context_len + query_len
@@ -229,7 +229,7 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
         positions, shift = (positions + shift).reshape(tokens.shape), shift.reshape(tokens.shape)
     control = mark_used(control, rows, context_len=new_len)
     if control.prefix_index is not None:
-        # A row that copied its last block does not hold a published one any more behind those that are full.
+        # A row that copied its last block no longer holds a published block after its full ones.
         copies_tail = plan.groups[config.indexed_group].copies_tail
         num_full = quotient(context_len, config.groups[config.indexed_group].block_size)
         copiers = jnp.where(copies_tail, plan.seq_ids, control.max_seqs)
@@ -252,7 +252,7 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
 def record_tokens(
     control: Control, tokens: jax.Array, step: Step, copied: BlockCopies, config: CacheConfig
 ) -> Control:
-    """Notes which tokens the blocks of the indexed group hold; copied blocks hold those of the original."""
+    """Records the tokens of the indexed group's blocks; copied blocks hold the original's tokens."""
     index = control.prefix_index
     assert index is not None
     block_tokens = copy_tokens(index.block_tokens, copied)

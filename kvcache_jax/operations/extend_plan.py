@@ -2,8 +2,8 @@
 
 `propose` plans for all rows that may grow, as if there were blocks for all. `decide` keeps those for which
 there are, in entry order: a row needs its new blocks and copies, and may count on the blocks that left its
-own window or that of an earlier row that grows. `NewTokens` is the layout of the call's tokens: padded, a row
-of an array each, or packed end to end.
+own window or the window of an earlier row that grows. `NewTokens` is the layout of the call's tokens: padded,
+a row of an array each, or packed end to end.
 """
 
 import dataclasses
@@ -92,11 +92,11 @@ class GroupPlan(NamedTuple):
       opens_block: bool[tokens], the token is the first of a block that its row lacks.
       num_blocks: i32[n], such blocks per row.
       tail: i32[n], the partly filled block that the row's first new token goes into, or nowhere.
-      is_tail_published: bool[n], that block is published, so that nobody may write into it.
+      is_tail_published: bool[n], that block is published, so that no row may write into it.
       copies_tail: bool[n], the row copies that block first.
       leaving: i32[n, most per call], the row's blocks that left its window, the last first, or nowhere.
       leaving_columns: i32[n, most per call], their columns of the block table.
-      num_back: i32[n], blocks among them that get free when the rows before and this one let go.
+      num_back: i32[n], leaving blocks that become free once the rows before and this one release theirs.
     """
 
     opens_block: jax.Array
@@ -150,7 +150,8 @@ def propose(
     """Plans for all rows that may grow; `seq_ids` None means all rows.
 
     Returns:
-      The control state unchanged, but to be used from here on: owners are counted in its arrays, in place.
+      A control state with the same values. Continue with it, not with the argument, so that XLA counts
+      owners in place instead of copying the array.
       The plan.
     """
     id_checks = ()
@@ -197,7 +198,7 @@ def _propose_group(
     has_tail = plan.grows & group.tail_column(plan.context_len)[1]
     tail = jnp.where(has_tail, tokens.first(entries), nowhere)
     is_published = block_pool.is_published(pool, tail)
-    # Writers copy while their block has another owner, so of as many writers as owners the last one does not.
+    # A writer copies while its block has another owner. If every owner writes, the last one writes in place.
     ref_count, is_last_owner = count_down(pool.ref_count, tail)
     ref_count = add_at(ref_count, tail, 1)
     copies_tail = has_tail & (is_published | ~is_last_owner)
@@ -254,10 +255,10 @@ def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Con
             num_copied = num_true(copies_tail[g] & (tail == tail[row]))
             is_shared = num_owners[row] - num_copied > 1
             copies.append((tail[row] < ref_counts[g].shape[0]) & (group.is_tail_published[row] | is_shared))
-            # What left the window comes free only with its last owner: earlier rows that grow have let go.
+            # A leaving block becomes free with its last owner: earlier rows that grow have released theirs.
             num_back = num_true(get_at(ref_counts[g], group.leaving[row], 0) == 1)
             left.append(free[g] + num_back - group.num_blocks[row] - copies[-1].astype(jnp.int32))
-        # A row grows in all layer groups or in none, and one that fails leaves all to the rows behind it.
+        # A row grows in all layer groups or in none; one that fails leaves its blocks to the rows after it.
         row_grows = plan.grows[row] & (jnp.stack(left) >= 0).all()
         free = jnp.where(row_grows, jnp.stack(left), free)
         copies_tail = copies_tail.at[:, row].set(jnp.stack(copies) & row_grows)
@@ -267,7 +268,7 @@ def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Con
         )
         return row + 1, free, grows.at[row].set(row_grows), copies_tail, ref_counts
 
-    # Of all rows but those that were decided, nobody copies yet.
+    # Where blocks are short no row copies before it is decided: until then it owns its last block.
     copies_tail = jnp.stack([group.copies_tail & ~is_short for group in plan.groups])
     ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     state = jnp.where(is_short, 0, num_rows), available, plan.grows, copies_tail, ref_counts

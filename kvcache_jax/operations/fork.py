@@ -1,4 +1,4 @@
-"""The operation `fork`: rows that share what other rows hold."""
+"""The operation `fork`: starts rows that share all tokens of other rows."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The operation `free`: rows end."""
+"""The operation `free`: ends rows and releases their blocks."""
 
 import dataclasses
 

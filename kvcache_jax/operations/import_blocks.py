@@ -1,4 +1,4 @@
-"""The operation `import_blocks`: exported blocks are published again, here or in another cache."""
+"""The operation `import_blocks`: publishes exported blocks again, here or in another cache."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ from kvcache_jax.prefix.prefix_index import Content
 def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
     """Publishes exported blocks, shorter prefixes first, so that prompts find them.
 
-    A block goes into a free block of each layer group that it had one in, and is cached there as if a row had
-    just let go of it: `evict` first where no blocks are free. It needs the block before it, published already
-    or by this call. A block that is published already stays as it is. Call it inside a donated jit: called
-    eagerly it copies the pools.
+    A block is written into a free block of each layer group that it had one in, and is cached there as if a
+    row had just released it: `evict` first where no blocks are free. It needs the block before it, published
+    already or by this call. A block that is published already stays as it is. Call it inside a donated jit:
+    called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated. Of the layer kinds and block sizes of the cache that was exported.
@@ -70,7 +70,7 @@ def _check_shapes(cache: Cache, contents: BlockContents) -> None:
 
 
 def _differences(config: CacheConfig, got: BlockContents, want: BlockContents) -> Iterator[str]:
-    """Says of each property of the contents that differs what was got and what is expected."""
+    """States the got and the expected value of each property of the contents that differs."""
     if len(got.arrays) != len(want.arrays):
         yield f"got arrays of {len(got.arrays)} layer groups, expected {len(want.arrays)}"
         return
@@ -138,7 +138,7 @@ class _Published(NamedTuple):
 def _let_go(control: Control, before: Control, published: _Published, config: CacheConfig) -> Control:
     """Makes the new blocks cached, and those before them more recent than they are.
 
-    As if rows that held the whole prefixes had ended: a block must stand in the queue behind its successors,
+    As if rows that held the whole prefixes had ended: a block must be in the queue after its successors,
     or it would be evicted first and leave them unreachable.
     """
     pools = []
@@ -219,7 +219,7 @@ def _publish(
 def _content(
     control: Control, index: PrefixIndex, tokens: jax.Array, num_tokens: jax.Array, namespace: jax.Array
 ) -> tuple[Content, jax.Array, jax.Array]:
-    """Finds what a block at the end of `num_tokens` tokens stands for.
+    """Computes the content that a block at the end of `num_tokens` tokens represents.
 
     Returns:
       Its Content; i32[columns], the published blocks of its prefix, nowhere from a miss on; and i32[],

@@ -1,4 +1,4 @@
-"""The operation `lookup`: the length of prompts' cached prefixes."""
+"""The operation `lookup`: counts the tokens of each prompt that `allocate` would find cached."""
 
 import functools
 

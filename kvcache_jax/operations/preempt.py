@@ -104,8 +104,8 @@ def select_rows_to_preempt(cache: Cache, policy: str, n: int) -> jax.Array:
       n: Most rows to select.
 
     Returns:
-      i32[n] rows, the first to go first. Rows that free nothing, because others hold all their blocks too,
-      are left out; `max_seqs` stands where there are no more.
+      i32[n] rows, the first to be preempted first. Rows that free nothing, because others hold all their
+      blocks too, are left out; `max_seqs` fills the rest.
 
     Raises:
       ValueError: there is no such policy.
@@ -176,7 +176,7 @@ def _free_rows(
 
 
 def groups_above(control: Control, target: jax.Array) -> list[jax.Array]:
-    """Tells which layer groups are above a utilization, bool[] each."""
+    """Masks the layer groups that are above a utilization, bool[] each."""
     return [block_pool.utilization(pool) > target for pool in control.block_pools]
 
 

@@ -1,4 +1,4 @@
-"""The operation `reorder`: rows continue from other rows, as beam search does."""
+"""The operation `reorder`: continues rows from other rows, as beam search does."""
 
 import dataclasses
 
@@ -19,9 +19,9 @@ from kvcache_jax.operations.rows import check_ids, inherit, on_rows, token_block
 @takes_one
 @jax.named_scope("kvcache.reorder")
 def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache, jax.Array]:
-    """Lets each row continue from a parent as it was before the call, as beam search does.
+    """Continues each row from a parent as it was before the call, as beam search does.
 
-    Takes no block; blocks that only replaced rows held come back.
+    Takes no block; blocks that only replaced rows held are released.
 
     Args:
       cache: Not changed.
@@ -39,9 +39,10 @@ def reorder(cache: Cache, seq_ids: IntRows, parent_ids: IntRows) -> tuple[Cache,
 def reorder_rows(
     control: Control, seq_ids: jax.Array, parent_ids: jax.Array, *, config: CacheConfig
 ) -> tuple[Control, jax.Array]:
-    """Lets row `seq_ids[i]` continue from `parent_ids[i]`; i32[n] both.
+    """Continues row `seq_ids[i]` from `parent_ids[i]`; i32[n] both.
 
-    New owners come before old ones go, so a block that only changes hands is never free in between.
+    New owners are counted before old ones are released, so a block that only changes its
+    owner is never free in between.
     """
     status = first_failure(
         *check_ids(control, seq_ids, parent_ids),

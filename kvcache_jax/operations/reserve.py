@@ -44,7 +44,7 @@ def needs(
       control: The state.
       num_new: i32[max_seqs], at most what `max_seq_len` leaves.
       config: The cache's.
-      ref_counts: Owners of the blocks per group, such as without some rows. Default: those of the state.
+      ref_counts: Owners of the blocks per group, such as without some rows. Default: the state's.
     """
     num_blocks, copies = [], []
     context_len, rows = control.context_len, jnp.arange(control.max_seqs, dtype=jnp.int32)
@@ -89,7 +89,7 @@ def reserve(cache: Cache, num_new: jax.Array, max_new: int) -> Cache:
 
 
 def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config: CacheConfig) -> Control:
-    """Notes that copies hold the tokens of the originals and are not published."""
+    """Records that copies hold the tokens of the originals and are not published."""
     index = control.prefix_index
     assert index is not None
     num_full = quotient(control.context_len, config.groups[config.indexed_group].block_size)
@@ -117,7 +117,7 @@ def extend_reserved(
     layout = packed_tokens(num_new, tokens.size) if is_packed else padded_tokens(*tokens.shape)
     most = min(tokens.shape[-1], config.query_len_limit)
     control, plan = propose(control, seq_ids, num_new, layout, most, config)
-    # Nobody copies: said so, XLA drops what would be copied.
+    # A constant mask, so that XLA drops the copies from the program: no row copies here.
     groups = tuple(group._replace(copies_tail=group.copies_tail & False) for group in plan.groups)
     plan = dataclasses.replace(plan, groups=groups)
     control, copies = take_blocks(control, plan, config, evicts=False)

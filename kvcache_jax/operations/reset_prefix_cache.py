@@ -1,4 +1,4 @@
-"""The operation `reset_prefix_cache`: all published contents are forgotten."""
+"""The operation `reset_prefix_cache`: forgets all published contents."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The operation `rewrite`: tokens that rows hold are computed again, in their places."""
+"""The operation `rewrite`: reserves the slots of tokens that rows hold, to compute them again in place."""
 
 import dataclasses
 from typing import Any
@@ -40,8 +40,8 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
     """Reserves the slots of tokens that rows hold, so that the same tokens are computed again in place.
 
     The token at index `i` attends to places 0 to `i` of its row, with what the step writes there.
-    Blocks that others hold, or that are published, are copied first; with prefix caching those behind a
-    copied one too, for a published block stands behind its parent in every row. Rows of one call that share
+    Blocks that others hold, or that are published, are copied first; with prefix caching the blocks
+    after a copied one too, for a published block follows its parent in every row. Rows of one call that share
     a block get a copy each. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
@@ -52,8 +52,8 @@ def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
 
     Returns:
       The cache and a `Step` with arrays `[n, T]`. `status`: BAD_LENGTH (an index repeats, descends, lies
-      outside the row or is that of a kept token, whose position is not known), WINDOW_LOST
-      (a window group gave back what the token reads), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
+      outside the row or is the place of a kept token, whose position is not known), WINDOW_LOST
+      (a window group released tokens that the token reads), OUT_OF_BLOCKS, SEQ_NOT_ACTIVE, DUPLICATE_SEQ_ID,
       BAD_SEQ_ID, SKIPPED; such a row has `query_len` 0.
 
     Raises:
@@ -138,10 +138,11 @@ def _checked(
 
 
 def _is_lost(pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, indices: jax.Array) -> jax.Array:
-    """Tells for which tokens a window group gave back what they read, bool like `indices`."""
+    """Masks the tokens of which a window group released what they read, bool like `indices`."""
     if group.span.keeps_all:
         return jnp.zeros_like(indices, bool)
-    # Behind the sinks a token reads from here on, and what is held is contiguous up to the row's end.
+    # After the sinks a token reads from this column on, and the blocks held are contiguous up to the row's
+    # end: if this one is there, all that the token reads are.
     column = group.first_column(jnp.maximum(indices, 0))
     entries = get_at(pool.block_table, (seq_ids[:, None], column), pool.num_blocks)
     return (column * group.block_size <= indices) & (entries == pool.num_blocks)
@@ -150,16 +151,17 @@ def _is_lost(pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, indices: ja
 def _is_copied(
     pool: BlockPool, group: LayerGroup, rows: jax.Array, places: jax.Array, *, is_indexed: bool
 ) -> jax.Array:
-    """Tells which of the rows' blocks are copied before they are written, bool[n, max_blocks_per_seq]."""
+    """Masks the rows' blocks that are copied before they are written, bool[n, max_blocks_per_seq]."""
     blocks = get_at(pool.block_table, rows, pool.num_blocks)
-    if group.holds_sources:  # nobody writes into them again
+    if group.holds_sources:  # no call writes into sources again
         return jnp.zeros_like(blocks, bool)
     order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
     is_written = set_at(jnp.zeros_like(blocks, bool), (order, quotient(places, group.block_size)), True)
     is_kept = block_pool.is_published(pool, blocks) | (block_pool.ref_counts(pool, blocks) > 1)
     is_copied = is_written & is_kept
     if is_indexed:
-        # Behind a block that the row let go stands no block that is published, or that others may publish.
+        # A published block follows its parent in every row: after a block that the row exchanges, it holds no
+        # block that is published, or that others may publish.
         is_copied |= is_kept & (lax.cummax(is_copied.astype(jnp.int32), axis=1) > 0)
     return is_copied & (blocks < pool.num_blocks)
 
@@ -197,7 +199,7 @@ def _take_copies(
 
 
 def _listed(mask: jax.Array, originals: jax.Array, new: jax.Array, nowhere: int) -> BlockCopies:
-    """Lists the masked copies one behind the other."""
+    """Lists the masked copies one after the other."""
     mask, originals, new = (x.reshape(-1) for x in (mask, originals, new))
     rank, num_copies = rank_true(mask)
     place = jnp.where(mask, rank, rank.shape[0])
@@ -214,7 +216,7 @@ def _step(
     status: jax.Array,
     config: CacheConfig,
 ) -> Step:
-    """Builds the step of the tokens bool[n, T], whose blocks are those of the tables as they are now."""
+    """Builds the step of the tokens bool[n, T], with the blocks of the tables as they are now."""
     slots = []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
         places = jnp.where(is_token, indices, 0)

@@ -69,7 +69,7 @@ def check_ids(
       control: The state.
       seq_ids: The rows to change, of which no two may be the same.
       *others: Sources or parents, which may repeat.
-      mask: bool[n], entries that ask for something; others name nobody.
+      mask: bool[n], entries that ask for something; others name no row.
     """
     ids = (seq_ids, *others)
     is_skipped = any_of([column == control.max_seqs for column in ids])

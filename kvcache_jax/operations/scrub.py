@@ -1,4 +1,4 @@
-"""The operation `scrub`: keys, values and tokens are overwritten, not only forgotten."""
+"""The operation `scrub`: ends rows and overwrites what they own with zeros."""
 
 import dataclasses
 import functools
@@ -185,7 +185,7 @@ def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) ->
 def _overwrite(
     group: LayerGroup, pool: KVPool, mask: jax.Array, rests: tuple[jax.Array, jax.Array] | None
 ) -> KVPool:
-    """Overwrites blocks, and what is behind last tokens, with zeros."""
+    """Overwrites blocks, and the slots after last tokens, with zeros."""
     pool = jax.tree.map(functools.partial(_zero_blocks, mask=mask), pool)
     return pool if rests is None else _zero_rests(pool, group, *rests)
 

@@ -1,4 +1,4 @@
-"""The operation `set_priority`: a number per row for eviction policies."""
+"""The operation `set_priority`: sets the priority of rows, for eviction and preemption."""
 
 import dataclasses
 

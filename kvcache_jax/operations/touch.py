@@ -1,4 +1,4 @@
-"""The operation `touch`: rows are marked as just used."""
+"""The operation `touch`: marks rows as just used."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""The operation `truncate`: rows are rolled back."""
+"""The operation `truncate`: drops tokens from the end of rows."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ from kvcache_jax.operations.rows import check_ids, on_rows, partial_tails
 @takes_one
 @jax.named_scope("kvcache.truncate")
 def truncate(cache: Cache, seq_ids: IntRows, new_len: IntRows) -> tuple[Cache, jax.Array]:
-    """Drops tokens from the end of rows; blocks left without a token, reserved ones too, go back.
+    """Drops tokens from the end of rows; releases blocks left without a token, reserved ones too.
 
     A row's source stays. A row of a window group that is longer than the window can be rolled back by at most
     `max_rollback` tokens, and not always into a prefix that it found cached.
@@ -73,7 +73,7 @@ def truncate_rows(
 
 
 def _ends_hidden(control: Control, seq_ids: jax.Array, new_len: jax.Array) -> jax.Array:
-    """Tells which rows would end among tokens that they dropped, or among kept ones."""
+    """Masks the rows that would end among tokens that they dropped, or among kept ones."""
     if control.holes is None:
         return jnp.zeros_like(new_len, bool)
     holes = control.holes.of_rows(seq_ids)
@@ -81,7 +81,7 @@ def _ends_hidden(control: Control, seq_ids: jax.Array, new_len: jax.Array) -> ja
 
 
 def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
-    """Forgets what `rows` dropped where only tokens in front of it are left."""
+    """Forgets the holes of `rows` where only tokens before them are left."""
     if control.holes is None:
         return None
     kept = control.holes.of_rows(rows)
@@ -91,11 +91,12 @@ def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
 def _is_lost(
     pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, context_len: jax.Array, new_len: jax.Array
 ) -> jax.Array:
-    """Tells which rows cannot be rolled back to `new_len`: the next token would read what left the window."""
+    """Masks the rows that cannot return to `new_len`: the next token would read what left the window."""
     if group.span.keeps_all:
         return jnp.zeros_like(new_len, bool)
     is_beyond = group.span.is_beyond_rollback(context_len, new_len)
-    # Behind the sinks the next token reads from here on, and what is held is contiguous up to the tail.
+    # After the sinks the next token reads from this column on, and the blocks held are contiguous up to the
+    # tail: if this one is there, all that it reads are.
     column = group.first_column(new_len)
     entries = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
     return is_beyond | ((column * group.block_size < new_len) & (entries == pool.num_blocks))

@@ -1,4 +1,4 @@
-"""The operation `write_source`: what all tokens of a row read, written once."""
+"""The operation `write_source`: stores the sources that cross-attention layers of rows read."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def write_source(
       seq_ids: i32[n], active rows without a source.
       k: `[num_source_layers, n, S, num_kv_heads, head_dim]`; or a sequence, one array per layer. Of the
         layers `cache.config.source_layers`, in this order.
-      v: Likewise; None if no layer takes values.
+      v: Values, shaped like `k`; None if no layer takes values.
       source_len: i32[n], tokens of each source, at most `S`; 0 stores none.
 
     Returns:

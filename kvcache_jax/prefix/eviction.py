@@ -70,7 +70,7 @@ def _evict_from_front(
     block_ids, is_cached = block_pool.queue_entries(cached, pool.ref_count, cached.head + order)
     rank, num_found = rank_true(is_cached)
     is_victim = is_cached & (rank < most)
-    # The head passes stale entries and victims, up to the first cached block that stays: behind the head that
+    # The head passes stale entries and victims, up to the first cached block that stays: before the head that
     # block would never be evicted.
     stays = is_cached & ~is_victim
     num_passed = jnp.where(stays.any(), first_true(stays).astype(jnp.uint32), jnp.uint32(num_entries))

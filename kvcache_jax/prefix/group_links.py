@@ -82,7 +82,7 @@ def _columns(
     links = index.group_links[other_id]
     assert links is not None
     columns = np.arange(found.shape[0] * indexed.block_size // other.block_size, dtype=np.int32)
-    # Where the last token of each stands in the indexed group.
+    # The columns of the indexed group that hold the last token of each of the other group's columns.
     indexed_columns = ((columns + 1) * other.block_size - 1) // indexed.block_size
     slots = columns - indexed_columns * indexed.block_size // other.block_size
     return get_at(links.block_ids, (found[indexed_columns], slots), links.indexed_ids.shape[0])
@@ -149,7 +149,7 @@ def link(
 
 
 def _is_linked_before(is_linked: jax.Array, canonical: jax.Array) -> jax.Array:
-    """Tells for bool[E, slots] whether an earlier entry of the same canonical block links the slot."""
+    """Masks the bool[E, slots] whose slot an earlier entry of the same canonical block links."""
     order = jnp.arange(canonical.shape[0], dtype=jnp.int32)
     is_earlier = (canonical[:, None] == canonical[None]) & (order[:, None] > order[None])
     return (is_earlier[:, :, None] & is_linked[None]).any(axis=1)
@@ -164,7 +164,7 @@ def drop_links(control: Control, indexed_ids: jax.Array) -> Control:
         if links is None:
             continue
         nowhere = links.indexed_ids.shape[0]
-        # Linked blocks are found through the indexed one alone. Without it they would stay cached for nobody.
+        # Linked blocks are found through the indexed one alone. Without it no row could find them.
         ids, block_ids = read_first(get_at(links.block_ids, indexed_ids, nowhere), links.block_ids)
         ids = ids.reshape(-1)
         pools[g] = block_pool.withdraw(pools[g], ids)

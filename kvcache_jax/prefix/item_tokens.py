@@ -14,7 +14,7 @@ def item_tokens(item: bytes, num_tokens: int) -> np.ndarray:
     another number of positions has other words: its keys and values are others too.
 
     Args:
-      item: Identity of the item, such as the image's bytes; whoever has the digest may reuse its blocks.
+      item: Identity of the item, such as the image's bytes; any caller with the digest may reuse its blocks.
       num_tokens: Positions that the item takes in the sequence.
 
     Returns:

@@ -38,7 +38,7 @@ def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.n
 
 
 def namespace_within(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    """Makes the namespace of `inner` within `outer`, such as a request's within that of the weights.
+    """Makes the namespace of `inner` within `outer`, such as a request's within the weights'.
 
     A digest of both, u32[4], so that no two pairs share one, a pair of equals included. Within the default
     namespace, 0, `inner` is itself.

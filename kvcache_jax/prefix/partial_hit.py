@@ -1,6 +1,6 @@
 """Sharing inside a block: a prompt starts within a published block whose first tokens are its own.
 
-The row then stands inside a block that others may find, as after `truncate` into a published block: its next
+The row then ends inside a block that others may find, as after `truncate` into a published block: its next
 `extend` copies the block before it is written.
 """
 
@@ -23,7 +23,7 @@ def with_partial_hit(
     items: jax.Array | None,
     config: CacheConfig,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Adds to a prompt's whole hits the block behind them that agrees longest, by its parent and tokens.
+    """Adds to a prompt's whole hits the block after them that agrees longest, by its parent and tokens.
 
     Nothing is added where the pool could not hold the row and the copy: the row would be refused for ever.
 

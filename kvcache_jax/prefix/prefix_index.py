@@ -61,7 +61,7 @@ def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> j
 
 
 def matches(index: PrefixIndex, block_ids: jax.Array, content: Content) -> jax.Array:
-    """Tells whether the published blocks represent exactly this content, bool[...]."""
+    """Tests whether the published blocks represent exactly this content, bool[...]."""
     nowhere = index.parent.shape[0]
     is_same = block_ids < nowhere
     is_same &= (get_at(index.block_tokens, block_ids) == content.tokens).all(axis=-1)

@@ -1,7 +1,7 @@
 """A heap of blocks: the least valuable is found again and again while blocks leave and others enter.
 
-The blocks stand in groups, and the heap knows the least of each group. The least of all is one of these. When
-a block leaves or enters, its group alone is searched again.
+The blocks are split into groups, and the heap knows the least of each group. The least of all is one of
+these. When a block leaves or enters, its group alone is searched again.
 """
 
 from typing import NamedTuple

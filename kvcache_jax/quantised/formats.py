@@ -4,7 +4,7 @@ Whatever is stored of a vector, the numbers of one token and head, follows from 
 and products of several numbers would depend on how a compiler orders them. A vector with a NaN or an infinite
 number is read as NaN.
 
-Integers of `b` bits divide the range of the vector's own numbers, whether it holds 0 or not: `n` stands for
+Integers of `b` bits divide the range of the vector's own numbers, whether it holds 0 or not: `n` encodes
 `scale * n + offset`, where the scale is one of `2**b - 1` steps from the least number to the greatest,
 rounded up to 16 bits (by 1/256 at most), and the offset, a float32, is the middle of the range.
 """

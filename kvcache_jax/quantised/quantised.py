@@ -81,7 +81,7 @@ class Quantised(LayerKind):
 
     @property
     def span(self) -> Span:
-        """That of the kind."""
+        """The span of the kind."""
         return self.kind.span
 
     @property

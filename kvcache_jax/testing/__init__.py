@@ -3,7 +3,7 @@
 * The token test: a fake model stores each token's id as its key and value, and every slot that
   attention would read is compared with the tokens expected there. Without any arithmetic, the test finds
   stale, aliased, leaked and misordered blocks.
-* `poison`: NaN in every slot that nobody may read, so that a stray read shows.
+* `poison`: NaN in every slot that no row may read, so that a stray read shows.
 * `check_forward`: takes a model's step and checks that caching changes nothing.
 * `interpreted`: within it, kernels for accelerators run on the CPU, where their races are looked for.
 """
@@ -134,7 +134,7 @@ def _texts_of_chunks(cache: Cache) -> dict[int, list[int]]:
 def _held_blocks(
     cache: Cache, group_id: int, rows: Sequence[int], chunk_ids: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lists the blocks of rows, then those of chunks, and where in the first block each begins."""
+    """Lists the blocks of rows, then of chunks, and where in the first block each begins."""
     pool, block_size = cache.control.block_pools[group_id], cache.config.groups[group_id].block_size
     lines = np.full((len(rows) + len(chunk_ids), pool.max_blocks_per_seq), pool.num_blocks)
     firsts = np.zeros(len(lines), int)

@@ -1,4 +1,4 @@
-"""A check that a model's step computes the same with a cache as without, for anybody's model."""
+"""A check that a model's step computes the same with a cache as without, for any model."""
 
 import dataclasses
 import functools

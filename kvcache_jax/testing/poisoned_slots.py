@@ -1,4 +1,4 @@
-"""NaN in every slot that nobody may read, so that one stray read shows in what is computed."""
+"""NaN in every slot that no row may read, so that one stray read shows in what is computed."""
 
 import dataclasses
 
@@ -15,11 +15,11 @@ from kvcache_jax.operations.scrub import num_tokens_held
 @takes_one
 @jax.jit
 def poison(cache: Cache) -> Cache:
-    """Puts NaN into every slot that nobody may read: free blocks, reserved ones, unfilled tails.
+    """Writes NaN into every slot that no row may read: free blocks, reserved ones, unfilled tails.
 
     Arrays of integers get their lowest number, of unsigned ones their greatest.
 
-    Published blocks keep all their slots, which later prompts may read: those without owner, and those of
+    Published blocks keep all their slots, which later prompts may read: blocks without owner, and blocks of
     which a truncated row holds only a part.
 
     Args:
