@@ -1,4 +1,4 @@
-"""Moving spans of tokens between blocks of rows or chunks, keys rotated on the way."""
+"""Moving spans of tokens between blocks, keys rotated on the way."""
 
 import functools
 from typing import NamedTuple
