@@ -59,33 +59,28 @@ from kvcache_jax.inspect.block_map import block_map
 from kvcache_jax.inspect.check_invariants import check_invariants
 from kvcache_jax.layers.block_array import BlockArray
 from kvcache_jax.layers.cross_attention import CrossAttention
-from kvcache_jax.layers.full_attention import FullAttention
 from kvcache_jax.layers.latent_attention import LatentAttention
 from kvcache_jax.layers.layer_kind import KeysValues, LayerKind
-from kvcache_jax.layers.shared_with import SharedWith
-from kvcache_jax.layers.sliding_window import SlidingWindow
+from kvcache_jax.layers.plain import FullAttention, SharedWith, SlidingWindow
 from kvcache_jax.layers.span import Span
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.operations.allocate import allocate
 from kvcache_jax.operations.append import append
 from kvcache_jax.operations.commit import commit
-from kvcache_jax.operations.evict import evict
+from kvcache_jax.operations.evict import evict, reset_prefix_cache
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.fork import fork
 from kvcache_jax.operations.free import free
 from kvcache_jax.operations.lookup import lookup
 from kvcache_jax.operations.preempt import preempt_to_utilization, select_rows_to_preempt
 from kvcache_jax.operations.reorder import reorder
-from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache
 from kvcache_jax.operations.rewrite import rewrite
 from kvcache_jax.operations.scrub import scrub
-from kvcache_jax.operations.set_priority import set_priority
 from kvcache_jax.operations.stats import num_available_blocks, num_blocks_needed, stats, utilization
-from kvcache_jax.operations.touch import touch
+from kvcache_jax.operations.touch import set_priority, touch
 from kvcache_jax.operations.truncate import truncate
 from kvcache_jax.operations.write_source import write_source
-from kvcache_jax.prefix.item_tokens import item_tokens
-from kvcache_jax.prefix.namespace import namespace
+from kvcache_jax.prefix.names import item_tokens, namespace
 from kvcache_jax.quantised.quantised import Quantised
 
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())

@@ -1,8 +1,7 @@
 """Blocks that leave the cache and come back: candidates, contents, export, import."""
 
-from kvcache_jax.operations.eviction_candidates import eviction_candidates
-from kvcache_jax.operations.export_blocks import BlockContents, export_blocks
-from kvcache_jax.operations.import_blocks import import_blocks
+from kvcache_jax.operations.evict import eviction_candidates
+from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks
 
 __all__ = [
     "BlockContents",

@@ -19,7 +19,7 @@ from experiments.common import quality
 from experiments.common.command import InputError
 from experiments.common.report import at_least, at_most, show_bars, show_provenance
 from experiments.common.timing import show_records
-from kvcache_jax.chunks.selected_tokens import num_of_share
+from kvcache_jax.chunks.chunk_selector import num_of_share
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 

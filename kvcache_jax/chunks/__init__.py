@@ -2,18 +2,18 @@
 
 from kvcache_jax.blocks.key_rotation import key_rotation
 from kvcache_jax.chunks.chunk_attention import chunk_attention as attention
-from kvcache_jax.chunks.chunk_deviation import chunk_deviation as deviation
-from kvcache_jax.chunks.chunk_metadata import chunk_metadata as metadata
+from kvcache_jax.chunks.chunk_attention import chunk_deviation as deviation
 from kvcache_jax.chunks.chunk_reuse import ChunkReuse as Reuse
 from kvcache_jax.chunks.chunk_selector import ChunkMetadata as Metadata
+from kvcache_jax.chunks.chunk_selector import chunk_metadata as metadata
 from kvcache_jax.chunks.chunk_selector import chunk_selector as selector
+from kvcache_jax.chunks.chunk_selector import select_tokens
 from kvcache_jax.chunks.chunk_store import Store
 from kvcache_jax.chunks.compose_chunks import compose
-from kvcache_jax.chunks.evict_chunks import evict_chunks as evict
 from kvcache_jax.chunks.find_chunks import find_chunks as find
-from kvcache_jax.chunks.free_chunks import free_chunks as free
+from kvcache_jax.chunks.forget_chunks import evict_chunks as evict
+from kvcache_jax.chunks.forget_chunks import free_chunks as free
 from kvcache_jax.chunks.prompts import Prompts
-from kvcache_jax.chunks.selected_tokens import select_tokens
 from kvcache_jax.chunks.store_chunk import store_chunk as store
 from kvcache_jax.chunks.stored_chunks import Chunks
 from kvcache_jax.chunks.stored_chunks import StoredChunks as Stored

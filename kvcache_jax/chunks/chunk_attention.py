@@ -1,4 +1,4 @@
-"""The attention that tokens of chunks give to the tokens before their chunk, from the weights of a layer."""
+"""The attention that queries give to chunks in their rows, and how far keys and values deviate."""
 
 import functools
 from typing import Any
@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvcache_jax.arrays.masked_updates import add_at
+from kvcache_jax.arrays.masked_updates import add_at, get_at, read_first, set_at
+from kvcache_jax.attention.gather import gather
 from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import Layer
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.state import Cache, Step
 
 
 @jax.named_scope("kvcache.chunk_attention")
@@ -63,3 +67,66 @@ def _sums(scores: jax.Array, places: jax.Array, starts: jax.Array, lengths: jax.
     in_front = jnp.where(keys[:, None] < first[..., None], weights, 0).sum(axis=-1)
     order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
     return add_at(jnp.zeros_like(weights, shape=keys.shape), (order, places), in_front)
+
+
+@takes_one
+@jax.named_scope("kvcache.chunk_deviation")
+def chunk_deviation(
+    cache: Cache, layer: Layer, k: jax.Array, v: jax.Array, step: Step
+) -> tuple[Cache, tuple[jax.Array, jax.Array]]:
+    """Computes how far composed keys and values of a layer are from values computed with all tokens before.
+
+    CacheBlend computes the first layers of all tokens again, and of the others those that are furthest off
+    there: `k_deviation` and `v_deviation` of `chunks.Metadata`. Call it before `write` or `attention` of the
+    layer.
+
+    Args:
+      cache: Not changed.
+      layer: As in `attention`.
+      k: `[n, T, num_kv_heads, head_dim]`, the step's keys.
+      v: The step's values, shaped like `k`.
+      step: Padded, from `rewrite`.
+
+    Returns:
+      The cache, to go on with, so that a donated step reads before it writes; and f32[n, max_seq_len] twice,
+      squared differences of keys and of values, summed over heads and features, at the places of the step's
+      tokens; 0 elsewhere.
+
+    Raises:
+      ValueError, TypeError: the layer, shapes or dtypes do not fit, or the step is packed.
+
+    Example:
+      >>> import jax.numpy as jnp, kvcache_jax as kv
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], num_blocks=4, max_seqs=2, max_seq_len=64))
+      >>> cache, _ = kv.allocate(cache, [0], [3])
+      >>> cache, _ = kv.append(cache, jnp.ones((1, 2, 3, 1, 8)), jnp.ones((1, 2, 3, 1, 8)), [3, 0])
+      >>> cache, step = kv.rewrite(cache, [0], [[1, 2]])
+      >>> new = jnp.array([1.0, 3.0])[None, :, None, None] * jnp.ones((1, 2, 1, 8))
+      >>> cache, (of_keys, _) = kv.chunks.deviation(cache, 0, new, new, step)
+      >>> of_keys[0, :4].tolist()
+      [0.0, 0.0, 32.0, 0.0]
+
+    References:
+      CacheBlend (Yao et al.; arXiv:2405.16444).
+    """
+    if step.cu_query_lens is not None:
+        raise ValueError("chunk_deviation got a packed step, expected a padded one, of rewrite")
+    place = arguments.located_to_store(cache, layer, step)
+    new = arguments.layer_inputs(cache, place, {"k": k, "v": v}, step.positions.shape)
+    old = jax.vmap(lambda row: gather(cache, row, layer)[:2])(step.seq_ids)
+    deviations = tuple(_at_places(x, of_rows, step) for x, of_rows in zip(new.values(), old, strict=True))
+    (of_keys, of_values), cache = read_first(deviations, cache)
+    return cache, (of_keys, of_values)
+
+
+@jax.jit
+def _at_places(new: jax.Array, old: jax.Array, step: Step) -> jax.Array:
+    """Computes deviations f32[n, S] of the step's `new` [n, T, ...] from `old` [n, S, ...]."""
+    places = step.cache_positions
+    nth = lax.broadcasted_iota(jnp.int32, places.shape, 1)
+    places = jnp.where(nth < step.query_len[:, None], places, old.shape[1])
+    order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
+    # What is stored was rounded: the same values differ by nothing.
+    difference = new.astype(old.dtype).astype(jnp.float32) - get_at(old, (order, places)).astype(jnp.float32)
+    squared = jnp.sum(difference**2, axis=(-2, -1))
+    return set_at(jnp.zeros(old.shape[:2], jnp.float32), (order, places), squared)

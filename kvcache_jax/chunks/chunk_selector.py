@@ -1,21 +1,21 @@
-"""Selectors by name, which choose the tokens of chunks to compute again, and a decorator for one's own.
+"""The choice of the tokens of chunks that are computed again: their metadata, selectors, the selection."""
 
-A chunk's tokens were computed without the tokens that now precede them. A selector is a pure
-function from what is known of composed tokens to a score per token: `select_tokens` takes the highest, and
-`rewrite` computes them again.
-
-References:
-  Cache-Craft (Agarwal et al.; arXiv:2502.15734), CacheBlend (Yao et al.; arXiv:2405.16444) and EPIC (Hu et
-  al.; arXiv:2410.15332).
-"""
-
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
 
+from kvcache_jax.arrays.masked_updates import get_at
+from kvcache_jax.arrays.number_checks import static_count
 from kvcache_jax.arrays.registry import Registry
+from kvcache_jax.chunks.stored_chunks import Chunks, require_chunks
+from kvcache_jax.core import arguments
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.state import Cache
 
 
 class ChunkMetadata(NamedTuple):
@@ -139,3 +139,155 @@ def _all(chunks: ChunkMetadata) -> jax.Array:
 def _none(chunks: ChunkMetadata) -> jax.Array:
     """Scores so that no token is computed again."""
     return jnp.full(chunks.is_token.shape, -jnp.inf)
+
+
+@takes_one
+@jax.named_scope("kvcache.chunk_metadata")
+def chunk_metadata(cache: Cache, chunk_ids: Any, starts: Any) -> ChunkMetadata:
+    """Describes the tokens of chunks at their places in rows, for `select_tokens`; changes nothing.
+
+    A chunk that was computed at place 0 and is composed there is exact: no token needs computing again.
+
+    Args:
+      cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.
+      chunk_ids: i32[n, K], as in `compose`; `num_chunks` for none.
+      starts: i32[n, K], as in `compose`.
+
+    Returns:
+      `chunks.Metadata`, each of `[n, max_seq_len]`. Attention, deviations and a key are added with
+      `_replace`.
+
+    Raises:
+      ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> sizes = dict(num_blocks=8, max_seqs=2, max_seq_len=64, extras=[kv.chunks.Store(3, 40)])
+      >>> cache = kv.init(kv.CacheConfig([kv.FullAttention(1, 8)], **sizes))
+      >>> cache, _ = kv.allocate(cache, [0, 1], [30, 1])
+      >>> cache, _ = kv.extend(cache, [30, 1], max_new=30)
+      >>> cache, stored = kv.chunks.store(cache, [0], [0], [30], [range(30)])
+      >>> chunks = kv.chunks.metadata(cache, [[0, 0]], [[0, 30]])      # of which the first is exact
+      >>> kv.chunks.select_tokens("first", chunks, [2], max_select=3).tolist()
+      [[30, 31, 64]]
+    """
+    chunks = require_chunks("chunk_metadata", cache)
+    chunk_ids = arguments.saturated("chunk_ids", chunk_ids)
+    starts = arguments.saturated("starts", starts)
+    if chunk_ids.ndim != 2 or starts.shape != chunk_ids.shape:
+        raise ValueError(
+            f"chunk_ids and starts have shapes {chunk_ids.shape} and {starts.shape}, expected one (n, K)"
+        )
+    return _described(chunks, chunk_ids, starts, cache.config.max_seq_len)
+
+
+@functools.partial(jax.jit, static_argnames="max_seq_len")
+def _described(chunks: Chunks, chunk_ids: jax.Array, starts: jax.Array, max_seq_len: int) -> ChunkMetadata:
+    lengths = get_at(chunks.length, chunk_ids, 0)
+    shape = chunk_ids.shape[0], max_seq_len, chunk_ids.shape[1]
+    behind = lax.broadcasted_iota(jnp.int32, shape, 1) - starts[:, None]
+    covers = (behind >= 0) & (behind < lengths[:, None])
+
+    def of_chunk(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(covers, values, 0), axis=-1, dtype=jnp.int32)
+
+    is_exact = (starts == 0) & (get_at(chunks.start, chunk_ids, 0) == 0)
+    return ChunkMetadata(
+        is_token=(covers & ~is_exact[:, None]).any(axis=-1),
+        nth_chunk=of_chunk(lax.broadcasted_iota(jnp.int32, shape, 2)),
+        place_in_chunk=of_chunk(behind),
+        chunk_len=of_chunk(lengths[:, None]),
+    )
+
+
+@jax.named_scope("kvcache.select_tokens")
+def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_select: int) -> jax.Array:
+    """Chooses the tokens of composed chunks to compute again.
+
+    Args:
+      selector: A name, "attention", "key deviation", "value deviation", "first",
+        "random", "all", "none", or one registered with `chunks.selector`.
+      chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
+      num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.
+        Infinite scores are chosen beyond it, see `chunks.selector`.
+      max_select: Most tokens of a row, the width of the result; of more the highest scores.
+
+    Returns:
+      i32[n, max_select], places ascending, then `max_seq_len`, as `rewrite` takes them.
+
+    Raises:
+      ValueError, TypeError: there is no such selector, it needs what `chunks` has not, or shapes or dtypes do
+        not fit.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> chunks = kv.chunks.Metadata(    # two chunks at places 1 to 3 and 5 to 7 of 9
+      ...     is_token=[[False, True, True, True, False, True, True, True, False]],
+      ...     nth_chunk=[[0, 0, 0, 0, 0, 1, 1, 1, 1]],
+      ...     place_in_chunk=[[0, 0, 1, 2, 0, 0, 1, 2, 0]],
+      ...     chunk_len=[[3] * 9])
+      >>> kv.chunks.select_tokens("first", chunks, [3], max_select=4).tolist()
+      [[1, 2, 5, 9]]
+      >>> kv.chunks.select_tokens("first", chunks, [[1, 2]], max_select=4).tolist()
+      [[1, 5, 6, 9]]
+    """
+    chunks = _checked(visible_to(selector, chunks))
+    num_rows, num_places = chunks.is_token.shape
+    num_select = arguments.saturated("num_select", num_select)
+    if num_select.ndim not in (1, 2) or num_select.shape[0] != num_rows:
+        raise ValueError(
+            f"num_select has shape {num_select.shape}, expected ({num_rows},), or ({num_rows}, K) per chunk"
+        )
+    max_select = static_count("max_select", max_select, most=num_places, most_name="places of a row")
+    return _select(chunks, num_select, selector=selector, max_select=max_select)
+
+
+def num_of_share(share: ArrayLike, num_tokens: ArrayLike) -> jax.Array:
+    """Counts the tokens that a share f32[...] of `num_tokens` i32[...] is, rounded up, i32[...]."""
+    num_tokens = jnp.asarray(num_tokens, jnp.float32)
+    # A share such as 0.2 is rounded, which adds no token.
+    exact = jnp.ceil(jnp.asarray(share, jnp.float32) * num_tokens * (1 - 2**-21))
+    return jnp.clip(exact, 0, num_tokens).astype(jnp.int32)
+
+
+def _checked(chunks: ChunkMetadata) -> ChunkMetadata:
+    """Converts metadata to arrays of one shape."""
+    named = {
+        name: values for name, values in chunks._asdict().items() if values is not None and name != "key"
+    }
+    named = {name: arguments.as_array(name, values) for name, values in named.items()}
+    is_token = named["is_token"]
+    if is_token.ndim != 2 or is_token.dtype != bool:
+        raise ValueError(f"is_token is {is_token.dtype}{list(is_token.shape)}, expected bool[n, max_seq_len]")
+    for name, values in named.items():
+        if values.shape != is_token.shape:
+            raise ValueError(f"{name} has shape {values.shape}, expected {is_token.shape} as is_token")
+    return chunks._replace(**named)
+
+
+@functools.partial(jax.jit, static_argnames=("selector", "max_select"))
+def _select(chunks: ChunkMetadata, num_select: jax.Array, selector: str, max_select: int) -> jax.Array:
+    scores = scores_by(selector, chunks)
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)  # where nothing is known it is safe to compute
+    may = chunks.is_token & (scores > -jnp.inf)
+    row = jnp.zeros_like(chunks.nth_chunk)
+    if num_select.ndim == 1:
+        rank, num = _ranks(row, scores, may), num_select[:, None]
+    else:
+        order = lax.broadcasted_iota(jnp.int32, may.shape, 0)
+        rank, num = _ranks(chunks.nth_chunk, scores, may), get_at(num_select, (order, chunks.nth_chunk), 0)
+    is_chosen = may & ((rank < num) | (scores == jnp.inf))
+    is_chosen &= _ranks(row, scores, is_chosen) < max_select
+    places = lax.broadcasted_iota(jnp.int32, may.shape, 1)
+    return jnp.sort(jnp.where(is_chosen, places, may.shape[1]), axis=1)[:, :max_select]
+
+
+def _ranks(part: jax.Array, scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Ranks the masked scores of each part of a row, i32[n, S], the highest and then the first ahead."""
+    places = lax.broadcasted_iota(jnp.int32, mask.shape, 1)
+    is_less = (~mask).astype(jnp.int32)
+    is_less, part, _, order = lax.sort((is_less, part, -scores, places), num_keys=4)
+    # Rank = position minus the position of the first entry of the same part.
+    is_first = (part != jnp.roll(part, 1, axis=1)) | (is_less != jnp.roll(is_less, 1, axis=1)) | (places == 0)
+    first = lax.cummax(jnp.where(is_first, places, 0), axis=1)
+    return lax.sort((order, places - first), num_keys=1)[1]

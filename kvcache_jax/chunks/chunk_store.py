@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvcache_jax.arrays.masked_updates import get_at, set_at
-from kvcache_jax.chunks.evict_chunks import evict_chunks
+from kvcache_jax.chunks.forget_chunks import evict_chunks
 from kvcache_jax.chunks.stored_chunks import NAME, Chunks, chunks_of, forget_chunks, with_chunks
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.extras import Extra, HeldBlocks

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, num_true, 
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.key_rotation import Rotate, rotations_of_groups
-from kvcache_jax.blocks.span_moves import move_spans
+from kvcache_jax.blocks.moves import move_spans
 from kvcache_jax.chunks import composed_columns
 from kvcache_jax.chunks.composed_columns import ComposedColumns, Placed
 from kvcache_jax.chunks.stored_chunks import Chunks, chunks_of, require_chunks, with_chunks

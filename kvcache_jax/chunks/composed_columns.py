@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder, set_at
 from kvcache_jax.blocks import block_pool
-from kvcache_jax.blocks.span_moves import SpanMoves
+from kvcache_jax.blocks.moves import SpanMoves
 from kvcache_jax.chunks.stored_chunks import Chunks
 from kvcache_jax.core.state import BlockPool
 from kvcache_jax.layers.layer_group import LayerGroup

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import any_of, get_at, num_true, quotient, rank_true, remainder, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
-from kvcache_jax.blocks.span_moves import SpanMoves, move_spans
+from kvcache_jax.blocks.moves import SpanMoves, move_spans
 from kvcache_jax.chunks.stored_chunks import Chunks, StoredChunks, chunks_of, require_chunks, with_chunks
 from kvcache_jax.core import arguments, token_arguments
 from kvcache_jax.core.arguments import IntRows

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
-from kvcache_jax.blocks.token_moves import TokenMoves, move_tokens
+from kvcache_jax.blocks.moves import TokenMoves, move_tokens
 from kvcache_jax.compression import kept_tokens, moved_columns
 from kvcache_jax.compression.dropping import reads_rotated, require_dropping
 from kvcache_jax.compression.kept_tokens import Kept

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.masked_updates import get_at, quotient, read_first, set_
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.blocks.key_rotation import Rotate, rotations_of_groups
-from kvcache_jax.blocks.span_moves import move_spans
+from kvcache_jax.blocks.moves import move_spans
 from kvcache_jax.compression.dropping import (
     keep_first,
     original_sinks,

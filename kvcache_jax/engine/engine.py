@@ -23,7 +23,6 @@ from kvcache_jax.decoding.options import require_option
 from kvcache_jax.engine.events import EngineFigures, TokenEvent, add_counts, event, events_of
 from kvcache_jax.engine.options import LIMITS, SCHEDULE, Limits, Options, Placement, Schedule, size
 from kvcache_jax.engine.outbox import outbox_width
-from kvcache_jax.engine.parts import Model, ProcessLogits
 from kvcache_jax.engine.policies import policies
 from kvcache_jax.engine.program import HEADER_LEN, Report, outbox_len
 from kvcache_jax.engine.requests import GenerationRequest, one_namespace, require_id
@@ -39,10 +38,11 @@ from kvcache_jax.engine.setup import (
 )
 from kvcache_jax.engine.shards import Shards
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish
+from kvcache_jax.engine.step import Model, ProcessLogits
 from kvcache_jax.engine.table import RequestTable, Sample
 from kvcache_jax.engine.transfers import Reader
-from kvcache_jax.prefix.namespace import namespace as make_namespace
-from kvcache_jax.prefix.namespace import namespace_within
+from kvcache_jax.prefix.names import namespace as make_namespace
+from kvcache_jax.prefix.names import namespace_within
 
 _MOST_ENDED = 64
 """Requests that one dispatch can be told to end."""

@@ -34,9 +34,9 @@ from kvcache_jax.core.config import ceil_div
 from kvcache_jax.core.state import Cache, Step
 from kvcache_jax.decoding.forward import width_of
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.parts import Model, draw_next, make_room, reserve_next, reserve_prompts
 from kvcache_jax.engine.schedule import is_unusual, schedule
 from kvcache_jax.engine.state import EngineState
+from kvcache_jax.engine.step import Model, draw_next, make_room, reserve_next, reserve_prompts
 
 _MULTIPLE = 16
 

@@ -20,10 +20,9 @@ from kvcache_jax.decoding.sampling import SamplingColumns
 from kvcache_jax.engine import outbox
 from kvcache_jax.engine.invariant import take_invariant_step
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.parts import Model
 from kvcache_jax.engine.schedule import finish
 from kvcache_jax.engine.state import EngineCounter, EngineState, Finish, Phase, count
-from kvcache_jax.engine.step import take_step
+from kvcache_jax.engine.step import Model, take_step
 
 
 class Report(enum.IntEnum):

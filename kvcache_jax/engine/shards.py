@@ -19,10 +19,10 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.init import init
 from kvcache_jax.core.state import Cache
 from kvcache_jax.engine.options import Options, Placement, require_axis
-from kvcache_jax.engine.parts import Model
 from kvcache_jax.engine.program import Inbox, run_dispatch
 from kvcache_jax.engine.requests import TableSizes
 from kvcache_jax.engine.state import EngineState, empty_state
+from kvcache_jax.engine.step import Model
 
 
 class Shards:

@@ -1,28 +1,140 @@
-"""One step of the engine.
-
-    finish -> admit -> prompts -> fork -> preempt -> reserve      under one guard, a loop of 0 or 1 trips
-    next tokens -> draw -> write down -> publish                  in every step
-
-In an ordinary step the guard is not passed: each row has a free block for its next token, and nothing else is
-to be done. Then the host is waited for by the loop, the guard, sampling (greedy or not), and `commit` (once,
-and once more for each trip): not by `extend`, whose loops are under the guard.
-
-The two halves have the two shapes of the program: a step that only decodes computes `max_seqs` tokens, one
-with prompts the budget.
-"""
+"""One step of the engine: requests end and start, rows get blocks, the model is called, tokens are drawn."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import run_if
+from kvcache_jax.arrays.masked_updates import add_at, run_if
 from kvcache_jax.attention.attention_plan import plan_attention
-from kvcache_jax.decoding.forward import width_of
+from kvcache_jax.core.state import Step
+from kvcache_jax.decoding.forward import Forward, width_of
+from kvcache_jax.decoding.prefill import padded_step
+from kvcache_jax.decoding.sampling import are_numbers
+from kvcache_jax.engine.admit import fork_samples, preempt
+from kvcache_jax.engine.draw import draw, next_tokens, write_down
 from kvcache_jax.engine.options import Options
-from kvcache_jax.engine.parts import Model, draw_next, make_room, reserve_next, reserve_prompts
 from kvcache_jax.engine.schedule import Plan, is_unusual, schedule
-from kvcache_jax.engine.state import EngineState
+from kvcache_jax.engine.state import EngineState, count
+from kvcache_jax.operations.commit import commit_rows
+from kvcache_jax.operations.extend import extend
+from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
+
+ProcessLogits = Callable[[jax.Array, EngineState], jax.Array]
+"""`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i is that of request `state.row_request[i]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The functions that the program is made of (static).
+
+    Attributes:
+      forward: The model.
+      process_logits: Changes logits before a token is drawn; or None.
+    """
+
+    forward: Forward
+    process_logits: ProcessLogits | None = None
+
+
+def reserve_prompts(state: EngineState, plan: Plan) -> tuple[EngineState, Step]:
+    """Reserves slots for pieces of prompts: a padded step of the pieces, without plans."""
+    num_pieces, piece_len = plan.tokens.shape
+    cache, nobody = state.cache, state.cache.max_seqs
+    begins = (plan.nth == 0) & (plan.num_tokens > 0)
+    # Each piece's entry is that at which its row begins.
+    entry = jnp.arange(num_pieces, dtype=jnp.int32) - plan.nth
+    num_new = add_at(jnp.zeros(num_pieces, jnp.int32), entry, plan.num_tokens)
+    rows = jnp.where(begins, plan.rows, nobody)
+    # Each piece is followed by its padding, which belongs to no row.
+    entries = jnp.stack([rows, jnp.full_like(rows, nobody)], axis=1).reshape(-1)
+    lens = jnp.stack([num_new, piece_len - plan.num_tokens], axis=1).reshape(-1)
+    tokens = plan.tokens.reshape(-1)
+    has_windows = any(group.window is not None for group in cache.config.groups)
+    if has_windows or cache.config.partial_hits:
+        cache, step = extend(cache, lens, num_tokens=tokens.size, seq_ids=entries, tokens=tokens)
+    else:  # `allocate` reserved all blocks, and no block of a prompt that is computed is shared
+        cache, step = extend_reserved(cache, lens, tokens, entries)
+    step = padded_step(step, 2 * entry, plan.first, plan.num_tokens, plan.tokens.shape)
+    num_tokens = jnp.sum(step.query_len, dtype=jnp.int32)
+    state = dataclasses.replace(state, cache=cache)
+    return count(state, prefill_steps=(num_tokens > 0)[None], prefill_tokens=num_tokens), step
+
+
+def make_room(state: EngineState, options: Options) -> tuple[EngineState, jax.Array]:
+    """Forks samples of prompts that were computed, and sees to blocks for the rows' next tokens.
+
+    Returns:
+      The state, and bool[max_seqs], rows that go on without one.
+    """
+    state = fork_samples(state)
+    state, is_stalled = preempt(state, options)
+    wanted = ((state.num_to_compute > 0) & ~is_stalled).astype(jnp.int32)
+    return dataclasses.replace(state, cache=reserve(state.cache, wanted, 1)), is_stalled
+
+
+def reserve_next(
+    state: EngineState, is_stalled: jax.Array, options: Options
+) -> tuple[EngineState, jax.Array, Step]:
+    """Reserves slots for the next tokens i32[max_seqs, width] of running rows."""
+    cache, config = state.cache, state.cache.config
+    wanted = (state.num_to_compute > 0) & ~is_stalled
+    tokens, num_new = next_tokens(state, wanted, options)
+    free = num_free(cache.control)
+    if options.num_drafts:
+        # Drafts never cost a row its next token, nor another row a block in reach.
+        is_short = jnp.sum(needs(cache.control, num_new, config).num_blocks, axis=1) > free
+        num_new = jnp.where(is_short.any(), jnp.minimum(num_new, 1), num_new)
+    need = needs(cache.control, num_new, config)
+    fits = (jnp.cumsum(need.num_blocks, axis=1, dtype=jnp.int32) <= free[:, None]) | (need.num_blocks == 0)
+    num_new = jnp.where(fits.all(axis=0) & ~need.copies.any(axis=0), num_new, 0)
+    cache, step = extend_reserved(cache, num_new, tokens)
+    state = count(dataclasses.replace(state, cache=cache), steps=jnp.ones(1, bool))
+    return state, tokens, step
+
+
+def draw_next(
+    model: Model, state: EngineState, step: Step, tokens: jax.Array, logits: jax.Array, options: Options
+) -> EngineState:
+    """Draws what follows the next tokens from their logits, and publishes full blocks."""
+    logits = logits.astype(jnp.float32)
+    if model.process_logits is not None:
+        logits = _processed(model.process_logits, logits, state)
+    is_good = _all_numbers(logits, step)
+    state, drawn = draw(state, step, logits, tokens, options)
+    state = write_down(state, drawn, options)
+    return _publish(state, is_good)
+
+
+def _processed(process: ProcessLogits, logits: jax.Array, state: EngineState) -> jax.Array:
+    processed = process(logits[:, 0], state)
+    is_array = isinstance(processed, jax.Array)
+    is_float = is_array and jnp.issubdtype(processed.dtype, jnp.floating)
+    if not (is_float and processed.shape == logits[:, 0].shape):
+        found = f"{processed.dtype}{list(processed.shape)}" if is_array else repr(processed)
+        raise TypeError(
+            f"process_logits returned {found}, expected floating logits of the shape that it got, "
+            f"{list(logits[:, 0].shape)}; of a mask make jnp.where(mask, logits, -jnp.inf)"
+        )
+    return processed.astype(jnp.float32)[:, None]
+
+
+def _all_numbers(logits: jax.Array, step: Step) -> jax.Array:
+    """Masks the rows whose tokens of this step have logits that are numbers, bool[max_seqs]; no idle rows."""
+    order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    is_good = are_numbers(logits) | (order >= step.query_len[:, None])
+    return is_good.all(axis=1) & (step.query_len > 0)
+
+
+def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
+    """Publishes the full blocks of rows whose latest logits are numbers."""
+    if state.cache.control.prefix_index is None:
+        return state
+    final_len = jnp.where(is_good & state.may_publish, state.cache.context_len, 0)
+    control, _ = commit_rows(state.cache.control, None, final_len, config=state.cache.config)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, control=control))
 
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:

@@ -23,7 +23,7 @@ from kvcache_jax.engine.requests import (
     sample_seed,
 )
 from kvcache_jax.engine.state import Finish
-from kvcache_jax.prefix.namespace import namespace_within
+from kvcache_jax.prefix.names import namespace_within
 
 _MOST_SAMPLES = 2**31 - 2
 """As many as i32 tells apart, besides -1 and the number that stands for none."""

@@ -25,12 +25,14 @@ from kvcache_jax.manager.locked_cache import CacheHolder
 from kvcache_jax.manager.requests import (
     TO_THE_END,
     Batch,
+    Metrics,
+    RequestRows,
     checked_final_len,
     checked_widths,
+    hashable,
     padded,
     prompt_of,
 )
-from kvcache_jax.manager.rows import Metrics, RequestRows, hashable
 
 _log = logging.getLogger("kvcache_jax")
 

@@ -16,11 +16,11 @@ from kvcache_jax.operations.allocate import Prompts, allocate
 from kvcache_jax.operations.allocate import required_blocks as blocks_for_prompts
 from kvcache_jax.operations.commit import commit as commit_rows
 from kvcache_jax.operations.evict import evict as evict_blocks
+from kvcache_jax.operations.evict import reset_prefix_cache as forget_blocks
 from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.extend_plan import padded_tokens, propose, required_blocks
 from kvcache_jax.operations.fork import fork as fork_rows
 from kvcache_jax.operations.free import free as free_rows
-from kvcache_jax.operations.reset_prefix_cache import reset_prefix_cache as forget_blocks
 from kvcache_jax.operations.stats import Stats, stats, utilization
 from kvcache_jax.operations.truncate import truncate as truncate_rows
 

@@ -12,8 +12,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.status import Status
 from kvcache_jax.manager import errors, programs
 from kvcache_jax.manager.locked_cache import CacheHolder
-from kvcache_jax.manager.requests import Request
-from kvcache_jax.manager.rows import Metrics, RequestRows
+from kvcache_jax.manager.requests import Metrics, Request, RequestRows
 
 
 class Queries:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.chunks.chunk_selector import selectors
-from kvcache_jax.chunks.selected_tokens import num_of_share
+from kvcache_jax.chunks.chunk_selector import num_of_share, selectors
 
 PLACES, MOST = 23, 11
 SPANS = [[(2, 5), (7, 4), (13, 6)], [(0, 3), (5, 9), (14, 1)]]  # first place and length

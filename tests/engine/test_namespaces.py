@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvcache_jax as kv
-from kvcache_jax.prefix.namespace import namespace_within
+from kvcache_jax.prefix.names import namespace_within
 from tests.engine.exact_engine import ask, expect, make_engine
 from tests.engine.exact_model import collect, make_params, note
 

@@ -1,9 +1,16 @@
-"""Sliding-window attention: the last positions stay, and the first ones if they are sinks."""
+"""Layers of keys and values as they are: full attention, sliding windows, layers that share another's."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from kvcache_jax.layers.layer_kind import MAX_INDEX, LayerKind, check_not_negative, check_positive
 from kvcache_jax.layers.span import Span
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention(LayerKind):
+    """A layer in which every token attends to all tokens before it and to itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +51,50 @@ class SlidingWindow(LayerKind):
         sinks = f", sinks {self.num_sink_tokens}" if self.num_sink_tokens else ""
         rollback = f", rollback {self.max_rollback}" if self.max_rollback else ""
         return f"SlidingWindow({self.window}{sinks}{rollback})"
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedWith(LayerKind):
+    """A layer that reads the keys and values of an earlier layer, in its span, and stores none.
+
+    It takes no memory. A model calls `attend(cache, layer, q, step)` there, once the other layer's keys and
+    values of the step are written; `attention` and `write` refuse it.
+
+    Attributes:
+      layer: The earlier model layer, which stores keys and values of its own.
+
+    Example:
+      >>> import kvcache_jax as kv
+      >>> layers = [kv.FullAttention(num_kv_heads=2, head_dim=64)] * 2 + [kv.SharedWith(1)] * 4
+      >>> kv.memory_bytes(kv.CacheConfig(layers, num_blocks=4)) == kv.memory_bytes(
+      ...     kv.CacheConfig(layers[:2], num_blocks=4))
+      True
+
+    References:
+      Cross-Layer Attention (Brandon et al.; arXiv:2405.12981).
+    """
+
+    num_kv_heads: int = dataclasses.field(init=False, default=1)
+    head_dim: int = dataclasses.field(init=False, default=1)
+    layer: int
+    num_blocks: int | None = dataclasses.field(init=False, default=None)
+    block_size: int | None = dataclasses.field(init=False, default=None)
+    dtype: Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self):
+        check_not_negative(self, "layer")
+
+    @property
+    def shared_layer(self) -> int:
+        """The earlier layer."""
+        return self.layer
+
+    @property
+    def label(self) -> str:
+        """Name and layer."""
+        return f"SharedWith({self.layer})"
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[int, ...]]:
+        """Nothing."""
+        return {}
