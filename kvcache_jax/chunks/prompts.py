@@ -1,4 +1,4 @@
-"""Prompts that are put together from chunks: what is missing is stored, all is composed, some computed again."""
+"""Prompts that are put together from chunks: the missing are stored, all composed, some computed again."""
 
 import dataclasses
 import functools
