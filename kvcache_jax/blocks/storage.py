@@ -7,7 +7,7 @@ pool, and it cannot pass a loop with a dynamic number of trips. Forward mode is 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -185,19 +185,17 @@ def refuse_derivatives[T](group: LayerGroup, arrays: T) -> T:
 _store.defvjp(_store_fwd, _store_bwd)
 
 
-def copy_all(cache: Cache, copies: Sequence[BlockCopies]) -> Cache:
+def copy_all(cache: Cache, copies: Mapping[int, BlockCopies]) -> Cache:
     """Copies whole blocks of all layers, per layer group, in place under donation.
 
     A source block may be a later copy's destination: its last owner now uses the copy.
     """
-    config, pools = cache.config, []
-    for pool, copied, group in zip(cache.pools, copies, config.groups, strict=True):
-        if group.holds_sources:  # no call writes into sources again
-            pools.append(pool)
-            continue
-        name = choose(config, None, pool, group).name
-        pool = reverse_mode_only("blocks that are copied", as_varied(pool, copied))
-        pools.append(_copy(name, config.head_axis, group, pool, *copied))
+    config, pools = cache.config, list(cache.pools)
+    for g, copied in copies.items():
+        group = config.groups[g]
+        name = choose(config, None, pools[g], group).name
+        pool = reverse_mode_only("blocks that are copied", as_varied(pools[g], copied))
+        pools[g] = _copy(name, config.head_axis, group, pool, *copied)
     return dataclasses.replace(cache, pools=tuple(pools))
 
 

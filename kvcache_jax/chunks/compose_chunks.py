@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, num_true, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks import storage
 from kvcache_jax.blocks.key_rotation import Rotate, rotations_of_groups
 from kvcache_jax.blocks.moves import move_spans
 from kvcache_jax.chunks import composed_columns
@@ -22,9 +22,9 @@ from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
+from kvcache_jax.operations.exchange import carry_out, decide
 from kvcache_jax.operations.extend import copy_tokens
-from kvcache_jax.operations.rows import check_ids, fitting_rows
-from kvcache_jax.prefix import eviction
+from kvcache_jax.operations.rows import check_ids
 
 
 @takes_one
@@ -120,29 +120,16 @@ def _compose(
     ]
     status = _checked(control, chunks, seq_ids, chunk_ids, placed, found, config)
     wants = (status == Status.OK) & (placed.chunk_ids < chunks.num_chunks).any(axis=1)
-    needs = jnp.stack([jnp.where(wants, columns.need, 0) for columns in found])
-    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
-    ok = fitting_rows(available, needs, wants)
-    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    ok, status = decide(control, {g: columns.need for g, columns in enumerate(found)}, wants, status)
     rows = jnp.where(ok, seq_ids, control.max_seqs)
-    left = [
-        pool if group.span.keeps_all else composed_columns.leave(pool, rows, columns)
-        for (pool, group, _), columns in zip(groups, found, strict=True)
-    ]
-    control = dataclasses.replace(control, block_pools=tuple(left))
-    if control.prefix_index is not None:
-        num_new = [num_true(columns.is_taken & ok[:, None]) for columns in found]
-        control = eviction.make_room(control, num_new, config)
-    pools = []
-    for g, (pool, group, columns) in enumerate(zip(control.block_pools, config.groups, found, strict=True)):
-        pool, destination = composed_columns.replace(pool, rows, columns)
-        pools.append(pool)
-        if g == config.indexed_group:
-            control = _keep_recorded(control, columns, destination)
+    exchanges = {g: columns.exchange for g, columns in enumerate(found)}
+    control, new = carry_out(control, rows, exchanges, config)
+    indexed_group = config.indexed_group
+    control = _keep_recorded(control, exchanges[indexed_group].entries, new[indexed_group])
+    for g, (group, columns) in enumerate(zip(config.groups, found, strict=True)):
         if cache.pools:
-            moves = composed_columns.moves_to(destination, columns)
+            moves = composed_columns.moves_to(new[g], columns, ok, group.num_blocks)
             cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotations[g]))
-    control = dataclasses.replace(control, block_pools=tuple(pools))
     control = _note(control, seq_ids, rows, placed, config)
     return dataclasses.replace(cache, control=control), status
 
@@ -192,13 +179,13 @@ def _checked(
     )
 
 
-def _keep_recorded(control: Control, columns: ComposedColumns, destination: jax.Array) -> Control:
+def _keep_recorded(control: Control, entries: jax.Array, new: jax.Array) -> Control:
     """Records that blocks in place of others hold the tokens that the others held."""
     if (index := control.prefix_index) is None:
         return control
     nowhere = index.parent.shape[0]
-    new = jnp.where(columns.is_taken & (columns.entries < nowhere), destination, nowhere)
-    copied = BlockCopies(columns.entries.reshape(-1), new.reshape(-1), num_true(new < nowhere))
+    new = jnp.where(entries < nowhere, new, nowhere)
+    copied = BlockCopies(entries.reshape(-1), new.reshape(-1), num_true(new < nowhere))
     index = dataclasses.replace(index, block_tokens=copy_tokens(index.block_tokens, copied))
     return dataclasses.replace(control, prefix_index=index)
 

@@ -1,17 +1,17 @@
 """The columns of rows that `compose` fills: where their tokens come from, and which blocks they need."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder, set_at
+from kvcache_jax.arrays.masked_updates import get_at, quotient, remainder
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.blocks.moves import SpanMoves
 from kvcache_jax.chunks.stored_chunks import Chunks
 from kvcache_jax.core.state import BlockPool
 from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.operations.exchange import Exchange
 from kvcache_jax.operations.rows import num_blocks_for
 
 
@@ -55,19 +55,16 @@ class ComposedColumns(NamedTuple):
     """The columns of rows of one layer group, `[n, C]`.
 
     Attributes:
-      entries: i32, the row's blocks before.
-      is_written: bool, columns that tokens are moved into.
-      is_taken: bool, columns that need a new block: they have none, or theirs is shared or published.
-      is_left: bool, their block leaves the window.
+      exchange: Columns that are written need another block where they have none, or one that others hold or
+        that is published; others leave the window.
+      is_written: bool, they get tokens.
       need: i32[n], blocks that the row takes, less the leaving blocks that become free.
       is_lost: bool[n], the next token would read tokens that a window released.
       sources: Sources.
     """
 
-    entries: jax.Array
+    exchange: Exchange
     is_written: jax.Array
-    is_taken: jax.Array
-    is_left: jax.Array
     need: jax.Array
     is_lost: jax.Array
     sources: Sources
@@ -101,17 +98,17 @@ def find(
     columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
     is_written = columns >= quotient(placed.context_len, group.block_size)[:, None]
     is_written &= columns < num_blocks_for(placed.new_len, group.block_size)[:, None]
-    is_left, is_lost = jnp.zeros_like(is_written), jnp.zeros_like(seq_ids, bool)
+    is_last_owner = block_pool.ref_counts(pool, entries) == 1
+    is_left, is_lost, num_back = None, jnp.zeros_like(seq_ids, bool), 0
     if not group.span.keeps_all:
         first, is_lost = _first_kept(group, sources, placed, max_query_len)
         is_kept = (columns >= first[:, None]) | (columns < group.num_sink_blocks)
         is_left = ~is_kept & (entries < pool.num_blocks)
         is_written &= is_kept
-    is_last_owner = block_pool.ref_counts(pool, entries) == 1
+        num_back = jnp.sum(is_left & is_last_owner, axis=1, dtype=jnp.int32)
     is_taken = is_written & ~(is_last_owner & ~block_pool.is_published(pool, entries))
-    need = jnp.sum(is_taken, axis=1, dtype=jnp.int32)
-    need -= jnp.sum(is_left & is_last_owner, axis=1, dtype=jnp.int32)
-    return ComposedColumns(entries, is_written, is_taken, is_left, need, is_lost, sources)
+    exchange = Exchange(entries, is_taken, is_released=is_taken, is_left=is_left)
+    return ComposedColumns(exchange, is_written, exchange.need - num_back, is_lost, sources)
 
 
 def _first_kept(
@@ -160,28 +157,9 @@ def _sources(
     )
 
 
-def leave(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> BlockPool:
-    """Releases the blocks of `rows` i32[n] that leave the window; nowhere is skipped."""
-    is_row = (rows < pool.block_table.shape[0])[:, None]
-    left = jnp.where(columns.is_left & is_row, columns.entries, pool.num_blocks)
-    return block_pool.release(pool, left[:, ::-1])
-
-
-def replace(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> tuple[BlockPool, jax.Array]:
-    """Takes the blocks of `rows`, and releases those that they exchange.
-
-    Returns:
-      The pool; and i32[n, C], the blocks that get tokens, or nowhere.
-    """
-    nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
-    pool, new = block_pool.take(pool, columns.is_taken & is_row)
-    table = jnp.where(columns.is_taken, new, jnp.where(columns.is_left, nowhere, columns.entries))
-    pool = block_pool.release(pool, jnp.where(columns.is_taken & is_row, columns.entries, nowhere)[:, ::-1])
-    destination = jnp.where(columns.is_written & is_row, table, nowhere)
-    return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, table)), destination
-
-
-def moves_to(destination: jax.Array, columns: ComposedColumns) -> SpanMoves:
-    """Lists what is moved into the blocks of `destination`."""
-    sources = columns.sources
+def moves_to(new: jax.Array, columns: ComposedColumns, ok: jax.Array, nowhere: int) -> SpanMoves:
+    """Lists the tokens that are moved into blocks of the rows bool[n], `new` i32[n, C] or their own."""
+    sources, exchange = columns.sources, columns.exchange
+    destination = jnp.where(exchange.is_taken, new, exchange.entries)
+    destination = jnp.where(columns.is_written & ok[:, None], destination, nowhere)
     return SpanMoves(sources.blocks, sources.offsets, sources.distance, destination)

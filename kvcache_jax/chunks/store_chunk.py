@@ -20,7 +20,8 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.operations.rows import fitting_rows, prefix_len
+from kvcache_jax.operations.exchange import fitting_rows
+from kvcache_jax.operations.rows import prefix_len
 from kvcache_jax.prefix import eviction
 
 
@@ -138,9 +139,8 @@ def _store(
     plan = _plan(control, seq_ids, start, length, tokens, max_len, config)
     chunks = chunks_of(control)
     is_new = plan.new_ids < chunks.num_chunks
-    if control.prefix_index is not None:
-        needs = [num_true(columns.is_copied & is_new[:, None]) for columns in plan.columns]
-        control = eviction.make_room(control, needs, config)
+    needs = {g: num_true(columns.is_copied & is_new[:, None]) for g, columns in enumerate(plan.columns)}
+    control = eviction.make_room(control, needs, config)
     pools, block_ids = [], []
     for g, (pool, group, columns) in enumerate(
         zip(control.block_pools, config.groups, plan.columns, strict=True)

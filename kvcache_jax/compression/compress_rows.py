@@ -1,7 +1,6 @@
 """The operation `compress`: keeps the tokens of rows with the highest scores, and releases other blocks."""
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
-from kvcache_jax.blocks import block_pool, storage
+from kvcache_jax.blocks import storage
 from kvcache_jax.blocks.moves import TokenMoves, move_tokens
 from kvcache_jax.compression import kept_tokens, moved_columns
 from kvcache_jax.compression.dropping import reads_rotated, require_dropping
@@ -23,9 +22,8 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.state import Cache, Control
 from kvcache_jax.core.status import Status, first_failure
-from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.operations.rows import check_ids, fitting_rows
-from kvcache_jax.prefix import eviction
+from kvcache_jax.operations.exchange import carry_out, decide
+from kvcache_jax.operations.rows import check_ids
 
 
 @takes_one
@@ -90,7 +88,7 @@ def compress(
             f"num_keep has shape {num_keep.shape}, expected ({seq_ids.shape[0]},), a number per row, or "
             f"({seq_ids.shape[0]}, {num_layers}), one per layer"
         )
-    if num_keep.ndim == 2 and len(_groups(config)) == 1:
+    if num_keep.ndim == 2 and len(config.row_groups) == 1:
         raise ValueError(
             "num_keep has a number per layer, and the layers are one group, which share a row's places, "
             "expected one per row: give layers sizes of their own, such as num_blocks, and they form groups"
@@ -125,7 +123,7 @@ def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments
             f"scores has shape {scores.shape} and {middle[0]} layers, expected {len(config.own_layers)}, "
             "those that store their row's tokens"
         )
-    for group_id, group in _groups(config) if len(middle) == 2 and cache.pools else ():
+    for group_id, group in config.row_groups.items() if len(middle) == 2 and cache.pools else ():
         for name, position in group.head_positions.items():
             num_heads = 1 if position is None else cache.pools[group_id].arrays[name].shape[position]
             if num_heads != middle[1]:
@@ -136,13 +134,8 @@ def _checked_scores(cache: Cache, scores: ArrayLike, num_rows: int) -> arguments
     return scores
 
 
-def _groups(config: CacheConfig) -> list[tuple[int, LayerGroup]]:
-    """Lists the groups of layers that store their rows' tokens."""
-    return list(config.row_groups.items())
-
-
 class _Plan(NamedTuple):
-    """The rows of a call and what becomes of them; lists are per group of `_groups`.
+    """The rows of a call and what becomes of them; dicts are by layer group.
 
     Attributes:
       status: i32[n].
@@ -157,30 +150,25 @@ class _Plan(NamedTuple):
     rows: jax.Array
     new_len: jax.Array
     same_len: jax.Array
-    kept: list[Kept]
-    columns: list[MovedColumns]
+    kept: dict[int, Kept]
+    columns: dict[int, MovedColumns]
 
 
 @jax.jit
 def _compress(
     cache: Cache, seq_ids: jax.Array, scores: jax.Array, num_keep: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    config, groups = cache.config, _groups(cache.config)
+    config = cache.config
     control, (seq_ids, scores, num_keep) = as_varied((cache.control, (seq_ids, scores, num_keep)))
     plan = _plan(control, seq_ids, scores, num_keep, config)
-    if control.prefix_index is not None:
-        num_new = [jnp.zeros_like(control.context_len[0])] * len(config.groups)
-        for (g, _), columns in zip(groups, plan.columns, strict=True):
-            num_new[g] = jnp.sum(jnp.where(plan.rows < control.max_seqs, columns.need, 0), dtype=jnp.int32)
-        control = eviction.make_room(control, num_new, config)
-    pools = list(control.block_pools)
-    for (g, group), kept, columns in zip(groups, plan.kept, plan.columns, strict=True):
-        pools[g], destination = moved_columns.replace(pools[g], plan.rows, columns)
-        if cache.pools:
-            moves = TokenMoves(kept.sources, columns.entries, destination)
-            cache = storage.with_pool(cache, g, move_tokens(cache.pools[g], group, moves))
-    control = dataclasses.replace(_note(control, seq_ids, plan, config), block_pools=tuple(pools))
-    return dataclasses.replace(cache, control=control), plan.status
+    exchanges = {g: columns.exchange for g, columns in plan.columns.items()}
+    control, new = carry_out(control, plan.rows, exchanges, config)
+    is_row = (plan.rows < control.max_seqs)[:, None]
+    for g, group in config.row_groups.items() if cache.pools else ():
+        destination = jnp.where(is_row, jnp.minimum(plan.columns[g].reused, new[g]), group.num_blocks)
+        moves = TokenMoves(plan.kept[g].sources, exchanges[g].entries, destination)
+        cache = storage.with_pool(cache, g, move_tokens(cache.pools[g], group, moves))
+    return dataclasses.replace(cache, control=_note(control, seq_ids, plan, config)), plan.status
 
 
 def _plan(
@@ -189,14 +177,14 @@ def _plan(
     """Decides what rows keep and which of them are compressed, in entry order where blocks are scarce."""
     assert control.holes is not None
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
-    groups, counts = _groups(config), []
+    groups, counts = config.row_groups, {}
     is_bad, is_same = jnp.zeros_like(seq_ids, bool), jnp.ones_like(seq_ids, bool)
-    for g, group in groups:
+    for g, group in groups.items():
         count, is_uneven = kept_tokens.counts_of(num_keep, group, config)
         num_shown = context_len - holes.num_hidden - holes.first[:, g]
         is_bad |= (count < max(group.span.num_sink_tokens, 1)) | (count > num_shown) | is_uneven
         is_same &= count == num_shown
-        counts.append(count)
+        counts[g] = count
     is_bad |= reads_rotated(control, seq_ids) & ~is_same
     status = first_failure(
         *check_ids(control, seq_ids),
@@ -205,22 +193,19 @@ def _plan(
     )
     wants = (status == Status.OK) & ~is_same
 
-    new_len, kept = jnp.max(jnp.stack(counts), axis=0), []
-    for (g, group), count in zip(groups, counts, strict=True):
+    new_len, kept = jnp.max(jnp.stack([*counts.values()]), axis=0), {}
+    for g, group in groups.items():
         of_group = kept_tokens.scores_of(scores, group, config)
-        kept.append(kept_tokens.keep(of_group, context_len, holes.of_group(g), count, new_len, group))
-    unit = math.lcm(*(group.block_size for _, group in groups))
-    same_len = jnp.min(jnp.stack([of_group.same_len for of_group in kept]), axis=0)
-    same_len = quotient(same_len, unit) * unit
+        kept[g] = kept_tokens.keep(of_group, context_len, holes.of_group(g), counts[g], new_len, group)
+    same_len = jnp.min(jnp.stack([of_group.same_len for of_group in kept.values()]), axis=0)
+    same_len = quotient(same_len, config.drop_unit) * config.drop_unit
     lens = context_len, new_len, same_len
-    columns = [
-        moved_columns.find(control.block_pools[g], group, seq_ids, of_group.first, *lens)
-        for (g, group), of_group in zip(groups, kept, strict=True)
-    ]
-    needs = jnp.stack([jnp.where(wants, of_group.need, 0) for of_group in columns])
-    available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g, _ in groups])
-    ok = fitting_rows(available, needs, wants)
-    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    columns = {
+        g: moved_columns.find(control.block_pools[g], group, seq_ids, kept[g].first, *lens)
+        for g, group in groups.items()
+    }
+    needs = {g: of_group.exchange.need for g, of_group in columns.items()}
+    ok, status = decide(control, needs, wants, status)
     return _Plan(status, jnp.where(ok, seq_ids, control.max_seqs), new_len, same_len, kept, columns)
 
 
@@ -230,7 +215,7 @@ def _note(control: Control, seq_ids: jax.Array, plan: _Plan, config: CacheConfig
     holes, context_len = control.holes.of_rows(seq_ids), get_at(control.context_len, seq_ids, 0)
     prefix_len = jnp.where(holes.is_plain, plan.same_len, jnp.minimum(plan.same_len, holes.prefix_len))
     first = holes.first
-    for (g, _), kept in zip(_groups(config), plan.kept, strict=True):
+    for g, kept in plan.kept.items():
         first = first.at[:, g].set(kept.first)
     new_holes = Holes(
         start=plan.new_len,

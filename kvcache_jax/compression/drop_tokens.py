@@ -28,7 +28,8 @@ from kvcache_jax.core.holes import Holes
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.operations.rows import check_ids, fitting_rows, num_blocks_for, on_rows
+from kvcache_jax.operations.exchange import carry_out, decide
+from kvcache_jax.operations.rows import check_ids, num_blocks_for, on_rows
 
 TEXT, CACHE = "text", "cache"
 
@@ -219,25 +220,25 @@ def _drop_and_rotate(
     wants &= ~is_bad
     sinks, groups = original_sinks(control), config.row_groups
     assert sinks is not None
-    pools, block_ids = list(control.block_pools), list(sinks.block_ids)
+    block_ids = list(sinks.block_ids)
     columns = {
-        g: sink_columns(pools[g], block_ids[g], group, seq_ids, num_sinks) for g, group in groups.items()
+        g: sink_columns(control.block_pools[g], block_ids[g], group, seq_ids, num_sinks)
+        for g, group in groups.items()
     }
-    needs = [jnp.sum(found.is_taken & wants[:, None], axis=1, dtype=jnp.int32) for found in columns.values()]
-    available = jnp.stack([block_pool.num_available(pools[g]) for g in groups])
-    ok = fitting_rows(available, jnp.stack(needs), wants)
+    exchanges = {g: found.exchange for g, found in columns.items()}
     status = jnp.where(is_bad, jnp.int32(Status.BAD_LENGTH), plan.status)
-    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    needs = {g: exchange.need for g, exchange in exchanges.items()}
+    ok, status = decide(control, needs, wants, status)
     plan = plan._replace(status=status, rows=jnp.where(ok, plan.rows, control.max_seqs))
 
+    control, new = carry_out(control, plan.rows, exchanges, config)
     distance = plan.holes.num_hidden + plan.holes.num_dropped
+    lens = num_sinks, plan.context_len, distance
     for g, group in groups.items():
-        pools[g], block_ids[g], moves = rotate_sinks(
-            pools[g], block_ids[g], group, plan.rows, columns[g], num_sinks, plan.context_len, distance
-        )
+        block_ids[g], moves = rotate_sinks(block_ids[g], group, plan.rows, columns[g], new[g], *lens)
         if cache.pools:
             cache = storage.with_pool(cache, g, move_spans(cache.pools[g], group, moves, rotations[g]))
-    control = with_original_sinks(control, tuple(pools), tuple(block_ids))
+    control = with_original_sinks(control, control.block_pools, tuple(block_ids))
     return dataclasses.replace(cache, control=_without_tokens(control, plan, config)), plan.status
 
 

@@ -1,6 +1,5 @@
 """The columns of rows that `compress` writes anew: which blocks are written again, and which are released."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,28 +10,19 @@ from kvcache_jax.arrays.masked_updates import get_at, quotient, set_at
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.state import BlockPool
 from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.operations.exchange import Exchange
 
 
 class MovedColumns(NamedTuple):
-    """The columns of rows of one layer group, before and after.
+    """The columns of rows of one layer group, `[n, C]`.
 
     Attributes:
-      entries: i32[n, C], the rows' blocks.
-      num_same: i32[n], first columns, which stay as they are.
-      is_own: bool[n, C], the block may be written anew.
-      is_written: bool[n, C], columns that get moved tokens.
-      num_before: i32[n], columns with tokens before.
-      num_after: i32[n], columns with tokens after.
-      need: i32[n], blocks that the row must take.
+      exchange: Blocks that the row takes and releases.
+      reused: i32, the row's own blocks that get moved tokens, in their new columns, or nowhere.
     """
 
-    entries: jax.Array
-    num_same: jax.Array
-    is_own: jax.Array
-    is_written: jax.Array
-    num_before: jax.Array
-    num_after: jax.Array
-    need: jax.Array
+    exchange: Exchange
+    reused: jax.Array
 
 
 def find(
@@ -57,45 +47,33 @@ def find(
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
     num_before, num_after = group.num_columns(context_len), group.num_columns(new_len)
-    columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
+    columns, order = (lax.broadcasted_iota(jnp.int32, entries.shape, axis) for axis in (1, 0))
     num_same = quotient(same_len, group.block_size)
     first_written = jnp.maximum(num_same, quotient(first, group.block_size))
+    num_same, num_before, num_after = (x[:, None] for x in (num_same, num_before, num_after))
+    is_replaced = (columns >= num_same) & (columns < num_before)
     is_own = (block_pool.ref_counts(pool, entries) == 1) & ~block_pool.is_published(pool, entries)
-    is_own &= (columns >= num_same[:, None]) & (columns < num_before[:, None])
-    is_written = (columns >= first_written[:, None]) & (columns < num_after[:, None])
-    num_own, num_written = (jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in (is_own, is_written))
-    need = jnp.maximum(num_written - num_own, 0)
-    return MovedColumns(entries, num_same, is_own, is_written, num_before, num_after, need)
+    is_own &= is_replaced
+    is_written = (columns >= first_written[:, None]) & (columns < num_after)
 
-
-def replace(pool: BlockPool, rows: jax.Array, found: MovedColumns) -> tuple[BlockPool, jax.Array]:
-    """Exchanges the blocks of `rows`, for each of which there are enough.
-
-    Returns:
-      The pool; and i32[n, C], the blocks that get moved tokens, or nowhere.
-    """
-    nowhere, entries = pool.num_blocks, found.entries
-    is_row = (rows < pool.block_table.shape[0])[:, None]
-    columns = lax.broadcasted_iota(jnp.int32, entries.shape, 1)
-    order = lax.broadcasted_iota(jnp.int32, entries.shape, 0)
-    nth_own, nth_written = (_ranked(mask) for mask in (found.is_own, found.is_written))
+    nowhere, nth_own, nth_written = pool.num_blocks, _ranked(is_own), _ranked(is_written)
     own = set_at(jnp.full_like(entries, nowhere), (order, nth_own), entries)  # one after the other
-    reused = jnp.where(found.is_written, get_at(own, (order, nth_written), nowhere), nowhere)
-    pool, fresh = block_pool.take(pool, is_row & found.is_written & (reused == nowhere))
-    destination = jnp.where(is_row, jnp.minimum(reused, fresh), nowhere)
-
-    num_written = jnp.sum(found.is_written, axis=1, dtype=jnp.int32)[:, None]
-    num_same, num_before, num_after = (
-        x[:, None] for x in (found.num_same, found.num_before, found.num_after)
-    )
-    is_replaced = is_row & (columns >= num_same) & (columns < num_before)
-    goes = is_replaced & ~(found.is_own & (nth_own < num_written))
-    pool = block_pool.release(pool, jnp.where(goes, entries, nowhere)[:, ::-1])
-    # Blocks reserved after the tokens stay the row's: `allocate` promised them.
+    reused = jnp.where(is_written, get_at(own, (order, nth_written), nowhere), nowhere)
+    num_written = jnp.sum(is_written, axis=1, dtype=jnp.int32)[:, None]
+    # Blocks reserved after the tokens stay the row's.
     reserved = get_at(entries, (order, columns + num_before - num_after), nowhere)
-    table = jnp.where(columns < num_after, destination, reserved)
-    table = jnp.where(columns < num_same, entries, table)
-    return dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, table)), destination
+
+    def table(new: jax.Array) -> jax.Array:
+        written = jnp.where(columns < num_after, jnp.minimum(reused, new), reserved)
+        return jnp.where(columns < num_same, entries, written)
+
+    exchange = Exchange(
+        entries,
+        is_taken=is_written & (reused == nowhere),
+        is_released=is_replaced & ~(is_own & (nth_own < num_written)),
+        table=table,
+    )
+    return MovedColumns(exchange, reused)
 
 
 def _ranked(mask: jax.Array) -> jax.Array:

@@ -1,6 +1,5 @@
 """The columns of rows that hold sinks, and the blocks of their rotated keys."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from kvcache_jax.blocks import block_pool
 from kvcache_jax.blocks.moves import SpanMoves
 from kvcache_jax.core.state import BlockPool
 from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.operations.exchange import Exchange
 
 
 class SinkColumns(NamedTuple):
@@ -19,14 +19,13 @@ class SinkColumns(NamedTuple):
     Attributes:
       read: i32, the blocks that the row reads.
       original: i32, blocks with the original keys, which the row may read so far.
-      is_first: bool, the sinks there move for the first time.
-      is_taken: bool, the rotated keys need a block.
+      exchange: The rotated keys need a block where the sinks move for the first time, or where others read
+        theirs, which the row then releases; original blocks are held on.
     """
 
     read: jax.Array
     original: jax.Array
-    is_first: jax.Array
-    is_taken: jax.Array
+    exchange: Exchange
 
 
 def sink_columns(
@@ -42,7 +41,7 @@ def sink_columns(
       num_sinks: i32[n].
     """
     columns = jnp.arange(block_ids.shape[1], dtype=jnp.int32)[None]
-    read = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
+    entries = read = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
     kept = get_at(block_ids, seq_ids, pool.num_blocks)
     is_sink = (columns * group.block_size < num_sinks[:, None]) & (read < pool.num_blocks)
     is_first = is_sink & (kept == pool.num_blocks)
@@ -50,51 +49,44 @@ def sink_columns(
     return SinkColumns(
         read=jnp.where(is_sink, read, pool.num_blocks),
         original=jnp.where(is_first, read, jnp.where(is_sink, kept, pool.num_blocks)),
-        is_first=is_first,
-        is_taken=is_taken,
+        exchange=Exchange(entries, is_taken, is_released=is_taken & ~is_first),
     )
 
 
 def rotate_sinks(
-    pool: BlockPool,
     block_ids: jax.Array,
     group: LayerGroup,
     rows: jax.Array,
     found: SinkColumns,
+    new: jax.Array,
     num_sinks: jax.Array,
     num_tokens: jax.Array,
     distance: jax.Array,
-) -> tuple[BlockPool, jax.Array, SpanMoves]:
-    """Gives rows blocks of their own for sinks that move, for each of which there are enough.
+) -> tuple[jax.Array, SpanMoves]:
+    """Lists the keys of sinks that move into blocks of the rows' own.
 
     Args:
-      pool: Of the group.
       block_ids: i32[max_seqs, C], original blocks of the group.
       group: The layer group.
       rows: i32[n], which differ; `max_seqs` for none.
       found: Of these rows, or others where there is none.
+      new: i32[n, C], blocks that the rows took, or nowhere.
       num_sinks: i32[n], first tokens of the rows, whose keys move.
       num_tokens: i32[n], all tokens of the rows, of which some may follow the sinks in the same block.
       distance: i32[n], positions that the keys move by, from where they were computed.
 
     Returns:
-      The pool, the original blocks, and what is to be written.
+      The original blocks, and what is to be written.
     """
-    nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
+    nowhere, is_row = group.num_blocks, (rows < block_ids.shape[0])[:, None]
     columns = jnp.arange(found.read.shape[1], dtype=jnp.int32)[None]
-    pool, taken = block_pool.take(pool, found.is_taken & is_row)
-    destination = jnp.where(is_row, jnp.where(found.is_taken, taken, found.read), nowhere)
-    left = is_row & found.is_taken & ~found.is_first  # blocks that others read; original ones are held on
-    pool = block_pool.release(pool, jnp.where(left, found.read, nowhere)[:, ::-1])
-    is_sink = found.original < nowhere
-    table_rows = jnp.where(is_sink & is_row, rows[:, None], pool.block_table.shape[0])
-    table = set_at(pool.block_table, (table_rows, columns), destination)
-    block_ids = set_at(block_ids, (table_rows, columns), found.original)
+    destination = jnp.where(is_row, jnp.where(found.exchange.is_taken, new, found.read), nowhere)
+    sink_rows = jnp.where(found.original < nowhere, rows[:, None], block_ids.shape[0])
+    block_ids = set_at(block_ids, (sink_rows, columns), found.original)
 
     places = jnp.arange(found.read.shape[1] * group.block_size, dtype=jnp.int32)[None]
     moves = places < num_sinks[:, None]
     original, read = (jnp.repeat(ids, group.block_size, axis=1) for ids in (found.original, found.read))
     blocks = jnp.where(moves, original, jnp.where(places < num_tokens[:, None], read, nowhere))
     offsets = jnp.broadcast_to(remainder(places, group.block_size), blocks.shape)
-    pool = dataclasses.replace(pool, block_table=table)
-    return pool, block_ids, SpanMoves(blocks, offsets, jnp.where(moves, distance[:, None], 0), destination)
+    return block_ids, SpanMoves(blocks, offsets, jnp.where(moves, distance[:, None], 0), destination)

@@ -126,7 +126,7 @@ def allocate_rows(
     """Starts rows `seq_ids` i32[n] on the cached prefixes of their prompts and reserves the rest."""
     num_tokens = prompts.num_tokens
     hits, num_cached = find_hits(control, prompts, config)
-    num_new = _num_new(control, prompts, hits, num_cached, config)
+    num_new = _num_new(prompts, hits, num_cached, config)
     most = config.max_seq_len if prompts.tokens is None else prompts.tokens.shape[1]
     status = first_failure(
         *check_ids(control, seq_ids),
@@ -160,20 +160,17 @@ def allocate_rows(
         )
         pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
         control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
-        needs = [jnp.sum(num_blocks, dtype=jnp.int32) for num_blocks in num_new]
+        needs = {g: jnp.sum(num_blocks, dtype=jnp.int32) for g, num_blocks in enumerate(num_new)}
         control = eviction.make_room(control, needs, config)
-    pools = []
-    for pool, group, ids, num_blocks in zip(control.block_pools, config.groups, hits, num_new, strict=True):
-        if group.holds_sources:
-            pools.append(pool)
-            continue
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
+    pools = list(control.block_pools)
+    for g, group in config.row_groups.items():
+        columns = jnp.arange(group.max_blocks_per_seq, dtype=jnp.int32)[None]
         first = quotient(num_cached, group.block_size)[:, None]
         # The copy of a block that is hit in part was needed and is not held: `extend` takes it.
-        is_new = (columns >= first + num_partial[:, None]) & (columns < first + num_blocks[:, None])
-        pool, new = block_pool.take(pool, is_new)
-        held = jnp.minimum(ids, new)  # each column has a hit, a new block, or nowhere twice
-        pools.append(dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, held)))
+        is_new = (columns >= first + num_partial[:, None]) & (columns < first + num_new[g][:, None])
+        pool, new = block_pool.take(pools[g], is_new)
+        held = jnp.minimum(hits[g], new)  # each column has a hit, a new block, or nowhere twice
+        pools[g] = dataclasses.replace(pool, block_table=set_at(pool.block_table, rows, held))
     num_items_cached = jnp.zeros_like(num_cached)
     if prompts.items is not None:
         first, end = prompts.items[..., 0], prompts.items[..., 1]
@@ -220,7 +217,7 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> tuple[
 def required_blocks(control: Control, prompts: Prompts, config: CacheConfig) -> list[jax.Array]:
     """Counts the blocks that must be available for each prompt alone, per group i32[n]; unowned hits too."""
     hits, num_cached = find_hits(control, prompts, config)
-    num_new = _num_new(control, prompts, hits, num_cached, config)
+    num_new = _num_new(prompts, hits, num_cached, config)
     return [
         num_blocks + jnp.sum(block_pool.has_no_owner(pool.ref_count, ids), axis=1, dtype=jnp.int32)
         for num_blocks, ids, pool in zip(num_new, hits, control.block_pools, strict=True)
@@ -228,21 +225,18 @@ def required_blocks(control: Control, prompts: Prompts, config: CacheConfig) -> 
 
 
 def _num_new(
-    control: Control, prompts: Prompts, hits: list[jax.Array], num_cached: jax.Array, config: CacheConfig
+    prompts: Prompts, hits: list[jax.Array], num_cached: jax.Array, config: CacheConfig
 ) -> list[jax.Array]:
     """Counts the blocks to take, per group i32[n]; a window group reserves no more than a row may hold.
 
     For a block that is hit in part its copy counts.
     """
-    num_new, num_partial = [], _num_partial(num_cached, config)
-    for pool, group, ids in zip(control.block_pools, config.groups, hits, strict=True):
-        if group.holds_sources:  # which come later
-            num_new.append(jnp.zeros_like(num_cached))
-            continue
-        num_hits = jnp.sum(ids < pool.num_blocks, axis=1, dtype=jnp.int32) - num_partial
+    num_new, num_partial = [jnp.zeros_like(num_cached)] * len(hits), _num_partial(num_cached, config)
+    for g, group in config.row_groups.items():
+        num_hits = jnp.sum(hits[g] < group.num_blocks, axis=1, dtype=jnp.int32) - num_partial
         num_blocks = group.num_columns(prompts.num_tokens)
         num_blocks -= quotient(num_cached, group.block_size)
-        num_new.append(jnp.minimum(num_blocks, group.max_held_blocks - num_hits))
+        num_new[g] = jnp.minimum(num_blocks, group.max_held_blocks - num_hits)
     return num_new
 
 

@@ -136,7 +136,7 @@ def _extend(
 
 def take_blocks(
     control: Control, plan: ExtendPlan, config: CacheConfig, *, evicts: bool = True
-) -> tuple[Control, tuple[BlockCopies, ...]]:
+) -> tuple[Control, dict[int, BlockCopies]]:
     """Gives back, evicts, takes and releases the blocks of a decided plan; the caller copies the contents.
 
     A caller that knows of enough free blocks goes without the loops that look for more (`evicts=False`).
@@ -148,24 +148,22 @@ def take_blocks(
         _give_back(pool, group, plan) for pool, group in zip(control.block_pools, plan.groups, strict=True)
     ]
     control = dataclasses.replace(control, block_pools=tuple(pools))
-    needs = [jnp.sum(jnp.where(plan.grows, group.need, 0), dtype=jnp.int32) for group in plan.groups]
     if evicts and control.prefix_index is not None:
+        needs = {
+            g: jnp.sum(jnp.where(plan.grows, group.need, 0), dtype=jnp.int32)
+            for g, group in enumerate(plan.groups)
+        }
         control = eviction.make_room(control, needs, config)
-    pools, copies = [], []
-    for pool, group, planned in zip(control.block_pools, config.groups, plan.groups, strict=True):
-        if group.holds_sources:
-            copied = BlockCopies(planned.tail, planned.tail, jnp.zeros_like(planned.num_blocks[0]))
-        else:
-            pool, copied = _take_group(pool, group, planned, plan)
-        pools.append(pool)
-        copies.append(copied)
-    num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
+    pools, copies = list(control.block_pools), {}
+    for g, group in config.row_groups.items():
+        pools[g], copies[g] = _take_group(pools[g], group, plan.groups[g], plan)
+    num_copies = sum((copied.num_copies for copied in copies.values()), start=jnp.int32(0))
     control = dataclasses.replace(
         control,
         block_pools=tuple(pools),
         counters=count_events(control.counters, {Counter.COPIES: num_copies}),
     )
-    return control, tuple(copies)
+    return control, copies
 
 
 def _give_back(pool: BlockPool, planned: GroupPlan, plan: ExtendPlan) -> BlockPool:

@@ -5,31 +5,18 @@ serves rows whose last block is their own. An ordinary step calls the second alo
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, remainder
+from kvcache_jax.arrays.masked_updates import min_at, quotient
 from kvcache_jax.attention.attention_plan import plan_attention
 from kvcache_jax.blocks import block_pool, storage
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockCopies, Cache, Control, Step
 from kvcache_jax.operations.extend import copy_tokens, grow, record_tokens, take_blocks
 from kvcache_jax.operations.extend_plan import ExtendPlan, decide, packed_tokens, padded_tokens, propose
-from kvcache_jax.operations.rows import num_blocks_for
-
-
-class Needs(NamedTuple):
-    """Blocks that rows lack for their next tokens.
-
-    Attributes:
-      num_blocks: i32[groups, max_seqs], new blocks and copies.
-      copies: bool[groups, max_seqs], the last block must be copied first.
-    """
-
-    num_blocks: jax.Array
-    copies: jax.Array
+from kvcache_jax.operations.rows import RowNeeds, needs_of
 
 
 def needs(
@@ -37,8 +24,8 @@ def needs(
     num_new: jax.Array,
     config: CacheConfig,
     ref_counts: tuple[jax.Array, ...] | None = None,
-) -> Needs:
-    """Counts what each row needs by itself for `num_new` i32[max_seqs] tokens; nothing for 0.
+) -> RowNeeds:
+    """Counts the blocks that each row lacks for `num_new` i32[max_seqs] tokens, `[groups, max_seqs]`.
 
     Args:
       control: The state.
@@ -46,19 +33,13 @@ def needs(
       config: The cache's.
       ref_counts: Owners of the blocks per group, such as without some rows. Default: the state's.
     """
-    num_blocks, copies = [], []
-    context_len, rows = control.context_len, jnp.arange(control.max_seqs, dtype=jnp.int32)
-    for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
-        owners = pool.ref_count if ref_counts is None else ref_counts[g]
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
-        first = num_blocks_for(context_len, group.block_size)[:, None]
-        end = num_blocks_for(context_len + num_new, group.block_size)[:, None]
-        is_new = (columns >= first) & (columns < end) & (pool.block_table == pool.num_blocks)
-        tail = get_at(pool.block_table, (rows, quotient(context_len, group.block_size)), pool.num_blocks)
-        is_kept = (get_at(owners, tail, 0) > 1) | block_pool.is_published(pool, tail)
-        copies.append((num_new > 0) & (remainder(context_len, group.block_size) > 0) & is_kept)
-        num_blocks.append(jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies[-1].astype(jnp.int32))
-    return Needs(jnp.stack(num_blocks), jnp.stack(copies))
+    if ref_counts is None:
+        ref_counts = tuple(pool.ref_count for pool in control.block_pools)
+    found = [
+        needs_of(pool, group, pool.block_table, control.context_len, num_new, owners)
+        for pool, group, owners in zip(control.block_pools, config.groups, ref_counts, strict=True)
+    ]
+    return RowNeeds(*(jnp.stack(column) for column in zip(*found, strict=True)))
 
 
 def num_free(control: Control) -> jax.Array:

@@ -12,7 +12,6 @@ from kvcache_jax.arrays.masked_updates import (
     first_true,
     get_at,
     min_at,
-    num_true,
     quotient,
     rank_true,
     remainder,
@@ -29,9 +28,9 @@ from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import BlockCopies, BlockPool, Cache, Control, Step, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.operations.exchange import Exchange, carry_out, decide
 from kvcache_jax.operations.extend import copy_tokens
-from kvcache_jax.operations.rows import check_ids, fitting_rows
-from kvcache_jax.prefix import eviction
+from kvcache_jax.operations.rows import check_ids
 
 
 @takes_one
@@ -87,22 +86,18 @@ def _rewrite(cache: Cache, seq_ids: jax.Array, indices: jax.Array) -> tuple[Cach
     status = _checked(control, seq_ids, indices, is_token, config)
     rows = jnp.where((status == Status.OK) & is_token.any(axis=1), seq_ids, control.max_seqs)
     places = jnp.where(is_token, indices, config.max_seq_len)
-    groups = list(zip(control.block_pools, config.groups, strict=True))
-    is_copied = [
-        _is_copied(
-            pool, group, rows, places, is_indexed=config.enable_prefix_caching and g == config.indexed_group
-        )
-        for g, (pool, group) in enumerate(groups)
-    ]
-    wants = rows < control.max_seqs
-    needs = jnp.stack([jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in is_copied])
-    available = jnp.stack([block_pool.num_available(pool) for pool in control.block_pools])
-    ok = fitting_rows(available, jnp.where(wants, needs, 0), wants)
-    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    indexed_group = config.indexed_group if config.enable_prefix_caching else None
+    copied = {
+        g: _copied(control.block_pools[g], group, rows, places, is_indexed=g == indexed_group)
+        for g, group in config.row_groups.items()
+    }
+    needs = {g: exchange.need for g, exchange in copied.items()}
+    ok, status = decide(control, needs, rows < control.max_seqs, status)
     rows = jnp.where(ok, rows, control.max_seqs)
-    is_copied = [mask & ok[:, None] for mask in is_copied]
 
-    control, copies = _take_copies(control, rows, is_copied, config)
+    control, new = carry_out(control, rows, copied, config)
+    copies = {g: _listed(copied[g].entries, new[g], control.block_pools[g].num_blocks) for g in new}
+    control = _note_copies(mark_used(control, rows), rows, copies, new, config)
     step = _step(control, seq_ids, rows, indices, is_token & ok[:, None], status, config)
     cache = dataclasses.replace(cache, control=control)
     if cache.pools:
@@ -148,13 +143,11 @@ def _is_lost(pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, indices: ja
     return (column * group.block_size <= indices) & (entries == pool.num_blocks)
 
 
-def _is_copied(
+def _copied(
     pool: BlockPool, group: LayerGroup, rows: jax.Array, places: jax.Array, *, is_indexed: bool
-) -> jax.Array:
-    """Masks the rows' blocks that are copied before they are written, bool[n, max_blocks_per_seq]."""
+) -> Exchange:
+    """Finds the rows' blocks that are copied before they are written."""
     blocks = get_at(pool.block_table, rows, pool.num_blocks)
-    if group.holds_sources:  # no call writes into sources again
-        return jnp.zeros_like(blocks, bool)
     order = lax.broadcasted_iota(jnp.int32, places.shape, 0)
     is_written = set_at(jnp.zeros_like(blocks, bool), (order, quotient(places, group.block_size)), True)
     is_kept = block_pool.is_published(pool, blocks) | (block_pool.ref_counts(pool, blocks) > 1)
@@ -163,46 +156,37 @@ def _is_copied(
         # A published block follows its parent in every row: after a block that the row exchanges, it holds no
         # block that is published, or that others may publish.
         is_copied |= is_kept & (lax.cummax(is_copied.astype(jnp.int32), axis=1) > 0)
-    return is_copied & (blocks < pool.num_blocks)
+    is_copied &= blocks < pool.num_blocks
+    return Exchange(blocks, is_taken=is_copied, is_released=is_copied)
 
 
-def _take_copies(
-    control: Control, rows: jax.Array, is_copied: list[jax.Array], config: CacheConfig
-) -> tuple[Control, list[BlockCopies]]:
-    """Takes a block for each copy, and releases the originals; the caller copies the contents."""
-    if control.prefix_index is not None:
-        control = eviction.make_room(control, [num_true(mask) for mask in is_copied], config)
-    pools, copies = [], []
-    for pool, mask in zip(control.block_pools, is_copied, strict=True):
-        blocks = get_at(pool.block_table, rows, pool.num_blocks)
-        originals = jnp.where(mask, blocks, pool.num_blocks)
-        pool, new = block_pool.take(pool, mask)
-        table = set_at(pool.block_table, rows, jnp.where(mask, new, blocks))
-        copies.append(_listed(mask, originals, new, pool.num_blocks))
-        pool = block_pool.release(pool, originals[:, ::-1])
-        pools.append(dataclasses.replace(pool, block_table=table))
-    num_copies = sum((copied.num_copies for copied in copies), start=jnp.int32(0))
-    control = dataclasses.replace(
-        mark_used(control, rows),
-        block_pools=tuple(pools),
-        counters=count_events(control.counters, {Counter.COPIES: num_copies}),
+def _note_copies(
+    control: Control,
+    rows: jax.Array,
+    copies: dict[int, BlockCopies],
+    new: dict[int, jax.Array],
+    config: CacheConfig,
+) -> Control:
+    """Counts the copies, which hold the tokens of the originals and are not published."""
+    num_copies = sum((copied.num_copies for copied in copies.values()), start=jnp.int32(0))
+    counters = count_events(control.counters, {Counter.COPIES: num_copies})
+    control = dataclasses.replace(control, counters=counters)
+    if (index := control.prefix_index) is None:
+        return control
+    g = config.indexed_group
+    first_copied = first_true(new[g] < control.block_pools[g].num_blocks)
+    return dataclasses.replace(
+        control,
+        num_published=min_at(control.num_published, rows, first_copied),
+        prefix_index=dataclasses.replace(index, block_tokens=copy_tokens(index.block_tokens, copies[g])),
     )
-    if (index := control.prefix_index) is not None:
-        first_copied = first_true(is_copied[config.indexed_group])
-        block_tokens = copy_tokens(index.block_tokens, copies[config.indexed_group])
-        control = dataclasses.replace(
-            control,
-            num_published=min_at(control.num_published, rows, first_copied),
-            prefix_index=dataclasses.replace(index, block_tokens=block_tokens),
-        )
-    return control, copies
 
 
-def _listed(mask: jax.Array, originals: jax.Array, new: jax.Array, nowhere: int) -> BlockCopies:
-    """Lists the masked copies one after the other."""
-    mask, originals, new = (x.reshape(-1) for x in (mask, originals, new))
-    rank, num_copies = rank_true(mask)
-    place = jnp.where(mask, rank, rank.shape[0])
+def _listed(originals: jax.Array, new: jax.Array, nowhere: int) -> BlockCopies:
+    """Lists the copies in the blocks `new` one after the other."""
+    originals, new = originals.reshape(-1), new.reshape(-1)
+    rank, num_copies = rank_true(new < nowhere)
+    place = jnp.where(new < nowhere, rank, rank.shape[0])
     empty = jnp.full_like(originals, nowhere)
     return BlockCopies(set_at(empty, place, originals), set_at(empty, place, new), num_copies)
 

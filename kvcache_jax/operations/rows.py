@@ -7,7 +7,7 @@ i32[n] and the config that returns `(control, result)`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from kvcache_jax.arrays.masked_updates import any_of, get_at, min_at, quotient
 from kvcache_jax.arrays.sharding import as_varied
+from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.cache_form import is_traced
 from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control, mark_used, row_fields, row_len
@@ -93,27 +94,6 @@ def active_rows(control: Control, seq_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     return status, jnp.where(status == Status.OK, seq_ids, control.max_seqs)
 
 
-def fitting_rows(available: jax.Array, needs: jax.Array, wants: jax.Array) -> jax.Array:
-    """Keeps the rows of bool[n] for which there are blocks in all layer groups, in entry order.
-
-    Args:
-      available: i32[groups].
-      needs: i32[groups, n], 0 where nothing is wanted; below 0 for a row that gives more back than it takes.
-      wants: bool[n].
-    """
-    num_rows = wants.shape[0]
-    is_short = (jnp.max(jnp.cumsum(needs, axis=1, dtype=jnp.int32), axis=1, initial=0) > available).any()
-
-    def admit_row(state):
-        row, free, ok = state
-        left = free - needs[:, row]
-        fits = ok[row] & (left >= 0).all()
-        return row + 1, jnp.where(fits, left, free), ok.at[row].set(fits)
-
-    state = jnp.where(is_short, 0, num_rows), available, wants
-    return lax.while_loop(lambda state: state[0] < num_rows, admit_row, state)[2]
-
-
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
     """Marks `rows` as used and gives them what their parents have, except the blocks."""
     names = "context_len", "priority", "namespace", "num_published", "source_len"
@@ -136,6 +116,47 @@ def prefix_len(control: Control, seq_ids: jax.Array, length: jax.Array, config: 
 def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
     """Counts the blocks that hold `num_tokens` tokens."""
     return quotient(num_tokens + block_size - 1, block_size)
+
+
+class RowNeeds(NamedTuple):
+    """Blocks of one layer group that rows lack for their next tokens.
+
+    Attributes:
+      num_blocks: i32[n], new blocks and copies.
+      copies: bool[n], the last block must be copied first.
+    """
+
+    num_blocks: jax.Array
+    copies: jax.Array
+
+
+def needs_of(
+    pool: BlockPool,
+    group: LayerGroup,
+    entries: jax.Array,
+    context_len: jax.Array,
+    num_new: jax.Array,
+    ref_count: jax.Array,
+) -> RowNeeds:
+    """Counts the blocks that each row lacks by itself for `num_new` i32[n] tokens; none for 0.
+
+    Args:
+      pool: Of the group.
+      group: The layer group.
+      entries: i32[n, max_blocks_per_seq], the rows' blocks.
+      context_len: i32[n], tokens held.
+      num_new: i32[n].
+      ref_count: i32[num_blocks], owners of the blocks.
+    """
+    columns, order = (lax.broadcasted_iota(jnp.int32, entries.shape, axis) for axis in (1, 0))
+    first = group.num_columns(context_len)[:, None]
+    end = group.num_columns(context_len + num_new)[:, None]
+    is_new = (columns >= first) & (columns < end) & (entries == pool.num_blocks)
+    column, is_partial = group.tail_column(context_len)
+    tail = get_at(entries, (order[:, 0], column), pool.num_blocks)
+    is_kept = (get_at(ref_count, tail, 0) > 1) | block_pool.is_published(pool, tail)
+    copies = (num_new > 0) & is_partial & is_kept
+    return RowNeeds(jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies.astype(jnp.int32), copies)
 
 
 def token_blocks(pool: BlockPool, group: LayerGroup, control: Control, seq_ids: jax.Array) -> jax.Array:

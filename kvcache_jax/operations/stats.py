@@ -15,7 +15,7 @@ from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.state import BlockPool, Cache
-from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.operations.rows import needs_of
 
 
 @pytree_dataclass()
@@ -133,8 +133,8 @@ def num_available_blocks(cache: Cache, *, group: int | None = None) -> jax.Array
 
 @functools.partial(jax.jit, static_argnames="group_ids")
 def _num_available(cache: Cache, group_ids: tuple[int, ...]) -> jax.Array:
-    pools = _selected(cache, group_ids)
-    return sum((block_pool.num_available(pool) for _, pool in pools), start=jnp.int32(0))
+    pools = [cache.control.block_pools[g] for g in group_ids]
+    return sum((block_pool.num_available(pool) for pool in pools), start=jnp.int32(0))
 
 
 @takes_one
@@ -174,22 +174,9 @@ def _num_blocks_needed(
     context_len = get_at(cache.context_len, seq_ids)
     num_new = jnp.where(is_row, jnp.clip(num_new, 0, cache.config.max_seq_len), 0)
     needed = jnp.zeros_like(num_new)
-    for layer_group, pool in _selected(cache, group_ids):
-        if layer_group.holds_sources:
-            continue
-        columns = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)[None]
-        first = layer_group.num_columns(context_len)[:, None]
-        end = layer_group.num_columns(context_len + num_new)[:, None]
-        entries = get_at(pool.block_table, seq_ids)
-        is_new = (columns >= first) & (columns < end) & (entries == pool.num_blocks)
-        column, is_partial = layer_group.tail_column(context_len)
-        tail = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
-        is_kept = (block_pool.ref_counts(pool, tail) > 1) | block_pool.is_published(pool, tail)
-        copies_tail = (num_new > 0) & is_partial & is_kept
-        needed += jnp.sum(is_new, axis=1, dtype=jnp.int32) + copies_tail.astype(jnp.int32)
+    for g, group in cache.config.row_groups.items():
+        if g in group_ids:
+            pool = cache.control.block_pools[g]
+            entries = get_at(pool.block_table, seq_ids)
+            needed += needs_of(pool, group, entries, context_len, num_new, pool.ref_count).num_blocks
     return needed
-
-
-def _selected(cache: Cache, group_ids: tuple[int, ...]) -> list[tuple[LayerGroup, BlockPool]]:
-    groups, pools = cache.config.groups, cache.control.block_pools
-    return [(groups[g], pools[g]) for g in group_ids]

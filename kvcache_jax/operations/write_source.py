@@ -16,7 +16,8 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.state import BlockPool, Cache, Control
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.layers.layer_group import LayerGroup
-from kvcache_jax.operations.rows import check_ids, fitting_rows
+from kvcache_jax.operations.exchange import decide
+from kvcache_jax.operations.rows import check_ids
 
 
 @takes_one
@@ -108,10 +109,8 @@ def _take(
         (source_len > width, Status.BAD_LENGTH),
     )
     wants = status == Status.OK
-    needs = jnp.stack([jnp.where(wants, group.num_columns(source_len), 0) for group in groups.values()])
-    available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g in groups])
-    ok = fitting_rows(available, needs, wants)
-    status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
+    needs = {g: group.num_columns(source_len) for g, group in groups.items()}
+    ok, status = decide(control, needs, wants, status)
     rows, length = jnp.where(ok, seq_ids, control.max_seqs), jnp.where(ok, source_len, 0)
     pools, slots = list(control.block_pools), {}
     for g, group in groups.items():

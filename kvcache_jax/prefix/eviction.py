@@ -6,7 +6,7 @@ went competes from then on.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,13 @@ from kvcache_jax.prefix import block_metadata, group_links, prefix_index, victim
 _ENTRIES_ON_CPUS, _ENTRIES_ON_ACCELERATORS = 32, 512
 
 
-def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig) -> Control:
+def make_room(control: Control, needs: Mapping[int, jax.Array], config: CacheConfig) -> Control:
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
+    if control.prefix_index is None:
+        return control
     # The indexed group goes first: blocks of other groups that are linked to its victims come free with
     # these, so that those groups evict less.
-    others = [g for g in range(len(config.groups)) if g != config.indexed_group]
-    for group_id in (config.indexed_group, *others):
+    for group_id in sorted(needs, key=lambda g: g != config.indexed_group):
         num_free = control.block_pools[group_id].num_free
         control = evict(control, group_id, jnp.maximum(needs[group_id] - num_free, 0), config)
     return control
