@@ -4,8 +4,13 @@ from kvcache_jax.compression.compress_rows import compress
 from kvcache_jax.compression.drop_blocks import drop_to_utilization
 from kvcache_jax.compression.drop_tokens import drop
 from kvcache_jax.compression.dropping import Dropping
-from kvcache_jax.compression.score_tokens import token_scores
-from kvcache_jax.compression.scorers import TokenMetadata, future_queries, pyramid_budgets, token_scorer
+from kvcache_jax.compression.scorers import (
+    TokenMetadata,
+    future_queries,
+    pyramid_budgets,
+    token_scorer,
+    token_scores,
+)
 from kvcache_jax.compression.streaming import Streaming
 
 __all__ = [

@@ -11,10 +11,9 @@ from kvcache_jax.arrays.masked_updates import get_at, min_at, quotient, set_at
 from kvcache_jax.arrays.sharding import as_varied
 from kvcache_jax.blocks import storage
 from kvcache_jax.blocks.moves import TokenMoves, move_tokens
-from kvcache_jax.compression import kept_tokens, moved_columns
+from kvcache_jax.compression import kept_tokens
 from kvcache_jax.compression.dropping import reads_rotated, require_dropping
-from kvcache_jax.compression.kept_tokens import Kept
-from kvcache_jax.compression.moved_columns import MovedColumns
+from kvcache_jax.compression.kept_tokens import Kept, MovedColumns
 from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import takes_one
@@ -201,7 +200,7 @@ def _plan(
     same_len = quotient(same_len, config.drop_unit) * config.drop_unit
     lens = context_len, new_len, same_len
     columns = {
-        g: moved_columns.find(control.block_pools[g], group, seq_ids, kept[g].first, *lens)
+        g: kept_tokens.moved_columns_of(control.block_pools[g], group, seq_ids, kept[g].first, *lens)
         for g, group in groups.items()
     }
     needs = {g: of_group.exchange.need for g, of_group in columns.items()}
