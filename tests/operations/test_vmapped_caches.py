@@ -147,7 +147,7 @@ def serve(cache, n, texts):
 
 
 ROTATE = kv.chunks.key_rotation(np.ones(64), 64)
-CHUNKS = dict(num_chunks=3, max_chunk_len=8)
+CHUNKS = dict(extras=[kv.chunks.Store(3, 8)])
 OPERATIONS = {
     "copy on write": (grow, {}),
     "evictions": (serve, dict(enable_prefix_caching=True)),
