@@ -2,8 +2,8 @@
 
 The run that `drop(positions="cache")` drops shortens the way from a query to a row's first tokens, the sinks.
 No key after them moves: the keys of the sinks are rotated by as many positions as were dropped, each time
-from the original ones. These stay in blocks that the row holds beside its table, column for column. Forks share
-both; the next drop of either row takes a block of its own.
+from the original ones. These stay in blocks that the row holds beside its table, column for column. Forks
+share both; the next drop of either row takes a block of its own.
 """
 
 import dataclasses

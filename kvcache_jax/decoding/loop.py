@@ -266,7 +266,8 @@ def _draft(draft_params: Any, state: DecodeState, draft_source: DraftSource) -> 
         is_drafting &= step.query_len > 0
         return (cache, token, is_drafting), (token, logprobs, is_drafting)
 
-    # One step more than drafts: it feeds the last draft, so that the draft's cache has as many tokens as the target's.
+    # One step more than drafts: it feeds the last draft, so that the draft's cache never lacks a token that
+    # the target accepts.
     steps = jnp.arange(draft_source.num_drafts + 1, dtype=jnp.int32)
     (cache, _, _), (tokens, logprobs, proposed) = lax.scan(
         propose, (cache, _last_token(state), is_drafting), steps

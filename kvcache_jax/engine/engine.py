@@ -195,7 +195,8 @@ class Engine:
         self._has_new_weights, self._num_weights = False, 0
         self._in_flight: deque[jax.Array] = deque()
         self._events: deque[TokenEvent] = deque()
-        # `_lock` guards all host state. `_consumer` admits one reader at a time, so that reports stay in order.
+        # `_lock` guards all host state. `_consumer` admits one reader at a time, so that reports stay in
+        # order.
         self._lock, self._consumer = threading.RLock(), threading.Lock()
         self.read = Reader()
         self._headers = np.zeros((len(self._tables), HEADER_LEN), np.int32)

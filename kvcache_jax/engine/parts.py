@@ -121,7 +121,7 @@ def _processed(process: ProcessLogits, logits: jax.Array, state: EngineState) ->
 
 
 def _all_numbers(logits: jax.Array, step: Step) -> jax.Array:
-    """Masks the rows whose tokens of this step have logits that are numbers, bool[max_seqs]; not idle rows."""
+    """Masks the rows that computed tokens of which all logits are numbers, bool[max_seqs]."""
     order = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
     is_good = are_numbers(logits) | (order >= step.query_len[:, None])
     return is_good.all(axis=1) & (step.query_len > 0)

@@ -1,7 +1,7 @@
 """A cache that one caller at a time changes: the foundation of `CacheManager`.
 
-The cache is given to each step (donated), so an old one that a caller holds has no arrays. Therefore every access
-takes its turn under a lock, and a step that fails after it was given the cache leaves none: the
+The cache is given to each step (donated), so an old one that a caller holds has no arrays. Therefore every
+access takes its turn under a lock, and a step that fails after it was given the cache leaves none: the
 holder then starts over with an empty one.
 """
 
