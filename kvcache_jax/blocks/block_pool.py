@@ -99,6 +99,7 @@ def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """Adds one owner to blocks i32[...], which may repeat and be cached: those are referenced again."""
     assert pool.cached is not None
+    # An id that repeats leaves the cached blocks once, and gains an owner for each time.
     is_revived, ref_count = first_of_equal(pool.ref_count, has_no_owner(pool.ref_count, block_ids), block_ids)
     ref_count = set_at(ref_count, jnp.where(is_revived, block_ids, pool.num_blocks), 0)
     cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
@@ -119,6 +120,7 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     pool = dataclasses.replace(pool, ref_count=ref_count)
     if pool.cached is None:
         return put_on_free_stack(pool, block_ids, is_last)
+    # A published block without owner stays findable; it is in the queue, not on the free stack.
     stays = is_last & is_published(pool, block_ids)
     pool = _append_to_queue(pool, block_ids, stays)
     return put_on_free_stack(pool, block_ids, is_last & ~stays)
@@ -175,6 +177,7 @@ def queue_entries(
     place = remainder(positions, cached.queue.shape[0]).astype(jnp.int32)
     block_ids = cached.queue[place]
     is_entry = positions - cached.head < cached.tail - cached.head
+    # A block that was cached again has a later entry: all but the latest are stale.
     is_entry &= get_at(cached.queued_at, block_ids, 0) == positions
     is_cached = get_at(cached.is_published, block_ids, False)
     is_cached &= has_no_owner(ref_count, block_ids)

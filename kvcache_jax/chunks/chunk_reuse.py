@@ -41,7 +41,7 @@ class ChunkReuse:
     Attributes:
       rotate: Rotates keys to another position, as in `compose`: a `key_rotation` of the model's frequencies.
         None for a model whose keys know no position. A list has one of these per layer.
-      selector: Name of the function that says which tokens those are; see `chunk_selectors`.
+      selector: Name of the function that chooses these tokens; see `chunk_selectors`.
       share: Part of each chunk's tokens that is computed again, 0 to 1. With 1 a prompt is computed exactly,
         and so is a chunk at the beginning of its prompt with any.
       seed: Of a selector that draws, below 2**32.

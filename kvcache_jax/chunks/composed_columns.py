@@ -107,9 +107,12 @@ def find(
         is_kept = (columns >= first[:, None]) | (columns < group.num_sink_blocks)
         is_left = ~is_kept & (entries < pool.num_blocks)
         is_written &= is_kept
+    # Written in place only where no other row, no chunk and no lookup can read the block: the store counts
+    # as an owner of its chunks.
     is_last_owner = block_pool.ref_counts(pool, entries) == 1
     is_taken = is_written & ~(is_last_owner & ~block_pool.is_published(pool, entries))
     need = jnp.sum(is_taken, axis=1, dtype=jnp.int32)
+    # A leaving block is room only if this row is its last owner.
     need -= jnp.sum(is_left & is_last_owner, axis=1, dtype=jnp.int32)
     return ComposedColumns(entries, is_written, is_taken, is_left, need, is_lost, sources)
 
@@ -123,7 +126,9 @@ def _first_kept(
     columns = jnp.arange(lacks.shape[1], dtype=jnp.int32)[None]
     before = jnp.maximum(placed.context_len, placed.new_len - max_query_len)
     first = group.first_column(before, group.max_rollback)
+    # A window holds a contiguous run up to the row's end: tokens before a missing one are of no use.
     first = jnp.maximum(first, jnp.max(jnp.where(lacks, columns + 1, 0), axis=1))
+    # WINDOW_LOST: the token after the row would read a sink, or a token in reach, that is missing.
     lacks_sinks = (lacks & (columns < group.num_sink_blocks)).any(axis=1)
     return first, lacks_sinks | (first > group.first_column(placed.new_len))
 
@@ -142,8 +147,10 @@ def _sources(
     def of_chunk(values: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(covers, values[:, None], 0), axis=-1, dtype=jnp.int32)
 
+    # Chunks that overlap are refused, so at most one covers a place, and the sums pick its values.
     is_composed = covers.any(axis=-1)
     chunk_ids = jnp.where(is_composed, of_chunk(placed.chunk_ids), chunks.num_chunks)
+    # A chunk keeps the offsets that its tokens had in their row, so its first block may begin within.
     first = get_at(chunks.start, chunk_ids, 0)
     in_chunk = remainder(first, group.block_size) + places - of_chunk(placed.starts)
     in_chunk = jnp.where(is_composed, in_chunk, 0)
@@ -174,6 +181,8 @@ def replace(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> tuple
       The pool; and i32[n, C], the blocks that get tokens, or nowhere.
     """
     nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
+    # Taken before the exchanged blocks are released: tokens are still moved out of those, so no row of this
+    # call may be given one of them.
     pool, new = block_pool.take(pool, columns.is_taken & is_row)
     table = jnp.where(columns.is_taken, new, jnp.where(columns.is_left, nowhere, columns.entries))
     pool = block_pool.release(pool, jnp.where(columns.is_taken & is_row, columns.entries, nowhere)[:, ::-1])

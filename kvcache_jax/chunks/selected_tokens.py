@@ -21,7 +21,7 @@ def select_tokens(selector: str, chunks: ChunkMetadata, num_select: Any, *, max_
     Args:
       selector: A name, one of `chunk_selectors()`: "attention", "key deviation", "value deviation", "first",
         "random", "all", "none", or one registered with `chunks.selector`.
-      chunks: What is known of the tokens; `chunks.metadata` says it of rows to compose.
+      chunks: Metadata of the tokens; `chunks.metadata` returns it for rows to compose.
       num_select: Tokens to choose, i32[n] per row, or i32[n, K] per chunk; all where there are fewer.
         Infinite scores are chosen beyond it, see `chunks.selector`.
       max_select: Most tokens of a row, the width of the result; of more the highest scores.

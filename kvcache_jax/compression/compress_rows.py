@@ -197,18 +197,21 @@ def _plan(
         is_bad |= (count < max(group.span.num_sink_tokens, 1)) | (count > num_shown) | is_uneven
         is_same &= count == num_shown
         counts.append(count)
+    # The original keys of rotated sinks are in blocks that `compress` does not move.
     is_bad |= reads_rotated(control, seq_ids) & ~is_same
     status = first_failure(
         *check_ids(control, seq_ids),
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (is_bad, Status.BAD_LENGTH),
     )
+    # A row that keeps all its tokens is left alone, and cannot fail for blocks.
     wants = (status == Status.OK) & ~is_same
 
     new_len, kept = jnp.max(jnp.stack(counts), axis=0), []
     for (g, group), count in zip(groups, counts, strict=True):
         of_group = kept_tokens.scores_of(scores, group, config)
         kept.append(kept_tokens.keep(of_group, context_len, holes.of_group(g), count, new_len, group))
+    # Whole blocks of every group, so that one length says which blocks stay in all of them.
     unit = math.lcm(*(group.block_size for _, group in groups))
     same_len = jnp.min(jnp.stack([of_group.same_len for of_group in kept]), axis=0)
     same_len = quotient(same_len, unit) * unit

@@ -159,8 +159,11 @@ def _plan(
     text_len = context_len + before.num_dropped
     first, end = before.start, before.end + before.num_dropped  # in the text
     is_plain = first == end
+    # A row has one run: `Holes` has no room for a second, so a new one must touch the old.
     is_apart = ~is_plain & ((start > end) | (start + length < first))
+    # Kept tokens have no known position in the text, so no position among them can be dropped.
     is_kept = start < before.kept_until
+    # By difference: the sum of start and length could overflow.
     is_outside = (length < 0) | (start < 0) | (length > text_len - start)
     num_sinks = max(group.span.num_sink_tokens for group in config.groups)
     status = first_failure(
@@ -171,6 +174,7 @@ def _plan(
     )
     rows = jnp.where((status == Status.OK) & (length > 0), seq_ids, control.max_seqs)
     first = jnp.where(is_plain, start, jnp.minimum(first, start))
+    # From here on `end` is a place again: the tokens dropped before have none.
     end = jnp.where(is_plain, start + length, jnp.maximum(end, start + length)) - before.num_dropped
 
     # Blocks go that are dropped whole in every group, so that places stay the same in all of them.
@@ -195,6 +199,7 @@ def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Contr
         holes=control.holes.with_rows(plan.rows, plan.holes),
         block_pools=tuple(pools),
     )
+    # Columns after the run's first place hold no sinks, so their originals are released.
     num_columns = [num_blocks_for(plan.holes.start, group.block_size) for group in config.groups]
     control = keep_first(control, plan.rows, num_columns)
     return config.hooks.move(control, plan.rows, plan.holes.prefix_len)
@@ -230,6 +235,7 @@ def _drop_and_rotate(
     status = jnp.where(wants & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     plan = plan._replace(status=status, rows=jnp.where(ok, plan.rows, control.max_seqs))
 
+    # From the original keys each time: all that was ever dropped counts, not this call's part alone.
     distance = plan.holes.num_hidden + plan.holes.num_dropped
     for g, group in groups.items():
         pools[g], block_ids[g], moves = rotate_sinks(

@@ -78,9 +78,11 @@ def replace(pool: BlockPool, rows: jax.Array, found: MovedColumns) -> tuple[Bloc
     is_row = (rows < pool.block_table.shape[0])[:, None]
     columns = lax.broadcasted_iota(jnp.int32, entries.shape, 1)
     order = lax.broadcasted_iota(jnp.int32, entries.shape, 0)
+    # The row's own blocks are used first: a row whose blocks are all its own and unpublished takes none.
     nth_own, nth_written = (_ranked(mask) for mask in (found.is_own, found.is_written))
     own = set_at(jnp.full_like(entries, nowhere), (order, nth_own), entries)  # one after the other
     reused = jnp.where(found.is_written, get_at(own, (order, nth_written), nowhere), nowhere)
+    # Taken before others are released: those are still sources of moves in this call.
     pool, fresh = block_pool.take(pool, is_row & found.is_written & (reused == nowhere))
     destination = jnp.where(is_row, jnp.minimum(reused, fresh), nowhere)
 
@@ -89,6 +91,7 @@ def replace(pool: BlockPool, rows: jax.Array, found: MovedColumns) -> tuple[Bloc
         x[:, None] for x in (found.num_same, found.num_before, found.num_after)
     )
     is_replaced = is_row & (columns >= num_same) & (columns < num_before)
+    # Released are blocks that others still need, and own ones that no moved token goes into.
     goes = is_replaced & ~(found.is_own & (nth_own < num_written))
     pool = block_pool.release(pool, jnp.where(goes, entries, nowhere)[:, ::-1])
     # Blocks reserved after the tokens stay the row's: `allocate` promised them.

@@ -61,7 +61,7 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
       needs: The fields of `BlockMetadata` that it reads, besides `recency`; only these are kept by the cache.
 
     Returns:
-      The decorator; it hands the function on unchanged.
+      The decorator; it returns the function unchanged.
 
     Raises:
       ValueError: the name is taken, or `needs` names no field.

@@ -36,7 +36,7 @@ _extras: dict[str, type["Extra"]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """What a feature keeps in a cache. Subclasses are frozen dataclasses; their fields are its options.
+    """A feature of a cache, and its hooks. Subclasses are frozen dataclasses, whose fields are its options.
 
     Every hook gets the control state and returns a new one; `rows` i32[n] differ, and `max_seqs` is skipped.
     The default of each does nothing.

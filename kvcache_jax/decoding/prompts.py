@@ -1,4 +1,4 @@
-"""What the loops ask of features: how a prompt is put together, and which tokens a row keeps.
+"""The questions of the loops to features: how a prompt is put together, and which tokens a row keeps.
 
 `generate` and `score` take a value of each, and name no feature. The classes here do nothing: every token of
 a prompt is computed, and every token is kept. A feature's own subclass does more.

@@ -36,7 +36,7 @@ def ageing(value: Any) -> int:
 
 
 def num_table_tokens(max_tokens: Any, num_slots: int, config: CacheConfig) -> int:
-    """Checks the tokens of a table of requests, or says how many it has by default."""
+    """Checks the tokens of a table of requests, or counts its default number."""
     longest = config.max_seq_len + 1
     if max_tokens is None:
         max_tokens = min(max(num_slots // 4, config.max_seqs, 2) * longest, _MOST)

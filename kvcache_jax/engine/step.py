@@ -44,7 +44,7 @@ def take_step(model: Model, params: Any, state: EngineState, options: Options) -
 
 
 def _compute_prompts(model: Model, params: Any, state: EngineState, plan: Plan) -> EngineState:
-    """Computes pieces of prompts, if there are any; what the model says of them is not looked at."""
+    """Computes pieces of prompts, if there are any; their logits are not read."""
 
     def compute(state: EngineState) -> EngineState:
         state, step = reserve_prompts(state, plan)

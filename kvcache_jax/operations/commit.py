@@ -52,7 +52,7 @@ def commit(
     """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
 
     Call it after the keys and values of the tokens are written; steps made before are stale then, for a block
-    whose contents are already published is given back and the published one takes its place, in all rows.
+    whose contents are already published is released and the published one takes its place, in all rows.
     Work follows what is new: committing a row that has nothing to publish costs nothing.
 
     Args:

@@ -27,7 +27,7 @@ _ENTRIES_ON_CPUS, _ENTRIES_ON_ACCELERATORS = 32, 512
 
 def make_room(control: Control, needs: Sequence[jax.Array], config: CacheConfig) -> Control:
     """Evicts until each group has `needs[group]` i32[] free blocks; the caller has checked that it can."""
-    # The indexed group goes first: blocks of other groups that are linked to its victims come free with
+    # The indexed group is first: blocks of other groups that are linked to its victims become free with
     # these, so that those groups evict less.
     others = [g for g in range(len(config.groups)) if g != config.indexed_group]
     for group_id in (config.indexed_group, *others):
@@ -40,6 +40,7 @@ def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheC
     """Evicts the `num_blocks` i32[] least valuable cached blocks of a group, or as many as there are."""
     cached = control.block_pools[group_id].cached
     assert control.prefix_index is not None and cached is not None
+    # No more than there are, because the counter below counts them as evicted.
     num_blocks = jnp.minimum(num_blocks, cached.num_cached)
     has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
     evict_most = _evict_by_key if has_keys else _evict_from_front
@@ -77,6 +78,7 @@ def _evict_from_front(
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
     control = unpublish(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
+    # At the end of the queue all counts as evicted, so that the loop ends.
     return control, jnp.where(head == cached.tail, most, jnp.minimum(num_found, most))
 
 
@@ -97,6 +99,7 @@ def _evict_by_key(
         control, heap, left = state
         pool = control.block_pools[group_id]
         order = jnp.arange(config.eviction_batch, dtype=jnp.int32)
+        # Parents enter after the batch, so only a batch of one block is exact.
         heap, block_ids = lax.scan(
             lambda heap, n: victim_heap.pop(heap, left > n, pool.num_blocks), heap, order
         )
@@ -123,6 +126,7 @@ def unpublish(
     index = control.prefix_index
     assert index is not None
     if group_id == config.indexed_group:
+        # In the same step as the block becomes free, so that no lookup finds it with other contents.
         index = prefix_index.remove(index, block_ids)
     else:
         index = group_links.unlink(index, group_id, block_ids)
