@@ -1,4 +1,4 @@
-"""Blocks that leave the cache and come back: candidates, contents, export, import."""
+"""Blocks that leave the cache and return to it: candidates, contents, export, import."""
 
 from kvcache_jax.operations.eviction_candidates import eviction_candidates
 from kvcache_jax.operations.export_blocks import BlockContents, export_blocks

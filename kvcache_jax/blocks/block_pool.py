@@ -80,7 +80,7 @@ def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
     """
     rank, num_taken = rank_true(mask.reshape(-1))
     ids = get_at(pool.free_stack, pool.num_free - 1 - rank).reshape(mask.shape)
-    # What is released next goes onto the stack, in these places.
+    # The next releases write onto the stack in these places.
     ids, free_stack = read_first(jnp.where(mask, ids, pool.num_blocks), pool.free_stack)
     pool = dataclasses.replace(
         pool,
@@ -112,7 +112,7 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 
     Args:
       pool: Counts at least one owner per occurrence.
-      block_ids: i32[...], nowhere is skipped. Of blocks that get cached, the one that first loses its last
+      block_ids: i32[...], nowhere is skipped. Of blocks that become cached, the one that first loses its last
         owner is evicted first: pass a row's last block first.
     """
     block_ids = block_ids.reshape(-1)
@@ -152,7 +152,7 @@ def _append_to_queue(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> 
 
 
 def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    """Makes blocks i32[...] stay when their last owner goes; nowhere is skipped."""
+    """Marks blocks i32[...] to stay cached without owner; nowhere is skipped."""
     assert pool.cached is not None
     is_published = set_at(pool.cached.is_published, block_ids, True)
     return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))

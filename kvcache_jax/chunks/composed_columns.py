@@ -85,7 +85,7 @@ def find(
     """Finds the columns from the row's last token on, and the blocks that may be written there.
 
     A window group holds what it would after an `extend` of the last `max_query_len` places, as far as there
-    are tokens: columns before them get no block.
+    are tokens: columns before them need no block.
 
     Args:
       pool: Of the group.
@@ -93,7 +93,7 @@ def find(
       chunks: The store.
       block_ids: i32[num_chunks, columns], the group's blocks of chunks.
       seq_ids: i32[n].
-      placed: What goes where.
+      placed: The chunks and their places.
       max_query_len: Most tokens of one `extend`.
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
@@ -178,7 +178,7 @@ def replace(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> tuple
     """Takes the blocks of `rows`, and releases those that they exchange.
 
     Returns:
-      The pool; and i32[n, C], the blocks that get tokens, or nowhere.
+      The pool; and i32[n, C], the blocks that tokens are moved into, or nowhere.
     """
     nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
     # Taken before the exchanged blocks are released: tokens are still moved out of those, so no row of this
@@ -191,6 +191,6 @@ def replace(pool: BlockPool, rows: jax.Array, columns: ComposedColumns) -> tuple
 
 
 def moves_to(destination: jax.Array, columns: ComposedColumns) -> SpanMoves:
-    """Lists what is moved into the blocks of `destination`."""
+    """Lists the tokens that are moved into the blocks of `destination`."""
     sources = columns.sources
     return SpanMoves(sources.blocks, sources.offsets, sources.distance, destination)

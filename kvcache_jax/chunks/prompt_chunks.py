@@ -78,7 +78,7 @@ class ChunkRows(PromptRows):
         Args:
           cache: The cache.
           attempt: Returns the cache and a result, None for a failure.
-          kept: Chunks that are not forgotten; the others go in the order of `chunks.evict`.
+          kept: Chunks that are not forgotten; the others are forgotten in the order of `chunks.evict`.
         """
         cache, result = attempt(cache)
         while result is None:

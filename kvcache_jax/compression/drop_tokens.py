@@ -130,7 +130,7 @@ def drop_rows(
 
 
 class _Plan(NamedTuple):
-    """Rows and what they drop, i32[n].
+    """Rows and the tokens that they drop, i32[n].
 
     Attributes:
       status: See `Status`.
@@ -177,7 +177,7 @@ def _plan(
     # From here on `end` is a place again: the tokens dropped before have none.
     end = jnp.where(is_plain, start + length, jnp.maximum(end, start + length)) - before.num_dropped
 
-    # Blocks go that are dropped whole in every group, so that places stay the same in all of them.
+    # Only blocks dropped whole in every group are released, so that places stay the same in all of them.
     unit = config.drop_unit
     first_gone = quotient(first + unit - 1, unit) * unit
     num_gone = jnp.maximum(quotient(end, unit) * unit - first_gone, 0)

@@ -20,7 +20,7 @@ class MovedColumns(NamedTuple):
       entries: i32[n, C], the rows' blocks.
       num_same: i32[n], first columns, which stay as they are.
       is_own: bool[n, C], the block may be written anew.
-      is_written: bool[n, C], columns that get moved tokens.
+      is_written: bool[n, C], columns that tokens are moved into.
       num_before: i32[n], columns with tokens before.
       num_after: i32[n], columns with tokens after.
       need: i32[n], blocks that the row must take.
@@ -72,7 +72,7 @@ def replace(pool: BlockPool, rows: jax.Array, found: MovedColumns) -> tuple[Bloc
     """Exchanges the blocks of `rows`, for each of which there are enough.
 
     Returns:
-      The pool; and i32[n, C], the blocks that get moved tokens, or nowhere.
+      The pool; and i32[n, C], the blocks that tokens are moved into, or nowhere.
     """
     nowhere, entries = pool.num_blocks, found.entries
     is_row = (rows < pool.block_table.shape[0])[:, None]

@@ -80,7 +80,7 @@ def rotate_sinks(
       distance: i32[n], positions that the keys move by, from where they were computed.
 
     Returns:
-      The pool, the original blocks, and what is to be written.
+      The pool, the original blocks, and the moves to write.
     """
     nowhere, is_row = pool.num_blocks, (rows < pool.block_table.shape[0])[:, None]
     columns = jnp.arange(found.read.shape[1], dtype=jnp.int32)[None]

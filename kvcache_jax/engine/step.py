@@ -26,7 +26,7 @@ from kvcache_jax.engine.state import EngineState
 
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
-    """Makes one step: every running row gets its next token, or a part of its prompt."""
+    """Makes one step: every running row computes its next token, or a part of its prompt."""
 
     def rare(carry):
         state, _ = carry

@@ -171,7 +171,7 @@ def commit_rows(
         return control, is_cut, first + batch.is_entry.shape[0]
 
     is_cut = jnp.zeros_like(num_full, bool)
-    # A block that is published here goes into the queue at its last release, which takes room for granted.
+    # A block that is published here is queued at its last release, which does not check for room.
     pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
     state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)

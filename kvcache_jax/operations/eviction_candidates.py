@@ -1,4 +1,4 @@
-"""The question `eviction_candidates`: the cached blocks that go next."""
+"""The question `eviction_candidates`: the cached blocks that are evicted next."""
 
 import functools
 

@@ -2,7 +2,7 @@
 
 Under `lru`, and in groups that are not indexed, the queue of releases has the victims in its front. Other
 policies have a key per block, and those without a published successor compete: a block whose last successor
-went competes from then on.
+was evicted competes from then on.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def _evict_by_key(
     """Evicts `num_blocks` of the blocks with the lowest keys, or all that there are; returns `num_blocks`."""
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None and index.history is not None
-    # Children go before parents, for a child is never found without its parent: only leaves compete.
+    # Children are evicted before parents, for a child is never found without its parent: only leaves compete.
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
     keys, recency = block_metadata.keys_of(index.history, pool.cached, control.clock, config)
     heap = victim_heap.start(is_candidate, keys, recency)
@@ -106,7 +106,7 @@ def _evict_by_key(
         control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None
-        # A parent competes once its last child went, unless a row holds it.
+        # A parent competes once its last child is evicted, unless a row holds it.
         parents = get_at(index.parent, block_ids, pool.num_blocks)
         competes = get_at(index.history.num_children, parents, 1) == 0
         competes &= block_pool.has_no_owner(pool.ref_count, parents)
