@@ -98,7 +98,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
 
 
 def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
-    """Masks per group the blocks of these rows alone, and cached blocks that depend on them; bool[num_blocks]."""
+    """Masks per group blocks of these rows alone, and cached blocks after them; bool[num_blocks]."""
     index, masks = cache.control.prefix_index, []
     for g, pool in enumerate(cache.control.block_pools):
         held = cache.config.hooks.blocks_of_rows(cache.control, g)
