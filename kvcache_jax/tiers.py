@@ -1,4 +1,4 @@
-"""Blocks that leave the cache and come back: candidates, contents, export, import."""
+"""Blocks that leave the cache and return to it: candidates, contents, export, import."""
 
 from kvcache_jax.operations.evict import eviction_candidates
 from kvcache_jax.operations.transfer import BlockContents, export_blocks, import_blocks

@@ -68,7 +68,7 @@ def paged_decode(
         logits = jnp.concatenate([logits, sink[..., None]], axis=-1)
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.where(is_seen, jnp.exp(logits[..., : is_seen.shape[-1]] - lse[..., None]), 0)
-    # A key that nobody sees may hold anything, also NaN.
+    # A key that no query sees may hold anything, also NaN.
     v = jnp.where(is_seen.any(axis=(1, 2, 3))[:, None, :, None], keys_of(v_pool), 0)
     return jnp.einsum("rthgn,rhnd->rthgd", weights, v), lse
 

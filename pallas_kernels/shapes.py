@@ -52,7 +52,7 @@ class DecodeShape:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of one layer: what the rows hold, and two that nobody owns."""
+        """Blocks of one layer: the blocks of the rows, and two without owner."""
         return 2 + sum(-(-length // self.block_size) for length in self.lens)
 
     @property

@@ -6,9 +6,11 @@ import doctest
 import enum
 import importlib
 import inspect
+import io
 import pathlib
 import pkgutil
 import re
+import tokenize
 import types
 
 import jax
@@ -24,6 +26,14 @@ NO_VERBS = {
 }
 # The docstring of a class or module begins with a noun, and with none of these.
 NO_NOUNS = {"Does", "How", "That", "They", "This", "Those", "What", "Where", "Which", "Who", "Whose", "Why"}
+# Words that hide the subject or the noun, in docstrings and comments; what to write is beside each.
+RIDDLES = {
+    r"\b(nobody|whoever|anybody)\b": "no row, any caller",
+    r"\bbehind\b": "after",
+    r"\bstands\b|\bstand there\b": "is, is stored",
+}
+NOUN_LEFT_OUT = r"\b(those|that) of\b"
+LEAST_COMMENTS = 0.015
 
 pytestmark = pytest.mark.contract
 
@@ -144,6 +154,108 @@ def test_a_docstring_that_begins_with_no_noun_is_found():
         "a.py A begins with Which, expected a noun"
     ]
     assert len(not_begun_with_a_noun("a.py", source.format("Does it hold?", "What it returns."))) == 2
+
+
+def docstrings_of(source: str) -> dict[int, str]:
+    """Reads the docstrings of modules, classes and functions, by the line on which each begins."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and (text := ast.get_docstring(node)):
+            found[node.body[0].lineno] = text
+    return found
+
+
+def comments_of(source: str) -> dict[int, str]:
+    """Reads the comments that are lines of their own, or end one, by line; blocks of them are one text."""
+    found, last = {}, -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text, line = token.string.lstrip("# "), token.start[0]
+            first = next((n for n in reversed(found) if line == last + 1), line)
+            found[first] = f"{found[first]} {text}" if first in found else text
+            last = line
+    return found
+
+
+def riddles(file: str, source: str) -> list[str]:
+    """Lists the words of a file's docstrings and comments that leave a subject or a noun to be guessed."""
+    found = []
+    for line, text in [*docstrings_of(source).items(), *comments_of(source).items()]:
+        found += [
+            f"{file}:{line} {match[0]}, expected {better}"
+            for pattern, better in RIDDLES.items()
+            for match in re.finditer(pattern, text, re.IGNORECASE)
+        ]
+        first_line = text.split("\n")[0]
+        starts = re.findall(rf"(?:^|[.:!?]\s+){NOUN_LEFT_OUT}", text, re.IGNORECASE)
+        if starts or re.search(NOUN_LEFT_OUT, first_line, re.IGNORECASE):
+            found.append(f"{file}:{line} those of, that of: expected the noun again")
+    return found
+
+
+def comment_lines(source: str) -> tuple[int, int]:
+    """Counts the lines that are a comment alone, and the lines of code without docstrings and blank lines."""
+    docstrings, code, comments = set(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    blank = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        lines = set(range(token.start[0], token.end[0] + 1))
+        if token.type == tokenize.COMMENT:
+            comments |= lines
+        elif token.type not in blank:
+            code |= lines
+    return len(comments - code), len(code - docstrings)
+
+
+def test_docstrings_and_comments_name_their_nouns():
+    found = []
+    for path in sorted((ROOT / "kvcache_jax").rglob("*.py")):
+        found += riddles(path.relative_to(ROOT).as_posix(), path.read_text())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fine"),
+    [
+        ("Copies the blocks of rows.", True),
+        ("Copies blocks that no row holds, and then\n\nthe sizes, those of rows.", True),
+        ("Stores what a field understands.", True),
+        ("Copies what nobody holds.", False),
+        ("Copies a block.\n\nWhoever writes copies first.", False),
+        ("A loop for anybody's model.", False),
+        ("Copies the blocks, those of rows.", False),
+        ("Copies blocks.\n\nThose of rows are full.", False),
+        ("Copies blocks.\n\nSizes follow: that of rows is first.", False),
+        ("Copies the block behind the last one.", False),
+        ("Says where a block stands.", False),
+        ("Copies blocks.\n\nThey stand there.", False),
+    ],
+)
+def test_a_riddle_is_found(text, is_fine):
+    module = f'"""{text}"""'
+    comment = "x = 1\n" + "\n".join(f"# {line}" for line in text.split("\n") if line)
+    function = f'def f():\n    """{text}"""'
+    for source in (module, function):
+        assert bool(riddles("a.py", source)) != is_fine
+    if "\n" not in text:
+        assert bool(riddles("a.py", comment)) != is_fine
+        assert bool(riddles("a.py", f"x = 1  # {text}")) != is_fine
+
+
+def test_a_comment_of_two_lines_is_one_text():
+    assert riddles("a.py", "x = 1\n# Blocks of rows, and then\n# those of chunks.\n") != []
+    assert list(comments_of("# one\n# two\nx = 1  # three\n\n# four\n").values()) == ["one two three", "four"]
+
+
+def test_comments_say_what_branches_promise():
+    counts = [comment_lines(path.read_text()) for path in (ROOT / "kvcache_jax").rglob("*.py")]
+    num_comments, num_code = map(sum, zip(*counts, strict=True))
+    print(f"{num_comments} lines of comments, {num_code} of code: {num_comments / num_code:.2%}")
+    assert num_comments >= LEAST_COMMENTS * num_code
+    assert comment_lines('"""A\nB"""\n# a promise\n\nx = [  # not a line of its own\n    1,\n]\n') == (1, 3)
 
 
 def examples() -> dict[str, doctest.DocTest]:

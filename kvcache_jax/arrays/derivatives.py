@@ -14,7 +14,7 @@ def reverse_mode_only[T](name: str, arrays: T) -> T:
     """Returns arrays whose derivatives in forward mode are refused, when one is computed.
 
     Args:
-      name: What has none, as the error says it.
+      name: The thing without derivatives, as the error names it.
       arrays: A pytree; what is no float is handed on.
     """
     message = (

@@ -52,7 +52,7 @@ class Registry[F]:
         return (*self._reserved, *self._entries)
 
     def decorate(self, name: str, needs: Iterable[str] = (), **options: Any) -> Callable[[F], F]:
-        """Returns the decorator that registers a function, and hands it on unchanged.
+        """Returns the decorator that registers a function, and returns it unchanged.
 
         Raises:
           ValueError, TypeError: the name is taken or no str, `needs` names no field, or what is decorated is

@@ -27,7 +27,7 @@ def gather(cache: Cache, seq_id: ArrayLike, layer: Layer) -> tuple[jax.Array, ja
 
     Returns:
       `(k, v, length)`: `[max_seq_len, num_kv_heads, head_dim]` twice and i32[]. Zero past the length,
-      where dropped tokens are hidden and, in a window group, where tokens were given back; length 0 for idle
+      where dropped tokens are hidden and, in a window group, where tokens were released; length 0 for idle
       rows, and for ids and traced layers out of range. Of a kind that stores something else, keys and
       values as its `keys_values` gives them without weights, scaled and with their offsets; a rotated kind's
       keys have the basis of its rotated queries. Of a layer that reads sources, the row's source,

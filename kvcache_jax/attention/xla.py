@@ -73,6 +73,7 @@ def forward(
         decay = jnp.exp(peak - new_peak)
         total = total * decay + shares.sum(axis=-1)
         out = out * decay[..., None]
+        # A value that no query sees may be NaN, and a share of 0 would not hide it.
         v = jnp.where(tile.is_held, stored.v, 0)
         is_held = tile.is_held[..., 0]
         if stored.v_offset is not None:
@@ -82,6 +83,7 @@ def forward(
             shares = shares * jnp.where(is_held, stored.v_scale, 0)[:, :, None].astype(jnp.float32)
         return new_peak, total, out + product("hrmn,hrne->hrme", shares.astype(v.dtype), v)
 
+    # A sink takes weight and adds no value: the sum begins with its share, exp(sink - peak) = 1.
     total = jnp.zeros_like(peak) if sink_logits is None else jnp.ones_like(peak)
     out = _zeros_of_width(q, read.v.shape[-1])
     peak, total, out = lax.fori_loop(0, num_tiles, add_tile, (peak, total, out))
@@ -121,6 +123,7 @@ def save(
     if num_entries < num_blocks:
         ids = get_at(block_table, plan.table_row, num_blocks).reshape(-1)
         order = jnp.arange(num_entries, dtype=jnp.int32)
+        # Each entry has a block of its own here, shared ones too: their gradients add up through `rows`.
         table = jnp.where(ids < num_blocks, order, num_entries).reshape(num_rows, -1)
         table_row = jnp.arange(num_rows, dtype=jnp.int32)
     else:
@@ -195,6 +198,7 @@ def backward(
         by_head(x) for x in (stored_q, *(x.astype(jnp.float32) for x in (out, lse, grad_out, grad_lse)))
     )
     q32 = stored_q.astype(jnp.float32)
+    # A query that sees no key has no shares: all its gradients are 0, not NaN.
     is_empty = jnp.isneginf(lse)
     safe_lse = jnp.where(is_empty, 0, lse)
     # d logit = share * (d share - delta), with delta the same for all keys of a query.

@@ -80,7 +80,7 @@ def take(pool: BlockPool, mask: jax.Array) -> tuple[BlockPool, jax.Array]:
     """
     rank, num_taken = rank_true(mask.reshape(-1))
     ids = get_at(pool.free_stack, pool.num_free - 1 - rank).reshape(mask.shape)
-    # What is released next goes onto the stack, in these places.
+    # The next releases write onto the stack in these places.
     ids, free_stack = read_first(jnp.where(mask, ids, pool.num_blocks), pool.free_stack)
     pool = dataclasses.replace(
         pool,
@@ -99,6 +99,7 @@ def share(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 def reuse(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     """Adds one owner to blocks i32[...], which may repeat and be cached: those are referenced again."""
     assert pool.cached is not None
+    # An id that repeats leaves the cached blocks once, and gains an owner for each time.
     is_revived, ref_count = first_of_equal(pool.ref_count, has_no_owner(pool.ref_count, block_ids), block_ids)
     ref_count = set_at(ref_count, jnp.where(is_revived, block_ids, pool.num_blocks), 0)
     cached = dataclasses.replace(pool.cached, num_cached=pool.cached.num_cached - num_true(is_revived))
@@ -111,7 +112,7 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
 
     Args:
       pool: Counts at least one owner per occurrence.
-      block_ids: i32[...], nowhere is skipped. Of blocks that get cached, the one that first loses its last
+      block_ids: i32[...], nowhere is skipped. Of blocks that become cached, the one that first loses its last
         owner is evicted first: pass a row's last block first.
     """
     block_ids = block_ids.reshape(-1)
@@ -119,6 +120,7 @@ def release(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
     pool = dataclasses.replace(pool, ref_count=ref_count)
     if pool.cached is None:
         return put_on_free_stack(pool, block_ids, is_last)
+    # A published block without owner stays findable; it is in the queue, not on the free stack.
     stays = is_last & is_published(pool, block_ids)
     pool = _append_to_queue(pool, block_ids, stays)
     return put_on_free_stack(pool, block_ids, is_last & ~stays)
@@ -150,7 +152,7 @@ def _append_to_queue(pool: BlockPool, block_ids: jax.Array, mask: jax.Array) -> 
 
 
 def mark_published(pool: BlockPool, block_ids: jax.Array) -> BlockPool:
-    """Makes blocks i32[...] stay when their last owner goes; nowhere is skipped."""
+    """Marks blocks i32[...] to stay cached without owner; nowhere is skipped."""
     assert pool.cached is not None
     is_published = set_at(pool.cached.is_published, block_ids, True)
     return dataclasses.replace(pool, cached=dataclasses.replace(pool.cached, is_published=is_published))
@@ -175,6 +177,7 @@ def queue_entries(
     place = remainder(positions, cached.queue.shape[0]).astype(jnp.int32)
     block_ids = cached.queue[place]
     is_entry = positions - cached.head < cached.tail - cached.head
+    # A block that was cached again has a later entry: all but the latest are stale.
     is_entry &= get_at(cached.queued_at, block_ids, 0) == positions
     is_cached = get_at(cached.is_published, block_ids, False)
     is_cached &= has_no_owner(ref_count, block_ids)

@@ -63,7 +63,7 @@ def chunk_selector(name: str, *, needs: Sequence[str] = ()) -> Callable[[Selecto
       needs: The optional fields of `chunks.Metadata` that it reads.
 
     Returns:
-      The decorator; it hands the function on unchanged.
+      The decorator; it returns the function unchanged.
 
     Raises:
       ValueError, TypeError: the name is taken, or `needs` names no field.

@@ -138,8 +138,10 @@ def _placed(
     control: Control, chunks: Chunks, seq_ids: jax.Array, chunk_ids: jax.Array, starts: jax.Array
 ) -> Placed:
     """Finds the places of chunks in rows; starts that would overflow are clipped."""
+    # An id without a chunk covers no place here; `_checked` refuses it by the ids that were asked for.
     is_chunk = get_at(chunks.length, chunk_ids, 0) > 0
     chunk_ids = jnp.where(is_chunk, chunk_ids, chunks.num_chunks)
+    # A clipped start is refused like the one asked for: it is before or past every row.
     starts = jnp.where(is_chunk, jnp.clip(starts, -1, jnp.int32(2**30)), 0)
     ends = starts + get_at(chunks.length, chunk_ids, 0)
     context_len = get_at(control.context_len, seq_ids, 0)
@@ -167,6 +169,7 @@ def _checked(
     overlaps &= is_chunk[:, :, None] & is_chunk[:, None] & (order[:, None] < order[None])[None]
     is_bad = overlaps.any(axis=(1, 2)) | (is_chunk & (starts < placed.context_len[:, None])).any(axis=1)
     if control.holes is not None:
+        # Keys are rotated by places, which in a row with holes are no positions in the text.
         is_bad |= ~control.holes.of_rows(seq_ids).is_plain
     asks = asks.any(axis=1)
     return first_failure(
@@ -196,7 +199,9 @@ def _note(
     """Records the lengths of rows, and that what follows is no prefix."""
     chunks = chunks_of(control)
     first = get_at(chunks.first_composed, seq_ids, 0)
+    # Nothing after the first composed token is a prefix, so a later `compose` does not move this place.
     first = jnp.where(first > 0, first, placed.context_len + 1)
+    # A published last block that was partly filled has been exchanged: the row no longer holds it.
     num_full = quotient(placed.context_len, config.groups[config.indexed_group].block_size)
     control = mark_used(control, rows, context_len=placed.new_len)
     is_row = (rows < control.max_seqs)[:, None]

@@ -82,7 +82,7 @@ def find(
     """Finds the columns from the row's last token on, and the blocks that may be written there.
 
     A window group holds what it would after an `extend` of the last `max_query_len` places, as far as there
-    are tokens: columns before them get no block.
+    are tokens: columns before them need no block.
 
     Args:
       pool: Of the group.
@@ -90,7 +90,7 @@ def find(
       chunks: The store.
       block_ids: i32[num_chunks, columns], the group's blocks of chunks.
       seq_ids: i32[n].
-      placed: What goes where.
+      placed: The chunks and their places.
       max_query_len: Most tokens of one `extend`.
     """
     entries = get_at(pool.block_table, seq_ids, pool.num_blocks)
@@ -120,7 +120,9 @@ def _first_kept(
     columns = jnp.arange(lacks.shape[1], dtype=jnp.int32)[None]
     before = jnp.maximum(placed.context_len, placed.new_len - max_query_len)
     first = group.first_column(before, group.max_rollback)
+    # A window holds a contiguous run up to the row's end: tokens before a missing one are of no use.
     first = jnp.maximum(first, jnp.max(jnp.where(lacks, columns + 1, 0), axis=1))
+    # WINDOW_LOST: the token after the row would read a sink, or a token in reach, that is missing.
     lacks_sinks = (lacks & (columns < group.num_sink_blocks)).any(axis=1)
     return first, lacks_sinks | (first > group.first_column(placed.new_len))
 
@@ -139,8 +141,10 @@ def _sources(
     def of_chunk(values: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(covers, values[:, None], 0), axis=-1, dtype=jnp.int32)
 
+    # Chunks that overlap are refused, so at most one covers a place, and the sums pick its values.
     is_composed = covers.any(axis=-1)
     chunk_ids = jnp.where(is_composed, of_chunk(placed.chunk_ids), chunks.num_chunks)
+    # A chunk keeps the offsets that its tokens had in their row, so its first block may begin within.
     first = get_at(chunks.start, chunk_ids, 0)
     in_chunk = remainder(first, group.block_size) + places - of_chunk(placed.starts)
     in_chunk = jnp.where(is_composed, in_chunk, 0)

@@ -65,10 +65,10 @@ def evict_chunks(
       cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.
       num_places: i32[], places of the store to be empty.
       num_blocks: i32[], blocks to be free or cached in each layer group.
-      keep: i32[any], chunks that do not go, such as those that a row is about to be composed of.
+      keep: i32[any], chunks that are not forgotten, such as chunks that a row is about to be composed of.
 
     Returns:
-      The cache and i32[], the number of chunks that went.
+      The cache and i32[], the number of chunks that were forgotten.
 
     Raises:
       ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
@@ -134,7 +134,7 @@ def _num_freed(pool: BlockPool, block_ids: jax.Array, rank: jax.Array) -> jax.Ar
     """
     ranks = jnp.broadcast_to(rank[:, None], block_ids.shape).reshape(-1)
     ids, ranks = lax.sort((block_ids.reshape(-1), ranks), num_keys=2)
-    # Equal ids are a run, whose last entry is the chunk that goes last and knows how many there are.
+    # Equal ids are a run, whose last entry is the last chunk forgotten and counts the chunks of the run.
     places = jnp.arange(ids.shape[0], dtype=jnp.int32)
     is_first = (ids != jnp.roll(ids, 1)) | (places == 0)
     is_last = jnp.roll(is_first, -1)

@@ -148,6 +148,7 @@ def _store(
         pool, copies = block_pool.take(pool, columns.is_copied & is_new[:, None])
         shared = jnp.where(columns.is_shared & is_new[:, None], columns.entries, pool.num_blocks)
         pools.append(block_pool.share(pool, shared))
+        # One of the two is nowhere, which is greater than any id.
         block_ids.append(jnp.minimum(shared, copies))
         if cache.pools:
             moves = _moves(pool, group, columns, start, length, copies)
@@ -185,11 +186,14 @@ def _plan(
     is_lost = any_of([of_group.is_lost for of_group in columns])
     status = _checked(control, seq_ids, start, length, is_lost, max_len, config)
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    # A name ends at `length`: equal passages have one name however the caller pads them.
     tokens = jnp.where(places[None] < length[:, None], tokens, 0)
     namespace = get_at(control.namespace, seq_ids)
     found = chunks.find(tokens, length, namespace)
+    # A chunk that is stored already takes no block and no place, so scarcity cannot fail its entry.
     is_new = (status == Status.OK) & (found == chunks.num_chunks)
 
+    # Of equal new chunks the first entry is stored; the others get its id, or its failure.
     is_same = is_new[None] & (length[:, None] == length[None])
     is_same &= (tokens[:, None] == tokens[None]).all(axis=-1)
     is_same &= (namespace[:, None] == namespace[None]).all(axis=-1)
@@ -198,11 +202,13 @@ def _plan(
     wants = is_new & (leader == order)
 
     needs = [jnp.sum(of_group.is_copied, axis=1, dtype=jnp.int32) for of_group in columns]
+    # A place in the store counts like a block of one more group: both are assigned in one entry order.
     needs = jnp.where(wants, jnp.stack([*needs, jnp.ones_like(length)]), 0)
     rank, num_empty = rank_true(chunks.length == 0)
     available = jnp.stack([*(block_pool.num_available(pool) for pool in control.block_pools), num_empty])
     ok = fitting_rows(available, needs, wants)
 
+    # A failed entry for which a place was left lacked blocks.
     nth = rank_true(ok)[0]
     failure = jnp.where(nth < num_empty, jnp.int32(Status.OUT_OF_BLOCKS), jnp.int32(Status.OUT_OF_CHUNKS))
     ids = jnp.arange(chunks.num_chunks, dtype=jnp.int32)
@@ -255,6 +261,8 @@ def _columns(
     is_in = columns * group.block_size < end[:, None]
     is_lost = jnp.zeros_like(is_in)
     if group.window is not None:
+        # A released block fails the entry only where the token after the span reads it. Elsewhere the chunk
+        # lacks it, as the row does.
         is_read = is_in & ((columns + 1) * group.block_size > end[:, None] + 1 - group.window)
         is_lost = is_read & (entries == pool.num_blocks)
         is_in &= entries < pool.num_blocks

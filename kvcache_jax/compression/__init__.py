@@ -1,4 +1,4 @@
-"""Tokens that go: drop, compress, the scores that choose, streaming."""
+"""Fewer tokens per row: drop, compress, the scores that choose, streaming."""
 
 from kvcache_jax.compression.compress_rows import compress
 from kvcache_jax.compression.drop_blocks import drop_to_utilization

@@ -190,6 +190,7 @@ def _plan(
         (~get_at(control.is_active, seq_ids), Status.SEQ_NOT_ACTIVE),
         (is_bad, Status.BAD_LENGTH),
     )
+    # A row that keeps all its tokens is left alone, and cannot fail for blocks.
     wants = (status == Status.OK) & ~is_same
 
     new_len, kept = jnp.max(jnp.stack([*counts.values()]), axis=0), {}

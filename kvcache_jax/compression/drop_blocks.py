@@ -84,9 +84,9 @@ def _droppable(
     """Finds the tokens of each row that lie in whole blocks after its sinks, and as few of them as will do.
 
     Returns:
-      i32[max_seqs], blocks of groups above the target that come free if all of these tokens go.
+      i32[max_seqs], blocks of groups above the target that become free if all of these tokens are dropped.
       i32[max_seqs], the first of them in the text.
-      i32[max_seqs], how many go: up to the first block with which all groups are at the target, or all.
+      i32[max_seqs], how many to drop: up to the first block with which all groups are at the target, or all.
     """
     assert control.holes is not None
     holes, unit = control.holes, config.drop_unit

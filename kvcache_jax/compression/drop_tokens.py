@@ -131,7 +131,7 @@ def drop_rows(
 
 
 class _Plan(NamedTuple):
-    """Rows and what they drop, i32[n].
+    """Rows and the tokens that they drop, i32[n].
 
     Attributes:
       status: See `Status`.
@@ -160,8 +160,11 @@ def _plan(
     text_len = context_len + before.num_dropped
     first, end = before.start, before.end + before.num_dropped  # in the text
     is_plain = first == end
+    # A row has one run: `Holes` has no room for a second, so a new one must touch the old.
     is_apart = ~is_plain & ((start > end) | (start + length < first))
+    # Kept tokens have no known position in the text, so no position among them can be dropped.
     is_kept = start < before.kept_until
+    # By difference: the sum of start and length could overflow.
     is_outside = (length < 0) | (start < 0) | (length > text_len - start)
     num_sinks = max(group.span.num_sink_tokens for group in config.groups)
     status = first_failure(
@@ -172,9 +175,10 @@ def _plan(
     )
     rows = jnp.where((status == Status.OK) & (length > 0), seq_ids, control.max_seqs)
     first = jnp.where(is_plain, start, jnp.minimum(first, start))
+    # From here on `end` is a place again: the tokens dropped before have none.
     end = jnp.where(is_plain, start + length, jnp.maximum(end, start + length)) - before.num_dropped
 
-    # Blocks go that are dropped whole in every group, so that places stay the same in all of them.
+    # Only blocks dropped whole in every group are released, so that places stay the same in all of them.
     unit = config.drop_unit
     first_gone = quotient(first + unit - 1, unit) * unit
     num_gone = jnp.maximum(quotient(end, unit) * unit - first_gone, 0)
@@ -196,6 +200,7 @@ def _without_tokens(control: Control, plan: _Plan, config: CacheConfig) -> Contr
         holes=control.holes.with_rows(plan.rows, plan.holes),
         block_pools=tuple(pools),
     )
+    # Columns after the run's first place hold no sinks, so their originals are released.
     num_columns = [num_blocks_for(plan.holes.start, group.block_size) for group in config.groups]
     control = keep_first(control, plan.rows, num_columns)
     return config.hooks.move(control, plan.rows, plan.holes.prefix_len)

@@ -79,7 +79,7 @@ def token_scorer(
       num_last: Last tokens of a row whose attention it looks at. Default: all of the step.
 
     Returns:
-      The decorator; it hands the function on unchanged.
+      The decorator; it returns the function unchanged.
 
     Raises:
       ValueError, TypeError: the name is taken, or `needs` names no field.

@@ -44,6 +44,8 @@ def sink_columns(
     entries = read = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
     kept = get_at(block_ids, seq_ids, pool.num_blocks)
     is_sink = (columns * group.block_size < num_sinks[:, None]) & (read < pool.num_blocks)
+    # The first move keeps the row's block as the original, and writes into another. Later moves overwrite
+    # the rotated copy, unless a fork reads it too.
     is_first = is_sink & (kept == pool.num_blocks)
     is_taken = is_first | (is_sink & (block_pool.ref_counts(pool, read) != 1))
     return SinkColumns(
@@ -84,6 +86,8 @@ def rotate_sinks(
     sink_rows = jnp.where(found.original < nowhere, rows[:, None], block_ids.shape[0])
     block_ids = set_at(block_ids, (sink_rows, columns), found.original)
 
+    # Each move starts from the original keys, so rounding does not add up. Tokens of the same block after the
+    # sinks are copied from the block that the row reads: the original may lack those that came later.
     places = jnp.arange(found.read.shape[1] * group.block_size, dtype=jnp.int32)[None]
     moves = places < num_sinks[:, None]
     original, read = (jnp.repeat(ids, group.block_size, axis=1) for ids in (found.original, found.read))

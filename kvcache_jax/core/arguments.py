@@ -328,7 +328,7 @@ def require_floats(name: str, values: Any) -> None:
 def layer_inputs(
     cache: Cache, place: Place, given: Mapping[str, Any], tokens: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """Checks what a model hands in for one layer, by the names of the kind's inputs, and returns it.
+    """Checks the inputs of a model for one layer, by the names of the kind's inputs, and returns it.
 
     Args:
       cache: Not changed.

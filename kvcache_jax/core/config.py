@@ -59,7 +59,7 @@ class CacheConfig:
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
         float16 on GPUs of compute capability 9.0), "mosaic_tpu", a name registered with `register_backend`,
         or None for the best that was measured here and supports the call, which so far is "xla". What a
-        backend lacks is XLA's (`describe` says what), and so are gradients.
+        backend lacks is XLA's (`describe` lists it), and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
       tile_tokens: Tokens of every row that XLA's attention reads at a time. Default: on accelerators 2,048,

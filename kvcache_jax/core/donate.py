@@ -8,7 +8,7 @@ import jax
 def donate(fn: Callable) -> Callable:
     """Jits a step that donates its first argument, the cache: pools are updated in place.
 
-    The cache passed in is gone afterwards; keep a `fork` of a row to be able to come back to it.
+    The cache passed in cannot be used afterwards; keep a `fork` of a row to be able to come back to it.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv

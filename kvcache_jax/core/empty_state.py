@@ -56,7 +56,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
             BlockPool(
                 block_table=ints(max_seqs, group.max_blocks_per_seq, fill=group.num_blocks),
                 ref_count=ints(group.num_blocks),
-                # Popped from the end, so the lowest ids go first.
+                # Popped from the end, so the lowest ids are assigned first.
                 free_stack=numpy.arange(group.num_blocks, dtype=jnp.int32)[::-1],
                 num_free=ints(fill=group.num_blocks),
                 peak_used=ints(),

@@ -1,8 +1,8 @@
-"""Eviction policies by name, which say which cached block goes first, and a decorator for one's own.
+"""Eviction policies by name, which choose the cached block to evict first, and a decorator for one's own.
 
-A policy is a pure function from what is known of the blocks to an integer key per block: lower goes first,
-and of equal keys the one released longest ago. Children go before their parents, so a block counts as its
-most valuable descendant. `lru` is the exception: it is the order of release itself and needs no key.
+A policy is a pure function from metadata of the blocks to an integer key per block: lower is evicted first,
+and of equal keys the one released longest ago. Children are evicted before their parents, so a block counts
+as its most valuable descendant. `lru` is the exception: it is the order of release itself and needs no key.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,8 +51,8 @@ policies = Registry[EvictionKey](
 def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[EvictionKey], EvictionKey]:
     """Registers a function from `BlockMetadata` to i32[num_blocks] keys as an eviction policy.
 
-    The block with the lowest key goes first, of equal ones the one released longest ago, and always a block
-    before those that it continues.
+    The block with the lowest key is evicted first; ties: the block released longest ago. A block is evicted
+    before the blocks that it continues.
 
     Configs name the policy, so that they stay hashable and can be exported; a program that loads an exported
     config registers the same name first. The function is traced once per program.
@@ -62,7 +62,7 @@ def eviction_policy(name: str, *, needs: Sequence[str] = ()) -> Callable[[Evicti
       needs: The fields of `BlockMetadata` that it reads, besides `recency`; only these are kept by the cache.
 
     Returns:
-      The decorator; it hands the function on unchanged.
+      The decorator; it returns the function unchanged.
 
     Raises:
       ValueError: the name is taken, or `needs` names no field.

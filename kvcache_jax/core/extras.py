@@ -22,7 +22,7 @@ class HeldBlocks(NamedTuple):
       holder: What holds them, as violations and pictures say it.
       block_ids: i32[n, columns], or nowhere. All their slots are kept.
       namespace: u32[n, 4], whose they are.
-      is_of_rows: Whether row `i` holds entry `i`, which then goes with the row.
+      is_of_rows: Whether row `i` holds entry `i`, which is then released with the row.
     """
 
     holder: str

@@ -1,4 +1,4 @@
-"""The memory plan of a cache: how many blocks each layer group gets, and how many can be addressed."""
+"""The memory plan of a cache: how many blocks each layer group has, and how many can be addressed."""
 
 import dataclasses
 

@@ -359,7 +359,7 @@ class Step:
 
 
 class BlockCopies(NamedTuple):
-    """Blocks of one group whose contents go along before a row writes into them.
+    """Blocks of one group whose contents are copied before a row writes into them.
 
     Attributes:
       src: i32[n], block ids; entries at `[0, num_copies)` count.

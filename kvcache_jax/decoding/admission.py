@@ -66,10 +66,12 @@ def admit(
         prompt = requests.prompts[prompt_id]
         end = min(len(prompt) + max_new_tokens, width)
         num_samples = num_side_by_side(host.config, len(prompt), end, len(sample_ids), retention)
+        # Samples that can run side by side start together, because one prefill serves them all.
         if len(idle) < num_samples:
             break
         words = requests.namespaces[prompt_id]
         just_admitted = [host.running[row][0] for row in admitted]
+        # Prompts of another namespace share nothing, even with equal tokens.
         others = [
             requests.prompts[i][: prompt_rows.prefix_len(i)]
             for i in just_admitted
@@ -77,6 +79,7 @@ def admit(
         ]
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(prompt)] = prompt
+        # After the prefix are chunks, which a lookup of prefixes must not find.
         tokens[0, prompt_rows.prefix_len(prompt_id) : len(prompt)] = NOT_LOOKED_UP
         if cache.config.enable_prefix_caching and _shares_more(cache, tokens, len(prompt), words, others):
             break
@@ -143,6 +146,7 @@ def _start(
     fits: Callable[[Cache], bool] | None,
 ) -> tuple[Cache, Admission | None]:
     """Allocates a prompt if all rows then fit; else returns the cache as it is, and no admission."""
+    # A cache is a value: if the prompt does not fit, the one from before the call goes on.
     with_prompt, admission = allocate(cache, [row], [num_tokens], tokens=tokens, namespace=namespace)
     if int(admission.status[0]) != Status.OK or (fits is not None and not fits(with_prompt)):
         return cache, None

@@ -129,7 +129,7 @@ def decode(
     draft_source: DraftSource | None,
     retention: Retention = KEEP_ALL,
 ) -> DecodeState:
-    """Decodes until a row has ended, so that its blocks can go to others, or for `max_steps` steps.
+    """Decodes until a row has ended, so that its blocks can be assigned to others, or for `max_steps` steps.
 
     No step is made where one has already: with the first token, or for want of blocks in its prefill.
 

@@ -57,6 +57,7 @@ def num_side_by_side(
             continue
         prompt = ceil_div(prompt_len, group.block_size)
         num_reserved = min(prompt, group.max_held_blocks)
+        # The first sample has the prompt's blocks, which the others share: they add only what they write.
         first = _growth(group, prompt_len, max_len, num_reserved)
         fork = _growth(group, prompt_len, max_len)
         while num_fit > 1 and group.num_blocks < _most_needed(
@@ -100,6 +101,7 @@ def _most_held(group: LayerGroup, max_len: int, held_len: int) -> int:
 def _growth(group: LayerGroup, prompt_len: int, max_len: int, now: int | None = None) -> _Growth:
     """Counts the columns of a row that has filled or reserved `now`; None for one that is still forked."""
     prompt, end = (ceil_div(length, group.block_size) for length in (prompt_len, max_len - 1))
+    # A fork copies the prompt's last block only if that is not full and the fork writes into it.
     is_copied = now is None and prompt_len % group.block_size > 0 and max_len - 1 > prompt_len
     return _Growth(prompt if now is None else now, prompt, end, int(is_copied))
 
@@ -150,6 +152,7 @@ def _needed_by(
     held = np.unique(table[forked])
     # Of the rows that share a block which is not full, all but the last to write copy it.
     is_partial = context_len[forked] % group.block_size > 0
+    # A full row may have no last block: it is masked, so any column will do.
     tails = table[forked, np.minimum(context_len[forked] // group.block_size, table.shape[1] - 1)]
     tails = np.unique(tails[is_partial & (tails < pool.num_blocks)])
     num_copies, num_published = int((np.asarray(pool.ref_count)[tails] - 1).sum()), 0
@@ -169,6 +172,7 @@ def _sharing_rows(group: LayerGroup, table: np.ndarray, rows: Rows) -> list[list
     lists: list[tuple[list[int], set[int]]] = []
     for row in rows.ids:
         blocks = set(table[rows.forks.get(row, row)].tolist()) - {group.num_blocks}
+        # A row that shares with several lists makes one list of them.
         together = [each for each in lists if each[1] & blocks]
         lists = [each for each in lists if each not in together]
         merged = [number for each in together for number in each[0]]

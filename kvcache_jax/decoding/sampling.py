@@ -1,7 +1,7 @@
 """Sampling of tokens from logits: filters, and draws that depend on one row alone.
 
 Arrays in, arrays out; nothing here knows of a cache. A draw depends on its row's seed and position alone,
-so a row says the same in any batch. Everything is float32 inside, whatever the dtype of the logits.
+so a row draws the same in any batch. Everything is float32 inside, whatever the dtype of the logits.
 """
 
 import functools

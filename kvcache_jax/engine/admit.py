@@ -59,6 +59,7 @@ def admit(state: EngineState, options: Options) -> EngineState:
         row = first_true(~state.cache.is_active)
         is_one = (slot < state.requests.num_slots) & (row < state.cache.max_seqs)
         prompts = prompts_of(state, slot[None])
+        # A request that waits for another's blocks is passed; one that does not fit ends the admissions.
         is_waiting = is_one & _shares_what_is_computed(state, prompts)
         is_admitted = is_one & ~is_waiting & _fits(state, prompts, options)
         state = _start(state, jnp.where(is_admitted, slot, state.requests.num_slots), row, prompts, options)
@@ -77,6 +78,7 @@ def admit(state: EngineState, options: Options) -> EngineState:
     start = _Admitting(state, jnp.zeros(state.phase.shape, bool), jnp.int32(0), waits(state).any())
     loop = lax.while_loop(goes_on, look, start)
     cache = dataclasses.replace(loop.state.cache, pools=pools)
+    # Looks ran out, or requests were passed: in both cases a later step has to look again.
     return dataclasses.replace(loop.state, cache=cache, may_admit=loop.goes_on | loop.is_passed.any())
 
 
@@ -86,6 +88,7 @@ def _fits(state: EngineState, prompts: Prompts, options: Options) -> jax.Array:
     required = jnp.concatenate(required_blocks(cache.control, prompts, cache.config))
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
     growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
+    # The watermark does not bind while no row runs, or a large request would wait for ever.
     held_back = jnp.where(state.is_running.any(), jnp.array(options.num_reserved(cache), jnp.int32), 0)
     return (required + growth + held_back <= num_available(cache.control)).all()
 
@@ -107,6 +110,7 @@ def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
         tokens, mine = tokens_of(state, state.row_request), prompts.tokens
         assert mine is not None
         num_common = first_true(tokens != mine)
+        # A row computes the last token of its prompt itself: a block that ends with it is no reason to wait.
         num_common = jnp.minimum(num_common, jnp.minimum(length, prompts.num_tokens - 1))
         block_size = config.groups[config.indexed_group].block_size
         num_blocks = jnp.where(is_computing, quotient(jnp.maximum(num_common, 0), block_size), 0)
@@ -122,8 +126,10 @@ def _start(
     requests, max_seqs = state.requests, state.cache.max_seqs
     row = jnp.where(slot < requests.num_slots, row, max_seqs)
     control, admission = allocate_rows(state.cache.control, row[None], prompts, config=state.cache.config)
+    # A client is charged for a prompt once, not again when a preempted request comes back.
     is_first = get_at(state.num_preemptions, slot, 1) == 0
     client = jnp.where(is_first, get_at(requests.client, slot, 0), state.service.shape[0])
+    # Earlier requests that still wait were bypassed; policies bound how often that may happen.
     is_passed = waits(state) & (requests.uid < get_at(requests.uid, slot, -1))
     state = dataclasses.replace(
         state,

@@ -66,11 +66,13 @@ def next_tokens(state: EngineState, wanted: jax.Array, options: Options) -> tupl
     num_known = jnp.minimum(state.num_to_compute, options.width)
     if options.num_drafts == 0:
         return jnp.where(wanted[:, None], tokens, 0), jnp.where(wanted, num_known, 0)
+    # Drafts follow only a row's last known token: before it there is nothing to guess.
     is_last = state.num_to_compute == 1
     drafts, num_drafts = ngram_drafts(
         tokens_of(state, state.row_request), state.row_length, options.num_drafts
     )
     num_left = get_at(state.requests.max_new - state.num_generated, state.row_request, 0)
+    # One token is drawn after the accepted drafts, and with it they must not pass `max_new`.
     num_drafts = jnp.where(is_last, jnp.clip(num_left - 1, 0, num_drafts), 0)
     behind = jnp.concatenate([tokens[:, :1], drafts], axis=1)
     tokens = jnp.where(is_last[:, None], behind, tokens)
@@ -90,6 +92,7 @@ def draw(
       tokens: i32[max_seqs, width], what was computed.
       options: The engine's.
     """
+    # A row draws only when all its known tokens are computed: earlier parts of a prompt draw nothing.
     is_there = (step.query_len > 0) & (state.cache.context_len >= state.row_length) & state.is_running
     num_silent = jnp.sum(jnp.where(is_there, 0, step.query_len), dtype=jnp.int32)
     state = count(state, prefill_tokens=num_silent)
@@ -123,14 +126,17 @@ def _draw_behind_drafts(
     drafts = jnp.take_along_axis(tokens, jnp.minimum(place + 1, width - 1), axis=1)[:, :-1]
     wide = jax.tree.map(lambda field: jnp.repeat(field, width, axis=0), row_sampling(state))
     target = filtered_logprobs(logits.reshape(max_seqs * width, vocab), wide).reshape(logits.shape)
+    # A draw has the key of its seed and position, so drafts do not change what a request samples.
     keys = row_keys(wide, (state.row_length[:, None] + order[None]).reshape(-1)).reshape(max_seqs, width)
     num_accepted, token = accept_drafts(target, drafts, num_drafts, None, keys)
     emitted = jnp.concatenate([drafts, jnp.zeros_like(token)[:, None]], axis=1)
     emitted = set_at(emitted, (jnp.arange(max_seqs, dtype=jnp.int32), num_accepted), token)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), emitted[..., None], axis=2)[..., 0]
 
+    # Nothing counts after the first logits that are no numbers: the row emits what came before, and fails.
     num_drawn = jnp.sum(jnp.cumprod(are_numbers(logits), axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     num_tokens = jnp.where(is_there, jnp.minimum(1 + num_accepted, num_drawn), 0)
+    # Rejected drafts leave the cache again, so that it never holds a token that the request does not have.
     rows = jnp.where(num_accepted < num_drafts, jnp.arange(max_seqs, dtype=jnp.int32), max_seqs)
     control, _ = truncate_rows(
         state.cache.control, rows, state.row_length + num_accepted, config=state.cache.config
@@ -164,12 +170,14 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     requests, slots = state.requests, state.row_request
     order = jnp.arange(drawn.tokens.shape[1], dtype=jnp.int32)[None]
     num_left = get_at(requests.max_new - state.num_generated, slots, 0)
+    # No token past `max_new` is reported, and none past it can stop the request.
     num_tokens = jnp.minimum(drawn.num_tokens, num_left)
     is_stop = (drawn.tokens[..., None] == get_at(requests.stop, slots, -1)[:, None]).any(axis=-1)
     is_stop &= order < num_tokens[:, None]
     stops = is_stop.any(axis=1)
     num_tokens = jnp.where(stops, first_true(is_stop) + 1, num_tokens)
 
+    # A stop token is the reason before the length, and both before logits that could not be drawn from.
     finish = jnp.where((num_tokens > 0) & (num_tokens == num_left), Finish.LENGTH, Finish.NOT_YET)
     finish = jnp.where(finish == Finish.NOT_YET, drawn.failure, finish)
     finish = jnp.where(stops, Finish.STOP, finish).astype(jnp.int32)
@@ -180,6 +188,7 @@ def write_down(state: EngineState, drawn: Drawn, options: Options) -> EngineStat
     start = get_at(requests.start, slots, 0) + state.row_length
     place = jnp.where(is_new, start[:, None] + order, requests.tokens.shape[0])
     tokens = set_at(requests.tokens, place, drawn.tokens)
+    # A failed draw is reported in an entry of its own, without a token.
     is_last = order == (num_tokens + is_undrawn.astype(jnp.int32) - 1)[:, None]
     state = outbox.note(
         state,

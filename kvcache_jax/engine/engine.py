@@ -1,4 +1,4 @@
-"""The engine on the host: it hands requests over, starts dispatches, and delivers what comes back.
+"""The engine on the host: it packs requests, starts dispatches, and delivers the results.
 
 A dispatch starts before the report of the one before is read, so the device does not wait for the host.
 All reads of the device go through one `Reader`.

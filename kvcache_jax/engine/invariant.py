@@ -68,7 +68,7 @@ class Next(NamedTuple):
 
 
 def take_invariant_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
-    """Makes one step: every running row gets its next token, or a part of its prompt."""
+    """Makes one step: every running row computes its next token, or a part of its prompt."""
     length = body_len(state.cache.max_seqs, options)
     is_rare = is_unusual(state)
 

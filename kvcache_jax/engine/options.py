@@ -135,7 +135,7 @@ class Options:
       num_top_logprobs: Most probable tokens whose log-probabilities are reported.
       watermark: Share of the blocks that an admission leaves free while a row runs.
       ageing_steps: As in `RequestMetadata`.
-      max_bypasses: Admissions of later requests that one waits through, as in `RequestMetadata`.
+      max_bypasses: Later requests that may be admitted before one, as in `RequestMetadata`.
       most_admissions: Requests looked at for admission in one step.
       long_prefill_len: Most tokens of one prompt in one step.
       input_weight: Service of a token of a prompt.

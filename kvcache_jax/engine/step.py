@@ -138,7 +138,7 @@ def _publish(state: EngineState, is_good: jax.Array) -> EngineState:
 
 
 def take_step(model: Model, params: Any, state: EngineState, options: Options) -> EngineState:
-    """Makes one step: every running row gets its next token, or a part of its prompt."""
+    """Makes one step: every running row computes its next token, or a part of its prompt."""
 
     def rare(carry):
         state, _ = carry
@@ -156,7 +156,7 @@ def take_step(model: Model, params: Any, state: EngineState, options: Options) -
 
 
 def _compute_prompts(model: Model, params: Any, state: EngineState, plan: Plan) -> EngineState:
-    """Computes pieces of prompts, if there are any; what the model says of them is not looked at."""
+    """Computes pieces of prompts, if there are any; their logits are not read."""
 
     def compute(state: EngineState) -> EngineState:
         state, step = reserve_prompts(state, plan)

@@ -1,6 +1,6 @@
 """The host's side of the request table: which slot and which run of tokens is whose.
 
-A slot and its run are taken when a request is pushed and given back when the host has read that it ended, so
+A slot and its run are taken when a request is pushed and released when the host has read that it ended, so
 the device never reuses what the host still believes to be a request's.
 """
 
@@ -73,7 +73,7 @@ class Parcel(NamedTuple):
 
 
 class TokenRuns:
-    """Free runs of a buffer, the first one that is long enough is taken; neighbours join when given back."""
+    """Free runs of a buffer, the first one that is long enough is taken; neighbours join when released."""
 
     def __init__(self, num_tokens: int):
         self._starts, self._lens = [0], [num_tokens]
@@ -91,7 +91,7 @@ class TokenRuns:
         return None
 
     def give_back(self, start: int, num_tokens: int) -> None:
-        """Gives back a run that was taken."""
+        """Releases a run that was taken."""
         if num_tokens == 0:
             return
         i = bisect.bisect_left(self._starts, start)
@@ -198,7 +198,7 @@ class RequestTable:
         return sample
 
     def remove(self, sample: Sample) -> None:
-        """Gives back the slot and the run of a sample that ended."""
+        """Releases the slot and the run of a sample that ended."""
         del self._by_slot[sample.slot]
         self._by_id[sample.id].remove(sample)
         if not self._by_id[sample.id]:

@@ -1,6 +1,6 @@
 """The layer kind: the arrays that a layer keeps of a token, and how attention reads them.
 
-A new kind is a subclass in one file, here or in any program. It says which positions stay (`span`),
+A new kind is a subclass in one file, here or in any program. It defines which positions stay (`span`),
 which arrays a block has (`arrays`), what a slot stores of what a model passes (`encode`), and how attention
 reads stored arrays (`keys_values`); also which stored features a position rotates (`rotated_features`). What
 a subclass does not say is as for plain keys and values.
@@ -115,7 +115,7 @@ class LayerKind:
 
     @property
     def inputs(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of what a model hands in per token, as arguments of `encode`; among "k" and "v"."""
+        """Shapes of a model's inputs per token, as arguments of `encode`; among "k" and "v"."""
         return dict.fromkeys(("k", "v"), (self.num_kv_heads, self.head_dim))
 
     def arrays(self, block_size: int, dtype: Any) -> Mapping[str, BlockArray]:

@@ -63,7 +63,7 @@ class Batches:
                 each.lost_by = (request_id,)
 
     def move(self, request_ids: Iterable[Hashable]) -> None:
-        """Records that the requests may have given blocks back, or got others in their place."""
+        """Records that the requests may have released blocks, or exchanged them."""
         for each in self._held():
             each.may_have_moved |= not each.ends.keys().isdisjoint(request_ids)
 

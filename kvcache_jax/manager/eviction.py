@@ -47,7 +47,7 @@ class Eviction(Queries):
           target: Share of referenced blocks, 0 to 1.
           policy: The order of the requests. Default: the operation's.
           operation: `(cache, target, policy=...) -> (cache, rows)`, on the control state alone. Default:
-            `kvcache_jax.preempt_to_utilization`, which ends requests; others may let them go on.
+            `kvcache_jax.preempt_to_utilization`, which ends requests; others may continue them.
 
         Returns:
           The requests that gave blocks back, in that order; those that were ended are no longer known, and

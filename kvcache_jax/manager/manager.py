@@ -252,7 +252,7 @@ class CacheManager(Eviction):
             self._rows.start(new_id, target)
 
     def truncate_request(self, request_id: Hashable, new_len: int) -> None:
-        """Drops tokens from the end of a request; blocks left without a token, reserved ones too, go back.
+        """Drops tokens from the end of a request; releases blocks left without a token, reserved ones too.
 
         Raises:
           UnknownRequest, TooLong (it has fewer tokens), WindowLost: changed nothing.

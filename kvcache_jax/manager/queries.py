@@ -77,7 +77,7 @@ class Queries:
 
         Raises:
           UnknownRequest, OutOfSync: no such request, or no longer.
-          IndexError: it holds no such token, or a window has let it go.
+          IndexError: it holds no such token, or a window has released it.
         """
         position, group = as_integer("position", position), checked_group(self._config, group)
         with self._holder.turn("slot_for"):

@@ -52,7 +52,7 @@ def commit(
     """Publishes rows' full blocks, so that later prompts that begin alike can reuse them.
 
     Call it after the keys and values of the tokens are written; steps made before are stale then, for a block
-    whose contents are already published is given back and the published one takes its place, in all rows.
+    whose contents are already published is released and the published one takes its place, in all rows.
     Work follows what is new: committing a row that has nothing to publish costs nothing.
 
     Args:
@@ -171,7 +171,7 @@ def commit_rows(
         return control, is_cut, first + batch.is_entry.shape[0]
 
     is_cut = jnp.zeros_like(num_full, bool)
-    # A block that is published here goes into the queue at its last release, which takes room for granted.
+    # A block that is published here is queued at its last release, which does not check for room.
     pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
     state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)

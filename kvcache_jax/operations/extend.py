@@ -51,10 +51,10 @@ def extend(
 ) -> tuple[Cache, Step]:
     """Reserves slots for the next tokens of each row, copying first a last block that is shared or published.
 
-    In this order: the blocks that left the windows of rows that grow go back; cached blocks are evicted where
-    free ones do not suffice; rows take blocks, after those that `allocate` reserved; last blocks are copied,
-    and their originals released. Blocks that are scarce go in entry order, and a smaller row may grow after a
-    larger one failed. Call it inside a donated jit: called eagerly it copies the pools.
+    In this order: the blocks that left the windows of rows that grow are released; cached blocks are evicted
+    where free ones do not suffice; rows take blocks, after those that `allocate` reserved; last blocks are
+    copied, and their originals released. Scarce blocks are assigned in entry order, and a smaller row may
+    grow after a larger one failed. Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated.
@@ -141,8 +141,8 @@ def take_blocks(
 
     A caller that knows of enough free blocks goes without the loops that look for more (`evicts=False`).
 
-    All that left windows goes back before anything is evicted. Originals of copies are released last, so that
-    no block of the call is the place of another's copy.
+    All blocks that left windows are released before any is evicted. Originals of copies are released last, so
+    that no block of the call is the place of another's copy.
     """
     pools = [
         _give_back(pool, group, plan) for pool, group in zip(control.block_pools, plan.groups, strict=True)

@@ -1,4 +1,4 @@
-"""The plan of an `extend`: blocks that rows need, blocks that they give back, and the rows that grow.
+"""The plan of an `extend`: blocks that rows need, blocks that they release, and the rows that grow.
 
 `propose` plans for all rows that may grow, as if there were blocks for all. `decide` keeps those for which
 there are, in entry order: a row needs its new blocks and copies, and may count on the blocks that left its
@@ -163,6 +163,7 @@ def propose(
         seq_ids = jnp.where(seq_ids < 0, control.max_seqs, jnp.minimum(seq_ids, control.max_seqs))
         context_len = get_at(control.context_len, seq_ids, 0)
         is_active = get_at(control.is_active, seq_ids, False)
+    # A packed row that ends past the arrays would have tokens without a slot: it fails as a whole.
     ends_outside = tokens.is_packed & (tokens.starts[1:] > tokens.row.shape[0])
     is_too_long = (num_new > max_new) | ends_outside | (num_new > config.max_seq_len - context_len)
     status = first_failure(
@@ -199,6 +200,7 @@ def _propose_group(
     tail = jnp.where(has_tail, tokens.first(entries), nowhere)
     is_published = block_pool.is_published(pool, tail)
     # A writer copies while its block has another owner. If every owner writes, the last one writes in place.
+    # Each count down is undone at once: a proposal changes no owner, and `decide` may still refuse the row.
     ref_count, is_last_owner = count_down(pool.ref_count, tail)
     ref_count = add_at(ref_count, tail, 1)
     copies_tail = has_tail & (is_published | ~is_last_owner)
@@ -206,9 +208,11 @@ def _propose_group(
     num_leaving = min(
         group.span.max_leaving_blocks(config.query_len_limit, block_size), pool.max_blocks_per_seq
     )
+    # What a window reads after up to `max_rollback` fewer tokens stays, so that `truncate` can return there.
     first_kept = group.first_column(plan.context_len, group.max_rollback)
     columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
     leaving = get_at(pool.block_table, (rows[:, None], columns), nowhere)
+    # Sinks never leave a window.
     leaving = jnp.where(columns >= group.num_sink_blocks, leaving, nowhere)
     num_back = jnp.zeros_like(plan.num_new)
     if num_leaving:
@@ -231,6 +235,8 @@ def _nothing(plan: ExtendPlan, nowhere: int) -> GroupPlan:
 
 def required_blocks(plan: ExtendPlan) -> jax.Array:
     """Counts the blocks that must be available for all rows of a proposal to grow, i32[groups]."""
+    # The largest sum over the first entries: a row may count on blocks that earlier rows and itself release,
+    # never on blocks of later ones.
     required = [jnp.max(jnp.cumsum(group.need - group.num_back), initial=0) for group in plan.groups]
     return jnp.stack(required)
 
@@ -262,6 +268,7 @@ def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Con
         row_grows = plan.grows[row] & (jnp.stack(left) >= 0).all()
         free = jnp.where(row_grows, jnp.stack(left), free)
         copies_tail = copies_tail.at[:, row].set(jnp.stack(copies) & row_grows)
+        # Only a row that grows releases its blocks, so a failed one keeps its window bit for bit.
         ref_counts = tuple(
             add_at(counts, jnp.where(row_grows, group.leaving[row], counts.shape[0]), -1)
             for counts, group in zip(ref_counts, plan.groups, strict=True)

@@ -1,6 +1,6 @@
 """Preemption when blocks run short: rows are selected by a policy, and freed down to a level.
 
-Only the blocks that a row alone holds come free with it, so only these count.
+Only the blocks that a row alone holds become free with it, so only these count.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class RowMetadata(NamedTuple):
     Attributes:
       idle: i32[max_seqs], ticks of the cache's clock since the row was used.
       num_uses: i32[max_seqs], calls that used the row.
-      num_freed: i32[max_seqs], blocks that come free with the row: those that it alone holds.
+      num_freed: i32[max_seqs], blocks that become free with the row, because it alone holds them.
       priority: i32[max_seqs].
       context_len: i32[max_seqs], tokens held.
     """

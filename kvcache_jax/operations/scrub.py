@@ -35,9 +35,10 @@ def scrub(
     blocks that continue them. Blocks that another row or an extra holds stay as they are, findable if they
     were.
 
-    With `namespace`: all its rows end, and all their blocks go, what extras keep of it, and all that is
-    cached in it. A free block does not know whose it was, nor does the part of a block after a row's last
-    token: so every free block, every reserved one and the empty rest of last blocks is overwritten too.
+    With `namespace`: all its rows end, and all blocks that they hold, that extras keep of it or that are
+    cached in it are overwritten. A free block does not know whose it was, nor does the part of a block after
+    a row's last token: so every free block, every reserved one and the empty rest of last blocks is
+    overwritten too.
     Nothing of the namespace is left in the pools, nor of its tokens in the index. What rows of other
     namespaces hold, and what is cached in them, is not touched.
 
@@ -97,7 +98,7 @@ def _scrub(cache: Cache, seq_ids: jax.Array | None, words: jax.Array | None) -> 
 
 
 def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
-    """Masks per group what only these rows hold, and the cached blocks that go with it; bool[num_blocks]."""
+    """Masks per group blocks of these rows alone, and cached blocks after them; bool[num_blocks]."""
     index, masks = cache.control.prefix_index, []
     for g, pool in enumerate(cache.control.block_pools):
         held = cache.config.hooks.blocks_of_rows(cache.control, g)
@@ -113,7 +114,7 @@ def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
         assert pool.cached is not None
         return pool.cached.is_published & (pool.ref_count == 0)
 
-    # Children of what goes go along: without their parent they are never found.
+    # Children of scrubbed blocks are scrubbed too: without their parent they are never found.
     def grow(state):
         mask, _ = state
         behind = is_cached(group_id) & ~mask & get_at(mask, index.parent, False)

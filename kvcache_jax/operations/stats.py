@@ -37,7 +37,7 @@ class Stats:
       num_frees: u32[], rows ended.
       num_copies: u32[], blocks copied on write.
       num_evictions: u32[], cached blocks whose contents were given up; see `Counter.EVICTIONS`.
-      num_adoptions: u32[], blocks given back because their contents were already published.
+      num_adoptions: u32[], blocks released because their contents were already published.
       num_request_queries, num_request_hits: u32[], rows that looked for a cached prefix; that found one.
       num_block_queries, num_block_hits: u32[], full blocks of their prompts; those reused.
       num_token_queries, num_token_hits: u32[], tokens of their prompts; those in reused blocks.

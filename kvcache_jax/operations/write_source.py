@@ -32,9 +32,9 @@ def write_source(
     """Stores the sources that cross-attention layers of rows read, and takes their blocks.
 
     Write a row's source before the `extend` of its first step: the step's plan knows the source's length.
-    Forks share it, `reorder` hands it on, `truncate` leaves it, and `free` ends it; it is never copied.
-    Scarce blocks go in entry order, and a smaller source may be stored after a larger one failed. Call it
-    inside a donated jit: called eagerly it copies the pools.
+    Forks share it, `reorder` moves it along, `truncate` leaves it, and `free` ends it; it is never copied.
+    Scarce blocks are assigned in entry order, and a smaller source may be stored after a larger one failed.
+    Call it inside a donated jit: called eagerly it copies the pools.
 
     Args:
       cache: Not changed, unless donated.

@@ -2,7 +2,7 @@
 
 Under `lru`, and in groups that are not indexed, the queue of releases has the victims in its front. Other
 policies have a key per block, and those without a published successor compete: a block whose last successor
-went competes from then on.
+was evicted competes from then on.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheC
     """Evicts the `num_blocks` i32[] least valuable cached blocks of a group, or as many as there are."""
     cached = control.block_pools[group_id].cached
     assert control.prefix_index is not None and cached is not None
+    # No more than there are, because the counter below counts them as evicted.
     num_blocks = jnp.minimum(num_blocks, cached.num_cached)
     has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
     evict_most = _evict_by_key if has_keys else _evict_from_front
@@ -78,6 +79,7 @@ def _evict_from_front(
     head = cached.head + jnp.minimum(num_passed, cached.tail - cached.head)
     pool = dataclasses.replace(pool, cached=dataclasses.replace(cached, head=head))
     control = unpublish(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
+    # At the end of the queue all counts as evicted, so that the loop ends.
     return control, jnp.where(head == cached.tail, most, jnp.minimum(num_found, most))
 
 
@@ -87,7 +89,7 @@ def _evict_by_key(
     """Evicts `num_blocks` of the blocks with the lowest keys, or all that there are; returns `num_blocks`."""
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None and index.history is not None
-    # Children go before parents, for a child is never found without its parent: only leaves compete.
+    # Children are evicted before parents, for a child is never found without its parent: only leaves compete.
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
     keys, recency = block_metadata.keys_of(index.history, pool.cached, control.clock, config)
     heap = victim_heap.start(is_candidate, keys, recency)
@@ -98,13 +100,14 @@ def _evict_by_key(
         control, heap, left = state
         pool = control.block_pools[group_id]
         order = jnp.arange(config.eviction_batch, dtype=jnp.int32)
+        # Parents enter after the batch, so only a batch of one block is exact.
         heap, block_ids = lax.scan(
             lambda heap, n: victim_heap.pop(heap, left > n, pool.num_blocks), heap, order
         )
         control = unpublish(control, group_id, block_ids, pool, config)
         index = control.prefix_index
         assert index is not None and index.history is not None
-        # A parent competes once its last child went, unless a row holds it.
+        # A parent competes once its last child is evicted, unless a row holds it.
         parents = get_at(index.parent, block_ids, pool.num_blocks)
         competes = get_at(index.history.num_children, parents, 1) == 0
         competes &= block_pool.has_no_owner(pool.ref_count, parents)
@@ -124,6 +127,7 @@ def unpublish(
     index = control.prefix_index
     assert index is not None
     if group_id == config.indexed_group:
+        # In the same step as the block becomes free, so that no lookup finds it with other contents.
         index = prefix_index.remove(index, block_ids)
     else:
         index = group_links.unlink(index, group_id, block_ids)

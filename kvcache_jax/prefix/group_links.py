@@ -1,4 +1,4 @@
-"""Prefixes over several layer groups: only one group is indexed, the others' blocks go with it.
+"""Prefixes over several layer groups: only one group is indexed, and its blocks link to the others' blocks.
 
 A published block of the indexed group carries the ids of the blocks that hold the same tokens in every other
 group. A prefix can be reused up to a length at which every group still has what the next token reads: all of

@@ -206,7 +206,7 @@ def why_not(k_pool: jax.Array, group_size: int) -> str | None:
 
 
 def _as_lanes(x: jax.Array, tiling: Tiling) -> jax.Array:
-    """`[r, t, h, g, d]` as `[r, h, lanes, d]`; the lanes behind the last query are 0."""
+    """`[r, t, h, g, d]` as `[r, h, lanes, d]`; the lanes after the last query are 0."""
     num_rows, num_queries, num_heads, group_size, head_dim = x.shape
     x = x.swapaxes(1, 2).reshape(num_rows, num_heads, num_queries * group_size, head_dim)
     num_lanes = tiling.num_lanes * tiling.num_lane_tiles
@@ -264,7 +264,7 @@ def _decode(
     query = mask.query()
 
     def pieces_of(tile) -> list:
-        """Pool rows of the blocks that a tile's pieces come from; behind the last piece, that one again."""
+        """Pool rows of the blocks that a tile's pieces come from; after the last piece, its rows again."""
         first = (first_tile + tile) * tiling.pieces_per_tile
         last = jnp.maximum(num_columns * tiling.pieces_per_block, 1) - 1
         rows = []

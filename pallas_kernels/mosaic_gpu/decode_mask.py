@@ -55,7 +55,7 @@ class KeyMask:
         return lax.div(self.first_lane + lane, jnp.int32(self.tiling.group_size))
 
     def is_seen(self, tile: Any, query: jax.Array) -> jax.Array:
-        """bool[TILE_ROWS, lanes], lanes without a query like those of a later query."""
+        """bool[TILE_ROWS, lanes], lanes without a query as for a later query."""
         shape = (TILE_ROWS, self.tiling.num_lanes)
         position, is_read = self._positions(tile, shape)
         query_pos = self.first_position
