@@ -1,4 +1,4 @@
-"""Chunks that are forgotten: by their ids, or those of least value."""
+"""Chunks that are forgotten: by their ids, or chunks of least value."""
 
 from typing import Any
 

@@ -165,7 +165,7 @@ class _Runner:
 
     def run(self, tokens: np.ndarray, sizes: Sequence[int], beside: np.ndarray | None = None) -> np.ndarray:
         """Computes the logits [tokens, vocab] of row 1; `beside` runs ahead of it in row 0."""
-        # Pieces are padded to the whole: two programs serve, this one and that of single tokens.
+        # Pieces are padded to the whole: two programs serve, this one and the one of single tokens.
         width = 1 if max(sizes) == 1 else len(tokens)
         cache = init(self.config)
         cache, admission = allocate(cache, [1], [len(tokens)], tokens=tokens[None])
