@@ -31,7 +31,7 @@ from kvcache_jax.engine.order import (
 )
 from kvcache_jax.engine.policies import keys_of, policies
 from kvcache_jax.engine.state import EngineState, Phase, count
-from kvcache_jax.operations.allocate import Prompts, allocate_rows, find_hits, required_blocks
+from kvcache_jax.operations.allocate import Hits, Prompts, allocate_rows, find_hits, required_blocks
 from kvcache_jax.operations.fork import fork_rows
 from kvcache_jax.operations.free import free_rows
 from kvcache_jax.operations.reserve import needs, num_available
@@ -59,10 +59,12 @@ def admit(state: EngineState, options: Options) -> EngineState:
         row = first_true(~state.cache.is_active)
         is_one = (slot < state.requests.num_slots) & (row < state.cache.max_seqs)
         prompts = prompts_of(state, slot[None])
+        hits = find_hits(state.cache.control, prompts, state.cache.config)
         # A request that waits for another's blocks is passed; one that does not fit ends the admissions.
-        is_waiting = is_one & _shares_what_is_computed(state, prompts)
-        is_admitted = is_one & ~is_waiting & _fits(state, prompts, options)
-        state = _start(state, jnp.where(is_admitted, slot, state.requests.num_slots), row, prompts, options)
+        is_waiting = is_one & _shares_what_is_computed(state, prompts, hits)
+        is_admitted = is_one & ~is_waiting & _fits(state, prompts, hits, options)
+        admitted = jnp.where(is_admitted, slot, state.requests.num_slots)
+        state = _start(state, admitted, row, prompts, hits, options)
         return _Admitting(
             state,
             loop.is_passed | (is_waiting & (jnp.arange(loop.is_passed.size, dtype=jnp.int32) == slot)),
@@ -82,10 +84,10 @@ def admit(state: EngineState, options: Options) -> EngineState:
     return dataclasses.replace(loop.state, cache=cache, may_admit=loop.goes_on | loop.is_passed.any())
 
 
-def _fits(state: EngineState, prompts: Prompts, options: Options) -> jax.Array:
+def _fits(state: EngineState, prompts: Prompts, hits: Hits, options: Options) -> jax.Array:
     """Tests whether there are blocks for one more request, bool[]."""
     cache = state.cache
-    required = jnp.concatenate(required_blocks(cache.control, prompts, cache.config))
+    required = jnp.concatenate(required_blocks(cache.control, prompts, hits, cache.config))
     wanted = (state.num_to_compute > 0).astype(jnp.int32)
     growth = jnp.sum(needs(cache.control, wanted, cache.config).num_blocks, axis=1, dtype=jnp.int32)
     # The watermark does not bind while no row runs, or a large request would wait for ever.
@@ -93,7 +95,7 @@ def _fits(state: EngineState, prompts: Prompts, options: Options) -> jax.Array:
     return (required + growth + held_back <= num_available(cache.control)).all()
 
 
-def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
+def _shares_what_is_computed(state: EngineState, prompts: Prompts, hits: Hits) -> jax.Array:
     """Tests whether a running row computes a block of the one prompt that is not published yet, bool[]."""
     cache, config = state.cache, state.cache.config
     if cache.control.prefix_index is None:
@@ -104,8 +106,6 @@ def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
     is_computing &= cache.context_len < jnp.maximum(prompt_len, length - 1)
     is_computing &= (cache.control.namespace == prompts.namespace).all(axis=1)
 
-    _, num_cached = find_hits(cache.control, prompts, config)
-
     def shares() -> jax.Array:
         tokens, mine = tokens_of(state, state.row_request), prompts.tokens
         assert mine is not None
@@ -114,19 +114,20 @@ def _shares_what_is_computed(state: EngineState, prompts: Prompts) -> jax.Array:
         num_common = jnp.minimum(num_common, jnp.minimum(length, prompts.num_tokens - 1))
         block_size = config.groups[config.indexed_group].block_size
         num_blocks = jnp.where(is_computing, quotient(jnp.maximum(num_common, 0), block_size), 0)
-        return (num_blocks > quotient(num_cached, block_size)).any()
+        return (num_blocks > quotient(hits.num_tokens, block_size)).any()
 
     return lax.cond(is_computing.any(), shares, lambda: jnp.bool_(False))
 
 
 def _start(
-    state: EngineState, slot: jax.Array, row: jax.Array, prompts: Prompts, options: Options
+    state: EngineState, slot: jax.Array, row: jax.Array, prompts: Prompts, hits: Hits, options: Options
 ) -> EngineState:
     """Starts request `slot` i32[] in `row` i32[]; the slot R is none."""
     requests, max_seqs = state.requests, state.cache.max_seqs
     row = jnp.where(slot < requests.num_slots, row, max_seqs)
-    control, admission = allocate_rows(state.cache.control, row[None], prompts, config=state.cache.config)
-    # A client is charged for a prompt once, not again when a preempted request comes back.
+    control, admission = allocate_rows(
+        state.cache.control, row[None], prompts, hits, config=state.cache.config
+    )
     is_first = get_at(state.num_preemptions, slot, 1) == 0
     client = jnp.where(is_first, get_at(requests.client, slot, 0), state.service.shape[0])
     # Earlier requests that still wait were bypassed; policies bound how often that may happen.

@@ -12,7 +12,7 @@ from kvcache_jax.arrays.masked_updates import num_true
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.state import Admission, Cache, Control, Step
 from kvcache_jax.core.status import Status
-from kvcache_jax.operations.allocate import Prompts, allocate
+from kvcache_jax.operations.allocate import Prompts, allocate, find_hits
 from kvcache_jax.operations.allocate import required_blocks as blocks_for_prompts
 from kvcache_jax.operations.commit import commit as commit_rows
 from kvcache_jax.operations.evict import evict as evict_blocks
@@ -44,7 +44,8 @@ def shortage(
     """Counts the blocks that `admit` requires and those available, cached ones too; i32[groups] both."""
     freed = jnp.where(is_replaced, seq_id, cache.max_seqs)
     control = free_rows(cache, freed[None])[0].control
-    required = blocks_for_prompts(control, prompts, cache.config)
+    hits = find_hits(control, prompts, cache.config)
+    required = blocks_for_prompts(control, prompts, hits, cache.config)
     return jnp.concatenate(required), _num_available(control)
 
 

@@ -120,12 +120,27 @@ class Prompts(NamedTuple):
     items: jax.Array | None
 
 
+class Hits(NamedTuple):
+    """The cached blocks that rows start on.
+
+    Attributes:
+      block_ids: Per layer group i32[n, max_blocks_per_seq], blocks by column, or nowhere.
+      num_tokens: i32[n], their tokens.
+    """
+
+    block_ids: list[jax.Array]
+    num_tokens: jax.Array
+
+
 def allocate_rows(
-    control: Control, seq_ids: jax.Array, prompts: Prompts, *, config: CacheConfig
+    control: Control, seq_ids: jax.Array, prompts: Prompts, found: Hits | None = None, *, config: CacheConfig
 ) -> tuple[Control, Admission]:
-    """Starts rows `seq_ids` i32[n] on the cached prefixes of their prompts and reserves the rest."""
+    """Starts rows `seq_ids` i32[n] on the cached prefixes of their prompts and reserves the rest.
+
+    A caller that looked the prompts up in this state hands on what it `found`.
+    """
     num_tokens = prompts.num_tokens
-    hits, num_cached = find_hits(control, prompts, config)
+    hits, num_cached = found or find_hits(control, prompts, config)
     num_new = _num_new(prompts, hits, num_cached, config)
     most = config.max_seq_len if prompts.tokens is None else prompts.tokens.shape[1]
     status = first_failure(
@@ -183,19 +198,15 @@ def allocate_rows(
     ), Admission(status=status, num_cached=num_cached, num_items_cached=num_items_cached)
 
 
-def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> tuple[list[jax.Array], jax.Array]:
-    """Finds the cached blocks to start from.
-
-    Returns:
-      Per group i32[n, max_blocks_per_seq] blocks by column, or nowhere; and i32[n], their tokens.
-    """
+def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
+    """Finds the cached blocks to start from."""
     if control.prefix_index is None:
         rows = prompts.num_tokens[:, None]
         nowhere = [
             jnp.full_like(rows, pool.num_blocks, shape=(rows.shape[0], pool.max_blocks_per_seq))
             for pool in control.block_pools
         ]
-        return nowhere, jnp.zeros_like(prompts.num_tokens)
+        return Hits(nowhere, jnp.zeros_like(prompts.num_tokens))
 
     def find(tokens, num_tokens, namespace, reuse, items):
         assert control.prefix_index is not None
@@ -211,16 +222,16 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> tuple[
             control, columns, num_cached, tokens, num_tokens, most, namespace, items, config
         )
 
-    return jax.vmap(find)(prompts.tokens, prompts.num_tokens, prompts.namespace, prompts.reuse, prompts.items)
+    columns = prompts.tokens, prompts.num_tokens, prompts.namespace, prompts.reuse, prompts.items
+    return Hits(*jax.vmap(find)(*columns))
 
 
-def required_blocks(control: Control, prompts: Prompts, config: CacheConfig) -> list[jax.Array]:
+def required_blocks(control: Control, prompts: Prompts, hits: Hits, config: CacheConfig) -> list[jax.Array]:
     """Counts the blocks that must be available for each prompt alone, per group i32[n]; unowned hits too."""
-    hits, num_cached = find_hits(control, prompts, config)
-    num_new = _num_new(prompts, hits, num_cached, config)
+    num_new = _num_new(prompts, hits.block_ids, hits.num_tokens, config)
     return [
         num_blocks + jnp.sum(block_pool.has_no_owner(pool.ref_count, ids), axis=1, dtype=jnp.int32)
-        for num_blocks, ids, pool in zip(num_new, hits, control.block_pools, strict=True)
+        for num_blocks, ids, pool in zip(num_new, hits.block_ids, control.block_pools, strict=True)
     ]
 
 
