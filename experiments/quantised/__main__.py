@@ -2,9 +2,9 @@
 
 Command: python -m experiments.quantised [--json] [--picture FILE] [--checkpoint DIR]
 Machine: 2 virtual cores of an Intel Xeon, busy with other work; jax 0.12.0.1
-Answer:  int8 holds 1.88 times the rows of bfloat16 in the same bytes and is 2.2e-5 nats a byte off float32;
-  fp8 1.88 times, 6.5e-4; int4 3.56 times, 5.6e-3, rotated 3.8e-3, and costs 0.005 bits per byte. A step takes
-  0.81 times float32's with int8, 0.91 with fp8, 0.92 with int4, 1.00 rotated (8 rows of 512 tokens). Keys per
+Answer:  int8 holds 1.83 times the rows of bfloat16 in the same bytes and is 1.9e-5 nats a byte off float32;
+  fp8 1.88 times, 6.5e-4; int4 3.37 times, 5.2e-3, rotated 3.6e-3, and costs 0.003 bits per byte. A step takes
+  0.86 times float32's with int8, 0.88 with fp8, 0.93 with int4, 0.91 rotated (8 rows of 512 tokens). Keys per
   channel would cost half of what keys per token do at 4 bits, and a third at 2.
 Record:  experiments/results/quantised.json, docs/quantised.png.
 
