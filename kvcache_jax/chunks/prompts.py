@@ -13,9 +13,8 @@ from kvcache_jax.arrays.masked_updates import set_at
 from kvcache_jax.chunks.chunk_reuse import ChunkReuse, Span, prompt_spans
 from kvcache_jax.chunks.chunk_selector import ChunkMetadata, chunk_metadata, num_of_share, select_tokens
 from kvcache_jax.chunks.compose_chunks import compose
-from kvcache_jax.chunks.find_chunks import find_chunks
 from kvcache_jax.chunks.observed_chunks import observe_chunks
-from kvcache_jax.chunks.store_chunk import store_chunk
+from kvcache_jax.chunks.store_chunk import find_chunks, store_chunk
 from kvcache_jax.chunks.stored_chunks import chunks_of
 from kvcache_jax.core.donate import donate
 from kvcache_jax.core.state import Cache

@@ -1,4 +1,4 @@
-"""The operation `chunks.store`: keeps spans of rows as chunks, which `compose` puts into other rows."""
+"""Chunks that are stored from spans of rows, and found by their tokens."""
 
 import dataclasses
 import functools
@@ -289,3 +289,36 @@ def _moves(
     blocks = jnp.repeat(columns.entries, group.block_size, axis=1)
     offsets = jnp.broadcast_to(remainder(places, group.block_size)[None], blocks.shape)
     return SpanMoves(jnp.where(is_in, blocks, pool.num_blocks), offsets, None, copies)
+
+
+@takes_one
+@jax.named_scope("kvcache.find_chunks")
+def find_chunks(
+    cache: Cache, tokens: ArrayLike, num_tokens: IntRows, namespace: ArrayLike | None = None
+) -> jax.Array:
+    """Finds the chunks with exactly these tokens in a namespace; changes nothing.
+
+    Args:
+      cache: Not changed; built with `CacheConfig(extras=[Store(...)])`.
+      tokens: i32[n, P], the passages, padded at the end; P is at most `max_chunk_len`.
+      num_tokens: i32[n], their lengths.
+      namespace: u32[4] or u32[n, 4]. Default: all zero.
+
+    Returns:
+      i32[n], ids for `compose`; `num_chunks` where no such chunk is stored.
+
+    Raises:
+      ValueError, TypeError: a cache without a store of chunks, or shapes or dtypes that do not fit.
+    """
+    chunks = require_chunks("find_chunks", cache)
+    num_tokens = arguments.int_column("num_tokens", num_tokens)
+    tokens = token_arguments.token_ids(tokens, num_tokens.shape[0], None)
+    namespaces = arguments.namespace_words(namespace, num_tokens.shape[0])
+    return _find(chunks, padded_name(tokens, chunks), num_tokens, namespaces)
+
+
+@jax.jit
+def _find(chunks: Chunks, tokens: jax.Array, num_tokens: jax.Array, namespaces: jax.Array) -> jax.Array:
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    named = jnp.where(places[None] < num_tokens[:, None], tokens, 0)
+    return chunks.find(named, num_tokens, jnp.asarray(namespaces))
