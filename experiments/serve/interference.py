@@ -1,7 +1,7 @@
 """A busy host: how much later do tokens come while a thread holds the interpreter and a process burns a core?
 
-Rows decode, and nobody is admitted: between two deliveries is one dispatch of the engine, or one token of the
-host's loop. The four of them (each side, idle and disturbed) take turns of as many steps.
+Rows decode, and no request is admitted: between two deliveries is one dispatch of the engine, or one token of
+the host's loop. The four of them (each side, idle and disturbed) take turns of as many steps.
 """
 
 import contextlib

@@ -78,7 +78,7 @@ def keys_of(policy: str, requests: RequestMetadata, *, of_rows: bool = False) ->
     Args:
       policy: A name.
       requests: The requests.
-      of_rows: Whether the order is that of running rows.
+      of_rows: Whether running rows are ordered, not waiting requests.
     """
     registered = policies.find(policy)
     with policies.noted(policy):

@@ -57,7 +57,7 @@ class Finish(enum.IntEnum):
     DEADLINE = 6
     """Its time was over."""
     NO_TOKEN = 7
-    """All logits behind its tokens are -inf: whoever made them banned every token."""
+    """All logits after its tokens are -inf: the hook on logits banned every token."""
 
 
 class EngineCounter(enum.IntEnum):

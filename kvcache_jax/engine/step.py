@@ -23,7 +23,7 @@ from kvcache_jax.operations.extend import extend
 from kvcache_jax.operations.reserve import extend_reserved, needs, num_free, reserve
 
 ProcessLogits = Callable[[jax.Array, EngineState], jax.Array]
-"""`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i is that of request `state.row_request[i]`."""
+"""`(logits f32[max_seqs, vocab], state) -> logits`, pure; row i belongs to request `state.row_request[i]`."""
 
 
 @dataclasses.dataclass(frozen=True)
