@@ -35,12 +35,12 @@ class CacheConfig:
     Attributes:
       layers: One entry per model layer, in the model's order. Equal entries form one layer group,
         which has one block table and one pool.
-      num_blocks: Blocks of each group's pool. Default: what `memory_budget` pays for, else enough
+      num_blocks: Blocks of each group's pool. Default: as many as `memory_budget` pays for, else enough
         for `max_seqs` rows of `max_seq_len` tokens.
       block_size: Tokens per block.
       max_seqs: Rows, that is sequences held at the same time.
       max_seq_len: Most tokens of one row.
-      max_query_len: Most new tokens of one row in one `extend`; bounds what a window group holds.
+      max_query_len: Most new tokens of one row in one `extend`; bounds the blocks that a window group holds.
         Default: `max_seq_len`.
       dtype: Storage of keys and values: float32, bfloat16 or float16.
       memory_budget: Bytes for the keys and values of all groups together, in place of `num_blocks`.
@@ -54,17 +54,17 @@ class CacheConfig:
         "priority" (of the row that used it last), "hyperbolic" (fewest uses for the time since it was
         published), or a name registered with `eviction_policy`. Ties: the block released longest ago.
         A block is evicted before the block it continues. Every policy but "lru" scans all blocks.
-      eviction_batch: How many blocks are evicted at a time, without looking at what the first of them
-        makes evictable; 1 is exact. "lru" is always exact.
+      eviction_batch: Blocks evicted at a time; the blocks that they make evictable compete afterwards, so
+        1 is exact. "lru" is always exact.
       implementation: The backend of attention, writing and copy-on-write: "xla", "mosaic_gpu" (bfloat16 and
         float16 on GPUs of compute capability 9.0), "mosaic_tpu", a name registered with `register_backend`,
-        or None for the best that was measured here and supports the call, which so far is "xla". What a
-        backend lacks is XLA's (`describe` lists it), and so are gradients.
+        or None for the best that was measured here and supports the call, which so far is "xla". Parts that
+        a backend lacks are XLA's (`describe` lists them), and so are gradients.
       head_axis: Mesh axis over which the key/value heads are split, so that kernels run on each device's
         own heads; `init` then splits the pools so. XLA's attention does not need to know.
       tile_tokens: Tokens of every row that XLA's attention reads at a time. Default: on accelerators 2,048,
-        or fewer of so many rows that a tile's keys would take more than 256 MiB; on CPUs what stays in a
-        core's cache.
+        or fewer of so many rows that a tile's keys would take more than 256 MiB; on CPUs as many as stay
+        in a core's cache.
 
     Raises:
       ValueError, TypeError: for absurd sizes and unknown options; names got, expected and the fix.
@@ -99,7 +99,7 @@ class CacheConfig:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is kept: strings hash differently in another process."""
+        """Without the cached properties: strings hash differently in another process."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**values, "format_version": FORMAT_VERSION}
 
@@ -282,7 +282,7 @@ class CacheConfig:
 
 
 def require_config(caller: str, config: Any) -> None:
-    """Refuses what is no `CacheConfig`."""
+    """Refuses a value that is no `CacheConfig`."""
     if not isinstance(config, CacheConfig):
         raise TypeError(
             f"{caller} got a {type(config).__name__}, expected a CacheConfig; cache.config is one"
@@ -317,11 +317,7 @@ def config_to_json(config: CacheConfig) -> bytes:
 
 
 def config_from_json(data: bytes | bytearray) -> CacheConfig:
-    """Computes the inverse of `config_to_json`.
-
-    Raises:
-      ValueError: The data is of another format version, or of none.
-    """
+    """Computes the inverse of `config_to_json`, or raises a ValueError on data of another format version."""
     values = json.loads(bytes(data))
     require_format(values.pop("format_version", None))
     values["layers"] = [kind_from_json(kind) for kind in values["layers"]]

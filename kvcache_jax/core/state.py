@@ -55,7 +55,7 @@ class BlockPool:
         `[column * block_size, (column + 1) * block_size)` of the row, or its source, or nowhere. Columns
         past the tokens held are blocks reserved by `allocate`, then nowhere. A window group has a
         hole of nowhere between its sinks and the tokens in reach.
-      ref_count: i32[num_blocks], entries of the table, and of what extras hold, that point at the block;
+      ref_count: i32[num_blocks], entries of the table and blocks of extras that point at the block;
         0 = free or cached.
       free_stack: i32[num_blocks], ids of the free blocks at `[0, num_free)`, the next one to hand
         out on top; the rest is unspecified.
@@ -199,7 +199,7 @@ class Control:
       holes: Holes of all rows, 0 for those that dropped nothing; None where no row hides tokens.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
-      extras: by name what each of the config's `extras` keeps, for those that keep something.
+      extras: by name the arrays of each of the config's `extras` that keeps some.
     """
 
     is_active: jax.Array
@@ -238,7 +238,7 @@ class Cache:
     """A KV cache: pass it in, get a new one back. Old states stay valid unless donated.
 
     Attributes:
-      control: Control, who holds what.
+      control: Control, the blocks that each row holds.
       pools: one KVPool per layer group; empty when built with `storage=False`.
       config: CacheConfig (static): kinds and options. Sizes are read from the arrays.
     """
@@ -316,7 +316,7 @@ class AttentionPlan:
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Step:
-    """The slots that `extend` or `rewrite` reserved: where tokens are written and what they attend to.
+    """The slots that `extend` or `rewrite` reserved, and the tokens to which the new tokens attend.
 
     For `n` rows, token arrays are `[n, max_new]` (padded) or `[num_tokens]` (packed: row `i` has
     the tokens `[cu_query_lens[i], cu_query_lens[i + 1])`). A row that failed has `query_len` 0.
@@ -359,17 +359,11 @@ class Step:
 
 
 class BlockCopies(NamedTuple):
-    """Blocks of one group whose contents are copied before a row writes into them.
+    """Blocks of one group whose contents are copied before a row writes into them."""
 
-    Attributes:
-      src: i32[n], block ids; entries at `[0, num_copies)` count.
-      dst: i32[n], block ids of the copies, entry by entry.
-      num_copies: i32[].
-    """
-
-    src: jax.Array
-    dst: jax.Array
-    num_copies: jax.Array
+    src: jax.Array  # i32[n], block ids; entries at `[0, num_copies)` count
+    dst: jax.Array  # i32[n], block ids of the copies, entry by entry
+    num_copies: jax.Array  # i32[]
 
 
 def row_len(control: Control, kind: LayerKind) -> jax.Array:

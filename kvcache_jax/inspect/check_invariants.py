@@ -67,7 +67,7 @@ def check_invariants(cache: Cache) -> list[str]:
             ]
     unusable += _check_ids(cache) + _check_holes(cache)
     if unusable:
-        return violations + unusable  # what follows looks things up by them
+        return violations + unusable  # the checks below look things up by them
     for g, (pool, group) in enumerate(zip(cache.control.block_pools, cache.config.groups, strict=True)):
         violations += [
             f"group {g}: {violation}" for violation in _check_counts(pool, *_blocks_of_extras(cache, g))
@@ -275,7 +275,7 @@ def _check_index(cache: Cache) -> list[str]:
 def _check_history(
     history: BlockHistory, parent: np.ndarray, is_published: np.ndarray, depth: np.ndarray
 ) -> list[str]:
-    """Checks what an eviction policy is told of the published blocks."""
+    """Checks the metadata of published blocks that an eviction policy gets."""
     violations, nowhere = [], len(parent)
     parents = parent[is_published]
     expected = np.bincount(parents[parents < nowhere], minlength=nowhere)

@@ -23,12 +23,12 @@ class BlockArray(NamedTuple):
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of what one token stores."""
+        """Shape of the entries of one token."""
         return self.shape[: self.token_axis] + self.shape[self.token_axis + 1 :]
 
     @property
     def token_head_axis(self) -> int | None:
-        """The axis of heads in what one token stores."""
+        """The axis of heads in the entries of one token."""
         if self.head_axis is None or self.head_axis < self.token_axis:
             return self.head_axis
         return self.head_axis - 1

@@ -15,7 +15,7 @@ class CrossAttention(LayerKind):
     A model then calls `attend(cache, layer, q, step)` there; `attention` and `write` refuse it. A row without
     a source gets 0 (and -inf). Forks, beams and shortened rows keep the source; it is never copied.
 
-    Prefix caching is refused: what a decoder computes of tokens depends on the source, too, and prefixes are
+    Prefix caching is refused: the keys of a decoder's tokens depend on the source, too, and prefixes are
     found by their tokens alone.
 
     Attributes:

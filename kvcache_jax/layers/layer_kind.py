@@ -1,9 +1,9 @@
 """The layer kind: the arrays that a layer keeps of a token, and how attention reads them.
 
 A new kind is a subclass in one file, here or in any program. It defines which positions stay (`span`),
-which arrays a block has (`arrays`), what a slot stores of what a model passes (`encode`), and how attention
-reads stored arrays (`keys_values`); also which stored features a position rotates (`rotated_features`). What
-a subclass does not say is as for plain keys and values.
+which arrays a block has (`arrays`), how a slot stores the arrays that a model passes (`encode`), and how
+attention reads stored arrays (`keys_values`); also which stored features a position rotates
+(`rotated_features`). Every other method is that of plain keys and values.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class KeysValues(NamedTuple):
       v: `[..., heads, tokens, value_dim]`, in the same dtype.
       k_scale: `[..., heads, tokens]`, multiplies the logits; None for 1.
       v_scale: `[..., heads, tokens]`, multiplies the weights of values; None for 1.
-      k_offset: `[..., heads, tokens]`, what every number of a scaled key is greater by; None for 0.
+      k_offset: `[..., heads, tokens]`, added to every number of a scaled key; None for 0.
       v_offset: `[..., heads, tokens]`, the same for a scaled value; None for 0.
     """
 
@@ -61,7 +61,7 @@ _kinds: dict[str, type["LayerKind"]] = {}
 class LayerKind:
     """The contents of one model layer per token; equal kinds share a block table and a pool.
 
-    Subclasses are frozen dataclasses, and override what is not as for keys and values in the cache's dtype.
+    Subclasses are frozen dataclasses, and override what differs from keys and values in the cache's dtype.
     They are known to `jax.export` by their names: a program that loads an export imports them first.
 
     Attributes:
@@ -129,7 +129,7 @@ class LayerKind:
         return dict.fromkeys(("k", "v"), array)
 
     def encode(self, **new: jax.Array) -> Mapping[str, jax.Array]:
-        """Computes what slots store of new tokens; floats are cast to the arrays' dtypes afterwards.
+        """Computes the arrays to store for new tokens; floats are cast to the arrays' dtypes afterwards.
 
         The result for a token must depend on nothing but that token, bit for bit.
 
@@ -157,7 +157,7 @@ class LayerKind:
         return KeysValues(tile["k"], tile["v"])
 
     def queries(self, q: jax.Array) -> jax.Array:
-        """Computes what is multiplied with the keys of `keys_values`, of queries `[..., heads, key_dim]`."""
+        """Computes the factors of the keys of `keys_values` from queries `[..., heads, key_dim]`."""
         return q
 
     def outputs(self, out: jax.Array) -> jax.Array:
@@ -216,11 +216,7 @@ def kind_to_json(kind: LayerKind) -> dict[str, Any]:
 
 
 def kind_from_json(values: dict[str, Any]) -> LayerKind:
-    """Computes the inverse of `kind_to_json`.
-
-    Raises:
-      ValueError: no kind of that name is defined.
-    """
+    """Computes the inverse of `kind_to_json`, or raises a ValueError if no kind of that name is defined."""
     fields: dict[str, Any] = {
         name: kind_from_json(value) if isinstance(value, dict) and "layer_kind" in value else value
         for name, value in values.items()

@@ -22,7 +22,7 @@ class SlidingWindow(LayerKind):
       num_sink_tokens: First tokens of a row that are kept and stay in reach (StreamingLLM).
       max_rollback: Tokens that `truncate` may drop again from a row longer than its window;
         as many more tokens are kept of those that the row computed. A row that began with a cached prefix
-        has of it what its next token reads.
+        has the tokens of it that its next token reads.
     """
 
     window: int = dataclasses.field(kw_only=True)
@@ -42,7 +42,7 @@ class SlidingWindow(LayerKind):
 
     @property
     def span(self) -> Span:
-        """The window, the sinks, and what `max_rollback` keeps."""
+        """The window, the sinks, and the tokens that `max_rollback` keeps."""
         return Span(self.window, self.num_sink_tokens, self.max_rollback)
 
     @property

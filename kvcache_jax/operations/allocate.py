@@ -101,35 +101,23 @@ def allocate(
 
 
 class Prompts(NamedTuple):
-    """The prompts that rows start with.
+    """The prompts that rows start with."""
 
-    Attributes:
-      num_tokens: i32[n].
-      namespace: u32[n, 4].
-      priority: i32[n].
-      tokens: i32[n, P]; None without prefix caching.
-      reuse: bool[n], whether to look for a cached prefix.
-      items: i32[n, I, 2], first position and end of each multimodal item, equal ones for no item; or None.
-    """
-
-    num_tokens: jax.Array
-    namespace: jax.Array
-    priority: jax.Array
-    tokens: jax.Array | None
-    reuse: jax.Array
-    items: jax.Array | None
+    num_tokens: jax.Array  # i32[n]
+    namespace: jax.Array  # u32[n, 4]
+    priority: jax.Array  # i32[n]
+    tokens: jax.Array | None  # i32[n, P]; None without prefix caching
+    reuse: jax.Array  # bool[n], whether to look for a cached prefix
+    items: (
+        jax.Array | None
+    )  # i32[n, I, 2], first position and end of each item, equal ones for no item; or None
 
 
 class Hits(NamedTuple):
-    """The cached blocks that rows start on.
+    """The cached blocks that rows start on."""
 
-    Attributes:
-      block_ids: Per layer group i32[n, max_blocks_per_seq], blocks by column, or nowhere.
-      num_tokens: i32[n], their tokens.
-    """
-
-    block_ids: list[jax.Array]
-    num_tokens: jax.Array
+    block_ids: list[jax.Array]  # per layer group i32[n, max_blocks_per_seq], blocks by column, or nowhere
+    num_tokens: jax.Array  # i32[n], their tokens
 
 
 def allocate_rows(
@@ -137,7 +125,7 @@ def allocate_rows(
 ) -> tuple[Control, Admission]:
     """Starts rows `seq_ids` i32[n] on the cached prefixes of their prompts and reserves the rest.
 
-    A caller that looked the prompts up in this state hands on what it `found`.
+    A caller that looked the prompts up in this state hands on the hits that it `found`.
     """
     num_tokens = prompts.num_tokens
     hits, num_cached = found or find_hits(control, prompts, config)
@@ -265,12 +253,8 @@ def _with_blocks(
     """Keeps the rows of bool[n] for which there are blocks, in entry order.
 
     A row needs its new blocks, and the blocks of its hits that no row holds and no earlier row revives. Where
-    there are blocks for all, no row is looked at alone.
-
-    Returns:
-      A control state with the same values. Continue with it, not with the argument, so that XLA counts
-      owners in place instead of copying the array.
-      bool[n].
+    there are blocks for all, no row is looked at alone. The control state has the same values: continue with
+    it, not with the argument, so that XLA counts owners in place instead of copying the array.
     """
     num_rows = wants.shape[0]
     pools = control.block_pools

@@ -53,7 +53,7 @@ def commit(
 
     Call it after the keys and values of the tokens are written; steps made before are stale then, for a block
     whose contents are already published is released and the published one takes its place, in all rows.
-    Work follows what is new: committing a row that has nothing to publish costs nothing.
+    Work follows the new blocks: committing a row that has nothing to publish costs nothing.
 
     Args:
       cache: Not changed.
@@ -86,61 +86,35 @@ def _commit(
 
 
 class _Pending(NamedTuple):
-    """The blocks to publish of all rows of a call, end to end: row `i` has the places `[starts[i], ends[i])`.
+    """The blocks to publish of all rows of a call, end to end: row `i` has `[starts[i], ends[i])`."""
 
-    Attributes:
-      seq_ids: i32[n], rows of the block table; anything for those that have none.
-      num_published: i32[n], blocks before them.
-      starts: i32[n].
-      ends: i32[n].
-      num_blocks: i32[], all of them.
-    """
-
-    seq_ids: jax.Array
-    num_published: jax.Array
-    starts: jax.Array
-    ends: jax.Array
-    num_blocks: jax.Array
+    seq_ids: jax.Array  # i32[n], rows of the block table; anything for those that have none
+    num_published: jax.Array  # i32[n], blocks before them
+    starts: jax.Array  # i32[n]
+    ends: jax.Array  # i32[n]
+    num_blocks: jax.Array  # i32[], all of them
 
 
 class _Batch(NamedTuple):
-    """Pending blocks that are published together, a row's blocks side by side and in order.
+    """Pending blocks that are published together, a row's blocks side by side and in order."""
 
-    Attributes:
-      is_entry: bool[E].
-      row: i32[E], index in the call.
-      seq_ids: i32[E], row of the block table.
-      start: i32[E], the row's first entry.
-      column: i32[E], of the block table.
-      block_ids: i32[E]; nowhere where there is no entry.
-      before: i32[E], the published block before the row's first entry, or nowhere.
-    """
-
-    is_entry: jax.Array
-    row: jax.Array
-    seq_ids: jax.Array
-    start: jax.Array
-    column: jax.Array
-    block_ids: jax.Array
-    before: jax.Array
+    is_entry: jax.Array  # bool[E]
+    row: jax.Array  # i32[E], index in the call
+    seq_ids: jax.Array  # i32[E], row of the block table
+    start: jax.Array  # i32[E], the row's first entry
+    column: jax.Array  # i32[E], of the block table
+    block_ids: jax.Array  # i32[E]; nowhere where there is no entry
+    before: jax.Array  # i32[E], the published block before the row's first entry, or nowhere
 
 
 class _Found(NamedTuple):
-    """The outcome for each block of a batch.
+    """The outcome for each block of a batch."""
 
-    Attributes:
-      is_done: bool[E], it is published, or its contents are already: by `canonical`.
-      is_new: bool[E], it is to be entered into the index itself.
-      canonical: i32[E], the published block with these contents.
-      content: Content of each block, the canonical parent included.
-      way: i32[E], place in the bucket for a new one.
-    """
-
-    is_done: jax.Array
-    is_new: jax.Array
-    canonical: jax.Array
-    content: Content
-    way: jax.Array
+    is_done: jax.Array  # bool[E], it is published, or its contents are already: by `canonical`
+    is_new: jax.Array  # bool[E], it is to be entered into the index itself
+    canonical: jax.Array  # i32[E], the published block with these contents
+    content: Content  # of each block, the canonical parent included
+    way: jax.Array  # i32[E], place in the bucket for a new one
 
 
 def commit_rows(
@@ -158,7 +132,7 @@ def commit_rows(
         is_idle = ~get_at(control.is_active, rows)
         id_checks = (*check_ids(control, rows), (is_idle, Status.SEQ_NOT_ACTIVE))
     status = first_failure(*id_checks, (final_len < 0, Status.BAD_LENGTH))
-    context_len = prefix_len(control, rows, context_len, config)  # what follows is not found by its tokens
+    context_len = prefix_len(control, rows, context_len, config)  # later tokens are not found by their text
     num_full = quotient(jnp.maximum(jnp.minimum(final_len, context_len), 0), block_size)
     num_pending = jnp.where(status == Status.OK, jnp.maximum(num_full - num_published, 0), 0)
     ends = jnp.cumsum(num_pending, dtype=jnp.int32)
@@ -269,7 +243,7 @@ def _note_uses(
 
 
 def _look_up(control: Control, index: PrefixIndex, batch: _Batch) -> _Found:
-    """Looks up every block of a batch, and settles what depends on the order of entries."""
+    """Looks up every block of a batch, and settles which of equal ones is published."""
     nowhere, block_size = index.block_tokens.shape
     order = jnp.arange(batch.row.shape[0], dtype=jnp.int32)
     namespace = get_at(control.namespace, batch.seq_ids)

@@ -107,7 +107,7 @@ def _candidates(control: Control, n: int, config: CacheConfig) -> jax.Array:
 def reset_prefix_cache(cache: Cache) -> tuple[Cache, jax.Array]:
     """Forgets all published contents; active rows keep their blocks and can publish them again.
 
-    When the weights change, free the rows first: what they hold was computed with the old ones. Or give new
+    When the weights change, free the rows first: their keys were computed with the old ones. Or give new
     rows another `namespace(weights=)`.
 
     Args:
@@ -141,7 +141,7 @@ def _reset_index(control: Control, config: CacheConfig) -> tuple[Control, jax.Ar
     return dataclasses.replace(
         control,
         num_published=jnp.zeros_like(control.num_published),
-        # What is unspecified in an index without entries stays as it is.
+        # Unspecified entries of an empty index stay as they are.
         prefix_index=jax.tree.map(lambda x, new: jnp.where(num_dropped > 0, new, x), index, empty),
         block_pools=tuple(pools),
     ), num_dropped

@@ -21,20 +21,13 @@ from kvcache_jax.prefix import eviction
 
 
 class Exchange(NamedTuple):
-    """The first `C` columns of rows of one layer group, `[n, C]`.
+    """The first `C` columns of rows of one layer group, `[n, C]`."""
 
-    Attributes:
-      entries: i32, the rows' blocks before.
-      is_taken: bool, the column gets a new block.
-      is_released: bool, the row releases the column's block once others are taken.
-      is_left: bool, the row releases it before, and the column is empty afterwards; None for no column.
-      table: Computes the columns afterwards from the new blocks, i32 both; None where others stay.
-    """
-
-    entries: jax.Array
-    is_taken: jax.Array
-    is_released: jax.Array
-    is_left: jax.Array | None = None
+    entries: jax.Array  # i32, the rows' blocks before
+    is_taken: jax.Array  # bool, the column gets a new block
+    is_released: jax.Array  # bool, the row releases the column's block once others are taken
+    is_left: jax.Array | None = None  # bool, the row releases it before and leaves the column empty; or None
+    # Computes the columns afterwards, i32, from the new blocks, i32. None: other columns stay.
     table: Callable[[jax.Array], jax.Array] | None = None
 
     @property
@@ -46,16 +39,10 @@ class Exchange(NamedTuple):
 def decide(
     control: Control, needs: Mapping[int, jax.Array], wants: jax.Array, status: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keeps the rows of bool[n] for which there are blocks in all layer groups, in entry order.
+    """Keeps the rows of `wants` bool[n] for which there are blocks in all layer groups, in entry order.
 
-    Args:
-      control: The state.
-      needs: Per layer group i32[n], blocks of each row; below 0 for a row that gives more back than it takes.
-      wants: bool[n], rows that ask for blocks.
-      status: i32[n], as far as blocks do not matter.
-
-    Returns:
-      bool[n]; and the status, OUT_OF_BLOCKS for the other rows that want blocks.
+    A row needs `needs[group_id]` i32[n] blocks, below 0 if it gives more back than it takes. The other rows
+    that want blocks get OUT_OF_BLOCKS in `status` i32[n].
     """
     available = jnp.stack([block_pool.num_available(control.block_pools[g]) for g in needs])
     ok = fitting_rows(available, jnp.where(wants, jnp.stack([*needs.values()]), 0), wants)
@@ -63,12 +50,10 @@ def decide(
 
 
 def fitting_rows(available: jax.Array, needs: jax.Array, wants: jax.Array) -> jax.Array:
-    """Keeps the rows of bool[n] for which there are blocks in all layer groups, in entry order.
+    """Keeps the rows of `wants` bool[n] for which there are blocks in all layer groups, in entry order.
 
-    Args:
-      available: i32[groups].
-      needs: i32[groups, n], 0 where nothing is wanted; below 0 for a row that gives more back than it takes.
-      wants: bool[n].
+    `needs` i32[groups, n] is 0 where nothing is wanted, and below 0 for a row that gives more back than it
+    takes; `available` is i32[groups].
     """
     num_rows = wants.shape[0]
     is_short = (jnp.max(jnp.cumsum(needs, axis=1, dtype=jnp.int32), axis=1, initial=0) > available).any()
@@ -88,8 +73,7 @@ def carry_out(
 ) -> tuple[Control, dict[int, jax.Array]]:
     """Exchanges the blocks of `rows` i32[n], for which there are enough; `max_seqs` for none.
 
-    Returns:
-      The control state; and per layer group i32[n, C], the new blocks, nowhere in other columns.
+    Returns the new blocks per layer group too, i32[n, C], nowhere in other columns.
     """
     is_row = (rows < control.max_seqs)[:, None]
 

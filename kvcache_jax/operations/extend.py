@@ -92,7 +92,7 @@ def extend(
         seq_ids = arguments.int_column("seq_ids", seq_ids)
     num_rows = cache.max_seqs if seq_ids is None else seq_ids.shape[0]
     if num_tokens is not None:
-        most = (2**31 - 1) // max(num_rows, 1) - 1  # what all rows ask for is added up
+        most = (2**31 - 1) // max(num_rows, 1) - 1  # the rows' numbers are added up
         num_tokens = static_count("num_tokens", num_tokens, most=most, most_name="2**31 over the rows")
     num_new = arguments.int_column("num_new", num_new, num_rows)
     token_arguments.require_tokens("extend", tokens, cache)

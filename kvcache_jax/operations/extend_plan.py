@@ -31,21 +31,13 @@ from kvcache_jax.operations.rows import check_ids
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """The new tokens as the caller laid them out, flat.
+    """The new tokens as the caller laid them out, flat."""
 
-    Attributes:
-      row: i32[tokens], index of the token's row in the call, `n` for padding.
-      offset: i32[tokens], place among the row's new tokens.
-      starts: i32[n + 1], the row's tokens are `[starts[i], starts[i + 1])`.
-      shape: Shape of the caller's token arrays.
-      is_packed: True if rows lie end to end.
-    """
-
-    row: jax.Array
-    offset: jax.Array
-    starts: jax.Array
-    shape: tuple[int, ...]
-    is_packed: bool
+    row: jax.Array  # i32[tokens], index of the token's row in the call, `n` for padding
+    offset: jax.Array  # i32[tokens], place among the row's new tokens
+    starts: jax.Array  # i32[n + 1], the row's tokens are `[starts[i], starts[i + 1])`
+    shape: tuple[int, ...]  # of the caller's token arrays
+    is_packed: bool  # rows lie end to end
 
     def spread(self, per_row: jax.Array, fill: int) -> jax.Array:
         """Repeats each row's entry of `per_row`, i32[n] or bool[n], for its tokens; `fill` for padding."""
@@ -86,27 +78,18 @@ def packed_tokens(num_new: jax.Array, num_tokens: int) -> NewTokens:
 
 
 class GroupPlan(NamedTuple):
-    """The part of an `ExtendPlan` that concerns one layer group.
+    """The part of an `ExtendPlan` that concerns one layer group."""
 
-    Attributes:
-      opens_block: bool[tokens], the token is the first of a block that its row lacks.
-      num_blocks: i32[n], such blocks per row.
-      tail: i32[n], the partly filled block that the row's first new token goes into, or nowhere.
-      is_tail_published: bool[n], that block is published, so that no row may write into it.
-      copies_tail: bool[n], the row copies that block first.
-      leaving: i32[n, most per call], the row's blocks that left its window, the last first, or nowhere.
-      leaving_columns: i32[n, most per call], their columns of the block table.
-      num_back: i32[n], leaving blocks that become free once the rows before and this one release theirs.
-    """
-
-    opens_block: jax.Array
-    num_blocks: jax.Array
-    tail: jax.Array
-    is_tail_published: jax.Array
-    copies_tail: jax.Array
-    leaving: jax.Array
-    leaving_columns: jax.Array
-    num_back: jax.Array
+    opens_block: jax.Array  # bool[tokens], the token is the first of a block that its row lacks
+    num_blocks: jax.Array  # i32[n], such blocks per row
+    tail: jax.Array  # i32[n], the partly filled block that the row's first new token goes into, or nowhere
+    is_tail_published: jax.Array  # bool[n], that block is published, so that no row may write into it
+    copies_tail: jax.Array  # bool[n], the row copies that block first
+    leaving: jax.Array  # i32[n, most per call], blocks that left the row's window, the last first, or nowhere
+    leaving_columns: jax.Array  # i32[n, most per call], columns of the block table
+    num_back: (
+        jax.Array
+    )  # i32[n], leaving blocks that are free once the rows before and this one release theirs
 
     @property
     def need(self) -> jax.Array:
@@ -116,27 +99,16 @@ class GroupPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExtendPlan:
-    """The rows of a call of `extend` and what becomes of them.
+    """The rows of a call of `extend`, and which of them grow."""
 
-    Attributes:
-      seq_ids: i32[n], `max_seqs` for ids that name no row.
-      num_new: i32[n], as the caller gave it.
-      tokens: NewTokens, their layout.
-      context_len: i32[n], tokens before the call.
-      positions: i32[tokens], each token's place in its row.
-      status: i32[n], OK or the reason why the row does not grow.
-      grows: bool[n].
-      groups: Per layer group a GroupPlan.
-    """
-
-    seq_ids: jax.Array
-    num_new: jax.Array
+    seq_ids: jax.Array  # i32[n], `max_seqs` for ids that name no row
+    num_new: jax.Array  # i32[n], as the caller gave it
     tokens: NewTokens
-    context_len: jax.Array
-    positions: jax.Array
-    status: jax.Array
-    grows: jax.Array
-    groups: tuple[GroupPlan, ...]
+    context_len: jax.Array  # i32[n], tokens before the call
+    positions: jax.Array  # i32[tokens], each token's place in its row
+    status: jax.Array  # i32[n], OK or the reason why the row does not grow
+    grows: jax.Array  # bool[n]
+    groups: tuple[GroupPlan, ...]  # per layer group
 
 
 def propose(
@@ -149,10 +121,8 @@ def propose(
 ) -> tuple[Control, ExtendPlan]:
     """Plans for all rows that may grow; `seq_ids` None means all rows.
 
-    Returns:
-      A control state with the same values. Continue with it, not with the argument, so that XLA counts
-      owners in place instead of copying the array.
-      The plan.
+    The control state has the same values: continue with it, not with the argument, so that XLA counts owners
+    in place instead of copying the array.
     """
     id_checks = ()
     if seq_ids is None:  # none is out of range or repeated
@@ -208,7 +178,7 @@ def _propose_group(
     num_leaving = min(
         group.span.max_leaving_blocks(config.query_len_limit, block_size), pool.max_blocks_per_seq
     )
-    # What a window reads after up to `max_rollback` fewer tokens stays, so that `truncate` can return there.
+    # A window keeps the tokens that it reads after `max_rollback` fewer, so that `truncate` can return there.
     first_kept = group.first_column(plan.context_len, group.max_rollback)
     columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
     leaving = get_at(pool.block_table, (rows[:, None], columns), nowhere)
@@ -257,7 +227,7 @@ def decide(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Con
         left, copies = [], []
         for g, (group, (tail, num_owners)) in enumerate(zip(plan.groups, tails, strict=True)):
             # Earlier rows that copied this block own it no more. One that failed still does, so that this row
-            # must not write into what the other one reads.
+            # must not write into a block that the other one reads.
             num_copied = num_true(copies_tail[g] & (tail == tail[row]))
             is_shared = num_owners[row] - num_copied > 1
             copies.append((tail[row] < ref_counts[g].shape[0]) & (group.is_tail_published[row] | is_shared))

@@ -132,7 +132,7 @@ def preempt_to_utilization(cache: Cache, target: ArrayLike, policy: str = "lru")
     Args:
       cache: Not changed.
       target: f32[], share of referenced blocks, 0 to 1.
-      policy: As in `select_rows_to_preempt`; asked again after each row, for what rows share changes.
+      policy: As in `select_rows_to_preempt`; asked again after each row, for shared blocks change.
 
     Returns:
       The cache and i32[max_seqs], the rows that were freed, in that order, then `max_seqs`.
@@ -185,15 +185,10 @@ def one_by_one(
     next_row: Callable[[Control], tuple[jax.Array, ...]],
     take_back: Callable[..., Control],
 ) -> tuple[Control, jax.Array]:
-    """Takes blocks back from rows, one after the other, while there is a next one.
+    """Takes blocks back from rows, one after the other, while `next_row` names one.
 
-    Args:
-      control: The state.
-      next_row: Returns the row i32[1], `max_seqs` for none, and what else `take_back` gets of it.
-      take_back: Returns the control state after that row.
-
-    Returns:
-      The control state and i32[max_seqs], the rows in that order, then `max_seqs`.
+    `next_row` returns i32[1], `max_seqs` for no row, and further arguments of `take_back`. The rows are
+    returned in that order, i32[max_seqs], then `max_seqs`.
     """
 
     def preempt_one(state):
@@ -201,7 +196,7 @@ def one_by_one(
         control = take_back(control, row, *more)
         return control, rows.at[num_rows].set(row[0]), num_rows + 1, next_row(control)
 
-    # Made of the rows' lengths: inside shard_map a constant would differ from what the loop makes of it.
+    # Made of the rows' lengths: inside shard_map a constant would differ in type from the loop's result.
     rows = jnp.maximum(control.context_len & 0, control.max_seqs)
     state = control, rows, num_true(rows < 0), next_row(control)
     state = lax.while_loop(lambda state: state[3][0][0] < rows.shape[0], preempt_one, state)

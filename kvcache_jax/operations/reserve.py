@@ -21,18 +21,11 @@ from kvcache_jax.operations.rows import RowNeeds, needs_of
 
 def needs(
     control: Control,
-    num_new: jax.Array,
+    num_new: jax.Array,  # i32[max_seqs], at most as many as `max_seq_len` leaves
     config: CacheConfig,
-    ref_counts: tuple[jax.Array, ...] | None = None,
+    ref_counts: tuple[jax.Array, ...] | None = None,  # owners of the blocks per group; None: the state's
 ) -> RowNeeds:
-    """Counts the blocks that each row lacks for `num_new` i32[max_seqs] tokens, `[groups, max_seqs]`.
-
-    Args:
-      control: The state.
-      num_new: i32[max_seqs], at most what `max_seq_len` leaves.
-      config: The cache's.
-      ref_counts: Owners of the blocks per group, such as without some rows. Default: the state's.
-    """
+    """Counts the blocks that each row lacks for its new tokens, `[groups, max_seqs]`."""
     if ref_counts is None:
         ref_counts = tuple(pool.ref_count for pool in control.block_pools)
     found = [
@@ -53,7 +46,7 @@ def num_available(control: Control) -> jax.Array:
 
 
 def reserve(cache: Cache, num_new: jax.Array, max_new: int) -> Cache:
-    """Gets rows what `extend_reserved` wants for `num_new` i32[max_seqs] tokens, at most `max_new` each.
+    """Takes the blocks for an `extend_reserved` of `num_new` i32[max_seqs] tokens, at most `max_new` each.
 
     Blocks are evicted and taken, and last blocks that are shared or published are copied. A row for which
     blocks do not suffice, in the order of rows, is as it was. Lengths stay.
@@ -85,13 +78,9 @@ def _note_copies(control: Control, plan: ExtendPlan, copied: BlockCopies, config
 def extend_reserved(
     cache: Cache, num_new: jax.Array, tokens: jax.Array, seq_ids: jax.Array | None = None
 ) -> tuple[Cache, Step]:
-    """Does what `extend` does, without a loop, for rows that lack no more than there are free blocks.
+    """Extends rows like `extend`, without a loop, where they lack no more blocks than there are free.
 
-    Args:
-      cache: Has the free blocks that all rows need together, and no row has to copy.
-      num_new: i32[max_seqs], or i32[n] with `seq_ids`.
-      tokens: i32[max_seqs, max_new]; with `seq_ids` packed, i32[num_tokens].
-      seq_ids: i32[n]. Default: all rows.
+    No row may have to copy. `tokens` is i32[max_seqs, max_new]; or i32[num_tokens], packed, with `seq_ids`.
     """
     config, control = cache.config, cache.control
     is_packed = seq_ids is not None

@@ -38,7 +38,7 @@ from kvcache_jax.operations.rows import check_ids
 def rewrite(cache: Cache, seq_ids: IntRows, indices: Any) -> tuple[Cache, Step]:
     """Reserves the slots of tokens that rows hold, so that the same tokens are computed again in place.
 
-    The token at index `i` attends to places 0 to `i` of its row, with what the step writes there.
+    The token at index `i` attends to places 0 to `i` of its row, with the tokens that the step writes there.
     Blocks that others hold, or that are published, are copied first; with prefix caching the blocks
     after a copied one too, for a published block follows its parent in every row. Rows of one call that share
     a block get a copy each. Call it inside a donated jit: called eagerly it copies the pools.
@@ -133,7 +133,7 @@ def _checked(
 
 
 def _is_lost(pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, indices: jax.Array) -> jax.Array:
-    """Masks the tokens of which a window group released what they read, bool like `indices`."""
+    """Masks the tokens that read places which a window group released, bool like `indices`."""
     if group.span.keeps_all:
         return jnp.zeros_like(indices, bool)
     # After the sinks a token reads from this column on, and the blocks held are contiguous up to the row's

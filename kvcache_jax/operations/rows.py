@@ -64,13 +64,9 @@ def _run(control: Control, *columns: Any, operation: Callable, config: CacheConf
 def check_ids(
     control: Control, seq_ids: jax.Array, *others: jax.Array, mask: jax.Array | bool = True
 ) -> tuple[tuple[jax.Array, Status], ...]:
-    """Makes the checks of ids i32[n]: in range, not skipped, and no row named twice.
+    """Makes the checks of ids i32[n]: in range, not skipped, and no row to change named twice.
 
-    Args:
-      control: The state.
-      seq_ids: The rows to change, of which no two may be the same.
-      *others: Sources or parents, which may repeat.
-      mask: bool[n], entries that ask for something; others name no row.
+    `others`, such as parents, may repeat. Entries outside `mask` bool[n] name no row.
     """
     ids = (seq_ids, *others)
     is_skipped = any_of([column == control.max_seqs for column in ids])
@@ -95,7 +91,7 @@ def active_rows(control: Control, seq_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
-    """Marks `rows` as used and gives them what their parents have, except the blocks."""
+    """Marks `rows` as used and gives them all that their parents have, except the blocks."""
     names = "context_len", "priority", "namespace", "num_published", "source_len"
     held = row_fields(control)
     inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
@@ -119,35 +115,21 @@ def num_blocks_for(num_tokens: jax.Array, block_size: int) -> jax.Array:
 
 
 class RowNeeds(NamedTuple):
-    """Blocks of one layer group that rows lack for their next tokens.
+    """Blocks of one layer group that rows lack for their next tokens."""
 
-    Attributes:
-      num_blocks: i32[n], new blocks and copies.
-      copies: bool[n], the last block must be copied first.
-    """
-
-    num_blocks: jax.Array
-    copies: jax.Array
+    num_blocks: jax.Array  # i32[n], new blocks and copies
+    copies: jax.Array  # bool[n], the last block must be copied first
 
 
 def needs_of(
     pool: BlockPool,
     group: LayerGroup,
-    entries: jax.Array,
-    context_len: jax.Array,
-    num_new: jax.Array,
-    ref_count: jax.Array,
+    entries: jax.Array,  # i32[n, max_blocks_per_seq], the rows' blocks
+    context_len: jax.Array,  # i32[n]
+    num_new: jax.Array,  # i32[n]
+    ref_count: jax.Array,  # i32[num_blocks], owners of the blocks
 ) -> RowNeeds:
-    """Counts the blocks that each row lacks by itself for `num_new` i32[n] tokens; none for 0.
-
-    Args:
-      pool: Of the group.
-      group: The layer group.
-      entries: i32[n, max_blocks_per_seq], the rows' blocks.
-      context_len: i32[n], tokens held.
-      num_new: i32[n].
-      ref_count: i32[num_blocks], owners of the blocks.
-    """
+    """Counts the blocks that each row lacks by itself for `num_new` tokens; none for 0."""
     columns, order = (lax.broadcasted_iota(jnp.int32, entries.shape, axis) for axis in (1, 0))
     first = group.num_columns(context_len)[:, None]
     end = group.num_columns(context_len + num_new)[:, None]

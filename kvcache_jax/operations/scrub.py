@@ -1,4 +1,4 @@
-"""The operation `scrub`: ends rows and overwrites what they own with zeros."""
+"""The operation `scrub`: ends rows and overwrites their own blocks with zeros."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from kvcache_jax.prefix import eviction
 def scrub(
     cache: Cache, seq_ids: IntRows | None = None, *, namespace: ArrayLike | None = None
 ) -> tuple[Cache, jax.Array]:
-    """Ends rows and overwrites what they own with zeros: keys, values and recorded tokens.
+    """Ends rows and overwrites their own blocks with zeros: keys, values and recorded tokens.
 
     With `seq_ids`: the blocks that these rows hold and no other row does, published or not, and the cached
     blocks that continue them. Blocks that another row or an extra holds stay as they are, findable if they
@@ -39,8 +39,8 @@ def scrub(
     cached in it are overwritten. A free block does not know whose it was, nor does the part of a block after
     a row's last token: so every free block, every reserved one and the empty rest of last blocks is
     overwritten too.
-    Nothing of the namespace is left in the pools, nor of its tokens in the index. What rows of other
-    namespaces hold, and what is cached in them, is not touched.
+    Nothing of the namespace is left in the pools, nor of its tokens in the index. Blocks that rows of
+    other namespaces hold, or that are cached in them, are not touched.
 
     Overwritten blocks are free, except those that other rows have reserved. Call it inside a donated jit:
     called eagerly it copies the pools.
@@ -54,7 +54,7 @@ def scrub(
       The cache and i32[], how many blocks were overwritten, all groups.
 
     Raises:
-      ValueError, TypeError: both or none of `seq_ids` and `namespace`, or what they do not accept.
+      ValueError, TypeError: both or none of `seq_ids` and `namespace`, or other values than theirs.
 
     Example:
       >>> import jax.numpy as jnp, kvcache_jax as kv
@@ -131,7 +131,7 @@ def _blocks_of_rows(cache: Cache, is_row: jax.Array) -> list[jax.Array]:
 
 
 def _blocks_not_of_others(cache: Cache, is_row: jax.Array, words: jax.Array) -> list[jax.Array]:
-    """Masks per group all but what holds tokens of other namespaces, in rows or cached; bool[num_blocks]."""
+    """Masks per group the blocks without tokens of other namespaces, in rows or cached; bool[num_blocks]."""
     control, index, masks = cache.control, cache.control.prefix_index, []
     is_other = control.is_active & ~is_row
     for g, (pool, group) in enumerate(zip(control.block_pools, cache.config.groups, strict=True)):
@@ -163,7 +163,7 @@ def _unpublish(control: Control, masks: list[jax.Array], config: CacheConfig) ->
     """Takes the masked blocks, of which no row holds a token, out of the index, and their tokens too."""
     if control.prefix_index is None:
         return control
-    # The indexed group last: it takes what still hangs on its blocks along.
+    # The indexed group last: blocks of other groups still linked to its blocks become free with them.
     for g in sorted(range(len(masks)), key=lambda g: g == config.indexed_group):
         pool = control.block_pools[g]
         assert pool.cached is not None
@@ -197,7 +197,7 @@ def _overwrite_fwd(group, pool, *where):
 
 def _overwrite_bwd(group, where, grads):
     storage.require_gradient(group)
-    return _overwrite(group, grads, *where), None, None  # zeros had no part in what came out
+    return _overwrite(group, grads, *where), None, None  # zeros had no part in the result
 
 
 _overwrite.defvjp(_overwrite_fwd, _overwrite_bwd)
@@ -245,7 +245,7 @@ def _rests(control: Control, group_id: int, config: CacheConfig) -> tuple[jax.Ar
 
 
 def _zero_rests(pool: KVPool, group: LayerGroup, tails: jax.Array, num_tokens: jax.Array) -> KVPool:
-    """Overwrites with zeros after the last token of every row, except what others use or is published."""
+    """Overwrites with zeros after the last token of every row, except blocks of others and published ones."""
     block_size, num_blocks = group.block_size, pool.num_rows // group.num_layers
     offsets = jnp.arange(block_size, dtype=jnp.int32)
 

@@ -99,12 +99,10 @@ def _export(cache: Cache, block_ids: jax.Array) -> BlockContents:
 
 
 def _chains(index: PrefixIndex, block_ids: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array]:
-    """Finds the blocks before each of i32[n] published blocks.
+    """Finds the chains of i32[n] published blocks, i32[n, num_columns], and each block's own column, i32[n].
 
-    In steps of powers of two, so that a long chain takes as many gathers as its length has bits, and no loop.
-
-    Returns:
-      i32[n, num_columns], by column up to the block itself, then nowhere; and i32[n], the block's own column.
+    After a block's own column is nowhere. It takes steps of powers of two, so that a long chain takes as many
+    gathers as its length has bits, and no loop.
     """
     nowhere = index.parent.shape[0]
     jumps = [index.parent]  # jumps[k][b] is 2**k blocks before b
@@ -155,7 +153,7 @@ def import_blocks(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Arr
 
 def _check_shapes(cache: Cache, contents: BlockContents) -> None:
     one = jax.ShapeDtypeStruct((contents.num_tokens.shape[0],), jnp.int32)
-    # What this cache would export, without computing it.
+    # The shapes of an export of this cache, without computing it.
     expected = jax.eval_shape(export_blocks, cache, one)
     got = jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), contents)
     want = jax.tree.map(lambda x: (x.shape, jnp.dtype(x.dtype).name), expected)
@@ -220,17 +218,11 @@ def _import(cache: Cache, contents: BlockContents) -> tuple[Cache, jax.Array]:
 
 
 class _Published(NamedTuple):
-    """The outcome for one block, or for several on the first axis.
+    """The outcome for one block, or for several on the first axis."""
 
-    Attributes:
-      status: i32[].
-      block_ids: per group i32[m], the blocks that it was given, or nowhere.
-      chain: i32[columns], the block and those before it in the indexed group; nowhere if it was not entered.
-    """
-
-    status: jax.Array
-    block_ids: tuple[jax.Array, ...]
-    chain: jax.Array
+    status: jax.Array  # i32[]
+    block_ids: tuple[jax.Array, ...]  # per group i32[m], the blocks that it got, or nowhere
+    chain: jax.Array  # i32[columns], the indexed group's blocks up to it; nowhere if it was not entered
 
 
 def _let_go(control: Control, before: Control, published: _Published, config: CacheConfig) -> Control:
@@ -319,9 +311,7 @@ def _content(
 ) -> tuple[Content, jax.Array, jax.Array]:
     """Computes the content that a block at the end of `num_tokens` tokens represents.
 
-    Returns:
-      Its Content; i32[columns], the published blocks of its prefix, nowhere from a miss on; and i32[],
-      its column.
+    Returns the published blocks of its prefix too, i32[columns], nowhere from a miss on; and its column.
     """
     nowhere, block_size = index.block_tokens.shape
     found = prefix_index.find_prefix(index, control.hash_key, tokens, num_tokens + 1, namespace)

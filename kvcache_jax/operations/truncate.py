@@ -91,7 +91,7 @@ def _cut(control: Control, rows: jax.Array, new_len: jax.Array) -> Holes | None:
 def _is_lost(
     pool: BlockPool, group: LayerGroup, seq_ids: jax.Array, context_len: jax.Array, new_len: jax.Array
 ) -> jax.Array:
-    """Masks the rows that cannot return to `new_len`: the next token would read what left the window."""
+    """Masks the rows that cannot return to `new_len`: the next token would read past the window's start."""
     if group.span.keeps_all:
         return jnp.zeros_like(new_len, bool)
     is_beyond = group.span.is_beyond_rollback(context_len, new_len)

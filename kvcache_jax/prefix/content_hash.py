@@ -2,8 +2,8 @@
 
 Every token is mixed with its position, and the hash of a prefix is the sum of its tokens' mixes on top of
 a root that represents the namespace: a cumulative sum gives the hash of every block of a prompt in
-parallel, and a prefix grows from the hash of its last block. A hash only says where to look: what is found
-there is compared with the tokens themselves, so that a collision costs a hit and is never one.
+parallel, and a prefix grows from the hash of its last block. A hash only says where to look: the block
+found there is compared by its tokens, so that a collision costs a hit and is never one.
 """
 
 import jax
@@ -25,12 +25,9 @@ def root_hash(hash_key: jax.Array, namespace: jax.Array) -> jax.Array:
 
 
 def block_hashes(hash_key: jax.Array, tokens: jax.Array, first_position: jax.Array) -> jax.Array:
-    """Computes what a block adds to the hash of the prefix before it, u32[..., 2].
+    """Computes what blocks add to the hash of the prefix before them, u32[..., 2].
 
-    Args:
-      hash_key: u32[2].
-      tokens: i32[..., block_size].
-      first_position: i32[...], position of the block's first token.
+    `tokens` is i32[..., block_size], and `first_position` i32[...] the place of a block's first token.
     """
     order = lax.broadcast_to_rank(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.ndim)
     positions = first_position[..., None] + order

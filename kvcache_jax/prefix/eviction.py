@@ -61,8 +61,7 @@ def _evict_from_front(
 ) -> tuple[Control, jax.Array]:
     """Evicts up to `most` of the blocks in the next entries of the queue.
 
-    Returns:
-      The control state; and i32[], how many were evicted, or `most` where the queue has no more.
+    Returns their number too, i32[], or `most` where the queue has no more.
     """
     pool, index = control.block_pools[group_id], control.prefix_index
     assert pool.cached is not None and index is not None
@@ -93,7 +92,7 @@ def _evict_by_key(
     is_candidate = pool.cached.is_published & (pool.ref_count == 0) & (index.history.num_children == 0)
     keys, recency = block_metadata.keys_of(index.history, pool.cached, control.clock, config)
     heap = victim_heap.start(is_candidate, keys, recency)
-    # Read before the loop writes what they are computed from.
+    # Read before the loop writes the arrays that they are computed from.
     heap, control = lax.optimization_barrier((heap, control))
 
     def evict_batch(state):

@@ -1,8 +1,8 @@
 """Prefixes over several layer groups: only one group is indexed, and its blocks link to the others' blocks.
 
 A published block of the indexed group carries the ids of the blocks that hold the same tokens in every other
-group. A prefix can be reused up to a length at which every group still has what the next token reads: all of
-it with full attention; with a window the window and the sinks.
+group. A prefix can be reused up to a length at which every group still has the tokens that the next token
+reads: all of them with full attention; with a window the window and the sinks.
 """
 
 import dataclasses
@@ -30,16 +30,10 @@ from kvcache_jax.layers.layer_group import LayerGroup
 def usable_prefix(
     control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Finds how much of the indexed group's prefix every group can serve.
+    """Finds the part of the indexed group's prefix `found` i32[K] that every group can serve.
 
-    Args:
-      control: The state.
-      found: i32[K], blocks of the prefix in the indexed group, nowhere from the first miss on.
-      items: i32[I, 2], first position and end of what must be reused whole or not at all; or None.
-      config: The cache's.
-
-    Returns:
-      Per group i32[max_blocks_per_seq], the blocks to start from by column, or nowhere; and i32[], tokens.
+    Items i32[I, 2], first position and end, are reused whole or not at all. Returns the blocks to start from,
+    per group i32[max_blocks_per_seq] by column, or nowhere; and their tokens, i32[].
     """
     index, group_id = control.prefix_index, config.indexed_group
     assert index is not None
@@ -102,22 +96,13 @@ def _needed(group: LayerGroup, length: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def link(
     control: Control,
-    mask: jax.Array,
-    rows: jax.Array,
-    columns: jax.Array,
-    canonical: jax.Array,
+    mask: jax.Array,  # bool[E], which entries count
+    rows: jax.Array,  # i32[E]
+    columns: jax.Array,  # i32[E], of the indexed group
+    canonical: jax.Array,  # i32[E], the published blocks there
     config: CacheConfig,
 ) -> Control:
-    """Links published blocks to the blocks of other layer groups that hold the same tokens.
-
-    Args:
-      control: The state.
-      mask: bool[E], which entries count.
-      rows: i32[E], seq_id.
-      columns: i32[E], column of the indexed group.
-      canonical: i32[E], the published block there.
-      config: The cache's.
-    """
+    """Links published blocks to the blocks of other layer groups that hold the same tokens."""
     index, indexed = control.prefix_index, config.groups[config.indexed_group]
     assert index is not None
     pools, all_links = list(control.block_pools), list(index.group_links)

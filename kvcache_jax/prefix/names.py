@@ -13,9 +13,9 @@ def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.n
     """Makes the namespace in which rows share cached blocks: a 128-bit digest, compared exactly.
 
     Args:
-      tenant: Name of who asks. Sharing across tenants would tell one what another has asked, by the time
-        that an answer takes.
-      adapter: Name of what changes keys and values on top of the weights, such as a LoRA.
+      tenant: Name of the client. Sharing across tenants would tell one which prompts another has sent, by the
+        time that an answer takes.
+      adapter: Name of a change of keys and values on top of the weights, such as a LoRA.
       weights: The weights, by a name or a digest.
 
     Returns:
@@ -40,14 +40,10 @@ def namespace(*, tenant: str = "", adapter: str = "", weights: str = "") -> np.n
 
 
 def namespace_within(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    """Makes the namespace of `inner` within `outer`, such as a request's within the weights'.
+    """Makes the namespace of `inner` within `outer`, such as a request's within the weights', u32[4] all.
 
-    A digest of both, u32[4], so that no two pairs share one, a pair of equals included. Within the default
+    It is a digest of both, so that no two pairs share one, a pair of equals included. Within the default
     namespace, 0, `inner` is itself.
-
-    Args:
-      outer: u32[4].
-      inner: u32[4].
     """
     if not outer.any():
         return inner.astype(np.uint32)

@@ -14,32 +14,18 @@ from kvcache_jax.core.state import Control
 
 def with_partial_hit(
     control: Control,
-    columns: list[jax.Array],
-    num_cached: jax.Array,
-    tokens: jax.Array,
-    num_tokens: jax.Array,
-    most: jax.Array,
-    namespace: jax.Array,
-    items: jax.Array | None,
-    config: CacheConfig,
+    columns: list[jax.Array],  # per group i32[max_blocks_per_seq], the whole hits, then nowhere
+    num_cached: jax.Array,  # i32[], their tokens
+    tokens: jax.Array,  # i32[P], the prompt
+    num_tokens: jax.Array,  # i32[], how many of them are the prompt
+    most: jax.Array,  # i32[], how many of these may be reused
+    namespace: jax.Array,  # u32[4]
+    items: jax.Array | None,  # i32[I, 2], first position and end of items, reused whole or not at all
+    config: CacheConfig,  # whose groups have blocks of one size
 ) -> tuple[list[jax.Array], jax.Array]:
     """Adds to a prompt's whole hits the block after them that agrees longest, by its parent and tokens.
 
     Nothing is added where the pool could not hold the row and the copy: the row would be refused for ever.
-
-    Args:
-      control: The state.
-      columns: Per group i32[max_blocks_per_seq], the whole hits, nowhere from `num_cached` on.
-      num_cached: i32[], their tokens.
-      tokens: i32[P], the prompt.
-      num_tokens: i32[], how many of them are the prompt.
-      most: i32[], how many of these may be reused.
-      namespace: u32[4].
-      items: i32[I, 2], first position and end of what is reused whole or not at all; or None.
-      config: The cache's; all groups have blocks of one size.
-
-    Returns:
-      `columns` and `num_cached` with the block and its tokens.
     """
     index, group_id = control.prefix_index, config.indexed_group
     assert index is not None

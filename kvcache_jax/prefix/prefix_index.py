@@ -25,19 +25,12 @@ from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 
 
 class Content(NamedTuple):
-    """Content of a block.
+    """Content of a block."""
 
-    Attributes:
-      tokens: i32[..., block_size].
-      hashes: u32[..., 2], of the tokens up to the block's end.
-      parent: i32[...], the published block before it, or nowhere.
-      namespace: u32[..., 4].
-    """
-
-    tokens: jax.Array
-    hashes: jax.Array
-    parent: jax.Array
-    namespace: jax.Array
+    tokens: jax.Array  # i32[..., block_size]
+    hashes: jax.Array  # u32[..., 2], of the tokens up to the block's end
+    parent: jax.Array  # i32[...], the published block before it, or nowhere
+    namespace: jax.Array  # u32[..., 4]
 
 
 def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
@@ -47,12 +40,9 @@ def bucket_of(index: PrefixIndex, hashes: jax.Array) -> jax.Array:
 
 
 def candidates(index: PrefixIndex, in_bucket: jax.Array, hashes: jax.Array) -> jax.Array:
-    """Finds the published block with this hash, or nowhere, i32[...]; `matches` then compares contents.
+    """Finds the published block of `in_bucket` i32[..., ways] with the hash u32[..., 2], or nowhere.
 
-    Args:
-      index: The index.
-      in_bucket: i32[..., ways], what the hash's bucket holds.
-      hashes: u32[..., 2].
+    `matches` then compares contents.
     """
     stored = get_at(index.block_hash, in_bucket, 0)
     is_same = (in_bucket < index.parent.shape[0]) & (stored == hashes[..., None, :]).all(axis=-1)
@@ -75,15 +65,8 @@ def find_prefix(
 ) -> jax.Array:
     """Finds the longest published prefix of a prompt, in whole blocks, at least one token short of it.
 
-    Args:
-      index: The index.
-      hash_key: u32[2].
-      tokens: i32[P].
-      num_tokens: i32[], how many of them are the prompt.
-      namespace: u32[4].
-
-    Returns:
-      i32[P // block_size] block ids, nowhere from the first miss on.
+    The prompt is the first `num_tokens` i32[] of `tokens` i32[P]. Returns i32[P // block_size] block ids,
+    nowhere from the first miss on.
     """
     nowhere, block_size = index.block_tokens.shape
     num_blocks = tokens.shape[0] // block_size
@@ -108,18 +91,7 @@ def free_way(index: PrefixIndex, in_bucket: jax.Array, rank: jax.Array) -> tuple
 def insert(
     index: PrefixIndex, mask: jax.Array, block_ids: jax.Array, ways: jax.Array, content: Content
 ) -> PrefixIndex:
-    """Enters the masked blocks, whose hashes are new and differ, at the free `ways` of their buckets.
-
-    Args:
-      index: The index.
-      mask: bool[n].
-      block_ids: i32[n].
-      ways: i32[n], places in the buckets.
-      content: Contents of the blocks.
-
-    Returns:
-      The index.
-    """
+    """Enters masked blocks i32[n], whose hashes are new and differ, at the free `ways` of their buckets."""
     nowhere = index.parent.shape[0]
     target = jnp.where(mask, block_ids, nowhere)
     buckets = jnp.where(mask, bucket_of(index, content.hashes), index.buckets.shape[0])

@@ -18,19 +18,12 @@ _MAX = jnp.iinfo(jnp.int32).max
 
 
 class VictimHeap(NamedTuple):
-    """Blocks in groups of 256, with what they are compared by: key first, then recency.
+    """Blocks in groups of 256, compared by key first, then by recency."""
 
-    Attributes:
-      is_out: bool[groups, 256], the block is no candidate.
-      key: i32[groups, 256].
-      recency: i32[groups, 256], different for all candidates.
-      least: i32[groups], the place of the least candidate within each group.
-    """
-
-    is_out: jax.Array
-    key: jax.Array
-    recency: jax.Array
-    least: jax.Array
+    is_out: jax.Array  # bool[groups, 256], the block is no candidate
+    key: jax.Array  # i32[groups, 256]
+    recency: jax.Array  # i32[groups, 256], different for all candidates
+    least: jax.Array  # i32[groups], the place of the least candidate within each group
 
 
 def start(is_candidate: jax.Array, key: jax.Array, recency: jax.Array) -> VictimHeap:
@@ -44,11 +37,7 @@ def start(is_candidate: jax.Array, key: jax.Array, recency: jax.Array) -> Victim
 
 
 def pop(heap: VictimHeap, is_wanted: jax.Array, nowhere: int) -> tuple[VictimHeap, jax.Array]:
-    """Takes the least candidate out.
-
-    Returns:
-      The heap and i32[], the block's id; `nowhere` if none is wanted or left.
-    """
+    """Takes the least candidate out: i32[], the block's id; `nowhere` if none is wanted or left."""
     places = jnp.arange(heap.least.shape[0], dtype=jnp.int32), heap.least
     group = _least(heap.is_out[places], heap.key[places], heap.recency[places])
     block_id = group * _GROUP + heap.least[group]
