@@ -42,11 +42,13 @@ from kvcache_jax.attention import mosaic as _mosaic
 from kvcache_jax.attention.attention import attend, attention
 from kvcache_jax.attention.attention_scores import attention_scores
 from kvcache_jax.attention.gather import gather
+from kvcache_jax.attention.recurrence import recurrence
 from kvcache_jax.attention.write import write
 from kvcache_jax.core.config import CacheConfig, memory_bytes
 from kvcache_jax.core.describe import describe
 from kvcache_jax.core.donate import donate
 from kvcache_jax.core.init import init, reset
+from kvcache_jax.core.snapshots import Snapshots
 from kvcache_jax.core.state import Admission, Cache, Step
 from kvcache_jax.core.status import Status, StatusError, raise_for_status
 from kvcache_jax.decoding.beam_search import beam_search
@@ -62,6 +64,7 @@ from kvcache_jax.layers.cross_attention import CrossAttention
 from kvcache_jax.layers.latent_attention import LatentAttention
 from kvcache_jax.layers.layer_kind import KeysValues, LayerKind
 from kvcache_jax.layers.plain import FullAttention, SharedWith, SlidingWindow
+from kvcache_jax.layers.recurrent import Recurrent
 from kvcache_jax.layers.span import Span
 from kvcache_jax.manager.manager import CacheManager
 from kvcache_jax.operations.allocate import allocate
@@ -104,8 +107,10 @@ __all__ = [
     "LatentAttention",
     "LayerKind",
     "Quantised",
+    "Recurrent",
     "SharedWith",
     "SlidingWindow",
+    "Snapshots",
     "Span",
     "Status",
     "StatusError",
@@ -144,6 +149,7 @@ __all__ = [
     "policies",
     "preempt_to_utilization",
     "raise_for_status",
+    "recurrence",
     "reorder",
     "reset",
     "reset_prefix_cache",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvcache_jax.arrays.masked_updates import get_at, quotient
 from kvcache_jax.arrays.sharding import axis_of_types, axis_to_map, num_local
+from kvcache_jax.attention.recurrent_plan import plan_recurrence
 from kvcache_jax.core.backends import Backend
 from kvcache_jax.core.choose_backend import choose
 from kvcache_jax.core.holes import Holes
@@ -27,13 +28,20 @@ def plan_attention(
       is_contiguous: Whether a row's tokens follow one another.
       within: Positions that no query sees beyond, for caches whose rows hide tokens.
     """
+    config = cache.config
+    if not config.own_layers:  # no layer attends
+        plans = [plan_recurrence(cache.control, step, g, config) for g in range(len(config.groups))]
+        return dataclasses.replace(step, plans=tuple(plans))
     num_queries = step.positions.shape[1] if step.cu_query_lens is None else 1
-    group_id, _ = cache.config.locate(cache.config.own_layers[0])
+    group_id, _ = config.locate(config.own_layers[0])
     num_slots = cache.control.block_pools[group_id].num_blocks * cache.config.groups[group_id].block_size
     is_query = step.slots[group_id] < num_slots
     table_row, first_position, num_queries_of_row = _rows_of(step, is_query)
-    plans = []
+    plans: list[Any] = []
     for group_id, (group, pool) in enumerate(zip(cache.config.groups, cache.pools, strict=True)):
+        if group.span.is_read_later:
+            plans.append(plan_recurrence(cache.control, step, group_id, config))
+            continue
         block_pool = cache.control.block_pools[group_id]
         num_keys = None
         if not group.kind.is_causal:

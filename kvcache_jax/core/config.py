@@ -15,6 +15,7 @@ from kvcache_jax.core.backends import require_name
 from kvcache_jax.core.eviction_policy import LRU, policies
 from kvcache_jax.core.extras import Extra, Hooks, check_extras, extra_from_json, extra_to_json
 from kvcache_jax.core.memory_plan import check_indices, spend
+from kvcache_jax.core.snapshots import Snapshots, check_snapshots
 from kvcache_jax.layers.block_array import check_arrays
 from kvcache_jax.layers.layer_group import LayerGroup
 from kvcache_jax.layers.layer_kind import (
@@ -48,6 +49,7 @@ class CacheConfig:
         owner, until their place is needed. `allocate` and `extend` then want the tokens.
       partial_hits: With prefix caching, `allocate` also shares the published block whose first tokens alone
         are the prompt's; the next `extend` copies it. All layer groups then have one block size.
+      snapshots: The states of recurrent layers that prefix caching keeps.
       extras: Features that keep something in the cache, one of each; see `core/extras.py`. No program knows
         of a feature that is not here.
       eviction_policy: Cached blocks evicted first: "lru", "lfu" (fewest uses), "fifo" (published first),
@@ -87,6 +89,7 @@ class CacheConfig:
     memory_budget: int | None = None
     enable_prefix_caching: bool = False
     partial_hits: bool = False
+    snapshots: Snapshots = Snapshots()
     extras: Sequence[Extra] = ()
     eviction_policy: str = LRU
     eviction_batch: int = 1
@@ -132,6 +135,7 @@ class CacheConfig:
         for name in ("enable_prefix_caching", "partial_hits"):
             object.__setattr__(self, name, static_flag(name, getattr(self, name)))
         check_positive_or_none(self, "num_blocks", "max_query_len", "memory_budget")
+        check_snapshots(self.snapshots)
         object.__setattr__(self, "extras", check_extras(self.extras))
         object.__setattr__(self, "dtype", storage_dtype(self.dtype))
         if self.max_query_len is not None and self.max_query_len > self.max_seq_len:
@@ -174,7 +178,10 @@ class CacheConfig:
     @functools.cached_property
     def own_layers(self) -> tuple[int, ...]:
         """The model layers that store keys and values of new tokens."""
-        return tuple(i for i in self._storing_layers if self.layers[i].source_len_limit is None)
+        kinds = self.layers
+        return tuple(
+            i for i in self._storing_layers if kinds[i].source_len_limit is None and kinds[i].inputs
+        )
 
     @functools.cached_property
     def source_layers(self) -> tuple[int, ...]:
@@ -202,8 +209,10 @@ class CacheConfig:
         for i in self._storing_layers:
             kind = self.layers[i]
             kind = kind if kind.dtype is not None else dataclasses.replace(kind, dtype=self.dtype)
-            layer_ids.setdefault(kind, []).append(i)
+            for part in kind.parts:
+                layer_ids.setdefault(part, []).append(i)
         plans = [self._plan_group(kind, tuple(ids)) for kind, ids in layer_ids.items()]
+        plans = self._with_snapshots(plans)
         if self.memory_budget is not None:
             plans = spend(self.memory_budget, plans)
         return tuple(plans)
@@ -212,6 +221,11 @@ class CacheConfig:
     def row_groups(self) -> dict[int, LayerGroup]:
         """The layer groups that store their rows' tokens, not sources, by their ids."""
         return {g: group for g, group in enumerate(self.groups) if not group.holds_sources}
+
+    @functools.cached_property
+    def snapshot_groups(self) -> dict[int, LayerGroup]:
+        """The layer groups whose blocks are states that prefixes need, by their ids."""
+        return {g: group for g, group in self.row_groups.items() if _has_snapshots(group)}
 
     @property
     def hooks(self) -> Hooks:
@@ -228,17 +242,20 @@ class CacheConfig:
         """The layer group by whose blocks prefixes are found: the first that keeps all positions, else 0."""
         return next((g for g, group in self.row_groups.items() if group.span.keeps_all), 0)
 
-    def locate(self, layer: int) -> tuple[int, int]:
-        """Returns a layer's group and its index in that group; of a shared layer, the other layer's."""
+    def locate(self, layer: int, part: int = 0) -> tuple[int, int]:
+        """Returns a layer's group, of one with several parts the given one's, and its index in that group.
+
+        Of a shared layer these are the other layer's.
+        """
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer is {layer}, expected 0 <= layer < {self.num_layers}")
         shared_layer = self.layers[layer].shared_layer
         owner = layer if shared_layer is None else shared_layer
-        [place] = [(g, group) for g, group in enumerate(self.groups) if owner in group.layer_ids]
-        return place[0], place[1].layer_ids.index(owner)
+        g, group = [(g, group) for g, group in enumerate(self.groups) if owner in group.layer_ids][part]
+        return g, group.layer_ids.index(owner)
 
     def _check_sources(self) -> None:
-        if not self.own_layers:
+        if not self.row_groups:
             raise ValueError(
                 "all layers read sources, expected one that stores its row's tokens, too: FullAttention"
             )
@@ -263,22 +280,57 @@ class CacheConfig:
                 "is shared of a block is the same tokens in every layer group"
             )
 
+    def _with_snapshots(self, plans: list[LayerGroup]) -> list[LayerGroup]:
+        """Adds blocks for snapshots to the pools of states, beside the rows' own."""
+        if not self.enable_prefix_caching:
+            return plans
+        sized = [plan for plan in plans if _has_snapshots(plan) and plan.kind.num_blocks is None]
+        snapshot_bytes = sum(plan.block_bytes * plan.span.num_read_blocks(plan.block_size) for plan in sized)
+
+        def with_room(plan: LayerGroup) -> LayerGroup:
+            if plan not in sized:
+                return plan
+            more = plan.num_blocks
+            if self.snapshots.max_bytes is not None:
+                num_snapshots = self.snapshots.max_bytes // snapshot_bytes
+                more = num_snapshots * plan.span.num_read_blocks(plan.block_size)
+            return dataclasses.replace(plan, num_blocks=plan.num_blocks + more)
+
+        return [with_room(plan) for plan in plans]
+
     def _plan_group(self, kind: LayerKind, layer_ids: tuple[int, ...]) -> LayerGroup:
         block_size = kind.block_size or self.block_size
         max_len = self.max_seq_len if kind.source_len_limit is None else kind.source_len_limit
         max_held_blocks = kind.span.max_held_blocks(max_len, self.query_len_limit, block_size)
+        num_blocks = kind.num_blocks or self.num_blocks
+        if kind.span.is_read_later:
+            num_blocks = kind.num_blocks
+            if self.enable_prefix_caching and kind.span.is_in_prefix:
+                num_marked = self.snapshots.max_per_step(self.query_len_limit)
+                max_held_blocks += num_marked * kind.span.num_read_blocks(block_size)
+                max_held_blocks = min(max_held_blocks, ceil_div(max_len, block_size))
+            if num_blocks is not None and num_blocks < self.max_seqs * max_held_blocks:
+                raise ValueError(
+                    f"{kind.label} layers have num_blocks = {num_blocks}, expected at least "
+                    f"{self.max_seqs * max_held_blocks}: {max_held_blocks} for each of max_seqs = {self.max_seqs} "
+                    "rows, so that no row waits for a state"
+                )
         arrays = kind.arrays(block_size, kind.dtype)
         check_arrays(kind.label, arrays, block_size)
         return LayerGroup(
             kind=kind,
             layer_ids=layer_ids,
-            num_blocks=kind.num_blocks or self.num_blocks or self.max_seqs * max_held_blocks,
+            num_blocks=num_blocks or self.max_seqs * max_held_blocks,
             block_size=block_size,
             max_blocks_per_seq=ceil_div(max_len, block_size),
             max_held_blocks=max_held_blocks,
             max_len=max_len,
             arrays=tuple(sorted(arrays.items())),
         )
+
+
+def _has_snapshots(group: LayerGroup) -> bool:
+    return group.span.is_read_later and group.span.is_in_prefix
 
 
 def require_config(caller: str, config: Any) -> None:
@@ -311,6 +363,7 @@ def config_to_json(config: CacheConfig) -> bytes:
         f.name: getattr(config, f.name) for f in dataclasses.fields(config)
     }
     values["dtype"] = config.dtype.name
+    values["snapshots"] = dataclasses.asdict(config.snapshots)
     values["layers"] = [kind_to_json(kind) for kind in config.layers]
     values["extras"] = [extra_to_json(extra) for extra in config.extras]
     return json.dumps(values).encode()
@@ -321,6 +374,7 @@ def config_from_json(data: bytes | bytearray) -> CacheConfig:
     values = json.loads(bytes(data))
     require_format(values.pop("format_version", None))
     values["layers"] = [kind_from_json(kind) for kind in values["layers"]]
+    values["snapshots"] = Snapshots(**values["snapshots"])
     values["extras"] = [extra_from_json(extra) for extra in values["extras"]]
     return CacheConfig(**values)
 

@@ -9,6 +9,7 @@ from kvcache_jax.core.config import CacheConfig
 from kvcache_jax.core.counter import Counter
 from kvcache_jax.core.eviction_policy import LRU, policies
 from kvcache_jax.core.holes import Holes
+from kvcache_jax.core.snapshots import NUM_MARKS
 from kvcache_jax.core.state import (
     BlockHistory,
     BlockPool,
@@ -50,6 +51,7 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         hash_key=hash_key,
         num_published=ints(max_seqs),
         source_len=ints(max_seqs) if config.source_layers else None,
+        marks=_no_marks(config, numpy),
         holes=_no_holes(config, numpy) if config.hides_tokens else None,
         prefix_index=empty_index(config, numpy) if config.enable_prefix_caching else None,
         block_pools=tuple(
@@ -66,6 +68,12 @@ def empty_control(config: CacheConfig, hash_key: Any, numpy: Any = jnp) -> Contr
         ),
         extras={name: values for name, values in extras.items() if values is not None},
     )
+
+
+def _no_marks(config: CacheConfig, numpy: Any) -> Any:
+    if not (config.enable_prefix_caching and config.snapshot_groups):
+        return None
+    return numpy.zeros((config.max_seqs, NUM_MARKS), jnp.int32)
 
 
 def _no_holes(config: CacheConfig, numpy: Any) -> Holes:
@@ -89,15 +97,17 @@ def _no_cached_blocks(num_blocks: int, numpy: Any) -> CachedBlocks:
 def empty_index(config: CacheConfig, numpy: Any = jnp) -> PrefixIndex:
     """Builds an index in which nothing is published; `numpy` makes its arrays."""
     group = config.groups[config.indexed_group]
-    num_blocks = group.num_blocks
+    num_blocks, states = group.num_blocks, config.snapshot_groups.values()
 
     def links_to(other: LayerGroup) -> GroupLinks | None:
         if other is group:
             return None
-        shape = (num_blocks, ceil_div(group.block_size, other.block_size))
+        num_links = ceil_div(group.block_size, other.block_size) if other.span.is_in_prefix else 0
+        shape = (num_blocks, num_links)
         return GroupLinks(
             block_ids=numpy.full(shape, other.num_blocks, jnp.int32),
             indexed_ids=numpy.full(other.num_blocks, num_blocks, jnp.int32),
+            is_wanted=numpy.zeros(other.num_blocks, bool) if other in states else None,
         )
 
     return PrefixIndex(

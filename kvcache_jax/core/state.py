@@ -145,10 +145,13 @@ class GroupLinks:
       block_ids: i32[num_blocks, most per block], of the other group, by their order in the sequence, or
         nowhere (its `num_blocks`).
       indexed_ids: i32[num_blocks of the other group], the published block that each belongs to, or nowhere.
+      is_wanted: bool[num_blocks of the other group], a prompt has asked for the state: other prompts part there, or
+        one started from it. Of published blocks; None for a group without snapshots.
     """
 
     block_ids: jax.Array
     indexed_ids: jax.Array
+    is_wanted: jax.Array | None
 
 
 @pytree_dataclass()
@@ -196,6 +199,9 @@ class Control:
       num_published: i32[max_seqs], leading blocks of the row known to be published. Counts a partly filled
         last block too if it is a published one that `truncate` shortened the row into.
       source_len: i32[max_seqs], tokens of the row's source, 0 for none; None without layers that read one.
+      marks: i32[max_seqs, 2], lengths at which the states of a row's prompt are kept: where keys were found
+        further than states, and the last that its repetition can start from; 0 for none. None without layers
+        whose states are found by their prefix.
       holes: Holes of all rows, 0 for those that dropped nothing; None where no row hides tokens.
       prefix_index: PrefixIndex; None without prefix caching.
       block_pools: one BlockPool per layer group.
@@ -213,6 +219,7 @@ class Control:
     hash_key: jax.Array
     num_published: jax.Array
     source_len: jax.Array | None
+    marks: jax.Array | None
     holes: Holes | None
     prefix_index: PrefixIndex | None
     block_pools: tuple[BlockPool, ...]
@@ -230,7 +237,8 @@ _ROW_FIELDS = "is_active", "context_len", "priority", "namespace", "num_publishe
 def row_fields(control: Control) -> dict[str, jax.Array]:
     """Returns the arrays of `Control` that have an entry per row, 0 for idle ones, by name."""
     fields = {name: getattr(control, name) for name in _ROW_FIELDS}
-    return fields if control.source_len is None else fields | {"source_len": control.source_len}
+    more = {name: getattr(control, name) for name in ("source_len", "marks")}
+    return fields | {name: values for name, values in more.items() if values is not None}
 
 
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
@@ -275,11 +283,14 @@ class Admission:
       num_cached: i32[n], first tokens whose keys and values are already there; computation
         starts after them.
       num_items_cached: i32[n], multimodal items among them, which need not be encoded.
+      junction: i32[n], the length up to which keys were found further than the states of recurrent layers; 0
+        for none. The states at its end are kept, so that the next prompt that parts there starts from it.
     """
 
     status: jax.Array
     num_cached: jax.Array
     num_items_cached: jax.Array
+    junction: jax.Array
 
 
 @pytree_dataclass(Static("within", span_to_json, span_from_json))
@@ -314,6 +325,39 @@ class AttentionPlan:
     work: tuple[jax.Array, ...] = ()
 
 
+@pytree_dataclass()
+class RecurrentPlan:
+    """The blocks and tokens that a step's recurrent layers of one kind read and write; shared by all its layers.
+
+    A narrow step advances all its rows at once. Its rows that fill a block are folded after its last layer. A wide
+    one is scanned, in trips of tokens of one block of one row each; a trip goes on where the trip before ended, or
+    starts from the cache.
+
+    Attributes:
+      token: i32[r, t], the tokens of each row or trip in the step's token arrays, flat; past their end for none.
+      num_tokens: i32[r].
+      count: i32[r], entries that the row's block has before its tokens, or tokens in reach of a kind without points.
+      held_ids: i32[r] the row's block of entries, or i32[r, reach] blocks of the last tokens; or nowhere.
+      goes_on: bool[r] of a wide step, the trip starts where the one before ended; None for a narrow step.
+      held_offsets: i32[r, reach], places of the last tokens in their blocks, of kinds without points.
+      point_ids: i32[r], the last point, or nowhere; None, as all that follow, without points.
+      is_full: bool[r], the tokens end a block or, of a narrow step, pass its end.
+      full_ids: i32[r], the block of entries that is full then.
+      new_point_ids: i32[r], the point at its end, or nowhere.
+    """
+
+    token: jax.Array
+    num_tokens: jax.Array
+    count: jax.Array
+    held_ids: jax.Array
+    goes_on: jax.Array | None
+    held_offsets: jax.Array | None = None
+    point_ids: jax.Array | None = None
+    is_full: jax.Array | None = None
+    full_ids: jax.Array | None = None
+    new_point_ids: jax.Array | None = None
+
+
 @pytree_dataclass(Static("config", config_to_json, config_from_json))
 class Step:
     """The slots that `extend` or `rewrite` reserved, and the tokens to which the new tokens attend.
@@ -335,9 +379,12 @@ class Step:
       positions: i32[tokens], position in the text, which models rotate by; unspecified without a token.
       slots: per group i32[tokens], `block_id * block_size + offset`; nowhere, as in all of a group of
         sources, is `num_blocks * block_size`.
-      plans: per group AttentionPlan; () for a cache without storage.
+      plans: per group AttentionPlan or RecurrentPlan, None for a group that another's plan is for; () for a cache
+        without storage.
       cu_query_lens: i32[n + 1] of a packed step (as asked, each at most one more than `num_tokens`), or None.
       config: CacheConfig (static), of the cache.
+      follows: bool[n], the entry's tokens follow those of the entry before, in the same row; None where every row
+        has one entry.
       shift: i32[tokens], by how many places the text is ahead of the row; None where no row hides tokens.
     """
 
@@ -347,10 +394,16 @@ class Step:
     context_len: jax.Array
     positions: jax.Array
     slots: tuple[jax.Array, ...]
-    plans: tuple[AttentionPlan, ...]
+    plans: tuple[Any, ...]
     cu_query_lens: jax.Array | None
     config: CacheConfig
     shift: jax.Array | None = None
+    follows: jax.Array | None = None
+
+    @property
+    def held(self) -> jax.Array:
+        """i32[n], tokens that each row held before the call, or before the tokens of this entry."""
+        return self.context_len - self.query_len
 
     @property
     def cache_positions(self) -> jax.Array:

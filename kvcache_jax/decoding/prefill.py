@@ -262,6 +262,7 @@ def padded_step(
       shape: `(P, T)`.
     """
     query_len = jnp.where(step.query_len[entry] > 0, jnp.asarray(num_tokens), 0)
+    follows = jnp.concatenate([jnp.zeros_like(entry[:1], bool), entry[1:] == entry[:-1]])
     shift = None if step.shift is None else step.shift.reshape(shape)
     place = jnp.asarray(first)
     if shift is not None:
@@ -277,6 +278,7 @@ def padded_step(
         slots=tuple(slots.reshape(shape) for slots in step.slots),
         plans=(),
         cu_query_lens=None,
+        follows=follows,
     )
 
 

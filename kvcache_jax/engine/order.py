@@ -98,5 +98,5 @@ def num_cached_of(state: EngineState) -> jax.Array:
     age = jnp.where(waits(state), -state.requests.uid, -_LAST)
     _, slots = lax.top_k(age, min(_MOST_LOOKED_UP, age.shape[0]))
     slots = jnp.where(get_at(age, slots) > -_LAST, slots, age.shape[0]).astype(jnp.int32)
-    _, found = find_hits(state.cache.control, prompts_of(state, slots), state.cache.config)
-    return set_at(num_cached, slots, found)
+    found = find_hits(state.cache.control, prompts_of(state, slots), state.cache.config)
+    return set_at(num_cached, slots, found.num_tokens)

@@ -368,6 +368,20 @@ def _check_published_rows(
     return violations
 
 
+def _check_row_of_states(is_held: np.ndarray, group: LayerGroup, length: int) -> list[str]:
+    """Checks that a row has the states that its next token reads, and none of tokens after its end."""
+    violations = []
+    first, end = int(group.first_column(jnp.int32(length))), int(group.num_columns(jnp.int32(length)))
+    for column in range(first, end):
+        if not is_held[column]:
+            violations.append(f"of {length} tokens lacks the block of column {column}")
+    if is_held[end:].any():
+        violations.append(f"of {length} tokens holds a block after column {end - 1}")
+    if is_held.sum() > group.max_held_blocks:
+        violations.append(f"holds {is_held.sum()} blocks, above the bound {group.max_held_blocks}")
+    return violations
+
+
 def _check_row(
     entries: np.ndarray, pool: BlockPool, group: LayerGroup, length: int | None, hole: _Hole
 ) -> list[str]:
@@ -379,6 +393,8 @@ def _check_row(
     held = entries[is_held]
     if len({*held.tolist()}) != len(held):
         violations.append("holds a block twice")
+    if group.span.is_read_later:
+        return violations + _check_row_of_states(is_held, group, length)
     num_token_columns = -(-length // group.block_size)
     num_sinks, window = group.num_sink_blocks, group.kind.span.window
     needed = np.zeros_like(is_held)

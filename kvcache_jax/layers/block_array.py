@@ -13,23 +13,25 @@ class BlockArray(NamedTuple):
       shape: Of one block of one layer.
       dtype: Any dtype of jax.
       head_axis: The axis of key/value heads, over which a mesh may split the array; None for none.
-      token_axis: The axis of the block's tokens.
+      token_axis: The axis of the block's tokens; None for one entry of all tokens up to the block's end.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     head_axis: int | None = 0
-    token_axis: int = 1
+    token_axis: int | None = 1
 
     @property
     def token_shape(self) -> tuple[int, ...]:
         """Shape of the entries of one token."""
+        if self.token_axis is None:
+            return self.shape
         return self.shape[: self.token_axis] + self.shape[self.token_axis + 1 :]
 
     @property
     def token_head_axis(self) -> int | None:
         """The axis of heads in the entries of one token."""
-        if self.head_axis is None or self.head_axis < self.token_axis:
+        if self.head_axis is None or self.token_axis is None or self.head_axis < self.token_axis:
             return self.head_axis
         return self.head_axis - 1
 
@@ -43,7 +45,8 @@ def check_arrays(label: str, arrays: Mapping[str, BlockArray], block_size: int) 
         if not isinstance(array, BlockArray):
             raise TypeError(f"{where} is {array!r}, expected a kvcache_jax.BlockArray")
         axes = range(len(array.shape))
-        if array.token_axis not in axes or array.shape[array.token_axis] != block_size:
+        has_tokens = array.token_axis is not None
+        if has_tokens and (array.token_axis not in axes or array.shape[array.token_axis] != block_size):
             raise ValueError(
                 f"{where} has shape {array.shape} and token_axis = {array.token_axis}, expected an axis of "
                 f"block_size = {block_size} tokens: a kind whose blocks hold more than an entry per token is "

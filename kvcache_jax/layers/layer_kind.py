@@ -99,6 +99,11 @@ class LayerKind:
         return Span()
 
     @property
+    def parts(self) -> tuple["LayerKind", ...]:
+        """The kinds of the layer's groups, each with a block table and a pool. Default: itself."""
+        return (self,)
+
+    @property
     def shared_layer(self) -> int | None:
         """The layer whose keys and values are read by one that stores none; None for a layer with its own."""
         return None

@@ -32,6 +32,11 @@ class Span:
     num_sink_tokens: int = 0
     max_rollback: int = 0
 
+    is_read_later = False
+    """Whether what a step stores is read by later steps alone, so that it stores no more than they read."""
+    is_in_prefix = True
+    """Whether a cached prefix needs blocks of such layers."""
+
     @property
     def keeps_all(self) -> bool:
         """Whether no position ever leaves a row."""
@@ -57,6 +62,18 @@ class Span:
     def max_leaving_blocks(self, max_query_len: int, block_size: int) -> int:
         """Counts the most blocks that leave a row between two calls of `extend`; 0 where all stay."""
         return 0 if self.keeps_all else ceil_div(max_query_len, block_size) + 1
+
+    def num_read_blocks(self, block_size: int) -> int:
+        """Counts the columns, from `first_column` on, that must be held for the next token; 1 if the rest follow."""
+        return 1
+
+    def is_opening(self, position: jax.Array, block_size: int) -> jax.Array:
+        """Masks the positions whose token is the first that is stored in its column."""
+        return remainder(position, block_size) == 0
+
+    def first_stored_column(self, new_len: jax.Array, block_size: int) -> jax.Array:
+        """Finds the first column that a step to `new_len` tokens stores, i32 like `new_len`."""
+        return jnp.zeros_like(new_len)
 
     def num_columns(self, length: jax.Array, block_size: int) -> jax.Array:
         """Counts the columns of `length` tokens, those that left the window included; i32 like `length`."""

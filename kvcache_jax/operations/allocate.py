@@ -27,7 +27,7 @@ from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import Admission, BlockPool, Cache, Control, mark_used
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, on_rows
-from kvcache_jax.prefix import eviction, group_links, partial_hit, prefix_index
+from kvcache_jax.prefix import eviction, group_links, partial_hit, prefix_index, snapshots
 
 
 @takes_one
@@ -118,6 +118,7 @@ class Hits(NamedTuple):
 
     block_ids: list[jax.Array]  # per layer group i32[n, max_blocks_per_seq], blocks by column, or nowhere
     num_tokens: jax.Array  # i32[n], their tokens
+    junction: jax.Array  # i32[n], tokens whose keys are cached, where these are more, else 0
 
 
 def allocate_rows(
@@ -128,7 +129,7 @@ def allocate_rows(
     A caller that looked the prompts up in this state hands on the hits that it `found`.
     """
     num_tokens = prompts.num_tokens
-    hits, num_cached = found or find_hits(control, prompts, config)
+    hits, num_cached, junction = found or find_hits(control, prompts, config)
     num_new = _num_new(prompts, hits, num_cached, config)
     most = config.max_seq_len if prompts.tokens is None else prompts.tokens.shape[1]
     status = first_failure(
@@ -141,7 +142,7 @@ def allocate_rows(
     control, ok = _with_blocks(control, status == Status.OK, hits, num_new)
     status = jnp.where((status == Status.OK) & ~ok, jnp.int32(Status.OUT_OF_BLOCKS), status)
     rows = jnp.where(ok, seq_ids, control.max_seqs)
-    num_cached = jnp.where(ok, num_cached, 0)
+    num_cached, junction = jnp.where(ok, num_cached, 0), jnp.where(ok, junction, 0)
     num_partial = _num_partial(num_cached, config)
     num_new = [jnp.where(ok, num_blocks, 0) for num_blocks in num_new]
     hits = [
@@ -156,12 +157,14 @@ def allocate_rows(
         priority=prompts.priority,
         namespace=prompts.namespace,
         num_published=quotient(num_cached, config.groups[config.indexed_group].block_size) + num_partial,
+        **_marks(control, num_tokens, num_cached, junction, config),
     )
     if control.prefix_index is not None:
         index = prefix_index.note_hits(
             control.prefix_index, hits[config.indexed_group], control.clock, prompts.priority
         )
         pools = tuple(block_pool.reuse(*pair) for pair in zip(control.block_pools, hits, strict=True))
+        index = snapshots.note_wanted(index, hits)
         control = dataclasses.replace(control, block_pools=pools, prefix_index=index)
         needs = {g: jnp.sum(num_blocks, dtype=jnp.int32) for g, num_blocks in enumerate(num_new)}
         control = eviction.make_room(control, needs, config)
@@ -181,9 +184,24 @@ def allocate_rows(
         num_items_cached = jnp.sum(is_cached, axis=1, dtype=jnp.int32)
     return dataclasses.replace(
         control,
-        counters=_count_admissions(control, ok, prompts, num_cached, config),
+        counters=_count_admissions(control, ok, prompts, num_cached, junction, config),
         block_pools=tuple(pools),
-    ), Admission(status=status, num_cached=num_cached, num_items_cached=num_items_cached)
+    ), Admission(
+        status=status, num_cached=num_cached, num_items_cached=num_items_cached, junction=junction
+    )
+
+
+def _marks(
+    control: Control, num_tokens: jax.Array, num_cached: jax.Array, junction: jax.Array, config: CacheConfig
+) -> dict[str, jax.Array]:
+    """Computes the lengths of prompts at which states are kept, as a field of `Control`, where it has one."""
+    if control.marks is None:
+        return {}
+    unit = group_links.prefix_unit(config)
+    end = quotient(jnp.maximum(num_tokens - 1, 0), unit) * unit  # the whole prompt is never a hit
+    end = jnp.where(config.snapshots.at_end & (end > num_cached), end, 0)
+    junction = jnp.where(config.snapshots.at_junctions, junction, 0)
+    return {"marks": jnp.stack([junction, end], axis=1)}
 
 
 def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
@@ -194,7 +212,7 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
             jnp.full_like(rows, pool.num_blocks, shape=(rows.shape[0], pool.max_blocks_per_seq))
             for pool in control.block_pools
         ]
-        return Hits(nowhere, jnp.zeros_like(prompts.num_tokens))
+        return Hits(nowhere, *[jnp.zeros_like(prompts.num_tokens)] * 2)
 
     def find(tokens, num_tokens, namespace, reuse, items):
         assert control.prefix_index is not None
@@ -202,13 +220,13 @@ def find_hits(control: Control, prompts: Prompts, config: CacheConfig) -> Hits:
             control.prefix_index, control.hash_key, tokens, num_tokens, namespace
         )
         found = jnp.where(reuse, found, control.block_pools[config.indexed_group].num_blocks)
-        columns, num_cached = group_links.usable_prefix(control, found, items, config)
-        if not config.partial_hits:
-            return columns, num_cached
-        most = jnp.where(reuse, num_tokens - 1, 0)
-        return partial_hit.with_partial_hit(
-            control, columns, num_cached, tokens, num_tokens, most, namespace, items, config
-        )
+        columns, num_cached, junction = group_links.usable_prefix(control, found, items, config)
+        if config.partial_hits:
+            most = jnp.where(reuse, num_tokens - 1, 0)
+            columns, num_cached = partial_hit.with_partial_hit(
+                control, columns, num_cached, tokens, num_tokens, most, namespace, items, config
+            )
+        return columns, num_cached, junction
 
     columns = prompts.tokens, prompts.num_tokens, prompts.namespace, prompts.reuse, prompts.items
     return Hits(*jax.vmap(find)(*columns))
@@ -232,6 +250,8 @@ def _num_new(
     """
     num_new, num_partial = [jnp.zeros_like(num_cached)] * len(hits), _num_partial(num_cached, config)
     for g, group in config.row_groups.items():
+        if group.span.is_read_later:  # `extend` takes its blocks: the pool has enough for all rows
+            continue
         num_hits = jnp.sum(hits[g] < group.num_blocks, axis=1, dtype=jnp.int32) - num_partial
         num_blocks = group.num_columns(prompts.num_tokens)
         num_blocks -= quotient(num_cached, group.block_size)
@@ -299,7 +319,12 @@ def _with_blocks(
 
 
 def _count_admissions(
-    control: Control, ok: jax.Array, prompts: Prompts, num_cached: jax.Array, config: CacheConfig
+    control: Control,
+    ok: jax.Array,
+    prompts: Prompts,
+    num_cached: jax.Array,
+    junction: jax.Array,
+    config: CacheConfig,
 ) -> jax.Array:
     """Returns the counters after an admission."""
     block_size = config.groups[config.indexed_group].block_size
@@ -317,5 +342,6 @@ def _count_admissions(
         Counter.BLOCK_HITS: total(quotient(num_cached, block_size)),
         Counter.TOKEN_QUERIES: total(num_asked),
         Counter.TOKEN_HITS: total(num_cached),
+        Counter.TOKENS_WITHOUT_STATE: total(jnp.maximum(junction - num_cached, 0)),
     }
     return count_events(control.counters, events)

@@ -35,7 +35,7 @@ from kvcache_jax.core.counter import Counter, count_events
 from kvcache_jax.core.state import BlockPool, Cache, Control, PrefixIndex
 from kvcache_jax.core.status import Status, first_failure
 from kvcache_jax.operations.rows import check_ids, partial_tails, prefix_len
-from kvcache_jax.prefix import block_metadata, group_links, prefix_index
+from kvcache_jax.prefix import block_metadata, group_links, prefix_index, snapshots
 from kvcache_jax.prefix.content_hash import block_hashes, root_hash
 from kvcache_jax.prefix.prefix_index import Content
 
@@ -118,7 +118,12 @@ class _Found(NamedTuple):
 
 
 def commit_rows(
-    control: Control, seq_ids: jax.Array | None, final_len: jax.Array, *, config: CacheConfig
+    control: Control,
+    seq_ids: jax.Array | None,
+    final_len: jax.Array,
+    *,
+    config: CacheConfig,
+    is_end: jax.Array | bool = True,
 ) -> tuple[Control, jax.Array]:
     """Publishes the full blocks of rows `seq_ids` i32[n], None for all rows, below `final_len` i32[n]."""
     block_size = config.groups[config.indexed_group].block_size
@@ -133,7 +138,8 @@ def commit_rows(
         id_checks = (*check_ids(control, rows), (is_idle, Status.SEQ_NOT_ACTIVE))
     status = first_failure(*id_checks, (final_len < 0, Status.BAD_LENGTH))
     context_len = prefix_len(control, rows, context_len, config)  # later tokens are not found by their text
-    num_full = quotient(jnp.maximum(jnp.minimum(final_len, context_len), 0), block_size)
+    length = jnp.maximum(jnp.minimum(final_len, context_len), 0)
+    num_full = quotient(length, block_size)
     num_pending = jnp.where(status == Status.OK, jnp.maximum(num_full - num_published, 0), 0)
     ends = jnp.cumsum(num_pending, dtype=jnp.int32)
     pending = _Pending(rows, num_published, ends - num_pending, ends, jnp.sum(num_pending, dtype=jnp.int32))
@@ -149,6 +155,8 @@ def commit_rows(
     pools = tuple(block_pool.sweep_queue(pool, pending.num_blocks > 0) for pool in control.block_pools)
     state = dataclasses.replace(control, block_pools=pools), is_cut, pending.num_blocks & 0
     control, *_ = lax.while_loop(lambda state: state[2] < pending.num_blocks, publish_some, state)
+    rows = jnp.where(status == Status.OK, rows, control.max_seqs)
+    control = snapshots.publish_states(control, rows, length, is_end, config)
     return _note_published_tails(control, config), status
 
 

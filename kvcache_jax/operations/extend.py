@@ -220,7 +220,8 @@ def grow(control: Control, plan: ExtendPlan, config: CacheConfig) -> tuple[Contr
         column = quotient(positions, group.block_size)
         block_ids = get_at(pool.block_table, (token_rows, column), pool.num_blocks)
         slot = block_ids * group.block_size + remainder(positions, group.block_size)
-        slots.append(jnp.where(is_token, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
+        is_stored = is_token & (block_ids < pool.num_blocks)
+        slots.append(jnp.where(is_stored, slot, pool.num_blocks * group.block_size).reshape(tokens.shape))
     shift = None
     if control.holes is not None:
         shift = tokens.spread(get_at(control.holes.num_dropped, plan.seq_ids, 0), 0)

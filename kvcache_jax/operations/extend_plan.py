@@ -145,9 +145,10 @@ def propose(
     grows = (status == Status.OK) & (num_new > 0)
     positions = tokens.spread(context_len, 0) + tokens.offset
     plan = ExtendPlan(seq_ids, num_new, tokens, context_len, positions, status, grows, ())
+    marks = None if control.marks is None else get_at(control.marks, seq_ids, 0)
     pools, groups = [], []
     for pool, group in zip(control.block_pools, config.groups, strict=True):
-        pool, proposal = _propose_group(pool, group, plan, config)
+        pool, proposal = _propose_group(pool, group, plan, marks, config)
         pools.append(pool)
         groups.append(proposal)
     control = dataclasses.replace(control, block_pools=tuple(pools))
@@ -155,7 +156,7 @@ def propose(
 
 
 def _propose_group(
-    pool: BlockPool, group: LayerGroup, plan: ExtendPlan, config: CacheConfig
+    pool: BlockPool, group: LayerGroup, plan: ExtendPlan, marks: jax.Array | None, config: CacheConfig
 ) -> tuple[BlockPool, GroupPlan]:
     tokens, nowhere, block_size = plan.tokens, pool.num_blocks, group.block_size
     if group.holds_sources:
@@ -164,8 +165,11 @@ def _propose_group(
     token_rows = tokens.spread(rows, pool.block_table.shape[0])
     is_token = tokens.offset < tokens.spread(plan.num_new, 0)
     # Outside the table nothing is needed, so the fill value is any block.
-    entries = get_at(pool.block_table, (token_rows, quotient(plan.positions, block_size)), 0)
-    opens_block = is_token & (remainder(plan.positions, block_size) == 0) & (entries == nowhere)
+    columns = quotient(plan.positions, block_size)
+    entries = get_at(pool.block_table, (token_rows, columns), 0)
+    opens_block = is_token & group.span.is_opening(plan.positions, block_size) & (entries == nowhere)
+    if group.span.is_read_later:
+        opens_block &= _is_stored(group, plan, columns, marks, config)
     has_tail = plan.grows & group.tail_column(plan.context_len)[1]
     tail = jnp.where(has_tail, tokens.first(entries), nowhere)
     is_published = block_pool.is_published(pool, tail)
@@ -180,19 +184,37 @@ def _propose_group(
     )
     # A window keeps the tokens that it reads after `max_rollback` fewer, so that `truncate` can return there.
     first_kept = group.first_column(plan.context_len, group.max_rollback)
-    columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
-    leaving = get_at(pool.block_table, (rows[:, None], columns), nowhere)
+    old_columns = first_kept[:, None] - 1 - jnp.arange(num_leaving, dtype=jnp.int32)[None]
+    leaving = get_at(pool.block_table, (rows[:, None], old_columns), nowhere)
     # Sinks never leave a window.
-    leaving = jnp.where(columns >= group.num_sink_blocks, leaving, nowhere)
+    leaving = jnp.where(old_columns >= group.num_sink_blocks, leaving, nowhere)
     num_back = jnp.zeros_like(plan.num_new)
     if num_leaving:
         ref_count, is_free = count_down(ref_count, leaving)
         ref_count = add_at(ref_count, leaving, 1)
         num_back = jnp.sum(is_free, axis=1, dtype=jnp.int32)
     proposal = GroupPlan(
-        opens_block, tokens.count(opens_block), tail, is_published, copies_tail, leaving, columns, num_back
+        opens_block, tokens.count(opens_block), tail, is_published, copies_tail, leaving, old_columns, num_back
     )
     return dataclasses.replace(pool, ref_count=ref_count), proposal
+
+
+def _is_stored(
+    group: LayerGroup, plan: ExtendPlan, columns: jax.Array, marks: jax.Array | None, config: CacheConfig
+) -> jax.Array:
+    """Masks the tokens in columns i32[tokens] that later steps of the row read, or rows that begin alike."""
+    span, block_size, tokens = group.span, group.block_size, plan.tokens
+    first = span.first_stored_column(plan.context_len + plan.num_new, block_size)
+    is_stored = columns >= tokens.spread(first, 0)
+    if marks is None or not span.is_in_prefix:
+        return is_stored
+    for length in marks.T:
+        first, end = span.needed_columns(length, block_size)
+        is_stored |= (columns >= tokens.spread(first, 0)) & (columns < tokens.spread(end, 0))
+    if config.snapshots.every:
+        for nth in range(1, span.num_read_blocks(block_size) + 1):
+            is_stored |= remainder((columns + nth) * block_size, config.snapshots.every) == 0
+    return is_stored
 
 
 def _nothing(plan: ExtendPlan, nowhere: int) -> GroupPlan:

@@ -64,6 +64,6 @@ def _lookup(
         reuse=jnp.ones_like(num_tokens, bool),
         items=items,
     )
-    _, num_cached = find_hits(control, prompts, config)
+    num_cached = find_hits(control, prompts, config).num_tokens
     is_length = (num_tokens >= 0) & (num_tokens <= min(tokens.shape[1], config.max_seq_len))
     return jnp.where(is_length, num_cached, 0)

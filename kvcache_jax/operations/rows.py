@@ -92,7 +92,7 @@ def active_rows(control: Control, seq_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def inherit(control: Control, rows: jax.Array, parent_ids: jax.Array, **fields: ArrayLike) -> Control:
     """Marks `rows` as used and gives them all that their parents have, except the blocks."""
-    names = "context_len", "priority", "namespace", "num_published", "source_len"
+    names = "context_len", "priority", "namespace", "num_published", "source_len", "marks"
     held = row_fields(control)
     inherited = {name: get_at(held[name], parent_ids) for name in names if name in held}
     control = mark_used(control, rows, **inherited, **fields)

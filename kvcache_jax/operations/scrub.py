@@ -258,6 +258,8 @@ def _zero_rests(pool: KVPool, group: LayerGroup, tails: jax.Array, num_tokens: j
             offset = jnp.where(is_rest, offsets, block_size)
             return _set_zero(values, where[:, None], *[slice(None)] * array.token_axis, offset)
 
+        if array.token_axis is None:  # a row's last block has all its tokens or none
+            return values
         return lax.fori_loop(0, tails.shape[0], clear_row, values)
 
     return KVPool(arrays={name: clear(pool.arrays[name], array) for name, array in group.arrays})

@@ -41,6 +41,7 @@ class Stats:
       num_request_queries, num_request_hits: u32[], rows that looked for a cached prefix; that found one.
       num_block_queries, num_block_hits: u32[], full blocks of their prompts; those reused.
       num_token_queries, num_token_hits: u32[], tokens of their prompts; those in reused blocks.
+      num_tokens_without_state: u32[], tokens of prompts whose keys are cached, and not the states after them.
       bytes_used: f32[], keys and values of referenced blocks.
       bytes_cached: f32[], of cached blocks.
       bytes_total: f32[], of all blocks.
@@ -67,6 +68,7 @@ class Stats:
     num_block_hits: jax.Array
     num_token_queries: jax.Array
     num_token_hits: jax.Array
+    num_tokens_without_state: jax.Array
     bytes_used: jax.Array
     bytes_cached: jax.Array
     bytes_total: jax.Array

@@ -17,7 +17,7 @@ from kvcache_jax.core import arguments
 from kvcache_jax.core.arguments import IntRows
 from kvcache_jax.core.cache_checks import require_prefix_index, takes_one
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import Cache, Control, GroupLinks, KVPool, PrefixIndex
+from kvcache_jax.core.state import Cache, Control, KVPool, PrefixIndex
 from kvcache_jax.core.status import Status
 from kvcache_jax.operations.rows import first_failure
 from kvcache_jax.prefix import block_metadata, prefix_index
@@ -83,7 +83,8 @@ def _export(cache: Cache, block_ids: jax.Array) -> BlockContents:
     for g, links in enumerate(index.group_links):
         ids = block_ids[:, None]
         if links is not None:
-            ids = get_at(links.block_ids, block_ids, control.block_pools[g].num_blocks)
+            nowhere = control.block_pools[g].num_blocks
+            ids = get_at(links.block_ids, block_ids, nowhere) if links.block_ids.shape[1] else ids[:, :0]
         is_held.append(ids < control.block_pools[g].num_blocks)
         if cache.pools:
             kv_pool = refuse_derivatives(config.groups[g], cache.pools[g])
@@ -181,7 +182,9 @@ def _differences(config: CacheConfig, got: BlockContents, want: BlockContents) -
                 yield f"got {len(shape) - 1} axes of {name!r}, expected {len(wanted) - 1} of {label} layers"
                 continue
             what = {axis: f"as axis {axis - 1} of {name!r}" for axis in range(len(wanted))}
-            what |= {0: "layers", 1 + array.token_axis: "tokens a block"}
+            what |= {0: "layers"}
+            if array.token_axis is not None:
+                what[1 + array.token_axis] = "tokens a block"
             if array.head_axis is not None:
                 what[1 + array.head_axis] = "heads"
             for axis, (size, wanted_size) in enumerate(zip(shape, wanted, strict=True)):
@@ -295,10 +298,14 @@ def _publish(
     for group_links, ids in zip(index.group_links, block_ids, strict=True):
         if group_links is not None:
             rows = jnp.where(enters, new, nowhere)
-            group_links = GroupLinks(
+            group_links = dataclasses.replace(
+                group_links,
                 block_ids=set_at(group_links.block_ids, rows, ids[None]),
                 indexed_ids=set_at(group_links.indexed_ids, ids, jnp.broadcast_to(new, ids.shape)),
             )
+            if group_links.is_wanted is not None:
+                is_wanted = set_at(group_links.is_wanted, ids, False)
+                group_links = dataclasses.replace(group_links, is_wanted=is_wanted)
         links.append(group_links)
     index = dataclasses.replace(index, group_links=tuple(links))
     control = dataclasses.replace(control, prefix_index=index, block_pools=tuple(pools))

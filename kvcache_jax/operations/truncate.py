@@ -95,11 +95,13 @@ def _is_lost(
     if group.span.keeps_all:
         return jnp.zeros_like(new_len, bool)
     is_beyond = group.span.is_beyond_rollback(context_len, new_len)
-    # After the sinks the next token reads from this column on, and the blocks held are contiguous up to the
-    # tail: if this one is there, all that it reads are.
-    column = group.first_column(new_len)
-    entries = get_at(pool.block_table, (seq_ids, column), pool.num_blocks)
-    return is_beyond | ((column * group.block_size < new_len) & (entries == pool.num_blocks))
+    # After the sinks the next token reads from the first column on. A window's blocks are contiguous up to the
+    # tail: if its first one is there, all that it reads are.
+    order = jnp.arange(group.span.num_read_blocks(group.block_size), dtype=jnp.int32)
+    columns = group.first_column(new_len)[:, None] + order[None]
+    entries = get_at(pool.block_table, (seq_ids[:, None], columns), pool.num_blocks)
+    is_missing = (columns < group.num_columns(new_len)[:, None]) & (entries == pool.num_blocks)
+    return is_beyond | is_missing.any(axis=1)
 
 
 def _shortened(pool: BlockPool, group: LayerGroup, rows: jax.Array, new_len: jax.Array) -> BlockPool:

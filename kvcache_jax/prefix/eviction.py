@@ -32,6 +32,8 @@ def make_room(control: Control, needs: Mapping[int, jax.Array], config: CacheCon
     # The indexed group goes first: blocks of other groups that are linked to its victims come free with
     # these, so that those groups evict less.
     for group_id in sorted(needs, key=lambda g: g != config.indexed_group):
+        if not config.groups[group_id].span.is_in_prefix:  # nothing is cached there
+            continue
         num_free = control.block_pools[group_id].num_free
         control = evict(control, group_id, jnp.maximum(needs[group_id] - num_free, 0), config)
     return control
@@ -43,8 +45,11 @@ def evict(control: Control, group_id: int, num_blocks: jax.Array, config: CacheC
     assert control.prefix_index is not None and cached is not None
     # No more than there are, because the counter below counts them as evicted.
     num_blocks = jnp.minimum(num_blocks, cached.num_cached)
-    has_keys = group_id == config.indexed_group and control.prefix_index.history is not None
-    evict_most = _evict_by_key if has_keys else _evict_from_front
+    evict_most = _evict_from_front
+    if group_id in config.snapshot_groups:
+        evict_most = _evict_state
+    elif group_id == config.indexed_group and control.prefix_index.history is not None:
+        evict_most = _evict_by_key
 
     def evict_some(state):
         control, left = state
@@ -80,6 +85,26 @@ def _evict_from_front(
     control = unpublish(control, group_id, jnp.where(is_victim, block_ids, pool.num_blocks), pool, config)
     # At the end of the queue all counts as evicted, so that the loop ends.
     return control, jnp.where(head == cached.tail, most, jnp.minimum(num_found, most))
+
+
+def _evict_state(
+    control: Control, group_id: int, most: jax.Array, config: CacheConfig
+) -> tuple[Control, jax.Array]:
+    """Evicts the state that was released longest ago, among those that no prompt asked for if there are any.
+
+    Else the ends of answers, of which there are many and few are continued, would push out the states at which
+    prompts part. Returns the control state; and i32[], 1, or `most` where no state is cached.
+    """
+    pool, index = control.block_pools[group_id], control.prefix_index
+    assert pool.cached is not None and index is not None
+    links = index.group_links[group_id]
+    assert links is not None and links.is_wanted is not None
+    is_candidate = pool.cached.is_published & (pool.ref_count == 0)
+    age = pool.cached.tail - pool.cached.queued_at  # at least 1, at most the length of the queue
+    worth = jnp.where(is_candidate, jnp.where(links.is_wanted, age, age + jnp.uint32(2**31)), 0)
+    victim = jnp.where(is_candidate.any(), jnp.argmax(worth).astype(jnp.int32), pool.num_blocks)
+    control = unpublish(control, group_id, victim[None], pool, config)
+    return control, jnp.where(is_candidate.any(), 1, most)
 
 
 def _evict_by_key(

@@ -23,17 +23,18 @@ from kvcache_jax.arrays.masked_updates import (
 )
 from kvcache_jax.blocks import block_pool
 from kvcache_jax.core.config import CacheConfig
-from kvcache_jax.core.state import BlockPool, Control, GroupLinks, PrefixIndex
+from kvcache_jax.core.state import BlockPool, Control, PrefixIndex
 from kvcache_jax.layers.layer_group import LayerGroup
 
 
 def usable_prefix(
     control: Control, found: jax.Array, items: jax.Array | None, config: CacheConfig
-) -> tuple[list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Finds the part of the indexed group's prefix `found` i32[K] that every group can serve.
 
     Items i32[I, 2], first position and end, are reused whole or not at all. Returns the blocks to start from,
-    per group i32[max_blocks_per_seq] by column, or nowhere; and their tokens, i32[].
+    per group i32[max_blocks_per_seq] by column, or nowhere; their tokens, i32[]; and the junction, i32[]: the
+    tokens that the keys of all groups could serve where they are more, else 0.
     """
     index, group_id = control.prefix_index, config.indexed_group
     assert index is not None
@@ -42,15 +43,16 @@ def usable_prefix(
     lengths = jnp.arange(found.shape[0] + 1, dtype=jnp.int32) * indexed.block_size
     num_found = num_true(found < pools[group_id].num_blocks)
     # A hit ends at a block's end in every group, so that no row writes into a block that was hit.
-    step = math.lcm(*(group.block_size for group in config.groups))
+    step = prefix_unit(config)
     is_usable = (remainder(lengths, step) == 0) & (lengths <= num_found * indexed.block_size)
     if items is not None:
         is_inside = (items[:, :1] < lengths[None]) & (items[:, 1:] > lengths[None])  # [I, K + 1]
         is_usable &= ~is_inside.any(axis=0)
     columns: list[jax.Array] = []
+    has_states = jnp.ones_like(is_usable)
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
-        if g == group_id:
-            columns.append(_padded(found, pool))
+        if g == group_id or not group.span.is_in_prefix:
+            columns.append(_padded(found if g == group_id else jnp.full_like(found, pool.num_blocks), pool))
             continue
         columns.append(_padded(_columns(index, indexed, group, g, found), pool))
         num_missing = jnp.cumsum(
@@ -58,15 +60,26 @@ def usable_prefix(
         )
         # Blocks may be missing between the sinks and the window: the next token reads none of them.
         first, end = _needed(group, jnp.minimum(lengths, config.max_seq_len // step * step))
-        is_usable &= num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
-        is_usable &= num_missing[end] == num_missing[jnp.minimum(first, end)]
-    num_tokens = jnp.max(jnp.where(is_usable, lengths, 0))
+        is_there = num_missing[jnp.minimum(group.num_sink_blocks, end)] == 0
+        is_there &= num_missing[end] == num_missing[jnp.minimum(first, end)]
+        if group.span.is_read_later:
+            has_states &= is_there
+        else:
+            is_usable &= is_there
+    num_tokens = jnp.max(jnp.where(is_usable & has_states, lengths, 0))
+    num_with_keys = jnp.max(jnp.where(is_usable, lengths, 0))
+    junction = jnp.where(num_with_keys > num_tokens, num_with_keys, 0)
     for g, (pool, group) in enumerate(zip(pools, config.groups, strict=True)):
         order = jnp.arange(pool.max_blocks_per_seq, dtype=jnp.int32)
         first, end = _needed(group, num_tokens)
         is_kept = (order < end) & ((order < group.num_sink_blocks) | (order >= first))
         columns[g] = jnp.where(is_kept, columns[g], pool.num_blocks)
-    return columns, num_tokens
+    return columns, num_tokens, junction
+
+
+def prefix_unit(config: CacheConfig) -> int:
+    """Returns the tokens of which hits are multiples: whole blocks of every group that prefixes need."""
+    return math.lcm(*(group.block_size for group in config.groups if group.span.is_in_prefix))
 
 
 def _columns(
@@ -101,14 +114,16 @@ def link(
     columns: jax.Array,  # i32[E], of the indexed group
     canonical: jax.Array,  # i32[E], the published blocks there
     config: CacheConfig,
+    *,
+    is_wanted: jax.Array | None = None,  # bool[E], whether prompts asked for the states
 ) -> Control:
-    """Links published blocks to the blocks of other layer groups that hold the same tokens."""
+    """Links published blocks to the blocks of other groups for the same tokens: of keys, or else of states."""
     index, indexed = control.prefix_index, config.groups[config.indexed_group]
     assert index is not None
     pools, all_links = list(control.block_pools), list(index.group_links)
     for g, (pool, group) in enumerate(zip(control.block_pools, config.groups, strict=True)):
         links = all_links[g]
-        if links is None:
+        if links is None or not group.span.is_in_prefix or group.span.is_read_later == (is_wanted is None):
             continue
         slots = jnp.arange(links.block_ids.shape[1], dtype=jnp.int32)
         column = (columns * indexed.block_size // group.block_size)[:, None] + slots[None]
@@ -124,10 +139,15 @@ def link(
         is_linked, marks = first_of_equal(links.indexed_ids, is_linked, ids)
         indexed_ids = jnp.where(is_linked, canonical[:, None], links.block_ids.shape[0])
         linked = jnp.where(is_linked, ids, pool.num_blocks)
-        all_links[g] = GroupLinks(
+        all_links[g] = dataclasses.replace(
+            links,
             block_ids=set_at(links.block_ids, (indexed_ids, slots), ids),
             indexed_ids=set_at(marks, linked, indexed_ids),
         )
+        if is_wanted is not None:
+            assert links.is_wanted is not None
+            noted = set_at(links.is_wanted, linked, jnp.broadcast_to(is_wanted[:, None], linked.shape))
+            all_links[g] = dataclasses.replace(all_links[g], is_wanted=noted)
         pools[g] = block_pool.mark_published(pool, linked)
     index = dataclasses.replace(index, group_links=tuple(all_links))
     return dataclasses.replace(control, block_pools=tuple(pools), prefix_index=index)
@@ -146,14 +166,15 @@ def drop_links(control: Control, indexed_ids: jax.Array) -> Control:
     assert index is not None
     pools, all_links = list(control.block_pools), list(index.group_links)
     for g, links in enumerate(index.group_links):
-        if links is None:
+        if links is None or not links.block_ids.shape[1]:
             continue
         nowhere = links.indexed_ids.shape[0]
         # Linked blocks are found through the indexed one alone. Without it no row could find them.
         ids, block_ids = read_first(get_at(links.block_ids, indexed_ids, nowhere), links.block_ids)
         ids = ids.reshape(-1)
         pools[g] = block_pool.withdraw(pools[g], ids)
-        all_links[g] = GroupLinks(
+        all_links[g] = dataclasses.replace(
+            links,
             block_ids=set_at(block_ids, indexed_ids, nowhere),
             indexed_ids=set_at(links.indexed_ids, ids, links.block_ids.shape[0]),
         )
@@ -169,7 +190,8 @@ def unlink(index: PrefixIndex, group_id: int, block_ids: jax.Array) -> PrefixInd
     indexed_ids = get_at(links.indexed_ids, block_ids, links.block_ids.shape[0])
     slots = first_true(get_at(links.block_ids, indexed_ids, nowhere) == block_ids[:, None])
     (indexed_ids, slots), links = read_first((indexed_ids, slots), links)
-    links = GroupLinks(
+    links = dataclasses.replace(
+        links,
         block_ids=set_at(links.block_ids, (indexed_ids, slots), nowhere),
         indexed_ids=set_at(links.indexed_ids, block_ids, links.block_ids.shape[0]),
     )

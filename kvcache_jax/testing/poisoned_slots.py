@@ -38,8 +38,10 @@ def poison(cache: Cache) -> Cache:
 
 def _spoilt(values: jax.Array, array: BlockArray, is_kept: jax.Array) -> jax.Array:
     """Keeps the slots bool[num_blocks, block_size] of all layers, and spoils the others."""
+    if array.token_axis is None:  # one entry of all tokens
+        is_kept = is_kept.all(axis=1, keepdims=True)
     per_axis = [1] * (2 + len(array.shape))
-    per_axis[1], per_axis[2 + array.token_axis] = is_kept.shape
+    per_axis[1], per_axis[2 + (array.token_axis or 0)] = is_kept.shape
     layers = values.reshape(-1, is_kept.shape[0], *values.shape[1:])
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
     worst = jnp.nan if is_float else jnp.iinfo(values.dtype).min or jnp.iinfo(values.dtype).max

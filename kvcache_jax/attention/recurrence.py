@@ -1,0 +1,262 @@
+"""Recurrent layers on a cache: what a model calls in place of attention.
+
+A token's output is computed from its row's last point and the entries since; it adds its own entry. Nothing is
+read after something was written in the same layer, so that a donated step copies no pool.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvcache_jax.arrays.masked_updates import common_bound, get_at, quotient, read_first, remainder, set_at
+from kvcache_jax.attention.recurrent_plan import parts_of
+from kvcache_jax.blocks import storage
+from kvcache_jax.core import arguments
+from kvcache_jax.core.arguments import Layer
+from kvcache_jax.core.cache_checks import takes_one
+from kvcache_jax.core.config import CacheConfig
+from kvcache_jax.core.state import Cache, KVPool, RecurrentPlan, Step
+from kvcache_jax.layers.layer_group import LayerGroup
+from kvcache_jax.layers.recurrent import Arrays, Part, Recurrent
+
+
+@takes_one
+@jax.named_scope("kvcache.recurrence")
+def recurrence(
+    cache: Cache, layer: Layer, new: Mapping[str, jax.Array], step: Step, *, weights: Any = None
+) -> tuple[Cache, jax.Array]:
+    """Computes the new tokens of one recurrent layer and stores what later steps read: what a model's layer calls.
+
+    Each row goes on from the state after the tokens that it held before the step. Go on with the returned cache.
+    The layer is not differentiable.
+
+    Args:
+      cache: Not changed, unless donated.
+      layer: Model layer; or (group of its entries, index in it), as for scanned layers.
+      new: Inputs of the layer's kind by name, `[n, max_new, ...]`, or `[num_tokens, ...]` for a packed step.
+      step: From `extend`; the same for all layers.
+      weights: The layer's own arrays, as its kind wants them.
+
+    Returns:
+      The cache and the outputs, `[n, max_new, ...]` or packed likewise: 0 for padding and failed rows.
+
+    Raises:
+      ValueError, TypeError: the layer is not recurrent, or shapes or dtypes do not fit.
+    """
+    place, config = arguments.located(cache, layer, step), cache.config
+    kind = config.groups[place.group_id].kind
+    if not isinstance(kind, Part):
+        raise ValueError(
+            f"layer is {layer!r}, {kind.label}, expected a recurrent layer: call attention(cache, {layer!r}, q, k, "
+            "v, step)"
+        )
+    tokens = step.positions.shape
+    for name, values in new.items():
+        shape = getattr(values, "shape", None)
+        if shape is None or shape[: len(tokens)] != tokens:
+            raise ValueError(f"{name} has shape {shape}, expected {(*tokens, '...')}: the step's tokens first")
+    arguments.refuse_shared_cache("new", jax.tree.leaves(dict(new))[0], cache)
+    groups = parts_of(config, place.group_id)
+    pools = tuple(cache.pools[g] for g in groups)
+    plan, slots = step.plans[place.group_id], step.slots[place.group_id]
+    new, weights = jax.tree.map(jnp.asarray, (dict(new), weights))
+    pools, (new, weights) = storage.refuse_derivatives(config.groups[place.group_id], (pools, (new, weights)))
+    pools, out = _advance(config, groups, pools, place.layer, new, weights, plan, slots)
+    for g, pool in zip(groups, pools, strict=True):
+        cache = storage.with_pool(cache, g, pool)
+    return cache, out
+
+
+@functools.partial(jax.jit, static_argnames=("config", "groups"), inline=True)
+def _advance(
+    config: CacheConfig,
+    groups: tuple[int, ...],
+    pools: tuple[KVPool, ...],
+    layer: jax.Array,
+    new: dict[str, jax.Array],
+    weights: Any,
+    plan: RecurrentPlan,
+    slots: jax.Array,
+) -> tuple[tuple[KVPool, ...], jax.Array]:
+    """Advances the rows of a step, then writes entries and points; `layer` i32[] is the index in the groups."""
+    kinds = tuple(config.groups[g] for g in groups)
+    tokens, num_tokens = slots.shape, slots.size
+    is_token = plan.token < num_tokens
+    flat = {name: x.reshape(num_tokens, *x.shape[len(tokens) :]) for name, x in new.items()}
+
+    def rows_of(x: jax.Array) -> jax.Array:
+        if plan.goes_on is None:  # a row of the step is a row of the plan
+            mask = lax.broadcast_in_dim(is_token, (*is_token.shape, *x.shape[1:]), (0, 1))
+            return jnp.where(mask, x.reshape(mask.shape), 0)
+        return get_at(x, plan.token, 0)
+
+    run = _advance_rows if plan.goes_on is None else _scan_trips
+    pools, out, entries = run(kinds, pools, layer, jax.tree.map(rows_of, flat), weights, plan)
+    group, entry_pool = kinds[0], pools[0]
+    slots = get_at(slots.reshape(-1), plan.token, group.num_blocks * group.block_size)
+    num_blocks = entry_pool.num_rows // group.num_layers
+    rows = storage.block_rows(quotient(slots, group.block_size), layer, num_blocks, entry_pool.num_rows)
+    places = rows, remainder(slots, group.block_size)
+    stored = {name: set_at(x, places, entries[name]) for name, x in entry_pool.arrays.items()}
+    pools = (KVPool(arrays=stored), *pools[1:])
+    if plan.goes_on is None:
+        if len(pools) > 1:
+            pools = (pools[0], _fold_full(kinds, pools, layer, plan))
+        mask = lax.broadcast_in_dim(is_token, out.shape, (0, 1))
+        return pools, jnp.where(mask, out, 0).reshape(*tokens, *out.shape[2:])
+    zeros = jnp.zeros((num_tokens, *out.shape[2:]), out.dtype)
+    return pools, set_at(zeros, plan.token, out).reshape(*tokens, *out.shape[2:])
+
+
+def _kind_of(groups: tuple[LayerGroup, ...]) -> Recurrent:
+    part = groups[0].kind
+    assert isinstance(part, Part)
+    return part.recurrent
+
+
+def _cast(group: LayerGroup, values: Arrays) -> dict[str, jax.Array]:
+    """Checks that a kind returned its arrays, and casts them as they are stored."""
+    arrays = dict(group.arrays)
+    if {*values} != {*arrays}:
+        raise ValueError(f"{group.kind.label} are {sorted(values)}, expected {sorted(arrays)}")
+    return {name: values[name].astype(array.dtype) for name, array in arrays.items()}
+
+
+def _points(
+    pools: tuple[KVPool, ...], group: LayerGroup, layer: jax.Array, ids: jax.Array
+) -> dict[str, jax.Array]:
+    """Reads points by their blocks i32[...] of one layer; 0 for nowhere."""
+    pool = pools[1]
+    rows = storage.block_rows(ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
+    return {name: get_at(x, rows, 0) for name, x in pool.arrays.items()}
+
+
+def _held(
+    pool: KVPool, group: LayerGroup, layer: jax.Array, plan: RecurrentPlan
+) -> dict[str, jax.Array]:
+    """Reads the entries that count, `[r, W or reach, ...]`; 0 for the others."""
+    rows = storage.block_rows(plan.held_ids, layer, pool.num_rows // group.num_layers, pool.num_rows)
+    if plan.held_offsets is not None:
+        return {name: get_at(x, (rows, plan.held_offsets), 0) for name, x in pool.arrays.items()}
+    is_entry = jnp.arange(group.block_size, dtype=jnp.int32) < plan.count[:, None]
+
+    def masked(x: jax.Array) -> jax.Array:  # an unwritten entry may be anything
+        return jnp.where(lax.broadcast_in_dim(is_entry, x.shape, (0, 1)), x, 0)
+
+    return {name: masked(get_at(x, rows, 0)) for name, x in pool.arrays.items()}
+
+
+def _advance_rows(
+    groups: tuple[LayerGroup, ...],
+    pools: tuple[KVPool, ...],
+    layer: jax.Array,
+    new: dict[str, jax.Array],
+    weights: Any,
+    plan: RecurrentPlan,
+) -> tuple[tuple[KVPool, ...], jax.Array, dict[str, jax.Array]]:
+    """Advances all rows at once; returns the pools, to be written after this, outputs and entries `[n, T, ...]`."""
+    kind = _kind_of(groups)
+    point = {} if plan.point_ids is None else _points(pools, groups[1], layer, plan.point_ids)
+    read, pools = read_first((point, _held(pools[0], groups[0], layer, plan)), pools)
+    advance = jax.vmap(kind.advance, in_axes=(0, 0, 0, 0, None))
+    out, entries = advance(*read, plan.count, new, weights)
+    return pools, out, _cast(groups[0], entries)
+
+
+def _fold_full(
+    groups: tuple[LayerGroup, ...], pools: tuple[KVPool, ...], layer: jax.Array, plan: RecurrentPlan
+) -> KVPool:
+    """Folds the blocks that the step filled into points, after the group's last layer: a trip a row, all layers.
+
+    Most rows of a step fill none: folded in each layer, masked, they would take longer than all the rest.
+    """
+    kind, (entry_pool, point_pool) = _kind_of(groups), pools
+    assert plan.is_full is not None and plan.point_ids is not None
+    assert plan.full_ids is not None and plan.new_point_ids is not None
+    order = jnp.argsort(~plan.is_full, stable=True)
+    is_last = layer == groups[1].num_layers - 1
+    num_trips = jnp.where(is_last, jnp.sum(plan.is_full, dtype=jnp.int32), 0)
+
+    def fold_row(nth: jax.Array, pool: KVPool) -> KVPool:
+        row = order[nth]
+        at = storage.rows_of_all_layers(pool, groups[1], plan.point_ids[row])
+        point = {name: get_at(x, at, 0) for name, x in pool.arrays.items()}
+        at = storage.rows_of_all_layers(entry_pool, groups[0], plan.full_ids[row])
+        entries = {name: get_at(x, at, 0) for name, x in entry_pool.arrays.items()}
+        folded = _cast(groups[1], jax.vmap(kind.fold)(point, entries))
+        folded, pool = read_first(folded, pool)
+        at = storage.rows_of_all_layers(pool, groups[1], plan.new_point_ids[row])
+        return KVPool(arrays={name: set_at(x, at, folded[name]) for name, x in pool.arrays.items()})
+
+    return lax.fori_loop(0, common_bound(num_trips), fold_row, point_pool)
+
+
+def _scan_trips(
+    groups: tuple[LayerGroup, ...],
+    pools: tuple[KVPool, ...],
+    layer: jax.Array,
+    new: dict[str, jax.Array],
+    weights: Any,
+    plan: RecurrentPlan,
+) -> tuple[tuple[KVPool, ...], jax.Array, dict[str, jax.Array]]:
+    """Advances the trips of a wide step one after the other, and writes the points that they pass.
+
+    Returns the pools, the entries' one to be written after this, and outputs and entries `[trips, W, ...]`.
+    """
+    kind, has_points = _kind_of(groups), plan.point_ids is not None
+    held = _held(pools[0], groups[0], layer, plan)
+    held, pools = read_first(held, pools)
+
+    def trip(carry, x):
+        (point, entries, pool), (plan, held, new) = carry, x
+        num = plan.num_tokens
+        held = _choose(plan.goes_on, entries, held)
+        if has_points:
+            start = _points((pools[0], pool), groups[1], layer, plan.point_ids)
+            start, pool = read_first(start, pool)
+            point = _choose(plan.goes_on, point, start)
+        out, added = kind.advance(point, held, plan.count, new, weights)
+        added = _cast(groups[0], added)
+        if not has_points:
+            return (point, _last(held, added, num), pool), (out, added)
+        entries = {name: _placed(held[name], added[name], plan.count, num) for name in held}
+        folded = _cast(groups[1], kind.fold(point, entries))
+        point = _choose(plan.is_full, folded, point)
+        entries = _choose(plan.is_full, jax.tree.map(jnp.zeros_like, entries), entries)
+        rows = storage.block_rows(
+            plan.new_point_ids, layer, pool.num_rows // groups[1].num_layers, pool.num_rows
+        )
+        pool = KVPool(arrays={name: set_at(x, rows, folded[name]) for name, x in pool.arrays.items()})
+        return (point, entries, pool), (out, added)
+
+    point_pool = pools[1] if has_points else None
+    first = {} if not has_points else jax.tree.map(lambda x: jnp.zeros_like(x[0]), point_pool.arrays)
+    carry = first, jax.tree.map(lambda x: jnp.zeros_like(x[0]), held), point_pool
+    (_, _, point_pool), (out, added) = lax.scan(trip, carry, (plan, held, new))
+    return (pools[0], point_pool)[: len(pools)], out, added
+
+
+def _choose(mask: jax.Array, chosen: Arrays, other: Arrays) -> dict[str, jax.Array]:
+    return {name: jnp.where(mask, chosen[name], other[name]) for name in other}
+
+
+def _placed(held: jax.Array, added: jax.Array, count: jax.Array, num: jax.Array) -> jax.Array:
+    """Puts `num` new entries after the `count` of a block, `[W, ...]`."""
+    order = jnp.arange(held.shape[0], dtype=jnp.int32)
+    is_new = (order >= count) & (order < count + num)
+    shifted = get_at(added, order - count, 0)
+    return jnp.where(lax.broadcast_in_dim(is_new, held.shape, (0,)), shifted, held)
+
+
+def _last(held: Arrays, added: Arrays, num: jax.Array) -> dict[str, jax.Array]:
+    """Takes the last entries, as many as `held` has, after `num` of `added` follow them."""
+
+    def last(held: jax.Array, added: jax.Array) -> jax.Array:
+        both = jnp.concatenate([held, added])
+        return lax.dynamic_slice_in_dim(both, num, held.shape[0])
+
+    return {name: last(held[name], added[name]) for name in held}

@@ -1,0 +1,47 @@
+"""Which states of recurrent layers stay findable: the points that a prefix cache keeps."""
+
+import dataclasses
+from typing import Any
+
+from kvcache_jax.arrays.number_checks import static_flag
+from kvcache_jax.layers.layer_kind import check_positive_or_none
+
+NUM_MARKS = 2
+"""Lengths per row at which a prompt's states are kept: where other prompts parted from it, and its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshots:
+    """A choice of the states that a prefix cache keeps of recurrent layers.
+
+    A snapshot is a published point: with it a prompt that begins alike starts at the point's end. A state is as
+    large as the keys of hundreds of tokens, so that not every block gets one.
+
+    Attributes:
+      at_junctions: Keep the state where the keys that a prompt found end and the states that it found do not
+        reach: another prompt parted there, and the next one may part there too.
+      at_end: Keep the last state that a prompt's repetition can start from, and the last one of a row that
+        `commit` publishes, from which a conversation goes on. Unless a prompt finds it, it is evicted before others.
+      every: Keep the state after each multiple of so many tokens, too.
+      max_bytes: Bytes for snapshots beside the states of the rows. Default: as many as the rows may take.
+    """
+
+    at_junctions: bool = True
+    at_end: bool = True
+    every: int | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self):
+        for name in ("at_junctions", "at_end"):
+            object.__setattr__(self, name, static_flag(name, getattr(self, name)))
+        check_positive_or_none(self, "every", "max_bytes")
+
+    def max_per_step(self, max_query_len: int) -> int:
+        """Counts the most lengths at which one step of a row keeps states for others."""
+        return NUM_MARKS + (max_query_len // self.every + 1 if self.every else 0)
+
+
+def check_snapshots(snapshots: Any) -> None:
+    """Refuses a value that is no `Snapshots`."""
+    if not isinstance(snapshots, Snapshots):
+        raise TypeError(f"snapshots is {snapshots!r}, expected kvcache_jax.Snapshots(...)")
